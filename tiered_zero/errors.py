@@ -1,0 +1,45 @@
+"""The one family of errors. A message says what was expected, what was found, and what to do."""
+
+
+class TieredZeroError(Exception):
+    """Base of every error that tiered_zero raises on purpose."""
+
+
+class ConfigError(TieredZeroError):
+    """The configuration cannot be honoured as written; raised before anything is allocated or written."""
+
+
+class PlanError(TieredZeroError):
+    """The run does not fit: a tier's budget, the machine's memory or the disk is too small."""
+
+
+class ModelError(TieredZeroError):
+    """The model (or the optimizer over it) is not one that can be trained here; the message says why."""
+
+
+class ParameterAwayError(TieredZeroError, RuntimeError):
+    """A parameter's bytes were read while they rest on another tier. `tiered_zero.gathered` lends them."""
+
+
+class BudgetError(TieredZeroError):
+    """An allocation would pass the limit of its tier: the run left its plan."""
+
+
+class TransferError(TieredZeroError, OSError):
+    """A read or write failed, was short, or stalled; carries path, offset, bytes wanted and got."""
+
+
+class StoreError(TieredZeroError):
+    """A swap directory, its manifest or its contents are not what they must be."""
+
+
+class CorruptionError(StoreError):
+    """Bytes read back are not the bytes written; nothing was updated from them."""
+
+
+class LatchedError(TieredZeroError):
+    """An earlier failure left state that cannot be trusted; says from where to resume."""
+
+
+class NonFiniteError(TieredZeroError):
+    """Training cannot go on: gradients or the loss are not finite, step after step."""

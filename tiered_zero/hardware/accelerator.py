@@ -1,0 +1,90 @@
+"""What the runtime needs of a device: ordered lanes of work beside compute, events between them, memory figures.
+
+[Note: Lanes]
+A lane is a worker thread with a device stream of its own: `gather` carries parameters to the device, `reduce` carries
+gradients to the host. A job is a plain function; it may first wait for a disk ticket (so nvme -> host -> device needs no
+callback from an I/O worker) and then launches copies. The producer records an event, the consumer waits for it.
+The driver thread (or autograd's) is the `compute` lane: `record_compute` marks what it has launched so far, `wait_on_compute`
+orders everything that it launches from now on after an event. On the CPU both reduce to threading.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+import torch
+
+
+class Event(ABC):
+    """A point in a lane. Carries the error of the job that it marks."""
+
+    @abstractmethod
+    def done(self) -> bool:
+        """True once the work is complete on the device (or failed). Never blocks."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Block the calling thread until complete; raise the job's error if it failed."""
+
+
+class Lane(ABC):
+    """An ordered queue of jobs on a worker thread."""
+
+    name: str
+
+    @abstractmethod
+    def submit(self, job: Callable[[], None], after: Sequence[Event] = (), holds: Sequence[torch.Tensor] = ()) -> Event:
+        """Run `job` on this lane's thread and stream, after all earlier jobs and after `after`.
+
+        `holds`: device tensors that the job reads or writes; their memory is not reused before the job completes.
+        Returns the event of the job's completion on the device. Any thread.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Finish queued jobs and stop the thread. Idempotent."""
+
+
+class Accelerator(ABC):
+    """The device: `Cuda` or `Cpu`."""
+
+    name: str
+    device: torch.device
+
+    @abstractmethod
+    def lane(self, name: str) -> Lane:
+        """The lane of that name, started at first use."""
+
+    @abstractmethod
+    def record_compute(self) -> Event:
+        """An event after everything that the calling thread has launched on compute so far."""
+
+    @abstractmethod
+    def wait_on_compute(self, event: Event) -> None:
+        """What the calling thread launches on compute from now on runs after `event`. Raises a failed event's error.
+
+        Blocks the host only as far as the device needs it to (on the CPU: until the event is done).
+        """
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Wait for everything launched. For measurements and shutdown only."""
+
+    @abstractmethod
+    def poison(self, flat: torch.Tensor) -> None:
+        """In debug mode overwrite `flat` (any float or integer dtype) with NaN or a pattern; else do nothing."""
+
+    @abstractmethod
+    def total_memory_nbytes(self) -> int:
+        """Memory of the device; for the CPU device the configured limit, or what the host has available."""
+
+    @abstractmethod
+    def pin(self, address: int, nbytes: int) -> bool:
+        """Register host memory for direct copies. False (once logged, with the reason) where it cannot be."""
+
+    @abstractmethod
+    def unpin(self, address: int) -> None: ...
+
+    @abstractmethod
+    def close(self) -> None: ...

@@ -1,0 +1,109 @@
+"""The interface between the store and whatever moves aligned bytes to and from files."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Request:
+    """What one ticket was asked for: for error texts and the in-flight table.
+
+    `kind`: "read", "write" or "sync". `offset`, `nbytes`: bytes (0 for a sync).
+    """
+
+    kind: str
+    path: str
+    offset: int
+    nbytes: int
+
+
+class File(ABC):
+    """An open file of an engine. Offsets, lengths and addresses are multiples of `alignment`."""
+
+    path: str
+    alignment: int
+    """1 for a buffered file, 512 or 4096 for O_DIRECT."""
+
+    @abstractmethod
+    def allocate(self, nbytes: int) -> None:
+        """Reserve disk blocks up to `nbytes` (posix_fallocate); a full disk raises TransferError here."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+
+class Ticket(ABC):
+    """One request on its way; finishes once and carries its own error.
+
+    The engine owns the request's memory from submission until `done()`; the caller keeps it alive.
+    """
+
+    request: Request
+
+    @abstractmethod
+    def done(self) -> bool:
+        """True once the request finished, well or badly. Never blocks."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Block until finished (at most the engine's `io_timeout_s`); raise TransferError if it failed.
+
+        May be called from any thread and more than once; a failed ticket raises each time.
+        """
+
+    @property
+    @abstractmethod
+    def seconds(self) -> float:
+        """From submission to completion; 0.0 while in flight."""
+
+
+class IOEngine(ABC):
+    """Moves bytes between files and caller-owned memory, asynchronously.
+
+    One request of any size is one ticket: splitting, short transfers and bounded retries of EINTR/EAGAIN are
+    inside. The first failure latches the engine: every later submission raises it again.
+    """
+
+    name: str
+
+    @abstractmethod
+    def open(self, path: str, *, create: bool = False, writable: bool = True) -> File:
+        """Open (or create, mode 0600, O_EXCL|O_NOFOLLOW) a data file. Raises TransferError."""
+
+    @abstractmethod
+    def read(self, file: File, offset: int, into: memoryview) -> Ticket: ...
+
+    @abstractmethod
+    def write(self, file: File, offset: int, data: memoryview) -> Ticket: ...
+
+    @abstractmethod
+    def sync(self, file: File) -> Ticket:
+        """fdatasync after every write submitted before it has finished. A failure latches; it is never retried."""
+
+    @abstractmethod
+    def in_flight(self) -> list[tuple[Request, float]]:
+        """Requests not finished, each with its age in seconds."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Finish what is in flight, stop the workers. Idempotent."""
+
+
+class ErrorLatch:
+    """Remembers the first failure; `check()` raises it again. Any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._error: BaseException | None = None
+
+    def set(self, error: BaseException) -> None:
+        with self._lock:
+            if self._error is None:
+                self._error = error
+
+    def check(self) -> None:
+        if self._error is not None:
+            raise self._error

@@ -1,0 +1,64 @@
+"""What an update rule is to the stepper: how much state a parameter needs, and how to advance it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class StateField:
+    """One array of optimizer state over a run of parameters. `shape` is in elements."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass
+class Run:
+    """Adjacent master weights that are updated alike, with everything that the rule needs.
+
+    For an elementwise rule: [n] slices, cut anywhere, merged over parameter borders. For any other rule: one whole
+    parameter in its own shape.
+
+    `master`: fp32, updated in place. `grad`: fp32, bf16 or fp16, same shape, already reduced; may be overwritten.
+    `state`: arrays of `StateField`s, updated in place; all zero before the first step (see `UpdateRule.init_state`).
+    `scalars`: 0-d state (step counts and the like), replaced by the rule; empty before the first step.
+    `hyper`: the live param group without "params". `out`: [same shape] the 16-bit parameter to write, or None.
+    `grad_scale`: factor for the gradient (unscale and clip in one). 1.0 leaves bits untouched.
+    """
+
+    master: torch.Tensor
+    grad: torch.Tensor
+    state: dict[str, torch.Tensor]
+    scalars: dict[str, Any]
+    hyper: Mapping[str, Any]
+    out: torch.Tensor | None = None
+    grad_scale: float = 1.0
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+class UpdateRule(ABC):
+    """Advances runs. Knows nothing of tiers, units or files. Called on one thread at a time."""
+
+    name: str
+    elementwise: bool
+    """True where element i of every output depends on element i of the inputs only, so that runs may be cut anywhere."""
+
+    @abstractmethod
+    def state_fields(self, shape: tuple[int, ...], hyper: Mapping[str, Any]) -> list[StateField]:
+        """The state arrays (not the scalars) of a run of `shape`. Raises ModelError for a rule that cannot be split."""
+
+    @abstractmethod
+    def init_state(self, run: Run) -> None:
+        """Fill `run.state` with the rule's starting values where those are not zero. Called once a run, at birth."""
+
+    @abstractmethod
+    def update(self, runs: Sequence[Run]) -> None:
+        """Take one step on every run, and write `out` where given. Raises whatever the rule raises, before any write
+        if it can be told from the arguments."""

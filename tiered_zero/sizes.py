@@ -1,0 +1,40 @@
+"""Byte sizes: alignment, and the one way in which sizes are printed and parsed."""
+
+KIB = 1 << 10
+MIB = 1 << 20
+GIB = 1 << 30
+
+PAGE_NBYTES = 4096
+"""Alignment of every extent, arena slot and O_DIRECT request: it serves 512-byte and 4Kn devices alike."""
+
+_UNITS = {"": 1, "b": 1, "k": 10**3, "kb": 10**3, "kib": KIB, "m": 10**6, "mb": 10**6, "mib": MIB}
+_UNITS |= {"g": 10**9, "gb": 10**9, "gib": GIB, "t": 10**12, "tb": 10**12, "tib": 1 << 40}
+
+
+def align_up(value: int, alignment: int) -> int:
+    """The smallest multiple of `alignment` that is at least `value`."""
+    return -(-value // alignment) * alignment
+
+
+def format_nbytes(nbytes: float) -> str:
+    """1536 -> '1.5 KiB'; exact below 1 KiB."""
+    size = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.2f} TiB"
+
+
+def parse_nbytes(text: str | int | float) -> int:
+    """'1.5GiB', '512 MB', 4096 -> bytes. Raises ValueError on anything else."""
+    if isinstance(text, (int, float)) and not isinstance(text, bool):
+        if text < 0 or text != int(text):
+            raise ValueError(f"a size in bytes must be a whole number >= 0, not {text}")
+        return int(text)
+    stripped = str(text).strip().lower().replace(" ", "")
+    digits = stripped.rstrip("abcdefghijklmnopqrstuvwxyz")
+    unit = stripped[len(digits) :]
+    if unit not in _UNITS:
+        raise ValueError(f"{text!r} is no size; write bytes, or a number with KiB, MiB, GiB, TiB")
+    return int(float(digits) * _UNITS[unit])

@@ -1,0 +1,57 @@
+"""Bytes by tier and kind, now and at their peak, held against each tier's limit."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Mapping
+
+from tiered_zero.errors import BudgetError
+from tiered_zero.sizes import format_nbytes
+
+
+class Ledger:
+    """Every allocation of ours is charged here before it is made. Any thread."""
+
+    def __init__(self, limits: Mapping[str, int] | None = None) -> None:
+        self._limits = dict(limits or {})
+        self._lock = threading.Lock()
+        self._now: defaultdict[tuple[str, str], int] = defaultdict(int)
+        self._peak: defaultdict[tuple[str, str], int] = defaultdict(int)
+        self._tier_now: defaultdict[str, int] = defaultdict(int)
+        self._tier_peak: defaultdict[str, int] = defaultdict(int)
+
+    def charge(self, tier: str, kind: str, nbytes: int) -> None:
+        """Raises BudgetError, with nothing charged, where the tier's limit would be passed."""
+        with self._lock:
+            total = self._tier_now[tier] + nbytes
+            limit = self._limits.get(tier)
+            if limit is not None and total > limit:
+                raise BudgetError(
+                    f"{kind} needs {format_nbytes(nbytes)} more on tier {tier}: {format_nbytes(total)} in all, but "
+                    f"{format_nbytes(limit)} is allowed (tiered_zero.{tier}_memory_limit). This run has left its plan."
+                )
+            self._now[tier, kind] += nbytes
+            self._tier_now[tier] = total
+            self._peak[tier, kind] = max(self._peak[tier, kind], self._now[tier, kind])
+            self._tier_peak[tier] = max(self._tier_peak[tier], total)
+
+    def discharge(self, tier: str, kind: str, nbytes: int) -> None:
+        with self._lock:
+            self._now[tier, kind] -= nbytes
+            self._tier_now[tier] -= nbytes
+            assert self._now[tier, kind] >= 0, f"{tier}/{kind}: more bytes released than taken"
+
+    def now(self, tier: str) -> int:
+        return self._tier_now[tier]
+
+    def peak(self, tier: str) -> int:
+        return self._tier_peak[tier]
+
+    def by_kind(self) -> dict[str, dict[str, tuple[int, int]]]:
+        """tier -> kind -> (bytes now, bytes at the kind's own peak)."""
+        with self._lock:
+            table: dict[str, dict[str, tuple[int, int]]] = {}
+            for (tier, kind), nbytes in sorted(self._now.items()):
+                table.setdefault(tier, {})[kind] = (nbytes, self._peak[tier, kind])
+            return table
