@@ -2,18 +2,30 @@
 
 [Note: Lanes]
 A lane is a worker thread with a device stream of its own: `gather` carries parameters to the device, `reduce` carries
-gradients to the host. A job is a plain function; it may first wait for a disk ticket (so nvme -> host -> device needs no
-callback from an I/O worker) and then launches copies. The producer records an event, the consumer waits for it.
-The driver thread (or autograd's) is the `compute` lane: `record_compute` marks what it has launched so far, `wait_on_compute`
-orders everything that it launches from now on after an event. On the CPU both reduce to threading.
+gradients to the host. A job is a plain function; it may first wait for a disk ticket (so nvme -> host -> device needs
+no callback from an I/O worker) and then launches copies. The producer records an event, the consumer waits for it.
+The driver thread (or autograd's) is the `compute` lane: `record_compute` marks what it has launched so far,
+`wait_on_compute` orders everything that it launches from now on after an event. On the CPU both reduce to threading.
+Events of lanes and of compute order streams; any other event (a disk ticket's) is waited for on the host.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryFigures:
+    """Device memory as the device's own allocator counts it, in bytes. `free_nbytes`: what no process has taken."""
+
+    allocated_nbytes: int
+    peak_allocated_nbytes: int
+    reserved_nbytes: int
+    free_nbytes: int
 
 
 class Event(ABC):
@@ -68,6 +80,14 @@ class Accelerator(ABC):
         """
 
     @abstractmethod
+    def copy(self, target: torch.Tensor, source: torch.Tensor, finish: bool = False) -> None:
+        """Launch target <- source (contiguous, same dtype and size) on the calling lane's stream.
+
+        `finish`: return only when the bytes are there, because the caller is about to reuse the host memory.
+        Starts no threads and leaves autograd's version counters alone.
+        """
+
+    @abstractmethod
     def synchronize(self) -> None:
         """Wait for everything launched. For measurements and shutdown only."""
 
@@ -78,6 +98,10 @@ class Accelerator(ABC):
     @abstractmethod
     def total_memory_nbytes(self) -> int:
         """Memory of the device; for the CPU device the configured limit, or what the host has available."""
+
+    @abstractmethod
+    def memory_figures(self) -> MemoryFigures | None:
+        """None where the device has no allocator that counts (the CPU: the ledger counts there)."""
 
     @abstractmethod
     def pin(self, address: int, nbytes: int) -> bool:

@@ -6,6 +6,36 @@ import threading
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
+from tiered_zero.sizes import GIB, MIB, PAGE_NBYTES, align_up
+
+
+@dataclass(frozen=True)
+class IOSettings:
+    """The `aio` section of the configuration, and what each key does to each engine.
+
+    `block_size`: bytes that one system call moves. native: as it stands; threads: a call takes up to 8 neighbouring
+    blocks of a large request, for fewer trips through the GIL; aiofiles: a call takes `queue_depth` blocks.
+    `queue_depth` x `intra_op_parallelism`: the number of workers, that is of calls on their way at once, in all
+    engines; more than 32 is cut to 32, because 32 blocks of 1 MiB already fill the fastest array of drives.
+    `single_submit`, `overlap_events`: without effect. They steer how libaio is fed in batches; here workers take the
+    next block whenever they are free, across requests and files, so that nothing is batched and nothing drains.
+    """
+
+    block_size: int = MIB
+    queue_depth: int = 8
+    intra_op_parallelism: int = 1
+    single_submit: bool = False
+    overlap_events: bool = True
+
+    @property
+    def block_nbytes(self) -> int:
+        """`block_size` made a whole number of pages, within what one system call can move."""
+        return min(align_up(max(self.block_size, 1), PAGE_NBYTES), GIB)
+
+    @property
+    def num_workers(self) -> int:
+        return min(max(self.queue_depth * self.intra_op_parallelism, 1), 32)
+
 
 @dataclass(frozen=True)
 class Request:

@@ -1,1 +1,27 @@
-""""""
+"""The C kernels, each a plain shared object bound with ctypes.
+
+Promise: everything here is optional. Where no C compiler was at hand at install, `find_library` returns None and the
+caller takes its Python path and says so once.
+Owner: the file that binds a kernel owns its argument types; C code includes neither Python.h nor torch headers, so
+that one object serves every Python and every torch, and ctypes releases the GIL around each call.
+Never: a kernel keeps no global state, starts no thread that outlives its handle, and prints nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+LIBRARY_DIR_VARIABLE = "TIERED_ZERO_NATIVE_DIR"
+"""Environment: a directory that is searched instead of this package's own; an empty one switches the kernels off."""
+
+
+def find_library(stem: str) -> Path | None:
+    """The shared object that the build made for `stem` ("_direct_io", "_update"), or None where there is none."""
+    directory = Path(os.environ.get(LIBRARY_DIR_VARIABLE) or Path(__file__).parent)
+    for suffix in (*EXTENSION_SUFFIXES, ".so", ".dylib"):
+        candidate = directory / f"{stem}{suffix}"
+        if candidate.is_file():
+            return candidate
+    return None

@@ -38,15 +38,15 @@ class Ledger:
 
     def discharge(self, tier: str, kind: str, nbytes: int) -> None:
         with self._lock:
+            assert self._now[tier, kind] >= nbytes, f"{tier}/{kind}: more bytes released than taken"
             self._now[tier, kind] -= nbytes
             self._tier_now[tier] -= nbytes
-            assert self._now[tier, kind] >= 0, f"{tier}/{kind}: more bytes released than taken"
 
     def now(self, tier: str) -> int:
-        return self._tier_now[tier]
+        return self._tier_now.get(tier, 0)
 
     def peak(self, tier: str) -> int:
-        return self._tier_peak[tier]
+        return self._tier_peak.get(tier, 0)
 
     def by_kind(self) -> dict[str, dict[str, tuple[int, int]]]:
         """tier -> kind -> (bytes now, bytes at the kind's own peak)."""

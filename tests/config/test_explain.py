@@ -1,0 +1,124 @@
+"""The rows of `explain`, the JSON schema, the command."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from tiered_zero.cli.explain import explain
+from tiered_zero.config import Config, load
+from tiered_zero.config.deepspeed_keys import Fate, table
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.json"))
+
+
+def leaves(tree: dict[str, Any], prefix: str = "") -> list[str]:
+    found: list[str] = []
+    for name, value in tree.items():
+        nested = isinstance(value, dict) and prefix + name not in table(Config)
+        found += leaves(value, f"{prefix}{name}.") if nested else [prefix + name]
+    return found
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_every_key_of_the_file_and_every_default(path: Path) -> None:
+    rows = {row.path: row for row in load(path).explain()}
+    for written in leaves(json.loads(path.read_text())):
+        assert any(known == written or known.startswith(f"{written}.") for known in rows), written
+    optional = ("optimizer.", "scheduler.")
+    honoured = [key.path for key in table(Config).values() if key.fate is Fate.HONOURED]
+    assert {known for known in honoured if not known.startswith(optional)} <= set(rows)
+    assert all(row.effect for row in rows.values())
+
+
+def test_sources() -> None:
+    config = load({"train_batch_size": 8, "bf16": {"enabled": "auto"}, "zero_optimization": {"cpu_offload": True}})
+    sources = {row.path: row.source for row in config.explain()}
+    assert sources["train_batch_size"] == "file"
+    assert sources["gradient_accumulation_steps"] == "derived"
+    assert sources["bf16.enabled"] == "auto"
+    assert sources["bf16.check_grad_overflow"] == "default"
+    assert sources["zero_optimization.offload_optimizer.device"] == "renamed"
+    assert sources["zero_optimization.offload_optimizer.pin_memory"] == "default"
+
+
+def test_a_plain_config_says_little() -> None:
+    assert load({"train_batch_size": 8, "gradient_clipping": 0.5}).notices == ()
+
+
+def test_a_config_made_by_hand_explains_itself() -> None:
+    config = Config(train_batch_size=8, train_micro_batch_size_per_gpu=8, gradient_accumulation_steps=1)
+    assert {row.source for row in config.explain()} == {"file", "default"}
+
+
+def accepts(schema: dict[str, Any], value: Any) -> bool:
+    """The part of JSON schema that ours uses."""
+    if "anyOf" in schema:
+        return any(accepts(option, value) for option in schema["anyOf"])
+    if "const" in schema or "enum" in schema:
+        return value in schema.get("enum", [schema.get("const")])
+    names = {"object": dict, "array": list, "string": str, "boolean": bool, "null": type(None)}
+    kinds = schema.get("type", [])
+    for kind in [kinds] if isinstance(kinds, str) else kinds:
+        if kind in ("integer", "number"):
+            whole = kind == "number" or (isinstance(value, (int, float)) and float(value).is_integer())
+            fits = isinstance(value, (int, float)) and not isinstance(value, bool) and whole
+        else:
+            fits = isinstance(value, names[kind])
+        if fits and isinstance(value, dict) and "properties" in schema:
+            known, others = schema["properties"], {} if schema.get("additionalProperties", True) else None
+            parts = [(known.get(name, others), inner) for name, inner in value.items()]
+            return all(part is not None and accepts(part, inner) for part, inner in parts)
+        if fits:
+            return True
+    return not kinds
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_our_configs_fit_the_schema(path: Path) -> None:
+    schema = Config.json_schema()
+    tree = json.loads(path.read_text())
+    assert accepts(schema, tree)
+    assert not accepts(schema, {**tree, "unknown": 1})
+    assert not accepts(schema, {**tree, "zero_optimization": {"stage": 7}})
+    assert not accepts(schema, {**tree, "checkpoint": {"unknown": 7}})
+
+
+def test_the_schema_holds_every_key() -> None:
+    schema = Config.json_schema()
+    json.dumps(schema)
+    for key in table(Config).values():
+        node: Any = schema
+        for part in key.path.split("."):
+            node = next((option for option in node.get("anyOf", ()) if "properties" in option), node)
+            node = node["properties"][part]
+        assert node.get("description"), key.path
+    assert accepts(schema, {"tiered_zero": {"host_memory_limit": "8GiB"}, "fp16": {"enabled": "auto"}})
+
+
+class TestCommand:
+    def test_table(self, tmp_path: Path) -> None:
+        path = tmp_path / "c.json"
+        path.write_text('{"train_batch_size": 8, "wall_clock_breakdown": true, "tiered_zero": {"trace": "[red]x"}}')
+        result = CliRunner(env={"COLUMNS": "200"}).invoke(explain, [str(path)])
+        assert result.exit_code == 0, result.output
+        for text in ("train_batch_size", '"[red]x"', "no effect: no monitors", "accepted without effect"):
+            assert text in result.output
+
+    def test_json(self, tmp_path: Path) -> None:
+        path = tmp_path / "c.json"
+        path.write_text('{"train_batch_size": 8}')
+        result = CliRunner().invoke(explain, [str(path), "--json", "--world-size", "2"])
+        rows = {row["path"]: row for row in json.loads(result.output)["keys"]}
+        assert rows["train_micro_batch_size_per_gpu"]["value"] == 4
+        assert rows["train_micro_batch_size_per_gpu"]["source"] == "derived"
+        assert rows["gradient_clipping"]["fate"] == "honoured"
+
+    def test_errors(self, tmp_path: Path) -> None:
+        path = tmp_path / "c.json"
+        path.write_text('{"train_batch_size": 0}')
+        result = CliRunner().invoke(explain, [str(path)])
+        assert result.exit_code == 1
+        assert "Error: train_batch_size: expected at least 1; found 0." in result.output

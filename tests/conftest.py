@@ -1,0 +1,59 @@
+"""What all tests share: a fixed start, no network, a swap directory on a real disk."""
+
+import os
+
+os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+import gc
+import random
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy
+import psutil
+import pytest
+import torch
+from hypothesis import settings
+
+torch.set_num_threads(2)  # the same order of sums on every machine, and more than one thread at work
+settings.register_profile("tiered_zero", deadline=None, derandomize=True, database=None)
+settings.load_profile("tiered_zero")
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    random.seed(0)
+    numpy.random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def swap_path(tmp_path: Path) -> Iterator[Path]:
+    """An empty directory, mode 0700, on a real disk: /tmp is memory on many machines, /var/tmp is not."""
+    with tempfile.TemporaryDirectory(dir="/var/tmp" if _in_memory(tmp_path) else tmp_path) as path:
+        yield Path(path)
+
+
+def _in_memory(path: Path) -> bool:
+    mounts = [part for part in psutil.disk_partitions(all=True) if path.is_relative_to(part.mountpoint)]
+    return max(mounts, key=lambda part: len(part.mountpoint)).fstype in ("tmpfs", "ramfs")
+
+
+@pytest.fixture
+def no_leaks() -> Iterator[None]:
+    """Fails the test if a thread started in it still runs, or a file opened in it is still open, two seconds after."""
+
+    def held() -> set[object]:
+        threads = (thread for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread))
+        return {*threads, *((file.path, file.fd) for file in psutil.Process().open_files())}
+
+    before = held()
+    yield
+    deadline_s = time.monotonic() + 2.0
+    gc.collect()
+    while (left := held() - before) and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert not left, f"left behind: {left}"

@@ -1,0 +1,124 @@
+"""A synchronous engine over real files: records what it did, holds requests back, and fails on demand."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from tiered_zero.errors import TransferError
+from tiered_zero.io.engine import ErrorLatch, File, IOEngine, Request, Ticket
+
+
+@dataclass
+class SyncFile(File):
+    path: str
+    fd: int
+    alignment: int = 1
+
+    def allocate(self, nbytes: int) -> None:
+        try:
+            os.posix_fallocate(self.fd, 0, nbytes)
+        except OSError as error:
+            raise TransferError(f"cannot reserve {nbytes} bytes for {self.path}: {error}") from error
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+        self.fd = -1
+
+
+class SyncTicket(Ticket):
+    def __init__(self, request: Request, work: Callable[[], None]) -> None:
+        self.request = request
+        self._work: Callable[[], None] | None = work
+        self._error: TransferError | None = None
+
+    def finish(self) -> None:
+        work, self._work = self._work, None
+        try:
+            if work:
+                work()
+        except TransferError as error:
+            self._error = error
+
+    def done(self) -> bool:
+        return self._work is None
+
+    def wait(self) -> None:
+        self.finish()
+        if self._error:
+            raise self._error
+
+    @property
+    def seconds(self) -> float:
+        return 0.001 if self.done() else 0.0
+
+
+@dataclass
+class SyncEngine(IOEngine):
+    """`operations`: ("write", path, offset, bytes), ("read", path, offset, nbytes), ("sync", path), in order.
+
+    `before(kind, n)`: called ahead of the n-th request of a kind (from 1); raise OSError there to fail it.
+    `held`: requests that are done only when `release` is called or their ticket is waited on (None: done at once).
+    """
+
+    name = "sync"
+    before: Callable[[str, int], None] = lambda kind, n: None
+    held: list[SyncTicket] | None = None
+    operations: list[tuple[object, ...]] = field(default_factory=list)
+    latch: ErrorLatch = field(default_factory=ErrorLatch)
+
+    def open(self, path: str, *, create: bool = False, writable: bool = True) -> SyncFile:
+        flags = os.O_RDWR | (os.O_CREAT | os.O_EXCL if create else 0)
+        self.operations.append(("create" if create else "open", path))
+        return SyncFile(path, os.open(path, flags, 0o600))
+
+    def read(self, file: File, offset: int, into: memoryview) -> Ticket:
+        def work() -> None:
+            data = os.pread(file.fd, len(into), offset)
+            if len(data) != len(into):
+                raise TransferError(f"{file.path}: {len(data)} of {len(into)} bytes at offset {offset}")
+            into[:] = data
+
+        return self._submit(Request("read", file.path, offset, len(into)), ("read", file.path, offset, len(into)), work)
+
+    def write(self, file: File, offset: int, data: memoryview) -> Ticket:
+        request = Request("write", file.path, offset, len(data))
+        return self._submit(
+            request, ("write", file.path, offset, bytes(data)), lambda: os.pwrite(file.fd, data, offset)
+        )
+
+    def sync(self, file: File) -> Ticket:
+        return self._submit(Request("sync", file.path, 0, 0), ("sync", file.path), lambda: os.fdatasync(file.fd))
+
+    def in_flight(self) -> list[tuple[Request, float]]:
+        return [(ticket.request, 0.0) for ticket in self.held or () if not ticket.done()]
+
+    def close(self) -> None:
+        self.release()
+
+    def release(self) -> None:
+        for ticket in self.held or ():
+            ticket.finish()
+
+    def _submit(self, request: Request, operation: tuple[object, ...], act: Callable[[], object]) -> Ticket:
+        self.latch.check()
+        self.operations.append(operation)
+        number = sum(entry[0] == request.kind for entry in self.operations)
+
+        def work() -> None:
+            try:
+                self.before(request.kind, number)
+                act()
+            except OSError as error:
+                failure = TransferError(f"{request.kind} of {request.path} at {request.offset}: {error}")
+                self.latch.set(failure)
+                raise failure from error
+
+        ticket = SyncTicket(request, work)
+        if self.held is None:
+            ticket.finish()
+        else:
+            self.held.append(ticket)
+        return ticket

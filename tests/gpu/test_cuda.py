@@ -1,0 +1,98 @@
+"""The CUDA accelerator on a device: order between streams, exact pinning, errors."""
+
+import pytest
+import torch
+
+from tiered_zero.hardware.cuda import CudaAccelerator
+from tiered_zero.hardware.host_memory import HostArena
+from tiered_zero.sizes import MIB
+from tiered_zero.telemetry.ledger import Ledger
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture
+def accelerator():
+    accelerator = CudaAccelerator(poison=True)
+    yield accelerator
+    accelerator.close()
+
+
+def occupy(device):
+    """Some milliseconds of compute, so that whoever does not wait comes too early."""
+    square = torch.ones(4096, 4096, device=device)
+    for _ in range(10):
+        square @ square
+
+
+def test_gather_compute_reduce_over_200_rounds(accelerator):
+    """A ring of one device buffer: compute waits for gather, reduce for compute, the next gather for compute."""
+    arena = HostArena(64 * MIB, accelerator, pin=True, ledger=Ledger())
+    assert arena.pinned
+    numel = 1 << 20
+    source = arena.take(4 * numel, "source").view(torch.float32, numel)
+    results = [arena.take(4 * numel, "result").view(torch.float32, numel) for _ in range(4)]
+    flat = torch.empty(numel, device=accelerator.device)
+    source.copy_(torch.arange(numel))
+    carried = []
+    for turn in range(200):
+        gather = accelerator.lane("gather").submit(
+            lambda: accelerator.copy(flat, source), after=[accelerator.record_compute()], holds=[flat]
+        )
+        accelerator.wait_on_compute(gather)
+        if turn % 20 == 0:
+            occupy(accelerator.device)
+        result = flat * (turn + 1)
+        accelerator.poison(flat)
+        target = results[turn % 4]
+        if len(carried) >= 4:
+            carried[turn - 4].wait()
+            assert torch.equal(target, source * (turn - 3))
+        carried.append(
+            accelerator.lane("reduce").submit(
+                lambda target=target, result=result: accelerator.copy(target, result),
+                after=[accelerator.record_compute()],
+                holds=[result],
+            )
+        )
+        del result  # its memory is not reused before the copy, which holds it
+    accelerator.synchronize()
+    assert torch.equal(results[199 % 4], source * 200)
+    arena.close()
+
+
+def test_an_event_is_done_when_the_device_is(accelerator):
+    occupy(accelerator.device)
+    event = accelerator.record_compute()
+    after = accelerator.lane("gather").submit(lambda: None, after=[event])
+    after.wait()
+    assert event.done() and after.done()
+
+
+def test_an_error_reaches_who_waits(accelerator):
+    def fail():
+        raise OSError("the disk is gone")
+
+    event = accelerator.lane("gather").submit(fail)
+    with pytest.raises(OSError, match="the disk is gone"):
+        accelerator.wait_on_compute(event)
+
+
+def test_pinning_is_exact_and_a_failure_leaves_no_error_behind(accelerator):
+    arena = HostArena(33 * MIB + 17, accelerator, pin=True, ledger=Ledger())
+    slot = arena.take(33 * MIB, "a")
+    assert arena.pinned and slot.tensor.is_pinned()
+    assert arena.capacity_nbytes <= 1.02 * (33 * MIB + 17)
+    assert not accelerator.pin(slot.tensor.data_ptr(), MIB)  # registered already
+    assert torch.ones(8, device=accelerator.device).sum().item() == 8  # no stale error is reported here
+    arena.close()
+    assert not slot.tensor.is_pinned()
+
+
+def test_memory_figures_count(accelerator):
+    before = accelerator.memory_figures()
+    block = torch.empty(32 * MIB, dtype=torch.uint8, device=accelerator.device)
+    after = accelerator.memory_figures()
+    assert after.allocated_nbytes - before.allocated_nbytes == block.numel()
+    assert after.peak_allocated_nbytes >= after.allocated_nbytes
+    assert after.free_nbytes <= accelerator.total_memory_nbytes()

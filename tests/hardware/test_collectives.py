@@ -1,0 +1,94 @@
+"""The one-rank process group: private, without a network, and only what it created is destroyed."""
+
+import logging
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tiered_zero.errors import ModelError
+from tiered_zero.hardware.collectives import Collectives
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch):
+    for key in ("RANK", "WORLD_SIZE", "GLOO_SOCKET_IFNAME", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(key, raising=False)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def test_scripts_that_ask_for_their_rank_go_on():
+    collectives = Collectives()
+    collectives.ensure_process_group()
+    assert (dist.get_rank(), dist.get_world_size()) == (0, 1) == (collectives.rank, collectives.world_size)
+    ones = torch.ones(3)
+    dist.all_reduce(ones)
+    assert torch.equal(ones, torch.ones(3))
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+    collectives.close()
+    collectives.close()
+    assert not dist.is_initialized()
+
+
+def test_it_can_be_made_again_and_the_users_interface_stays(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    for _ in range(2):
+        collectives = Collectives()
+        collectives.ensure_process_group(True)
+        assert dist.is_initialized() and os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+        collectives.close()
+
+
+def test_not_required_creates_none():
+    collectives = Collectives()
+    collectives.ensure_process_group(dist_init_required=False)
+    assert not dist.is_initialized()
+    collectives.close()
+
+
+def test_an_existing_group_is_respected_and_left():
+    first, second = Collectives(), Collectives()
+    first.ensure_process_group()
+    second.ensure_process_group()
+    second.close()
+    assert dist.is_initialized()
+    first.close()
+
+
+def test_more_ranks_are_refused(monkeypatch):
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    with pytest.raises(ModelError, match=r"one rank; torch.distributed's group has 4"):
+        Collectives().ensure_process_group()
+    monkeypatch.undo()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for required in (None, False, True):
+        with pytest.raises(ModelError, match=r"one rank; the launcher's WORLD_SIZE has 2"):
+            Collectives().ensure_process_group(required)
+    assert not dist.is_initialized()
+
+
+def test_one_rank_of_a_launcher_is_fine(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("RANK", "0")
+    collectives = Collectives()
+    collectives.ensure_process_group()
+    assert dist.is_initialized()
+    collectives.close()
+
+
+def test_a_failure_is_one_line_and_no_more(monkeypatch, caplog):
+    def refuse(*args, **kwargs):
+        raise RuntimeError("no interface")
+
+    monkeypatch.setattr(dist, "init_process_group", refuse)
+    collectives = Collectives()
+    with caplog.at_level(logging.WARNING, "tiered_zero"):
+        collectives.ensure_process_group()
+    [record] = caplog.records
+    assert "no interface" in record.getMessage()
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+    collectives.close()

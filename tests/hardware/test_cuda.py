@@ -1,0 +1,173 @@
+"""The CUDA accelerator over a recorded runtime: which calls it makes, in which order, on which stream.
+
+What the calls do on a device is tested in tests/gpu.
+"""
+
+import contextlib
+import logging
+import threading
+
+import pytest
+import torch
+
+from tiered_zero.errors import ConfigError
+from tiered_zero.hardware.cuda import CudaAccelerator
+from tiered_zero.sizes import GIB
+
+
+class Stream:
+    def __init__(self, name="compute", calls=None):
+        self.name, self.calls = name, calls
+
+    def wait_event(self, event):
+        self.calls.append(f"{self.name} waits for {event.where}")
+
+    def synchronize(self):
+        self.calls.append(f"{self.name} synchronize")
+
+
+class Marker:
+    def __init__(self, blocking=False):
+        assert blocking
+        self.where, self.complete = None, False
+
+    def record(self, stream):
+        self.where = f"{stream.name} {len(stream.calls)}"
+        stream.calls.append(f"record {self.where}")
+
+    def query(self):
+        return self.complete
+
+    def synchronize(self):
+        self.complete = True
+
+
+class Runtime:
+    def __init__(self):
+        self.code = 0
+        self.registered = {}
+
+    def cudaHostRegister(self, address, nbytes, flags):
+        if self.code == 0:
+            self.registered[address] = nbytes
+        return self.code
+
+    def cudaHostUnregister(self, address):
+        return 0 if self.registered.pop(address, None) else 1
+
+
+class Tensor:
+    is_cuda = True
+
+    def __init__(self, calls):
+        self.calls = calls
+
+    def record_stream(self, stream):
+        self.calls.append(f"hold on {stream.name}")
+
+
+@pytest.fixture
+def calls():
+    return []
+
+
+@pytest.fixture
+def runtime():
+    return Runtime()
+
+
+@pytest.fixture
+def accelerator(monkeypatch, calls, runtime):
+    current = threading.local()
+
+    @contextlib.contextmanager
+    def use(stream):
+        current.stream = stream
+        yield
+        del current.stream
+
+    fakes = {
+        "is_available": lambda: True,
+        "device_count": lambda: 2,
+        "current_device": lambda: 1,
+        "Stream": lambda device: Stream("lane", calls),
+        "Event": Marker,
+        "stream": use,
+        "current_stream": lambda device: getattr(current, "stream", None) or Stream("compute", calls),
+        "synchronize": lambda device: calls.append(f"synchronize {device}"),
+        "cudart": lambda: runtime,
+        "CudaError": lambda code: f"error {code}",
+        "get_device_properties": lambda device: type("Properties", (), {"total_memory": 80 * GIB}),
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    accelerator = CudaAccelerator(memory_limit_nbytes=10 * GIB)
+    yield accelerator
+    accelerator.close()
+
+
+def test_a_job_waits_for_compute_on_the_device_and_marks_its_end(accelerator, calls):
+    lane = accelerator.lane("gather")
+    before = accelerator.record_compute()
+    event = lane.submit(lambda: calls.append("job"), after=[before], holds=[Tensor(calls), torch.zeros(1)])
+    event.check_launched()
+    assert calls == ["record compute 0", "lane waits for compute 0", "hold on lane", "job", "record lane 4"]
+    assert not event.done() and not before.done()
+    accelerator.wait_on_compute(event)
+    assert calls[5:] == ["compute waits for lane 4"]
+    event.wait()
+    assert event.done()
+
+
+def test_a_failed_job_has_nothing_on_its_way(accelerator, calls):
+    event = accelerator.lane("gather").submit(lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        accelerator.wait_on_compute(event)
+    assert calls == ["lane synchronize"] and event.done()
+
+
+def test_a_copy_that_must_finish_waits_for_its_own_stream(accelerator, calls):
+    target, source = torch.zeros(4, requires_grad=True), torch.ones(4)
+    accelerator.lane("gather").submit(lambda: accelerator.copy(target, source, finish=True)).check_launched()
+    assert calls[0] == "lane synchronize"
+    assert torch.equal(target.data, source) and target._version == 0
+
+
+def test_synchronize_drains_the_queues_first(accelerator, calls):
+    accelerator.lane("gather").submit(lambda: calls.append("job"))
+    accelerator.synchronize()
+    assert calls == ["job", "record lane 1", "record lane 2", "synchronize cuda:1"]
+
+
+def test_the_limit_caps_the_memory(accelerator):
+    assert accelerator.device == torch.device("cuda", 1)
+    assert accelerator.total_memory_nbytes() == 10 * GIB
+
+
+def test_a_device_that_is_not_there_is_refused(accelerator):
+    with pytest.raises(ConfigError, match="cuda:2; there are 2"):
+        CudaAccelerator(torch.device("cuda", 2))
+
+
+def test_pinning_is_exact_and_undone(accelerator, runtime):
+    assert accelerator.pin(4096, 12_288)
+    assert runtime.registered == {4096: 12_288}
+    accelerator.unpin(4096)
+    assert not runtime.registered
+
+
+def test_pinning_that_fails_is_said_once_and_its_error_cleared(accelerator, runtime, monkeypatch, caplog):
+    launches = []
+
+    def launch(*args, device):
+        launches.append(device)
+        raise RuntimeError("CUDA error: out of memory")  # the stale error, reported by the first launch after it
+
+    monkeypatch.setattr(torch, "zeros", launch)
+    runtime.code = 2
+    with caplog.at_level(logging.WARNING, "tiered_zero"):
+        assert not accelerator.pin(4096, GIB)
+        assert not accelerator.pin(8192, GIB)
+    assert launches == [accelerator.device] * 2
+    [record] = caplog.records
+    assert "pageable" in record.getMessage() and "1.0 GiB" in record.getMessage() and "error 2" in record.getMessage()

@@ -1,0 +1,119 @@
+"""Machine facts, from made-up /proc and cgroup trees and from this machine."""
+
+import os
+
+import pytest
+
+from tiered_zero.hardware.probe import (
+    available_host_nbytes,
+    memlock_nbytes,
+    num_cpus,
+    probe_machine,
+    total_host_nbytes,
+)
+from tiered_zero.sizes import GIB
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """write(path, text) into a made-up root; proc and cgroup folders of it."""
+
+    def write(path, text):
+        file = tmp_path / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"{text}\n")
+
+    (tmp_path / "cgroup").mkdir()
+    write("proc/meminfo", f"MemTotal: {64 * GIB // 1024} kB\nMemAvailable: {40 * GIB // 1024} kB\nHugePages_Total: 0")
+    return write, tmp_path / "proc", tmp_path / "cgroup"
+
+
+def test_without_a_cgroup_it_is_mem_available(tree):
+    _, proc, cgroup = tree
+    assert available_host_nbytes(proc, cgroup) == 40 * GIB
+    assert total_host_nbytes(proc) == 64 * GIB
+
+
+def test_v2_limit_less_usage_where_page_cache_counts_as_free(tree):
+    write, proc, cgroup = tree
+    write("proc/self/cgroup", "0::/job/step")
+    write("cgroup/job/step/memory.max", 16 * GIB)
+    write("cgroup/job/step/memory.current", 10 * GIB)
+    assert available_host_nbytes(proc, cgroup) == 6 * GIB
+    write("cgroup/job/step/memory.stat", f"anon 5\ninactive_file {3 * GIB}")
+    assert available_host_nbytes(proc, cgroup) == 9 * GIB
+
+
+def test_the_tightest_ancestor_binds(tree):
+    write, proc, cgroup = tree
+    write("proc/self/cgroup", "0::/job/step")
+    write("cgroup/job/step/memory.max", "max")
+    write("cgroup/job/step/memory.current", GIB)
+    write("cgroup/job/memory.max", 8 * GIB)
+    write("cgroup/job/memory.current", 3 * GIB)
+    assert available_host_nbytes(proc, cgroup) == 5 * GIB
+
+
+def test_v1_and_a_path_that_the_container_does_not_see(tree):
+    write, proc, cgroup = tree
+    write("proc/self/cgroup", "9:cpuset:/\n4:memory:/docker/abc\n3:cpu,cpuacct:/docker/abc\n0::/")
+    write("cgroup/memory/memory.limit_in_bytes", 4 * GIB)
+    write("cgroup/memory/memory.usage_in_bytes", GIB)
+    write("cgroup/memory/memory.stat", f"inactive_file 1\ntotal_inactive_file {GIB // 2}")
+    assert available_host_nbytes(proc, cgroup) == 3.5 * GIB
+
+
+def test_v1_without_a_limit_is_mem_available(tree):
+    write, proc, cgroup = tree
+    write("proc/self/cgroup", "4:memory:/")
+    write("cgroup/memory/memory.limit_in_bytes", 9223372036854771712)
+    write("cgroup/memory/memory.usage_in_bytes", GIB)
+    assert available_host_nbytes(proc, cgroup) == 40 * GIB
+
+
+def test_over_the_limit_is_none_left(tree):
+    write, proc, cgroup = tree
+    write("proc/self/cgroup", "0::/")
+    write("cgroup/memory.max", GIB)
+    write("cgroup/memory.current", 2 * GIB)
+    assert available_host_nbytes(proc, cgroup) == 0
+
+
+def test_without_proc_the_physical_memory_counts(tmp_path):
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert available_host_nbytes(tmp_path, tmp_path) == physical == total_host_nbytes(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "expected"),
+    [
+        ("cgroup/cpu.max", "200000 100000", 2),
+        ("cgroup/cpu.max", "50000 100000", 1),
+        ("cgroup/cpu.max", "max 100000", 4),
+        ("cgroup/cpu/cpu.cfs_quota_us", "-1", 4),
+        ("cgroup/cpu/cpu.cfs_quota_us", "300000", 3),
+    ],
+)
+def test_cpus_are_the_affinity_within_the_quota(tree, monkeypatch, path, text, expected):
+    write, proc, cgroup = tree
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 2, 4, 6})
+    write("proc/self/cgroup", "0::/\n3:cpu,cpuacct:/")
+    write(path, text)
+    write("cgroup/cpu/cpu.cfs_period_us", 100000)
+    assert num_cpus(proc, cgroup) == expected
+
+
+def test_memlock_none_means_unlimited(monkeypatch):
+    import resource
+
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert memlock_nbytes() is None
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (65536, 65536))
+    assert memlock_nbytes() == 65536
+
+
+def test_this_machine():
+    facts = probe_machine()
+    assert 1 <= facts.num_cpus <= (os.cpu_count() or 1)
+    assert 0 < facts.available_host_nbytes <= facts.total_host_nbytes
+    assert facts.torch_version

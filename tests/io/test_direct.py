@@ -1,0 +1,135 @@
+"""What only the native engine shows: its library, and its rate beside a busy interpreter."""
+
+import ctypes
+import os
+import shutil
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.io.conftest import ROOT, compile_shared, pages
+from tiered_zero.errors import ConfigError
+from tiered_zero.io.direct import NativeEngine, _Request, load_library
+from tiered_zero.io.engine import IOSettings
+from tiered_zero.native import find_library
+
+
+def test_the_library_is_found_by_its_name(native_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIERED_ZERO_NATIVE_DIR", str(native_dir))
+    assert find_library("_direct_io") == native_dir / "_direct_io.so"
+    assert find_library("_none") is None
+
+
+def test_no_library_is_a_reason_and_no_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIERED_ZERO_NATIVE_DIR", str(tmp_path))
+    with pytest.raises(ConfigError, match="C compiler"):
+        load_library()
+    (tmp_path / "_direct_io.so").write_bytes(b"no library")
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        load_library()
+
+
+def test_a_library_of_another_version_is_refused(tmp_path: Path) -> None:
+    source = tmp_path / "other.c"
+    text = (ROOT / "tiered_zero/native/direct_io.c").read_text()
+    source.write_text(
+        text.replace("    int32_t finished;\n} tz_request;", "    int32_t finished, more, yet;\n} tz_request;")
+    )
+    with pytest.raises(ConfigError, match="another version"):
+        load_library(compile_shared(source, tmp_path / "other.so"))
+
+
+def test_the_request_is_laid_out_as_in_c(native_dir: Path, tmp_path: Path) -> None:
+    fields = [name for name, _ in _Request._fields_]
+    offsets = ", ".join(f"(long)offsetof(tz_request, {name})" for name in fields)
+    source = tmp_path / "layout.c"
+    source.write_text(
+        f'#include <stddef.h>\n#include "{ROOT}/tiered_zero/native/direct_io.c"\nlong offsets[] = {{{offsets}}};\n'
+    )
+    library = ctypes.CDLL(str(compile_shared(source, tmp_path / "layout.so")))
+    found = list((ctypes.c_long * len(fields)).in_dll(library, "offsets"))
+    assert found == [getattr(_Request, name).offset for name in fields]
+
+
+def build(native_dir: Path, block_size: int = 1 << 20, queue_depth: int = 8) -> NativeEngine:
+    settings = IOSettings(block_size=block_size, queue_depth=queue_depth)
+    path = native_dir / "_direct_io.so"
+    return NativeEngine(direct=False, alignment=1, settings=settings, io_timeout_s=20.0, library_path=path)
+
+
+def test_its_workers_need_no_python(native_dir: Path, swap_path: Path) -> None:
+    """A request ends while the interpreter never leaves one bytecode-free call that holds the GIL."""
+    engine = build(native_dir, block_size=4096)
+    file = engine.open(str(swap_path / "data"), create=True)
+    ticket = engine.write(file, 0, pages(1 << 20, b"no GIL"))
+    held = ctypes.PyDLL(None)
+    deadline_s = time.monotonic() + 10.0
+    while not ticket.done() and time.monotonic() < deadline_s:
+        held.usleep(1000)  # PyDLL: the GIL is held while it sleeps
+    assert ticket.done()
+    ticket.wait()
+    file.close()
+    engine.close()
+
+
+@pytest.mark.usefixtures("no_leaks")
+def test_a_wait_lets_other_threads_run(native_dir: Path, swap_path: Path) -> None:
+    """The reader of a pipe whose writer is another Python thread: a wait that kept the GIL would time out."""
+    os.mkfifo(swap_path / "pipe")
+    engine = build(native_dir)
+    turns: list[int] = []
+    stop = threading.Event()
+
+    def count() -> None:
+        while not stop.is_set():
+            turns.append(1)
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    file = engine.open(str(swap_path / "data"), create=True)
+    before = len(turns)
+    for _ in range(20):
+        engine.write(file, 0, pages(8 << 20)).wait()
+        engine.sync(file).wait()
+    assert len(turns) > before
+    stop.set()
+    thread.join()
+    file.close()
+    engine.close()
+
+
+def test_thousands_of_small_requests(native_dir: Path, swap_path: Path) -> None:
+    engine = build(native_dir)
+    file = engine.open(str(swap_path / "data"), create=True)
+    data = pages(5000 * 1024, bytes(range(256)))
+    begun_s = time.monotonic()
+    tickets = [engine.write(file, index * 1024, data[index * 1024 : index * 1024 + 1024]) for index in range(5000)]
+    for ticket in tickets:
+        ticket.wait()
+    assert time.monotonic() - begun_s < 10.0
+    assert engine.in_flight() == [] and (swap_path / "data").read_bytes() == data
+    file.close()
+    engine.close()
+
+
+def test_under_the_thread_sanitizer(tmp_path: Path) -> None:
+    """A C program that submits from several threads, with syncs and failures between, built with -fsanitize=thread."""
+    program = tmp_path / "race"
+    compiler = shutil.which("cc") or pytest.skip("no C compiler on this machine")
+    import subprocess
+
+    command = [compiler, "-g", "-O1", "-fsanitize=thread", "-pthread", "-I", str(ROOT / "tiered_zero/native")]
+    made = subprocess.run(
+        [*command, str(ROOT / "tests/io/race.c"), "-o", str(program)], check=False, capture_output=True, text=True
+    )
+    if made.returncode:
+        pytest.skip(f"no thread sanitizer here: {made.stderr.strip()[:200]}")
+    ran = subprocess.run(
+        [str(program), str(tmp_path / "data")], check=False, capture_output=True, text=True, timeout=60
+    )
+    if "unexpected memory mapping" in ran.stderr:
+        pytest.skip("the thread sanitizer does not run on this kernel")
+    assert ran.returncode == 0, ran.stderr

@@ -1,0 +1,120 @@
+"""Named arrays for any program: plain NumPy AdamW whose moments rest on disk, no engine, no torch."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.fakes.sync_io import SyncEngine
+from tiered_zero.errors import CorruptionError, StoreError
+from tiered_zero.sizes import MIB
+from tiered_zero.store import open_store
+from tiered_zero.store.stripes import DATA_NAME
+
+NUMEL = (9 << 20) // 4 + 3
+"""More than one bounce buffer, and not a whole page."""
+
+
+def test_a_vanilla_adamw_with_moments_on_disk_and_a_restart_gives_the_same_bits(swap_path: Path) -> None:
+    def update(w: np.ndarray, m: np.ndarray, v: np.ndarray, step: int) -> None:
+        grad = np.sin(w + step)
+        m *= 0.9
+        m += 0.1 * grad
+        v *= 0.99
+        v += 0.01 * grad * grad
+        w -= 0.01 * (m / (np.sqrt(v) + 1e-8) + 0.1 * w)
+
+    plain = [np.linspace(-1, 1, NUMEL, dtype=np.float32)] + [np.zeros(NUMEL, np.float32) for _ in range(2)]
+    here = [array.copy() for array in plain]
+    store = open_store(swap_path, capacity_nbytes=80 * MIB)
+    for name, array in zip("wmv", here, strict=True):
+        store.put(name, array)
+    for step in range(4):
+        update(*plain, step)
+        for name, array in zip("wmv", here, strict=True):
+            array.fill(np.nan)
+            store.get(name, into=array)
+        update(*here, step)
+        for name, array in zip("wmv", here, strict=True):
+            store.put(name, array)
+        store.commit(step, {"lr": 0.01})
+        if step == 1:
+            store.put("w", np.zeros(NUMEL, np.float32))  # never committed
+            store.close()
+            store = open_store(swap_path)
+            assert (store.step, store.metadata) == (1, {"lr": 0.01})
+    for name, array in zip("wmv", plain, strict=True):
+        assert store.get(name).tobytes() == array.tobytes()
+    record = store.describe("w")
+    assert (record.dtype, record.shape, record.nbytes) == ("f", (NUMEL,), 4 * NUMEL)
+    store.close()
+
+
+def test_replace_delete_and_errors(swap_path: Path) -> None:
+    with open_store(swap_path, capacity_nbytes=MIB) as store:
+        store.put("a", np.arange(6, dtype=np.int16).reshape(2, 3))
+        assert store.describe("a").shape == (2, 3)
+        store.put("a", b"longer than before" * 300)
+        assert bytes(store.get("a")) == b"longer than before" * 300
+        with pytest.raises(StoreError, match="has 5400 bytes; the memory"):
+            store.get("a", into=bytearray(3))
+        with pytest.raises(StoreError, match=r"no array 'b'; it has \['a'\]"):
+            store.get("b")
+        with pytest.raises(StoreError, match="live run"):
+            with_commit(store, swap_path)
+        store.delete("a")
+        assert store.names() == []
+        store.commit(2)
+        store.put("big", bytes(MIB // 2))  # the space of all earlier ones is free again
+    assert open_and_list(swap_path) == []
+
+
+def with_commit(store: object, swap_path: Path) -> None:
+    store.commit(1)  # type: ignore[attr-defined]
+    open_store(swap_path)
+
+
+def open_and_list(swap_path: Path) -> list[str]:
+    with open_store(swap_path) as store:
+        return store.names()
+
+
+def test_without_a_commit_nothing_is_left_and_capacity_must_be_given(swap_path: Path) -> None:
+    with pytest.raises(StoreError, match="give capacity_nbytes"):
+        open_store(swap_path)
+    with open_store(swap_path, capacity_nbytes=MIB, engine=SyncEngine()) as store:
+        store.put("a", b"x")
+    assert list(swap_path.iterdir()) == []
+
+
+def test_a_rotten_byte_is_an_error_in_a_new_process_too(swap_path: Path) -> None:
+    with open_store(swap_path, capacity_nbytes=MIB) as store:
+        store.put("a", b"x" * 5000)
+        store.commit()
+    (data,) = swap_path.glob(f"*/{DATA_NAME}")
+    with open(data, "r+b") as file:
+        file.seek(100)
+        file.write(b"y")
+    with open_store(swap_path) as store, pytest.raises(CorruptionError, match="'a'"):
+        store.get("a")
+
+
+def test_two_states_in_one_place_are_not_guessed_between(swap_path: Path) -> None:
+    with open_store(swap_path, capacity_nbytes=MIB) as store:
+        store.commit()
+        with open_store(swap_path.parent / swap_path.name, capacity_nbytes=MIB) if False else store:
+            pass
+
+
+def test_no_torch_is_needed(swap_path: Path) -> None:
+    program = f"""
+import sys
+sys.modules["torch"] = None
+from tiered_zero.store import open_store
+with open_store({str(swap_path)!r}, capacity_nbytes=1 << 20) as store:
+    store.put("a", b"x"); store.commit(); print(bytes(store.get("a")))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert done.stdout == "b'x'\n", done.stderr

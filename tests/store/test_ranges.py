@@ -1,0 +1,46 @@
+"""The range map against a list with one entry a byte."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tiered_zero.store.ranges import Range, RangeMap, cut, first_gap, join, other_slots
+
+LENGTH = 24
+SPAN = st.tuples(st.integers(0, LENGTH - 1), st.integers(1, LENGTH)).map(lambda s: (s[0], min(LENGTH, s[0] + s[1])))
+
+
+@given(st.lists(st.tuples(SPAN, st.integers(0, 1)), max_size=20), SPAN)
+def test_replace_and_overlapping(writes: list[tuple[tuple[int, int], int]], asked: tuple[int, int]) -> None:
+    ranges, slots = RangeMap(), [None] * LENGTH
+    digests: list[int | None] = [None] * LENGTH
+    for number, ((start, end), slot) in enumerate(writes):
+        for i in range(LENGTH):
+            if digests[i] is not None and any(digests[j] == digests[i] for j in range(start, end)):
+                digests[i] = None  # its range is only a part of itself now
+        ranges.replace(start, end, [Range(start, end, slot, number)])
+        slots[start:end] = [slot] * (end - start)  # type: ignore[list-item]
+        digests[start:end] = [number] * (end - start)
+    seen_slots, seen_digests = [None] * LENGTH, [None] * LENGTH
+    at = 0
+    for item in ranges:
+        assert at <= item.start < item.end
+        at = item.end
+        seen_slots[item.start : item.end] = [item.slot] * (item.end - item.start)  # type: ignore[list-item]
+        seen_digests[item.start : item.end] = [item.digest] * (item.end - item.start)  # type: ignore[list-item]
+    assert seen_slots == slots and seen_digests == digests
+    found = ranges.overlapping(*asked)
+    assert found == [item for item in ranges if item.start < asked[1] and asked[0] < item.end]
+    gap = next((i for i in range(*asked) if slots[i] is None), None)
+    assert first_gap(found, *asked) == gap
+    other = list(other_slots(ranges, *asked))
+    assert (other[0].start, other[-1].end) == asked and first_gap(other, *asked) is None
+    for item in other:
+        assert {slots[i] for i in range(item.start, item.end)} <= ({None, 1} if item.slot == 0 else {0})
+
+
+def test_join_and_cut() -> None:
+    a, b, c = Range(0, 3, 0, None), Range(3, 5, 0, None), Range(5, 6, 1, None)
+    assert join([a, b, c]) == [Range(0, 5, 0, None), c]
+    assert join([a, Range(4, 5, 0, None)]) == [a, Range(4, 5, 0, None)]
+    assert list(cut(Range(3, 9, 1, 7), 4)) == [Range(3, 4, 1, None), Range(4, 8, 1, None), Range(8, 9, 1, None)]
+    assert list(other_slots(None, 2, 4)) == [Range(2, 4, 0, None)]

@@ -1,0 +1,126 @@
+"""Making, refusing, locking and removing a run's directories."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tiered_zero.errors import ConfigError, StoreError
+from tiered_zero.store import swap_dir
+from tiered_zero.store.runs import list_runs
+from tiered_zero.store.swap_dir import OWNER_NAME, SwapDir, read_owner
+
+
+def test_two_runs_on_one_path_are_apart_and_private(swap_path: Path) -> None:
+    one, two = SwapDir.create([swap_path], model="gpt2", owner_note="rank 0"), SwapDir.create([swap_path])
+    assert one.paths != two.paths and one.run_id != two.run_id
+    for path in (*one.paths, *two.paths):
+        assert path.stat().st_mode & 0o777 == 0o700
+        assert (path / OWNER_NAME).stat().st_mode & 0o777 == 0o600
+    owner = read_owner(one.paths[0])
+    assert (owner.pid, owner.model, owner.note, owner.run_id) == (os.getpid(), "gpt2", "rank 0", one.run_id)
+    assert {run.state for run in list_runs(swap_path)} == {"alive"}
+    one.remove()
+    one.remove()
+    assert [run.run_id for run in list_runs(swap_path)] == [two.run_id]
+    del two
+    assert list(swap_path.iterdir()) == []
+
+
+def test_keep_stays_after_release_and_opens_again(swap_path: Path) -> None:
+    directory = SwapDir.create([swap_path])
+    directory.keep()
+    directory.release()
+    directory.release()
+    again = SwapDir.open(directory.paths[0])
+    assert (again.run_id, again.paths) == (directory.run_id, directory.paths)
+    with pytest.raises(StoreError, match="live run"):
+        SwapDir.open(directory.paths[0])
+    again.release()
+    SwapDir.open(directory.paths[0]).remove()
+    assert list(swap_path.iterdir()) == []
+
+
+def test_unfit_parents_are_refused_and_nothing_is_left(swap_path: Path) -> None:
+    good, file, link = swap_path / "good", swap_path / "file", swap_path / "link"
+    good.mkdir()
+    file.touch()
+    link.symlink_to(good)
+    below = link / "below"
+    (good / "below").mkdir()
+    open_to_all = swap_path / "open"
+    open_to_all.mkdir()
+    open_to_all.chmod(0o777)
+    foreign = swap_path / "foreign"
+    foreign.mkdir()
+    cases = [
+        (swap_path / "missing", "Create it"),
+        (file, "is a file"),
+        (link, f"name {good} itself"),
+        (open_to_all, r"chmod \+t"),
+    ]
+    if os.getuid() == 0:
+        os.chown(foreign, 12345, 12345)
+        cases.append((foreign, "user id 12345"))
+    for parent, text in cases:
+        with pytest.raises((StoreError, ConfigError), match=text):
+            SwapDir.create([good, parent])
+    assert [path.name for path in good.iterdir()] == ["below"]
+    with pytest.raises(StoreError, match="different swap paths"):
+        SwapDir.create([good, good])
+    SwapDir.create([below]).remove()  # through a link of this user's own, as an inner component
+    open_to_all.chmod(0o1777)
+    SwapDir.create([open_to_all]).remove()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a link to another user")
+def test_a_foreign_link_inside_the_path_is_refused(swap_path: Path) -> None:
+    (swap_path / "good" / "below").mkdir(parents=True)
+    link = swap_path / "link"
+    link.symlink_to(swap_path / "good")
+    os.lchown(link, 12345, 12345)
+    with pytest.raises(StoreError, match="symbolic link"):
+        SwapDir.create([link / "below"])
+
+
+def test_a_failure_half_way_leaves_nothing(swap_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parents = [swap_path / "a", swap_path / "b"]
+    for parent in parents:
+        parent.mkdir()
+    synced = []
+
+    def fail_second(path: Path) -> None:
+        synced.append(path)
+        if len(synced) == 2:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(swap_dir, "sync_directory", fail_second)
+    with pytest.raises(StoreError, match="No space left"):
+        SwapDir.create(parents)
+    assert [list(parent.iterdir()) for parent in parents] == [[], []]
+
+
+def test_a_removed_directory_is_no_error_at_the_end(swap_path: Path) -> None:
+    directory = SwapDir.create([swap_path])
+    (directory.paths[0] / OWNER_NAME).unlink()
+    directory.paths[0].rmdir()
+    directory.remove()
+
+
+def test_own_handlers_are_not_replaced(swap_path: Path) -> None:
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        SwapDir.create([swap_path]).remove()
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_open_refuses_what_is_no_run(swap_path: Path) -> None:
+    with pytest.raises(StoreError, match="not a swap directory"):
+        SwapDir.open(swap_path)
+    directory = SwapDir.create([swap_path])
+    (directory.paths[0] / OWNER_NAME).write_text("{}")
+    with pytest.raises(StoreError, match="not a swap directory"):
+        SwapDir.open(directory.paths[0])

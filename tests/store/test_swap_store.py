@@ -1,0 +1,311 @@
+"""Records, checked transfers, misuse, latching, capacity, stripes: over a synchronous engine and the real ones."""
+
+import errno
+import mmap
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.fakes.sync_io import SyncEngine
+from tiered_zero.errors import CorruptionError, LatchedError, StoreError, TransferError
+from tiered_zero.io.engine import IOEngine
+from tiered_zero.io.select import select_engine
+from tiered_zero.sizes import MIB
+from tiered_zero.store.stripes import DATA_NAME
+from tiered_zero.store.swap_dir import SwapDir
+from tiered_zero.store.swap_store import CHUNK_NBYTES, SwapStore
+
+PAGE = 4096
+
+
+def aligned(data: bytes) -> memoryview:
+    memory = mmap.mmap(-1, len(data))
+    memory[:] = data
+    return memoryview(memory)
+
+
+def pattern(nbytes: int, seed: int = 1) -> memoryview:
+    return aligned(bytes((i * 37 + seed + i // PAGE) & 255 for i in range(PAGE)) * (nbytes // PAGE))
+
+
+@pytest.fixture
+def engine() -> SyncEngine:
+    return SyncEngine()
+
+
+@pytest.fixture
+def make(swap_path: Path, engine: SyncEngine) -> Iterator[Callable[..., SwapStore]]:
+    stores: list[SwapStore] = []
+
+    def build(capacity_nbytes: int = 16 * MIB, engine: IOEngine = engine, **options: object) -> SwapStore:
+        store = SwapStore(SwapDir.create([swap_path]), engine, capacity_nbytes=capacity_nbytes, **options)
+        stores.append(store)
+        return store
+
+    yield build
+    for store in stores:
+        store.close()
+    assert list(swap_path.iterdir()) == []
+
+
+def read(store: SwapStore, name: str, nbytes: int | None = None, offset: int = 0) -> memoryview:
+    record = store.records()[name]
+    into = aligned(bytes((nbytes or record.extent_nbytes)))
+    store.read(record, into, offset).wait()
+    return into
+
+
+def data_file(swap_path: Path) -> Path:
+    (path,) = swap_path.glob(f"*/{DATA_NAME}")
+    return path
+
+
+@pytest.mark.parametrize("nbytes", [1, 511, 4096, 4097, 3 * MIB + 5])
+@pytest.mark.parametrize("name", ["sync", "auto", "threads", "aiofiles"])
+def test_what_was_written_is_read_back(
+    make: Callable[..., SwapStore], swap_path: Path, name: str, nbytes: int, engine: SyncEngine
+) -> None:
+    chosen: IOEngine = engine if name == "sync" else select_engine(swap_path, prefer=name).engine
+    store = make(engine=chosen)
+    record = store.reserve("master/a", nbytes)
+    store.reserve("master/b", 10)
+    data = pattern(record.extent_nbytes)
+    store.write(record, data).wait()
+    assert read(store, "master/a") == data
+    assert store.nbytes_written == {"master": record.extent_nbytes} == store.nbytes_read
+    assert store.nbytes_unverified == {"master": 0}
+    store.close()
+    chosen.close()
+
+
+def test_disk_use_is_the_capacity_to_the_byte_and_private(make: Callable[..., SwapStore], swap_path: Path) -> None:
+    make(capacity_nbytes=5 * MIB + 1)
+    status = data_file(swap_path).stat()
+    assert status.st_size == 5 * MIB + PAGE == status.st_blocks * 512
+    assert status.st_mode & 0o777 == 0o600
+    assert data_file(swap_path).parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_over_capacity_names_wanted_and_left(make: Callable[..., SwapStore]) -> None:
+    store = make(capacity_nbytes=8 * PAGE)
+    store.reserve("a", 6 * PAGE)
+    with pytest.raises(StoreError, match=r"12288 bytes.*8192 bytes\) left"):
+        store.reserve("b", 2 * PAGE + 1)
+    with pytest.raises(StoreError):
+        store.reserve("c", PAGE + 1, committed=True)
+    assert store.free_nbytes == 2 * PAGE, "the first slot of a refused record stayed taken"
+    with pytest.raises(StoreError, match="already"):
+        store.reserve("a", 1)
+    store.release(store.records()["a"])
+    assert store.reserve("a", 8 * PAGE).offsets == (0,)
+
+
+def test_a_flipped_bit_is_found_before_use(make: Callable[..., SwapStore], swap_path: Path) -> None:
+    store = make()
+    store.reserve("first", PAGE)
+    record = store.reserve("state/w", 3 * MIB)
+    store.write(record, pattern(3 * MIB)).wait()
+    at = record.offsets[0] + MIB + 77
+    with open(data_file(swap_path), "r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 4]))
+    ticket = store.read(record, aligned(bytes(3 * MIB)))
+    for _ in range(2):
+        with pytest.raises(CorruptionError, match=rf"'state/w'.* read from {data_file(swap_path)} at offset {PAGE + MIB}"):
+            ticket.wait()
+    assert store.nbytes_read == {}
+    assert read(store, "state/w", MIB) == pattern(3 * MIB)[:MIB], "a sound chunk stays readable"
+    (broken,) = store.verify()
+    assert (broken.record, broken.offset, broken.nbytes) == ("state/w", PAGE + MIB, MIB)
+
+
+def test_never_written_bytes_cannot_be_read(make: Callable[..., SwapStore]) -> None:
+    store = make()
+    record = store.reserve("a", 4 * PAGE)
+    store.write(record, pattern(PAGE), PAGE).wait()
+    for offset, nbytes in ((0, PAGE), (0, 4 * PAGE), (PAGE, 2 * PAGE)):
+        with pytest.raises(StoreError, match="never written"):
+            store.read(record, aligned(bytes(nbytes)), offset)
+    assert read(store, "a", PAGE, PAGE) == pattern(PAGE)
+
+
+def test_partial_rewrite_is_read_right_and_counted_as_unverified(make: Callable[..., SwapStore]) -> None:
+    store = make()
+    record = store.reserve("a", 2 * MIB)
+    store.write(record, pattern(2 * MIB)).wait()
+    store.write(record, pattern(2 * PAGE, seed=9), MIB - PAGE).wait()
+    expected = bytearray(pattern(2 * MIB))
+    expected[MIB - PAGE : MIB + PAGE] = pattern(2 * PAGE, seed=9)
+    assert read(store, "a") == expected
+    assert store.nbytes_unverified == {"a": 2 * MIB - 2 * PAGE}
+    store.write(record, aligned(bytes(expected))).wait()
+    assert read(store, "a") == expected
+    assert store.nbytes_unverified == {"a": 2 * MIB - 2 * PAGE}, "a whole rewrite is verified whole again"
+
+
+@pytest.mark.parametrize(("mode", "verified"), [("all", 32), ("sample", 2), ("off", 0)])
+def test_checksum_modes_cover_what_they_say(make: Callable[..., SwapStore], mode: str, verified: int) -> None:
+    store = make(capacity_nbytes=32 * MIB, checksums=mode)
+    record = store.reserve("a", 32 * MIB)
+    store.write(record, pattern(32 * MIB)).wait()
+    read(store, "a")
+    assert store.nbytes_unverified == {"a": (32 - verified) * CHUNK_NBYTES}
+
+
+def test_overlap_with_a_request_in_flight_is_refused(make: Callable[..., SwapStore], engine: SyncEngine) -> None:
+    store = make()
+    record = store.reserve("a", 4 * PAGE)
+    store.write(record, pattern(4 * PAGE)).wait()
+    gate = Gate(engine)
+    store.write(record, pattern(2 * PAGE))
+    with pytest.raises(StoreError, match="in flight"):
+        store.read(record, aligned(bytes(PAGE)), PAGE)
+    with pytest.raises(StoreError, match="in flight"):
+        store.write(record, pattern(PAGE))
+    with pytest.raises(StoreError, match="in use"):
+        store.release(record)
+    reading = [store.read(record, aligned(bytes(PAGE)), 2 * PAGE) for _ in range(2)]
+    with pytest.raises(StoreError, match="in flight"):
+        store.write(record, pattern(PAGE), 2 * PAGE)
+    gate.open()
+    for ticket in reading:
+        ticket.wait()
+
+
+class Gate:
+    """Holds every request of a SyncEngine back until `open`."""
+
+    def __init__(self, engine: SyncEngine) -> None:
+        import threading
+
+        self._event = threading.Event()
+        engine.held = []
+        engine.before = lambda kind, n: self._event.wait(10) and None
+
+    def open(self) -> None:
+        self._event.set()
+
+
+@pytest.mark.parametrize(
+    ("offset", "nbytes"), [(1, PAGE), (0, 100), (0, 5 * PAGE), (4 * PAGE, PAGE), (-PAGE, PAGE), (0, 0)]
+)
+def test_requests_outside_or_unaligned_are_refused(make: Callable[..., SwapStore], offset: int, nbytes: int) -> None:
+    store = make()
+    record = store.reserve("a", 4 * PAGE)
+    with pytest.raises(StoreError, match="whole pages"):
+        store.write(record, memoryview(bytearray(nbytes)), offset)
+
+
+def test_a_failed_write_raises_and_latches(make: Callable[..., SwapStore], engine: SyncEngine) -> None:
+    store = make()
+    record = store.reserve("a", PAGE)
+    store.write(record, pattern(PAGE)).wait()
+
+    def fail(kind: str, n: int) -> None:
+        raise OSError(errno.EIO, "injected")
+
+    engine.before = fail
+    ticket = store.write(record, pattern(PAGE, seed=2))
+    with pytest.raises(TransferError, match="injected"):
+        ticket.wait()
+    engine.before = lambda kind, n: None
+    for act in (
+        lambda: store.read(record, aligned(bytes(PAGE))),
+        lambda: store.write(record, pattern(PAGE)),
+        lambda: store.commit(1, {}),
+    ):
+        with pytest.raises(LatchedError, match="injected"):
+            act()
+    assert store.nbytes_written == {"a": PAGE}
+
+
+def test_a_write_whose_ticket_nobody_waits_for_is_booked_and_its_failure_latches(
+    make: Callable[..., SwapStore], engine: SyncEngine
+) -> None:
+    store = make()
+    record = store.reserve("a", PAGE)
+    ticket = store.write(record, pattern(PAGE))
+    while not ticket.done():
+        pass
+    assert store.nbytes_written == {"a": PAGE}
+
+
+def test_a_failed_fsync_latches_and_is_not_retried(make: Callable[..., SwapStore], engine: SyncEngine) -> None:
+    store = make()
+    record = store.reserve("a", PAGE, committed=True)
+    store.write(record, pattern(PAGE)).wait()
+
+    def fail(kind: str, n: int) -> None:
+        if kind == "sync":
+            raise OSError(errno.EIO, "injected")
+
+    engine.before = fail
+    with pytest.raises(TransferError, match="injected"):
+        store.commit(1, {})
+    with pytest.raises(LatchedError, match="the last checkpoint"):
+        store.commit(1, {})
+    assert sum(operation[0] == "sync" for operation in engine.operations) == 1
+    store.close()
+
+
+def test_a_full_disk_is_one_error_at_start_and_leaves_nothing(
+    swap_path: Path, engine: SyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(fd: int, offset: int, nbytes: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(StoreError, match=r"needs 64\.0 MiB.*are free there.*No space left"):
+        SwapStore(SwapDir.create([swap_path]), engine, capacity_nbytes=64 * MIB)
+    assert list(swap_path.iterdir()) == []
+
+
+def test_stripes_use_both_paths_by_weight_and_lose_nothing(swap_path: Path, engine: SyncEngine) -> None:
+    parents = [swap_path / "a", swap_path / "b"]
+    for parent in parents:
+        parent.mkdir()
+    directory = SwapDir.create(parents)
+    store = SwapStore(directory, engine, capacity_nbytes=600 * MIB, weights=[3.0, 1.0])
+    sizes = [(path / DATA_NAME).stat().st_size for path in directory.paths]
+    assert sum(sizes) == 600 * MIB
+    assert abs(sizes[0] / sum(sizes) - 0.75) < 0.05
+    record = store.reserve("a", 20 * MIB + PAGE, committed=True)
+    data = pattern(record.extent_nbytes)
+    store.write(record, data).wait()
+    assert len({operation[1] for operation in engine.operations if operation[0] == "write"}) == 2
+    assert read(store, "a") == data
+    store.commit(3, {"loss": 1.5})
+    store.close(remove=False)
+    again = SwapStore.recover(SwapDir.open(directory.paths[1]), engine)
+    assert (again.step, again.metadata) == (3, {"loss": 1.5})
+    assert read(again, "a") == data
+    again.close(remove=False)
+    (directory.paths[1] / DATA_NAME).unlink()
+    with pytest.raises(StoreError, match=rf"{directory.paths[1]}.* is missing"):
+        SwapStore.recover(SwapDir.open(directory.paths[0]), engine)
+
+
+def test_small_items_share_an_extent(make: Callable[..., SwapStore]) -> None:
+    store = make()
+    record, offsets = store.reserve_packed("norms", {"a": 10, "b": 100, "c": 1})
+    assert offsets == {"a": 0, "b": 64, "c": 192}
+    assert record.extent_nbytes == PAGE
+
+
+def test_ten_thousand_names_of_any_length(make: Callable[..., SwapStore]) -> None:
+    store = make(capacity_nbytes=10_000 * PAGE)
+    for i in range(10_000):
+        store.reserve(f"master/{'layer.' * 100}{i}", 100)
+    assert store.free_nbytes == 0
+
+
+def test_close_twice_leaves_no_thread_and_no_file(swap_path: Path, engine: SyncEngine, no_leaks: None) -> None:
+    for _ in range(5):
+        store = SwapStore(SwapDir.create([swap_path]), engine, capacity_nbytes=MIB)
+        store.close()
+        store.close()
+    assert list(swap_path.iterdir()) == []

@@ -1,0 +1,145 @@
+"""Causes sum to the wall time; the verdict follows a delay; a run's typical step is a step."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import pytest
+
+from tiered_zero.errors import StoreError
+from tiered_zero.telemetry.ledger import Ledger
+from tiered_zero.telemetry.report import (
+    RunReport,
+    RunTotals,
+    StepReport,
+    build_step_report,
+    middle_half,
+    overlap_fraction,
+    verdict,
+)
+from tiered_zero.telemetry.spans import LANES, Recorder, Totals
+
+
+def make_step(step: int = 1, wall_s: float = 1.0, **facts) -> StepReport:  # type: ignore[no-untyped-def]
+    seconds = {"forward": 0.3 * wall_s, "wait_param": 0.5 * wall_s, "other": 0.2 * wall_s}
+    return StepReport(step=step, wall_s=wall_s, seconds=seconds, busy_s={"compute": 0.5 * wall_s}, **facts)
+
+
+def run_step(recorder: Recorder, delays: dict[str, float]) -> StepReport:
+    """A step in which each lane works for 10 ms, or for its delay; all but compute at the same time."""
+    began_s = time.perf_counter()
+    with recorder.span("compute", "forward"):
+        time.sleep(delays.get("compute", 0.01))
+        start_s = time.perf_counter()
+        others = {lane: delays.get(lane, 0.01) for lane in LANES if lane != "compute"}
+        with recorder.span("compute", "wait_param"):
+            time.sleep(max(others.values()))
+        for lane, worked_s in others.items():
+            recorder.add(lane, "work", "", start_s, start_s + worked_s, nbytes=100)
+    return build_step_report(1, recorder.take_totals(), time.perf_counter() - began_s)
+
+
+@pytest.mark.parametrize("slow", LANES)
+def test_a_delay_in_one_resource_moves_the_verdict_to_it(slow: str) -> None:
+    report = run_step(Recorder(), {slow: 0.06})
+    assert report.bound_by.startswith(f"{slow} (")
+    assert report.bound_by.endswith("% busy)")
+
+
+def test_causes_sum_to_the_wall_time() -> None:
+    recorder = Recorder()
+    began_s = time.perf_counter()
+    for kind in ("forward", "backward", "step"):
+        with recorder.span("compute", kind):
+            time.sleep(0.01)
+            with recorder.span("compute", "wait_param"):
+                time.sleep(0.01)
+    time.sleep(0.02)
+    report = build_step_report(3, recorder.take_totals(), time.perf_counter() - began_s)
+    assert set(report.seconds) == {"forward", "backward", "step", "wait_param", "other"}
+    assert sum(report.seconds.values()) == pytest.approx(report.wall_s, rel=1e-6)
+    assert 0.02 <= report.seconds["other"] < 0.03
+
+
+def test_work_of_other_lanes_is_no_cause() -> None:
+    totals = Totals({("compute", "step"): 1.0, ("update", "update"): 0.9, ("update", "wait_state"): 0.1})
+    assert build_step_report(1, totals, 2.0).seconds == {"step": 1.0, "other": 1.0}
+
+
+def test_memory_comes_from_the_ledger() -> None:
+    ledger = Ledger()
+    ledger.charge("host", "arena", 30)
+    ledger.charge("host", "staging", 12)
+    ledger.discharge("host", "staging", 10)
+    report = build_step_report(1, Totals(), 1.0, ledger)
+    assert report.memory_nbytes == {"host": {"arena": 30, "staging": 2}}
+    assert report.peak_nbytes == {"host": 42}
+
+
+def test_rates_are_bytes_over_busy_time_and_need_one() -> None:
+    report = StepReport(
+        1, 2.0, {}, link_nbytes={"disk read": 100, "gather": 5}, busy_s={"disk read": 0.5, "gather": 0.0}
+    )
+    assert report.bytes_per_s == {"disk read": 200.0}
+
+
+@pytest.mark.parametrize(
+    ("busy", "wall_s", "expected"),
+    [
+        ({"compute": 1.0, "disk read": 1.0}, 2.0, 0.0),
+        ({"compute": 1.0, "disk read": 1.0}, 1.0, 1.0),
+        ({"compute": 1.0, "disk read": 1.0}, 1.5, 0.5),
+        ({"compute": 1.0, "disk read": 1.0}, 9.0, 0.0),
+        ({"compute": 1.0}, 1.0, 0.0),
+        ({}, 1.0, 0.0),
+    ],
+)
+def test_overlap_lies_between_one_after_the_other_and_the_busiest_alone(busy, wall_s, expected) -> None:  # type: ignore[no-untyped-def]
+    assert overlap_fraction(busy, wall_s) == pytest.approx(expected)
+
+
+def test_nothing_measured_is_said() -> None:
+    assert verdict({}, 1.0) == "nothing measured"
+    assert verdict({"disk write": 1.4}, 1.0) == "disk write (100% busy)"
+
+
+def test_a_report_survives_json_even_with_a_loss_that_is_not_finite() -> None:
+    report = make_step(loss=math.nan, grad_norm=math.inf, tokens=512, skipped=True, loss_scale=2.0)
+    values = report.to_json()
+    assert values["loss"] == "nan" and values["grad_norm"] == "inf"
+    again = StepReport.from_json(values)
+    assert again.loss is not None and math.isnan(again.loss)
+    assert again.grad_norm == math.inf
+    assert again.seconds == report.seconds
+
+
+def test_a_missing_field_is_refused_by_name() -> None:
+    with pytest.raises(StoreError, match="wall_s"):
+        StepReport.from_json({"step": 1, "seconds": {}})
+
+
+def test_the_typical_step_leaves_out_the_extremes_and_still_sums() -> None:
+    totals = RunTotals({"device": 10})
+    for index, wall_s in enumerate((9.0, 1.0, 1.1, 0.9, 1.0, 0.1, 1.0, 1.0)):
+        totals.add(make_step(index + 1, wall_s, loss=5.0 - index, tokens=100, link_nbytes={"disk read": 10}))
+    report = totals.report()
+    assert report.step_s == pytest.approx(1.0, rel=0.05)
+    assert sum(report.seconds.values()) == pytest.approx(report.step_s)
+    assert (report.steps, report.tokens, report.link_nbytes) == (8, 800, {"disk read": 80})
+    assert (report.first_loss, report.last_loss) == (5.0, -2.0)
+    assert report.total_s == pytest.approx(15.1)
+    assert report.tokens_per_s == pytest.approx(800 / 15.1)
+    assert report.planned_nbytes == {"device": 10}
+
+
+@pytest.mark.parametrize("count", range(1, 10))
+def test_the_middle_half_is_never_empty(count: int) -> None:
+    kept = middle_half([make_step(wall_s=float(index)) for index in range(count)])
+    assert count / 2 <= len(kept) <= count
+
+
+def test_a_run_of_no_steps_has_a_report() -> None:
+    report = RunTotals().report()
+    assert (report.steps, report.tokens_per_s, report.bound_by) == (0, 0.0, "nothing measured")
+    assert RunReport.from_json(report.to_json()) == report

@@ -1,0 +1,100 @@
+"""A run's record can be read back, whole or cut off at any byte."""
+
+from __future__ import annotations
+
+import json
+import stat
+from pathlib import Path
+
+import pytest
+
+from tiered_zero.errors import ConfigError, StoreError
+from tiered_zero.telemetry.report import StepReport
+from tiered_zero.telemetry.runlog import RunHeader, RunLog, Timeline, read_run
+from tiered_zero.telemetry.spans import Span
+
+HEADER = RunHeader("gpt", 1000, {"device": {"parameters": 5, "window": 3}}, {"engine": "threads"})
+STEPS = [StepReport(step, 1.0, {"forward": 1.0}, loss=5.0 / step, tokens=8) for step in (1, 2, 3)]
+TIMELINE = Timeline(
+    2, [Span("compute", "block.0", 1.0, 2.0, 0, "forward"), Span("disk read", "x", 1.5, 1.6, 512, "read")]
+)
+
+
+def write_run(path: Path) -> None:
+    with RunLog(HEADER, path) as log:
+        log.add(STEPS[0])
+        log.add(STEPS[1])
+        log.add_timeline(TIMELINE)
+        log.add(STEPS[2])
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    write_run(path)
+    run = read_run(path)
+    assert run.header == HEADER
+    assert run.steps == STEPS
+    assert run.timeline == TIMELINE
+    assert run.footer is not None and run.footer.planned_nbytes == {"device": 8}
+    assert run.report.last_loss == pytest.approx(5 / 3)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert [json.loads(line)["record"] for line in path.read_text().splitlines()][0::5] == ["header", "footer"]
+
+
+def test_a_run_cut_off_anywhere_keeps_its_whole_lines(tmp_path: Path) -> None:
+    path, cut = tmp_path / "run.jsonl", tmp_path / "cut.jsonl"
+    write_run(path)
+    data = path.read_bytes()
+    header_end = data.index(b"\n") + 1
+    for length in range(header_end, len(data), 7):
+        cut.write_bytes(data[:length])
+        run = read_run(cut)
+        assert run.steps == STEPS[: len(run.steps)]
+        assert run.report.steps == len(run.steps)
+    cut.write_bytes(data[: header_end - 1])
+    with pytest.raises(StoreError, match="holds no run"):
+        read_run(cut)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[]",
+        "3",
+        "{",
+        "{}",
+        '{"record": "step"}',
+        '{"record": "header"}',
+        '{"record": "timeline", "spans": [[1]]}',
+        "\u2028",
+    ],
+)
+def test_another_file_is_refused_with_its_line(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "other"
+    header = json.dumps({"record": "header", "model": "m", "num_parameters": 1})
+    path.write_text(f"{header}\n{line}\n", encoding="utf-8")
+    with pytest.raises(StoreError, match="line 2"):
+        read_run(path)
+
+
+def test_a_step_before_the_header_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "other"
+    path.write_text(json.dumps({"record": "step", **STEPS[0].to_json()}) + "\n")
+    with pytest.raises(StoreError, match="no header before it"):
+        read_run(path)
+
+
+def test_a_file_that_cannot_be_read_or_made_is_said(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="cannot be read"):
+        read_run(tmp_path / "absent")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(StoreError, match="cannot be read"):
+        read_run(tmp_path / "binary")
+    with pytest.raises(ConfigError, match=r"tiered_zero\.report: expected a file"):
+        RunLog(HEADER, tmp_path / "absent" / "run.jsonl")
+
+
+def test_without_a_path_it_only_adds_up() -> None:
+    with RunLog(HEADER) as log:
+        log.add(STEPS[0])
+        assert log.report().steps == 1

@@ -1,0 +1,133 @@
+"""Totals are own seconds, bytes that arrived, and the union of what overlaps."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+
+import pytest
+
+from tiered_zero.telemetry.spans import Recorder
+
+
+def test_a_wait_inside_a_span_takes_its_seconds_away() -> None:
+    recorder = Recorder()
+    with recorder.span("compute", "forward"):
+        time.sleep(0.02)
+        with recorder.span("compute", "wait_param", "block.0"):
+            time.sleep(0.04)
+    seconds = recorder.take_totals().seconds
+    assert 0.04 <= seconds["compute", "wait_param"] < 0.06
+    assert 0.02 <= seconds["compute", "forward"] < 0.04
+
+
+def test_a_finished_wait_that_is_added_inside_an_open_span_counts_once() -> None:
+    recorder = Recorder()
+    with recorder.span("compute", "step"):
+        start_s = time.perf_counter()
+        time.sleep(0.02)
+        recorder.add("compute", "wait_state", "group.0", start_s, time.perf_counter())
+    totals = recorder.take_totals()
+    assert totals.seconds["compute", "step"] < 0.01
+    assert totals.busy_s["compute"] < 0.01
+
+
+def test_grandchildren_are_taken_from_their_parent_only() -> None:
+    recorder = Recorder()
+    with recorder.span("compute", "forward"), recorder.span("compute", "inner"), recorder.span("compute", "wait_param"):
+        time.sleep(0.02)
+    seconds = recorder.take_totals().seconds
+    assert seconds["compute", "wait_param"] >= 0.02
+    assert seconds["compute", "inner"] < 0.005
+    assert seconds["compute", "forward"] < 0.005
+
+
+def test_other_lanes_do_not_nest() -> None:
+    recorder = Recorder()
+    with recorder.span("compute", "forward"), recorder.span("gather", "gather"):
+        time.sleep(0.02)
+    assert recorder.take_totals().seconds["compute", "forward"] >= 0.02
+
+
+def test_a_span_may_end_on_another_thread_order() -> None:
+    """Autograd's thread waits while main is inside backward."""
+    recorder = Recorder()
+
+    def wait() -> None:
+        with recorder.span("compute", "wait_param"):
+            time.sleep(0.02)
+
+    with recorder.span("compute", "backward"):
+        thread = threading.Thread(target=wait)
+        thread.start()
+        thread.join()
+    assert recorder.take_totals().seconds["compute", "backward"] < 0.015
+
+
+def test_failed_work_counts_no_bytes_but_its_time() -> None:
+    recorder = Recorder()
+    with pytest.raises(OSError), recorder.span("disk read", "read", nbytes=4096):
+        raise OSError("bad sector")
+    with recorder.span("disk read", "read", nbytes=512):
+        pass
+    totals = recorder.take_totals()
+    assert totals.nbytes == {"disk read": 512}
+    assert ("disk read", "read") in totals.seconds
+
+
+def test_a_wait_moves_no_bytes() -> None:
+    recorder = Recorder()
+    recorder.add("gather", "wait_lease", "", 0.0, 1.0, nbytes=4096)
+    assert not recorder.take_totals().nbytes
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_busy_is_the_union_of_overlapping_requests_in_any_order(seed: int) -> None:
+    generator = random.Random(seed)
+    starts = [generator.randrange(200) for _ in range(40)]
+    requests = [(start, start + generator.randrange(1, 9)) for start in starts]
+    recorder = Recorder()
+    for start, end in requests:
+        recorder.add("disk write", "write", "", float(start), float(end), nbytes=1)
+    covered = {second for start, end in requests for second in range(start, end)}
+    totals = recorder.take_totals()
+    assert totals.busy_s["disk write"] == pytest.approx(len(covered))
+    assert totals.nbytes["disk write"] == 40
+
+
+def test_taking_starts_anew() -> None:
+    recorder = Recorder()
+    recorder.add("update", "update", "", 0.0, 1.0, nbytes=7)
+    assert recorder.take_totals().busy_s == {"update": 1.0}
+    again = recorder.take_totals()
+    assert not again.seconds and not again.nbytes and not again.busy_s
+
+
+def test_spans_are_kept_on_request_only() -> None:
+    recorder = Recorder()
+    recorder.add("update", "update", "group.0", 0.0, 1.0)
+    assert recorder.take_spans() == []
+    recorder.keep_spans = True
+    recorder.add("update", "wait_state", "", 1.0, 2.0)
+    (span,) = recorder.take_spans()
+    assert (span.name, span.kind) == ("wait_state", "wait_state")
+    assert recorder.take_spans() == []
+
+
+def test_many_threads_lose_nothing() -> None:
+    recorder = Recorder()
+
+    def work() -> None:
+        for _ in range(500):
+            recorder.add("disk read", "read", "", 0.0, 1.0, nbytes=3)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    totals = recorder.take_totals()
+    assert totals.nbytes["disk read"] == 4 * 500 * 3
+    assert totals.seconds["disk read", "read"] == pytest.approx(2000.0)
+    assert totals.busy_s["disk read"] == 1.0

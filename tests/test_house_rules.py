@@ -1,0 +1,355 @@
+"""The rules of the house, read off the source: who may import whom, what lives only at home, how things are named.
+
+Each rule yields (line, what is wrong) for one file. It comes with planted violations, one for every way in which it can
+bite, and with innocent code that it must let pass, so that no rule holds only because it never looks.
+"""
+
+import ast
+import re
+
+import pytest
+
+from tests.house import ROOT, RULES, Found, Source, rule, whole_tree
+
+# Lowest first. Imports only point down; a bar parts neighbours, who do not import each other.
+# `tiered_zero` is the package's own __init__, the public names.
+FLOORS = (
+    "errors sizes",
+    "config | layout | telemetry",
+    "plan | hardware | native",
+    "io",
+    "store",
+    "tiers",
+    "params | grads | optim | activations",
+    "checkpoint",
+    "engine | assembly",
+    "tiered_zero",
+    "cli __main__ demo",
+)
+ADDRESS = {
+    name: (floor, side)
+    for floor, row in enumerate(FLOORS)
+    for side, names in enumerate(row.split("|"))
+    for name in names.split()
+}
+
+MAX_LINES = 600
+MAX_CONSTRUCTOR_ARGUMENTS = 7
+MAX_DESIGN_LINES = 30
+
+PURE = frozenset(
+    "abs align_up all any bool bytes data_ptr dim divmod done element_size endswith equal float frozenset get getattr "
+    "hasattr id int is_contiguous is_floating_point is_pinned isdisjoint isinstance issubclass issubset issuperset "
+    "items keys len list max min numel range set size sorted startswith storage_offset str sum tuple type values "
+    "zip".split()
+)
+"""What an assert may call: functions and methods that change nothing, so that `python -O` changes nothing."""
+
+
+PACKAGE = ("tiered_zero/",)
+CODE = ("tiered_zero/", "tests/", "tools/", "setup.py")
+EVERYTHING = ("",)
+
+
+@rule(
+    CODE,
+    planted={"tools/a.py": ["x = 1\n" * (MAX_LINES + 1)], "tiered_zero/native/a.c": [";\n" * (MAX_LINES + 1)]},
+    innocent={"tests/a.py": ["x = 1\n" * MAX_LINES]},
+)
+def files_are_short(source: Source) -> Found:
+    if (num_lines := len(source.text.splitlines())) > MAX_LINES:
+        yield num_lines, f"{num_lines} lines; at most {MAX_LINES}: split the file by what it is about"
+
+
+@rule(
+    PACKAGE,
+    planted={
+        "tiered_zero/io/a.py": [
+            "from tiered_zero.store import x",
+            "from tiered_zero import tiers",
+            "from .. import tiers",
+            "from ..store.extents import x",
+            "import tiered_zero",
+            "from tiered_zero import initialize",
+            "def f():\n    import tiered_zero.engine",
+        ],
+        "tiered_zero/config/a.py": ["from tiered_zero.telemetry import x"],
+        "tiered_zero/engine.py": ["from tiered_zero.assembly import x"],
+        "tiered_zero/__init__.py": ["from tiered_zero.demo import x"],
+        "tiered_zero/sizes.py": ["from .plan import x"],
+        "tiered_zero/nowhere.py": ["x = 1"],
+    },
+    innocent={
+        "tiered_zero/io/a.py": ["from tiered_zero.io.b import x", "from .b import x", "from ..sizes import x"],
+        "tiered_zero/__init__.py": ["from .engine import Engine"],
+        "tiered_zero/cli/main.py": ["import tiered_zero", "from tiered_zero.demo.gpt import x"],
+    },
+)
+def imports_point_down(source: Source) -> Found:
+    name = source.path.split("/")[1].removesuffix(".py").replace("__init__", "tiered_zero")
+    if name not in ADDRESS:
+        yield 1, f"{name} has no floor: give it one in FLOORS, or put it into a package that has one"
+        return
+    floor, side = ADDRESS[name]
+    for line, full in source.imports:
+        top, *rest = full.split(".")
+        if top != "tiered_zero":
+            continue
+        other = rest[0] if rest and rest[0] in ADDRESS else "tiered_zero"
+        if ADDRESS[other] != (floor, side) and ADDRESS[other][0] >= floor:
+            yield line, f"{name} (floor {floor}) imports {other} (floor {ADDRESS[other][0]})"
+
+
+@rule(
+    PACKAGE,
+    planted={"tiered_zero/io/__init__.py": ["", '""""""', '"""a' + "\n" * MAX_DESIGN_LINES + 'a"""']},
+    innocent={"tiered_zero/io/__init__.py": ['"""Promise, owner, never."""'], "tiered_zero/io/a.py": [""]},
+)
+def a_package_says_its_design(source: Source) -> Found:
+    if source.path.endswith("/__init__.py"):
+        num_lines = len((ast.get_docstring(source.tree, clean=False) or "").splitlines())
+        if not 1 <= num_lines <= MAX_DESIGN_LINES:
+            yield 1, f"a docstring of {num_lines} lines; 1 to {MAX_DESIGN_LINES}: promise, owner, never"
+
+
+@rule(
+    PACKAGE,
+    planted={"tiered_zero/a.py": ["class A:\n    def __init__(self, a, b, c, d, *, e, f, g, h): ..."]},
+    innocent={"tiered_zero/a.py": ["class A:\n    def __init__(self, a, b, c, d, *, e, f, g): ..."]},
+)
+def constructors_take_few_arguments(source: Source) -> Found:
+    for node in source.nodes(ast.FunctionDef):
+        if node.name == "__init__":
+            num_arguments = len([*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]) - 1
+            if num_arguments > MAX_CONSTRUCTOR_ARGUMENTS:
+                yield node.lineno, f"{num_arguments} constructor arguments; at most {MAX_CONSTRUCTOR_ARGUMENTS}"
+
+
+def away(source: Source, *names: str, home: str = "") -> Found:
+    """Uses of `names`, and of what is under them, outside `home`; everywhere if there is none."""
+    if home and source.path.startswith(home):
+        return
+    for line, full in source.uses:
+        if full in names or full.startswith(tuple(f"{name}." for name in names)):
+            yield line, f"{full}, which {f'lives in {home}' if home else 'has no place here'}"
+
+
+@rule(
+    PACKAGE,
+    planted={
+        "tiered_zero/params/a.py": [
+            "import torch\ntorch.cuda.synchronize()",
+            "import torch.distributed as dist",
+            "from torch import cuda",
+            "from torch.cuda import Stream",
+            "def f():\n    import torch as t\n    return t.cuda.is_available()",
+        ]
+    },
+    innocent={
+        "tiered_zero/hardware/a.py": ["from torch.cuda import Stream"],
+        "tiered_zero/params/a.py": ["import torch\ntorch.device('cuda')"],
+    },
+)
+def devices_and_collectives_live_in_hardware(source: Source) -> Found:
+    return away(source, "torch.cuda", "torch.distributed", home="tiered_zero/hardware/")
+
+
+@rule(
+    ("tiered_zero/io/", "tiered_zero/store/"),
+    planted={
+        "tiered_zero/io/a.py": ["import torch", "def f():\n    from torch import Tensor"],
+        "tiered_zero/store/a.py": ["import torch.nn as nn", "from safetensors.torch import load_file"],
+    },
+    innocent={"tiered_zero/io/a.py": ["import numpy"], "tiered_zero/tiers/a.py": ["import torch"]},
+)
+def bytes_know_no_torch(source: Source) -> Found:
+    return away(source, "torch", "safetensors.torch")
+
+
+@rule(
+    PACKAGE,
+    planted={
+        "tiered_zero/checkpoint/a.py": [
+            "import pickle",
+            "from pickle import loads",
+            "import torch\ntorch.load('x')",
+            "from torch import load",
+            "import dill, shelve",
+        ]
+    },
+    innocent={"tiered_zero/checkpoint/a.py": ["import json\njson.load(f)"]},
+)
+def nothing_is_unpickled(source: Source) -> Found:
+    return away(source, "pickle", "torch.load", "dill", "cloudpickle", "shelve", "marshal", "joblib")
+
+
+@rule(
+    PACKAGE,
+    planted={"tiered_zero/tiers/a.py": ["x.resize_(0)", "x.untyped_storage().resize_(0)"]},
+    innocent={"tiered_zero/params/storage.py": ["x.resize_(0)"], "tiered_zero/tiers/a.py": ["x.resize(0)"]},
+)
+def storages_are_resized_in_one_file(source: Source) -> Found:
+    if source.path != "tiered_zero/params/storage.py":
+        for node in source.nodes(ast.Attribute):
+            if node.attr == "resize_":
+                yield node.lineno, "resize_, which lives in params/storage.py"
+
+
+TENSOR_HOOKS = ("register_hook", "register_post_accumulate_grad_hook", "register_multi_grad_hook")
+
+
+@rule(
+    PACKAGE,
+    planted={
+        "tiered_zero/engine.py": [
+            "m.register_forward_pre_hook(f)",
+            "m._register_state_dict_hook(f)",
+            "m.register_load_state_dict_post_hook(f)",
+            "from torch.nn.modules.module import register_module_forward_hook",
+            "p.register_hook(f)",
+        ],
+        "tiered_zero/grads/a.py": ["m.register_full_backward_hook(f)"],
+    },
+    innocent={
+        "tiered_zero/params/hooks.py": ["m.register_forward_hook(f)\np.register_post_accumulate_grad_hook(f)"],
+        "tiered_zero/grads/a.py": ["p.register_post_accumulate_grad_hook(f)"],
+    },
+)
+def hooks_are_set_in_one_file(source: Source) -> Found:
+    if source.path == "tiered_zero/params/hooks.py":
+        return
+    used = [(node.lineno, node.attr) for node in source.nodes(ast.Attribute)]
+    for line, name in [*used, *((line, full.split(".")[-1]) for line, full in source.imports)]:
+        tensor_hook_at_home = name in TENSOR_HOOKS and source.path.startswith("tiered_zero/grads/")
+        if re.fullmatch(r"_?register_\w*hook", name) and not tensor_hook_at_home:
+            yield line, f"{name}, which lives in params/hooks.py" + " (or grads/)" * (name in TENSOR_HOOKS)
+
+
+@rule(
+    PACKAGE,
+    planted={
+        "tiered_zero/a.py": [
+            "import torch\ntorch.nn.Linear.forward = f",
+            "import torch.nn.functional as F\nF.linear = f",
+            "from torch import Tensor\nsetattr(Tensor, 'cuda', f)",
+        ]
+    },
+    innocent={"tiered_zero/a.py": ["import torch\nx = torch.ones(2)\nself.x = torch.ones"]},
+)
+def torch_is_not_patched(source: Source) -> Found:
+    stored = [node for node in source.nodes(ast.Attribute) if not isinstance(node.ctx, ast.Load)]
+    setattrs = [node.args[0] for node in source.nodes(ast.Call) if ast.unparse(node.func) == "setattr"]
+    for node in [*stored, *setattrs]:
+        if source.full_name(node).startswith("torch."):
+            yield node.lineno, f"{ast.unparse(node)} is torch's own: wrap it, do not replace it"
+
+
+@rule(
+    PACKAGE,
+    planted={"tiered_zero/a.py": ["assert f.write(b'') == 3", "assert (n := 3)", "assert not queue.pop(), 'x'"]},
+    innocent={"tiered_zero/a.py": ["assert len(x.keys()) == 3, describe(x)"]},
+)
+def asserts_change_nothing(source: Source) -> Found:
+    for statement in source.nodes(ast.Assert):
+        for node in ast.walk(statement.test):
+            called = ast.unparse(node.func).split(".")[-1] if isinstance(node, ast.Call) else None
+            if isinstance(node, ast.NamedExpr | ast.Await) or (called and called not in PURE):
+                yield node.lineno, f"{ast.unparse(node)} inside an assert: `python -O` drops it"
+
+
+NAMED = {ast.ClassDef: "name", ast.FunctionDef: "name", ast.AsyncFunctionDef: "name", ast.arg: "arg"}
+NAMED |= {ast.alias: "asname", ast.Name: "id", ast.Attribute: "attr"}
+EMPTY_WORDS = {"manager", "managers", "helper", "helpers", "util", "utils"}
+
+
+@rule(
+    CODE,
+    planted={
+        "tiered_zero/a.py": [
+            "class SwapManager: ...",
+            "def get_helper(): ...",
+            "def f(utils): ...",
+            "import x as util",
+            "self.helper = 1",
+        ],
+        "tests/test_utils.py": [""],
+    },
+    innocent={
+        "tiered_zero/a.py": [
+            "from contextlib import AbstractContextManager, contextmanager\nx: AbstractContextManager",
+            "import torch.utils.checkpoint\nx = torch.utils.checkpoint",
+        ]
+    },
+)
+def names_say_what_a_thing_is(source: Source) -> Found:
+    names = [(1, part) for part in re.split(r"[/.]", source.path)]
+    for node in source.nodes(*NAMED):
+        if not isinstance(getattr(node, "ctx", None), ast.Load):
+            names.append((node.lineno, getattr(node, NAMED[type(node)]) or ""))
+    for line, name in names:
+        words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower().split("_")
+        if empty := EMPTY_WORDS.intersection(words):
+            yield line, f"{name}: {min(empty)!r} says nothing; name what it holds or does"
+
+
+@rule(
+    PACKAGE,
+    planted={"tiered_zero/engine.py": ["print('x')"], "tiered_zero/client.py": ["def f():\n    print()"]},
+    innocent={
+        "tiered_zero/cli/a.py": ["print('x')"],
+        "tiered_zero/demo/a.py": ["print('x')"],
+        "tiered_zero/a.py": ["'print()'"],
+    },
+)
+def only_the_command_line_prints(source: Source) -> Found:
+    if not source.path.startswith(("tiered_zero/cli/", "tiered_zero/demo/")):
+        for node in source.nodes(ast.Call):
+            if isinstance(node.func, ast.Name) and node.func.id == "print":
+                yield node.lineno, "print: log it, or return it to the command line"
+
+
+@rule(
+    EVERYTHING,
+    planted={"README.md": ["see /" + "work/x", "`/" + "root`", "at /" + "opt/v/bin"], "a.c": ["../shared/" + "x.md"]},
+    innocent={"README.md": ["/tmp/work, network/root, the roots/opt"]},
+)
+def text_names_no_workplace(source: Source) -> Found:
+    place = r"(?<![\w./~])/(?:work|root|opt)\b(?:/[\w./]*)?|\bshared/\w+\.md|/tmp/(?:brief|issue)\w*"
+    host = r"[\w.]*(?:pypi|pythonhosted|download\.pytorch)\.org[\w./]*"
+    for line, words in source.matches(f"{place}|{host}"):
+        yield line, f"{words!r} is of one machine, not of the project"
+
+
+@rule(
+    EVERYTHING,
+    planted={"tools/a.py": ["# TO" + "DO: x"], "tiered_zero/native/a.c": ["// FIX" + "ME", "/* XX" + "X */"]},
+    innocent={"README.md": ["XXXL, mastodon, to do"]},
+)
+def nothing_is_left_for_later(source: Source) -> Found:
+    for line, word in source.matches(r"\b(?:TO[D]O|FIX[M]E|X{3})\b"):
+        yield line, f"{word}: do it, or write it where work is planned"
+
+
+@pytest.fixture(scope="module")
+def sources() -> list[Source]:
+    return whole_tree()
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_the_tree_obeys(name: str, sources: list[Source]) -> None:
+    if found := RULES[name].violations(sources):
+        pytest.fail("\n".join([f"{name}:", *found]), pytrace=False)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_the_rule_bites(name: str) -> None:
+    rule = RULES[name]
+    assert rule.planted and rule.innocent
+    assert [sample for sample in rule.planted if not rule.violations([Source(*sample)])] == []
+    assert [sample for sample in rule.innocent if rule.violations([Source(*sample)])] == []
+
+
+def test_the_rules_read_the_whole_tree(sources: list[Source]) -> None:
+    read = {source.path for source in sources}
+    assert {"pyproject.toml", ".ci/run", "tools/check.py", "tests/test_house_rules.py"} <= read
+    assert {path.relative_to(ROOT).as_posix() for path in ROOT.glob("tiered_zero/**/*.py")} <= read

@@ -1,0 +1,62 @@
+"""`initialize`: the one call between a user's model and an engine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset
+
+from tiered_zero.assembly import build, draft_run
+from tiered_zero.config.load import load
+from tiered_zero.engine import Engine
+from tiered_zero.errors import ConfigError, ModelError
+from tiered_zero.hardware.collectives import Collectives
+from tiered_zero.optim.handle import TieredOptimizer
+from tiered_zero.optim.lr import build_scheduler
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: Optimizer | Callable[[Any], Optimizer] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Dataset[Any] | None = None,
+    lr_scheduler: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[..., Any] | None = None,
+    config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+) -> tuple[Engine, TieredOptimizer, DataLoader[Any] | None, Any]:
+    """Plan the run, move the model onto its tiers, and return (engine, optimizer, dataloader, lr_scheduler).
+
+    `config`: a DeepSpeed-style dict, or the path of a JSON file; `args.deepspeed_config` names a file too. `model`: on any
+    device, or on the meta device, where its own initialisers (or `tiered_zero.weights`) give it values unit by unit.
+    `optimizer`: any torch optimizer over the model's parameters, or a callable that makes one; it goes before the config's.
+    `lr_scheduler`: a scheduler, or a callable that takes the optimizer; it goes before the config's. `training_data`: a
+    dataset, returned as a DataLoader with the config's micro-batch size.
+
+    The model is changed in place: its parameters become views that are filled while they are used. Raises ConfigError,
+    ModelError, PlanError or StoreError before anything is allocated or written wherever that can be told.
+    """
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"initialize(model=...) takes a torch.nn.Module; found {type(model).__name__}.")
+    if isinstance(config, (str, os.PathLike)) and not os.path.isfile(config):
+        raise ConfigError(f"config: {os.fspath(config)} is not a file.")
+    settings = load(config, args)
+    draft = draft_run(settings, model, optimizer, model_parameters)
+    collectives = Collectives()
+    collectives.ensure_process_group(dist_init_required)
+    section = settings.scheduler
+    engine = build(draft, lr_scheduler, lambda handle: build_scheduler(section, handle) if section else None)
+    loader = None
+    if training_data is not None:
+        loader = DataLoader(
+            training_data,
+            batch_size=settings.train_micro_batch_size_per_gpu,
+            collate_fn=collate_fn,
+            drop_last=settings.dataloader_drop_last,
+        )
+    return engine, engine.optimizer, loader, engine.lr_scheduler

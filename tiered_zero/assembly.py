@@ -1,0 +1,396 @@
+"""From a config and a model to an engine: the one file that knows every concrete class."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from tiered_zero.config.schema import Config
+from tiered_zero.engine import Engine, Parts
+from tiered_zero.errors import ConfigError, ModelError
+from tiered_zero.grads.accumulator import GradientStore
+from tiered_zero.grads.loss_scaler import LossScaler
+from tiered_zero.hardware.accelerator import Accelerator
+from tiered_zero.hardware.host_memory import HostArena, typed_view
+from tiered_zero.hardware.probe import available_host_nbytes
+from tiered_zero.hardware.runtime import Runtime
+from tiered_zero.hardware.select import build_accelerator
+from tiered_zero.hardware.staging import StagingPool
+from tiered_zero.io.engine import IOSettings
+from tiered_zero.io.preflight import preflight_directory
+from tiered_zero.io.select import select_engine
+from tiered_zero.layout.flat import FlatEntry, ParamSpec, Unit
+from tiered_zero.layout.subgroups import SubGroup, cut_subgroups
+from tiered_zero.layout.units import UnitRules, find_units, list_params
+from tiered_zero.optim.catalog import resolve_optimizer
+from tiered_zero.optim.handle import TieredOptimizer
+from tiered_zero.optim.masters import Masters
+from tiered_zero.optim.rule import UpdateRule
+from tiered_zero.optim.state_layout import StateLayout
+from tiered_zero.optim.stepper import StreamingStepper
+from tiered_zero.optim.torch_rule import TorchRule
+from tiered_zero.params.homes import HomeKeeper
+from tiered_zero.params.hooks import ModuleHooks
+from tiered_zero.params.materialize import WeightFiles, check_buffers, materialize_module
+from tiered_zero.params.pager import Pager, PagerLimits
+from tiered_zero.plan.planner import Plan, SubGroupNeed, Wishes, gradient_nbytes, make_plan, place_params
+from tiered_zero.store.swap_dir import SwapDir
+from tiered_zero.store.swap_store import SwapStore
+from tiered_zero.telemetry.ledger import Ledger
+from tiered_zero.telemetry.spans import Recorder
+from tiered_zero.tiers.device import DeviceTier
+from tiered_zero.tiers.host import HostTier
+from tiered_zero.tiers.inventory import Home, Inventory
+from tiered_zero.tiers.nvme import NvmeTier
+from tiered_zero.tiers.tier import Tier
+
+logger = logging.getLogger("tiered_zero")
+
+AUTO_SUB_GROUP_NUMEL = 1 << 22
+"""Elements of a sub-group that nobody sized: 48 MiB of fp32 Adam state, enough for full disk rate with three on their way."""
+
+TIER_OF_DEVICE = {"none": "device", "cpu": "host", "nvme": "nvme"}
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A run on paper: everything that can be known before a byte is allocated."""
+
+    config: Config
+    model: nn.Module
+    specs: dict[nn.Parameter, ParamSpec]
+    units: list[Unit]
+    source: Optimizer
+    rule: UpdateRule
+    layouts: list[StateLayout]
+    plan: Plan
+
+    def params_of(self, unit: Unit) -> list[nn.Parameter]:
+        by_index = {spec.index: param for param, spec in self.specs.items()}
+        return [by_index[entry.param.index] for entry in unit.entries]
+
+
+def draft_run(
+    config: Config,
+    model: nn.Module,
+    optimizer: Optimizer | Callable[[Any], Optimizer] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    device_limit: tuple[int, str] | None = None,
+) -> Draft:
+    """Lay the model out and plan its bytes. Reads no parameter's bytes; raises ConfigError and ModelError."""
+    zero = config.zero_optimization
+    specs = list_params(model, lambda dtype: compute_dtype(config, dtype))
+    for spec in specs.values():
+        if spec.trainable and spec.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise ModelError(f"Parameter {spec.name} is {spec.dtype}; trainable ones are float32, bfloat16 or float16.")
+    units = find_units(
+        model,
+        specs,
+        UnitRules(
+            config.tiered_zero.unit_size_cap,
+            zero.stage3_param_persistence_threshold if zero.offload_param.device != "none" else 0,
+            zero.stage3_model_persistence_threshold,
+            cast=lambda dtype: compute_dtype(config, dtype),
+        ),
+    )
+    source = make_optimizer(config, model, optimizer, model_parameters)
+    rule = make_rule(config, source, optimizer is not None)
+    known = {param: spec.name for param, spec in specs.items()}
+    group_of: dict[str, int] = {}
+    for index, group in enumerate(source.param_groups):
+        for param in group["params"]:
+            if param not in known:
+                raise ModelError("The optimizer holds a parameter that is not the model's. Build it over model.parameters().")
+            group_of[known[param]] = index
+    size = zero.sub_group_size if "sub_group_size" in zero.model_fields_set else AUTO_SUB_GROUP_NUMEL
+    subgroups = cut_subgroups(units, group_of, size, rule.elementwise)
+    layouts = [StateLayout(subgroup, rule, source.param_groups) for subgroup in subgroups]
+    wishes = make_wishes(config, device_limit)
+    tiers = place_params(units, wishes)
+    needs = [SubGroupNeed(layout.nbytes, _staged_out_nbytes(layout.subgroup, tiers, wishes)) for layout in layouts]
+    return Draft(config, model, specs, units, source, rule, layouts, make_plan(units, needs, wishes))
+
+
+def build(draft: Draft, lr_scheduler: Any, make_scheduler: Callable[[TieredOptimizer], Any]) -> Engine:
+    """Allocate what the plan says, give every parameter its home, and join the parts. On failure nothing is left behind."""
+    config, plan = draft.config, draft.plan
+    warnings = [w for path in sorted(_nvme_paths(config)) for w in preflight_directory(path)]
+    plan.check()
+    with ExitStack() as resources:
+        ledger = Ledger({tier: limit for tier, (limit, _) in plan.limits.items()})
+        settings = config.tiered_zero
+        accelerator = build_accelerator(
+            settings.device, settings.device_memory_limit, settings.debug_poison, settings.debug_delay_seed
+        )
+        resources.callback(accelerator.close)
+        runtime = Runtime(accelerator, ledger, Recorder(keep_spans=settings.trace is not None))
+        for line in (*config.notices, *warnings):
+            logger.warning("%s", line)
+        tiers = _Tiers(draft, runtime, resources)
+        inventory = Inventory()
+        for unit in draft.units:
+            tier = tiers.for_params(plan.param_tiers[unit.index])
+            if tier is not None:
+                slot = tier.reserve(f"param.{unit.index}", unit.nbytes, "param")
+                inventory.place(unit, "param", Home(tier, slot))
+        for layout in draft.layouts:
+            tier = tiers.for_state()
+            slot = tier.reserve(f"state.{layout.subgroup.index}", layout.nbytes, "state")
+            inventory.place(layout.subgroup, "state", Home(tier, slot))
+        masters = Masters(draft.layouts, inventory, tiers.state_staging)
+        keeper = HomeKeeper(inventory, tiers.param_staging, masters.follow)
+        limits = PagerLimits(plan.live_nbytes, plan.prefetch_numel, plan.reuse_numel)
+        pager = Pager(runtime, inventory, keeper, limits)
+        resources.callback(pager.close)
+        _give_birth(draft, pager, keeper, masters, inventory, accelerator)
+        gradients = _make_gradients(draft, tiers, runtime)
+        resources.callback(gradients.close)
+        hooks = ModuleHooks(draft.model, draft.units, pager, gradients.take)
+        resources.callback(hooks.remove)
+        gradients.on_unit_complete = pager.finish_gradients
+        groups = draft.source.param_groups
+        stepper = StreamingStepper(
+            draft.layouts, draft.rule, groups, inventory, runtime, tiers.state_staging, lambda unit: pager.storage(unit).flat
+        )
+        engine_step: list[Callable[[], None]] = []
+        handle = TieredOptimizer(draft.source, lambda: engine_step[0]())
+        scheduler = make_scheduler(handle) if lr_scheduler is None else lr_scheduler
+        engine = Engine(
+            Parts(
+                config,
+                plan,
+                draft.model,
+                handle,
+                scheduler(handle) if callable(scheduler) else scheduler,
+                LossScaler.from_config(config.fp16) if config.fp16.enabled else None,
+                pager,
+                hooks,
+                gradients,
+                stepper,
+                runtime,
+                [],
+                resources.pop_all(),
+            )
+        )
+        engine_step.append(engine.step)
+    return engine
+
+
+class _Tiers:
+    """The tiers of a run, and the host memory that they and the optimizer stage through."""
+
+    def __init__(self, draft: Draft, runtime: Runtime, resources: ExitStack) -> None:
+        config, plan = draft.config, draft.plan
+        zero = config.zero_optimization
+        self._stores: dict[tuple[str, ...], SwapStore] = {}
+        for paths, nbytes in self._nvme_needs(config, plan).items():
+            self._stores[paths] = _open_store(config, paths, nbytes, type(draft.model).__name__, runtime, resources)
+        pin = zero.offload_param.pin_memory or zero.offload_optimizer.pin_memory
+        accelerator = runtime.accelerator
+        self.arena = HostArena(plan.nbytes("host"), accelerator, pin and accelerator.name == "cuda", runtime.ledger)
+        resources.callback(self.arena.close)
+        self.param_staging = self._pool(plan.param_staging, "staging_param", runtime, resources)
+        self.state_staging = self._pool(plan.state_staging, "staging_state", runtime, resources)
+        self.gradient_staging = self._pool(plan.gradient_staging, "staging_gradient", runtime, resources)
+        self.host = HostTier(self.arena, accelerator)
+        self.device = DeviceTier(accelerator, runtime.ledger)
+        resources.callback(self.device.close)
+        staging = self.param_staging or self.state_staging
+        self._nvme = {
+            paths: NvmeTier(store, staging, accelerator, runtime.recorder)
+            for paths, store in self._stores.items()
+            if staging is not None
+        }
+        self._param_paths = zero.offload_param.nvme_paths
+        self._state_paths = zero.offload_optimizer.nvme_paths
+        self._state_tier = plan.optimizer_tier
+
+    def for_params(self, name: str) -> Tier | None:
+        """None: the unit lives on the device, in its own storage."""
+        if name == "device":
+            return None
+        return self.host if name == "host" else self._nvme[self._param_paths]
+
+    def for_state(self) -> Tier:
+        return {"device": self.device, "host": self.host}.get(self._state_tier) or self._nvme[self._state_paths]
+
+    @staticmethod
+    def _nvme_needs(config: Config, plan: Plan) -> dict[tuple[str, ...], int]:
+        zero = config.zero_optimization
+        needs: dict[tuple[str, ...], int] = {}
+        for paths, kind in ((zero.offload_param.nvme_paths, "param"), (zero.offload_optimizer.nvme_paths, "state")):
+            if nbytes := plan.nbytes("nvme", kind):
+                needs[paths] = needs.get(paths, 0) + nbytes
+        return needs
+
+    def _pool(
+        self, staging: tuple[int, int], kind: str, runtime: Runtime, resources: ExitStack
+    ) -> StagingPool | None:
+        nbytes, count = staging
+        if not nbytes:
+            return None
+        pool = StagingPool(self.arena, nbytes, count, kind, runtime.recorder)
+        resources.callback(pool.close)
+        return pool
+
+
+def _open_store(
+    config: Config, paths: tuple[str, ...], nbytes: int, model: str, runtime: Runtime, resources: ExitStack
+) -> SwapStore:
+    directory = SwapDir.create([Path(path) for path in paths], model=model)
+    resources.callback(directory.remove)
+    aio = config.aio
+    selection = select_engine(
+        directory.paths[0],
+        prefer=config.tiered_zero.io_engine,
+        settings=IOSettings(aio.block_size, aio.queue_depth, aio.intra_op_parallelism),
+        io_timeout_s=config.tiered_zero.io_timeout_s,
+    )
+    resources.callback(selection.engine.close)
+    for reason in selection.reasons:
+        logger.info("%s", reason)
+    store = SwapStore(directory, selection.engine, capacity_nbytes=nbytes, checksums=config.tiered_zero.checksums)
+    resources.callback(store.close)
+    runtime.ledger.charge("nvme", "reserved", 0)
+    return store
+
+
+def _give_birth(
+    draft: Draft, pager: Pager, keeper: HomeKeeper, masters: Masters, inventory: Inventory, accelerator: Accelerator
+) -> None:
+    """Group by group: first values to the masters (fp32) and, rounded, to the parameters' homes."""
+    paths = draft.config.tiered_zero.weights
+    weights = WeightFiles(paths) if paths else None
+    try:
+        for prefix, group in groupby(draft.units, key=lambda unit: unit.module):
+            units = list(group)
+            params = {unit.index: draft.params_of(unit) for unit in units}
+            materialize_module(draft.model, prefix, [p for own in params.values() for p in own], weights, draft.specs)
+            for unit in units:
+                _settle_unit(unit, params[unit.index], pager, keeper, masters, inventory)
+    finally:
+        if weights is not None:
+            weights.close()
+    check_buffers(draft.model)
+    for module in draft.model.modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            dtype = compute_dtype(draft.config, buffer.dtype)
+            if buffer.dtype != dtype or buffer.device != accelerator.device:
+                setattr(module, name, buffer.to(accelerator.device, dtype))
+
+
+def _settle_unit(
+    unit: Unit, params: Sequence[nn.Parameter], pager: Pager, keeper: HomeKeeper, masters: Masters, inventory: Inventory
+) -> None:
+    flat = torch.zeros(unit.numel, dtype=unit.dtype)
+    for entry, param in zip(unit.entries, params, strict=True):
+        flat[entry.start : entry.stop] = param.detach().reshape(-1)
+    if unit.trainable:
+        master = flat.to(torch.float32)
+        if unit.dtype != torch.float32:
+            for entry, param in zip(unit.entries, params, strict=True):
+                master[entry.start : entry.stop] = param.detach().reshape(-1)
+        masters.store(unit, master)
+        del master
+    storage = pager.adopt(unit, params)
+    if inventory.find(unit, "param") is not None:
+        keeper.store(unit, flat)
+    else:
+        storage.fill()
+        storage.flat.copy_(flat)
+    pager.settle(unit)
+
+
+def _make_gradients(draft: Draft, tiers: _Tiers, runtime: Runtime) -> GradientStore:
+    plan = draft.plan
+    on_device = plan.gradient_tier == "device"
+    tier: Tier = tiers.device if on_device else tiers.host
+    homes: dict[int, torch.Tensor] = {}
+    members: dict[nn.Parameter, tuple[Unit, FlatEntry]] = {}
+    for unit in draft.units:
+        if unit.trainable:
+            slot = tier.reserve(f"gradient.{unit.index}", gradient_nbytes(unit, plan.sums_gradients), "gradient")
+            raw = tier.view(slot)
+            assert raw is not None, "gradients rest where they can be addressed"
+            homes[unit.index] = typed_view(raw, torch.float32 if plan.sums_gradients else unit.dtype, unit.numel).zero_()
+            members.update(zip(draft.params_of(unit), ((unit, entry) for entry in unit.entries), strict=True))
+    return GradientStore(members, homes, runtime, on_device, plan.in_flight_nbytes, tiers.gradient_staging)
+
+
+def compute_dtype(config: Config, dtype: torch.dtype) -> torch.dtype:
+    """What a tensor of `dtype` is on the device: 16 bit if the config says so and it is floating point; else as it is."""
+    wanted: torch.dtype = getattr(torch, config.param_dtype_name)
+    return wanted if dtype.is_floating_point and wanted != torch.float32 else dtype
+
+
+def make_wishes(config: Config, device_limit: tuple[int, str] | None) -> Wishes:
+    zero, settings = config.zero_optimization, config.tiered_zero
+    param = zero.offload_param
+    limits: dict[str, tuple[int, str]] = {}
+    if settings.device_memory_limit is not None:
+        limits["device"] = (settings.device_memory_limit, "tiered_zero.device_memory_limit")
+    elif device_limit is not None:
+        limits["device"] = device_limit
+    limits["host"] = (available_host_nbytes(), "what this machine and its cgroup have free")
+    if settings.host_memory_limit is not None and settings.host_memory_limit <= limits["host"][0]:
+        limits["host"] = (settings.host_memory_limit, "tiered_zero.host_memory_limit")
+    return Wishes(
+        TIER_OF_DEVICE[param.device],
+        TIER_OF_DEVICE[zero.offload_optimizer.device],
+        limits,
+        config.gradient_accumulation_steps > 1,
+        zero.stage3_max_live_parameters,
+        zero.stage3_prefetch_bucket_size,
+        zero.stage3_max_reuse_distance,
+        param.max_in_cpu,
+        param.buffer_size if "buffer_size" in param.model_fields_set else None,
+        param.buffer_count if "buffer_count" in param.model_fields_set else None,
+        zero.offload_optimizer.buffer_count if "buffer_count" in zero.offload_optimizer.model_fields_set else None,
+    )
+
+
+def make_optimizer(
+    config: Config,
+    model: nn.Module,
+    optimizer: Optimizer | Callable[[Any], Optimizer] | None,
+    model_parameters: Iterable[Any] | None,
+) -> Optimizer:
+    """The torch optimizer whose param groups and defaults the run uses; it is never stepped itself."""
+    params = list(model_parameters) if model_parameters is not None else [p for p in model.parameters() if p.requires_grad]
+    if isinstance(optimizer, Optimizer):
+        return optimizer
+    if optimizer is not None:
+        return optimizer(params)
+    if config.optimizer is None:
+        raise ConfigError('There is no optimizer: pass one to initialize(optimizer=...), or add an "optimizer" section.')
+    if not params:
+        raise ModelError("No parameter of the model requires a gradient; there is nothing to train.")
+    resolved = resolve_optimizer(config.optimizer.type, config.optimizer.params)
+    logger.info("optimizer: %s", resolved.text)
+    return resolved.optimizer_class(params, **resolved.defaults)
+
+
+def make_rule(config: Config, source: Optimizer, from_user: bool) -> UpdateRule:
+    return TorchRule.from_optimizer(source)
+
+
+def _staged_out_nbytes(subgroup: SubGroup, tiers: dict[int, str], wishes: Wishes) -> int:
+    """16-bit parameters of a sub-group that the update cannot write where they belong. See StreamingStepper."""
+    on_device = wishes.optimizer_tier == "device"
+    in_place = "device" if on_device else "host"
+    return sum(s.numel * s.unit.dtype.itemsize for s in subgroup.segments if tiers[s.unit.index] != in_place)
+
+
+def _nvme_paths(config: Config) -> set[str]:
+    zero = config.zero_optimization
+    sections = (zero.offload_param, zero.offload_optimizer)
+    return {path for section in sections if section.device == "nvme" for path in section.nvme_paths}

@@ -1,0 +1,68 @@
+"""The command group. Commands are imported when they are run, so that `--help` does not wait for torch."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any, NamedTuple
+
+import click
+
+from tiered_zero.cli.console import configure_logging
+from tiered_zero.errors import TieredZeroError
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as a shell gives it: 128 + SIGINT."""
+
+
+class Command(NamedTuple):
+    """Where a command lives (module:attribute), and its line in `--help`."""
+
+    target: str
+    summary: str
+
+
+COMMANDS = {
+    "train": Command("tiered_zero.cli.train:train", "Train a small GPT across the tiers that a config names."),
+    "plan": Command("tiered_zero.cli.plan:plan", "Show the bytes that a run needs on each tier, before it is run."),
+    "explain": Command("tiered_zero.cli.explain:explain", "Show each key of a config: value, origin, effect."),
+    "report": Command("tiered_zero.cli.report:report", "Turn the record of a run into one HTML page."),
+    "swap": Command("tiered_zero.cli.swap:swap", "Look at swap directories, and clean them up."),
+}
+
+
+class LazyGroup(click.Group):
+    """Its commands are COMMANDS; errors of our family become one message and exit code 1."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module, _, attribute = COMMANDS[cmd_name].target.partition(":")
+        try:
+            command = getattr(importlib.import_module(module), attribute)
+        except ImportError as error:
+            raise click.ClickException(f"{cmd_name} cannot run here: {error}.") from error
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, command.summary) for name, command in COMMANDS.items()])
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except TieredZeroError as error:
+            raise click.ClickException(str(error)) from error
+        except KeyboardInterrupt:
+            click.echo("Interrupted.", err=True)
+            ctx.exit(INTERRUPTED)
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="tiered_zero")
+def main() -> None:
+    """Train PyTorch models that are larger than GPU memory, from a DeepSpeed-style JSON."""
+    configure_logging()

@@ -1,0 +1,38 @@
+"""What several commands share: the built-in model as an option, and the demo's size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import click
+
+from tiered_zero.demo.gpt import GPTConfig, gpt_of_size, parse_gpt
+from tiered_zero.errors import ConfigError
+
+DEMO_MODEL = GPTConfig(layers=6, hidden=384, context=256)
+"""10.8 million parameters: 151 MB with master weights and Adam state, some two minutes for DEMO_STEPS on 2 cores."""
+
+DEMO_STEPS = 200
+
+T = TypeVar("T")
+
+CONFIG_FILE = click.Path(exists=True, dir_okay=False)
+JSON_OPTION = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout, nothing else.")
+
+
+def parse_model(ctx: click.Context, param: click.Parameter, value: str | None) -> GPTConfig | None:
+    """Callback: gpt:layers=24,hidden=2048 -> GPTConfig."""
+    return None if value is None else _or_usage_error(parse_gpt, value)
+
+
+def parse_size(ctx: click.Context, param: click.Parameter, value: float | None) -> GPTConfig | None:
+    """Callback: 7e9 -> a GPT of about that many parameters."""
+    return None if value is None else _or_usage_error(gpt_of_size, value)
+
+
+def _or_usage_error(parse: Callable[[T], GPTConfig], value: T) -> GPTConfig:
+    try:
+        return parse(value)
+    except ConfigError as error:
+        raise click.BadParameter(str(error)) from error

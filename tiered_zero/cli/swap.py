@@ -1,0 +1,142 @@
+"""`tiered-zero swap`: the runs under a swap directory, what they take, and the removal of dead ones."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.table import Table
+from rich.text import Text
+
+from tiered_zero.cli.console import STDOUT
+from tiered_zero.sizes import format_nbytes
+from tiered_zero.store.runs import collect_garbage, list_runs
+from tiered_zero.store.verify import Verified, verify_run
+
+_STATE_STYLES = {"alive": "green", "dead": "red", "unknown": "yellow"}
+
+
+@click.group("swap")
+def swap() -> None:
+    """Look at swap directories (what nvme_path names), and clean them up."""
+
+
+def _arguments(command: Callable[..., None]) -> Callable[..., None]:
+    directory = click.argument("directory", type=click.Path(file_okay=False, exists=True, path_type=Path))
+    as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object for programs.")
+    return directory(as_json(command))
+
+
+@swap.command("ls")
+@_arguments
+def ls(directory: Path, as_json: bool) -> None:
+    """List the runs in DIRECTORY: owner alive or dead, bytes, age, model, last committed step."""
+    runs = list_runs(directory)
+    if as_json:
+        return _print_json({"runs": runs})
+    rows = [
+        (
+            run.run_id,
+            Text(run.state, style=_STATE_STYLES[run.state]),
+            f"{run.pid}@{run.host}" if run.pid else "?",
+            format_nbytes(run.nbytes),
+            _format_age(run.age_s),
+            run.model or "-",
+            "-" if run.step is None else str(run.step),
+            run.reason,
+        )
+        for run in runs
+    ]
+    _print_table(("run", "owner", "process", "bytes", "age", "model", "step", "why"), rows)
+
+
+@swap.command("du")
+@_arguments
+def du(directory: Path, as_json: bool) -> None:
+    """Sum the disk blocks of the runs in DIRECTORY by the state of their owners."""
+    runs = list_runs(directory)
+    states = {state: [run.nbytes for run in runs if run.state == state] for state in _STATE_STYLES}
+    totals = {state: {"runs": len(sizes), "nbytes": sum(sizes)} for state, sizes in states.items()}
+    totals["total"] = {"runs": len(runs), "nbytes": sum(run.nbytes for run in runs)}
+    if as_json:
+        return _print_json(totals)
+    rows = [(state, str(row["runs"]), format_nbytes(row["nbytes"])) for state, row in totals.items()]
+    _print_table(("owner", "runs", "bytes"), rows)
+
+
+@swap.command("gc")
+@_arguments
+@click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
+@click.option("--committed", is_flag=True, help="Also remove dead runs that can still be resumed from a commit.")
+def gc(directory: Path, as_json: bool, dry_run: bool, committed: bool) -> None:
+    """Remove the runs in DIRECTORY whose owner is dead; never a live one's."""
+    items = collect_garbage(directory, dry_run=dry_run, committed=committed)
+    freed_nbytes = sum(item.run.nbytes for item in items if item.removed)
+    if as_json:
+        return _print_json({"dry_run": dry_run, "freed_nbytes": freed_nbytes, "runs": items})
+    done = "would be removed" if dry_run else "removed"
+    rows = [
+        (item.run.run_id, done if item.removed else "kept", format_nbytes(item.run.nbytes), item.reason)
+        for item in items
+    ]
+    _print_table(("run", "outcome", "bytes", "why"), rows)
+    click.echo(f"{format_nbytes(freed_nbytes)} {'would be' if dry_run else 'were'} freed.")
+
+
+@swap.command("verify")
+@_arguments
+def verify(directory: Path, as_json: bool) -> None:
+    """Read the committed state of each run in DIRECTORY and name what is broken; exit code 1 if anything is."""
+    results = {run.run_id: verify_run([Path(path) for path in run.paths]) for run in list_runs(directory)}
+    broken = sum(len(result.broken) for result in results.values() if result)
+    if as_json:
+        _print_json({"runs": results, "num_broken": broken})
+    else:
+        _print_verified(results)
+    if broken:
+        raise click.exceptions.Exit(1)
+
+
+def _print_verified(results: dict[str, Verified | None]) -> None:
+    rows = []
+    for run_id, result in results.items():
+        if result is None:
+            rows.append((run_id, "-", "-", "nothing committed"))
+            continue
+        verdict = f"{len(result.broken)} broken" if result.broken else "whole"
+        if result.nbytes_unverifiable:
+            verdict += f"; {format_nbytes(result.nbytes_unverifiable)} have no checksum"
+        rows.append((run_id, str(result.step), format_nbytes(result.nbytes), verdict))
+    _print_table(("run", "step", "bytes read", "outcome"), rows)
+    for result in results.values():
+        for item in result.broken if result else ():
+            click.echo(f"{item.record}: {item.nbytes} bytes at offset {item.offset} of {item.path}: {item.reason}")
+
+
+def _print_json(value: Any) -> None:
+    click.echo(json.dumps(value, default=_plain, indent=2))
+
+
+def _plain(value: Any) -> Any:
+    return str(value) if isinstance(value, Path) else asdict(value)
+
+
+def _print_table(columns: tuple[str, ...], rows: list[Any]) -> None:
+    if not rows:
+        click.echo("No runs.")
+        return
+    table = Table(*columns)
+    for row in rows:
+        table.add_row(*(cell if isinstance(cell, Text) else Text(cell) for cell in row))
+    STDOUT.print(table)
+
+
+def _format_age(age_s: float) -> str:
+    for unit, length_s in (("d", 86400), ("h", 3600), ("min", 60)):
+        if age_s >= length_s:
+            return f"{age_s / length_s:.1f} {unit}"
+    return f"{age_s:.0f} s"

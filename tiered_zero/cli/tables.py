@@ -1,0 +1,85 @@
+"""How results look on a terminal. Pure: records in, rich tables out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+
+from tiered_zero.sizes import format_nbytes
+from tiered_zero.telemetry.report import RunReport
+
+TIERS = ("device", "host", "nvme")
+
+
+def run_tables(report: RunReport) -> RenderableType:
+    """Bytes by tier, seconds a step by cause, links, and the verdict."""
+    return Group(_tier_table(report), _cause_table(report), _link_table(report), *_summary(report))
+
+
+def plan_table(rows: Iterable[Mapping[str, object]]) -> Table:
+    """`rows`: tier, kind, nbytes. A tier's kinds, then its sum."""
+    table = _table("Planned bytes", "tier", "kind", ">bytes")
+    by_tier: dict[str, list[tuple[str, int]]] = {}
+    for row in rows:
+        by_tier.setdefault(str(row["tier"]), []).append((str(row["kind"]), int(str(row["nbytes"]))))
+    for tier in in_order(by_tier):
+        for kind, nbytes in by_tier[tier]:
+            table.add_row(tier, kind, format_nbytes(nbytes))
+        total = sum(nbytes for _, nbytes in by_tier[tier])
+        table.add_row(tier, "all", format_nbytes(total), style="bold", end_section=True)
+    return table
+
+
+def in_order(tiers: Iterable[str]) -> list[str]:
+    """device, host, nvme, then any other."""
+    return sorted(tiers, key=lambda tier: (TIERS.index(tier) if tier in TIERS else len(TIERS), tier))
+
+
+def _tier_table(report: RunReport) -> Table:
+    table = _table("Bytes by tier", "tier", ">planned", ">peak")
+    for tier in in_order({*report.planned_nbytes, *report.peak_nbytes}):
+        planned, peak = report.planned_nbytes.get(tier), report.peak_nbytes.get(tier)
+        table.add_row(tier, *("-" if nbytes is None else format_nbytes(nbytes) for nbytes in (planned, peak)))
+    return table
+
+
+def _cause_table(report: RunReport) -> Table:
+    table = _table("A typical step", "spent in", ">seconds", ">share")
+    for cause, seconds in report.seconds.items():
+        table.add_row(cause, f"{seconds:.3f}", f"{seconds / report.step_s:.0%}" if report.step_s else "-")
+    table.add_section()
+    table.add_row("wall time", f"{report.step_s:.3f}", "", style="bold")
+    return table
+
+
+def _link_table(report: RunReport) -> Table:
+    table = _table("Links", "link", ">bytes, whole run", ">rate while busy", ">busy")
+    for lane, busy_s in report.busy_s.items():
+        nbytes, rate = report.link_nbytes.get(lane), report.bytes_per_s.get(lane)
+        table.add_row(
+            lane,
+            "-" if nbytes is None else format_nbytes(nbytes),
+            "-" if rate is None else f"{format_nbytes(rate)}/s",
+            f"{min(1.0, busy_s / report.step_s):.0%}" if report.step_s else "-",
+        )
+    return table
+
+
+def _summary(report: RunReport) -> list[str]:
+    first, last = ("?" if loss is None else f"{loss:.3f}" for loss in (report.first_loss, report.last_loss))
+    skipped = f" ({report.skipped_steps} skipped)" if report.skipped_steps else ""
+    return [
+        f"{report.steps} steps{skipped} in {report.total_s:.1f} s, {report.tokens_per_s:,.0f} tokens/s, "
+        f"loss {first} -> {last}",
+        f"bound by: {report.bound_by}; overlap {report.overlap:.0%}",
+    ]
+
+
+def _table(title: str, *columns: str) -> Table:
+    """Columns that begin with > are aligned right."""
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for column in columns:
+        table.add_column(column.lstrip(">"), justify="right" if column.startswith(">") else "left")
+    return table

@@ -1,0 +1,183 @@
+"""`tiered-zero train CONFIG`: the built-in GPT on real text, across the tiers that the config names."""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import Any, Protocol
+
+import click
+import torch
+from torch import Tensor
+
+import tiered_zero
+from tiered_zero.cli.console import STDOUT
+from tiered_zero.cli.main import INTERRUPTED
+from tiered_zero.cli.options import CONFIG_FILE, DEMO_MODEL, DEMO_STEPS, JSON_OPTION, parse_model
+from tiered_zero.cli.progress import TrainingProgress
+from tiered_zero.cli.tables import run_tables
+from tiered_zero.config import Config, load
+from tiered_zero.config.json_file import read_json
+from tiered_zero.demo.corpus import NUM_BYTE_VALUES, Corpus, read_corpus
+from tiered_zero.demo.gpt import GPTConfig, build_gpt, num_parameters
+from tiered_zero.errors import ConfigError
+from tiered_zero.telemetry.report import RunReport
+
+logger = logging.getLogger("tiered_zero")
+
+TERMINATED = 128 + signal.SIGTERM
+"""Exit code after SIGTERM."""
+
+
+class TrainingEngine(Protocol):
+    """What this command needs of the engine."""
+
+    @property
+    def device(self) -> torch.device: ...
+    def __call__(self, tokens: Tensor, targets: Tensor) -> Tensor: ...
+    def backward(self, loss: Tensor) -> Any: ...
+    def step(self) -> Any: ...
+    def run_report(self) -> RunReport: ...
+    def close(self) -> None: ...
+
+
+@click.command()
+@click.argument("config", type=CONFIG_FILE)
+@click.option("--model", callback=parse_model, metavar="gpt:...", help=f"Default {DEMO_MODEL}.")
+@click.option("--steps", type=click.IntRange(min=1), default=DEMO_STEPS, show_default=True, help="Optimizer steps.")
+@click.option("--data", type=click.Path(exists=True, dir_okay=False), help="A text; default: Python's own reference.")
+@click.option("--batch", type=click.IntRange(min=1), help="Samples a forward; default: the config's.")
+@click.option("--context", type=click.IntRange(min=1), help="Bytes a sample; default: the model's context.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the weights and the batches.")
+@click.option("--trace", type=click.Path(dir_okay=False), help="Write a Chrome trace (opens in Perfetto).")
+@click.option("--report", type=click.Path(dir_okay=False), help="Write the run's record, for `tiered-zero report`.")
+@JSON_OPTION
+@click.pass_context
+def train(
+    ctx: click.Context,
+    config: str,
+    model: GPTConfig | None,
+    steps: int,
+    data: str | None,
+    batch: int | None,
+    context: int | None,
+    seed: int,
+    trace: str | None,
+    report: str | None,
+    as_json: bool,
+) -> None:
+    """Train a small GPT across the tiers that CONFIG names.
+
+    Ends with a table: bytes on each tier, planned and at their peak, bytes moved and their rate, seconds a step, loss.
+    """
+    model = model or DEMO_MODEL
+    model = replace(model, context=context or model.context)
+    if model.vocab < NUM_BYTE_VALUES:
+        raise click.BadParameter(
+            f"text is read as bytes: vocab must be at least {NUM_BYTE_VALUES}", param_hint="--model"
+        )
+    settings = overlay(read_json(config), batch, {"trace": trace, "report": report})
+    resolved = load(settings)
+    corpus = read_corpus(data)
+    make_swap_directories(resolved)
+    code = 0
+    with sigterm_exits():
+        engine = open_engine(settings, model, seed)
+        progress = TrainingProgress(steps)
+        try:
+            logger.info("%s parameters, %s; text: %s", f"{num_parameters(model):,}", model, corpus.source)
+            with progress:
+                run_steps(engine, corpus, steps, model.context, resolved, seed, progress)
+        except (KeyboardInterrupt, SystemExit) as stop:
+            code = INTERRUPTED if isinstance(stop, KeyboardInterrupt) else TERMINATED
+        finally:
+            engine.close()
+    show(engine.run_report(), as_json, {"config": config, "model": str(model), "interrupted": bool(code)})
+    if code:
+        click.echo(f"Stopped after {progress.done} of {steps} steps; loss {progress.loss:.3f}.", err=True)
+        ctx.exit(code)
+
+
+def run_steps(
+    engine: TrainingEngine,
+    corpus: Corpus,
+    num_steps: int,
+    context: int,
+    config: Config,
+    seed: int,
+    progress: TrainingProgress,
+) -> None:
+    """The whole of a training loop: forward, backward and step, `gradient_accumulation_steps` forwards a step."""
+    sizes = config.batch
+    for index in range(num_steps * sizes.accumulation):
+        tokens, targets = (part.to(engine.device) for part in corpus.batch(index, sizes.micro, context, seed))
+        loss = engine(tokens, targets)
+        engine.backward(loss)
+        engine.step()
+        if (index + 1) % sizes.accumulation == 0:
+            progress.advance(loss.item(), sizes.train * context)
+
+
+def open_engine(settings: Mapping[str, Any], model: GPTConfig, seed: int) -> TrainingEngine:
+    """The model is born on `meta`; the engine fills it unit by unit, straight into its tiers."""
+    torch.manual_seed(seed)
+    engine: TrainingEngine = tiered_zero.initialize(model=build_gpt(model), config=settings)[0]
+    return engine
+
+
+def overlay(settings: Mapping[str, Any], batch: int | None, own: Mapping[str, str | None]) -> dict[str, Any]:
+    """The file's settings with the options over them; `own` is for the section "tiered_zero"."""
+    result = dict(settings)
+    if batch is not None:
+        result.pop("train_batch_size", None)
+        result["train_micro_batch_size_per_gpu"] = batch
+    if given := {name: value for name, value in own.items() if value is not None}:
+        result["tiered_zero"] = {**(result.get("tiered_zero") or {}), **given}
+    return result
+
+
+def make_swap_directories(config: Config) -> None:
+    """A relative path that the config names and that is missing is made, so that a config works where it is unpacked.
+
+    An absolute one is left to the run, which refuses it: a path with a mistake must not fill the wrong disk.
+    """
+    zero = config.zero_optimization
+    for section in (zero.offload_param, zero.offload_optimizer):
+        for path in map(Path, section.nvme_paths if section.device == "nvme" else ()):
+            if path.is_absolute() or path.exists():
+                continue
+            try:
+                path.mkdir(mode=0o700, parents=True)
+            except OSError as error:
+                raise ConfigError(
+                    f"The swap directory {path} cannot be made: {error.strerror}. Name another."
+                ) from error
+            logger.info("Made the swap directory %s.", path.resolve())
+
+
+@contextmanager
+def sigterm_exits() -> Iterator[None]:
+    """SIGTERM raises SystemExit in the main thread, so that the engine is closed and its files are removed."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        sys.exit(TERMINATED)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def show(report: RunReport, as_json: bool, facts: Mapping[str, Any]) -> None:
+    if as_json:
+        click.echo(json.dumps({**facts, **report.to_json()}))
+    else:
+        STDOUT.print(run_tables(report))

@@ -1,0 +1,311 @@
+"""The fate of every DeepSpeed key: one table, `table(Config)`.
+
+Honoured keys are the fields of the schema (their descriptions say unit and effect). All others are listed here:
+renamed, accepted without effect (and why), or refused because ignoring them would change numbers. The reference is
+DeepSpeed 0.19.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from pydantic import BaseModel
+
+
+class Fate(str, Enum):
+    """What becomes of a key that a config file may hold."""
+
+    HONOURED = "honoured"
+    RENAMED = "renamed"
+    NO_EFFECT = "no effect"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key. `why` is the effect, or the reason that there is none, or the reason of the refusal.
+
+    `default`: DeepSpeed's value when the key is absent; a key without effect must have its type. `to`: the path that a
+    renamed key is read as. `quiet`: a spelling that DeepSpeed itself holds equal, not worth a notice. `allowed`: the
+    values at which a refused key asks for nothing (None and switched-off sections always do).
+    """
+
+    path: str
+    fate: Fate
+    why: str
+    default: Any = None
+    to: str = ""
+    quiet: bool = False
+    allowed: tuple[Any, ...] = (False,)
+
+
+REQUIRED = "required"
+"""Stands for the default of a parameter that has none."""
+
+SCHEDULERS: Mapping[str, Mapping[str, Any]] = {
+    "LRRangeTest": {
+        "lr_range_test_min_lr": 1e-3,
+        "lr_range_test_step_size": 2000,
+        "lr_range_test_step_rate": 1.0,
+        "lr_range_test_staircase": False,
+        "last_batch_iteration": -1,
+    },
+    "OneCycle": {
+        "cycle_min_lr": REQUIRED,
+        "cycle_max_lr": REQUIRED,
+        "decay_lr_rate": 0.0,
+        "cycle_first_step_size": 2000,
+        "cycle_second_step_size": None,
+        "cycle_first_stair_count": 0,
+        "cycle_second_stair_count": None,
+        "decay_step_size": 0,
+        "cycle_momentum": True,
+        "cycle_min_mom": 0.8,
+        "cycle_max_mom": 0.9,
+        "decay_mom_rate": 0.0,
+        "last_batch_iteration": -1,
+    },
+    "WarmupLR": {
+        "warmup_min_lr": 0.0,
+        "warmup_max_lr": None,
+        "warmup_num_steps": 1000,
+        "warmup_type": "log",
+        "last_batch_iteration": -1,
+    },
+    "WarmupDecayLR": {
+        "total_num_steps": REQUIRED,
+        "warmup_min_lr": 0.0,
+        "warmup_max_lr": 1e-3,
+        "warmup_num_steps": 1000,
+        "warmup_type": "log",
+        "last_batch_iteration": -1,
+    },
+    "WarmupCosineLR": {
+        "total_num_steps": REQUIRED,
+        "warmup_min_ratio": 0.0,
+        "warmup_num_steps": 1000,
+        "cos_min_ratio": 1e-4,
+        "warmup_type": "log",
+        "last_batch_iteration": -1,
+    },
+}
+"""DeepSpeed's own schedules and the defaults of their parameters; any other type is one of torch.optim.lr_scheduler."""
+
+OPTIMIZERS: Mapping[str, str] = {"adam": "Adam", "adamw": "AdamW", "adagrad": "Adagrad", "lion": "Lion", "sgd": "SGD"}
+"""Names that are matched without regard to case; any other type is a class of torch.optim, spelled as there."""
+
+_COMPRESSED = "it sends compressed gradients, which changes numbers; use AdamW"
+_MUP = "its learning rates are scaled for muP by width; pass your own optimizer to initialize() instead"
+REFUSED_OPTIMIZERS: Mapping[str, str] = {
+    "onebitadam": _COMPRESSED,
+    "zerooneadam": _COMPRESSED,
+    "onebitlamb": _COMPRESSED,
+    "muadam": _MUP,
+    "muadamw": _MUP,
+    "musgd": _MUP,
+    "lamb": "torch.optim has no LAMB; pass your own optimizer to initialize() instead",
+    "muon": "DeepSpeed's Muon mixes two rules by parameter; pass your own optimizer to initialize() instead",
+}
+
+_ONE_RANK = "one rank: nothing to gather or to reduce"
+_MONITOR = "no monitors here; engine.step_report and tiered_zero.report have the numbers"
+_PARALLEL = "one rank: the model is not split"
+_MOVES = "units, the recorded order and stage3_max_live_parameters decide when parameters move"
+_CHECKPOINT = "checkpoints are written by one rank, in their own format"
+_DS_ONLY = "steers a part of DeepSpeed that does not exist here"
+_STATES = "master weights and optimizer state are kept in fp32"
+
+
+def _no_effect(section: str, why: str, **defaults: Any) -> list[Key]:
+    return [Key(section + name, Fate.NO_EFFECT, why, default) for name, default in defaults.items()]
+
+
+def _refused(path: str, why: str, *allowed: Any) -> Key:
+    return Key(path, Fate.REFUSED, why, allowed=(False, *allowed))
+
+
+def _bare(*names: str) -> list[Key]:
+    """DeepSpeed reads `stage3_x` and `x` alike."""
+    prefix = "zero_optimization."
+    return [Key(prefix + n, Fate.RENAMED, "bare name", to=f"{prefix}stage3_{n}", quiet=True) for n in names]
+
+
+def _old(path: str, to: str, why: str = "old name") -> Key:
+    return Key(path, Fate.RENAMED, why, to=to)
+
+
+OTHERS: tuple[Key, ...] = (
+    # Names. A section moves before the keys inside it.
+    _old("bfloat16", "bf16"),
+    _old("zero_optimization.aio", "aio", "the section belongs to the top level"),
+    _old("aio.thread_count", "aio.intra_op_parallelism", "DeepSpeed documents this name and ignores it"),
+    _old("aio.num_threads", "aio.intra_op_parallelism", "ds_nvme_tune prints this name and DeepSpeed ignores it"),
+    _old("zero_optimization.cpu_offload", "zero_optimization.offload_optimizer", "deprecated for offload_optimizer"),
+    _old("zero_optimization.cpu_offload_param", "zero_optimization.offload_param", "deprecated for offload_param"),
+    _old(
+        "zero_optimization.stage3_gather_fp16_weights_on_model_save",
+        "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+    ),
+    *_bare("prefetch_bucket_size", "param_persistence_threshold", "model_persistence_threshold"),
+    *_bare("max_live_parameters", "max_reuse_distance", "gather_16bit_weights_on_model_save"),
+    *_bare("module_granularity_threshold", "use_all_reduce_for_fetch_params", "allgather_sequential"),
+    # Top level, without effect.
+    *_no_effect("", _ONE_RANK, prescale_gradients=False, gradient_predivide_factor=1.0, gradient_allreduce_op="mean"),
+    *_no_effect("", _ONE_RANK, communication_data_type=None, disable_allgather=False, sparse_gradients=False),
+    *_no_effect("", _ONE_RANK, seq_parallel_communication_data_type="fp32", seq_parallel_comm_data_type="fp32"),
+    *_no_effect("", _ONE_RANK, allgather_size=None, comms_logger={}),
+    *_no_effect("", "any torch optimizer is accepted", zero_allow_untested_optimizer=False),
+    *_no_effect("", "the optimizer that you name is the one that runs", zero_force_ds_cpu_optimizer=True),
+    *_no_effect("", _MONITOR, flops_profiler={}, tensorboard={}, wandb={}, csv_monitor={}, comet={}, timers={}),
+    *_no_effect("", _MONITOR, wall_clock_breakdown=False),
+    *_no_effect("", "engine.memory_report() and the plan have the bytes", memory_breakdown=False),
+    *_no_effect("", "tiered-zero explain prints the config", dump_state=False),
+    *_no_effect("", "set the level of the logger 'tiered_zero'", log_level=None),
+    *_no_effect("", _PARALLEL, pipeline={}, tensor_parallel={}, expert_parallel={}, data_parallel_size=None),
+    *_no_effect("", _PARALLEL, use_data_before_expert_parallelism=False),
+    *_no_effect("", "only a launcher reads it", autotuning={}),
+    *_no_effect("", "only a model that asks for it reads it", sparse_attention={}, eigenvalue={}, vocabulary_size=None),
+    *_no_effect("", "compile the model's blocks with torch.compile", compile={}, graph_harvesting=False),
+    *_no_effect("", _CHECKPOINT, nebula={}, datastates_ckpt=None),
+    *_no_effect("checkpoint.", _CHECKPOINT, tag_validation="Warn", load_universal=False, use_node_local_storage=False),
+    *_no_effect("checkpoint.", _CHECKPOINT, parallel_write={}, checkpoint_serialization=True, writer={}),
+    *_no_effect(
+        "activation_checkpointing.",
+        "DeepSpeed's engine ignores it too; checkpoint the model's blocks with torch.utils.checkpoint",
+        partition_activations=False,
+        number_checkpoints=None,
+        contiguous_memory_optimization=False,
+        cpu_checkpointing=False,
+        synchronize_checkpoint_boundary=False,
+        profile=False,
+    ),
+    *_no_effect("aio.", "requests are submitted as soon as a worker is free", single_submit=False, overlap_events=True),
+    *_no_effect("aio.", "transfers pass through host memory", use_gds=False),
+    *_no_effect("optimizer.", _DS_ONLY, legacy_fusion=False),
+    # Precision sections, without effect.
+    *_no_effect("fp16.", _DS_ONLY, fused_mode=True),
+    *_no_effect("bf16.", "gradients leave the device as they arrive", immediate_grad_update=False),
+    # zero_optimization, without effect.
+    *_no_effect("zero_optimization.", _ONE_RANK, contiguous_gradients=True, reduce_scatter=True, overlap_comm=None),
+    *_no_effect("zero_optimization.", _ONE_RANK, reduce_bucket_size=5e8, allgather_bucket_size=5e8),
+    *_no_effect("zero_optimization.", _ONE_RANK, use_multi_rank_bucket_allreduce=True, allgather_partitions=True),
+    *_no_effect("zero_optimization.", _ONE_RANK, round_robin_gradients=False, zero_hpz_partition_size=1),
+    *_no_effect("zero_optimization.", _ONE_RANK, mics_hierarchical_params_gather=False),
+    *_no_effect("zero_optimization.", _ONE_RANK, stage3_use_all_reduce_for_fetch_params=False),
+    *_no_effect("zero_optimization.", _ONE_RANK, stage3_allgather_sequential=False),
+    *_no_effect("zero_optimization.", _MOVES, log_trace_cache_warnings=False),
+    *_no_effect("zero_optimization.", "tiered_zero.unit_size_cap decides", stage3_module_granularity_threshold=0),
+    *_no_effect("zero_optimization.", "modules of any kind are paged, without a list", leaf_module={}),
+    *_no_effect(
+        "zero_optimization.",
+        "state_dict() always gives whole weights",
+        stage3_gather_16bit_weights_on_model_save=False,
+    ),
+    *_no_effect("zero_optimization.", _CHECKPOINT, load_from_fp32_weights=True, elastic_checkpoint=False),
+    *_no_effect("zero_optimization.", _CHECKPOINT, pipeline_loading_checkpoint=False),
+    *_no_effect("zero_optimization.", "an unused parameter is left alone, as in torch", ignore_unused_parameters=True),
+    *_no_effect("zero_optimization.", _DS_ONLY, memory_efficient_linear=True, override_module_apply=True),
+    *_no_effect("zero_optimization.", _DS_ONLY, grad_hooks=True, save_muon_momentum_buffer_in_memory=False),
+    *_no_effect("zero_optimization.", "checks are always on", enable_sanity_checks=False),
+    *_no_effect("zero_optimization.", "set pin_memory in offload_optimizer", cpu_offload_use_pin_memory=None),
+    *_no_effect(
+        "zero_optimization.offload_optimizer.",
+        "buffer_count decides how far reads run ahead and writes behind",
+        pipeline_read=False,
+        pipeline_write=False,
+    ),
+    *_no_effect("zero_optimization.offload_optimizer.", "state is born in its place", fast_init=False),
+    *_no_effect("zero_optimization.offload_optimizer.", "the whole state rests on the device named", ratio=1.0),
+    *_no_effect("zero_optimization.offload_optimizer.", "threads follow affinity and cgroup", cpuadam_cores_perc=0.8),
+    # Refused: ignoring these would change numbers.
+    _refused("amp", "apex mixed precision is not here; use bf16 or fp16"),
+    _refused("torch_autocast", "put torch.autocast into the model's forward, or use bf16 or fp16"),
+    _refused("compression_training", "it quantizes and prunes the model in training"),
+    _refused("quantize_training", "it quantizes the model in training"),
+    _refused("weight_quantization", "it quantizes the weights"),
+    _refused("progressive_layer_drop", "it drops layers in training"),
+    _refused("curriculum_learning", "it changes the order and the length of the data"),
+    _refused("data_efficiency", "it changes the order and the length of the data"),
+    _refused("hybrid_engine", "it replaces modules for generation"),
+    _refused("elasticity", "it would choose the batch size; write the batch size instead"),
+    _refused("sequence_parallel_size", "the batch would be split over ranks; leave it out", 1),
+    _refused("managed_gradient_accumulation", "every step() would be an update; set gradient_accumulation_steps", True),
+    _refused("data_types.grad_accum_dtype", "gradients are summed in fp32; write fp32", "fp32", "float32"),
+    _refused("data_types.param_dtype", "bf16.enabled or fp16.enabled say it"),
+    _refused("data_types.buffer_dtype", "buffers keep their dtype"),
+    _refused("fp16.auto_cast", "inputs keep their dtype; cast them before calling the engine"),
+    _refused("fp16.fp16_master_weights_and_grads", _STATES),
+    _refused("bf16.bf16_master_weights_and_grads", _STATES),
+    _refused("bf16.bf16_optimizer_states", _STATES),
+    _refused("zero_optimization.legacy_stage1", "removed from DeepSpeed too; leave it out"),
+    _refused("zero_optimization.zero_quantized_weights", "it quantizes weights on their way"),
+    _refused("zero_optimization.zero_quantized_nontrainable_weights", "it quantizes weights on their way"),
+    _refused("zero_optimization.zero_quantized_gradients", "it quantizes gradients on their way"),
+    _refused("zero_optimization.zeropp_loco_param", "it corrects quantized gradients, which are not here"),
+    _refused("zero_optimization.mics_shard_size", "MiCS sharding needs ranks; leave it out", -1, 0),
+    _refused("zero_optimization.zenflow", "it updates some gradients late; leave it out"),
+    _refused("zero_optimization.offload_optimizer.super_offload", "its roll-back changes numbers; leave it out"),
+    _refused("optimizer.params.max_grad_norm", "DeepSpeed refuses it too; set gradient_clipping at the top level"),
+    _refused("optimizer.params.fp32_optimizer_states", _STATES, True),
+    _refused("optimizer.params.bias_correction", "Adam is corrected for its start here; write true", True),
+)
+
+
+@functools.cache
+def table(schema: type[BaseModel]) -> Mapping[str, Key]:
+    """Path -> key, in the schema's order, then that of OTHERS."""
+    keys = [*_honoured(schema, ""), *OTHERS]
+    result = {key.path: key for key in keys}
+    assert len(result) == len(keys), "a key has two fates"
+    return types.MappingProxyType(result)
+
+
+def section_type(annotation: Any) -> type[BaseModel] | None:
+    """The section class inside a field's annotation (`Section` or `Section | None`), or None for a plain value."""
+    for candidate in (annotation, *typing.get_args(annotation)):
+        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+            return candidate
+    return None
+
+
+def _honoured(schema: type[BaseModel], prefix: str) -> Iterator[Key]:
+    for name, field in schema.model_fields.items():
+        section = section_type(field.annotation)
+        if section is not None:
+            yield from _honoured(section, f"{prefix}{name}.")
+        else:
+            default = field.get_default(call_default_factory=True)
+            yield Key(prefix + name, Fate.HONOURED, field.description or "", default)
+
+
+def asks_for_something(key: Key, value: Any) -> bool:
+    """Whether a key that is refused, or without effect, is at a value that would do something in DeepSpeed."""
+    if value is None or value == "auto" or (isinstance(value, dict) and not _switched_on(value)):
+        return False
+    harmless = key.allowed if key.fate is Fate.REFUSED else (key.default,)
+    return not any(isinstance(value, bool) == isinstance(ok, bool) and value == ok for ok in harmless)
+
+
+def _switched_on(section: Mapping[str, Any]) -> bool:
+    """True where any `enabled` inside is true; without a word `enabled`, where the section holds anything."""
+    inner = [value for value in section.values() if isinstance(value, dict)]
+    if "enabled" in section:
+        return section["enabled"] not in (False, None, "auto", "false") and bool(section["enabled"])
+    return any(_switched_on(value) for value in inner) if inner else bool(section)
+
+
+def has_type_of_default(key: Key, value: Any) -> bool:
+    """Whether a key without effect is at least well-formed; a default of None says nothing about its type."""
+    if value is None or key.default is None:
+        return True
+    if isinstance(key.default, bool):
+        return isinstance(value, bool)
+    if isinstance(key.default, (int, float)):
+        return isinstance(value, (int, float, str)) and not isinstance(value, bool)
+    return isinstance(value, type(key.default))

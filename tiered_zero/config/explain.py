@@ -1,0 +1,139 @@
+"""Where each value comes from and what it does: the rows of `tiered-zero explain`, and the JSON schema for editors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from pydantic import BaseModel
+
+from tiered_zero.config.deepspeed_keys import Fate, Key, asks_for_something, table
+
+Source = Literal["file", "default", "auto", "derived", "renamed"]
+
+
+@dataclass(frozen=True)
+class KeyReport:
+    """One key: its value as understood, where that comes from, and what it does here."""
+
+    path: str
+    value: Any
+    source: Source
+    fate: Fate
+    effect: str
+
+
+@dataclass
+class Reading:
+    """What the loader saw on the way from the file to the values."""
+
+    auto: dict[str, Any] = field(default_factory=dict)
+    """Path that said "auto" -> the value that it became."""
+    derived: set[str] = field(default_factory=set)
+    """Batch sizes that follow from the others."""
+    without_effect: dict[str, Any] = field(default_factory=dict)
+    """Path -> value of the keys that the file holds and that do nothing."""
+    renamed: dict[str, str] = field(default_factory=dict)
+    """Path as understood -> path as written."""
+    notices: list[str] = field(default_factory=list)
+    """Lines of their own: rounding, mappings."""
+
+    def written_as(self, path: str) -> str:
+        """The other name under which the file gave `path` or a section around it; "" where it did not."""
+        return next((old for new, old in self.renamed.items() if path == new or path.startswith(f"{new}.")), "")
+
+
+def reports(config: BaseModel, reading: Reading) -> list[KeyReport]:
+    """Every honoured key, then every key of the file that has no effect."""
+    keys = table(type(config))
+    rows = list(_honoured(config, reading, "", keys))
+    rows += [_idle(keys[path], value, reading) for path, value in reading.without_effect.items()]
+    return rows
+
+
+def notices(reading: Reading, keys: Mapping[str, Key]) -> tuple[str, ...]:
+    """The lines to log once at start: at most one a kind, and only for what the file says and a default does not."""
+    renamed = [f"{old} -> {new}" for new, old in reading.renamed.items() if not keys[old].quiet]
+    resolved = [f"{path} = {value}" for path, value in reading.auto.items()]
+    idle = [path for path, value in reading.without_effect.items() if asks_for_something(keys[path], value)]
+    lines = []
+    if renamed:
+        lines.append(f"config: read under another name: {', '.join(renamed)}")
+    if resolved:
+        lines.append(f'config: "auto" resolved: {", ".join(resolved)}')
+    if idle:
+        lines.append(f"config: accepted without effect (tiered-zero explain says why): {', '.join(idle)}")
+    return (*lines, *(f"config: {line}" for line in reading.notices))
+
+
+def json_schema(config_type: type[BaseModel]) -> dict[str, Any]:
+    """JSON schema (draft 2020-12) of the whole table, sections inlined; any value may also be "auto"."""
+    schema = config_type.model_json_schema()
+    root: dict[str, Any] = _inline(schema, schema.pop("$defs", {}))
+    root.pop("required", None)
+    for key in table(config_type).values():
+        *sections, name = key.path.split(".")
+        properties = root["properties"]
+        for section in sections:
+            node = properties.setdefault(section, {"type": "object", "additionalProperties": False})
+            node = next((option for option in node.get("anyOf", ()) if option.get("type") == "object"), node)
+            properties = node.setdefault("properties", {})
+        if key.fate is Fate.HONOURED:
+            known = properties[name]
+            text = {word: known.pop(word) for word in ("description", "default", "title") if word in known}
+            properties[name] = {"anyOf": [known, {"const": "auto"}], **text}
+        else:
+            target = f" -> {key.to}" if key.to else ""
+            properties.setdefault(name, {"description": f"{key.fate.value}{target}: {key.why}"})
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **root}
+
+
+def _honoured(node: BaseModel, reading: Reading, prefix: str, keys: Mapping[str, Key]) -> Iterator[KeyReport]:
+    for name in type(node).model_fields:
+        value, path = getattr(node, name), prefix + name
+        if isinstance(value, BaseModel):
+            yield from _honoured(value, reading, f"{path}.", keys)
+        elif path not in keys:  # a section that the file leaves out
+            continue
+        elif isinstance(value, dict):
+            arguments = {f"{path}.{argument}": given for argument, given in value.items()}
+            arguments |= {auto: given for auto, given in reading.auto.items() if auto.startswith(f"{path}.")}
+            for argument, given in arguments.items():
+                source: Source = "auto" if argument in reading.auto else "file"
+                yield KeyReport(argument, given, source, Fate.HONOURED, keys[path].why)
+        else:
+            yield _live(keys[path], value, name in node.model_fields_set, reading)
+
+
+def _live(key: Key, value: Any, given: bool, reading: Reading) -> KeyReport:
+    written_as = reading.written_as(key.path) if given else ""
+    if written_as:
+        return KeyReport(key.path, value, "renamed", key.fate, f"{key.why} (written as {written_as})")
+    source: Source = "file" if given else "default"
+    if key.path in reading.auto:
+        source = "auto"
+    elif key.path in reading.derived:
+        source = "derived"
+    return KeyReport(key.path, value, source, key.fate, key.why)
+
+
+def _idle(key: Key, value: Any, reading: Reading) -> KeyReport:
+    written_as = reading.written_as(key.path)
+    why = f"switched off; on, it is refused: {key.why}" if key.fate is Fate.REFUSED else key.why
+    if written_as:
+        return KeyReport(key.path, value, "renamed", Fate.NO_EFFECT, f"{why} (written as {written_as})")
+    return KeyReport(key.path, value, "file", Fate.NO_EFFECT, why)
+
+
+def _inline(node: Any, definitions: Mapping[str, Any]) -> Any:
+    if isinstance(node, list):
+        return [_inline(item, definitions) for item in node]
+    if not isinstance(node, dict):
+        return node
+    if len(node.get("allOf", ())) == 1:  # how pydantic before 2.9 adds words to a reference
+        node = {**node["allOf"][0], **{name: value for name, value in node.items() if name != "allOf"}}
+    if "$ref" in node:
+        beside = {name: value for name, value in node.items() if name != "$ref"}
+        return _inline({**definitions[node["$ref"].rpartition("/")[2]], **beside}, definitions)
+    return {name: _inline(value, definitions) for name, value in node.items()}

@@ -1,0 +1,69 @@
+"""JSON as people write it: comments (`//`, `#`, `/* */`) and trailing commas are allowed, a key given twice is not."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from typing import Any
+
+from tiered_zero.errors import ConfigError
+
+_STRING = r'"(?:\\.|[^"\\])*"'
+_COMMENT = re.compile(rf"({_STRING})|//[^\n]*|#[^\n]*|/\*.*?\*/", re.DOTALL)
+_TRAILING_COMMA = re.compile(rf"({_STRING})|,(?=\s*[}}\]])", re.DOTALL)
+
+
+class _Object(dict[str, Any]):
+    """A JSON object that remembers the keys that it was given twice."""
+
+    twice: tuple[str, ...] = ()
+
+
+def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The object in the file. Raises ConfigError: no such file, no JSON, no object, a key given twice."""
+    try:
+        with open(path, encoding="utf-8-sig") as file:
+            text = file.read()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(
+            f"expected a JSON file; {os.fspath(path)}: {reason}. Give the path of a readable file."
+        ) from error
+    return parse_json(text, os.fspath(path))
+
+
+def parse_json(text: str, name: str) -> dict[str, Any]:
+    """`name` stands for the text in errors. Removed text is replaced by blanks, so that line numbers stay true."""
+    plain = _TRAILING_COMMA.sub(_blank, _COMMENT.sub(_blank, text))
+    try:
+        tree = json.loads(plain, object_pairs_hook=_object)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ConfigError(f"expected JSON in {name}; {error}. Comments and trailing commas are fine.") from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"expected a JSON object in {name}; found {type(tree).__name__}.")
+    _refuse_twice(tree, "", name)
+    return tree
+
+
+def _blank(match: re.Match[str]) -> str:
+    return match.group(1) or re.sub(r"[^\n]", " ", match.group())
+
+
+def _object(pairs: list[tuple[str, Any]]) -> _Object:
+    result = _Object(pairs)
+    if len(result) < len(pairs):
+        names = [name for name, _ in pairs]
+        result.twice = tuple(dict.fromkeys(name for name in names if names.count(name) > 1))
+    return result
+
+
+def _refuse_twice(node: Any, path: str, name: str) -> None:
+    if isinstance(node, _Object):
+        if node.twice:
+            raise ConfigError(f"{path}{node.twice[0]}: expected once, found twice in {name}. Remove one of the two.")
+        for key, value in node.items():
+            _refuse_twice(value, f"{path}{key}.", name)
+    elif isinstance(node, list):
+        for index, value in enumerate(node):
+            _refuse_twice(value, f"{path}{index}.", name)

@@ -1,0 +1,315 @@
+"""From a file or a dict to a `Config`: rename, sort every key by its fate, resolve, validate."""
+
+from __future__ import annotations
+
+import difflib
+import operator
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from tiered_zero.config.deepspeed_keys import (
+    OPTIMIZERS,
+    OTHERS,
+    REFUSED_OPTIMIZERS,
+    REQUIRED,
+    SCHEDULERS,
+    Fate,
+    Key,
+    asks_for_something,
+    has_type_of_default,
+    table,
+)
+from tiered_zero.config.explain import Reading
+from tiered_zero.config.json_file import read_json
+from tiered_zero.config.schema import Config
+from tiered_zero.config.values import number_or_same, whole
+from tiered_zero.errors import ConfigError
+
+_KEYS = table(Config)
+_HONOURED_SECTIONS = {path.rpartition(".")[0] for path, key in _KEYS.items() if key.fate is Fate.HONOURED}
+_HONOURED_SECTIONS |= {path.rpartition(".")[0] for path in _HONOURED_SECTIONS}
+_SECTIONS = _HONOURED_SECTIONS | {path.rpartition(".")[0] for path in _KEYS}
+_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+def load(config: Mapping[str, Any] | str | os.PathLike[str] | None, args: object = None, world_size: int = 1) -> Config:
+    """Read `config` (a dict, or the path of a JSON file) or the file that `args.deepspeed_config` names.
+
+    `world_size`: data-parallel ranks, for the batch sizes. Touches nothing but that file. Raises ConfigError.
+    """
+    named = getattr(args, "deepspeed_config", None)
+    if (config is None) == (named is None):
+        found = "neither" if config is None else f"both ({named} in args)"
+        raise ConfigError(f"expected one of config and args.deepspeed_config; found {found}. Pass exactly one.")
+    given = named if config is None else config
+    given = read_json(given) if isinstance(given, (str, os.PathLike)) else given
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"config: expected a dict or the path of a JSON file; found {type(given).__name__}.")
+    tree = _plain(given, "")
+    reading = Reading()
+    _rename(tree, reading)
+    values = _sort(tree, "", reading)
+    values.update(_batch(values, world_size, reading))
+    _check_optimizer(values.get("optimizer"))
+    _check_scheduler(values.get("scheduler"), reading)
+    try:
+        result = Config.model_validate(values, context=reading.notices)
+    except ValidationError as error:
+        raise ConfigError(_describe(error)) from None
+    _finish(result, reading)
+    return result
+
+
+def _plain(node: Any, path: str) -> Any:
+    """A copy of plain dicts and lists, which the steps below change at will."""
+    if isinstance(node, Mapping):
+        for name in node:
+            if not isinstance(name, str):
+                raise ConfigError(f"{path}{name!r}: expected a string as key; found {type(name).__name__}.")
+        return {name: _plain(value, f"{path}{name}.") for name, value in node.items()}
+    return [_plain(item, path) for item in node] if isinstance(node, (list, tuple)) else node
+
+
+# Renaming.
+
+
+def _rename(tree: dict[str, Any], reading: Reading) -> None:
+    if isinstance(tree.get("zero_optimization"), bool):
+        stage = int(tree["zero_optimization"])
+        reading.notices.append(f"zero_optimization: {bool(stage)} (deprecated) read as stage {stage}")
+        tree["zero_optimization"] = {"stage": stage}
+    for key in OTHERS:
+        if key.fate is Fate.RENAMED:
+            _rename_one(tree, key, reading)
+
+
+def _rename_one(tree: dict[str, Any], key: Key, reading: Reading) -> None:
+    *sections, name = key.path.split(".")
+    node: Any = tree
+    for section in sections:
+        node = node.get(section) if isinstance(node, dict) else None
+    if not isinstance(node, dict) or name not in node:
+        return
+    value = node.pop(name)
+    if name in ("cpu_offload", "cpu_offload_param"):
+        if not isinstance(value, bool) and value not in (None, "auto"):
+            raise ConfigError(f"{key.path}: expected true or false; found {value!r}. Use {key.to} instead.")
+        if value is not True:
+            reading.without_effect[key.path] = value
+            return
+        value = {"device": "cpu"}
+    *sections, name = key.to.split(".")
+    target = tree
+    for section in sections:
+        if not isinstance(target.get(section), dict):
+            target[section] = {}
+        target = target[section]
+    found = target.get(name)
+    if found is not None and found != value and str(found) != str(value):  # 4 and "4" are one value
+        raise ConfigError(f"{key.path}, {key.to}: expected one value; found {value!r} and {found!r}. Keep {key.to}.")
+    target[name] = value
+    reading.renamed.setdefault(key.to, key.path)
+
+
+# Fates.
+
+
+def _sort(node: dict[str, Any], prefix: str, reading: Reading) -> dict[str, Any]:
+    """The honoured values of a section; everything else is recorded, or refused."""
+    values: dict[str, Any] = {}
+    for name, value in node.items():
+        path = prefix + name
+        key = _KEYS.get(path)
+        if key is None and path in _SECTIONS:
+            if value is not None and not isinstance(value, dict):
+                raise ConfigError(f"{path}: expected an object; found {value!r}. Write its keys inside {{}}.")
+            inner = _sort(value or {}, f"{path}.", reading)
+            if path in _HONOURED_SECTIONS and value is not None:
+                values[name] = inner
+        elif key is None:
+            raise ConfigError(f"{path}: expected a key that is known; found {name!r}. {_nearest(path)}")
+        elif key.fate is not Fate.HONOURED:
+            _take_idle(key, value, reading)
+        elif path in ("optimizer.params", "scheduler.params"):
+            values[name] = _sort_params(path, value, reading)
+        elif value == "auto" and key.default != "auto":
+            reading.auto[path] = key.default
+        elif value is not None:
+            values[name] = value
+    return values
+
+
+def _take_idle(key: Key, value: Any, reading: Reading) -> None:
+    if key.fate is Fate.REFUSED and asks_for_something(key, value):
+        raise ConfigError(f"{key.path}: expected it to be off or left out; found {value!r}. It is refused: {key.why}.")
+    if key.fate is Fate.NO_EFFECT and value != "auto" and not has_type_of_default(key, value):
+        expected = type(key.default).__name__
+        raise ConfigError(f"{key.path}: expected a value such as {key.default!r} ({expected}); found {value!r}.")
+    reading.without_effect[key.path] = value
+
+
+def _sort_params(path: str, params: Any, reading: Reading) -> dict[str, Any]:
+    """Arguments of the optimizer or the schedule: numeric strings are numbers, "auto" is the default of the class."""
+    if not isinstance(params, dict | None):
+        raise ConfigError(f"{path}: expected an object; found {params!r}. Write the arguments inside {{}}.")
+    values = {}
+    for name, value in (params or {}).items():
+        key = _KEYS.get(f"{path}.{name}")
+        if key is not None:
+            _take_idle(key, value, reading)
+        elif value == "auto" or (isinstance(value, list) and "auto" in value):
+            reading.auto[f"{path}.{name}"] = "its default"
+        else:
+            try:
+                values[name] = number_or_same(value)
+            except ValueError as error:
+                raise ConfigError(f"{path}.{name}: {error}; found {value!r}.") from None
+    return values
+
+
+def _nearest(path: str) -> str:
+    """What the writer of an unknown key may have meant: a sibling, the same name elsewhere, or anything alike."""
+    section, _, name = path.rpartition(".")
+    names = [*_KEYS, *_SECTIONS]
+    siblings = {known.rpartition(".")[2]: known for known in names if known.rpartition(".")[0] == section}
+    close = difflib.get_close_matches(name, siblings, n=1, cutoff=0.7)
+    if close:
+        return f"Did you mean {siblings[close[0]]}?"
+    elsewhere = [known for known in names if known.rpartition(".")[2] == name]
+    likely = elsewhere or difflib.get_close_matches(path, names, n=1, cutoff=0.5)
+    return f"Did you mean {likely[0]}?" if likely else "Remove it; tiered-zero explain lists the keys in use."
+
+
+# Batch sizes.
+
+
+def _batch(values: dict[str, Any], world_size: int, reading: Reading) -> dict[str, int]:
+    """The batch triangle: train = micro * accumulation * ranks, from any of them that suffice."""
+    given: dict[str, int | None] = {}
+    for name in _BATCH:
+        try:
+            given[name] = None if name not in values else whole(values[name])
+        except ValueError as error:
+            raise ConfigError(f"{name}: {error}; found {values[name]!r}.") from None
+        if (size := given[name]) is not None and size < 1:
+            raise ConfigError(f"{name}: expected at least 1; found {size}.")
+    train, micro, steps = (given[name] for name in _BATCH)
+    ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
+    if train is None and micro is None:
+        raise ConfigError(
+            "train_batch_size, train_micro_batch_size_per_gpu: expected at least one of them; found neither. "
+            "Write the samples an optimizer step, or the samples a forward."
+        )
+    if steps is None:
+        steps = 1 if train is None or micro is None else max(1, train // (micro * world_size))
+    if micro is None:
+        assert train is not None
+        micro = max(1, train // (steps * world_size))
+    if train is None:
+        train = micro * steps * world_size
+    if train != micro * steps * world_size:
+        derived = ", ".join(name for name in _BATCH if given[name] is None)
+        raise ConfigError(
+            "train_batch_size: expected train_micro_batch_size_per_gpu x gradient_accumulation_steps x ranks; found "
+            f"{train} against {micro} x {steps} x {world_size} = {micro * steps * world_size} ({ranks}"
+            f"{f'; nearest whole {derived}' if derived else ''}). Change one, or leave one out."
+        )
+    reading.derived.update(name for name in _BATCH if given[name] is None)
+    return dict(zip(_BATCH, (train, micro, steps), strict=True))
+
+
+# Optimizer and schedule.
+
+
+def _check_optimizer(section: dict[str, Any] | None) -> None:
+    name = section.get("type") if section else None
+    if isinstance(name, str) and name.lower() in REFUSED_OPTIMIZERS:
+        known = ", ".join(OPTIMIZERS.values())
+        reason = REFUSED_OPTIMIZERS[name.lower()]
+        raise ConfigError(
+            f"optimizer.type: expected {known} or a class of torch.optim; found {name!r}. Refused: {reason}."
+        )
+
+
+def _check_scheduler(section: dict[str, Any] | None, reading: Reading) -> None:
+    """Names and types of the arguments of DeepSpeed's own schedules; torch's check their own when they are built."""
+    known = SCHEDULERS.get(section["type"]) if section and isinstance(section.get("type"), str) else None
+    if section is None or known is None:
+        return
+    given = section.get("params", {})
+    params = {name: value for name, value in given.items() if value is not None or known.get(name) is None}
+    section["params"] = params
+    for name, value in params.items():
+        path = f"scheduler.params.{name}"
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1) or list(known)
+            raise ConfigError(
+                f"{path}: expected an argument of {section['type']}; found {name!r}. Did you mean {close[0]}?"
+            )
+        params[name] = _argument(path, value, known[name])
+    for name, default in known.items():
+        if default == REQUIRED and name not in params:
+            raise ConfigError(
+                f"scheduler.params.{name}: expected a number, {section['type']} has no default for it; found "
+                f"{'auto' if f'scheduler.params.{name}' in reading.auto else 'nothing'}. Write the number."
+            )
+        if f"scheduler.params.{name}" in reading.auto:
+            params[name] = None if name == "warmup_max_lr" else default  # trainers mean the optimizer's rate
+            reading.auto[f"scheduler.params.{name}"] = "the optimizer's lr" if params[name] is None else default
+
+
+def _argument(path: str, value: Any, default: Any) -> Any:
+    counts = path.endswith(("_steps", "_step_size", "_stair_count", "_iteration"))
+    try:
+        if counts and value is not None:
+            return whole(value)
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}; found {value!r}.") from None
+    expected = (bool,) if isinstance(default, bool) else (str,) if default == "log" else (int, float, list, type(None))
+    if not isinstance(value, expected) or (isinstance(value, bool) and bool not in expected):
+        words = {bool: "true or false", str: '"log" or "linear"'}.get(expected[0], "a number")
+        raise ConfigError(f"{path}: expected {words}; found {value!r}.")
+    return value
+
+
+# The end.
+
+
+def _finish(config: Config, reading: Reading) -> None:
+    for path in reading.auto:
+        if path in _KEYS:
+            reading.auto[path] = operator.attrgetter(path)(config)
+    if config.optimizer is not None and config.optimizer.algorithm.lower() != config.optimizer.type.lower():
+        reading.notices.append(
+            f"optimizer {config.optimizer.type} runs as {config.optimizer.algorithm}, as in DeepSpeed; "
+            "optimizer.params.adam_w_mode false gives L2 decay"
+        )
+    zero = config.zero_optimization
+    if zero.stage == 0 and zero.offload_optimizer.device != "none":
+        reading.notices.append(
+            f"offload_optimizer.device {zero.offload_optimizer.device} is honoured at stage 0, unlike in DeepSpeed"
+        )
+    if "gradient_clipping" not in config.model_fields_set:
+        reading.notices.append(f"gradient_clipping {config.gradient_clipping} by default; 0 turns it off")
+    config._reading = reading
+
+
+def _describe(error: ValidationError) -> str:
+    lines: list[str] = []
+    for problem in error.errors(include_url=False):
+        parts = [str(part) for part in problem["loc"]]
+        while len(parts) > 1 and ".".join(parts) not in _KEYS:
+            parts.pop()
+        path = ".".join(parts) if ".".join(parts) in _KEYS else ".".join(str(part) for part in problem["loc"])
+        expected = problem["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
+        found = repr(problem["input"])
+        if problem["type"] == "missing":
+            expected, found = "expected a value", "none"
+        about = f" ({_KEYS[path].why})" if path in _KEYS else ""
+        line = f"{path}: {expected}; found {found}{about}."
+        if not any(known.startswith(f"{path}:") for known in lines):
+            lines.append(line)
+    return "\n".join(lines)

@@ -1,0 +1,337 @@
+"""The typed config: one frozen section a JSON object, DeepSpeed's names and defaults, and the rules between keys.
+
+Each description says what the key does and in which unit; `tiered-zero explain` and the JSON schema print it.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationInfo,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
+
+from tiered_zero.config import explain as explaining
+from tiered_zero.config.deepspeed_keys import OPTIMIZERS, table
+from tiered_zero.config.values import number, whole
+from tiered_zero.errors import ConfigError
+from tiered_zero.sizes import parse_nbytes
+
+
+def _elements(value: Any, info: ValidationInfo) -> int:
+    """A count of elements: like `whole`, but a fraction, as trainers compute it, is rounded down, with a notice."""
+    exact = number(value)
+    if exact.is_integer():
+        return whole(value)
+    if info.context is not None:
+        info.context.append(f"{info.field_name}: {value} elements rounded down to {int(exact)}")
+    return int(exact)
+
+
+def _steps_per_print(value: Any) -> int | None:
+    return None if value in (None, float("inf")) else whole(value)
+
+
+def _nbytes(value: Any) -> int | None:
+    nbytes = None if value is None or isinstance(value, bool) else parse_nbytes(value)
+    if isinstance(value, bool) or (nbytes is not None and nbytes <= 0):
+        raise ValueError('expected a size above zero: bytes, or text such as "1.5GiB"')
+    return nbytes
+
+
+def _paths(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+Whole = Annotated[int, BeforeValidator(whole)]
+Elements = Annotated[int, BeforeValidator(_elements)]
+Number = Annotated[float, BeforeValidator(number)]
+WholeOrNone = Annotated[int | None, BeforeValidator(lambda value: None if value is None else whole(value))]
+Nbytes = Annotated[int | None, BeforeValidator(_nbytes), WithJsonSchema({"type": ["integer", "string", "null"]})]
+Device = Literal["none", "cpu", "nvme"]
+_PATH_LIST = "one directory, several separated by commas, or a list; used where device is nvme"
+
+
+class Section(BaseModel):
+    """Frozen; refuses unknown keys. `model_fields_set` tells what the file set from what is a default."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=False)
+
+
+class _OffloadSection(Section):
+    device: Device = Field("none", description="where it rests between uses: none (device), cpu (host memory), nvme")
+    nvme_path: str | tuple[str, ...] | None = Field(None, description=f"swap directories: {_PATH_LIST}")
+
+    @property
+    def nvme_paths(self) -> tuple[str, ...]:
+        """The swap directories in the order given; empty where none is given."""
+        given = self.nvme_path.split(",") if isinstance(self.nvme_path, str) else self.nvme_path or ()
+        return tuple(path.strip() for path in given if path.strip())
+
+
+class OffloadParamSection(_OffloadSection):
+    """Where the compute parameters rest."""
+
+    buffer_count: Whole = Field(5, ge=1, description="staging buffers for parameters on their way from nvme")
+    buffer_size: Elements = Field(
+        100_000_000, ge=1, description="elements a staging buffer; unset: as large as the model needs"
+    )
+    max_in_cpu: Elements = Field(
+        1_000_000_000,
+        ge=0,
+        description="with device nvme: elements that stay in host memory instead, first units first",
+    )
+    pin_memory: bool = Field(True, description="host memory of parameters is pinned, for asynchronous copies")
+
+
+class OffloadOptimizerSection(_OffloadSection):
+    """Where master weights and optimizer state rest. Honoured at every stage, nvme too."""
+
+    buffer_count: Whole = Field(4, ge=1, description="staging buffers for sub-groups on their way from and to nvme")
+    pin_memory: bool = Field(True, description="host memory of master weights and state is pinned")
+
+
+class ZeroSection(Section):
+    """What is sharded and what is offloaded."""
+
+    stage: Annotated[Literal[0, 1, 2, 3], BeforeValidator(whole)] = Field(
+        0, description="ZeRO stage: what is sharded over ranks; 3 also pages parameters"
+    )
+    offload_param: OffloadParamSection = OffloadParamSection()
+    offload_optimizer: OffloadOptimizerSection = OffloadOptimizerSection()
+    sub_group_size: Elements = Field(
+        1_000_000_000, ge=1, description="elements that the optimizer steps at once; staging memory grows with it"
+    )
+    stage3_prefetch_bucket_size: Elements = Field(
+        50_000_000, ge=0, description="elements fetched ahead of their use; 0 fetches on demand"
+    )
+    stage3_param_persistence_threshold: Elements = Field(
+        100_000, ge=0, description="parameters of at most so many elements stay on the device"
+    )
+    stage3_model_persistence_threshold: Elements = Field(
+        2**63 - 1, ge=0, description="elements that may stay on the device under the threshold before, in all"
+    )
+    stage3_max_live_parameters: Elements = Field(
+        1_000_000_000,
+        ge=0,
+        description="elements of fetched parameters on the device at once; the unit in use always fits",
+    )
+
+    stage3_max_reuse_distance: Elements = Field(
+        1_000_000_000, ge=0, description="a unit expected again within so many elements is kept, room permitting"
+    )
+
+    @field_validator("sub_group_size", mode="before")
+    @classmethod
+    def _zero_is_default(cls, value: Any, info: ValidationInfo) -> Any:
+        if value not in (0, "0"):
+            return value
+        if info.context is not None:
+            info.context.append("sub_group_size: 0 read as the default, 1000000000 elements")
+        return 1_000_000_000
+
+
+class Fp16Section(Section):
+    """Half precision with loss scaling."""
+
+    enabled: bool = Field(False, description="compute in float16, with fp32 master weights")
+    loss_scale: Number = Field(0.0, ge=0, description="fixed loss scale; 0 scales dynamically")
+    initial_scale_power: Whole = Field(16, ge=0, le=127, description="dynamic: the scale starts at 2 to this power")
+    loss_scale_window: Whole = Field(1000, ge=0, description="dynamic: steps without overflow before the scale doubles")
+    hysteresis: Whole = Field(2, ge=1, description="dynamic: overflows before the scale is halved")
+    consecutive_hysteresis: bool = Field(False, description="dynamic: a good step refills the hysteresis")
+    min_loss_scale: Number = Field(1.0, ge=0, description="dynamic: an overflow at this scale is an error")
+
+    @model_validator(mode="after")
+    def _dynamic_scale_moves(self) -> Fp16Section:
+        if self.loss_scale == 0 and (self.loss_scale_window == 0 or self.min_loss_scale == 0):
+            raise ValueError("expected loss_scale_window and min_loss_scale above 0 with a dynamic loss scale")
+        return self
+
+
+class Bf16Section(Section):
+    """bfloat16 without loss scaling."""
+
+    enabled: bool = Field(False, description="compute in bfloat16, with fp32 master weights")
+    check_grad_overflow: bool = Field(True, description="a step whose gradients are not finite is skipped and counted")
+
+
+class AioSection(Section):
+    """How files are read and written."""
+
+    block_size: Whole = Field(1 << 20, ge=4096, description="bytes of one request to the disk")
+    queue_depth: Whole = Field(8, ge=1, description="requests in flight at once, each directory")
+    intra_op_parallelism: Whole = Field(1, ge=1, description="I/O threads")
+
+
+class OptimizerSection(Section):
+    """The optimizer, where the script passes none."""
+
+    type: str = Field(description="Adam (which is AdamW unless adam_w_mode is false), AdamW, or a class of torch.optim")
+    params: dict[str, Any] = Field(default_factory=dict, description="arguments of the optimizer")
+
+    @property
+    def algorithm(self) -> str:
+        """torch's name of what runs: "Adam" means AdamW unless `params.adam_w_mode` is false, as in DeepSpeed."""
+        name = OPTIMIZERS.get(self.type.lower(), self.type)
+        return "AdamW" if name == "Adam" and self.params.get("adam_w_mode", True) else name
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """`params` for a class with torch's signature, without DeepSpeed's switches `adam_w_mode` and `torch_adam`.
+
+        DeepSpeed's own optimizers decay by 0 where nothing is said (torch's AdamW by 0.01; `torch_adam` asks for it).
+        """
+        given = {name: value for name, value in self.params.items() if name not in ("adam_w_mode", "torch_adam")}
+        own = self.type.lower() in OPTIMIZERS and not self.params.get("torch_adam", False)
+        return {"weight_decay": 0.0, **given} if own else given
+
+
+class SchedulerSection(Section):
+    """The learning rate schedule, where the script passes none."""
+
+    type: str = Field(description="a DeepSpeed schedule or a class of torch.optim.lr_scheduler")
+    params: dict[str, Any] = Field(
+        default_factory=dict, description="arguments of the schedule; steps are optimizer steps"
+    )
+
+
+class RuntimeSection(Section):
+    """Our own settings; DeepSpeed ignores the section."""
+
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="where the model computes; auto takes a GPU if any"
+    )
+    device_memory_limit: Nbytes = Field(
+        None, description='most device memory to use: bytes, or text such as "1.5GiB"; null: what the device has'
+    )
+    host_memory_limit: Nbytes = Field(
+        None, description='most host memory to use: bytes, or text such as "8GiB"; null: what machine and cgroup leave'
+    )
+    io_engine: Literal["auto", "native", "threads", "aiofiles"] = Field(
+        "auto", description="how files are read and written; auto tries in the swap directory and takes the best"
+    )
+    io_timeout_s: Number = Field(60.0, gt=0, description="seconds after which a stalled request is an error")
+    checksums: Literal["off", "sample", "all"] = Field("all", description="which swapped chunks are verified when read")
+    update: Literal["barrier", "overlapped", "delayed"] = Field(
+        "barrier", description="when the update runs: barrier runs it inside step()"
+    )
+    delay_start_step: Whole = Field(40, ge=0, description="delayed update: steps that are exact first")
+    unit_size_cap: Annotated[int | None, BeforeValidator(lambda value: None if value is None else whole(value))] = (
+        Field(None, ge=1, description="most elements that are paged together; null: chosen from the model")
+    )
+    debug_poison: bool = Field(False, description="freed buffers are filled with NaN, to find reads after free; slow")
+    debug_delay_seed: Annotated[int | None, BeforeValidator(lambda value: None if value is None else whole(value))] = (
+        Field(
+            None, description="seed of random delays on the CPU accelerator's streams, to find races; null: no delays"
+        )
+    )
+    weights: Annotated[tuple[str, ...] | None, BeforeValidator(_paths)] = Field(
+        None, description="safetensors files with the weights of a model built on the meta device"
+    )
+    trace: str | None = Field(None, description="file for a Chrome trace of every step; null: none")
+    report: str | None = Field(None, description="file for one JSON line a step (seconds, bytes, rates); null: none")
+    state_format: str = Field("fp32", description="how optimizer state is stored; fp32: 4 bytes a value")
+
+
+class BatchSizes(NamedTuple):
+    """train = micro * accumulation * ranks, in samples."""
+
+    train: int
+    micro: int
+    accumulation: int
+
+
+class Config(Section):
+    """The whole config, resolved. Made by `load`; frozen."""
+
+    train_batch_size: Whole = Field(ge=1, description="samples an optimizer step, over all ranks")
+    train_micro_batch_size_per_gpu: Whole = Field(ge=1, description="samples a forward, each rank")
+    gradient_accumulation_steps: Whole = Field(ge=1, description="forwards and backwards an optimizer step")
+    gradient_clipping: Number = Field(1.0, ge=0, description="largest global L2 norm of the gradients; 0 does not clip")
+    steps_per_print: Annotated[int | None, BeforeValidator(_steps_per_print)] = Field(
+        None, ge=1, description="optimizer steps between two log lines with loss scale and learning rate; null: none"
+    )
+    dataloader_drop_last: bool = Field(
+        False, description="the loader made from training_data drops a last partial batch"
+    )
+    fp16: Fp16Section = Fp16Section()
+    bf16: Bf16Section = Bf16Section()
+    optimizer: OptimizerSection | None = None
+    scheduler: SchedulerSection | None = None
+    zero_optimization: ZeroSection = ZeroSection()
+    aio: AioSection = AioSection()
+    tiered_zero: RuntimeSection = RuntimeSection()
+
+    _reading: explaining.Reading = PrivateAttr(default_factory=explaining.Reading)
+
+    @model_validator(mode="after")
+    def _sections_agree(self) -> Config:
+        _check_precision(self)
+        _check_offload(self.zero_optimization)
+        _check_not_yet(self.tiered_zero)
+        return self
+
+    @property
+    def batch(self) -> BatchSizes:
+        """The resolved batch triangle."""
+        return BatchSizes(self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps)
+
+    @property
+    def param_dtype_name(self) -> Literal["float32", "bfloat16", "float16"]:
+        """torch's name of the dtype that the model computes in."""
+        return "float16" if self.fp16.enabled else "bfloat16" if self.bf16.enabled else "float32"
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """The lines to log once at start; empty for a config that is taken as it stands."""
+        return explaining.notices(self._reading, table(type(self)))
+
+    def explain(self) -> list[explaining.KeyReport]:
+        """Every key of the file and every default: value, origin, fate, effect."""
+        return explaining.reports(self, self._reading)
+
+    @classmethod
+    def json_schema(cls) -> dict[str, Any]:
+        """For editors: every key of the table with its type and description."""
+        return explaining.json_schema(cls)
+
+
+def _check_precision(config: Config) -> None:
+    if config.fp16.enabled and config.bf16.enabled:
+        raise ConfigError("fp16.enabled, bf16.enabled: expected at most one; found both true. Set one to false.")
+
+
+def _check_offload(zero: ZeroSection) -> None:
+    """Every stage x offload_param x offload_optimizer trains, or is refused here."""
+    if zero.offload_param.device != "none" and zero.stage != 3:
+        raise ConfigError(
+            f"zero_optimization.offload_param.device: expected stage 3 with it; found {zero.offload_param.device!r} at "
+            f"stage {zero.stage}. Set zero_optimization.stage to 3, or offload_param.device to none."
+        )
+    for name, section in (("offload_param", zero.offload_param), ("offload_optimizer", zero.offload_optimizer)):
+        if section.device == "nvme" and not section.nvme_paths:
+            raise ConfigError(
+                f"zero_optimization.{name}.nvme_path: expected a directory for device nvme; found "
+                f"{section.nvme_path!r}. Give the path of a directory on a local disk."
+            )
+
+
+_NOT_YET = {"update": "barrier", "state_format": "fp32"}
+"""Settings of which only one value runs so far."""
+
+
+def _check_not_yet(runtime: RuntimeSection) -> None:
+    for name, works in _NOT_YET.items():
+        if (found := getattr(runtime, name)) != works:
+            raise ConfigError(
+                f"tiered_zero.{name}: expected {works}, the only one so far; found {found!r}. Write {works}."
+            )

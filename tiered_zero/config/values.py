@@ -1,0 +1,54 @@
+"""How one JSON value becomes a number: `8`, `"8"`, `1e9` and `"1e9"` are counts; booleans, NaN and infinities are not.
+
+Every function raises ValueError with what was expected; the caller adds the path and what was found.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+
+def number(value: Any) -> float:
+    """A finite float from a number or a numeric string."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        raise ValueError("expected a number")
+    try:
+        result = float(value)
+    except (ValueError, OverflowError):
+        raise ValueError("expected a number") from None
+    if not math.isfinite(result):
+        raise ValueError("expected a finite number")
+    return result
+
+
+def whole(value: Any) -> int:
+    """An int from an int, an integral float (1e9) or a string of either; digits are exact beyond 2**53."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if isinstance(value, str) and value.strip().lstrip("+-").isdecimal():
+        return int(value)
+    try:
+        result = number(value)
+    except ValueError as error:
+        raise ValueError(str(error).replace("number", "whole number")) from None
+    if not result.is_integer():
+        raise ValueError("expected a whole number")
+    return int(result)
+
+
+def number_or_same(value: Any) -> Any:
+    """Numeric strings become numbers, also inside lists; the rest is returned as it is, but no NaN or infinity."""
+    if isinstance(value, (list, tuple)):
+        return [number_or_same(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError("expected a finite number")
+    if not isinstance(value, str):
+        return value
+    try:
+        parsed = number(value)
+    except ValueError as error:
+        if "finite" in str(error):
+            raise
+        return value
+    return int(value) if value.strip().lstrip("+-").isdecimal() else parsed

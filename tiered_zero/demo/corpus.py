@@ -1,0 +1,61 @@
+"""Training text as bytes, and batches of it that depend on a seed and an index alone."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tiered_zero.errors import ConfigError
+
+NUM_BYTE_VALUES = 256
+"""The vocabulary: one token a byte, so that any file is text and no tokenizer is needed."""
+
+
+class Corpus:
+    """The text: [num_bytes] uint8, host."""
+
+    def __init__(self, text: bytes, source: str) -> None:
+        self.source = source
+        self._text = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
+
+    def __len__(self) -> int:
+        return self._text.numel()
+
+    def batch(self, index: int, size: int, length: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+        """The index-th batch: tokens and targets, each [size, length] int64, host; targets are one byte further on.
+
+        Windows begin anywhere, with equal chance. Raises ConfigError where the text is too short for one window.
+        """
+        num_starts = len(self) - length
+        if num_starts < 1:
+            raise ConfigError(
+                f"A context of {length} bytes needs at least {length + 1} bytes of text; {self.source} has {len(self)}."
+            )
+        # Not torch's generator: on the CPU it takes 32 bits of its seed, so that seed and index would have to share them.
+        generator = random.Random(f"{seed} {index}")
+        starts = torch.tensor([generator.randrange(num_starts) for _ in range(size)])
+        windows = self._text[starts[:, None] + torch.arange(length + 1)].long()
+        return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+
+
+def read_corpus(path: str | Path | None = None) -> Corpus:
+    """The file's bytes, or the language reference that CPython ships for `help()`. Raises ConfigError."""
+    if path is None:
+        return Corpus(_python_reference().encode(), "the Python reference (pydoc_data.topics)")
+    try:
+        return Corpus(Path(path).read_bytes(), str(path))
+    except OSError as error:
+        raise ConfigError(f"The text {path} cannot be read: {error.strerror}. Name a readable file.") from error
+
+
+def _python_reference() -> str:
+    """About 450 KB of English, in a fixed order."""
+    if importlib.util.find_spec("pydoc_data") is None:
+        raise ConfigError("This Python ships no help text (pydoc_data.topics); name a text with --data FILE.")
+    from pydoc_data.topics import topics
+
+    return "\n\n".join(text for _, text in sorted(topics.items()))

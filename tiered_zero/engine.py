@@ -1,0 +1,351 @@
+"""The step as a user drives it: forward, backward, step. Reads like the algorithm; holds no arithmetic."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from enum import Enum
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from tiered_zero.config.schema import Config
+from tiered_zero.errors import LatchedError, ModelError, NonFiniteError
+from tiered_zero.grads.accumulator import GradientStore
+from tiered_zero.grads.loss_scaler import LossScaler
+from tiered_zero.grads.verdict import Verdict, judge
+from tiered_zero.hardware.runtime import Runtime
+from tiered_zero.optim.handle import TieredOptimizer
+from tiered_zero.optim.stepper import StreamingStepper
+from tiered_zero.params.hooks import ModuleHooks
+from tiered_zero.params.pager import Pager
+from tiered_zero.plan.planner import Plan
+from tiered_zero.telemetry.report import StepReport, build_step_report
+
+logger = logging.getLogger("tiered_zero")
+
+MAX_SKIPPED_IN_A_ROW = 100
+
+
+class Phase(Enum):
+    """What the driver is doing. IDLE: between calls; weights may be read through `gathered` and `state_dict`."""
+
+    IDLE = "idle"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    STEP = "step"
+
+
+@dataclass
+class Parts:
+    """What the assembly has built and joined. `resources`: closes everything, in order, when the engine ends."""
+
+    config: Config
+    plan: Plan
+    module: nn.Module
+    optimizer: TieredOptimizer
+    lr_scheduler: Any
+    loss_scaler: LossScaler | None
+    pager: Pager
+    hooks: ModuleHooks
+    gradients: GradientStore
+    stepper: StreamingStepper
+    runtime: Runtime
+    observers: list[Callable[[StepReport], None]]
+    resources: ExitStack
+
+
+class Engine:
+    """Trains one model over the tiers of its plan. Use it from one thread.
+
+    engine(batch) -> loss; engine.backward(loss); engine.step(). A step that raises in forward or backward can be left out
+    and training goes on; a failure inside the update latches the engine, because state is rewritten in place.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._phase = Phase.IDLE
+        self._micro_steps = 0
+        self._failure: BaseException | None = None
+        self._closed = False
+        self._skipped_in_a_row = 0
+        self._verdict: Verdict | None = None
+        self._report: StepReport | None = None
+        self._step_start_s = time.perf_counter()
+        self._losses: list[torch.Tensor] = []
+        self._tokens = 0
+        self.global_steps = 0
+        self.skipped_steps = 0
+
+    # -- the three calls -----------------------------------------------------------------------------------------------
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.forward(*args, **kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward, its parameters paged in as they are used."""
+        self._check_usable()
+        parts = self._parts
+        self._tokens += _count_tokens(args, kwargs) if torch.is_grad_enabled() else 0
+        self._enter(Phase.FORWARD)
+        try:
+            with parts.runtime.recorder.span("compute", "forward"), parts.pager.frame(), parts.hooks.saving_views():
+                return parts.module(*args, **kwargs)
+        except BaseException:
+            parts.pager.abort()
+            raise
+        finally:
+            self._enter(Phase.IDLE)
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> torch.Tensor:
+        """Backward of `loss`, divided by the accumulation steps and multiplied by the loss scale. Returns the loss as given.
+
+        May be called several times before `step`. An exception drops this step's gradients and is raised.
+        """
+        self._check_usable()
+        parts = self._parts
+        steps = self.gradient_accumulation_steps()
+        scaled = loss / steps if steps > 1 else loss
+        if parts.loss_scaler is not None:
+            scaled = scaled.float() * parts.loss_scaler.scale
+        self._losses.append(loss.detach())
+        self._enter(Phase.BACKWARD)
+        try:
+            with parts.runtime.recorder.span("compute", "backward"), parts.hooks.saving_views():
+                scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+        except BaseException:
+            self.abort_step()
+            raise
+        finally:
+            parts.gradients.end_backward()
+            self._enter(Phase.IDLE)
+        return loss
+
+    def step(self) -> None:
+        """Counts a micro-batch; at an accumulation boundary judges the gradients and updates the weights, or skips them."""
+        self._check_usable()
+        boundary = self.is_gradient_accumulation_boundary()
+        self._micro_steps += 1
+        if not boundary:
+            return
+        with self._parts.runtime.recorder.span("compute", "step"):
+            self._phase = Phase.STEP
+            try:
+                self._take_step()
+            finally:
+                self._phase = Phase.IDLE
+        self._finish_report()
+
+    # -- questions -----------------------------------------------------------------------------------------------------
+
+    @property
+    def module(self) -> nn.Module:
+        """The user's model; `module.state_dict()` gives CPU tensors of real shape from any tier."""
+        return self._parts.module
+
+    @property
+    def optimizer(self) -> TieredOptimizer:
+        return self._parts.optimizer
+
+    @property
+    def lr_scheduler(self) -> Any:
+        return self._parts.lr_scheduler
+
+    @property
+    def config(self) -> Config:
+        return self._parts.config
+
+    @property
+    def plan(self) -> Plan:
+        return self._parts.plan
+
+    @property
+    def device(self) -> torch.device:
+        return self._parts.runtime.accelerator.device
+
+    @property
+    def loss_scale(self) -> float:
+        scaler = self._parts.loss_scaler
+        return scaler.scale if scaler is not None else 1.0
+
+    @property
+    def step_report(self) -> StepReport | None:
+        """Of the last optimizer step; None before the first."""
+        return self._report
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of each param group."""
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def get_global_grad_norm(self) -> float | None:
+        """L2 norm of all gradients of the last step, unscaled and before clipping; None before the first step."""
+        return self._verdict.norm if self._verdict is not None else None
+
+    def gradient_accumulation_steps(self) -> int:
+        return self.config.gradient_accumulation_steps
+
+    def train_batch_size(self) -> int:
+        return self.config.train_batch_size
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        return self.config.train_micro_batch_size_per_gpu
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the next `step()` updates the weights."""
+        return (self._micro_steps + 1) % self.gradient_accumulation_steps() == 0
+
+    def was_step_applied(self) -> bool:
+        """False where the last step was skipped because its gradients were not finite."""
+        return self.global_steps > 0 and self._skipped_in_a_row == 0
+
+    def memory_report(self) -> dict[str, dict[str, dict[str, int]]]:
+        """tier -> kind -> {"now", "peak", "planned"} in bytes, of everything that the run has allocated."""
+        table: dict[str, dict[str, dict[str, int]]] = {}
+        for tier, kinds in self._parts.runtime.ledger.by_kind().items():
+            table[tier] = {
+                kind: {"now": now, "peak": peak, "planned": self.plan.nbytes(tier, kind)} for kind, (now, peak) in kinds.items()
+            }
+        return table
+
+    # -- control -------------------------------------------------------------------------------------------------------
+
+    def train(self, mode: bool = True) -> Engine:
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> Engine:
+        return self.train(False)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients of this step's backward passes so far."""
+        self._parts.gradients.drop()
+
+    def abort_step(self) -> None:
+        """Give this step up: drain transfers, empty units, drop gradients. Training goes on with the next forward."""
+        self._parts.pager.abort()
+        self._parts.gradients.drop()
+        self._losses.clear()
+        self._tokens = 0
+        self._micro_steps -= self._micro_steps % self.gradient_accumulation_steps()
+
+    def close(self) -> None:
+        """Free every tier, stop every thread, remove the swap directory. Idempotent. Parameters off the device are gone:
+        take `module.state_dict()` before."""
+        if not self._closed:
+            self._closed = True
+            self._parts.resources.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __getattr__(self, name: str) -> Any:
+        """What the engine does not have is the module's (as user code written for DeepSpeed expects)."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._parts.module, name)
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _enter(self, phase: Phase) -> None:
+        pager = self._parts.pager
+        self._phase = phase
+        pager.phase = phase.value
+        if phase is Phase.IDLE:
+            pager.end_pass()
+
+    def _take_step(self) -> None:
+        parts = self._parts
+        parts.gradients.wait()
+        verdict = judge(parts.gradients.present(), self.loss_scale, self.config.gradient_clipping)
+        self._verdict = verdict
+        self.global_steps += 1
+        try:
+            if self._may_update(verdict):
+                self._update(verdict)
+        finally:
+            parts.gradients.drop()
+
+    def _may_update(self, verdict: Verdict) -> bool:
+        """Tell the loss scaler; count and report a skipped step. fp32 goes on with what it has, as plain PyTorch does."""
+        scaler = self._parts.loss_scaler
+        checks = scaler is not None or (self.config.bf16.enabled and self.config.bf16.check_grad_overflow)
+        if verdict.finite or not checks:
+            if not verdict.finite:
+                logger.warning("step %d: the gradient of %s is not finite", self.global_steps, verdict.first_bad)
+            self._skipped_in_a_row = 0
+            if scaler is not None:
+                scaler.update(False)
+            return True
+        self.skipped_steps += 1
+        self._skipped_in_a_row += 1
+        scale = self.loss_scale
+        if scaler is not None:
+            scaler.update(True)
+        if self._skipped_in_a_row & (self._skipped_in_a_row - 1) == 0:  # 1, 2, 4, ...: a warning, not a flood
+            logger.warning(
+                "step %d skipped (%d in a row): the gradient of %s is not finite; loss scale %g -> %g",
+                self.global_steps, self._skipped_in_a_row, verdict.first_bad, scale, self.loss_scale,
+            )  # fmt: skip
+        if self._skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+            raise NonFiniteError(
+                f"{self._skipped_in_a_row} steps in a row had gradients that are not finite, first in {verdict.first_bad}. "
+                "Weights are as they were before them. Lower the learning rate, look at the data, or use bf16 for fp16."
+            )
+        return False
+
+    def _update(self, verdict: Verdict) -> None:
+        parts = self._parts
+        parts.pager.forget()
+        try:
+            parts.stepper.step(parts.gradients, verdict.grad_scale)
+        except BaseException as error:
+            self._failure = error
+            raise
+        parts.optimizer.mark_stepped()
+        if parts.lr_scheduler is not None:
+            parts.lr_scheduler.step()
+
+    def _finish_report(self) -> None:
+        now_s = time.perf_counter()
+        runtime, verdict = self._parts.runtime, self._verdict
+        losses, self._losses = self._losses, []
+        tokens, self._tokens = self._tokens, 0
+        self._report = build_step_report(
+            self.global_steps,
+            runtime.recorder.take_totals(),
+            now_s - self._step_start_s,
+            runtime.ledger,
+            loss=sum(float(loss) for loss in losses) / len(losses) if losses else None,
+            tokens=tokens,
+            grad_norm=verdict.norm if verdict else None,
+            loss_scale=self.loss_scale,
+            skipped=self._skipped_in_a_row > 0,
+        )
+        self._step_start_s = now_s
+        for observer in self._parts.observers:
+            observer(self._report)
+
+    def _check_usable(self) -> None:
+        if self._closed:
+            raise ModelError("This engine is closed; its tiers are gone. Make another with tiered_zero.initialize().")
+        if self._failure is not None:
+            raise LatchedError(
+                f"The update of step {self.global_steps} failed ({self._failure}); weights and state are partly those of that step "
+                "and partly those before. Start again from the last checkpoint."
+            ) from self._failure
+
+
+def _count_tokens(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+    """Elements of `input_ids`, or of the first argument, if they are whole numbers; else 0."""
+    ids = kwargs.get("input_ids", args[0] if args else None)
+    return ids.numel() if isinstance(ids, torch.Tensor) and ids.dtype in (torch.int64, torch.int32) else 0

@@ -1,0 +1,188 @@
+"""Where gradients rest between backward and the update."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import nn
+
+from tiered_zero.errors import ModelError
+from tiered_zero.hardware.accelerator import Event
+from tiered_zero.hardware.runtime import Runtime
+from tiered_zero.hardware.staging import StagingPool
+from tiered_zero.layout.flat import FlatEntry, ParamSpec, Unit
+from tiered_zero.sizes import format_nbytes
+
+logger = logging.getLogger("tiered_zero")
+
+SUM_CHUNK_NUMEL = 1 << 15
+"""Sums on the reduce lane go in chunks of this many elements: small enough for torch to stay on the lane's one thread."""
+
+
+@dataclass
+class UnitGradients:
+    """`flat`: [P] of the unit's dtype, or fp32 where micro-batches are summed; zeros between entries.
+
+    `present`: parameters (by index) with a gradient in this step. `arrived`: those of this backward.
+    """
+
+    unit: Unit
+    flat: torch.Tensor
+    present: set[int] = field(default_factory=set)
+    arrived: set[int] = field(default_factory=set)
+
+
+class GradientStore:
+    """Takes each gradient from autograd and adds it up at its unit's home, on the device or in host memory.
+
+    `homes`: unit index -> the flat that its gradients rest in. `in_flight_nbytes`: gradients that may wait on the device for
+    their way to the host; autograd waits for the oldest when there are more. Driver or autograd's thread; copies and
+    sums to the host run on the reduce lane.
+    """
+
+    def __init__(
+        self,
+        params: Mapping[nn.Parameter, tuple[Unit, FlatEntry]],
+        homes: Mapping[int, torch.Tensor],
+        runtime: Runtime,
+        on_device: bool,
+        in_flight_nbytes: int,
+        staging: StagingPool | None,
+    ) -> None:
+        self._params = dict(params)
+        self._units = {unit.index: UnitGradients(unit, homes[unit.index]) for unit, _ in self._params.values()}
+        self._on_device = on_device
+        self._staging = staging
+        self._accelerator = runtime.accelerator
+        self._recorder = runtime.recorder
+        self._ledger = runtime.ledger
+        self._in_flight_nbytes = in_flight_nbytes
+        self._in_flight: deque[tuple[Event, int]] = deque()
+        self._extra_nbytes = 0
+        self.on_unit_complete: Callable[[Unit], None] = lambda unit: None
+
+    # -- filling -----------------------------------------------------------------------------------------------------
+
+    def take(self, param: nn.Parameter) -> None:
+        """Take `param.grad` away (post-accumulate hook): the parameter is left without one."""
+        grad = param.grad
+        param.grad = None
+        unit, entry = self._params[param]
+        if grad is None:
+            return
+        if grad.layout is not torch.strided:
+            raise ModelError(
+                f"The gradient of {entry.param.name} is sparse; gradients are reduced as dense arrays. "
+                "Build the embedding with sparse=False."
+            )
+        gradients = self._units[unit.index]
+        first = entry.param.index not in gradients.present
+        if not first and gradients.flat.dtype != torch.float32:
+            self._promote(gradients)
+        gradients.present.add(entry.param.index)
+        gradients.arrived.add(entry.param.index)
+        target = gradients.flat[entry.start : entry.stop]
+        source = grad.contiguous().view(-1)
+        if self._on_device:
+            target.copy_(source) if first else target.add_(source)
+        else:
+            self._send(entry.param, target, source, first)
+        if len(gradients.arrived) == len(unit.entries):
+            self.on_unit_complete(unit)
+
+    def end_backward(self) -> None:
+        for gradients in self._units.values():
+            gradients.arrived.clear()
+
+    def wait(self) -> None:
+        """Block until every gradient taken so far rests at its home."""
+        self._land(0)
+
+    def drop(self) -> None:
+        """Forget this step's gradients; what is still on its way lands first."""
+        self.wait()
+        for gradients in self._units.values():
+            gradients.present.clear()
+            gradients.arrived.clear()
+
+    # -- reading -----------------------------------------------------------------------------------------------------
+
+    def flat(self, unit: Unit) -> torch.Tensor:
+        return self._units[unit.index].flat
+
+    def has(self, unit: Unit, param: ParamSpec) -> bool:
+        """Whether autograd gave this parameter a gradient in this step."""
+        return param.index in self._units[unit.index].present
+
+    def present(self) -> Sequence[tuple[ParamSpec, torch.Tensor]]:
+        """Parameters with a gradient and its [numel] view, in the order of `model.parameters()`."""
+        found = [
+            (entry.param, gradients.flat[entry.start : entry.stop])
+            for gradients in self._units.values()
+            for entry in gradients.unit.entries
+            if entry.param.index in gradients.present
+        ]
+        return sorted(found, key=lambda item: item[0].index)
+
+    def close(self) -> None:
+        self._units.clear()
+        self._ledger.discharge("device" if self._on_device else "host", "gradient_sums", self._extra_nbytes)
+        self._extra_nbytes = 0
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _send(self, spec: ParamSpec, target: torch.Tensor, source: torch.Tensor, first: bool) -> None:
+        accelerator = self._accelerator
+        nbytes = source.nbytes
+        if first and target.dtype == source.dtype:
+            job = partial(accelerator.copy, target, source)
+        else:
+            job = partial(self._add, target, source, first)
+        self._land(max(0, self._in_flight_nbytes - nbytes))
+        self._ledger.charge("device", "gradient_in_flight", nbytes)
+        event = accelerator.lane("reduce").submit(job, after=[accelerator.record_compute()], holds=[source])
+        self._in_flight.append((event, nbytes))
+
+    def _land(self, allowed_nbytes: int) -> None:
+        """Wait for the oldest gradients until at most `allowed_nbytes` are on their way."""
+        waiting = sum(nbytes for _, nbytes in self._in_flight)
+        while self._in_flight and (waiting > allowed_nbytes or self._in_flight[0][0].done()):
+            event, nbytes = self._in_flight.popleft()
+            waiting -= nbytes
+            self._ledger.discharge("device", "gradient_in_flight", nbytes)
+            with self._recorder.span("compute", "wait_grad"):
+                event.wait()
+
+    def _add(self, target: torch.Tensor, source: torch.Tensor, first: bool) -> None:
+        """On the reduce lane: to host memory by way of a staging buffer, then into the fp32 sum."""
+        assert self._staging is not None, "sums in host memory are planned with a staging buffer"
+        step = self._staging.buffer_nbytes // source.element_size()
+        for start in range(0, source.numel(), step):
+            part = source[start : start + step]
+            with self._staging.lease(part.nbytes, "gradient", lane="reduce") as lease:
+                landed = lease.view(part.dtype, part.numel())
+                self._accelerator.copy(landed, part, finish=True)
+                for chunk, into in zip(landed.split(SUM_CHUNK_NUMEL), target[start:].split(SUM_CHUNK_NUMEL), strict=False):
+                    into = into[: chunk.numel()]
+                    into.copy_(chunk) if first else into.add_(chunk)
+
+    def _promote(self, gradients: UnitGradients) -> None:
+        """A second gradient for a parameter in a step planned without sums (several backwards): 16-bit sums would round."""
+        tier = "device" if self._on_device else "host"
+        nbytes = 4 * gradients.unit.numel
+        if not self._extra_nbytes:
+            logger.warning(
+                "several backward passes in one step: gradients are summed in fp32, which the plan of a single pass does "
+                "not hold; %s more on tier %s for unit %s, and likewise for others. Set gradient_accumulation_steps, or "
+                "data_types.grad_accum_dtype = fp32, to have them planned.",
+                format_nbytes(nbytes), tier, gradients.unit.name,
+            )  # fmt: skip
+        self._ledger.charge(tier, "gradient_sums", nbytes)
+        self._extra_nbytes += nbytes
+        self.wait()
+        gradients.flat = gradients.flat.to(torch.float32)

@@ -1,0 +1,41 @@
+"""May this step's gradients be applied, and with what factor?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tiered_zero.layout.flat import ParamSpec
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`norm`: global L2 norm of the unscaled gradients. `grad_scale`: what the update multiplies gradients by (unscale and clip
+    in one). `first_bad`: the first parameter whose gradient is not finite."""
+
+    finite: bool
+    norm: float
+    grad_scale: float
+    first_bad: str | None = None
+
+
+def judge(gradients: Sequence[tuple[ParamSpec, torch.Tensor]], loss_scale: float, max_norm: float) -> Verdict:
+    """The arithmetic of torch.nn.utils.clip_grad_norm_: a norm per parameter, then the norm of the norms, all in fp32.
+
+    `gradients`: [numel] each, scaled by `loss_scale`, in the order of `model.parameters()`. `max_norm`: 0 does not clip.
+    """
+    if not gradients:
+        return Verdict(True, 0.0, 1.0 / loss_scale)
+    norms = [torch.linalg.vector_norm(grad, 2, dtype=torch.float32) for _, grad in gradients]
+    total = torch.linalg.vector_norm(torch.stack(norms), 2)
+    if loss_scale != 1.0:
+        total = total / loss_scale
+    if not torch.isfinite(total):
+        bad = [spec.name for (spec, _), norm in zip(gradients, norms, strict=True) if not torch.isfinite(norm)]
+        return Verdict(False, total.item(), 1.0 / loss_scale, bad[0] if bad else gradients[0][0].name)
+    scale = 1.0
+    if max_norm > 0:
+        scale = torch.clamp(max_norm / (total + 1e-6), max=1.0).item()
+    return Verdict(True, total.item(), scale / loss_scale)

@@ -1,0 +1,81 @@
+"""The process group: of one rank in this version."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import final
+
+import torch.distributed as dist
+
+from tiered_zero.errors import ModelError
+
+logger = logging.getLogger("tiered_zero")
+
+_INTERFACE_KEY = "GLOO_SOCKET_IFNAME"
+
+
+@final
+class Collectives:
+    """rank 0 of 1. Driver thread only."""
+
+    rank = 0
+    world_size = 1
+
+    def __init__(self) -> None:
+        self._owns_group = False
+
+    def ensure_process_group(self, dist_init_required: bool | None = None) -> None:
+        """Let scripts that ask torch.distributed for a rank go on: create a private one-rank group if there is none.
+
+        It opens no connection: an in-memory store, the loopback interface. `dist_init_required=False` creates none; a
+        group that exists is respected. Raises ModelError where more than one rank runs.
+        """
+        launched = os.environ.get("WORLD_SIZE", "")
+        self._check_world_size("the launcher's WORLD_SIZE", int(launched) if launched.isdigit() else 1)
+        if not dist.is_available():
+            return
+        if dist.is_initialized():
+            self._check_world_size("torch.distributed's group", dist.get_world_size())
+        elif dist_init_required is not False:
+            self._create_group()
+
+    def close(self) -> None:
+        """Destroy the group if this object created it. Idempotent."""
+        if self._owns_group and dist.is_initialized():
+            dist.destroy_process_group()
+        self._owns_group = False
+
+    def _create_group(self) -> None:
+        try:
+            with _loopback():
+                dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+        except (RuntimeError, ValueError, OSError) as error:
+            logger.warning("no torch.distributed group was created, scripts that ask for a rank will fail: %s", error)
+        else:
+            self._owns_group = True
+
+    @staticmethod
+    def _check_world_size(source: str, world_size: int) -> None:
+        if world_size > 1:
+            raise ModelError(
+                f"this version trains with one rank; {source} has {world_size}. Start the script with one process "
+                "(python script.py, or --num_gpus 1)."
+            )
+
+
+@contextmanager
+def _loopback() -> Iterator[None]:
+    """Gloo looks its interface up by this variable, else by the host's name, which may not resolve."""
+    before = os.environ.get(_INTERFACE_KEY)
+    names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
+    if before is None and names:
+        os.environ[_INTERFACE_KEY] = names[0]
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(_INTERFACE_KEY, None)

@@ -1,0 +1,136 @@
+"""A CUDA device: each lane's thread owns a stream; events order streams without blocking the host."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import suppress
+from typing import Any, final
+
+import torch
+
+from tiered_zero.errors import ConfigError
+from tiered_zero.hardware.accelerator import Event, MemoryFigures
+from tiered_zero.hardware.lanes import JobEvent, LaneAccelerator, Work, WorkerLane
+from tiered_zero.sizes import format_nbytes
+
+logger = logging.getLogger("tiered_zero")
+
+HOST_REGISTER_PORTABLE = 1
+"""cudaHostRegisterPortable: pinned for every CUDA context of the process."""
+
+
+@final
+class CudaAccelerator(LaneAccelerator):
+    """`memory_limit_nbytes`: what the plan may use of the device; the ledger holds the run to it."""
+
+    name = "cuda"
+
+    def __init__(
+        self, device: torch.device | None = None, memory_limit_nbytes: int | None = None, poison: bool = False
+    ) -> None:
+        if not torch.cuda.is_available():
+            raise ConfigError(
+                "tiered_zero.device asks for CUDA; torch finds no CUDA device here. Set it to cpu, or install a CUDA "
+                f"build of torch and its driver (this torch is {torch.__version__})."
+            )
+        super().__init__(poison)
+        index = device.index if device is not None and device.index is not None else torch.cuda.current_device()
+        if index >= torch.cuda.device_count():
+            raise ConfigError(
+                f"tiered_zero.device asks for cuda:{index}; there are {torch.cuda.device_count()} devices"
+            )
+        self.device = torch.device("cuda", index)
+        self._memory_limit_nbytes = memory_limit_nbytes
+        self._told_pin = False
+
+    def _build_lane(self, name: str) -> WorkerLane:
+        stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+
+        def launch(work: Work) -> torch.cuda.Event:
+            with torch.cuda.stream(stream):  # also makes this thread's current device the stream's
+                for event in work.after:
+                    _order(stream, event)
+                for tensor in work.holds:
+                    if tensor.is_cuda:
+                        tensor.record_stream(stream)
+                try:
+                    work.job()
+                except BaseException:
+                    stream.synchronize()  # a failed job has nothing on its way any more
+                    raise
+                return _mark(stream)
+
+        return WorkerLane(name, launch)
+
+    def record_compute(self) -> JobEvent:
+        return JobEvent.launched(_mark(torch.cuda.current_stream(self.device)))
+
+    def wait_on_compute(self, event: Event) -> None:
+        if isinstance(event, JobEvent):
+            event.check_launched()
+            _order(torch.cuda.current_stream(self.device), event)
+        else:
+            event.wait()
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, finish: bool = False) -> None:
+        target.data.copy_(source.data, non_blocking=True)  # .data: see poison()
+        if finish:
+            torch.cuda.current_stream(self.device).synchronize()
+
+    def synchronize(self) -> None:
+        super().synchronize()
+        torch.cuda.synchronize(self.device)
+
+    def total_memory_nbytes(self) -> int:
+        total = torch.cuda.get_device_properties(self.device).total_memory
+        return total if self._memory_limit_nbytes is None else min(total, self._memory_limit_nbytes)
+
+    def memory_figures(self) -> MemoryFigures | None:
+        return MemoryFigures(
+            allocated_nbytes=torch.cuda.memory_allocated(self.device),
+            peak_allocated_nbytes=torch.cuda.max_memory_allocated(self.device),
+            reserved_nbytes=torch.cuda.memory_reserved(self.device),
+            free_nbytes=torch.cuda.mem_get_info(self.device)[0],
+        )
+
+    def pin(self, address: int, nbytes: int) -> bool:
+        code = int(_runtime().cudaHostRegister(address, nbytes, HOST_REGISTER_PORTABLE))
+        if code == 0:
+            return True
+        self._clear_error()
+        if not self._told_pin:
+            self._told_pin = True
+            logger.warning(
+                "host memory is pageable, so copies to and from the device are slow and do not overlap: "
+                "pinning %s failed (%s)",
+                format_nbytes(nbytes),
+                torch.cuda.CudaError(code),
+            )
+        return False
+
+    def unpin(self, address: int) -> None:
+        code = int(_runtime().cudaHostUnregister(address))
+        if code != 0:
+            self._clear_error()
+            logger.error("unpinning host memory failed (%s)", torch.cuda.CudaError(code))
+
+    def _clear_error(self) -> None:
+        """A failed runtime call leaves its error behind for the next kernel launch to report; make that launch here."""
+        with suppress(RuntimeError):
+            torch.zeros(1, device=self.device)
+
+
+def _runtime() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+def _order(stream: torch.cuda.Stream, event: Event) -> None:
+    """What is launched on `stream` from now on runs after `event`, which was launched. Does not block."""
+    if isinstance(event, JobEvent) and isinstance(event.marker, torch.cuda.Event):
+        stream.wait_event(event.marker)
+
+
+def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    marker = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # who waits sleeps: the update needs the core
+    marker.record(stream)
+    return marker

@@ -1,0 +1,152 @@
+"""Host memory: one block of exactly the planned size, from which named slots are taken."""
+
+from __future__ import annotations
+
+import bisect
+import logging
+import mmap
+import threading
+from dataclasses import dataclass
+from typing import final
+
+import torch
+
+from tiered_zero.errors import BudgetError
+from tiered_zero.hardware.accelerator import Accelerator
+from tiered_zero.sizes import PAGE_NBYTES, align_up, format_nbytes
+from tiered_zero.telemetry.ledger import Ledger
+
+logger = logging.getLogger("tiered_zero")
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class HostSlot:
+    """Whole pages of the arena. `nbytes`: the size asked for, rounded up to a page.
+
+    `tensor`: [nbytes] uint8, host. `memory`: the same bytes for the I/O engines.
+    """
+
+    offset: int
+    nbytes: int
+    kind: str
+    tensor: torch.Tensor
+    memory: memoryview
+    _arena: HostArena
+
+    def release(self) -> None:
+        """Give the bytes back, once; the caller keeps no view of them, for they will be somebody else's."""
+        self._arena._take_back(self)
+
+    def view(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
+        """The first `numel` elements as a flat of `dtype`."""
+        return typed_view(self.tensor, dtype, numel)
+
+
+def typed_view(raw: torch.Tensor, dtype: torch.dtype, numel: int) -> torch.Tensor:
+    """`raw`: [n] uint8 -> [numel] `dtype` over its first bytes. Raises BudgetError where they are too few."""
+    nbytes = numel * dtype.itemsize
+    if nbytes > raw.numel():
+        raise BudgetError(f"{numel} elements of {dtype} need {nbytes} bytes; this memory has {raw.numel()}")
+    return raw[:nbytes].view(dtype)
+
+
+@final
+class HostArena:
+    """One anonymous, page-aligned mapping, pinned as a whole where that is asked for and possible. Any thread.
+
+    Torch's pinned allocator rounds every size up to a power of two; here a byte asked for is a byte taken.
+    """
+
+    def __init__(self, capacity_nbytes: int, accelerator: Accelerator, pin: bool, ledger: Ledger) -> None:
+        self.capacity_nbytes = align_up(max(capacity_nbytes, 1), PAGE_NBYTES)
+        self._accelerator = accelerator
+        self._ledger = ledger
+        self._lock = threading.Lock()
+        self._free = [(0, self.capacity_nbytes)]  # runs (offset, nbytes), by offset, never adjacent
+        self._taken: dict[int, HostSlot] = {}
+        self._closed = False
+        self._memory, self._tensor = _map(self.capacity_nbytes)
+        self.pinned = pin and accelerator.pin(self._tensor.data_ptr(), self.capacity_nbytes)
+        self.poison(self._tensor)
+
+    @property
+    def taken_nbytes(self) -> int:
+        return self.capacity_nbytes - sum(nbytes for _, nbytes in self._free)
+
+    def take(self, nbytes: int, kind: str) -> HostSlot:
+        """A slot of at least `nbytes` bytes, first fit. Its contents are undefined. Raises BudgetError."""
+        size = align_up(max(nbytes, 1), PAGE_NBYTES)
+        with self._lock:
+            index = next((i for i, (_, run) in enumerate(self._free) if run >= size), None)
+            if index is None:
+                raise BudgetError(self._describe_shortage(size, kind))
+            self._ledger.charge("host", kind, size)
+            offset, run = self._free[index]
+            self._free[index : index + 1] = [(offset + size, run - size)] if run > size else []
+            end = offset + size
+            slot = HostSlot(offset, size, kind, self._tensor[offset:end], self._memory[offset:end], self)
+            self._taken[offset] = slot
+        return slot
+
+    def _take_back(self, slot: HostSlot) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            if self._taken.get(slot.offset) is not slot:
+                raise RuntimeError(f"the {slot.kind} slot at offset {slot.offset} was released before")
+            self.poison(slot.tensor)
+            del self._taken[slot.offset]
+            self._insert_free(slot.offset, slot.nbytes)
+            self._ledger.discharge("host", slot.kind, slot.nbytes)
+
+    def poison(self, pages: torch.Tensor) -> None:
+        """In debug mode overwrite whole pages ([n] uint8): NaN in fp32 and in every other 16-bit float."""
+        self._accelerator.poison(pages.view(torch.float32))
+
+    def close(self) -> None:
+        """Unpin, and give the memory back once the last view of it is gone. Idempotent.
+
+        A tensor or memoryview that outlives the arena stays valid (it holds the mapping); it is no longer pinned.
+        """
+        with self._lock:
+            self._closed = True
+            for slot in self._taken.values():
+                self._ledger.discharge("host", slot.kind, slot.nbytes)
+            self._taken.clear()
+            self._free.clear()
+            if self.pinned:
+                self._accelerator.unpin(self._tensor.data_ptr())
+                self.pinned = False
+            self._tensor, self._memory = torch.empty(0, dtype=torch.uint8), memoryview(b"")
+
+    def _insert_free(self, offset: int, nbytes: int) -> None:
+        index = bisect.bisect(self._free, (offset, 0))
+        if index < len(self._free) and self._free[index][0] == offset + nbytes:
+            nbytes += self._free.pop(index)[1]
+        if index > 0 and sum(self._free[index - 1]) == offset:
+            index -= 1
+            offset, before = self._free.pop(index)
+            nbytes += before
+        self._free.insert(index, (offset, nbytes))
+
+    def _describe_shortage(self, size: int, kind: str) -> str:
+        free = sum(nbytes for _, nbytes in self._free)
+        largest = max((nbytes for _, nbytes in self._free), default=0)
+        return (
+            f"{kind} needs {format_nbytes(size)} of the host arena; of its {format_nbytes(self.capacity_nbytes)}, "
+            f"{format_nbytes(free)} are free, in one piece {format_nbytes(largest)}. This run has left its plan."
+        )
+
+
+def _map(nbytes: int) -> tuple[memoryview, torch.Tensor]:
+    """The bytes, and [nbytes] uint8 over them. Private, and kept from forked children: a child's copy-on-write would
+    take pages from under a direct read or write in flight (open(2), O_DIRECT notes)."""
+    mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
+        if hasattr(mmap, advice):
+            try:
+                mapping.madvise(getattr(mmap, advice))
+            except OSError as error:
+                logger.debug("%s is not to be had for host memory: %s", advice, error)
+    return memoryview(mapping), torch.frombuffer(mapping, dtype=torch.uint8)

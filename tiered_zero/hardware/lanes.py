@@ -1,0 +1,228 @@
+"""Worker lanes, shared by every accelerator: one thread, one queue, one event a job.
+
+A job is submitted after the jobs whose events it waits for, and a lane runs its jobs in order: so lanes cannot wait for
+each other in a circle through `after`. What a job waits for in its own body is the job's affair.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from queue import SimpleQueue
+from types import TracebackType
+from typing import Protocol
+
+import torch
+
+from tiered_zero.hardware.accelerator import Accelerator, Event, Lane
+
+logger = logging.getLogger("tiered_zero")
+
+Job = Callable[[], None]
+
+
+class DeviceMarker(Protocol):
+    """The device's side of an event; `torch.cuda.Event` is one."""
+
+    def query(self) -> bool: ...
+
+    def synchronize(self) -> None: ...
+
+
+@dataclass(slots=True)
+class Failure:
+    """Why a job failed; shared by the events of the jobs that failed because of it."""
+
+    lane: str
+    error: BaseException
+    traceback: TracebackType | None
+    collected: bool = False
+
+
+class JobEvent(Event):
+    """Launched on the host, then complete on the device. Without a marker the two are one (the CPU)."""
+
+    def __init__(self) -> None:
+        self._launched = threading.Event()
+        self.marker: DeviceMarker | None = None
+        self.failure: Failure | None = None
+
+    @classmethod
+    def launched(cls, marker: DeviceMarker | None = None) -> JobEvent:
+        """The event of work that the calling thread has already launched."""
+        event = cls()
+        event.finish_launch(marker, None)
+        return event
+
+    def finish_launch(self, marker: DeviceMarker | None, failure: Failure | None) -> None:
+        """Lane's thread only, once."""
+        self.marker, self.failure = marker, failure
+        self._launched.set()
+
+    def wait_launched(self) -> Failure | None:
+        """Block until the job was launched or failed."""
+        self._launched.wait()
+        return self.failure
+
+    def check_launched(self) -> None:
+        """Block until the job was launched; raise its error if it failed."""
+        failure = self.wait_launched()
+        if failure is not None:
+            failure.collected = True
+            # the error may be raised several times: each from where it happened, without the earlier raisers' frames
+            raise failure.error.with_traceback(failure.traceback)
+
+    def done(self) -> bool:
+        return self._launched.is_set() and (self.marker is None or self.marker.query())
+
+    def wait(self) -> None:
+        self.check_launched()
+        if self.marker is not None:
+            self.marker.synchronize()
+
+
+@dataclass(slots=True)
+class Work:
+    """What a lane's thread takes from its queue. By the time of its launch, `after` was launched without failing."""
+
+    job: Job
+    after: Sequence[Event]
+    holds: Sequence[torch.Tensor]
+    event: JobEvent
+
+
+Launch = Callable[[Work], DeviceMarker | None]
+"""Runs a job on the calling thread, after `work.after` on the device, and marks its completion there. May raise."""
+
+
+class Pace:
+    """Seeded delays at the start and the end of jobs, so that a missing wait meets a late partner. One thread."""
+
+    def __init__(self, seed: int, lane: str) -> None:
+        self._random = random.Random(f"{seed}/{lane}")
+
+    def delay(self) -> None:
+        """Sleep: nothing in 2 of 5 calls, up to 300 us mostly, 1 to 3 ms in 1 of 20."""
+        draw = self._random.random()
+        if draw >= 0.95:
+            time.sleep(self._random.uniform(1e-3, 3e-3))
+        elif draw >= 0.4:
+            time.sleep(self._random.uniform(0.0, 300e-6))
+
+
+class WorkerLane(Lane):
+    """A daemon thread that launches jobs in order. A failed job does not stop the jobs behind it."""
+
+    def __init__(self, name: str, launch: Launch, pace: Pace | None = None) -> None:
+        self.name = name
+        self._launch = launch
+        self._pace = pace
+        self._queue: SimpleQueue[Work | None] = SimpleQueue()
+        self._failures: list[Failure] = []
+        self._closed = False
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name=f"tiered_zero {name}", daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Job, after: Sequence[Event] = (), holds: Sequence[torch.Tensor] = ()) -> JobEvent:
+        event = JobEvent()
+        with self._lock:  # nothing is queued behind the end mark
+            if self._closed:
+                raise RuntimeError(f"lane {self.name} is closed; jobs are submitted before the accelerator is closed")
+            self._queue.put(Work(job, tuple(after), tuple(holds), event))
+        return event
+
+    def close(self) -> None:
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._queue.put(None)
+        self._thread.join()
+        for failure in self._failures:
+            if not failure.collected:
+                failure.collected = True
+                exc_info = (type(failure.error), failure.error, failure.traceback)
+                logger.error("a job on lane %s failed and nobody waited for it", self.name, exc_info=exc_info)
+        self._failures.clear()
+
+    def _run(self) -> None:
+        while (work := self._queue.get()) is not None:
+            event = work.event
+            marker, failure = self._perform(work)
+            del work  # what the job holds is free before its event says so
+            event.finish_launch(marker, failure)
+            del event, marker, failure
+
+    def _perform(self, work: Work) -> tuple[DeviceMarker | None, Failure | None]:
+        marker: DeviceMarker | None = None
+        failure: Failure | None = None
+        try:
+            for event in work.after:
+                if not isinstance(event, JobEvent):
+                    event.wait()
+                elif (failure := event.wait_launched()) is not None:
+                    return None, failure
+            self._delay()
+            marker = self._launch(work)
+        except BaseException as error:
+            failure = Failure(self.name, error, error.__traceback__)
+            self._failures = [old for old in self._failures if not old.collected] + [failure]
+        self._delay()
+        return marker, failure
+
+    def _delay(self) -> None:
+        if self._pace is not None:
+            self._pace.delay()
+
+
+class LaneAccelerator(Accelerator):
+    """What accelerators share: lanes by name, and poison."""
+
+    def __init__(self, poison: bool) -> None:
+        self._poison = poison
+        self._lanes: dict[str, WorkerLane] = {}
+        self._lock = threading.Lock()
+        self._closed = False
+
+    @abstractmethod
+    def _build_lane(self, name: str) -> WorkerLane: ...
+
+    def lane(self, name: str) -> WorkerLane:
+        with self._lock:
+            if self._closed:
+                raise RuntimeError(f"the {self.name} accelerator is closed; lane {name} cannot be had any more")
+            if name not in self._lanes:
+                self._lanes[name] = self._build_lane(name)
+            return self._lanes[name]
+
+    def synchronize(self) -> None:
+        with self._lock:
+            lanes = list(self._lanes.values())
+        for event in [lane.submit(_nothing) for lane in lanes]:
+            event.wait()
+
+    def poison(self, flat: torch.Tensor) -> None:
+        if not self._poison:
+            return
+        # .data: a version counter of its own, so that views saved by autograd do not count this as a change
+        if flat.is_floating_point() or flat.is_complex():
+            flat.data.fill_(float("nan"))
+        else:
+            flat.data.view(torch.uint8).fill_(0xA5)
+
+    def close(self) -> None:
+        """Finish every lane's jobs and stop the threads; errors that nobody waited for are logged. Idempotent."""
+        with self._lock:
+            self._closed = True
+            lanes = list(self._lanes.values())
+        for lane in lanes:
+            lane.close()
+
+
+def _nothing() -> None:
+    """The job whose completion says that every job before it is complete."""

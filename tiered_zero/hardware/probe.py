@@ -1,0 +1,126 @@
+"""Facts about the machine, read and never changed. Works where /proc or cgroups are absent."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+try:
+    import resource
+except ImportError:  # not a POSIX system
+    resource = None  # type: ignore[assignment]
+
+PROC = Path("/proc")
+CGROUP = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True, slots=True)
+class MachineFacts:
+    """`memlock_nbytes`: how much this process may lock, None where unlimited. `cuda_devices`: names by index."""
+
+    num_cpus: int
+    total_host_nbytes: int
+    available_host_nbytes: int
+    memlock_nbytes: int | None
+    torch_version: str
+    cuda_version: str | None
+    cuda_devices: tuple[str, ...]
+
+
+def probe_machine() -> MachineFacts:
+    num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return MachineFacts(
+        num_cpus=num_cpus(),
+        total_host_nbytes=total_host_nbytes(),
+        available_host_nbytes=available_host_nbytes(),
+        memlock_nbytes=memlock_nbytes(),
+        torch_version=str(torch.__version__),
+        cuda_version=torch.version.cuda,
+        cuda_devices=tuple(torch.cuda.get_device_name(index) for index in range(num_devices)),
+    )
+
+
+def total_host_nbytes(proc: Path = PROC) -> int:
+    return _meminfo(proc).get("MemTotal") or _physical_nbytes()
+
+
+def available_host_nbytes(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
+    """What this process can still take before the kernel kills somebody: the least of MemAvailable and every enclosing
+    cgroup's limit minus its usage, where inactive page cache counts as free (the kernel drops it first)."""
+    bounds = [_meminfo(proc).get("MemAvailable") or _physical_nbytes()]
+    for folder in _cgroup_folders(proc, cgroup, "memory"):
+        limit = _read_int(folder / "memory.max", folder / "memory.limit_in_bytes")
+        usage = _read_int(folder / "memory.current", folder / "memory.usage_in_bytes")
+        if limit is not None and usage is not None:
+            bounds.append(limit - max(usage - _inactive_file_nbytes(folder), 0))
+    return max(min(bounds), 0)
+
+
+def num_cpus(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
+    """Cores that this process may use: its affinity, capped by the cgroup's CPU quota; at least 1."""
+    count = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    for folder in _cgroup_folders(proc, cgroup, "cpu"):
+        v2 = _read_text(folder / "cpu.max").split()
+        quota = v2[0] if v2 else _read_text(folder / "cpu.cfs_quota_us")
+        period = v2[1] if len(v2) > 1 else _read_text(folder / "cpu.cfs_period_us")
+        if quota.isdigit() and period.isdigit() and int(period) > 0:  # "max" and -1 mean no quota
+            count = min(count, int(quota) / int(period))
+    return max(int(count), 1)
+
+
+def memlock_nbytes() -> int | None:
+    """The soft RLIMIT_MEMLOCK in bytes; None where there is no limit (or no such thing)."""
+    if resource is None:
+        return None
+    soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _cgroup_folders(proc: Path, cgroup: Path, controller: str) -> Iterator[Path]:
+    """This process's cgroup and its ancestors, of v1 `controller` and of v2, as far as they are mounted here.
+
+    Inside a container the path of /proc/self/cgroup often lies outside the mount; its mounted ancestors still bind.
+    """
+    for line in _read_text(proc / "self" / "cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            roots = [cgroup, cgroup / "unified"]
+        elif controller in controllers.split(","):
+            roots = [cgroup / controllers, cgroup / controller]
+        else:
+            continue
+        inside = Path(path.lstrip("/"))
+        for root in dict.fromkeys(roots):
+            yield from (folder for part in (inside, *inside.parents) if (folder := root / part).is_dir())
+
+
+def _inactive_file_nbytes(folder: Path) -> int:
+    stat = dict(line.split(maxsplit=1) for line in _read_text(folder / "memory.stat").splitlines())
+    return int(stat.get("total_inactive_file") or stat.get("inactive_file") or 0)
+
+
+def _meminfo(proc: Path) -> dict[str, int]:
+    """Bytes by name."""
+    fields = (line.split() for line in _read_text(proc / "meminfo").splitlines())
+    return {name.rstrip(":"): int(kib) * 1024 for name, kib, *_ in fields}
+
+
+def _physical_nbytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _read_int(*candidates: Path) -> int | None:
+    """The first candidate that holds a number; None for "max" or where none is there."""
+    texts = (_read_text(path) for path in candidates)
+    return next((int(text) for text in texts if text.isdigit()), None)
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""

@@ -1,0 +1,27 @@
+"""Which accelerator a configuration gets."""
+
+from __future__ import annotations
+
+import torch
+
+from tiered_zero.errors import ConfigError
+from tiered_zero.hardware.accelerator import Accelerator
+from tiered_zero.hardware.cpu import CpuAccelerator
+from tiered_zero.hardware.cuda import CudaAccelerator
+
+
+def build_accelerator(
+    name: str = "auto", memory_limit_nbytes: int | None = None, poison: bool = False, delay_seed: int | None = None
+) -> Accelerator:
+    """`name`: "auto" (CUDA where torch finds it), "cpu", "cuda", "cuda:N". `delay_seed`: CPU. Raises ConfigError."""
+    try:
+        device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"tiered_zero.device is one of auto, cpu, cuda or cuda:N, not {name!r}")
+    if device.type == "cpu":
+        return CpuAccelerator(memory_limit_nbytes, poison, delay_seed)
+    if delay_seed is not None:
+        raise ConfigError("seeded delays test the CPU accelerator; leave them out with tiered_zero.device cuda")
+    return CudaAccelerator(device, memory_limit_nbytes, poison)

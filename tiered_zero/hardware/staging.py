@@ -1,0 +1,172 @@
+"""Staging buffers: a fixed number of equal buffers, lent one at a time, with back-pressure instead of failure."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from types import TracebackType
+from typing import final
+
+import torch
+
+from tiered_zero.errors import BudgetError
+from tiered_zero.hardware.host_memory import HostArena, typed_view
+from tiered_zero.sizes import PAGE_NBYTES, align_up, format_nbytes
+from tiered_zero.telemetry.spans import Recorder
+
+logger = logging.getLogger("tiered_zero")
+
+
+@final
+class Lease:
+    """Ownership of one staging buffer, until `release()` (any thread, once counts) or the end of a `with` block.
+
+    `tensor`: [n] uint8, host, n the asked size rounded up to a page; `memory`: the same bytes for the I/O engines.
+    After release both are empty, so that a late use fails.
+    """
+
+    def __init__(self, pool: StagingPool, index: int, holder: str, tensor: torch.Tensor, memory: memoryview) -> None:
+        self._pool = pool
+        self._index = index
+        self.holder = holder
+        self.since_s = time.monotonic()
+        self.tensor = tensor
+        self.memory = memory
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.numel()
+
+    def view(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
+        """The first `numel` elements as a flat of `dtype`."""
+        return typed_view(self.tensor, dtype, numel)
+
+    def release(self) -> None:
+        self._pool._take_back(self, self._index)
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+@final
+class StagingPool:
+    """`count` buffers of `buffer_nbytes` in one slot of the arena. free + leased == count, always. Any thread."""
+
+    def __init__(
+        self,
+        arena: HostArena,
+        buffer_nbytes: int,
+        count: int,
+        kind: str,
+        recorder: Recorder,
+        timeout_s: float = 300.0,
+    ) -> None:
+        """`timeout_s`: how long a lease may be waited for; longer is a deadlock."""
+        self.buffer_nbytes = align_up(buffer_nbytes, PAGE_NBYTES)
+        self.count = count
+        self.kind = kind
+        self._arena = arena
+        self._recorder = recorder
+        self._timeout_s = timeout_s
+        self._slot = arena.take(self.buffer_nbytes * count, kind)
+        self._changed = threading.Condition()
+        self._free = list(range(count))
+        self._leased: dict[int, Lease] = {}
+        self._closed = False
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def lease_nowait(self, nbytes: int, holder: str = "") -> Lease | None:
+        """A buffer if one is free now. Raises BudgetError where `nbytes` is more than a buffer."""
+        self._check_size(nbytes)
+        with self._changed:
+            return self._lend(nbytes, holder)
+
+    def lease(self, nbytes: int, holder: str = "", lane: str = "compute") -> Lease:
+        """A buffer, as soon as one is free; the wait is recorded as `wait_lease` on `lane`.
+
+        `holder`: who asks, for the table of holders. Raises BudgetError: more than a buffer, or the time is up.
+        """
+        self._check_size(nbytes)
+        with self._changed:
+            if (lease := self._lend(nbytes, holder)) is not None:
+                return lease
+            with self._recorder.span(lane, "wait_lease", f"{self.kind} {holder}".strip()):
+                in_time = self._changed.wait_for(lambda: self._free or self._closed, self._timeout_s)
+            if not in_time:
+                raise BudgetError(self._describe_deadlock(holder))
+            lease = self._lend(nbytes, holder)
+            assert lease is not None, "woken with a free buffer under the lock"
+            return lease
+
+    def holders(self) -> list[tuple[str, float]]:
+        """Who holds buffers, each with the lease's age in seconds, oldest first."""
+        now_s = time.monotonic()
+        with self._changed:
+            return [(lease.holder, now_s - lease.since_s) for lease in self._leased.values()]
+
+    def close(self) -> None:
+        """Give the buffers back to the arena; waiting threads raise. Leases still out are logged: their I/O was not
+        drained. Idempotent."""
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            self._changed.notify_all()
+        for holder, age_s in self.holders():
+            logger.error("a %s buffer was still leased at close, by %s for %.1f s", self.kind, holder, age_s)
+        self._slot.release()
+
+    def _lend(self, nbytes: int, holder: str) -> Lease | None:
+        """Under the lock."""
+        if self._closed:
+            raise BudgetError(f"the {self.kind} buffers are closed; {holder or 'a caller'} asked for one")
+        if not self._free:
+            return None
+        index = self._free.pop()
+        start = index * self.buffer_nbytes
+        end = start + align_up(max(nbytes, 1), PAGE_NBYTES)
+        holder = holder or threading.current_thread().name
+        lease = Lease(self, index, holder, self._slot.tensor[start:end], self._slot.memory[start:end])
+        self._leased[index] = lease
+        self._check_count()
+        return lease
+
+    def _take_back(self, lease: Lease, index: int) -> None:
+        with self._changed:
+            if self._leased.get(index) is not lease:
+                return
+            del self._leased[index]
+            if not self._closed:
+                self._arena.poison(lease.tensor)
+            lease.tensor, lease.memory = lease.tensor[:0], lease.memory[:0]
+            self._free.append(index)
+            self._check_count()
+            self._changed.notify()
+
+    def _check_count(self) -> None:
+        assert len(self._free) + len(self._leased) == self.count, f"{self.kind}: a buffer is lost or lent twice"
+
+    def _check_size(self, nbytes: int) -> None:
+        if nbytes > self.buffer_nbytes:
+            raise BudgetError(
+                f"a lease of {format_nbytes(nbytes)} ({nbytes} bytes) was asked of the {self.kind} buffers; each has "
+                f"{format_nbytes(self.buffer_nbytes)} ({self.buffer_nbytes} bytes). This run has left its plan."
+            )
+
+    def _describe_deadlock(self, holder: str) -> str:
+        now_s = time.monotonic()
+        table = "".join(f"\n  {now_s - lease.since_s:8.1f} s  {lease.holder}" for lease in self._leased.values())
+        return (
+            f"{holder or threading.current_thread().name} waited {self._timeout_s:g} s for one of {self.count} "
+            f"{self.kind} buffers; none was released. Held, oldest first, by:{table}\n"
+            "This is a stalled transfer or a deadlock in the schedule; the run can be resumed from its last checkpoint."
+        )

@@ -1,0 +1,99 @@
+"""The engine `aiofiles`: the package of that name, for platforms that offer nothing better."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, final
+
+from tiered_zero.errors import ConfigError
+from tiered_zero.io.disk_file import DiskFile, transfer_error
+from tiered_zero.io.engine import IOSettings
+from tiered_zero.io.pieces import Piece, PieceEngine, Progress
+
+
+@final
+class AiofilesEngine(PieceEngine):
+    """An event loop on one thread, and aiofiles' executor beside it. Asks of the platform only seek, read and write.
+
+    These share the file's position, so that one transfer is on its way in each file: it is made large instead.
+    """
+
+    name = "aiofiles"
+
+    def __init__(self, *, direct: bool, alignment: int, settings: IOSettings, io_timeout_s: float) -> None:
+        """Raises ConfigError where the package is not installed."""
+        try:
+            self._aiofiles: Any = importlib.import_module("aiofiles")
+        except ImportError as error:
+            raise ConfigError(f"the package aiofiles cannot be imported ({error})") from error
+        super().__init__(direct=direct, alignment=alignment, settings=settings, io_timeout_s=io_timeout_s)
+        self._locks: dict[DiskFile, asyncio.Lock] = {}
+        self._handles: dict[DiskFile, Any] = {}
+        self._executor = ThreadPoolExecutor(settings.num_workers, thread_name_prefix="tiered-zero-aiofiles")
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="tiered-zero-aiofiles-loop", daemon=True)
+        self._thread.start()
+
+    def _piece_nbytes(self, nbytes: int) -> int:
+        return self.settings.block_nbytes * self.settings.queue_depth
+
+    def _enqueue(self, piece: Piece) -> None:
+        asyncio.run_coroutine_threadsafe(self._run(piece), self._loop)
+
+    async def _run(self, piece: Piece) -> None:
+        error: BaseException | None = None
+        async with self._locks.setdefault(piece.ticket.file, asyncio.Lock()):
+            if self.begin(piece):
+                try:
+                    await self._carry_out(piece)
+                except BaseException as failure:  # it belongs to the ticket
+                    error = failure
+            self.end(piece, error)
+
+    async def _handle(self, file: DiskFile) -> Any:
+        if file not in self._handles:
+            opening = self._aiofiles.open(file.fd, "rb+", buffering=0, closefd=False, executor=self._executor)
+            self._handles[file] = await opening
+        return self._handles[file]
+
+    async def _carry_out(self, piece: Piece) -> None:
+        """Raises TransferError."""
+        request, file, view = piece.ticket.request, piece.ticket.file, piece.view
+        if request.kind == "sync":
+            try:
+                await self._loop.run_in_executor(self._executor, file.sync)
+            except OSError as error:
+                raise transfer_error(request, 0, 0, 0, error.errno or 0) from None
+            return
+        handle = await self._handle(file)
+        transfer = handle.readinto if request.kind == "read" else handle.write
+        progress = Progress(request, file, piece.offset, len(view))
+        while not progress.finished:
+            start = progress.start
+            try:
+                await handle.seek(piece.offset + start)
+                moved = await transfer(view[start:])
+            except OSError as error:
+                progress.interrupted(error.errno or 0)
+            else:
+                progress.advance(moved or 0)  # a raw file says None where it would block
+            if progress.pause_s:
+                await asyncio.sleep(progress.pause_s)
+        file.forget(piece.offset, len(view))
+
+    def _settle(self, file: DiskFile | None) -> bool:
+        settled = super()._settle(file)
+        if settled and file is not None:
+            self._locks.pop(file, None)
+            self._handles.pop(file, None)
+        return settled
+
+    def _stop(self, idle: bool) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        if idle:
+            self._thread.join()
+            self._loop.close()
+        self._executor.shutdown(wait=idle, cancel_futures=True)

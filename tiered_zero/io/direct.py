@@ -1,0 +1,200 @@
+"""The engine `native`: the thread pool of native/direct_io.c, bound with ctypes."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from pathlib import Path
+from typing import Final, final
+
+from tiered_zero.errors import ConfigError, TransferError
+from tiered_zero.io.disk_engine import DiskEngine, DiskTicket
+from tiered_zero.io.disk_file import DiskFile, end_of_file_error, errno_text, memory_address, transfer_error
+from tiered_zero.io.engine import IOSettings, Request
+from tiered_zero.native import LIBRARY_DIR_VARIABLE, find_library
+
+_KINDS: Final = {"read": 0, "write": 1, "sync": 2}
+_END_OF_FILE: Final = -1
+_NS: Final = 1_000_000_000
+
+_abandoned: list[object] = []
+"""Pools with a worker stuck in a system call, and their tickets: the kernel may still write to their memory."""
+
+
+class _Request(ctypes.Structure):
+    """struct tz_request of direct_io.c."""
+
+    _fields_ = (
+        ("kind", ctypes.c_int32),
+        ("fd", ctypes.c_int32),
+        ("offset", ctypes.c_int64),
+        ("nbytes", ctypes.c_int64),
+        ("memory", ctypes.c_void_p),
+        ("alignment", ctypes.c_int32),
+        ("drop_pages", ctypes.c_int32),
+        ("num_unclaimed", ctypes.c_int64),
+        ("num_running", ctypes.c_int32),
+        ("num_blockers", ctypes.c_int32),
+        ("previous", ctypes.c_void_p),
+        ("next", ctypes.c_void_p),
+        ("moved_ns", ctypes.c_int64),
+        ("submitted_ns", ctypes.c_int64),
+        ("finished_ns", ctypes.c_int64),
+        ("error_offset", ctypes.c_int64),
+        ("error_wanted", ctypes.c_int64),
+        ("error_got", ctypes.c_int64),
+        ("file_nbytes", ctypes.c_int64),
+        ("error", ctypes.c_int32),
+        ("finished", ctypes.c_int32),
+    )
+
+
+@final
+class _Library:
+    """The functions of direct_io.c. Those that may block release the GIL, the others are not worth giving it away."""
+
+    def __init__(self, path: Path) -> None:
+        releasing, holding = ctypes.CDLL(str(path)), ctypes.PyDLL(str(path))
+        pool, request = ctypes.c_void_p, ctypes.POINTER(_Request)
+        holding.tz_request_nbytes.restype = ctypes.c_int64
+        if holding.tz_request_nbytes() != ctypes.sizeof(_Request):
+            raise ConfigError(f"{path} was built from another version of direct_io.c; install tiered_zero again")
+        self.open_pool = holding.tz_pool_open
+        self.open_pool.argtypes = [ctypes.c_int32, ctypes.c_int64, ctypes.POINTER(ctypes.c_void_p)]
+        self.close_pool = releasing.tz_pool_close
+        self.close_pool.argtypes, self.close_pool.restype = [pool, ctypes.c_int32], None
+        self.submit = holding.tz_submit
+        self.submit.argtypes, self.submit.restype = [pool, request], None
+        self.wait = releasing.tz_wait
+        self.poll = holding.tz_wait
+        self.wait.argtypes = self.poll.argtypes = [pool, request, ctypes.c_int64]
+        self.moved_ns = holding.tz_moved_ns
+        self.moved_ns.argtypes, self.moved_ns.restype = [pool, request], ctypes.c_int64
+        self.failed = holding.tz_failed
+        self.failed.argtypes = [pool]
+
+
+def load_library(path: Path | None = None) -> _Library:
+    """Raises ConfigError with the reason where there is no native engine."""
+    found = path or find_library("_direct_io")
+    if found is None:
+        raise ConfigError(
+            "its library was not built, for want of a C compiler at install (or "
+            f"{LIBRARY_DIR_VARIABLE} points elsewhere); install a C compiler, then tiered_zero again"
+        )
+    try:
+        return _Library(found)
+    except (OSError, AttributeError) as error:
+        raise ConfigError(f"its library cannot be loaded: {error}") from error
+
+
+@final
+class NativeTicket(DiskTicket):
+    """Its C request is Python's memory: it must live until `finished`, which the engine's table sees to."""
+
+    def __init__(self, engine: NativeEngine, file: DiskFile, request: Request, view: memoryview) -> None:
+        super().__init__(engine, file, request)
+        self._engine = engine
+        self._view: memoryview | None = view
+        self.raw = _Request(
+            kind=_KINDS[request.kind],
+            fd=file.fd,
+            offset=request.offset,
+            nbytes=request.nbytes,
+            memory=memory_address(view),
+            alignment=file.alignment,
+            drop_pages=not file.direct,
+        )
+        self._error: TransferError | None = None
+
+    def done(self) -> bool:
+        return bool(self.raw.finished)
+
+    def finished_within(self, timeout_s: float) -> bool:
+        library, pool = self._engine.library, self._engine.pool
+        if not library.poll(pool, self.raw, 0) and not library.wait(pool, self.raw, int(timeout_s * _NS)):
+            return False
+        self._engine.collect(self)
+        return True
+
+    def failure(self) -> TransferError | None:
+        return self._error
+
+    def progressed_s(self) -> float:
+        return float(self._engine.library.moved_ns(self._engine.pool, self.raw)) / _NS
+
+    @property
+    def seconds(self) -> float:
+        return (self.raw.finished_ns - self.raw.submitted_ns) / _NS if self.raw.finished else 0.0
+
+    def settle(self) -> TransferError | None:
+        """Of a finished request: let go of its memory, and put its outcome into words. Once, by the engine."""
+        self._view = None
+        raw = self.raw
+        block = (raw.error_offset, raw.error_wanted, raw.error_got)
+        if raw.error == _END_OF_FILE:
+            self._error = end_of_file_error(self.request, *block, raw.file_nbytes)
+        elif raw.error:
+            self._error = transfer_error(self.request, *block, raw.error)
+        return self._error
+
+
+@final
+class NativeEngine(DiskEngine):
+    """One call submits a request and one waits for it, whatever its size; in between its workers need no GIL, so that
+    the rate holds beside Python code that computes."""
+
+    name = "native"
+
+    def __init__(
+        self,
+        *,
+        direct: bool,
+        alignment: int,
+        settings: IOSettings,
+        io_timeout_s: float,
+        library_path: Path | None = None,
+    ) -> None:
+        """`library_path`: of the shared object, instead of the one that the build made. Raises ConfigError."""
+        super().__init__(direct=direct, alignment=alignment, settings=settings, io_timeout_s=io_timeout_s)
+        self.library = load_library(library_path)
+        self.pool = ctypes.c_void_p()
+        self._lock = threading.Lock()
+        code = self.library.open_pool(settings.num_workers, settings.block_nbytes, ctypes.byref(self.pool))
+        if code:
+            raise ConfigError(f"its {settings.num_workers} threads cannot be started: {errno_text(code)}")
+
+    def collect(self, ticket: NativeTicket) -> None:
+        """Take a finished ticket out of the table; a failure latches. Any thread, more than once."""
+        with self._lock:
+            if ticket in self._unfinished:
+                error = ticket.settle()
+                if error is not None:
+                    self.latch.set(error)
+                del self._unfinished[ticket]
+
+    def _start(self, kind: str, file: DiskFile, request: Request, view: memoryview) -> NativeTicket:
+        ticket = NativeTicket(self, file, request, view)
+        with self._lock:  # the table stands in the order of submission
+            self._unfinished[ticket] = None
+            self.library.submit(self.pool, ticket.raw)
+        return ticket
+
+    def _check_usable(self, file: DiskFile) -> None:
+        """First see to tickets that nobody has waited for yet: all of them after a failure, else the oldest."""
+        if not self._closed and self._pid == os.getpid():
+            failed = self.library.failed(self.pool)
+            for ticket in list(self._unfinished) if failed else self._oldest():
+                if isinstance(ticket, NativeTicket) and ticket.done():
+                    ticket.finished_within(0.0)
+        super()._check_usable(file)
+
+    def _oldest(self) -> list[DiskTicket]:
+        with self._lock:
+            return [ticket for ticket, _ in zip(self._unfinished, range(2), strict=False)]
+
+    def _stop(self, idle: bool) -> None:
+        if not idle:
+            _abandoned.append((self, list(self._unfinished)))
+        self.library.close_pool(self.pool, not idle)

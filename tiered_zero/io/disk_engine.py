@@ -1,0 +1,148 @@
+"""What the engines share: admission of requests, the in-flight table, the watchdog, closing."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from abc import abstractmethod
+
+from tiered_zero.errors import TransferError
+from tiered_zero.io.disk_file import DiskFile, memory_address, open_descriptor
+from tiered_zero.io.engine import ErrorLatch, File, IOEngine, IOSettings, Request, Ticket
+from tiered_zero.io.watch import dump_in_flight
+from tiered_zero.sizes import PAGE_NBYTES
+
+_SLICE_S = 0.25
+"""A wait returns to Python this often, so that signal handlers run (Ctrl-C, SIGUSR1) and stalls are seen."""
+
+
+class DiskTicket(Ticket):
+    """A request of a DiskEngine. Holds the request's memory until it is done."""
+
+    def __init__(self, engine: DiskEngine, file: DiskFile, request: Request) -> None:
+        self.engine, self.file, self.request = engine, file, request
+        self.submitted_s = time.monotonic()
+
+    @abstractmethod
+    def finished_within(self, timeout_s: float) -> bool:
+        """Block at most `timeout_s`; True once finished."""
+
+    @abstractmethod
+    def failure(self) -> TransferError | None:
+        """What went wrong, once finished."""
+
+    @abstractmethod
+    def progressed_s(self) -> float:
+        """time.monotonic() of the last sign of life: this request's, or the engine's while it is still queued."""
+
+    def wait(self) -> None:
+        begun_s = time.monotonic()
+        limit_s = self.engine.io_timeout_s
+        while not self.finished_within(min(_SLICE_S, limit_s)):
+            if time.monotonic() - max(begun_s, self.progressed_s()) > limit_s:
+                raise self.engine.stall(self)
+        error = self.failure()
+        if error is not None:
+            raise error
+
+
+class DiskEngine(IOEngine):
+    """An engine over file descriptors. Requests may be submitted from any thread, and not across a fork."""
+
+    def __init__(self, *, direct: bool, alignment: int, settings: IOSettings, io_timeout_s: float) -> None:
+        """`alignment`: of O_DIRECT requests, 512 or 4096; 1 if not `direct`."""
+        assert direct or alignment == 1, "buffered files need no alignment"
+        self.direct, self.alignment, self.settings = direct, alignment, settings
+        self.io_timeout_s = io_timeout_s
+        self.latch = ErrorLatch()
+        self._pid = os.getpid()
+        self._closed = False
+        self._stalled = False
+        # A dict as an ordered set: each operation on it is atomic, so that a signal handler can read it at any time.
+        self._unfinished: dict[DiskTicket, None] = {}
+
+    def open(self, path: str, *, create: bool = False, writable: bool = True) -> DiskFile:
+        fd = open_descriptor(path, create=create, writable=writable, direct=self.direct)
+        return DiskFile(path, fd, alignment=self.alignment, direct=self.direct, settle=self._settle)
+
+    def read(self, file: File, offset: int, into: memoryview) -> Ticket:
+        if into.readonly:
+            raise TransferError(f"read at offset {offset} of {file.path}: the memory to read into is read-only")
+        return self._submit("read", file, offset, into)
+
+    def write(self, file: File, offset: int, data: memoryview) -> Ticket:
+        return self._submit("write", file, offset, data)
+
+    def sync(self, file: File) -> Ticket:
+        return self._submit("sync", file, 0, memoryview(b""))
+
+    def in_flight(self) -> list[tuple[Request, float]]:
+        now_s = time.monotonic()
+        return [(ticket.request, now_s - ticket.submitted_s) for ticket in list(self._unfinished) if not ticket.done()]
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        idle = self._settle(None)
+        if self._pid == os.getpid():
+            self._stop(idle)
+
+    def stall(self, ticket: DiskTicket) -> TransferError:
+        """The error of a request without progress; latches, because its memory may still be written to."""
+        request = ticket.request
+        error = TransferError(
+            f"{request.kind} of {request.nbytes} bytes at offset {request.offset} of {request.path} made no progress "
+            f"for {self.io_timeout_s:g} s (tiered_zero.io_timeout_s). Look at the kernel log (dmesg) and the device; "
+            f"raise the limit if it is merely slow.\n{dump_in_flight(self)}"
+        )
+        self._stalled = True
+        self.latch.set(error)
+        return error
+
+    @abstractmethod
+    def _start(self, kind: str, file: DiskFile, request: Request, view: memoryview) -> DiskTicket:
+        """Hand an admitted request to the workers and enter it into `_unfinished`."""
+
+    @abstractmethod
+    def _stop(self, idle: bool) -> None:
+        """End the workers; `idle` is False if some are stuck in a system call and must be abandoned."""
+
+    def _submit(self, kind: str, file: File, offset: int, data: memoryview) -> Ticket:
+        assert isinstance(file, DiskFile), f"{file} was not opened by an engine on disk files"
+        self._check_usable(file)
+        view = data.cast("B") if data.nbytes else memoryview(b"")
+        request = Request(kind, file.path, offset, view.nbytes)
+        if file.alignment > 1 and view.nbytes:
+            _check_aligned(request, view, file.alignment)
+        return self._start(kind, file, request, view)
+
+    def _check_usable(self, file: DiskFile) -> None:
+        self.latch.check()
+        if self._closed or file.fd < 0:
+            raise TransferError(f"{file.path}: the {'engine' if self._closed else 'file'} has been closed")
+        if self._pid != os.getpid():
+            raise TransferError(f"{file.path}: an I/O engine has no workers in a forked process; open one there")
+
+    def _settle(self, file: DiskFile | None) -> bool:
+        """Wait for what is in flight (of one file, or all), but not again after a stall; False if it is stuck."""
+        if self._pid != os.getpid():
+            return True
+        for ticket in list(self._unfinished):
+            if file is None or ticket.file is file:
+                with contextlib.suppress(TransferError):
+                    ticket.finished_within(0.0) if self._stalled else ticket.wait()
+                if not ticket.done():
+                    return False
+        return True
+
+
+def _check_aligned(request: Request, view: memoryview, alignment: int) -> None:
+    address = memory_address(view)
+    if request.offset % alignment or request.nbytes % alignment or address % alignment:
+        raise TransferError(
+            f"{request.kind} at {request.path}: O_DIRECT needs multiples of {alignment}; found "
+            f"offset {request.offset}, {request.nbytes} bytes, memory at {address:#x}. "
+            f"Align extents and buffers to {PAGE_NBYTES}."
+        )

@@ -1,0 +1,81 @@
+"""What is wrong with a directory before anything is written to it."""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+from pathlib import Path
+
+from tiered_zero.errors import ConfigError
+from tiered_zero.io.disk_file import errno_text
+
+_MOUNTS = Path("/proc/self/mountinfo")
+
+_NETWORK = ("nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "9p", "virtiofs", "afs")
+_WARNINGS = {
+    "tmpfs": "is RAM-backed (tmpfs): what is swapped there takes host memory, and nothing is gained",
+    "ramfs": "is RAM-backed (ramfs): what is swapped there takes host memory, and nothing is gained",
+    "overlay": "lies in a container's overlay: transfers pass through its lower file system; mount a volume there",
+    **{name: f"is on a network file system ({name}): expect latency, and use a local disk" for name in _NETWORK},
+}
+
+
+def preflight_directory(path: str | os.PathLike[str]) -> list[str]:
+    """Warnings about a directory that is to hold swap files, fit to be printed.
+
+    Raises ConfigError if it is missing, no directory, a block device, another user's behind a symbolic link, or not
+    writable; each says what to do. Creates and removes one empty file. Free space is checked by the store.
+    """
+    directory = os.fspath(path)
+    try:
+        status = os.stat(directory)
+    except OSError as error:
+        raise ConfigError(
+            f"nvme_path {directory} cannot be used: {errno_text(error.errno or 0)}. Create it on the disk that is to "
+            "be swapped to, or name another directory."
+        ) from error
+    if stat.S_ISBLK(status.st_mode):
+        raise ConfigError(
+            f"nvme_path {directory} is a block device. Make a file system on it, mount it, and name a directory there."
+        )
+    if not stat.S_ISDIR(status.st_mode):
+        raise ConfigError(
+            f"nvme_path {directory} is a file, but must be a directory. Name the directory that holds it."
+        )
+    if os.path.islink(directory.rstrip(os.sep)) and status.st_uid not in (0, os.geteuid()):
+        raise ConfigError(
+            f"nvme_path {directory} is a symbolic link to {os.path.realpath(directory)}, which belongs to user "
+            f"{status.st_uid}, not to you. Name a directory of your own."
+        )
+    try:
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"nvme_path {directory} is not writable: {errno_text(error.errno or 0)}. Give this user the right to "
+            "create files there, or name another directory."
+        ) from error
+    return filesystem_warnings(directory, filesystem_type(directory))
+
+
+def filesystem_warnings(directory: str, fstype: str | None) -> list[str]:
+    fuse = fstype is not None and (fstype.startswith("fuse") and fstype != "fuseblk")
+    text = "is on FUSE: each transfer passes through another process" if fuse else _WARNINGS.get(fstype or "")
+    return [f"nvme_path {directory} {text}."] if text else []
+
+
+def filesystem_type(path: str | os.PathLike[str], mounts: Path = _MOUNTS) -> str | None:
+    """The type of the mount that holds `path` ("ext4", "tmpfs", ...), after proc(5); None where that is not known."""
+    try:
+        lines = mounts.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    except OSError:
+        return None
+    real = os.path.realpath(path)
+    best, fstype = "", None
+    for line in lines:
+        fields = line.split(" ")
+        point = fields[4].replace("\\040", " ").replace("\\011", "\t").replace("\\012", "\n").replace("\\134", "\\")
+        if os.path.commonpath((point, real)) == point and len(point) >= len(best):  # the last of equals is on top
+            best, fstype = point, fields[fields.index("-", 6) + 1]
+    return fstype

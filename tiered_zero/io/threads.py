@@ -1,0 +1,94 @@
+"""The engine `threads`: preadv and pwritev on a small pool of Python threads."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from queue import SimpleQueue
+from typing import final
+
+from tiered_zero.errors import ConfigError
+from tiered_zero.io.disk_file import transfer_error
+from tiered_zero.io.engine import IOSettings
+from tiered_zero.io.pieces import Piece, PieceEngine, Progress
+
+_MAX_BLOCKS_A_CALL = 8
+
+
+@final
+class ThreadsEngine(PieceEngine):
+    """One queue for all requests and files: whichever worker is free takes the next piece, so that the device's queue
+    does not drain at the end of a request or a file.
+
+    Needs no compiler. Every call crosses the GIL: beside Python code that computes, prefer the native engine.
+    """
+
+    name = "threads"
+
+    def __init__(self, *, direct: bool, alignment: int, settings: IOSettings, io_timeout_s: float) -> None:
+        """Raises ConfigError on platforms without preadv."""
+        if not (hasattr(os, "preadv") and hasattr(os, "pwritev")):
+            raise ConfigError("this platform has no preadv and pwritev")
+        super().__init__(direct=direct, alignment=alignment, settings=settings, io_timeout_s=io_timeout_s)
+        self._queue: SimpleQueue[Piece | None] = SimpleQueue()
+        self._workers = [
+            threading.Thread(target=self._work, name=f"tiered-zero-io-{index}", daemon=True)
+            for index in range(settings.num_workers)
+        ]
+        for worker in self._workers:
+            worker.start()
+
+    def _piece_nbytes(self, nbytes: int) -> int:
+        block_nbytes = self.settings.block_nbytes
+        num_blocks = -(-nbytes // block_nbytes)
+        return block_nbytes * min(max(num_blocks // self.settings.num_workers, 1), _MAX_BLOCKS_A_CALL)
+
+    def _enqueue(self, piece: Piece) -> None:
+        self._queue.put(piece)
+
+    def _work(self) -> None:
+        while self._run(self._queue.get()):
+            pass  # no name here holds on to a finished piece, and with it to its memory
+
+    def _run(self, piece: Piece | None) -> bool:
+        if piece is None:
+            return False
+        error: BaseException | None = None
+        if self.begin(piece):
+            try:
+                _carry_out(piece)
+            except BaseException as failure:  # whatever it is, it belongs to the ticket and must not end the worker
+                error = failure
+        self.end(piece, error)
+        return True
+
+    def _stop(self, idle: bool) -> None:
+        for _ in self._workers:
+            self._queue.put(None)
+        for worker in self._workers if idle else ():
+            worker.join()
+
+
+def _carry_out(piece: Piece) -> None:
+    """Raises TransferError."""
+    request, file, view = piece.ticket.request, piece.ticket.file, piece.view
+    if request.kind == "sync":
+        try:
+            file.sync()
+        except OSError as error:
+            raise transfer_error(request, 0, 0, 0, error.errno or 0) from None
+        return
+    transfer = os.preadv if request.kind == "read" else os.pwritev
+    progress = Progress(request, file, piece.offset, len(view))
+    while not progress.finished:
+        start = progress.start
+        try:
+            moved = transfer(file.fd, [view[start:]], piece.offset + start)
+        except OSError as error:
+            progress.interrupted(error.errno or 0)
+        else:
+            progress.advance(moved)
+        if progress.pause_s:
+            time.sleep(progress.pause_s)
+    file.forget(piece.offset, len(view))

@@ -1,0 +1,89 @@
+"""Where each parameter lies in its unit's flat array."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+import torch
+
+from tiered_zero.sizes import PAGE_NBYTES, align_up
+
+PARAM_ALIGNMENT_NBYTES = 128
+"""Start of each parameter in its flat: a whole cache line pair, which every GEMM library is content with."""
+
+CUT_NUMEL = PAGE_NBYTES // 2
+"""Flats end and sub-groups cut at multiples of this many elements: a page even in 16 bit, so that any tier can write a cut part."""
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """One parameter by identity. `name`: its first fully qualified name; `aliases`: the others (tied weights).
+
+    `dtype`: on the device. `index`: its place in `model.parameters()`.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    trainable: bool
+    index: int
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+
+@dataclass(frozen=True)
+class FlatEntry:
+    """`start`: first element in the flat."""
+
+    param: ParamSpec
+    start: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.param.numel
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Parameters that move together: one dtype, trainable or not, persistent or not. A flat [P], `P = W * S`.
+
+    `module`: qualified name of the module whose forward uses it ("" is the root). Between entries and after the last lie
+    zeros that are never read as values.
+    """
+
+    index: int
+    name: str
+    module: str
+    dtype: torch.dtype
+    trainable: bool
+    persistent: bool
+    entries: tuple[FlatEntry, ...]
+    world_size: int = 1
+
+    @cached_property
+    def numel(self) -> int:
+        """P: padded so that each rank's shard is whole pages."""
+        page_numel = max(CUT_NUMEL, PAGE_NBYTES // self.dtype.itemsize)
+        return align_up(self.entries[-1].stop, page_numel * self.world_size)
+
+    @property
+    def shard_numel(self) -> int:
+        return self.numel // self.world_size
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+def place_params(params: list[ParamSpec]) -> tuple[FlatEntry, ...]:
+    """Lay parameters of one dtype one after another, each at an aligned start."""
+    entries, position = [], 0
+    for param in params:
+        entries.append(FlatEntry(param, position))
+        position = align_up(position + param.numel, max(1, PARAM_ALIGNMENT_NBYTES // param.dtype.itemsize))
+    return tuple(entries)

@@ -1,0 +1,340 @@
+/* A pool of threads that moves blocks between memory and files; bound with ctypes by tiered_zero/io/direct.py.
+ *
+ * A request of any size is one tz_submit and one tz_wait. The pool keeps the unfinished requests in one list, in the
+ * order in which they came. A free worker takes the next unclaimed block of the oldest request that has one, so that
+ * the device's queue drains neither between requests nor between files. A sync waits until the writes to its
+ * descriptor that stand before it in the list are finished.
+ *
+ * Everything is guarded by the pool's one mutex, except for the system calls themselves and `finished`: that is stored
+ * last (release), after which the pool does not touch the request again, and its owner may free it.
+ *
+ * No Python, no global state, nothing printed. Linux; needs pthreads only. */
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE
+#endif
+#define _FILE_OFFSET_BITS 64
+#include <errno.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <sys/stat.h>
+#include <time.h>
+#include <unistd.h>
+
+enum { TZ_READ = 0, TZ_WRITE = 1, TZ_SYNC = 2 };
+enum { TZ_END_OF_FILE = -1 }; /* as `error`: no errno says it */
+enum { MAX_TRIES = 16, STACK_NBYTES = 128 * 1024 };
+
+typedef struct tz_request {
+    /* Set by the caller before tz_submit. */
+    int32_t kind, fd;
+    int64_t offset, nbytes;
+    char *memory;
+    int32_t alignment;  /* of O_DIRECT; 1 if buffered */
+    int32_t drop_pages; /* buffered: ask for the pages to be dropped from the cache */
+    /* The pool's, until `finished`. */
+    int64_t num_unclaimed; /* bytes that no worker has taken yet; a sync counts as one byte */
+    int32_t num_running;   /* blocks in system calls */
+    int32_t num_blockers;  /* of a sync: unfinished writes before it */
+    struct tz_request *previous, *next;
+    int64_t moved_ns; /* when a block last started or ended; 0 while all are queued */
+    /* The outcome. `error`: 0, an errno or TZ_END_OF_FILE; the rest is of the block that met it first. */
+    int64_t submitted_ns, finished_ns;
+    int64_t error_offset, error_wanted, error_got, file_nbytes;
+    int32_t error;
+    int32_t finished;
+} tz_request;
+
+typedef struct tz_pool {
+    pthread_mutex_t mutex;
+    pthread_cond_t work, done;
+    tz_request *first, *last;
+    int64_t block_nbytes;
+    int64_t moved_ns; /* when any block last started or ended */
+    int32_t num_syncs, num_threads;
+    int32_t stopping;
+    int32_t failed; /* a request has failed */
+    pthread_t threads[];
+} tz_pool;
+
+typedef struct {
+    int32_t error;
+    int64_t got, file_nbytes;
+} outcome;
+
+/* CLOCK_MONOTONIC, which is Python's time.monotonic() on Linux. */
+static int64_t now_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+/* 1 ms, doubled with each try up to 100 ms. */
+static void pause_before_try(int num_tries)
+{
+    int64_t pause_ns = num_tries > 7 ? 100000000 : (int64_t)1000000 << (num_tries - 1);
+    struct timespec pause = {.tv_sec = 0, .tv_nsec = pause_ns};
+    nanosleep(&pause, NULL);
+}
+
+/* Move one block. A short transfer is continued, with O_DIRECT from the last aligned offset before its end; EINTR,
+ * EAGAIN and transfers of nothing are tried again, within bounds. */
+static outcome transfer(const tz_request *request, int64_t start, int64_t wanted)
+{
+    outcome result = {0, 0, 0};
+    char *memory = request->memory + start;
+    int64_t offset = request->offset + start;
+    for (int num_tries = 0; result.got < wanted;) {
+        int64_t from = result.got - result.got % request->alignment;
+        ssize_t moved = request->kind == TZ_READ
+                            ? pread(request->fd, memory + from, (size_t)(wanted - from), offset + from)
+                            : pwrite(request->fd, memory + from, (size_t)(wanted - from), offset + from);
+        int code = moved < 0 ? errno : EIO;
+        if (moved >= 0 && from + moved > result.got) {
+            result.got = from + moved;
+            num_tries = 0;
+            continue;
+        }
+        if (moved < 0 && code != EINTR && code != EAGAIN) {
+            result.error = code;
+            return result;
+        }
+        struct stat status;
+        if (moved >= 0 && request->kind == TZ_READ && fstat(request->fd, &status) == 0 &&
+            offset + result.got >= status.st_size) {
+            result.error = TZ_END_OF_FILE;
+            result.file_nbytes = status.st_size;
+            return result;
+        }
+        if (++num_tries >= MAX_TRIES) {
+            result.error = code;
+            return result;
+        }
+        pause_before_try(num_tries);
+    }
+    if (request->drop_pages)
+        (void)posix_fadvise(request->fd, offset, wanted, POSIX_FADV_DONTNEED); /* advice only */
+    return result;
+}
+
+static outcome carry_out(const tz_request *request, int64_t start, int64_t wanted)
+{
+    outcome result = {0, 0, 0};
+    if (request->kind != TZ_SYNC)
+        return transfer(request, start, wanted);
+    if (fdatasync(request->fd) != 0)
+        result.error = errno;
+    else if (request->drop_pages)
+        (void)posix_fadvise(request->fd, 0, 0, POSIX_FADV_DONTNEED);
+    return result;
+}
+
+static void set_error(tz_request *request, const tz_request *cause)
+{
+    if (request->error)
+        return;
+    request->error = cause->error;
+    request->error_offset = cause->error_offset;
+    request->error_wanted = cause->error_wanted;
+    request->error_got = cause->error_got;
+    request->file_nbytes = cause->file_nbytes;
+}
+
+/* Mutex held; the last touch of `request`. */
+static void finish(tz_pool *pool, tz_request *request)
+{
+    if (request->kind == TZ_WRITE && pool->num_syncs) {
+        for (tz_request *later = request->next; later; later = later->next) {
+            if (later->kind == TZ_SYNC && later->fd == request->fd) {
+                set_error(later, request); /* what was not written cannot be made durable */
+                if (--later->num_blockers == 0)
+                    pthread_cond_signal(&pool->work);
+            }
+        }
+    }
+    pool->num_syncs -= request->kind == TZ_SYNC;
+    if (request->error)
+        __atomic_store_n(&pool->failed, 1, __ATOMIC_RELEASE);
+    *(request->previous ? &request->previous->next : &pool->first) = request->next;
+    *(request->next ? &request->next->previous : &pool->last) = request->previous;
+    request->finished_ns = now_ns();
+    __atomic_store_n(&request->finished, 1, __ATOMIC_RELEASE);
+    pthread_cond_broadcast(&pool->done);
+}
+
+/* Mutex held. At most num_threads requests before the answer are fully claimed. */
+static tz_request *first_claimable(const tz_pool *pool)
+{
+    tz_request *request = pool->first;
+    while (request && (request->num_blockers || !request->num_unclaimed))
+        request = request->next;
+    return request;
+}
+
+/* Mutex held on entry and on return, not while the block moves. */
+static void work_on(tz_pool *pool, tz_request *request)
+{
+    int64_t start = request->kind == TZ_SYNC ? 0 : request->nbytes - request->num_unclaimed;
+    int64_t wanted = request->num_unclaimed < pool->block_nbytes ? request->num_unclaimed : pool->block_nbytes;
+    outcome result = {0, 0, 0};
+    request->num_unclaimed -= wanted;
+    request->num_running++;
+    request->moved_ns = pool->moved_ns = now_ns();
+    if (!request->error) {
+        pthread_mutex_unlock(&pool->mutex);
+        result = carry_out(request, start, wanted);
+        pthread_mutex_lock(&pool->mutex);
+    }
+    request->moved_ns = pool->moved_ns = now_ns();
+    request->num_running--;
+    if (result.error) {
+        tz_request cause = {.error = result.error,
+                            .error_offset = request->offset + start,
+                            .error_wanted = request->kind == TZ_SYNC ? 0 : wanted,
+                            .error_got = result.got,
+                            .file_nbytes = result.file_nbytes};
+        set_error(request, &cause);
+        request->num_unclaimed = 0; /* the blocks not yet begun are not begun */
+    }
+    if (!request->num_unclaimed && !request->num_running)
+        finish(pool, request);
+}
+
+static void *work(void *argument)
+{
+    tz_pool *pool = argument;
+    pthread_mutex_lock(&pool->mutex);
+    for (;;) {
+        tz_request *request = first_claimable(pool);
+        if (request)
+            work_on(pool, request);
+        else if (pool->stopping)
+            break;
+        else
+            pthread_cond_wait(&pool->work, &pool->mutex);
+    }
+    pthread_mutex_unlock(&pool->mutex);
+    return NULL;
+}
+
+/* So that the binding can refuse a library that was built from another version of this file. */
+int64_t tz_request_nbytes(void)
+{
+    return (int64_t)sizeof(tz_request);
+}
+
+/* End the workers once their blocks are done. `abandon`: do not wait for them, because some are stuck in a system
+ * call; what they use, the pool and its unfinished requests, must then stay where it is for good. */
+void tz_pool_close(tz_pool *pool, int32_t abandon)
+{
+    pthread_mutex_lock(&pool->mutex);
+    pool->stopping = 1;
+    pthread_cond_broadcast(&pool->work);
+    pthread_mutex_unlock(&pool->mutex);
+    for (int32_t index = 0; index < pool->num_threads; index++) {
+        if (abandon)
+            pthread_detach(pool->threads[index]);
+        else
+            pthread_join(pool->threads[index], NULL);
+    }
+    if (abandon)
+        return;
+    pthread_cond_destroy(&pool->work);
+    pthread_cond_destroy(&pool->done);
+    pthread_mutex_destroy(&pool->mutex);
+    free(pool);
+}
+
+/* 0 and *result, or an errno. The threads block all signals: those are for the program's own threads. */
+int32_t tz_pool_open(int32_t num_threads, int64_t block_nbytes, tz_pool **result)
+{
+    tz_pool *pool = calloc(1, sizeof(tz_pool) + (size_t)num_threads * sizeof(pthread_t));
+    if (!pool)
+        return ENOMEM;
+    pool->block_nbytes = block_nbytes;
+    pool->moved_ns = now_ns();
+    pthread_condattr_t monotonic;
+    pthread_condattr_init(&monotonic);
+    pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
+    pthread_mutex_init(&pool->mutex, NULL);
+    pthread_cond_init(&pool->work, NULL);
+    pthread_cond_init(&pool->done, &monotonic);
+    pthread_condattr_destroy(&monotonic);
+
+    pthread_attr_t small_stack;
+    pthread_attr_init(&small_stack);
+    pthread_attr_setstacksize(&small_stack, STACK_NBYTES);
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    int code = 0;
+    while (!code && pool->num_threads < num_threads) {
+        code = pthread_create(&pool->threads[pool->num_threads], &small_stack, work, pool);
+        pool->num_threads += code == 0;
+    }
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    pthread_attr_destroy(&small_stack);
+    if (code)
+        tz_pool_close(pool, 0);
+    else
+        *result = pool;
+    return code;
+}
+
+/* Never blocks for longer than the mutex is held. */
+void tz_submit(tz_pool *pool, tz_request *request)
+{
+    pthread_mutex_lock(&pool->mutex);
+    request->submitted_ns = now_ns();
+    request->num_unclaimed = request->kind == TZ_SYNC ? 1 : request->nbytes;
+    if (request->kind == TZ_SYNC) {
+        pool->num_syncs++;
+        for (tz_request *earlier = pool->first; earlier; earlier = earlier->next)
+            request->num_blockers += earlier->kind == TZ_WRITE && earlier->fd == request->fd;
+    }
+    request->previous = pool->last;
+    *(pool->last ? &pool->last->next : &pool->first) = request;
+    pool->last = request;
+    if (!request->num_unclaimed)
+        finish(pool, request); /* a request for nothing */
+    else if (request->num_unclaimed > pool->block_nbytes)
+        pthread_cond_broadcast(&pool->work);
+    else
+        pthread_cond_signal(&pool->work);
+    pthread_mutex_unlock(&pool->mutex);
+}
+
+/* 1 once finished, else 0 after `timeout_ns`. A finished request needs no pool any more. */
+int32_t tz_wait(tz_pool *pool, tz_request *request, int64_t timeout_ns)
+{
+    if (__atomic_load_n(&request->finished, __ATOMIC_ACQUIRE))
+        return 1;
+    if (timeout_ns <= 0)
+        return 0;
+    int64_t until_ns = now_ns() + timeout_ns;
+    struct timespec until = {.tv_sec = until_ns / 1000000000, .tv_nsec = until_ns % 1000000000};
+    pthread_mutex_lock(&pool->mutex);
+    while (!request->finished && pthread_cond_timedwait(&pool->done, &pool->mutex, &until) == 0)
+        ;
+    int32_t finished = request->finished;
+    pthread_mutex_unlock(&pool->mutex);
+    return finished;
+}
+
+/* When this request, or while it is queued any other, last showed a sign of life. */
+int64_t tz_moved_ns(tz_pool *pool, const tz_request *request)
+{
+    pthread_mutex_lock(&pool->mutex);
+    int64_t moved_ns = request->moved_ns ? request->moved_ns : pool->moved_ns;
+    pthread_mutex_unlock(&pool->mutex);
+    return moved_ns;
+}
+
+/* 1 once any request has failed. */
+int32_t tz_failed(tz_pool *pool)
+{
+    return __atomic_load_n(&pool->failed, __ATOMIC_ACQUIRE);
+}

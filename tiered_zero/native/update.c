@@ -1,0 +1,415 @@
+/* The update at memory speed: one pass over gradient, master weights and optimizer state.
+ *
+ * Plain C with pthreads, bound by update.py over ctypes. 28 bytes a parameter for Adam with 16-bit gradients and copies: each
+ * array is read once and written once. The arithmetic is in update_kernel.h, compiled here once for every instruction set
+ * that the compiler knows; the caller names the one to run. Nothing here looks at the environment.
+ */
+#if defined(__FAST_MATH__)
+#error "update.c needs IEEE arithmetic: build without -ffast-math"
+#endif
+#if defined(__clang__)
+#pragma STDC FP_CONTRACT OFF
+#elif defined(__GNUC__)
+#pragma GCC optimize("fp-contract=off,no-math-errno,no-trapping-math")
+#endif
+#define _GNU_SOURCE
+#include <math.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+#if defined(__x86_64__)
+#include <cpuid.h>
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+#define API __attribute__((visibility("default")))
+
+enum { TZ_F32, TZ_BF16, TZ_F16, TZ_REMAINDER };
+enum { TZ_ADAM, TZ_SGD, TZ_ADAGRAD, TZ_LION };
+enum { TZ_MAXIMIZE = 1, TZ_L2 = 2, TZ_AMSGRAD = 4, TZ_MOMENTUM = 8, TZ_NESTEROV = 16, TZ_FIRST = 32, TZ_TORCH_ROOT = 64 };
+enum { TZ_SCALAR, TZ_AVX2, TZ_AVX512, TZ_NEON, TZ_LEVELS };
+enum { TZ_GROUP = 16, TZ_BLOCK = 256, TZ_LINE = 64, TZ_PIECE = 64 << 10, TZ_FEWEST = 4 << 10, TZ_STATES = 3, TZ_MAX_THREADS = 256 };
+
+/* What a step applies to every element: computed in double by the caller and rounded to float once, as torch does.
+ * adam     weight1 = 1 - beta1, beta2, weight2 = 1 - beta2, root2 = sqrt(1 - beta2^t), eps, rate = -lr / (1 - beta1^t), decay
+ * sgd      beta2 = momentum, weight2 = 1 - dampening, rate = -lr
+ * adagrad  eps, rate = -lr / (1 + (t - 1) * lr_decay)
+ * lion     weight1 = 1 - beta1, weight2 = 1 - beta2, rate = -lr, decay
+ * decay: factor on the master (decoupled weight decay; else 1). l2: with TZ_L2, l2 * master is added to the gradient. */
+struct tz_hyper {
+    int32_t rule, flags, grad_type, master_type, out_type, state_type;
+    uint32_t seed; /* of stochastic rounding, where state_type is TZ_BF16 */
+    float grad_scale, l2, decay, weight1, beta2, weight2, root2, eps, rate;
+};
+
+/* master: float, or the int16 remainders of TZ_REMAINDER with `out` the other half. out: may be NULL. */
+struct tz_run {
+    void *master;
+    const void *grad;
+    void *out;
+    void *state[TZ_STATES];
+    int64_t numel;
+    const struct tz_hyper *hyper;
+};
+
+/* target: NULL for a scan alone. */
+struct tz_copy {
+    const void *source;
+    void *target;
+    int64_t numel;
+    int32_t source_type, target_type, add, reserved;
+};
+
+/* MKL's Fortran entry point of vmsSqrt, and the mode in which ATen calls it (VML_HA, denormals kept, errors ignored). */
+typedef void tz_root(const int32_t *n, const float *a, float *y, const int64_t *mode);
+#define TZ_ROOT_MODE (0x2 | 0x140000 | 0x100)
+
+#define LEVEL scalar
+#define LANES 4
+#define TARGET
+#include "update_kernel.h"
+#if defined(__x86_64__)
+#define LEVEL avx2
+#define LANES 8
+#define TARGET __attribute__((target("avx2,fma,f16c")))
+#define ISA_AVX2
+#include "update_kernel.h"
+#define LEVEL avx512
+#define LANES 16
+#define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")))
+#define ISA_AVX512
+#include "update_kernel.h"
+#elif defined(__aarch64__)
+#define LEVEL neon
+#define LANES 4
+#define TARGET
+#define ISA_NEON
+#include "update_kernel.h"
+#endif
+
+typedef void tz_advance(const struct tz_run *, int64_t, int64_t, int, tz_root *);
+typedef double tz_receive(const struct tz_copy *, int64_t, int64_t);
+static const struct {
+    tz_advance *advance;
+    tz_receive *receive;
+} kernels[TZ_LEVELS] = {
+    [TZ_SCALAR] = {advance_scalar, receive_scalar},
+#if defined(__x86_64__)
+    [TZ_AVX2] = {advance_avx2, receive_avx2},
+    [TZ_AVX512] = {advance_avx512, receive_avx512},
+#elif defined(__aarch64__)
+    [TZ_NEON] = {advance_neon, receive_neon},
+#endif
+};
+
+/* 1 where this processor (and operating system) runs `level` and it was compiled in. */
+API int tz_supported(int level) {
+    if (level < 0 || level >= TZ_LEVELS || !kernels[level].advance) return 0;
+#if defined(__x86_64__)
+    unsigned a, b, c = 0, d;
+    int half = __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+    __builtin_cpu_init();
+    int avx2 = half && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    if (level == TZ_AVX2) return avx2;
+    if (level == TZ_AVX512)
+        return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+               __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+#endif
+    return 1;
+}
+
+/* ---- Threads: a pool that sleeps between calls, one job at a time; the pieces of a job are taken in turn, so that a slow
+ * core does not hold up the rest. A second caller meanwhile works alone. Threads start with the first job that has use for
+ * them; a child after fork() has none of its parent's and starts its own. ---- */
+
+struct job {
+    void (*piece)(void *context, int64_t index);
+    void *context;
+    int64_t num_pieces;
+    int num_workers;
+    atomic_llong next;
+};
+
+struct seat {
+    struct tz_pool *pool;
+    int index;
+};
+
+struct tz_pool {
+    atomic_int holder; /* pid of the process in which a job runs, or 0 */
+    pid_t owner;       /* whose threads these are */
+    int max_workers, num_workers, busy, closing;
+    uint64_t generation;
+    struct job *job;
+    pthread_mutex_t lock;
+    pthread_cond_t posted, finished;
+    pthread_t threads[TZ_MAX_THREADS];
+    struct seat seats[TZ_MAX_THREADS];
+};
+
+static void work(struct job *job) {
+    for (int64_t i; (i = atomic_fetch_add(&job->next, 1)) < job->num_pieces;) job->piece(job->context, i);
+}
+
+static void *worker(void *argument) {
+    struct seat *seat = argument;
+    struct tz_pool *pool = seat->pool;
+    pthread_mutex_lock(&pool->lock);
+    for (uint64_t seen = 0; !pool->closing;) {
+        if (pool->generation == seen) {
+            pthread_cond_wait(&pool->posted, &pool->lock);
+            continue;
+        }
+        seen = pool->generation;
+        struct job *job = pool->job;
+        if (!job || seat->index >= job->num_workers) continue;
+        pthread_mutex_unlock(&pool->lock);
+        work(job);
+        pthread_mutex_lock(&pool->lock);
+        if (!--pool->busy) pthread_cond_signal(&pool->finished);
+    }
+    pthread_mutex_unlock(&pool->lock);
+    return NULL;
+}
+
+/* Up to `wanted` workers for the holder; fewer where threads cannot be had. Signals stay with the threads of Python. */
+static int staff(struct tz_pool *pool, int wanted) {
+    if (pool->owner != getpid()) { /* after fork(): what the parent's threads held is for ever held */
+        pthread_mutex_init(&pool->lock, NULL);
+        pthread_cond_init(&pool->posted, NULL);
+        pthread_cond_init(&pool->finished, NULL);
+        pool->num_workers = pool->busy = 0;
+        pool->generation = 0;
+        pool->job = NULL;
+        pool->owner = getpid();
+    }
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    while (pool->num_workers < wanted) {
+        struct seat *seat = &pool->seats[pool->num_workers];
+        *seat = (struct seat){pool, pool->num_workers};
+        if (pthread_create(&pool->threads[pool->num_workers], NULL, worker, seat)) break;
+        pool->num_workers++;
+    }
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    return pool->num_workers < wanted ? pool->num_workers : wanted;
+}
+
+/* 0 where another thread of this process holds the pool. */
+static int occupy(struct tz_pool *pool) {
+    int self = getpid(), holder = 0;
+    while (!atomic_compare_exchange_strong(&pool->holder, &holder, self))
+        if (holder == self) return 0;
+    return 1;
+}
+
+static void run(struct tz_pool *pool, void (*piece)(void *, int64_t), void *context, int64_t num_pieces) {
+    struct job job = {.piece = piece, .context = context, .num_pieces = num_pieces};
+    int wanted = num_pieces > pool->max_workers ? pool->max_workers : (int)num_pieces - 1;
+    if (wanted < 1 || !occupy(pool)) {
+        work(&job);
+        return;
+    }
+    job.num_workers = staff(pool, wanted);
+    pthread_mutex_lock(&pool->lock);
+    pool->job = &job;
+    pool->busy = job.num_workers;
+    pool->generation++;
+    pthread_cond_broadcast(&pool->posted);
+    pthread_mutex_unlock(&pool->lock);
+    work(&job);
+    pthread_mutex_lock(&pool->lock);
+    while (pool->busy) pthread_cond_wait(&pool->finished, &pool->lock);
+    pool->job = NULL;
+    pthread_mutex_unlock(&pool->lock);
+    atomic_store(&pool->holder, 0);
+}
+
+/* A pool of num_threads, the caller's own included; NULL without memory. */
+API struct tz_pool *tz_pool_open(int num_threads) {
+    struct tz_pool *pool = calloc(1, sizeof *pool);
+    if (pool) pool->max_workers = num_threads > TZ_MAX_THREADS ? TZ_MAX_THREADS - 1 : num_threads - 1;
+    return pool;
+}
+
+/* Ends the threads. No call may be running. */
+API void tz_pool_close(struct tz_pool *pool) {
+    if (pool->owner == getpid()) {
+        pthread_mutex_lock(&pool->lock);
+        pool->closing = 1;
+        pthread_cond_broadcast(&pool->posted);
+        pthread_mutex_unlock(&pool->lock);
+        for (int i = 0; i < pool->num_workers; i++) pthread_join(pool->threads[i], NULL);
+    }
+    free(pool);
+}
+
+/* The caller may have turned denormals off for itself (torch.set_flush_denormal); workers have not. All compute alike. */
+static inline unsigned keep_denormals(void) {
+#if defined(__x86_64__)
+    unsigned before = _mm_getcsr();
+    _mm_setcsr(0x1f80);
+    return before;
+#else
+    return 0;
+#endif
+}
+
+static inline void restore_denormals(unsigned before) {
+#if defined(__x86_64__)
+    _mm_setcsr(before);
+#else
+    (void)before;
+#endif
+}
+
+/* ---- Updates: the runs laid end to end are cut into equal pieces, at cache lines within a run. ---- */
+
+struct update {
+    const struct tz_run *runs;
+    int64_t num_runs, piece;
+    const int64_t *starts; /* of each run in the whole, and the end */
+    int level;
+    tz_root *root;
+};
+
+static const int widths[] = {[TZ_F32] = 4, [TZ_BF16] = 2, [TZ_F16] = 2, [TZ_REMAINDER] = 2};
+
+static inline void *at(const void *base, int64_t i, int type) { return base ? (char *)base + i * widths[type] : NULL; }
+
+/* The last elements of a run pass through the same code in a padded copy. */
+static void advance_tail(const struct update *u, const struct tz_run *r, int64_t from, int64_t n) {
+    const struct tz_hyper *h = r->hyper;
+    __attribute__((aligned(64))) float space[3 + TZ_STATES][TZ_GROUP] = {{0}};
+    const void *places[3 + TZ_STATES] = {at(r->master, from, h->master_type), at(r->out, from, h->out_type),
+                                         at(r->grad, from, h->grad_type)};
+    int types[3 + TZ_STATES] = {h->master_type, h->out_type, h->grad_type};
+    for (int k = 0; k < TZ_STATES; k++) {
+        places[3 + k] = at(r->state[k], from, h->state_type);
+        types[3 + k] = h->state_type;
+    }
+    for (int k = 0; k < 3 + TZ_STATES; k++)
+        if (places[k]) memcpy(space[k], places[k], n * widths[types[k]]);
+    struct tz_run padded = {space[0], space[2], r->out ? space[1] : NULL, {space[3], space[4], space[5]}, TZ_GROUP, h};
+    kernels[u->level].advance(&padded, 0, TZ_GROUP, 0, u->root);
+    for (int k = 0; k < 3 + TZ_STATES; k++)
+        if (places[k] && k != 2) memcpy((void *)places[k], space[k], n * widths[types[k]]);
+}
+
+/* The index of the last start <= x. */
+static int64_t find(const int64_t *starts, int64_t count, int64_t x) {
+    int64_t low = 0, high = count;
+    while (high - low > 1) {
+        int64_t middle = low + (high - low) / 2;
+        if (starts[middle] <= x)
+            low = middle;
+        else
+            high = middle;
+    }
+    return low;
+}
+
+static int64_t to_line(int64_t i, int64_t numel) {
+    i = (i + TZ_LINE - 1) / TZ_LINE * TZ_LINE;
+    return i < 0 ? 0 : i < numel ? i : numel;
+}
+
+static void update_piece(void *context, int64_t index) {
+    const struct update *u = context;
+    int64_t begin = index * u->piece, end = begin + u->piece;
+    unsigned mode = keep_denormals();
+    for (int64_t k = find(u->starts, u->num_runs, begin); k < u->num_runs && u->starts[k] < end; k++) {
+        const struct tz_run *r = &u->runs[k];
+        int64_t from = to_line(begin - u->starts[k], r->numel), to = to_line(end - u->starts[k], r->numel);
+        int64_t whole = to - (to - from) % TZ_GROUP;
+        int streaming = (uintptr_t)r->out % 32 == 0;
+        if (from < whole) kernels[u->level].advance(r, from, whole, streaming, u->root);
+        if (whole < to) advance_tail(u, r, whole, to - whole);
+    }
+    restore_denormals(mode);
+}
+
+/* Advances every run. root: MKL's square root, for the runs with TZ_TORCH_ROOT; NULL where there is none. Returns 0; -1: no memory, nothing was done; -2: the
+ * level is not supported here. */
+API int tz_update_batch(struct tz_pool *pool, const struct tz_run *runs, int64_t num_runs, int level, tz_root *root) {
+    if (!tz_supported(level)) return -2;
+    int64_t *starts = malloc((num_runs + 1) * sizeof *starts), total = 0;
+    if (!starts) return -1;
+    for (int64_t i = 0; i < num_runs; i++) {
+        starts[i] = total;
+        total += runs[i].numel;
+    }
+    starts[num_runs] = total;
+    int64_t piece = total / (4 * (pool->max_workers + 1));
+    piece = to_line(piece < TZ_FEWEST ? TZ_FEWEST : piece, TZ_PIECE);
+    struct update update = {runs, num_runs, piece, starts, level, root};
+    run(pool, update_piece, &update, (total + piece - 1) / piece);
+    free(starts);
+    return 0;
+}
+
+/* ---- Received gradients: blocks of one size, whatever the number of threads, so that sums are the same. ---- */
+
+struct reception {
+    const struct tz_copy *copies;
+    int64_t num_copies;
+    const int64_t *starts; /* first block of each copy, and the end */
+    double *sums;          /* a block */
+    int level;
+};
+
+static void receive_piece(void *context, int64_t index) {
+    const struct reception *x = context;
+    int64_t k = find(x->starts, x->num_copies, index), from = (index - x->starts[k]) * TZ_PIECE;
+    const struct tz_copy *c = &x->copies[k];
+    int64_t to = from + TZ_PIECE < c->numel ? from + TZ_PIECE : c->numel, whole = to - (to - from) % TZ_GROUP;
+    unsigned mode = keep_denormals();
+    double sum = kernels[x->level].receive(c, from, whole);
+    if (whole < to) {
+        float source[TZ_GROUP] = {0}, target[TZ_GROUP] = {0};
+        int64_t n = to - whole;
+        struct tz_copy padded = *c;
+        padded.source = source;
+        padded.target = c->target ? target : NULL;
+        memcpy(source, at(c->source, whole, c->source_type), n * widths[c->source_type]);
+        if (c->target) memcpy(target, at(c->target, whole, c->target_type), n * widths[c->target_type]);
+        sum += kernels[x->level].receive(&padded, 0, TZ_GROUP);
+        if (c->target) memcpy(at(c->target, whole, c->target_type), target, n * widths[c->target_type]);
+    }
+    x->sums[index] = sum;
+    restore_denormals(mode);
+}
+
+/* Copies, adds or scans; sums[i]: the sum of squares of what lies in the target (else the source) of copies[i], finite if and
+ * only if all of it is. The same bits for any level and number of threads. Returns as tz_update_batch. */
+API int tz_copy_norm(struct tz_pool *pool, const struct tz_copy *copies, int64_t num_copies, double *sums, int level) {
+    if (!tz_supported(level)) return -2;
+    int64_t *starts = malloc((num_copies + 1) * sizeof *starts), total = 0;
+    if (!starts) return -1;
+    for (int64_t i = 0; i < num_copies; i++) {
+        starts[i] = total;
+        total += (copies[i].numel + TZ_PIECE - 1) / TZ_PIECE;
+    }
+    starts[num_copies] = total;
+    double *blocks = malloc((total + 1) * sizeof *blocks);
+    if (!blocks) {
+        free(starts);
+        return -1;
+    }
+    struct reception reception = {copies, num_copies, starts, blocks, level};
+    run(pool, receive_piece, &reception, total);
+    for (int64_t i = 0; i < num_copies; i++) {
+        sums[i] = 0;
+        for (int64_t k = starts[i]; k < starts[i + 1]; k++) sums[i] += blocks[k];
+    }
+    free(blocks);
+    free(starts);
+    return 0;
+}

@@ -1,0 +1,234 @@
+"""The update kernel (update.c) behind ctypes: which instruction set it runs, on how many threads. Knows no torch."""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import os
+from array import array
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple, final
+
+from tiered_zero.errors import ConfigError
+
+LEVEL_VARIABLE = "TIERED_ZERO_UPDATE_LEVEL"
+"""Environment: forces a level by name. A level that this machine cannot run is refused."""
+
+LEVELS = {"avx512": 2, "avx2": 1, "neon": 3, "scalar": 0}
+"""Best first; the numbers are update.c's."""
+
+ADDRESSES_PER_RUN = 8
+"""See `UpdateKernel.update`."""
+
+_CPU_MAX = Path("sys/fs/cgroup")
+
+
+class Dtype(enum.IntEnum):
+    FLOAT32 = 0
+    BFLOAT16 = 1
+    FLOAT16 = 2
+    REMAINDER = 3
+    """Of a master: int16 that is added to its bfloat16 `out`, taken as the high half of 32 bits."""
+
+
+class Rule(enum.IntEnum):
+    ADAM = 0
+    SGD = 1
+    ADAGRAD = 2
+    LION = 3
+
+
+class Flag(enum.IntFlag):
+    MAXIMIZE = 1
+    L2 = 2
+    AMSGRAD = 4
+    MOMENTUM = 8
+    NESTEROV = 16
+    FIRST = 32
+    """The momentum buffer holds nothing yet and takes the gradient as it is."""
+    TORCH_ROOT = 64
+    """Square roots by the kernel's `root`, not exact ones."""
+
+
+class Hyper(ctypes.Structure):
+    """What one step applies to every element of a run. Each rule's use of the floats stands in update.c."""
+
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in ("rule", "flags", "grad_type", "master_type", "out_type", "state_type")),
+        ("seed", ctypes.c_uint32),
+        *(
+            (name, ctypes.c_float)
+            for name in ("grad_scale", "l2", "decay", "weight1", "beta2", "weight2", "root2", "eps", "rate")
+        ),
+    )
+
+
+class Reception(NamedTuple):
+    """One array for `copy_norm`. `source`, `target`: addresses; a target of 0 asks for a scan alone.
+
+    With `add`, source is added to the target instead of replacing it.
+    """
+
+    source: int
+    source_type: Dtype
+    numel: int
+    target: int = 0
+    target_type: Dtype = Dtype.FLOAT32
+    add: bool = False
+
+
+class _Copy(ctypes.Structure):
+    _fields_ = (
+        ("source", ctypes.c_void_p),
+        ("target", ctypes.c_void_p),
+        ("numel", ctypes.c_int64),
+        *((name, ctypes.c_int32) for name in ("source_type", "target_type", "add", "reserved")),
+    )
+
+
+@final
+class UpdateKernel:
+    """One loaded update.c, a level and a pool of threads, which sleep between calls. Calls release the GIL.
+
+    Any thread may call; a call that finds the pool at work runs on its own thread alone. Fork-safe. The bits of every
+    result are the same at each level and for any number of threads.
+    """
+
+    def __init__(
+        self, path: Path, level: str | None = None, num_threads: int | None = None, root: int | None = None
+    ) -> None:
+        """`level`: forced, or from the environment, or the best that runs here. `num_threads`: see `available_cpus`.
+
+        `root`: address of MKL's VMSSQRT_, for the runs that ask for its square roots. Raises OSError where `path` is no
+        such library, ConfigError for a level that is unknown or does not run here.
+        """
+        self._library = ctypes.CDLL(str(path))
+        self._bind()
+        self.level = self._choose(level or os.environ.get(LEVEL_VARIABLE) or None)
+        self.num_threads = max(1, num_threads or available_cpus())
+        self.root = root
+        self._pool = self._library.tz_pool_open(self.num_threads)
+        if not self._pool:
+            raise MemoryError("no memory for the update kernel's threads")
+
+    def _bind(self) -> None:
+        pointer, integer, count = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
+        for name, result, arguments in (
+            ("tz_supported", integer, [integer]),
+            ("tz_pool_open", pointer, [integer]),
+            ("tz_pool_close", None, [pointer]),
+            ("tz_update_batch", integer, [pointer, pointer, count, integer, pointer]),
+            ("tz_copy_norm", integer, [pointer, pointer, count, pointer, integer]),
+        ):
+            function = getattr(self._library, name)
+            function.restype, function.argtypes = result, arguments
+
+    def supported_levels(self) -> list[str]:
+        """Best first."""
+        return [name for name, number in LEVELS.items() if self._library.tz_supported(number)]
+
+    def _choose(self, forced: str | None) -> str:
+        supported = self.supported_levels()
+        if forced is None:
+            return supported[0]
+        if forced not in LEVELS:
+            raise ConfigError(
+                f"{LEVEL_VARIABLE}: one of {', '.join(LEVELS)} was expected; found {forced!r}. "
+                f"This machine runs {', '.join(supported)}."
+            )
+        if forced not in supported:
+            raise ConfigError(
+                f"{LEVEL_VARIABLE}={forced}: this processor, or the compiler that built the kernel, lacks it. "
+                f"Unset the variable, or choose one of {', '.join(supported)}."
+            )
+        return forced
+
+    def update(self, runs: array[int]) -> None:
+        """Take one step on every run. `runs`: array("Q") of ADDRESSES_PER_RUN numbers a run: the addresses of master,
+        gradient, out (or 0), three state arrays (or 0), the number of elements, and the address of its `Hyper`.
+
+        The caller vouches for the memory behind the addresses and keeps it alive.
+        """
+        address, length = runs.buffer_info()
+        self._check(
+            self._library.tz_update_batch(
+                self._pool, address, length // ADDRESSES_PER_RUN, LEVELS[self.level], self.root
+            )
+        )
+
+    def copy_norm(self, receptions: Sequence[Reception]) -> list[float]:
+        """Copy, add or scan each array in one pass, and return the sum of squares of each, finite if and only if every
+        element is (of what the target then holds; without one, of the source).
+
+        Summed in float64 over blocks of a fixed size: independent of level and threads, and within 1e-12 of exact, but
+        neither torch's order nor the same for other cuts. Exact parity with torch's clipping needs torch's own norm.
+        """
+        copies = (_Copy * len(receptions))(
+            *(_Copy(r.source, r.target or None, r.numel, r.source_type, r.target_type, r.add) for r in receptions)
+        )
+        sums = (ctypes.c_double * len(receptions))()
+        self._check(
+            self._library.tz_copy_norm(self._pool, copies, len(receptions), sums, LEVELS[self.level])
+        )
+        return list(sums)
+
+    def norm_scan(self, source: int, source_type: Dtype, numel: int) -> float:
+        """Squared norm of one array in one read; finite if and only if every element is."""
+        return self.copy_norm([Reception(source, source_type, numel)])[0]
+
+    def close(self) -> None:
+        """End the threads. Idempotent; the kernel must not be used after it."""
+        if self._pool:
+            self._library.tz_pool_close(self._pool)
+            self._pool = None
+
+    def _check(self, status: int) -> None:
+        if status == -1:
+            raise MemoryError("no memory for the update kernel's table of runs; nothing was updated")
+        assert status == 0, f"update kernel: status {status} at level {self.level}"
+
+
+def available_cpus(environment: Mapping[str, str] = os.environ, root: Path = Path("/")) -> int:
+    """Threads that this process may keep busy: its affinity, under the quotas of its cgroups, shared between the ranks
+    of this host where they are not bound apart. OMP_NUM_THREADS, which launchers set to 1, does not matter.
+
+    `root`: of the file system that is asked (for tests).
+    """
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    local_ranks = environment.get("LOCAL_WORLD_SIZE", "1")
+    if local_ranks.isdigit() and cpus == os.cpu_count():
+        cpus //= max(1, int(local_ranks))
+    return max(1, int(min(cpus, _cgroup_quota(root))))
+
+
+def _cgroup_quota(root: Path) -> float:
+    """CPUs that the tightest cgroup above this process allows; infinite without one."""
+    quota = float("inf")
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return quota
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            base, names = root / _CPU_MAX, ("cpu.max",)
+        elif "cpu" in controllers.split(","):
+            base, names = root / _CPU_MAX / controllers, ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+        else:
+            continue
+        place = base / path.lstrip("/")
+        for directory in (place, *place.parents):
+            quota = min(quota, _read_quota(directory, names))
+            if directory == base:
+                break
+    return quota
+
+
+def _read_quota(directory: Path, names: Sequence[str]) -> float:
+    try:
+        words = [word for name in names for word in (directory / name).read_text().split()]
+        allowed, period = float(words[0]), float(words[1])
+    except (OSError, ValueError, IndexError):  # no such file, or "max"
+        return float("inf")
+    return allowed / period if allowed > 0 else float("inf")

@@ -1,0 +1,358 @@
+/* The arithmetic of one update, written once and included by update.c once a level.
+ *
+ * Before inclusion: LEVEL (name suffix), LANES (floats a vector), TARGET (function attribute), and ISA_AVX512, ISA_AVX2
+ * or ISA_NEON where its instructions may be used. Everything is a vector of the compilers' portable extension; only fused
+ * multiply-add, square root, half precision and streaming stores are spelled for the instruction set. Each operation is
+ * rounded once (IEEE), the same ones are fused at every level, and every element takes the same path: so the bits depend on
+ * neither the level nor the place of an element.
+ */
+
+#define PASTE_(a, b) a##_##b
+#define PASTE(a, b) PASTE_(a, b)
+#define NAME(a) PASTE(a, LEVEL)
+#define KERNEL static inline __attribute__((always_inline)) TARGET
+
+#define vf NAME(vf)
+#define vd NAME(vd)
+#define vu NAME(vu)
+#define vs NAME(vs)
+#define vh NAME(vh)
+#define splat NAME(splat)
+#define choose NAME(choose)
+#define fma_ NAME(fma)
+#define root_ NAME(root)
+#define from_half NAME(from_half)
+#define to_half NAME(to_half)
+#define to_bf16 NAME(to_bf16)
+#define to_bf16_random NAME(to_bf16_random)
+#define load NAME(load)
+#define store NAME(store)
+#define load_master NAME(load_master)
+#define store_master NAME(store_master)
+#define load_gradient NAME(load_gradient)
+#define store_state NAME(store_state)
+#define lerp NAME(lerp)
+#define larger NAME(larger)
+#define moments NAME(moments)
+#define descend NAME(descend)
+
+typedef float vf __attribute__((vector_size(LANES * 4)));
+typedef uint32_t vu __attribute__((vector_size(LANES * 4)));
+typedef int32_t vs __attribute__((vector_size(LANES * 4)));
+typedef double vd __attribute__((vector_size(LANES * 8)));
+typedef uint16_t vh __attribute__((vector_size(LANES * 2)));
+
+KERNEL vf splat(float x) { return x - (vf){0}; } /* minus, so that -0.0 stays -0.0 */
+
+KERNEL vu choose(vs mask, vu yes, vu no) { return ((vu)mask & yes) | (~(vu)mask & no); }
+
+KERNEL vf fma_(vf a, vf b, vf c) {
+#if defined(ISA_AVX512)
+    return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(ISA_AVX2)
+    return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(ISA_NEON)
+    return (vf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+    /* The product is exact in double; the sum is rounded to odd, so that rounding it again to float rounds only once
+     * (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums", 2008). */
+    vf result;
+    for (int i = 0; i < LANES; i++) {
+        double product = (double)a[i] * (double)b[i], sum = product + (double)c[i], back = sum - product;
+        double error = (product - (sum - back)) + ((double)c[i] - back), odd = sum;
+        if (error != 0 && error - error == 0) {
+            int64_t bits;
+            memcpy(&bits, &odd, 8);
+            if (!(bits & 1)) bits += (error > 0) == (odd > 0) ? 1 : -1;
+            memcpy(&odd, &bits, 8);
+        }
+        result[i] = (float)odd;
+    }
+    return result;
+#endif
+}
+
+KERNEL vf root_(vf a) {
+#if defined(ISA_AVX512)
+    return (vf)_mm512_sqrt_ps((__m512)a);
+#elif defined(ISA_AVX2)
+    return (vf)_mm256_sqrt_ps((__m256)a);
+#elif defined(ISA_NEON)
+    return (vf)vsqrtq_f32((float32x4_t)a);
+#elif defined(__SSE2__)
+    return (vf)_mm_sqrt_ps((__m128)a);
+#else
+    vf result;
+    for (int i = 0; i < LANES; i++) result[i] = sqrtf(a[i]);
+    return result;
+#endif
+}
+
+KERNEL vf from_half(vh h) {
+#if defined(ISA_AVX512)
+    return (vf)_mm512_cvtph_ps((__m256i)h);
+#elif defined(ISA_AVX2)
+    return (vf)_mm256_cvtph_ps((__m128i)h);
+#elif defined(ISA_NEON)
+    return (vf)vcvt_f32_f16((float16x4_t)h);
+#else
+    vu wide = __builtin_convertvector(h, vu), magnitude = (wide & 0x7fff) << 13, sign = (wide & 0x8000) << 16;
+    vf scaled = (vf)magnitude * 0x1p112f; /* exact; normalizes subnormals */
+    return (vf)(choose(magnitude >= (vu){0} + 0x0f800000, magnitude | 0x7f800000, (vu)scaled) | sign);
+#endif
+}
+
+/* Round to nearest, ties to even. */
+KERNEL vh to_half(vf x) {
+#if defined(ISA_AVX512)
+    return (vh)_mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT);
+#elif defined(ISA_AVX2)
+    return (vh)_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT);
+#elif defined(ISA_NEON)
+    return (vh)vcvt_f16_f32((float32x4_t)x);
+#else
+    vu bits = (vu)x, sign = (bits >> 16) & 0x8000, magnitude = bits & 0x7fffffff;
+    vu normal = (magnitude - 0x38000000 + 0xfff + ((magnitude >> 13) & 1)) >> 13;
+    vu subnormal = (vu)((vf)magnitude + 0.5f) - 0x3f000000; /* the adder rounds at 2^-24, half's last place */
+    vu result = choose(magnitude < (vu){0} + 0x38800000, subnormal, normal);
+    result = choose(magnitude >= (vu){0} + 0x47800000, (vu){0} + 0x7c00, result);
+    result = choose(magnitude > (vu){0} + 0x7f800000, 0x7e00 | ((magnitude >> 13) & 0x3ff), result);
+    return __builtin_convertvector(result | sign, vh);
+#endif
+}
+
+/* Round to nearest, ties to even; every NaN becomes 0x7fc0. The result lies in the low halves. */
+KERNEL vu to_bf16(vf x) {
+    vu bits = (vu)x;
+    return choose(x == x, (bits + 0x7fff + ((bits >> 16) & 1)) >> 16, (vu){0} + 0x7fc0);
+}
+
+/* Stochastic rounding. The noise is a hash of what is rounded, the gradient and the step, never of a position, so that cuts
+ * and threads do not change it. */
+KERNEL vu to_bf16_random(vf x, vf gradient, uint32_t seed) {
+    vu bits = (vu)x, noise = (bits ^ ((vu)gradient * 0x9e3779b9u)) + seed;
+    noise = (noise ^ (noise >> 16)) * 0x85ebca6bu;
+    noise = (noise ^ (noise >> 13)) * 0xc2b2ae35u;
+    noise = (noise ^ (noise >> 16)) & 0xffff;
+    vs finite = (bits & 0x7f800000) != (vu){0} + 0x7f800000;
+    return choose(finite, (bits + noise) >> 16, to_bf16(x));
+}
+
+KERNEL vf load(const void *base, int64_t i, int type) {
+    if (type == TZ_F32) {
+        vf x;
+        memcpy(&x, (const float *)base + i, sizeof x);
+        return x;
+    }
+    vh h;
+    memcpy(&h, (const uint16_t *)base + i, sizeof h);
+    return type == TZ_BF16 ? (vf)(__builtin_convertvector(h, vu) << 16) : from_half(h);
+}
+
+/* `streaming`: past the caches; the place is then aligned to the vector. */
+KERNEL void store(void *base, int64_t i, int type, vf x, int streaming) {
+    if (type == TZ_F32) {
+        memcpy((float *)base + i, &x, sizeof x);
+        return;
+    }
+    vh h = type == TZ_BF16 ? __builtin_convertvector(to_bf16(x), vh) : to_half(x);
+    uint16_t *place = (uint16_t *)base + i;
+#if defined(ISA_AVX512)
+    if (streaming) {
+        _mm256_stream_si256((__m256i *)place, (__m256i)h);
+        return;
+    }
+#elif defined(ISA_AVX2)
+    if (streaming) {
+        _mm_stream_si128((__m128i *)place, (__m128i)h);
+        return;
+    }
+#endif
+    (void)streaming;
+    memcpy(place, &h, sizeof h);
+}
+
+/* TZ_REMAINDER: the master is (out << 16) + the signed 16-bit remainder. */
+KERNEL vf load_master(const struct tz_run *r, int64_t i) {
+    if (r->hyper->master_type == TZ_F32) return load(r->master, i, TZ_F32);
+    vh high, low;
+    memcpy(&high, (const uint16_t *)r->out + i, sizeof high);
+    memcpy(&low, (const uint16_t *)r->master + i, sizeof low);
+    vu wide = __builtin_convertvector(low, vu);
+    return (vf)((__builtin_convertvector(high, vu) << 16) + ((wide ^ 0x8000) - 0x8000));
+}
+
+KERNEL void store_master(const struct tz_run *r, int64_t i, vf x, int streaming) {
+    if (r->hyper->master_type == TZ_F32) {
+        store(r->master, i, TZ_F32, x, 0);
+        if (r->out) store(r->out, i, r->hyper->out_type, x, streaming);
+        return;
+    }
+    vu bits = choose(x == x, (vu)x, (vu){0} + 0x7fc00000);
+    vh high = __builtin_convertvector((bits + 0x8000) >> 16, vh), low = __builtin_convertvector(bits & 0xffff, vh);
+    memcpy((uint16_t *)r->out + i, &high, sizeof high);
+    memcpy((uint16_t *)r->master + i, &low, sizeof low);
+}
+
+/* The gradient as the rule sees it: in float, scaled, turned for ascent, with L2 decay. */
+KERNEL vf load_gradient(const struct tz_run *r, int64_t i) {
+    const struct tz_hyper *h = r->hyper;
+    vf g = load(r->grad, i, h->grad_type) * h->grad_scale;
+    if (h->flags & TZ_MAXIMIZE) g = -g;
+    if (h->flags & TZ_L2) g = fma_(load_master(r, i), splat(h->l2), g);
+    return g;
+}
+
+KERNEL void store_state(const struct tz_run *r, int which, int64_t i, vf x, vf gradient) {
+    if (r->hyper->state_type == TZ_F32) {
+        store(r->state[which], i, TZ_F32, x, 0);
+        return;
+    }
+    vh h = __builtin_convertvector(to_bf16_random(x, gradient, r->hyper->seed + (uint32_t)which), vh);
+    memcpy((uint16_t *)r->state[which] + i, &h, sizeof h);
+}
+
+/* torch.lerp with a scalar weight. */
+KERNEL vf lerp(vf from, vf to, float weight) {
+    return fabsf(weight) < 0.5f ? fma_(splat(weight), to - from, from) : fma_(splat(weight - 1.0f), to - from, to);
+}
+
+/* torch.maximum: a NaN on either side wins. */
+KERNEL vf larger(vf a, vf b) { return (vf)choose((a > b) | (a != a), (vu)a, (vu)b); }
+
+/* First half of a block: the state advances; what stands under the square root, if any, goes to `under`. */
+KERNEL void moments(const struct tz_run *r, int64_t from, int64_t to, float *under) {
+    const struct tz_hyper *h = r->hyper;
+    for (int64_t i = from; i < to; i += LANES) {
+        __builtin_prefetch((const char *)r->master + i * (h->master_type == TZ_F32 ? 4 : 2), 1);
+        vf g = load_gradient(r, i);
+        if (h->rule == TZ_ADAM) {
+            vf m = lerp(load(r->state[0], i, h->state_type), g, h->weight1);
+            vf v = fma_(g * h->weight2, g, load(r->state[1], i, h->state_type) * h->beta2);
+            store_state(r, 0, i, m, g);
+            store_state(r, 1, i, v, g);
+            if (h->flags & TZ_AMSGRAD) {
+                v = larger(load(r->state[2], i, h->state_type), v);
+                store_state(r, 2, i, v, g);
+            }
+            memcpy(under + (i - from), &v, sizeof v);
+        } else { /* TZ_ADAGRAD */
+            vf sum = fma_(g, g, load(r->state[0], i, h->state_type));
+            store_state(r, 0, i, sum, g);
+            memcpy(under + (i - from), &sum, sizeof sum);
+        }
+    }
+}
+
+/* Second half: the master advances. `root`: the square roots of `under`. */
+KERNEL void descend(const struct tz_run *r, int64_t from, int64_t to, const float *root, int streaming) {
+    const struct tz_hyper *h = r->hyper;
+    for (int64_t i = from; i < to; i += LANES) {
+        vf p = load_master(r, i), d;
+        if (h->rule == TZ_ADAM || h->rule == TZ_ADAGRAD) {
+            memcpy(&d, root + (i - from), sizeof d);
+            if (h->rule == TZ_ADAM)
+                p = p * h->decay + load(r->state[0], i, h->state_type) * h->rate / (d / h->root2 + h->eps);
+            else
+                p = p + load_gradient(r, i) * h->rate / (d + h->eps);
+        } else if (h->rule == TZ_SGD) {
+            vf g = load_gradient(r, i);
+            if (h->flags & TZ_MOMENTUM) {
+                vf b = g;
+                if (!(h->flags & TZ_FIRST)) b = fma_(g, splat(h->weight2), load(r->state[0], i, h->state_type) * h->beta2);
+                store_state(r, 0, i, b, g);
+                g = h->flags & TZ_NESTEROV ? fma_(b, splat(h->beta2), g) : b;
+            }
+            p = fma_(g, splat(h->rate), p);
+        } else { /* TZ_LION */
+            vf g = load_gradient(r, i), m = load(r->state[0], i, h->state_type), u = lerp(m, g, h->weight1);
+            vu sign = ((vu)u & 0x80000000) | 0x3f800000; /* torch.sign: zero for zero and for NaN */
+            p = fma_((vf)((vu)((u < 0) | (u > 0)) & sign), splat(h->rate), p * h->decay);
+            store_state(r, 0, i, lerp(m, g, h->weight2), g);
+        }
+        store_master(r, i, p, streaming);
+    }
+}
+
+/* Elements [from, to) of one run, a multiple of TZ_GROUP many. */
+TARGET static void NAME(advance)(const struct tz_run *run, int64_t from, int64_t to, int streaming, tz_root *external) {
+    const struct tz_hyper hyper = *run->hyper; /* copies that no store can alias: they stay in registers */
+    struct tz_run local = *run, *const r = &local;
+    local.hyper = &hyper;
+    if (!(hyper.flags & TZ_TORCH_ROOT)) external = NULL;
+    __attribute__((aligned(64))) float under[TZ_BLOCK], roots[TZ_BLOCK];
+    for (int64_t at = from; at < to; at += TZ_BLOCK) {
+        int64_t end = at + TZ_BLOCK < to ? at + TZ_BLOCK : to;
+        if (r->hyper->rule == TZ_ADAM || r->hyper->rule == TZ_ADAGRAD) {
+            moments(r, at, end, under);
+            if (external) {
+                int32_t n = (int32_t)(end - at);
+                int64_t mode = TZ_ROOT_MODE;
+                external(&n, under, roots, &mode);
+            } else {
+                for (int64_t i = 0; i < end - at; i += LANES) store(roots, i, TZ_F32, root_(load(under, i, TZ_F32)), 0);
+            }
+        }
+        descend(r, at, end, roots, streaming);
+    }
+#if defined(ISA_AVX512) || defined(ISA_AVX2)
+    if (streaming) _mm_sfence();
+#endif
+}
+
+/* Copies (or adds, or neither) n elements, a multiple of TZ_GROUP, and returns the sum of their squares: sixteen sums in
+ * double whatever the level, joined in one order. No square of a float overflows a double, so the result is finite if and
+ * only if every element is. */
+TARGET static double NAME(receive)(const struct tz_copy *c, int64_t from, int64_t to) {
+    vd sums[TZ_GROUP / LANES] = {{0}};
+    for (int64_t i = from; i < to; i += TZ_GROUP) {
+        for (int k = 0; k < TZ_GROUP / LANES; k++) {
+            int64_t at = i + k * LANES;
+            vf x = load(c->source, at, c->source_type);
+            if (c->target) {
+                if (c->add) x = load(c->target, at, c->target_type) + x;
+                store(c->target, at, c->target_type, x, 0);
+                x = load(c->target, at, c->target_type); /* what was stored is what counts: it may have overflowed */
+            }
+            vd wide = __builtin_convertvector(x, vd);
+            sums[k] += wide * wide;
+        }
+    }
+    double total = 0;
+    for (int k = 0; k < TZ_GROUP; k++) total += sums[k / LANES][k % LANES];
+    return total;
+}
+
+#undef PASTE_
+#undef PASTE
+#undef vf
+#undef vd
+#undef vu
+#undef vs
+#undef vh
+#undef splat
+#undef choose
+#undef fma_
+#undef root_
+#undef from_half
+#undef to_half
+#undef to_bf16
+#undef to_bf16_random
+#undef load
+#undef store
+#undef load_master
+#undef store_master
+#undef load_gradient
+#undef store_state
+#undef lerp
+#undef larger
+#undef moments
+#undef descend
+#undef NAME
+#undef KERNEL
+#undef LEVEL
+#undef LANES
+#undef TARGET
+#undef ISA_AVX512
+#undef ISA_AVX2
+#undef ISA_NEON

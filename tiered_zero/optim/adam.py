@@ -1,0 +1,71 @@
+"""Adam and AdamW on the native kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, final
+
+import torch
+
+from tiered_zero.native.update import Flag, Hyper, Rule, UpdateKernel
+from tiered_zero.optim.native_rule import NativeRule, open_kernel
+from tiered_zero.optim.torch_rule import TorchRule
+
+
+@final
+class AdamRule(NativeRule):
+    """Adam (Kingma and Ba, 2015; weight decay in the gradient) or AdamW (Loshchilov and Hutter, 2019; decoupled).
+
+    Hyper keys are torch's: lr, betas, eps, weight_decay, amsgrad, maximize; lr and betas may be 0-d tensors. Which of the
+    two it is was decided at construction. State: exp_avg, exp_avg_sq and, with amsgrad, max_exp_avg_sq; scalar: step.
+    """
+
+    def __init__(
+        self, *, decoupled: bool, kernel: UpdateKernel | None, state_dtype: torch.dtype = torch.float32
+    ) -> None:
+        self.decoupled = decoupled
+        kind = torch.optim.AdamW if decoupled else torch.optim.Adam
+        defaults = kind([torch.zeros(1)]).defaults
+        super().__init__(TorchRule(kind, {}), defaults, kernel, state_dtype)
+
+    def _array_names(self, hyper: Mapping[str, Any]) -> tuple[str, ...]:
+        return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if hyper["amsgrad"] else ("exp_avg", "exp_avg_sq")
+
+    def _phase(self, scalars: Mapping[str, Any]) -> float:
+        return float(scalars.get("step", 0))
+
+    def _kernel_hyper(self, hyper: Mapping[str, Any], scalars: Mapping[str, Any]) -> Hyper:
+        lr, weight_decay = float(hyper["lr"]), float(hyper["weight_decay"])
+        beta1, beta2 = (float(beta) for beta in hyper["betas"])
+        step = self._phase(scalars) + 1
+        flags = (Flag.MAXIMIZE if hyper["maximize"] else Flag(0)) | (Flag.AMSGRAD if hyper["amsgrad"] else Flag(0))
+        if weight_decay and not self.decoupled:
+            flags |= Flag.L2
+        return Hyper(
+            rule=Rule.ADAM,
+            flags=flags,
+            seed=int(step) * 0x9E3779B1 & 0xFFFFFFFF,
+            l2=weight_decay,
+            decay=1 - lr * weight_decay if self.decoupled else 1.0,
+            weight1=1 - beta1,
+            beta2=beta2,
+            weight2=1 - beta2,
+            root2=(1 - beta2**step) ** 0.5,
+            eps=float(hyper["eps"]),
+            rate=-(lr / (1 - beta1**step)),
+        )
+
+    def _next_scalars(self, hyper: Mapping[str, Any], scalars: Mapping[str, Any]) -> dict[str, Any]:
+        return {"step": self._phase(scalars) + 1}
+
+
+def build_adam(
+    adam_w_mode: bool, *, level: str | None = None, num_threads: int | None = None, state_dtype: torch.dtype = torch.float32
+) -> AdamRule:
+    """AdamW (`adam_w_mode`, as DeepSpeed's JSON has it) or Adam on the best that this machine has; logs once what that is.
+
+    Raises ConfigError for a level that does not run here.
+    """
+    rule = AdamRule(decoupled=adam_w_mode, kernel=open_kernel(level, num_threads), state_dtype=state_dtype)
+    rule.announce()
+    return rule

@@ -1,0 +1,188 @@
+"""The JSON's `optimizer` section -> a torch optimizer class, its defaults, and the rule that steps it.
+
+Source of names and defaults: DeepSpeed 0.19, runtime/config.py and runtime/engine.py (_configure_basic_optimizer).
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch.optim import Optimizer
+
+from tiered_zero.errors import ConfigError
+from tiered_zero.optim.lion import Lion
+from tiered_zero.optim.torch_rule import REFUSED
+
+_ADAM = {"adam", "adamw"}
+_CLASSES: dict[str, type[Optimizer]] = {
+    name.lower(): kind
+    for name, kind in vars(torch.optim).items()
+    if isinstance(kind, type) and issubclass(kind, Optimizer) and kind is not Optimizer
+} | {"lion": Lion}
+
+_COMPRESSED = "it compresses gradients between ranks, and another optimizer in its place would change the numbers"
+_MUP = "it needs the mup package and a model built with it"
+_REFUSED_NAMES = {
+    "onebitadam": _COMPRESSED,
+    "zerooneadam": _COMPRESSED,
+    "onebitlamb": _COMPRESSED,
+    "muadam": _MUP,
+    "muadamw": _MUP,
+    "musgd": _MUP,
+    "lamb": "torch.optim has no LAMB. Pass an instance of one to initialize(optimizer=...), or use AdamW",
+    "muon": (
+        "DeepSpeed's Muon steps marked matrices with Muon and the rest with Adam, which torch's does not. Pass "
+        "torch.optim.Muon over your matrices to initialize(optimizer=...)"
+    ),
+} | {kind.__name__.lower(): reason for kind, reason in REFUSED.items()}
+
+_DECOUPLED = (Lion, torch.optim.Adafactor)
+_FLAG_OR_NULL = (".foreach", ".fused")
+_REFUSED_OPTIONS = {"capturable", "differentiable"}
+_DEEPSPEED_FLAGS = {
+    "bias_correction": (True, _ADAM),
+    "set_grad_none": (True, _ADAM),
+    "fp32_optimizer_states": (True, _ADAM | {"adagrad", "lion"}),
+}
+"""DeepSpeed's own parameters: the one value at which torch's classes do the same, and the types that have them."""
+
+
+@dataclass(frozen=True)
+class ResolvedOptimizer:
+    """`optimizer_class(params, **defaults)` is the plain torch optimizer whose bits the rule gives.
+
+    `rule_kind`: "adam" where the native Adam rule covers it. `decoupled`: weight decay acts on the weight, not on the
+    gradient. `text`: the algorithm in words, for the start-up log and `explain`.
+    """
+
+    optimizer_class: type[Optimizer]
+    rule_kind: Literal["adam", "torch"]
+    defaults: dict[str, Any]
+    decoupled: bool
+    text: str
+
+
+def resolve_optimizer(type_name: str, params: Mapping[str, Any]) -> ResolvedOptimizer:
+    """`optimizer.type` and `optimizer.params` as the JSON has them. Raises ConfigError naming the key."""
+    name = type_name.strip().lower()
+    if name in _REFUSED_NAMES:
+        raise ConfigError(f"optimizer.type {type_name!r} is not supported: {_REFUSED_NAMES[name]}.")
+    if name not in _CLASSES:
+        known = {kind.__name__ for known_name, kind in _CLASSES.items() if known_name not in _REFUSED_NAMES}
+        raise ConfigError(_unknown("optimizer.type", type_name, known))
+    if "max_grad_norm" in params:
+        raise ConfigError(
+            'optimizer.params.max_grad_norm is not an optimizer parameter. Set the top-level "gradient_clipping" to '
+            f"{params['max_grad_norm']} instead."
+        )
+    options = dict(params)
+    kind = _adam_class(name, options) if name in _ADAM else _CLASSES[name]
+    _take_deepspeed_flags(name, options, kind)
+    defaults, notes = _checked(kind, options)
+    decoupled = bool(_example(kind, defaults).defaults.get("decoupled_weight_decay", kind in _DECOUPLED))
+    native = name in _ADAM and not (defaults.get("fused") or defaults.get("foreach"))
+    text = _text(name, kind, defaults, decoupled, notes)
+    return ResolvedOptimizer(kind, "adam" if native else "torch", defaults, decoupled, text)
+
+
+def _adam_class(name: str, options: dict[str, Any]) -> type[Optimizer]:
+    """DeepSpeed's mapping: AdamW unless the type is "Adam" and adam_w_mode is false. Takes its keys out of `options`.
+
+    DeepSpeed's own kernels have weight_decay 0 where torch's AdamW has 0.01; only `torch_adam` asks for torch's.
+    """
+    flags: dict[str, Any] = {"adam_w_mode": True, "torch_adam": False}
+    for key in flags:
+        flags[key] = options.pop(key, flags[key])
+        if flags[key] == "auto":
+            flags[key] = key == "adam_w_mode"
+        if not isinstance(flags[key], bool):
+            raise ConfigError(f"optimizer.params.{key} must be true or false; found {flags[key]!r}.")
+    if not flags["torch_adam"] and options.get("weight_decay", "auto") == "auto":
+        options["weight_decay"] = 0.0
+    return torch.optim.AdamW if name == "adamw" or flags["adam_w_mode"] else torch.optim.Adam
+
+
+def _take_deepspeed_flags(name: str, options: dict[str, Any], kind: type[Optimizer]) -> None:
+    for key, (neutral, types) in _DEEPSPEED_FLAGS.items():
+        if name in types and options.pop(key, neutral) not in (neutral, "auto"):
+            raise ConfigError(
+                f"optimizer.params.{key} must be {str(neutral).lower()}, as {kind.__name__} always does so here and "
+                "ignoring another value would change the numbers. Remove it."
+            )
+
+
+def _checked(kind: type[Optimizer], options: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The constructor's keyword arguments, each tried on its own so that an error can name its key; and notes."""
+    accepted = {name: p.default for name, p in inspect.signature(kind).parameters.items() if name != "params"}
+    defaults: dict[str, Any] = {}
+    notes: list[str] = []
+    for key, value in options.items():
+        path = f"optimizer.params.{key}"
+        if key not in accepted:
+            raise ConfigError(_unknown(path, key, set(accepted), f"parameter of {kind.__name__}"))
+        if key in _REFUSED_OPTIONS and value not in (False, None):
+            raise ConfigError(
+                f"{path} must be false; found {value!r}. It serves a graph over the update; there is none."
+            )
+        if value == "auto":
+            notes.append(f"{key} {accepted[key]} (auto)")
+            continue
+        defaults[key] = _coerced(path, value, accepted[key])
+        if key != "nesterov":  # the one flag that is only valid together with another
+            _tried(kind, {key: defaults[key]}, path)
+    _tried(kind, defaults, "optimizer.params")
+    return defaults, notes
+
+
+def _coerced(path: str, value: Any, default: Any) -> Any:
+    """Numbers may be strings or whole floats; lists become the tuples that torch expects."""
+    if isinstance(default, tuple):
+        if not isinstance(value, (list, tuple)) or len(value) != len(default):
+            raise ConfigError(f"{path} must be a list of {len(default)} numbers; found {value!r}.")
+        return tuple(_coerced(f"{path}[{i}]", item, default[i]) for i, item in enumerate(value))
+    if path.endswith(_FLAG_OR_NULL) and value is None:
+        return None
+    if (isinstance(default, bool) or path.endswith(_FLAG_OR_NULL)) and not isinstance(value, bool):
+        raise ConfigError(f"{path} must be true or false; found {value!r}.")
+    if isinstance(default, bool) or not isinstance(default, (int, float)):
+        return value
+    try:
+        number = value if isinstance(value, (int, float)) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if isinstance(value, bool) or not math.isfinite(number):
+        raise ConfigError(f"{path} must be a finite number; found {value!r}.")
+    return number
+
+
+def _tried(kind: type[Optimizer], defaults: Mapping[str, Any], path: str) -> None:
+    try:
+        _example(kind, defaults)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"{path}: {kind.__name__} does not take {dict(defaults)}: {error}. Correct it.") from error
+
+
+def _example(kind: type[Optimizer], defaults: Mapping[str, Any]) -> Optimizer:
+    return kind([torch.zeros(1, 1, requires_grad=True)], **defaults)
+
+
+def _unknown(path: str, name: str, known: set[str], what: str = "known optimizer") -> str:
+    near = difflib.get_close_matches(name.lower(), {entry.lower() for entry in known}, n=1)
+    nearest = [f" Did you mean {entry!r}?" for entry in known if near and entry.lower() == near[0]]
+    return f"{path}: {name!r} is no {what}.{''.join(nearest)} Known: {', '.join(sorted(known))}."
+
+
+def _text(name: str, kind: type[Optimizer], defaults: Mapping[str, Any], decoupled: bool, notes: list[str]) -> str:
+    settings = ", ".join([f"{key} {value}" for key, value in defaults.items()] + notes)
+    text = f"{kind.__name__} ({settings})" if settings else kind.__name__
+    if kind in (torch.optim.Adam, torch.optim.AdamW):
+        text += ", decoupled weight decay" if decoupled else ", weight decay as L2 in the gradient"
+        if name == "adam" and kind is torch.optim.AdamW:
+            text += '; "Adam" means AdamW as in DeepSpeed, unless optimizer.params.adam_w_mode is false'
+    return text

@@ -1,0 +1,71 @@
+"""Where master weights and optimizer state lie inside a sub-group's slot."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+
+from tiered_zero.layout.subgroups import Piece, SubGroup
+from tiered_zero.optim.rule import StateField, UpdateRule
+from tiered_zero.sizes import PAGE_NBYTES, align_up
+
+
+@dataclass(frozen=True)
+class StateArray:
+    """`piece`: index of the piece that it belongs to, or None for one array over the whole sub-group. `offset`: bytes."""
+
+    field: StateField
+    piece: int | None
+    offset: int
+
+
+class StateLayout:
+    """The slot of a sub-group: fp32 masters [numel], then each state array, every one at a page's start.
+
+    For an elementwise rule each array spans the sub-group, so that a run is a slice of it; a field that only some param
+    groups have exists for all. For any other rule each piece (a whole parameter) has its own arrays.
+    """
+
+    def __init__(self, subgroup: SubGroup, rule: UpdateRule, groups: Sequence[Mapping[str, Any]]) -> None:
+        self.subgroup = subgroup
+        self.master_nbytes = 4 * subgroup.numel
+        self.arrays: list[StateArray] = []
+        self.fields_of_group: dict[int, tuple[str, ...]] = {}
+        self._end = self.master_nbytes
+        if rule.elementwise:
+            merged: dict[str, StateField] = {}
+            for group in sorted({piece.group for piece in subgroup.pieces}):
+                fields = rule.state_fields((subgroup.numel,), groups[group])
+                self.fields_of_group[group] = tuple(field.name for field in fields)
+                merged.update({field.name: field for field in fields})
+            for field in merged.values():
+                self._append(field, None)
+        else:
+            for index, piece in enumerate(subgroup.pieces):
+                for field in rule.state_fields(piece.param.shape, groups[piece.group]):
+                    self._append(field, index)
+        self.nbytes = self._end
+
+    def _append(self, field: StateField, piece: int | None) -> None:
+        self.arrays.append(StateArray(field, piece, self._end))
+        self._end += align_up(prod(field.shape) * field.dtype.itemsize, PAGE_NBYTES)
+
+    def master(self, raw: torch.Tensor) -> torch.Tensor:
+        """[numel] fp32 view of `raw`, the slot's bytes."""
+        return raw[: self.master_nbytes].view(torch.float32)
+
+    def state(self, raw: torch.Tensor, piece: Piece, start: int, stop: int) -> dict[str, torch.Tensor]:
+        """State views of elements [start, stop) of the sub-group (elementwise), or of `piece` in its own shapes."""
+        found = {}
+        for array in self.arrays:
+            field = array.field
+            view = raw[array.offset : array.offset + prod(field.shape) * field.dtype.itemsize].view(field.dtype)
+            if array.piece is None and field.name in self.fields_of_group[piece.group]:
+                found[field.name] = view[start:stop]
+            elif array.piece == piece.index:
+                found[field.name] = view.view(field.shape)
+        return found

@@ -1,0 +1,293 @@
+"""Read i+1 | update i | write i-1: the optimizer's way through the sub-groups."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from tiered_zero.hardware.accelerator import Event
+from tiered_zero.hardware.runtime import Runtime
+from tiered_zero.hardware.staging import Lease, StagingPool
+from tiered_zero.layout.flat import ParamSpec, Unit
+from tiered_zero.layout.subgroups import Piece, Segment, SubGroup
+from tiered_zero.optim.rule import Run, UpdateRule
+from tiered_zero.optim.state_layout import StateLayout
+from tiered_zero.tiers.inventory import Inventory
+from tiered_zero.tiers.tier import as_bytes
+
+
+class GradientSource(Protocol):
+    def flat(self, unit: Unit) -> torch.Tensor: ...
+    def has(self, unit: Unit, param: ParamSpec) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Window:
+    """A part of a lease as a host buffer of its own."""
+
+    tensor: torch.Tensor
+    memory: memoryview
+
+
+@dataclass
+class Work:
+    """One sub-group on its way. `raw`: [n] uint8, its state, in place or staged. `lease`: staged state, then the staged
+    16-bit parameters. `read`: the transfer that fills the state."""
+
+    subgroup: SubGroup
+    layout: StateLayout
+    raw: torch.Tensor
+    lease: Lease | None
+    read: Event | None
+    outs: list[torch.Tensor] = field(default_factory=list)
+    writes: list[Event] = field(default_factory=list)
+
+
+class StreamingStepper:
+    """Steps sub-groups in order; with state on nvme as many are on their way as there are staging buffers.
+
+    `device_flat`: the flat of a unit that lives on the device. A staging buffer holds one sub-group's state and, where
+    parameters do not rest in host memory, its 16-bit parameters. Runs on the thread that calls `step`.
+    """
+
+    def __init__(
+        self,
+        layouts: Sequence[StateLayout],
+        rule: UpdateRule,
+        groups: Sequence[Mapping[str, Any]],
+        inventory: Inventory,
+        runtime: Runtime,
+        staging: StagingPool | None,
+        device_flat: Callable[[Unit], torch.Tensor],
+    ) -> None:
+        self._layouts = layouts
+        self._rule = rule
+        self._groups = groups
+        self._inventory = inventory
+        self._runtime = runtime
+        self._staging = staging
+        self._device_flat = device_flat
+        self._scalars: dict[tuple[int, int], dict[str, Any]] = {}
+        self._born: set[int] = set()
+
+    # -- the step ------------------------------------------------------------------------------------------------------
+
+    def step(self, gradients: GradientSource, grad_scale: float) -> None:
+        """One update of every sub-group that has a gradient; returns when all of it is written.
+
+        Raises TransferError or CorruptionError before a sub-group is changed from bytes that cannot be trusted; what was
+        stepped before that stays stepped.
+        """
+        todo = deque(
+            layout
+            for layout in self._layouts
+            if any(gradients.has(s.unit, p.param) for s in layout.subgroup.segments for p in s.pieces)
+        )
+        opened: deque[Work] = deque()
+        written: deque[Work] = deque()
+        try:
+            while todo or opened:
+                while todo and (work := self._open_nowait(todo[0])) is not None:
+                    opened.append(work)
+                    todo.popleft()
+                if not opened:
+                    self._finish(written.popleft())
+                    continue
+                work = opened.popleft()
+                self._wait(work.read, "wait_state", work.subgroup)
+                with self._runtime.recorder.span("update", "update", f"sub-group {work.subgroup.index}"):
+                    self._update(work, gradients, grad_scale)
+                self._write(work)
+                written.append(work)
+        finally:
+            for work in (*opened, *written):
+                self._finish(work)
+
+    def _open_nowait(self, layout: StateLayout) -> Work | None:
+        """Start a sub-group's read; None while no staging buffer is free."""
+        home = self._inventory.home(layout.subgroup, "state")
+        raw = home.tier.view(home.slot)
+        lease: Lease | None = None
+        read: Event | None = None
+        if raw is None or self._out_nbytes(layout.subgroup):
+            assert self._staging is not None, "staged sub-groups are planned with staging buffers"
+            lease = self._staging.lease_nowait(self.staging_nbytes(layout), f"sub-group {layout.subgroup.index}")
+            if lease is None:
+                return None
+        if raw is None:
+            assert lease is not None
+            raw = lease.tensor[: layout.nbytes]
+            stored = layout.nbytes if layout.subgroup.index in self._born else layout.master_nbytes
+            read = home.tier.read(home.slot, Window(raw[:stored], lease.memory[:stored]))
+        return Work(layout.subgroup, layout, raw, lease, read)
+
+    def _update(self, work: Work, gradients: GradientSource, grad_scale: float) -> None:
+        layout = work.layout
+        if work.subgroup.index not in self._born:
+            self._give_birth(work)
+        runs: list[Run] = []
+        members: list[list[Piece]] = []
+        master = layout.master(work.raw)
+        work.outs = self._make_outs(work)
+        for segment, out in zip(work.subgroup.segments, work.outs, strict=True):
+            grad = gradients.flat(segment.unit)[segment.unit_start : segment.unit_start + segment.numel]
+            position = 0  # in the segment, as are `first` and `last`
+            for pieces in self._stretches(work, segment, gradients):
+                first, last = pieces[0].start - segment.start, pieces[-1].stop - segment.start
+                run = self._run(work, pieces)
+                run.grad, run.grad_scale = grad[first:last].view(run.master.shape), grad_scale
+                run.out = out[first:last].view(run.master.shape)
+                runs.append(run)
+                members.append(pieces)
+                # what is not stepped (padding, no gradient) stays what its master says
+                out[position:first].copy_(master[segment.start + position : segment.start + first])
+                position = last
+            out[position:].copy_(master[segment.start + position : segment.stop])
+        self._rule.update(runs)
+        for run, pieces in zip(runs, members, strict=True):
+            self._scalars.update(dict.fromkeys(((work.subgroup.index, piece.index) for piece in pieces), run.scalars))
+
+    def _stretches(self, work: Work, segment: Segment, gradients: GradientSource) -> Iterator[list[Piece]]:
+        """Neighbouring pieces with a gradient, the same group and the same history."""
+        current: list[Piece] = []
+        for piece in segment.pieces:
+            if not gradients.has(segment.unit, piece.param):
+                continue
+            if current and not self._joins(work.subgroup, current[-1], piece):
+                yield current
+                current = []
+            current.append(piece)
+        if current:
+            yield current
+
+    def _joins(self, subgroup: SubGroup, left: Piece, right: Piece) -> bool:
+        """Scalars are shared, as objects, by pieces that were stepped together from the start."""
+        return (
+            self._rule.elementwise
+            and right.index == left.index + 1
+            and left.group == right.group
+            and self._scalars.get((subgroup.index, left.index)) is self._scalars.get((subgroup.index, right.index))
+        )
+
+    def _run(self, work: Work, pieces: Sequence[Piece]) -> Run:
+        """A run over neighbouring pieces, its gradient and output still to be set."""
+        first, start, stop = pieces[0], pieces[0].start, pieces[-1].stop
+        master = work.layout.master(work.raw)[start:stop]
+        if not self._rule.elementwise:
+            master = master.view(first.param.shape)
+        state = work.layout.state(work.raw, first, start, stop)
+        scalars = dict(self._scalars.get((work.subgroup.index, first.index), {}))
+        return Run(master, master, state, scalars, self._groups[first.group])
+
+    def _give_birth(self, work: Work) -> None:
+        """Before its first step a sub-group has no state on its tier: make it here, zeros first."""
+        work.raw[work.layout.master_nbytes :].zero_()
+        for piece in work.subgroup.pieces:
+            self._rule.init_state(self._run(work, [piece]))
+        self._born.add(work.subgroup.index)
+
+    # -- parameters out ------------------------------------------------------------------------------------------------
+
+    def staging_nbytes(self, layout: StateLayout) -> int:
+        """What one staging buffer must hold for this sub-group."""
+        home = self._inventory.home(layout.subgroup, "state")
+        state_nbytes = layout.nbytes if home.tier.view(home.slot) is None else 0
+        return state_nbytes + self._out_nbytes(layout.subgroup)
+
+    def _out_nbytes(self, subgroup: SubGroup) -> int:
+        return sum(_nbytes(s) for s in subgroup.segments if self._out_view(subgroup, s) is None)
+
+    def _out_view(self, subgroup: SubGroup, segment: Segment) -> torch.Tensor | None:
+        """The parameters' final place, [numel] of their dtype, where the update can write it directly."""
+        unit = segment.unit
+        home = self._inventory.find(unit, "param")
+        if home is None:
+            if not self._updates_on_device(subgroup):
+                return None
+            return self._device_flat(unit)[segment.unit_start : segment.unit_start + segment.numel]
+        raw = home.tier.view(home.slot)
+        if raw is None or self._updates_on_device(subgroup):
+            return None
+        return raw[: unit.nbytes].view(unit.dtype)[segment.unit_start : segment.unit_start + segment.numel]
+
+    def _updates_on_device(self, subgroup: SubGroup) -> bool:
+        return self._inventory.home(subgroup, "state").tier.name == "device"
+
+    def _staged_outs(self, work: Work) -> Iterator[tuple[Segment, Window | None]]:
+        """Each segment with its part of the lease, or None where it is written in place."""
+        home = self._inventory.home(work.subgroup, "state")
+        start = work.layout.nbytes if home.tier.view(home.slot) is None else 0
+        for segment in work.subgroup.segments:
+            if self._out_view(work.subgroup, segment) is not None:
+                yield segment, None
+                continue
+            assert work.lease is not None
+            stop = start + _nbytes(segment)
+            yield segment, Window(work.lease.tensor[start:stop], work.lease.memory[start:stop])
+            start = stop
+
+    def _make_outs(self, work: Work) -> list[torch.Tensor]:
+        """Where the rule writes each segment's parameters: [numel] of the unit's dtype, beside the state."""
+        outs = []
+        for segment, window in self._staged_outs(work):
+            view = self._out_view(work.subgroup, segment)
+            if view is None and self._updates_on_device(work.subgroup):
+                view = torch.empty(segment.numel, dtype=segment.unit.dtype, device=work.raw.device)
+            elif view is None:
+                assert window is not None, "a segment without a view is staged"
+                view = window.tensor.view(segment.unit.dtype)
+            outs.append(view)
+        return outs
+
+    def _write(self, work: Work) -> None:
+        """Start the way home of the state and of the parameters."""
+        home = self._inventory.home(work.subgroup, "state")
+        if home.tier.view(home.slot) is None:
+            assert work.lease is not None
+            nbytes = work.layout.nbytes
+            work.writes.append(home.tier.write(home.slot, Window(work.raw, work.lease.memory[:nbytes])))
+        for (segment, window), out in zip(self._staged_outs(work), work.outs, strict=True):
+            if window is not None:
+                self._send(work, segment, window, out)
+
+    def _send(self, work: Work, segment: Segment, window: Window, out: torch.Tensor) -> None:
+        accelerator = self._runtime.accelerator
+        if self._updates_on_device(work.subgroup):
+            target = window.tensor
+            accelerator.lane("update").submit(
+                lambda: accelerator.copy(target, as_bytes(out)), after=[accelerator.record_compute()], holds=[out]
+            ).wait()
+        home = self._inventory.find(segment.unit, "param")
+        if home is not None:
+            offset = segment.unit_start * segment.unit.dtype.itemsize
+            work.writes.append(home.tier.write(home.slot, window, offset))
+            return
+        flat = self._device_flat(segment.unit)[segment.unit_start : segment.unit_start + segment.numel]
+        target = as_bytes(flat)
+        event = accelerator.lane("update").submit(
+            lambda: accelerator.copy(target, window.tensor), after=[accelerator.record_compute()], holds=[target]
+        )
+        work.writes.append(event)
+
+    def _finish(self, work: Work) -> None:
+        """Wait for everything that still uses the work's buffer, then give the buffer back."""
+        try:
+            for event in (work.read, *work.writes):
+                self._wait(event, "wait_state", work.subgroup)
+        finally:
+            if work.lease is not None:
+                work.lease.release()
+
+    def _wait(self, event: Event | None, cause: str, subgroup: SubGroup) -> None:
+        if event is not None:
+            with self._runtime.recorder.span("update", cause, f"sub-group {subgroup.index}"):
+                event.wait()
+
+
+def _nbytes(segment: Segment) -> int:
+    return segment.numel * segment.unit.dtype.itemsize
+

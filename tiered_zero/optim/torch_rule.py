@@ -1,0 +1,352 @@
+"""Any torch.optim class as an update rule: the class itself takes the step, on views of what the tiers hold."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch.optim import Optimizer
+
+from tiered_zero.errors import ModelError
+from tiered_zero.optim.lion import Lion
+from tiered_zero.optim.rule import Run, StateField, UpdateRule
+
+ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
+    {
+        torch.optim.SGD,
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.Adagrad,
+        torch.optim.RMSprop,
+        torch.optim.Adadelta,
+        torch.optim.Adamax,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.ASGD,
+        torch.optim.Rprop,
+        Lion,
+    }
+)
+"""Known to give the same bits wherever a cut falls, unless fused. Exact classes: a subclass may do anything."""
+
+REFUSED: dict[type[Optimizer], str] = {
+    torch.optim.LBFGS: "it evaluates the model several times within a step and couples all parameters",
+    torch.optim.SparseAdam: "it needs sparse gradients, and gradients are dense here",
+}
+
+_CHUNK_NUMEL = 1 << 18
+_GRAIN_NUMEL = 1 << 16
+_DEVICE_CHUNK_NUMEL = 1 << 26
+_BORN = "initialized"
+_ABSENT = "absent"
+
+_State = dict[str, Any]
+_Constructor = Callable[[list[Any]], Optimizer]
+
+
+class TorchRule(UpdateRule):
+    """The bits of one plain `optimizer_class(parameters, **defaults)` over whole fp32 parameters and gradients.
+
+    A known elementwise class gets [n] runs, cut anywhere. Any other class gets whole parameters in their own shape, one
+    at a time, and must not couple parameters: `state_fields` tries that on two small ones and refuses such a class.
+
+    The rule keeps no state of its own: arrays live in `Run.state`, all else in `Run.scalars`, which is empty until the
+    first step and never after it. Until that step the arrays mean nothing: torch creates the state, and it is copied
+    in. A scalar "absent" under an array's name says that torch has no such array yet, so that its zeros are not read
+    (SGD with momentum that was 0 so far).
+    """
+
+    def __init__(self, optimizer_class: type[Optimizer], defaults: Mapping[str, Any]) -> None:
+        """Raises ModelError where the class does not take `defaults`, or cannot be stepped piece by piece."""
+        _refuse_class(optimizer_class)
+        construct: _Constructor = partial(cast(Any, optimizer_class), **defaults)
+        try:
+            example = construct(_example_params())
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ModelError(
+                f"{optimizer_class.__name__} was expected to take {dict(defaults)}; it answered: {error}. Correct them."
+            ) from error
+        self._adopt(example, construct if example.state else None)
+
+    @classmethod
+    def from_optimizer(cls, optimizer: Optimizer) -> TorchRule:
+        """The rule of a user's own instance, which is neither changed nor stepped. See `export_state` for its state."""
+        kind = type(optimizer)
+        names = inspect.signature(kind).parameters
+        defaults = {name: value for name, value in optimizer.defaults.items() if name in names}
+        if kind in ELEMENTWISE:
+            fused = any(group.get("fused") for group in optimizer.param_groups)
+            return cls(kind, {**defaults, "fused": True, "foreach": None} if fused else defaults)
+        _refuse_class(kind)
+        construct: _Constructor | None = None
+        with contextlib.suppress(Exception):  # a user's constructor may take anything, and most create no state
+            if optimizer.state and kind(_example_params(), **defaults).state:
+                construct = partial(cast(Any, kind), **defaults)
+        rule = cls.__new__(cls)
+        rule._adopt(optimizer, construct)
+        return rule
+
+    def _adopt(self, optimizer: Optimizer, construct: _Constructor | None) -> None:
+        """`construct`: for a class whose constructor creates state; None for all that create it in their first step."""
+        self.name = type(optimizer).__name__
+        self.elementwise = type(optimizer) in ELEMENTWISE and not optimizer.defaults.get("fused")
+        self._optimizer = _bare_copy(optimizer)
+        self._construct = construct
+        self._fields: dict[tuple[tuple[int, ...], str], list[StateField]] = {}
+
+    def state_fields(self, shape: tuple[int, ...], hyper: Mapping[str, Any]) -> list[StateField]:
+        """Found by two dry steps: on meta tensors of this shape, or on CPU tensors if the class reads values.
+
+        Raises ModelError for a class that fails on this shape, keeps state that is no tensor or plain value, or couples
+        parameters.
+        """
+        self._refuse_options(hyper)
+        if self.elementwise:
+            return [replace(found, shape=shape) for found in self._dry_run((1,), hyper, "cpu")]
+        key = (shape, repr(sorted(hyper.items())))
+        if key not in self._fields:
+            self._refuse_coupling(tuple(min(length, 3) for length in shape), hyper)
+            try:
+                self._fields[key] = self._dry_run(shape, hyper, "meta")
+            except ModelError:
+                self._fields[key] = self._dry_run(shape, hyper, "cpu")
+        return list(self._fields[key])
+
+    def init_state(self, run: Run) -> None:
+        """Nothing to fill: the first update overwrites the arrays with what torch creates."""
+
+    def update(self, runs: Sequence[Run]) -> None:
+        """One step on every run, in order; the scalars of a run advance once. Any thread, one at a time."""
+        for run in runs:
+            self._refuse_options(run.hyper, run.master.device)
+        with torch.no_grad():
+            for run in runs:
+                if self.elementwise:
+                    for piece in _pieces(run):
+                        self._step(piece)
+                    run.scalars = piece.scalars
+                else:
+                    self._step(run)
+
+    def export_state(self, optimizer: Optimizer, parameter: torch.Tensor) -> tuple[dict[str, torch.Tensor], _State]:
+        """(`Run.state`, `Run.scalars`) as `optimizer` holds them for `parameter`; both empty before its first step.
+
+        The arrays are the optimizer's own memory in its own dtype, flat [n] for an elementwise rule.
+        """
+        state = dict(optimizer.state.get(parameter, {}))
+        if not state:
+            return {}, {}
+        group = next(group for group in optimizer.param_groups if any(p is parameter for p in group["params"]))
+        hyper = {name: value for name, value in group.items() if name != "params"}
+        names = [found.name for found in self.state_fields(tuple(parameter.shape), hyper)]
+        arrays = {name: state.pop(name).detach() for name in names if isinstance(state.get(name), torch.Tensor)}
+        unplanned, scalars = self._split(state)
+        self._refuse_unplanned(unplanned, names)
+        scalars |= {name: _ABSENT for name in names if name not in arrays and name not in scalars}
+        if self.elementwise:
+            arrays = {name: array.reshape(-1) for name, array in arrays.items()}
+        return arrays, scalars or {_BORN: True}
+
+    def _step(self, run: Run) -> None:
+        """One step of torch's own code on one piece."""
+        leaf = run.master.detach().requires_grad_()
+        grad = run.grad.to(torch.float32)
+        leaf.grad = grad if run.grad_scale == 1.0 else grad.mul_(run.grad_scale)
+        state = self._state_of(run) if run.scalars else self._first_state(leaf, run.hyper)
+        arrays, run.scalars = self._split(_advance(self._optimizer, leaf, run.hyper, state))
+        for name, home in run.state.items():
+            if name in arrays:
+                self._write_back(name, arrays.pop(name), home)
+            else:
+                run.scalars.setdefault(name, _ABSENT)
+        self._refuse_unplanned(arrays, run.state)
+        if not run.scalars:
+            run.scalars = {_BORN: True}
+        self._write_back("parameter", leaf, run.master)
+        if run.out is not None:
+            run.out.copy_(run.master)
+
+    def _state_of(self, run: Run) -> _State:
+        kept = {name: value for name, value in run.scalars.items() if name != _BORN and not _is_absent(value)}
+        return {name: home.detach() for name, home in run.state.items() if name not in run.scalars} | _cloned(kept)
+
+    def _first_state(self, leaf: torch.Tensor, group: Mapping[str, Any]) -> _State:
+        if self._construct is None:
+            return {}
+        return dict(self._construct([{**group, "params": [leaf]}]).state[leaf])
+
+    def _write_back(self, name: str, value: torch.Tensor, home: torch.Tensor) -> None:
+        """Copy what torch put beside its home, as on the first step, or where a class replaces instead of updating."""
+        if value.shape != home.shape or value.dtype != home.dtype:
+            raise ModelError(
+                f"{self.name} was planned with {name} of {home.dtype} {tuple(home.shape)}; its step left {value.dtype} "
+                f"{tuple(value.shape)}. Its state must keep dtype and shape."
+            )
+        if value.data_ptr() != home.data_ptr():
+            home.copy_(value.detach())
+
+    def _split(self, state: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], _State]:
+        """Arrays, and 0-d tensors and plain values. Raises ModelError for anything else."""
+        arrays: dict[str, torch.Tensor] = {}
+        scalars: _State = {}
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and value.dim() > 0:
+                arrays[name] = value.detach()
+            elif value is None or isinstance(value, (torch.Tensor, bool, int, float, str)):
+                scalars[name] = value
+            else:
+                raise ModelError(
+                    f"{self.name} was expected to keep tensors and plain values as state; found {name}: "
+                    f"{type(value).__name__}. Such an optimizer cannot be moved between tiers."
+                )
+        return arrays, _cloned(scalars)
+
+    def _dry_run(self, shape: tuple[int, ...], hyper: Mapping[str, Any], device: str) -> list[StateField]:
+        """The arrays after two steps on ones. Raises ModelError if a step fails."""
+        optimizer = _bare_copy(self._optimizer)
+        leaf = torch.zeros(shape, device=device, requires_grad=True)
+        leaf.grad = torch.ones_like(leaf)
+        try:
+            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                state = _advance(optimizer, leaf, hyper, self._first_state(leaf, hyper))
+                arrays, _ = self._split(_advance(optimizer, leaf, hyper, state))
+        except ModelError:
+            raise
+        except Exception as error:
+            raise ModelError(
+                f"{self.name} was expected to step a parameter of shape {shape} with a gradient and no closure; "
+                f"it raised {type(error).__name__}: {error}. Give such parameters another optimizer."
+            ) from error
+        return [StateField(name, tuple(array.shape), array.dtype) for name, array in arrays.items()]
+
+    def _refuse_coupling(self, shape: tuple[int, ...], hyper: Mapping[str, Any]) -> None:
+        """Three steps over two parameters: together by the class itself, and apart by this rule; the bits must agree.
+
+        It finds state on the optimizer or in its param group that steers the update, and sums over all parameters.
+        """
+        generator = torch.Generator().manual_seed(0)
+        starts = torch.randn((2, *shape), generator=generator)
+        grads = torch.randn((3, 2, *shape), generator=generator)
+        together = [start.clone().requires_grad_() for start in starts]
+        rule = TorchRule.__new__(TorchRule)
+        rule._adopt(self._optimizer, self._construct)
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            try:
+                optimizer = _bare_copy(self._optimizer)
+                optimizer.param_groups = [{**hyper, "params": together}]
+                optimizer.state.update({leaf: self._first_state(leaf, hyper) for leaf in together})
+                for pair in grads:
+                    for leaf, grad in zip(together, pair, strict=True):
+                        leaf.grad = grad.clone()
+                    optimizer.step()
+            except Exception:
+                return  # not a shape that it takes, small or at all: the dry run on the real shape decides
+            fields = self._dry_run(shape, hyper, "cpu")
+            state = [{found.name: torch.zeros(found.shape, dtype=found.dtype) for found in fields} for _ in starts]
+            apart = [Run(start.clone(), start, arrays, {}, hyper) for start, arrays in zip(starts, state, strict=True)]
+            torch.manual_seed(0)
+            for pair in grads:
+                for run, grad in zip(apart, pair, strict=True):
+                    run.grad = grad.clone()
+                rule.update(apart)
+        if not all(_same_bits(leaf.detach(), run.master) for leaf, run in zip(together, apart, strict=True)):
+            raise ModelError(
+                f"{self.name} was expected to update each parameter by itself; stepping two parameters one after the "
+                "other gave other numbers than together (it sums over parameters, or keeps state in itself or in its "
+                "param group). It cannot be split between tiers: choose another optimizer."
+            )
+
+    def _refuse_unplanned(self, arrays: Collection[str], planned: Collection[str]) -> None:
+        if arrays:
+            raise ModelError(
+                f"{self.name} was planned with the state arrays {sorted(planned)}; it has {sorted(arrays)} besides. "
+                "Set the option that needs them (momentum, amsgrad ...) before training starts."
+            )
+
+    def _refuse_options(self, hyper: Mapping[str, Any], device: torch.device | None = None) -> None:
+        if hyper.get("differentiable"):
+            raise ModelError(f"{self.name}: differentiable=True needs a graph over the update; set it to False.")
+        if hyper.get("capturable") and device is not None and device.type == "cpu":
+            raise ModelError(f"{self.name}: capturable=True needs an update on a GPU, and this one runs on the CPU.")
+        if self.elementwise and hyper.get("fused"):
+            raise ModelError(
+                f"{self.name} was planned without fused=True; found it in a param group. It rounds otherwise at a cut: "
+                "set it when the optimizer is made, so that whole parameters are stepped."
+            )
+
+
+def _pieces(run: Run) -> list[Run]:
+    """Cuts of an elementwise run. On the CPU so large that every thread has work and calls cost little, and no larger:
+    torch's temporaries then stay in the cache (AdamW on one thread: about half the time of an uncut run, from 256 Ki to
+    512 Ki elements). On a GPU they only bound the temporaries."""
+    on_cpu = run.master.device.type == "cpu"
+    size = max(_CHUNK_NUMEL, _GRAIN_NUMEL * torch.get_num_threads()) if on_cpu else _DEVICE_CHUNK_NUMEL
+    master, grad = run.master.view(-1), run.grad.view(-1)
+    state = {name: array.view(-1) for name, array in run.state.items()}
+    out = None if run.out is None else run.out.view(-1)
+    if master.numel() <= size:
+        return [replace(run, master=master, grad=grad, state=state, out=out)]
+    return [
+        replace(
+            run,
+            master=master[start : start + size],
+            grad=grad[start : start + size],
+            state={name: array[start : start + size] for name, array in state.items()},
+            out=None if out is None else out[start : start + size],
+        )
+        for start in range(0, master.numel(), size)
+    ]
+
+
+def _advance(optimizer: Optimizer, leaf: torch.Tensor, group: Mapping[str, Any], state: _State) -> _State:
+    """One step of `optimizer` as if `leaf` were its only parameter. Returns the parameter's state after it."""
+    optimizer.param_groups = [{**group, "params": [leaf]}]
+    optimizer.state = defaultdict(dict, {leaf: state})
+    try:
+        optimizer.step()
+        return dict(optimizer.state[leaf])
+    finally:
+        optimizer.param_groups = []
+        optimizer.state = defaultdict(dict)
+
+
+def _bare_copy(optimizer: Optimizer) -> Optimizer:
+    """The same class and attributes, without parameters, state, step hooks, or a scheduler's wrapper around step."""
+    bare = type(optimizer).__new__(type(optimizer))
+    bare.__dict__.update({name: value for name, value in optimizer.__dict__.items() if name != "step"})
+    bare.__dict__.update(_optimizer_step_pre_hooks=OrderedDict(), _optimizer_step_post_hooks=OrderedDict())
+    bare.param_groups = []
+    bare.state = defaultdict(dict)
+    return bare
+
+
+def _refuse_class(kind: type[Optimizer]) -> None:
+    for refused, reason in REFUSED.items():
+        if issubclass(kind, refused):
+            raise ModelError(
+                f"{kind.__name__} cannot train across tiers: {reason}. Choose an optimizer that steps each parameter "
+                "by itself, such as AdamW."
+            )
+
+
+def _cloned(scalars: _State) -> _State:
+    return {name: v.detach().clone() if isinstance(v, torch.Tensor) else v for name, v in scalars.items()}
+
+
+def _is_absent(value: Any) -> bool:
+    return isinstance(value, str) and value == _ABSENT
+
+
+def _example_params() -> list[torch.Tensor]:
+    return [torch.zeros(1, 1, requires_grad=True)]
+
+
+def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    return torch.equal(left.view(torch.int32), right.view(torch.int32))

@@ -1,0 +1,41 @@
+"""Whole units between their homes and plain CPU tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from tiered_zero.hardware.staging import StagingPool
+from tiered_zero.layout.flat import Unit
+from tiered_zero.tiers.inventory import Inventory
+from tiered_zero.tiers.slots import read_slot, write_slot
+
+
+class HomeKeeper:
+    """Reads and writes a unit's parameters where they rest. Driver thread; blocks.
+
+    `on_change(unit, flat)`: what is derived from the parameters (the fp32 masters) must follow `flat` [P], on the CPU.
+    """
+
+    def __init__(
+        self, inventory: Inventory, staging: StagingPool | None, on_change: Callable[[Unit, torch.Tensor], None]
+    ) -> None:
+        self._inventory = inventory
+        self._staging = staging
+        self._on_change = on_change
+
+    def read(self, unit: Unit) -> torch.Tensor:
+        """[P] of the unit's dtype, a CPU tensor of the caller's own. The unit has a home off the device."""
+        return read_slot(self._inventory.home(unit, "param"), 0, unit.nbytes, self._staging).view(unit.dtype)
+
+    def store(self, unit: Unit, flat: torch.Tensor) -> None:
+        """First bytes: `flat` [P] of the unit's dtype, on the CPU, to the unit's home off the device."""
+        write_slot(self._inventory.home(unit, "param"), 0, flat, self._staging)
+
+    def change(self, unit: Unit, flat: torch.Tensor) -> None:
+        """`flat` [P], on the device or the CPU, becomes the unit's value; masters follow where it differs."""
+        value = flat.to("cpu")
+        if self._inventory.find(unit, "param") is not None:
+            self.store(unit, value)
+        self._on_change(unit, value)

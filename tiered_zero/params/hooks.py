@@ -1,0 +1,125 @@
+"""The hooks between a model and the pager: the only file that registers any on modules.
+
+Nothing here computes. Each hook tells the pager what begins or ends; see [Note: Three doors] in the package.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from tiered_zero.layout.flat import Unit
+from tiered_zero.params.lending import lend
+from tiered_zero.params.pager import Pager
+
+GradientSink = Callable[[nn.Parameter], None]
+"""Called on autograd's thread when `param.grad` is complete for one pass; takes the gradient away."""
+
+
+@dataclass(frozen=True)
+class SavedView:
+    """What autograd keeps instead of a view of a flat: which storage, and the view's geometry in elements."""
+
+    storage_key: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+
+class ModuleHooks:
+    """Installed once on a model; `remove` takes everything off again."""
+
+    def __init__(self, model: nn.Module, units: Sequence[Unit], pager: Pager, on_gradient: GradientSink) -> None:
+        self._pager = pager
+        self._handles: list[Any] = []
+        modules = dict(model.named_modules())
+        by_module: dict[str, list[Unit]] = defaultdict(list)
+        for unit in units:
+            if not pager.is_device_resident(unit):
+                by_module[unit.module].append(unit)
+        for name, owned in by_module.items():
+            self._watch_forward(modules[name], tuple(owned))
+        for module in model.modules():
+            self._watch_state_dict(module)
+        for param in model.parameters():
+            if param.requires_grad:
+                self._handles.append(param.register_post_accumulate_grad_hook(on_gradient))
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    @contextmanager
+    def saving_views(self) -> Iterator[None]:
+        """While open, autograd saves views of flats by name instead of by address."""
+        with saved_tensors_hooks(self._pack, self._unpack):
+            yield
+
+    def _watch_forward(self, module: nn.Module, units: tuple[Unit, ...]) -> None:
+        pager = self._pager
+
+        def before(_module: nn.Module, _args: Any) -> None:
+            pager.enter_frame(units)
+
+        def after(_module: nn.Module, _args: Any, _output: Any) -> None:
+            pager.exit_frame()
+
+        self._handles.append(module.register_forward_pre_hook(before))
+        # always_call: a frame ends also when the module raises (or a recomputation stops early, which raises too)
+        self._handles.append(module.register_forward_hook(after, always_call=True))
+
+    def _watch_state_dict(self, module: nn.Module) -> None:
+        """state_dict() gives CPU copies of real shape; load_state_dict() finds its parameters lent, and writes them home."""
+        pager = self._pager
+        params = {name: param for name, param in module._parameters.items() if param is not None}
+
+        def before_save(*_: Any) -> None:
+            pager.start_copying()
+
+        def after_save(_module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
+            for name, param in params.items():
+                if prefix + name in state:
+                    state[prefix + name] = pager.cpu_copy(param)
+            pager.stop_copying()
+
+        def before_load(*_: Any) -> None:
+            loans.append(loan := lend(params.values(), modify=True))
+            loan.__enter__()
+
+        def after_load(*_: Any) -> None:
+            loans.pop().__exit__(None, None, None)
+
+        loans: list[AbstractContextManager[None]] = []
+        self._handles.append(module.register_state_dict_pre_hook(before_save))
+        self._handles.append(module.register_state_dict_post_hook(after_save))
+        if params:
+            self._handles.append(module.register_load_state_dict_pre_hook(before_load))
+            self._handles.append(module.register_load_state_dict_post_hook(after_load))
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | SavedView:
+        key = tensor.untyped_storage()._cdata
+        if not self._pager.owns_storage(key):
+            return tensor
+        return SavedView(key, tuple(tensor.size()), tensor.stride(), tensor.storage_offset(), tensor.dtype)
+
+    def _unpack(self, saved: torch.Tensor | SavedView) -> torch.Tensor:
+        if not isinstance(saved, SavedView):
+            return saved
+        pager = self._pager
+        if pager.phase == "idle":  # the user called loss.backward() directly
+            pager.phase = "backward"
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        return pager.unpack(saved.storage_key, saved.size, saved.stride, saved.offset, saved.dtype)
+
+    def _end_backward(self) -> None:
+        self._pager.phase = "idle"
+        self._pager.end_pass()

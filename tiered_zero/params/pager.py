@@ -1,0 +1,376 @@
+"""Which units are on the device, and how they come and go."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+import torch
+from torch import nn
+
+from tiered_zero.errors import BudgetError, ParameterAwayError, TieredZeroError
+from tiered_zero.hardware.accelerator import Event
+from tiered_zero.hardware.runtime import Runtime
+from tiered_zero.layout.flat import Unit
+from tiered_zero.params.homes import HomeKeeper
+from tiered_zero.params.schedule import Schedule
+from tiered_zero.params.storage import FlatStorage
+from tiered_zero.sizes import format_nbytes
+from tiered_zero.tiers.inventory import Inventory
+
+
+class UnitState(Enum):
+    """AWAY: no bytes on the device; they rest at the unit's home. READY: bytes are there or on their way, but parameters are
+    guarded (prefetched, or kept for reuse). LENT: compute may use them; parameters are plain."""
+
+    AWAY = auto()
+    READY = auto()
+    LENT = auto()
+
+
+# A unit's bytes leave only while nobody holds a view of them (`FlatStorage.is_viewed`): a node that runs, a tensor that a
+# checkpointed region has recomputed, an output that is a slice of a weight. So neither eviction nor a wrong guess can
+# pull memory from under a computation; at worst the budget is passed, which raises.
+
+
+@dataclass
+class Residency:
+    """What the pager knows of one unit. `fetch`: the transfer that fills it, until compute has waited for it.
+
+    `num_lends`: running modules and lenders that use it; with none it may still be LENT, held for the rest of its backward.
+    `clock`: when it was last used.
+    """
+
+    unit: Unit
+    storage: FlatStorage
+    state: UnitState = UnitState.AWAY
+    fetch: Event | None = None
+    num_lends: int = 0
+    clock: int = 0
+    params: dict[nn.Parameter, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class PagerLimits:
+    """`live_nbytes`: most bytes of paged units on the device at once. `prefetch_numel`: most elements fetched ahead of use.
+    `reuse_numel`: a unit expected again within this many elements is kept, room permitting."""
+
+    live_nbytes: int
+    prefetch_numel: int
+    reuse_numel: int
+
+
+class Pager:
+    """Owns the state of every paged unit. Units without a home in the inventory live on the device and are always lent.
+
+    Driver thread, or autograd's while the driver waits in backward.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        inventory: Inventory,
+        keeper: HomeKeeper,
+        limits: PagerLimits,
+    ) -> None:
+        self._accelerator = runtime.accelerator
+        self._ledger = runtime.ledger
+        self._recorder = runtime.recorder
+        self._inventory = inventory
+        self._keeper = keeper
+        self._limits = limits
+        self._schedule = Schedule()
+        self._residencies: dict[int, Residency] = {}
+        self._by_param: dict[nn.Parameter, Residency] = {}
+        self._by_storage: dict[int, Residency] = {}
+        self._frames: list[list[Residency]] = []
+        self._ticks = itertools.count(1)
+        self._live_nbytes = 0
+        self._copies: dict[nn.Parameter, torch.Tensor] = {}
+        self._copying_depth = 0
+        self.phase = "idle"
+
+    # -- set-up ----------------------------------------------------------------------------------------------------
+
+    def adopt(self, unit: Unit, params: Sequence[nn.Parameter]) -> FlatStorage:
+        """Turn `params` into views of one flat of this unit; their former bytes are dropped. Returns the empty storage."""
+        if self._inventory.find(unit, "param") is None:
+            self._ledger.charge("device", "param", unit.nbytes)
+        storage = FlatStorage(unit, params, self._accelerator.device, self)
+        residency = Residency(unit, storage, params={param: i for i, param in enumerate(params)})
+        self._residencies[unit.index] = residency
+        self._by_storage[storage.key] = residency
+        self._by_param.update(dict.fromkeys(params, residency))
+        return storage
+
+    def settle(self, unit: Unit) -> None:
+        """The unit's first bytes are in place. One that lives on the device is lent for good."""
+        residency = self._residencies[unit.index]
+        if self._inventory.find(unit, "param") is None:
+            residency.state = UnitState.LENT
+            residency.num_lends = 1
+            residency.storage.expose()
+
+    # -- lending ---------------------------------------------------------------------------------------------------
+
+    def acquire(self, unit: Unit) -> None:
+        """Make the unit's parameters usable by what compute launches from now on. Pairs with `release`."""
+        self._acquire(self._residencies[unit.index]).num_lends += 1
+
+    def release(self, unit: Unit) -> None:
+        """One user is done. After the last one forward gives the unit up; backward holds it until it needs the room."""
+        residency = self._residencies[unit.index]
+        residency.num_lends -= 1
+        assert residency.num_lends >= 0, f"{unit.name} released more often than acquired"
+        if residency.num_lends == 0 and self.phase != "backward":
+            self._retire(residency)
+
+    @contextmanager
+    def frame(self, units: Sequence[Unit] = ()) -> Iterator[None]:
+        """Lend `units`, and whatever is demanded inside, until the block ends (also by an exception)."""
+        self.enter_frame(units)
+        try:
+            yield
+        finally:
+            self.exit_frame()
+
+    def enter_frame(self, units: Sequence[Unit]) -> None:
+        frame: list[Residency] = []
+        self._frames.append(frame)
+        for unit in units:
+            self._lend_to_frame(self._residencies[unit.index], frame)
+
+    def exit_frame(self) -> None:
+        for residency in self._frames.pop():
+            self.release(residency.unit)
+
+    def demand(self, param: nn.Parameter, function: str) -> None:
+        """[Note: Three doors] A function was called with a parameter that is away."""
+        residency = self._by_param[param]
+        if self._frames:
+            self._lend_to_frame(residency, self._frames[-1])
+        elif self.phase == "backward":
+            self._acquire(residency)
+        else:
+            name = residency.unit.entries[residency.params[param]].param.name
+            home = self._inventory.home(residency.unit, "param")
+            raise ParameterAwayError(
+                f"{function} needs the bytes of parameter {name!r}, which rest on tier {home.tier.name} between uses. "
+                f"Read or change it inside `with tiered_zero.gathered(param):`, or take engine.module.state_dict()."
+            )
+
+    def unpack(self, key: int, size: Sequence[int], stride: Sequence[int], offset: int, dtype: torch.dtype) -> torch.Tensor:
+        """[Note: Three doors] Backward needs a view that forward saved of the storage `key`."""
+        return self._acquire(self._by_storage[key]).storage.view(size, stride, offset, dtype)
+
+    def owns_storage(self, key: int) -> bool:
+        return key in self._by_storage
+
+    def is_device_resident(self, unit: Unit) -> bool:
+        return self._inventory.find(unit, "param") is None
+
+    # -- backward --------------------------------------------------------------------------------------------------
+
+    def finish_gradients(self, unit: Unit) -> None:
+        """Every gradient of the unit has arrived: nothing later in this backward is expected to need it."""
+        residency = self._residencies[unit.index]
+        if residency.state is UnitState.LENT and residency.num_lends == 0:
+            self._retire(residency)
+
+    def end_pass(self) -> None:
+        """Forward or backward is over (or failed): whatever no one uses goes by the rules for idle units."""
+        for residency in self._residencies.values():
+            if residency.state is UnitState.LENT and residency.num_lends == 0:
+                self._retire(residency)
+
+    def forget(self) -> None:
+        """The homes of trainable units are about to change: drop what the device holds of them.
+
+        A storage that somebody still views keeps its memory, and is read again in place at the next use.
+        """
+        for residency in self._residencies.values():
+            if residency.unit.trainable and not self.is_device_resident(residency.unit):
+                assert residency.num_lends == 0, f"{residency.unit.name} is lent while its home changes"
+                self._evict(residency)
+
+    def abort(self) -> None:
+        """After an exception: no module runs any more, so every frame ends."""
+        while self._frames:
+            self.exit_frame()
+        self.phase = "idle"
+        self.end_pass()
+        self.forget()
+
+    def write_back(self, unit: Unit) -> None:
+        """Somebody changed the lent parameters: their home, and whatever was derived from them, must follow."""
+        storage = self._residencies[unit.index].storage
+        self._keeper.change(unit, storage.flat)
+
+    # -- whole values ----------------------------------------------------------------------------------------------
+
+    def residency(self, param: nn.Parameter) -> Residency | None:
+        return self._by_param.get(param)
+
+    def storage(self, unit: Unit) -> FlatStorage:
+        return self._residencies[unit.index].storage
+
+    def start_copying(self) -> None:
+        """A module's state_dict begins: `detach` of a parameter that is away gives a CPU copy from its home."""
+        self._copying_depth += 1
+
+    def stop_copying(self) -> None:
+        self._copying_depth -= 1
+        if self._copying_depth == 0:
+            self._copies.clear()
+
+    def copy_of(self, param: nn.Parameter) -> torch.Tensor | None:
+        return self.cpu_copy(param) if self._copying_depth else None
+
+    def cpu_copy(self, param: nn.Parameter) -> torch.Tensor:
+        """[its shape] on the CPU, a copy, from wherever the bytes are; tied names get the same tensor while copying."""
+        residency = self._by_param[param]
+        index = residency.params[param]
+        if param in self._copies:
+            return self._copies[param]
+        entry = residency.unit.entries[index]
+        if residency.state is UnitState.LENT:
+            value = residency.storage.entry_view(index).to("cpu", copy=True)
+        else:
+            flat = self._keeper.read(residency.unit)
+            value = flat[entry.start : entry.stop].view(entry.param.shape).clone()
+        if self._copying_depth:
+            self._copies[param] = value
+        return value
+
+    def close(self) -> None:
+        for residency in self._residencies.values():
+            residency.num_lends = 0
+            if self.is_device_resident(residency.unit):
+                residency.storage.detach_params()
+                self._ledger.discharge("device", "param", residency.unit.nbytes)
+            else:
+                self._evict(residency)
+
+    # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _lend_to_frame(self, residency: Residency, frame: list[Residency]) -> None:
+        self._acquire(residency).num_lends += 1
+        frame.append(residency)
+
+    def _acquire(self, residency: Residency) -> Residency:
+        if not self.is_device_resident(residency.unit):
+            self._schedule.observe(self.phase, residency.unit.index)
+        residency.clock = next(self._ticks)
+        if residency.state is UnitState.LENT:
+            return residency
+        if residency.state is UnitState.AWAY:
+            self._fetch(residency)
+        if residency.fetch is not None:
+            fetch, residency.fetch = residency.fetch, None
+            try:
+                with self._recorder.span("compute", "wait_param", residency.unit.name):
+                    self._accelerator.wait_on_compute(fetch)
+            except BaseException:
+                self._evict(residency)  # what arrived is not the unit
+                raise
+        residency.state = UnitState.LENT
+        residency.storage.expose()
+        self._prefetch(residency)
+        return residency
+
+    def _fetch(self, residency: Residency) -> None:
+        unit, storage = residency.unit, residency.storage
+        if not storage.is_full:
+            self._make_room(unit)
+            self._ledger.charge("device", "param_window", unit.nbytes)
+            self._live_nbytes += unit.nbytes
+            storage.fill()
+            self._accelerator.poison(storage.flat)
+        residency.state = UnitState.READY
+        residency.clock = next(self._ticks)
+        home = self._inventory.home(unit, "param")
+        try:
+            residency.fetch = home.tier.fetch(home.slot, storage.flat, self._inventory.published(unit))
+        except BaseException:
+            self._evict(residency)
+            raise
+
+    def _prefetch(self, current: Residency) -> None:
+        """Start what is expected next, as far as the prefetch bucket and the free room go. Evicts only what is used later."""
+        budget = self._limits.prefetch_numel
+        wanted = {current.unit.index}
+        for _, index in self._schedule.upcoming():
+            residency = self._residencies[index]
+            if index in wanted:
+                continue
+            wanted.add(index)
+            budget -= residency.unit.numel
+            if budget < 0:
+                return
+            if residency.state is UnitState.AWAY:
+                missing = self._live_nbytes + residency.unit.nbytes - self._limits.live_nbytes
+                victims = [r for r in self._evictable() if r.unit.index not in wanted]
+                if missing > sum(r.unit.nbytes for r in victims):
+                    return
+                while missing > 0:
+                    missing -= victims[0].unit.nbytes
+                    self._evict(victims.pop(0))
+                self._fetch(residency)
+
+    def _evictable(self) -> list[Residency]:
+        """Units with bytes that nobody is using, least recently used first."""
+        idle = [
+            r
+            for r in self._residencies.values()
+            if r.num_lends == 0 and r.state is not UnitState.AWAY and (r.fetch is not None or not r.storage.is_viewed)
+        ]
+        return sorted(idle, key=lambda r: r.clock)
+
+    def _make_room(self, unit: Unit) -> None:
+        limit = self._limits.live_nbytes - unit.nbytes
+        for residency in self._evictable():
+            if self._live_nbytes <= limit:
+                return
+            self._evict(residency)
+        if self._live_nbytes > limit:
+            held = [r.unit.name for r in self._residencies.values() if r.storage.is_full and r.unit.index != unit.index]
+            raise BudgetError(
+                f"Unit {unit.name} needs {format_nbytes(unit.nbytes)}, but units in use at the same time already fill "
+                f"{format_nbytes(self._live_nbytes)} of the {format_nbytes(self._limits.live_nbytes)} that paged parameters "
+                f"may take on the device (on it: {', '.join(held)}). Raise stage3_max_live_parameters or "
+                f"tiered_zero.device_memory_limit, or lower tiered_zero.unit_size_cap."
+            )
+
+    def _retire(self, residency: Residency) -> None:
+        """Nobody uses the unit any more: guard it, and keep the bytes only if they are expected again soon."""
+        if residency.state is not UnitState.LENT or self.is_device_resident(residency.unit):
+            return
+        residency.state = UnitState.READY
+        residency.storage.hide()
+        distance = 0
+        for _, index in self._schedule.upcoming():
+            if index == residency.unit.index:
+                if distance <= self._limits.reuse_numel and self._live_nbytes <= self._limits.live_nbytes:
+                    return
+                break
+            distance += self._residencies[index].unit.numel
+        self._evict(residency)
+
+    def _evict(self, residency: Residency) -> None:
+        if residency.state is UnitState.AWAY or self.is_device_resident(residency.unit):
+            return
+        if residency.fetch is not None:  # the transfer still writes these bytes; if it failed, nobody used them
+            with suppress(TieredZeroError):
+                self._accelerator.wait_on_compute(residency.fetch)
+            residency.fetch = None
+        residency.state = UnitState.AWAY
+        residency.storage.hide()
+        if residency.storage.is_viewed:
+            return
+        self._accelerator.poison(residency.storage.flat)
+        residency.storage.empty()
+        self._live_nbytes -= residency.unit.nbytes
+        self._ledger.discharge("device", "param_window", residency.unit.nbytes)

@@ -1,0 +1,35 @@
+"""Guess what will be used next from what was used last time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+Use = tuple[str, int]
+"""(phase, unit index): "forward" or "backward", and which unit."""
+
+
+class Schedule:
+    """Remembers, for each pair of successive uses, the use that followed. A hint, never a requirement.
+
+    Two uses of memory tell the visits of a tied unit apart (embedding, then head), forget nothing when evaluation or a
+    branch comes between, and follow a changed order after seeing it once. Memory: one entry per distinct pair.
+    """
+
+    def __init__(self) -> None:
+        self._next: dict[tuple[Use | None, Use | None], Use] = {}
+        self._last: tuple[Use | None, Use | None] = (None, None)
+
+    def observe(self, phase: str, unit_index: int) -> None:
+        use = (phase, unit_index)
+        if use == self._last[1]:
+            return  # nested or repeated use of the same unit
+        self._next[self._last] = use
+        self._last = (self._last[1], use)
+
+    def upcoming(self) -> Iterator[Use]:
+        """Uses in the order in which they are expected; ends where nothing is known or the chain closes on itself."""
+        pair, seen = self._last, set()
+        while pair not in seen and (use := self._next.get(pair)) is not None:
+            seen.add(pair)
+            yield use
+            pair = (pair[1], use)

@@ -1,0 +1,167 @@
+"""One flat storage a unit: emptied, refilled in place, and guarded while it is empty.
+
+The parameters of a unit are views of `flat`. `storage.resize_(0)` gives the memory back while every view keeps its shape,
+dtype and place in autograd's graphs; a later `resize_` and copy brings the bytes back under the same views. PyTorch itself
+does not notice a read of an empty storage (it crashes or returns garbage), so while a unit is away its
+parameters carry the class `AwayParameter`, whose `__torch_function__` stands between them and every operator. While the
+unit is lent they are plain `Parameter`s again and cost nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from tiered_zero.layout.flat import Unit
+
+
+class Lender(Protocol):
+    """Who answers when a parameter that is away is used."""
+
+    def demand(self, param: nn.Parameter, function: str) -> None:
+        """Lend the parameter's unit to the running forward or backward, or raise ParameterAwayError."""
+
+    def copy_of(self, param: nn.Parameter) -> torch.Tensor | None:
+        """A CPU copy while a state_dict is being taken; else None."""
+
+
+_lenders: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def lender_of(param: nn.Parameter) -> Lender | None:
+    """Who pages this parameter, if anybody does."""
+    return _lenders.get(param)
+
+
+# What may be asked of a parameter whose bytes are elsewhere: everything that is not its bytes.
+_BYTE_PROPERTIES = frozenset({"data", "T", "H", "mT", "mH", "real", "imag"})
+_METADATA_METHODS = frozenset(
+    "size dim ndimension numel nelement stride storage_offset is_contiguous element_size is_floating_point is_complex "
+    "is_signed get_device requires_grad_ register_hook register_post_accumulate_grad_hook retain_grad __len__ "
+    "untyped_storage data_ptr is_inference dim_order is_same_size __hash__ is_shared".split()
+)
+
+
+class AwayParameter(nn.Parameter):
+    """A parameter whose bytes rest on another tier. Shape, dtype, gradient and hooks work; bytes are lent or refused."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        keywords = dict(kwargs or {})
+        if not _is_metadata(func):
+            for param in _away_in((args, keywords)):
+                lender: Lender = _lenders[param]
+                if func is torch.Tensor.detach and (copy := lender.copy_of(param)) is not None:
+                    return copy
+                if isinstance(param, AwayParameter):  # not lent by an earlier argument of the same unit
+                    lender.demand(param, getattr(func, "__name__", str(func)))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **keywords)
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return f"Parameter(away, shape={tuple(self.shape)}, dtype={self.dtype}, requires_grad={self.requires_grad})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        _lenders[self].demand(self, "deepcopy")
+        return super().__deepcopy__(memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        _lenders[self].demand(self, "pickle")
+        return super().__reduce_ex__(protocol)
+
+
+def _is_metadata(func: Callable[..., Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__", "__delete__"):
+        return getattr(getattr(func, "__self__", None), "__name__", "data") not in _BYTE_PROPERTIES
+    return name in _METADATA_METHODS
+
+
+def _away_in(value: Any) -> Iterator[AwayParameter]:
+    if isinstance(value, AwayParameter):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _away_in(item)
+    elif isinstance(value, dict):
+        yield from _away_in(list(value.values()))
+
+
+class FlatStorage:
+    """The device memory of one unit. `flat`: [P] of the unit's dtype; its storage is empty or full, never in between.
+
+    Driver thread.
+    """
+
+    def __init__(self, unit: Unit, params: Sequence[nn.Parameter], device: torch.device, lender: Lender) -> None:
+        self.unit = unit
+        self.flat = torch.empty(unit.numel, dtype=unit.dtype, device=device)
+        self._params = tuple(params)
+        self._classes = tuple(type(param) for param in params)
+        self._bytes = self.flat.untyped_storage()
+        for entry, param in zip(unit.entries, params, strict=True):
+            param.data = self.flat[entry.start : entry.stop].view(entry.param.shape)
+            _lenders[param] = lender
+        self._num_own_uses = torch._C._storage_Use_Count(self.key)
+        self._bytes.resize_(0)
+        self.hide()
+
+    @property
+    def is_viewed(self) -> bool:
+        """Somebody beside us holds a view: a running node, an output, a custom function. Its bytes must not go."""
+        return bool(torch._C._storage_Use_Count(self.key) > self._num_own_uses)
+
+    @property
+    def is_full(self) -> bool:
+        return self._bytes.nbytes() != 0
+
+    def fill(self) -> None:
+        """Give the flat memory; its content is undefined until a transfer has written it."""
+        self._bytes.resize_(self.unit.nbytes)
+
+    def empty(self) -> None:
+        """Give the memory back. Every view keeps its shape; autograd's version counters do not move."""
+        self._bytes.resize_(0)
+
+    def expose(self) -> None:
+        """The bytes are valid: plain parameters from now on."""
+        for param, own in zip(self._params, self._classes, strict=True):
+            param.__class__ = own
+
+    def hide(self) -> None:
+        """The bytes are not to be used: guard every parameter."""
+        for param in self._params:
+            param.__class__ = AwayParameter
+
+    @property
+    def key(self) -> int:
+        """Identity of the storage, the same for every view of it."""
+        return self._bytes._cdata
+
+    def view(self, size: Sequence[int], stride: Sequence[int], offset: int, dtype: torch.dtype) -> torch.Tensor:
+        """The saved view with this geometry (in elements of `dtype`), on the bytes as they are now."""
+        flat = self.flat if dtype == self.unit.dtype else self.flat.view(dtype)
+        return flat.as_strided(size, stride, offset)
+
+    def entry_view(self, index: int) -> torch.Tensor:
+        """Parameter `index` of the unit, detached, in its own shape."""
+        entry = self.unit.entries[index]
+        return self.flat[entry.start : entry.stop].view(entry.param.shape)
+
+    def detach_params(self) -> None:
+        """At the engine's end: parameters that hold bytes keep a copy of their own; the others stay guarded."""
+        if self.is_full:
+            self.expose()
+            for param in self._params:
+                param.data = param.data.clone()
+                _lenders.pop(param, None)

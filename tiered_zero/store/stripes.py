@@ -1,0 +1,169 @@
+"""The store's address space laid over one data file for each path, in stripes weighted by speed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple, final
+
+from tiered_zero.errors import StoreError, TieredZeroError
+from tiered_zero.io.engine import File, IOEngine, Ticket
+from tiered_zero.sizes import MIB, format_nbytes
+
+STRIPE_NBYTES = 4 * MIB
+"""One stripe: large enough for a disk to run at full rate, small enough that one record uses every disk."""
+
+_PERIOD = 64
+"""Stripes in one turn over all paths; a weight is met to within 1/128 of the whole."""
+
+DATA_NAME = "data.bin"
+
+
+class Piece(NamedTuple):
+    """`nbytes` at `file_offset` of file `file_index`."""
+
+    file_index: int
+    file_offset: int
+    nbytes: int
+
+
+@final
+class Stripes:
+    """Addresses `[0, capacity_nbytes)` -> (file, offset). Pure arithmetic.
+
+    `weights`: one number > 0 for each file, in any unit (measured bytes/s serve).
+    """
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        if not weights or min(weights) <= 0:
+            raise StoreError(f"Stripe weights must be one number > 0 for each path; found {list(weights)}.")
+        self.weights = tuple(float(weight) for weight in weights)
+        self._turn = _smooth_round_robin(self.weights)
+        self._counts = [self._turn.count(index) for index in range(len(weights))]
+        self._ranks = [self._turn[:place].count(index) for place, index in enumerate(self._turn)]
+
+    def pieces(self, offset: int, nbytes: int) -> Iterator[Piece]:
+        """The pieces of `[offset, offset + nbytes)` in order; with one file a single piece."""
+        if len(self.weights) == 1:
+            yield Piece(0, offset, nbytes)
+            return
+        end = offset + nbytes
+        while offset < end:
+            stripe, within = divmod(offset, STRIPE_NBYTES)
+            length = min(STRIPE_NBYTES - within, end - offset)
+            turn, place = divmod(stripe, len(self._turn))
+            index = self._turn[place]
+            yield Piece(index, (turn * self._counts[index] + self._ranks[place]) * STRIPE_NBYTES + within, length)
+            offset += length
+
+    def file_nbytes(self, capacity_nbytes: int) -> list[int]:
+        """Bytes of each file; they sum to the capacity exactly."""
+        if len(self.weights) == 1:
+            return [capacity_nbytes]
+        turns, rest = divmod(capacity_nbytes, STRIPE_NBYTES * len(self._turn))
+        sizes = [turns * count * STRIPE_NBYTES for count in self._counts]
+        for piece in self.pieces(capacity_nbytes - rest, rest):
+            sizes[piece.file_index] += piece.nbytes
+        return sizes
+
+
+@final
+class StripedFiles:
+    """The open data files of a store. Any thread; the engine orders nothing."""
+
+    def __init__(self, engine: IOEngine, files: Sequence[File], stripes: Stripes) -> None:
+        self._engine = engine
+        self._files = tuple(files)
+        self.stripes = stripes
+
+    @classmethod
+    def create(cls, engine: IOEngine, paths: Sequence[Path], stripes: Stripes, capacity_nbytes: int) -> StripedFiles:
+        """Create and preallocate. Raises StoreError, and leaves no file behind, when the disk is too small."""
+        made = cls(engine, (), stripes)
+        names = [path / DATA_NAME for path in paths]
+        for name, nbytes in zip(names, stripes.file_nbytes(capacity_nbytes), strict=True):
+            try:
+                file = engine.open(str(name), create=True)
+                made._files += (file,)
+                if nbytes:
+                    file.allocate(nbytes)
+            except (TieredZeroError, OSError) as error:
+                made.close()
+                for left in names:
+                    left.unlink(missing_ok=True)
+                raise StoreError(
+                    f"The swap file {name} needs {format_nbytes(nbytes)} ({nbytes} bytes); {_free_text(name.parent)}. "
+                    f"Free space, name another nvme_path, or put less on NVMe. ({error})"
+                ) from error
+        return made
+
+    @classmethod
+    def open(cls, engine: IOEngine, paths: Sequence[Path], stripes: Stripes, capacity_nbytes: int) -> StripedFiles:
+        """Open existing files. Raises StoreError when one is missing or shorter than the store."""
+        opened = cls(engine, (), stripes)
+        for path, nbytes in zip(paths, stripes.file_nbytes(capacity_nbytes), strict=True):
+            name = path / DATA_NAME
+            found = name.stat().st_size if name.is_file() else None
+            if found is None or found < nbytes:
+                opened.close()
+                state = "is missing" if found is None else f"is cut off at {found} bytes"
+                raise StoreError(f"The swap file {name} of {nbytes} bytes {state}; its state cannot be recovered.")
+            opened._files += (engine.open(str(name)),)
+        return opened
+
+    def locate(self, offset: int) -> tuple[str, int]:
+        """Path and file offset of an address, for error texts."""
+        piece = next(self.stripes.pieces(offset, 1))
+        return self._files[piece.file_index].path, piece.file_offset
+
+    def read(self, offset: int, into: memoryview) -> list[Ticket]:
+        return self._submit(self._engine.read, offset, into)
+
+    def write(self, offset: int, data: memoryview) -> list[Ticket]:
+        return self._submit(self._engine.write, offset, data)
+
+    def sync(self) -> list[Ticket]:
+        return [self._engine.sync(file) for file in self._files]
+
+    def close(self) -> None:
+        for file in self._files:
+            file.close()
+        self._files = ()
+
+    def _submit(
+        self, request: Callable[[File, int, memoryview], Ticket], offset: int, memory: memoryview
+    ) -> list[Ticket]:
+        tickets: list[Ticket] = []
+        start = 0
+        try:
+            for index, at, nbytes in self.stripes.pieces(offset, len(memory)):
+                tickets.append(request(self._files[index], at, memory[start : start + nbytes]))
+                start += nbytes
+        except BaseException:
+            for ticket in tickets:  # the engine owns their memory until they are done
+                with suppress(TieredZeroError):
+                    ticket.wait()
+            raise
+        return tickets
+
+
+def _smooth_round_robin(weights: Sequence[float]) -> list[int]:
+    """A turn in which file i occurs in proportion to weights[i], evenly spread."""
+    credit = [0.0] * len(weights)
+    turn = []
+    for _ in range(_PERIOD):
+        credit = [have + weight for have, weight in zip(credit, weights, strict=True)]
+        index = credit.index(max(credit))
+        credit[index] -= sum(weights)
+        turn.append(index)
+    return turn
+
+
+def _free_text(directory: Path) -> str:
+    try:
+        status = os.statvfs(directory)
+    except OSError:
+        return "its directory cannot be read"
+    return f"{format_nbytes(status.f_bavail * status.f_frsize)} are free there"

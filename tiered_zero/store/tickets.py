@@ -1,0 +1,104 @@
+"""Requests of the store: the engine's tickets joined, with checksums computed beside them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+from typing import final
+
+import xxhash
+
+from tiered_zero.io.engine import Request, Ticket
+
+digest: Callable[[bytes | bytearray | memoryview], int] = xxhash.xxh3_64_intdigest
+"""xxh3-64 of one range; releases the GIL."""
+
+
+@final
+class Once:
+    """A piece of work that whoever comes first does, and everybody else waits for. Any thread."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._lock = threading.Lock()
+        self._work: Callable[[], None] | None = work
+        self._error: Exception | None = None
+
+    def done(self) -> bool:
+        return self._work is None
+
+    def run(self) -> None:
+        """Never raises but for KeyboardInterrupt and its like, which leave the work undone for the next caller."""
+        with self._lock:
+            if self._work is None:
+                return
+            try:
+                self._work()
+            except Exception as error:
+                self._error = error
+            self._work = None  # lets go of the request's memory
+
+    def wait(self) -> None:
+        """Run or wait; raise what the work raised, each time."""
+        self.run()
+        if self._error is not None:
+            raise self._error
+
+
+@final
+class StoreTicket(Ticket):
+    """Several tickets of the engine and what must follow them, as one.
+
+    `settle(error)` runs once, after all parts have finished: verifies, books, and raises what the caller must see.
+    """
+
+    def __init__(self, request: Request, parts: Sequence[Ticket], settle: Callable[[Exception | None], None]) -> None:
+        self.request = request
+        self._parts = tuple(parts)
+        self._once = Once(lambda: settle(self._join()))
+
+    def done(self) -> bool:
+        return self._once.done()
+
+    def wait(self) -> None:
+        self._once.wait()
+
+    def settle(self) -> None:
+        """What the store's settling thread does if the caller did not come first."""
+        self._once.run()
+
+    @property
+    def seconds(self) -> float:
+        return max((part.seconds for part in self._parts), default=0.0) if self.done() else 0.0
+
+    def _join(self) -> Exception | None:
+        first: Exception | None = None
+        for part in self._parts:
+            try:
+                part.wait()
+            except Exception as error:
+                first = first or error
+        return first
+
+
+@final
+class Worker:
+    """One daemon thread that runs callables in order; they must not raise."""
+
+    def __init__(self, name: str) -> None:
+        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Callable[[], None]) -> None:
+        self._queue.put(work)
+
+    def close(self) -> None:
+        """Finish what was submitted and stop. Idempotent."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def _loop(self) -> None:
+        while (work := self._queue.get()) is not None:
+            work()
+            del work  # keeps no request's memory alive while idle

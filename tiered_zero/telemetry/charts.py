@@ -1,0 +1,244 @@
+"""Charts as inline SVG. Pure: numbers in, text out; colours are classes that the page's style defines for light and dark."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+
+WIDTH, WIDE, HEIGHT = 720, 1320, 280
+LEFT, RIGHT, TOP, BOTTOM = 64, 16, 12, 44
+CHAR_WIDTH = 6.2
+"""Of the 11 px labels, in px; a little more than the average letter takes."""
+
+NOT_RECORDED = '<p class="none">Not recorded.</p>'
+MAX_POINTS = 120
+"""A longer series is drawn as the means of so many stretches."""
+
+Points = Sequence[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Series:
+    """`style`: the colour's class. Points by rising x."""
+
+    name: str
+    style: str
+    points: Points
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A span on a timeline: `row` counts from the top, `start` and `end` in the unit of the axis, `tip` shown on hovering."""
+
+    row: int
+    start: float
+    end: float
+    style: str
+    label: str
+    tip: str
+
+
+class Plot:
+    """A frame with axes; `x` and `y` turn values into px."""
+
+    def __init__(
+        self, size: tuple[float, float], x_range: tuple[float, float], y_range: tuple[float, float], left: float = LEFT
+    ):
+        self._width, self._height = size
+        self.left, self.right, self.top, self.bottom = left, self._width - RIGHT, TOP, self._height - BOTTOM
+        self._x_range, self._y_range = _widened(x_range), _widened(y_range)
+        self._parts: list[str] = []
+
+    def x(self, value: float) -> float:
+        low, high = self._x_range
+        return self.left + (value - low) / (high - low) * (self.right - self.left)
+
+    def y(self, value: float) -> float:
+        low, high = self._y_range
+        return self.bottom - (value - low) / (high - low) * (self.bottom - self.top)
+
+    def draw(self, svg: str) -> None:
+        self._parts.append(svg)
+
+    def text(self, x: float, y: float, text: str, style: str) -> None:
+        self.draw(f'<text class="{style}" x="{x:.1f}" y="{y:.1f}">{escape(text)}</text>')
+
+    def x_axis(self, label: str, whole: bool = False) -> None:
+        """`whole`: label whole numbers only."""
+        self.draw(f'<path class="axis" d="M{self.left:.1f} {self.bottom:.1f}H{self.right:.1f}"/>')
+        for tick in ticks(*self._x_range, count=8, smallest=1.0 if whole else 0.0):
+            x = self.x(tick)
+            self.draw(f'<path class="axis" d="M{x:.1f} {self.bottom:.1f}v4"/>')
+            self.text(x, self.bottom + 16, format_tick(tick), "tick middle")
+        self.text((self.left + self.right) / 2, self._height - 6, label, "label middle")
+
+    def y_axis(self, label: str) -> None:
+        for tick in ticks(*self._y_range, count=5):
+            y = self.y(tick)
+            self.draw(f'<path class="grid" d="M{self.left:.1f} {y:.1f}H{self.right:.1f}"/>')
+            self.text(self.left - 6, y + 4, format_tick(tick), "tick end")
+        middle = (self.top + self.bottom) / 2
+        self.draw(
+            f'<text class="label middle" transform="translate(13 {middle:.1f}) rotate(-90)">{escape(label)}</text>'
+        )
+
+    def svg(self, title: str) -> str:
+        inner = "\n".join(self._parts)
+        box = f'viewBox="0 0 {self._width:.0f} {self._height:.0f}" style="max-width: {1.3 * self._width:.0f}px"'
+        return f'<svg {box} role="img" aria-label="{escape(title)}">\n{inner}\n</svg>'
+
+
+def line_chart(title: str, x_label: str, y_label: str, series: Sequence[Series], from_zero: bool = False) -> str:
+    """One line each; a series of one point is a dot. Points that are not finite break the line."""
+    thinned = [Series(line.name, line.style, thin(line.points)) for line in series]
+    ys = [y for line in thinned for _, y in line.points if math.isfinite(y)]
+    if not ys:
+        return NOT_RECORDED
+    xs = [x for line in series for x, _ in line.points]
+    plot = Plot((WIDTH, HEIGHT), (min(xs), max(xs)), rounded(0.0 if from_zero else min(ys), max(ys)))
+    plot.y_axis(y_label)
+    plot.x_axis(x_label, whole=True)
+    for line in thinned:
+        for stretch in _stretches(line.points):
+            path = "L".join(f"{plot.x(x):.1f} {plot.y(y):.1f}" for x, y in stretch)
+            plot.draw(f'<path class="line {line.style}" d="M{path}"><title>{escape(line.name)}</title></path>')
+            if len(stretch) == 1:
+                plot.draw(
+                    f'<circle class="{line.style}" cx="{plot.x(stretch[0][0]):.1f}" cy="{plot.y(stretch[0][1]):.1f}" r="3"/>'
+                )
+    return plot.svg(title)
+
+
+def stacked_chart(title: str, x_label: str, y_label: str, layers: Sequence[Series]) -> str:
+    """Bars, the first layer at the bottom. All layers have the same x."""
+    thinned = [thin(layer.points) for layer in layers]
+    if not thinned or not thinned[0]:
+        return NOT_RECORDED
+    xs = [x for x, _ in thinned[0]]
+    step = min((after - before for before, after in zip(xs, xs[1:], strict=False)), default=1.0)
+    highest = max(sum(points[index][1] for points in thinned) for index in range(len(xs)))
+    plot = Plot((WIDTH, HEIGHT), (xs[0] - step / 2, xs[-1] + step / 2), rounded(0.0, highest))
+    plot.y_axis(y_label)
+    width = max(0.5, plot.x(xs[0] + step) - plot.x(xs[0]) - 0.6)
+    base = [0.0] * len(xs)
+    for layer, points in zip(layers, thinned, strict=True):
+        for index, (x, value) in enumerate(points):
+            top, bottom = plot.y(base[index] + value), plot.y(base[index])
+            base[index] += value
+            if bottom - top >= 0.05:
+                tip = f"{layer.name}: {value:.3g} {y_label}, {x_label} {x:g}"
+                plot.draw(_rect(plot.x(x) - width / 2, top, width, bottom - top, layer.style, tip))
+    plot.x_axis(x_label, whole=True)
+    return plot.svg(title)
+
+
+def timeline_chart(title: str, x_label: str, rows: Sequence[str], bars: Sequence[Bar]) -> str:
+    """A row each, named at the left; a bar's label is drawn where it fits."""
+    if not bars:
+        return NOT_RECORDED
+    row_height, left = 24.0, 24 + CHAR_WIDTH * max(len(row) for row in rows)
+    height = TOP + row_height * len(rows) + BOTTOM
+    plot = Plot((WIDE, height), (0.0, max(bar.end for bar in bars)), (0.0, 1.0), left)
+    for index, row in enumerate(rows):
+        y = TOP + index * row_height
+        plot.draw(f'<path class="grid" d="M{left:.1f} {y + row_height:.1f}H{plot.right:.1f}"/>')
+        plot.text(left - 8, y + row_height / 2 + 4, row, "tick end")
+    for bar in bars:
+        x, y = plot.x(bar.start), TOP + bar.row * row_height + 3
+        width = max(0.4, plot.x(bar.end) - x)
+        plot.draw(_rect(x, y, width, row_height - 6, bar.style, bar.tip))
+        if len(bar.label) * CHAR_WIDTH + 6 <= width:
+            plot.text(x + 4, y + 13, bar.label, "inside")
+    plot.x_axis(x_label)
+    return plot.svg(title)
+
+
+def paired_bars(title: str, x_label: str, pairs: Mapping[str, Sequence[tuple[float, str, str]]]) -> str:
+    """For each name some bars beneath each other: value, style, and the text at its end."""
+    if not pairs:
+        return NOT_RECORDED
+    thickness, gap, left = 18.0, 12.0, 24 + CHAR_WIDTH * max(len(name) for name in pairs)
+    height = TOP + sum(len(bars) * thickness + gap for bars in pairs.values()) + BOTTOM
+    text_width = CHAR_WIDTH * max(len(text) for bars in pairs.values() for _, _, text in bars) + 12
+    highest = max(value for bars in pairs.values() for value, _, _ in bars)
+    share = 1 - text_width / (WIDTH - RIGHT - left)
+    plot = Plot((WIDTH, height), (0.0, highest / share), (0.0, 1.0), left)
+    y = TOP + gap / 2
+    for name, bars in pairs.items():
+        plot.text(left - 8, y + len(bars) * thickness / 2 + 4, name, "tick end")
+        for value, style, text in bars:
+            plot.draw(_rect(left, y + 1, max(0.4, plot.x(value) - left), thickness - 2, style, f"{name}: {text}"))
+            plot.text(plot.x(value) + 6, y + thickness / 2 + 4, text, "tick")
+            y += thickness
+        y += gap
+    plot.x_axis(x_label)
+    return plot.svg(title)
+
+
+def legend(entries: Sequence[tuple[str, str]]) -> str:
+    """(style, text) as a line of coloured words."""
+    items = "".join(f'<li><i class="{style}"></i>{escape(text)}</li>' for style, text in entries)
+    return f'<ul class="legend">{items}</ul>'
+
+
+def rounded(low: float, high: float) -> tuple[float, float]:
+    """The range widened to ticks, so that the highest and the lowest value lie between labels."""
+    low, high = _widened((low, high))
+    step = _tick_step(low, high, count=5)
+    return math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step
+
+
+def ticks(low: float, high: float, count: int, smallest: float = 0.0) -> list[float]:
+    """Round values within [low, high], about `count` of them: steps of 1, 2 or 5 times a power of ten."""
+    step = max(smallest, _tick_step(low, high, count))
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [index * step for index in range(first, last + 1)]
+
+
+def _tick_step(low: float, high: float, count: int) -> float:
+    rough = (high - low) / count
+    power = 10.0 ** math.floor(math.log10(rough))
+    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)
+
+
+def format_tick(value: float) -> str:
+    """1500 -> 1,500; 0.30000000000000004 -> 0.3."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.6g}"
+
+
+def thin(points: Points) -> Points:
+    """At most MAX_POINTS points: means of stretches of equal length."""
+    if len(points) <= MAX_POINTS:
+        return points
+    length = -(-len(points) // MAX_POINTS)
+    stretches = [points[start : start + length] for start in range(0, len(points), length)]
+    return [(_mean(x for x, _ in part), _mean(y for _, y in part)) for part in stretches if len(part) == length]
+
+
+def _mean(values: Iterable[float]) -> float:
+    numbers = list(values)
+    return sum(numbers) / len(numbers)
+
+
+def _stretches(points: Points) -> list[list[tuple[float, float]]]:
+    """Runs of points that are finite."""
+    runs: list[list[tuple[float, float]]] = [[]]
+    for point in points:
+        if math.isfinite(point[1]):
+            runs[-1].append(point)
+        elif runs[-1]:
+            runs.append([])
+    return [run for run in runs if run]
+
+
+def _widened(low_high: tuple[float, float]) -> tuple[float, float]:
+    """A range that is not empty."""
+    low, high = low_high
+    return (low, high) if high > low else (low - 0.5, high + 0.5) if low else (0.0, 1.0)
+
+
+def _rect(x: float, y: float, width: float, height: float, style: str, tip: str) -> str:
+    box = f'x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}"'
+    return f'<rect class="{style}" {box}><title>{escape(tip)}</title></rect>'

@@ -1,0 +1,214 @@
+"""One HTML page of a run: no network, no script; it follows the reader's light or dark setting."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from html import escape
+
+from tiered_zero.sizes import GIB, KIB, MIB, format_nbytes
+from tiered_zero.telemetry.charts import (
+    NOT_RECORDED,
+    Bar,
+    Series,
+    legend,
+    line_chart,
+    paired_bars,
+    stacked_chart,
+    timeline_chart,
+)
+from tiered_zero.telemetry.page_style import PAGE, STYLE
+from tiered_zero.telemetry.report import OTHER, RunReport, StepReport
+from tiered_zero.telemetry.runlog import Run, Timeline
+from tiered_zero.telemetry.spans import LANES, WAIT_CAUSES, is_wait
+from tiered_zero.telemetry.trace import RowLayout, by_start
+
+MAX_BARS = 4000
+"""Of a timeline; the longest are drawn, so that the page stays small."""
+
+CAUSES = ("forward", "backward", "step", *WAIT_CAUSES, OTHER)
+TIERS = ("device", "host", "nvme")
+
+
+def render_page(run: Run, title: str) -> str:
+    """The page's text."""
+    body = "\n".join(
+        (
+            f"<h1>{escape(title)}</h1>",
+            _about(run),
+            _figures(run.report),
+            '<div class="charts">',
+            _loss(run.steps),
+            _speed(run.steps),
+            _causes(run.steps),
+            _memory(run.steps),
+            "</div>",
+            _timeline(run.timeline),
+            _plan(run),
+        )
+    )
+    return PAGE.format(title=escape(title), style=STYLE, body=body)
+
+
+def _about(run: Run) -> str:
+    header = run.header
+    started = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(header.started_at))
+    facts = {"model": header.model, "parameters": f"{header.num_parameters:,}", "started": started, **header.facts}
+    ended = "" if run.footer else ' <strong class="warn">The run did not end by itself.</strong>'
+    return (
+        "<p>"
+        + " · ".join(f"{escape(name)} <b>{escape(str(text))}</b>" for name, text in facts.items())
+        + f"{ended}</p>"
+    )
+
+
+def _figures(report: RunReport) -> str:
+    first, last = ("?" if loss is None else f"{loss:.3f}" for loss in (report.first_loss, report.last_loss))
+    skipped = f", {report.skipped_steps} skipped" if report.skipped_steps else ""
+    entries = {
+        "steps": f"{report.steps:,}{skipped}",
+        "loss": f"{first} → {last}",
+        "tokens/s": f"{report.tokens_per_s:,.0f}",
+        "typical step": f"{report.step_s:.3f} s",
+        "overlap": f"{report.overlap:.0%}",
+        "bound by": report.bound_by,
+    }
+    return (
+        "<dl>"
+        + "".join(f"<div><dt>{name}</dt><dd>{escape(text)}</dd></div>" for name, text in entries.items())
+        + "</dl>"
+    )
+
+
+def _loss(steps: Sequence[StepReport]) -> str:
+    points = [(step.step, step.loss) for step in steps if step.loss is not None]
+    return _figure("Loss", line_chart("Loss by step", "step", "loss", [Series("loss", "c0", points)]))
+
+
+def _speed(steps: Sequence[StepReport]) -> str:
+    counted = any(step.tokens for step in steps)
+    name = "Tokens/s" if counted else "Steps/s"
+    points = [(step.step, (step.tokens if counted else 1) / step.wall_s) for step in steps if step.wall_s > 0]
+    return _figure(
+        name, line_chart(f"{name} by step", "step", name.lower(), [Series(name, "c2", points)], from_zero=True)
+    )
+
+
+def _causes(steps: Sequence[StepReport]) -> str:
+    names = _known_first(CAUSES, (name for step in steps for name in step.seconds))
+    scale, unit = _seconds_unit(max((step.wall_s for step in steps), default=0.0))
+    layers = [
+        Series(name, cause_style(name), [(step.step, step.seconds.get(name, 0.0) * scale) for step in steps])
+        for name in names
+    ]
+    mean = {name: sum(step.seconds.get(name, 0.0) for step in steps) / len(steps) * scale for name in names}
+    words = [(cause_style(name), f"{name} {mean[name]:.3g}") for name in names]
+    chart = stacked_chart("Step time by cause", "step", unit, layers)
+    return _figure("Step time by cause", chart, legend(words), "The legend gives the means.")
+
+
+def _memory(steps: Sequence[StepReport]) -> str:
+    tiers = _known_first(TIERS, (tier for step in steps for tier in step.memory_nbytes))
+    totals = {tier: [(step.step, sum(step.memory_nbytes.get(tier, {}).values())) for step in steps] for tier in tiers}
+    scale, unit = _bytes_unit(max((nbytes for points in totals.values() for _, nbytes in points), default=0))
+    series = [
+        Series(tier, tier_style(tier), [(step, nbytes / scale) for step, nbytes in totals[tier]]) for tier in tiers
+    ]
+    chart = line_chart("Bytes by tier at the end of each step", "step", unit, series, from_zero=True)
+    return _figure(
+        "Bytes by tier", chart, legend([(tier_style(tier), tier) for tier in tiers]), "When each step ended."
+    )
+
+
+def _timeline(timeline: Timeline | None) -> str:
+    if timeline is None or not timeline.spans:
+        return _figure("A step's timeline", NOT_RECORDED)
+    longest = sorted(timeline.spans, key=lambda span: span.start_s - span.end_s)[:MAX_BARS]
+    layout, began_s = RowLayout(), min(span.start_s for span in longest)
+    scale, unit = _seconds_unit(max(span.end_s for span in longest) - began_s)
+    placed = [(layout.place(span), span) for span in by_start(longest)]
+    rows = sorted({place for place, _ in placed}, key=lambda place: (layout.order(place[0]), place[1]))
+    bars = []
+    for place, span in placed:
+        start, end = (span.start_s - began_s) * scale, (span.end_s - began_s) * scale
+        moved = f", {format_nbytes(span.nbytes)}" if span.nbytes else ""
+        style = cause_style(span.kind) if is_wait(span.kind) or span.lane == "compute" else lane_style(span.lane)
+        tip = f"{span.lane}: {span.name} ({span.kind}), {end - start:.3g} {unit}{moved}"
+        bars.append(Bar(rows.index(place), start, end, style, span.name, tip))
+    left_out = len(timeline.spans) - len(longest)
+    note = (
+        f"The {left_out:,} shortest spans are left out."
+        if left_out
+        else "Names are drawn where they fit; others on hovering."
+    )
+    names = [name if index == 0 else f"{name} ({index + 1})" for name, index in rows]
+    chart = f'<div class="wide">{timeline_chart("Timeline", unit, names, bars)}</div>'
+    return _figure(f"Timeline of step {timeline.step}", chart, "", note)
+
+
+def _plan(run: Run) -> str:
+    planned, peak = run.report.planned_nbytes, run.report.peak_nbytes
+    tiers = _known_first(TIERS, (*planned, *peak))
+    scale, unit = _bytes_unit(max((*planned.values(), *peak.values()), default=0))
+    pairs = {
+        tier: [
+            (source.get(tier, 0) / scale, style, f"{name} {format_nbytes(source.get(tier, 0))}")
+            for name, source, style in (("planned", planned, "planned"), ("peak", peak, tier_style(tier)))
+        ]
+        for tier in tiers
+    }
+    chart = paired_bars("Planned and peak bytes by tier", unit, pairs)
+    return _figure("Planned beside measured", chart + _kinds_table(run))
+
+
+def _kinds_table(run: Run) -> str:
+    planned = run.header.planned_nbytes
+    most: dict[str, dict[str, int]] = {}
+    for step in run.steps:
+        for tier, kinds in step.memory_nbytes.items():
+            for kind, nbytes in kinds.items():
+                row = most.setdefault(tier, {})
+                row[kind] = max(row.get(kind, 0), nbytes)
+    rows = []
+    for tier in _known_first(TIERS, (*planned, *most)):
+        for kind in _known_first((), (*planned.get(tier, {}), *most.get(tier, {}))):
+            cells = (source.get(tier, {}).get(kind) for source in (planned, most))
+            numbers = "".join(f"<td>{'–' if cell is None else format_nbytes(cell)}</td>" for cell in cells)
+            rows.append(f"<tr><th>{escape(tier)}</th><th>{escape(kind)}</th>{numbers}</tr>")
+    if not rows:
+        return ""
+    head = "<tr><th>tier</th><th>kind</th><td>planned</td><td>most at a step's end</td></tr>"
+    return f"<table><thead>{head}</thead><tbody>{''.join(rows)}</tbody></table>"
+
+
+def cause_style(cause: str) -> str:
+    return f"c{CAUSES.index(cause)}" if cause in CAUSES else "c9"
+
+
+def lane_style(lane: str) -> str:
+    return f"l{LANES.index(lane)}" if lane in LANES else "c9"
+
+
+def tier_style(tier: str) -> str:
+    return f"t{TIERS.index(tier)}" if tier in TIERS else "c9"
+
+
+def _known_first(known: Sequence[str], found: Iterable[str]) -> list[str]:
+    """Those that were found, each once: the known ones in their order, then the others in theirs."""
+    names = dict.fromkeys(found)
+    return [name for name in known if name in names] + [name for name in names if name not in known]
+
+
+def _seconds_unit(largest_s: float) -> tuple[float, str]:
+    return (1.0, "seconds") if largest_s >= 1 else (1e3, "ms")
+
+
+def _bytes_unit(largest: float) -> tuple[int, str]:
+    return next(
+        ((size, name) for size, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")) if largest >= size), (1, "B")
+    )
+
+
+def _figure(title: str, chart: str, words: str = "", note: str = "") -> str:
+    caption = f'<p class="note">{escape(note)}</p>' if note else ""
+    return f"<figure><figcaption>{escape(title)}</figcaption>{words}{chart}{caption}</figure>"

@@ -1,0 +1,234 @@
+"""What a step and a run took: seconds by cause, bytes by link, and the resource that bound them.
+
+[Note: What is said of a step]
+Causes: `forward`, `backward`, `step` without their waits, each named wait, and `other` (what the loop around the engine
+took); they sum to the wall time. A lane's busy fraction is its busy seconds over the wall time; the busiest lane is what
+binds the step. The overlap fraction says where the wall time lies between all lanes one after the other (0) and the
+busiest lane alone (1).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, TypeVar
+
+from tiered_zero.errors import StoreError
+from tiered_zero.telemetry.ledger import Ledger
+from tiered_zero.telemetry.spans import Totals
+
+DRIVER_LANE = "compute"
+"""The lane of the thread that runs the step; its spans are the causes."""
+
+OTHER = "other"
+MAX_STEPS_KEPT = 1000
+"""A longer run's typical step is taken from its last so many."""
+
+Record = TypeVar("Record", bound="JsonRecord")
+Number = TypeVar("Number", int, float)
+_FLOATS = ("float", "float | None")
+
+
+class JsonRecord:
+    """Base of the dataclasses that are written as JSON objects, names as in the class.
+
+    JSON has no NaN and no infinity: a float that is not finite is written as text and read back from it.
+    """
+
+    def to_json(self) -> dict[str, Any]:
+        values: dict[str, Any] = asdict(self)  # type: ignore[call-overload]
+        return {name: str(value) if _is_odd(value) else value for name, value in values.items()}
+
+    @classmethod
+    def from_json(cls: type[Record], values: Mapping[str, Any]) -> Record:
+        """Unknown names are left out: a newer version may have added some. Raises StoreError where one is missing."""
+        known = {
+            f.name: float(values[f.name]) if f.type in _FLOATS and values[f.name] is not None else values[f.name]
+            for f in fields(cls)  # type: ignore[arg-type]
+            if f.name in values
+        }
+        try:
+            return cls(**known)
+        except TypeError as error:
+            raise StoreError(f"This is no {cls.__name__}: {error}.") from error
+
+
+@dataclass(frozen=True)
+class StepReport(JsonRecord):
+    """One optimizer step. See [Note: What is said of a step].
+
+    `loss`: mean over the micro-batches, unscaled; None where it is not known. `tokens`: of all micro-batches; 0 where the
+    model does not read tokens. `grad_norm`: before clipping; None where it is not taken. `seconds`: by cause.
+    `link_nbytes`, `busy_s`: by lane. `memory_nbytes`: tier -> kind -> bytes when the step ended. `peak_nbytes`: by tier,
+    since the run began.
+    """
+
+    step: int
+    wall_s: float
+    seconds: dict[str, float]
+    loss: float | None = None
+    tokens: int = 0
+    grad_norm: float | None = None
+    loss_scale: float = 1.0
+    skipped: bool = False
+    link_nbytes: dict[str, int] = field(default_factory=dict)
+    busy_s: dict[str, float] = field(default_factory=dict)
+    memory_nbytes: dict[str, dict[str, int]] = field(default_factory=dict)
+    peak_nbytes: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def bytes_per_s(self) -> dict[str, float]:
+        """By lane: its bytes over its busy time."""
+        return link_rates(self.link_nbytes, self.busy_s)
+
+    @property
+    def overlap(self) -> float:
+        return overlap_fraction(self.busy_s, self.wall_s)
+
+    @property
+    def bound_by(self) -> str:
+        return verdict(self.busy_s, self.wall_s)
+
+    def to_json(self) -> dict[str, Any]:
+        return {**super().to_json(), "overlap": self.overlap, "bound_by": self.bound_by}
+
+
+def build_step_report(
+    step: int,
+    totals: Totals,
+    wall_s: float,
+    ledger: Ledger | None = None,
+    **facts: Any,
+) -> StepReport:
+    """`totals`: of the stretch of `wall_s` seconds that ends now. `facts`: loss, tokens, grad_norm, ... of StepReport."""
+    seconds = {kind: spent for (lane, kind), spent in totals.seconds.items() if lane == DRIVER_LANE}
+    seconds[OTHER] = max(0.0, wall_s - sum(seconds.values()))
+    kinds = ledger.by_kind() if ledger else {}
+    return StepReport(
+        step=step,
+        wall_s=wall_s,
+        seconds=seconds,
+        link_nbytes={lane: nbytes for lane, nbytes in totals.nbytes.items() if nbytes},
+        busy_s={lane: min(spent, wall_s) for lane, spent in totals.busy_s.items()},
+        memory_nbytes={tier: {kind: now for kind, (now, _) in row.items()} for tier, row in kinds.items()},
+        peak_nbytes={tier: ledger.peak(tier) for tier in kinds} if ledger else {},
+        **facts,
+    )
+
+
+def verdict(busy_s: Mapping[str, float], wall_s: float) -> str:
+    """'disk write (93% busy)': the busiest lane."""
+    if not busy_s or wall_s <= 0:
+        return "nothing measured"
+    lane = max(busy_s, key=lambda name: busy_s[name])
+    return f"{lane} ({min(1.0, busy_s[lane] / wall_s):.0%} busy)"
+
+
+def overlap_fraction(busy_s: Mapping[str, float], wall_s: float) -> float:
+    """0 where the lanes worked one after the other, 1 where the step took no longer than its busiest lane."""
+    total, longest = sum(busy_s.values()), max(busy_s.values(), default=0.0)
+    if total <= longest:
+        return 0.0
+    return min(1.0, max(0.0, (total - wall_s) / (total - longest)))
+
+
+def link_rates(nbytes: Mapping[str, int], busy_s: Mapping[str, float]) -> dict[str, float]:
+    return {lane: count / busy_s[lane] for lane, count in nbytes.items() if busy_s.get(lane)}
+
+
+@dataclass(frozen=True)
+class RunReport(JsonRecord):
+    """A run so far, or whole. The typical step is the mean over the middle half of the steps by wall time, so that its
+    causes still sum to its wall time and a slow first step does not count.
+
+    `planned_nbytes`, `peak_nbytes`: by tier. `link_nbytes`: by lane, of the whole run. `bytes_per_s`: by lane, while busy.
+    """
+
+    steps: int
+    skipped_steps: int
+    first_loss: float | None
+    last_loss: float | None
+    total_s: float
+    tokens: int
+    tokens_per_s: float
+    step_s: float
+    seconds: dict[str, float]
+    busy_s: dict[str, float]
+    overlap: float
+    bound_by: str
+    link_nbytes: dict[str, int]
+    bytes_per_s: dict[str, float]
+    planned_nbytes: dict[str, int]
+    peak_nbytes: dict[str, int]
+
+
+class RunTotals:
+    """Adds up a run as it goes. One thread."""
+
+    def __init__(self, planned_nbytes: Mapping[str, int] | None = None) -> None:
+        self._planned_nbytes = dict(planned_nbytes or {})
+        self._recent: deque[StepReport] = deque(maxlen=MAX_STEPS_KEPT)
+        self._first: StepReport | None = None
+        self._num_steps = self._num_skipped = self._tokens = 0
+        self._total_s = 0.0
+        self._link_nbytes: dict[str, int] = {}
+        self._busy_s: dict[str, float] = {}
+
+    def add(self, report: StepReport) -> None:
+        self._first = self._first or report
+        self._recent.append(report)
+        self._num_steps += 1
+        self._num_skipped += report.skipped
+        self._tokens += report.tokens
+        self._total_s += report.wall_s
+        _accumulate(self._link_nbytes, report.link_nbytes)
+        _accumulate(self._busy_s, report.busy_s)
+
+    def report(self) -> RunReport:
+        last = self._recent[-1] if self._recent else None
+        typical = middle_half(self._recent)
+        step_s = _mean(typical, lambda report: {"wall": report.wall_s}).get("wall", 0.0)
+        busy_s = _mean(typical, lambda report: report.busy_s)
+        return RunReport(
+            steps=self._num_steps,
+            skipped_steps=self._num_skipped,
+            first_loss=self._first.loss if self._first else None,
+            last_loss=last.loss if last else None,
+            total_s=self._total_s,
+            tokens=self._tokens,
+            tokens_per_s=self._tokens / self._total_s if self._total_s else 0.0,
+            step_s=step_s,
+            seconds=_mean(typical, lambda report: report.seconds),
+            busy_s=busy_s,
+            overlap=overlap_fraction(busy_s, step_s),
+            bound_by=verdict(busy_s, step_s),
+            link_nbytes=dict(self._link_nbytes),
+            bytes_per_s=link_rates(self._link_nbytes, self._busy_s),
+            planned_nbytes=self._planned_nbytes,
+            peak_nbytes=dict(last.peak_nbytes) if last else {},
+        )
+
+
+def middle_half(reports: Iterable[StepReport]) -> list[StepReport]:
+    """Without the fastest and the slowest quarter, by wall time."""
+    ranked = sorted(reports, key=lambda report: report.wall_s)
+    quarter = len(ranked) // 4
+    return ranked[quarter : len(ranked) - quarter]
+
+
+def _mean(reports: Sequence[StepReport], values: Callable[[StepReport], Mapping[str, float]]) -> dict[str, float]:
+    sums: dict[str, float] = {}
+    for report in reports:
+        _accumulate(sums, values(report))
+    return {name: total / len(reports) for name, total in sums.items()}
+
+
+def _is_odd(value: object) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+def _accumulate(sums: dict[str, Number], values: Mapping[str, Number]) -> None:
+    for name, value in values.items():
+        sums[name] = sums.get(name, 0) + value

@@ -1,0 +1,159 @@
+"""The run's record on disk: one JSON object a line; a header, a line a step, one step's timeline, a footer.
+
+The header comes first; any other line may be missing, and a last line that is cut off (the run was killed) is left out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO
+
+from tiered_zero.errors import ConfigError, StoreError
+from tiered_zero.telemetry.report import JsonRecord, RunReport, RunTotals, StepReport
+from tiered_zero.telemetry.spans import Span
+
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class RunHeader(JsonRecord):
+    """What is known before the first step. `planned_nbytes`: tier -> kind -> bytes. `facts`: any more, name -> text."""
+
+    model: str
+    num_parameters: int
+    planned_nbytes: dict[str, dict[str, int]] = field(default_factory=dict)
+    facts: dict[str, str] = field(default_factory=dict)
+    started_at: float = field(default_factory=time.time)
+    version: int = FORMAT_VERSION
+
+    @property
+    def planned_by_tier(self) -> dict[str, int]:
+        return {tier: sum(kinds.values()) for tier, kinds in self.planned_nbytes.items()}
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The spans of one step, in perf_counter seconds."""
+
+    step: int
+    spans: list[Span]
+
+    def to_json(self) -> dict[str, Any]:
+        rows = [[span.lane, span.name, span.start_s, span.end_s, span.nbytes, span.kind] for span in self.spans]
+        return {"step": self.step, "spans": rows}
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Timeline:
+        return cls(int(values["step"]), [Span(*row) for row in values["spans"]])
+
+
+@dataclass
+class Run:
+    """A record read back. `footer` is None where the run did not end by itself."""
+
+    header: RunHeader
+    steps: list[StepReport] = field(default_factory=list)
+    timeline: Timeline | None = None
+    footer: RunReport | None = None
+
+    @property
+    def report(self) -> RunReport:
+        """The footer, or what the steps add up to."""
+        if self.footer is not None:
+            return self.footer
+        totals = RunTotals(self.header.planned_by_tier)
+        for step in self.steps:
+            totals.add(step)
+        return totals.report()
+
+
+class RunLog:
+    """Adds a run up, and writes it where a path is given. One thread.
+
+    Raises ConfigError where the file cannot be made.
+    """
+
+    def __init__(self, header: RunHeader, path: str | os.PathLike[str] | None = None) -> None:
+        self._totals = RunTotals(header.planned_by_tier)
+        self._file = open_private(path, "tiered_zero.report") if path is not None else None
+        self._write("header", header.to_json())
+
+    def add(self, report: StepReport) -> None:
+        self._totals.add(report)
+        self._write("step", report.to_json())
+
+    def add_timeline(self, timeline: Timeline) -> None:
+        self._write("timeline", timeline.to_json())
+
+    def report(self) -> RunReport:
+        """Of the steps added so far."""
+        return self._totals.report()
+
+    def close(self) -> None:
+        """Write the footer. Idempotent."""
+        self._write("footer", self.report().to_json())
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def __enter__(self) -> RunLog:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _write(self, record: str, values: dict[str, Any]) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps({"record": record, **values}, separators=(",", ":"), allow_nan=False) + "\n")
+            self._file.flush()
+
+
+def read_run(path: str | os.PathLike[str]) -> Run:
+    """Raises StoreError, with the line, where the file is not a run's record."""
+    try:
+        *lines, _cut_off = Path(path).read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise StoreError(f"The record {path} cannot be read: {error}. Name the file of tiered_zero.report.") from error
+    run: Run | None = None
+    for number, line in enumerate(lines, start=1):
+        try:
+            values = json.loads(line)
+            record = values.pop("record")
+            if record == "header":
+                run = Run(RunHeader.from_json(values))
+            elif run is None:
+                raise StoreError("there is no header before it")
+            elif record == "step":
+                run.steps.append(StepReport.from_json(values))
+            elif record == "timeline":
+                run.timeline = Timeline.from_json(values)
+            elif record == "footer":
+                run.footer = RunReport.from_json(values)
+        except (ValueError, KeyError, TypeError, AttributeError, StoreError) as error:
+            raise StoreError(
+                f"{path}, line {number}: expected a line of a run's record (tiered_zero.report), found something else: {error}."
+            ) from error
+    if run is None:
+        raise StoreError(
+            f"{path} holds no run: expected a header in its first line. Name the file of tiered_zero.report."
+        )
+    return run
+
+
+def open_private(path: str | os.PathLike[str], setting: str) -> TextIO:
+    """A new or emptied file that only its owner reads (0600). Raises ConfigError naming the setting."""
+    try:
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        return open(handle, "w", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"{setting}: expected a file that can be written; {os.fspath(path)}: {error.strerror}. "
+            "Name one in a directory that exists."
+        ) from error

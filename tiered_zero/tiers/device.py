@@ -1,0 +1,52 @@
+"""Device memory as a tier, for state and gradients that rest where compute is."""
+
+from __future__ import annotations
+
+import torch
+
+from tiered_zero.hardware.accelerator import Accelerator, Event
+from tiered_zero.telemetry.ledger import Ledger
+from tiered_zero.tiers.tier import HostBuffer, Slot, Tier, as_bytes
+
+
+class DeviceTier(Tier):
+    """Slots are plain device tensors, charged to the ledger's tier "device"."""
+
+    name = "device"
+
+    def __init__(self, accelerator: Accelerator, ledger: Ledger) -> None:
+        self._accelerator = accelerator
+        self._ledger = ledger
+        self._slots: dict[str, torch.Tensor] = {}
+
+    def reserve(self, name: str, nbytes: int, kind: str) -> Slot:
+        self._ledger.charge(self.name, kind, nbytes)
+        self._slots[name] = torch.zeros(nbytes, dtype=torch.uint8, device=self._accelerator.device)
+        return Slot(name, nbytes, kind)
+
+    def release(self, slot: Slot) -> None:
+        del self._slots[slot.name]
+        self._ledger.discharge(self.name, slot.kind, slot.nbytes)
+
+    def view(self, slot: Slot) -> torch.Tensor:
+        return self._slots[slot.name]
+
+    def read(self, slot: Slot, out: HostBuffer, offset: int = 0) -> Event:
+        return self._copy(out.tensor, self.view(slot)[offset : offset + out.tensor.numel()], "update")
+
+    def write(self, slot: Slot, data: HostBuffer, offset: int = 0) -> Event:
+        return self._copy(self.view(slot)[offset : offset + data.tensor.numel()], data.tensor, "update")
+
+    def fetch(self, slot: Slot, out: torch.Tensor, after: Event | None = None) -> Event:
+        target = as_bytes(out)
+        return self._copy(target, self.view(slot)[: target.numel()], "gather", after)
+
+    def close(self) -> None:
+        self._slots.clear()
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor, lane: str, after: Event | None = None) -> Event:
+        accelerator = self._accelerator
+        events = [accelerator.record_compute()] + ([after] if after else [])
+        return accelerator.lane(lane).submit(
+            lambda: accelerator.copy(target, source), after=events, holds=[target, source]
+        )

@@ -1,0 +1,49 @@
+"""Host memory as a tier: slots of the one arena."""
+
+from __future__ import annotations
+
+import torch
+
+from tiered_zero.hardware.accelerator import Accelerator, Event
+from tiered_zero.hardware.host_memory import HostArena, HostSlot
+from tiered_zero.tiers.tier import DoneEvent, HostBuffer, Slot, Tier, as_bytes
+
+
+class HostTier(Tier):
+    """Slots lie in `arena` (pinned where the machine allows it) and are used in place."""
+
+    name = "host"
+
+    def __init__(self, arena: HostArena, accelerator: Accelerator) -> None:
+        self._arena = arena
+        self._accelerator = accelerator
+        self._slots: dict[str, HostSlot] = {}
+
+    def reserve(self, name: str, nbytes: int, kind: str) -> Slot:
+        self._slots[name] = self._arena.take(nbytes, kind)
+        return Slot(name, nbytes, kind)
+
+    def release(self, slot: Slot) -> None:
+        self._slots.pop(slot.name).release()
+
+    def view(self, slot: Slot) -> torch.Tensor:
+        return self._slots[slot.name].tensor
+
+    def read(self, slot: Slot, out: HostBuffer, offset: int = 0) -> Event:
+        out.tensor.copy_(self.view(slot)[offset : offset + out.tensor.numel()])
+        return DoneEvent()
+
+    def write(self, slot: Slot, data: HostBuffer, offset: int = 0) -> Event:
+        self.view(slot)[offset : offset + data.tensor.numel()].copy_(data.tensor)
+        return DoneEvent()
+
+    def fetch(self, slot: Slot, out: torch.Tensor, after: Event | None = None) -> Event:
+        target = as_bytes(out)
+        source = self.view(slot)[: target.numel()]
+        events = [self._accelerator.record_compute()] + ([after] if after else [])
+        return self._accelerator.lane("gather").submit(
+            lambda: self._accelerator.copy(target, source), after=events, holds=[target]
+        )
+
+    def close(self) -> None:
+        self._slots.clear()

@@ -1,0 +1,83 @@
+"""The interface of a tier, and what its users hold: slots and host buffers."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from tiered_zero.hardware.accelerator import Event
+
+
+class HostBuffer(Protocol):
+    """Page-aligned host memory: an arena slot or a staging lease. `tensor` [nbytes] uint8 and `memory` are the same bytes."""
+
+    @property
+    def tensor(self) -> torch.Tensor: ...
+    @property
+    def memory(self) -> memoryview: ...
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A named, fixed-size home in a tier. `nbytes`: whole pages. `kind`: what the ledger counts it as."""
+
+    name: str
+    nbytes: int
+    kind: str
+
+
+class Tier(ABC):
+    """A place where bytes rest. Offsets and lengths are bytes, whole pages. Calls come from the driver or the update thread.
+
+    An event's error is a TransferError or CorruptionError; it raises where the event is waited for.
+    """
+
+    name: str
+
+    @abstractmethod
+    def reserve(self, name: str, nbytes: int, kind: str) -> Slot:
+        """A new slot; its bytes are undefined until written. Raises BudgetError or StoreError when the tier is full."""
+
+    @abstractmethod
+    def release(self, slot: Slot) -> None: ...
+
+    @abstractmethod
+    def view(self, slot: Slot) -> torch.Tensor | None:
+        """The slot's own bytes, [nbytes] uint8, to be used in place; None where they cannot be addressed (nvme)."""
+
+    @abstractmethod
+    def read(self, slot: Slot, out: HostBuffer, offset: int = 0) -> Event:
+        """Slot bytes from `offset` on -> all of `out`. `out` is the tier's until the event is done."""
+
+    @abstractmethod
+    def write(self, slot: Slot, data: HostBuffer, offset: int = 0) -> Event:
+        """All of `data` -> slot bytes from `offset` on. `data` is the tier's until the event is done."""
+
+    @abstractmethod
+    def fetch(self, slot: Slot, out: torch.Tensor, after: Event | None = None) -> Event:
+        """The whole slot -> `out`, a contiguous device tensor of at most as many bytes, on the gather lane.
+
+        Starts after what compute has launched so far, since `out` may be memory that compute has just given up, and
+        after `after`: the update that is still writing the slot.
+        """
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+
+class DoneEvent(Event):
+    """Work that was complete when it was asked for."""
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        return None
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """[n] uint8 view of a contiguous tensor."""
+    return tensor.view(-1).view(torch.uint8)
