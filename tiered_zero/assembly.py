@@ -201,7 +201,7 @@ class _Tiers:
         self.param_staging = self._pool(plan.param_staging, "staging_param", runtime, resources)
         self.state_staging = self._pool(plan.state_staging, "staging_state", runtime, resources)
         self.gradient_staging = self._pool(plan.gradient_staging, "staging_gradient", runtime, resources)
-        self.host = HostTier(self.arena, accelerator)
+        self.host = HostTier(self.arena, runtime)
         self.device = DeviceTier(accelerator, runtime.ledger)
         resources.callback(self.device.close)
         staging = self.param_staging or self.state_staging

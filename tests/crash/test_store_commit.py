@@ -26,7 +26,7 @@ CAPACITY = 40 * PAGE
 
 @dataclass
 class Commit:
-    """Operations `[begin, end)` of the log made `contents` durable; it could be recovered by step from `prepared` on."""
+    """Operations `[begin, end)` of the log made `contents` durable; by step it is there from `prepared` on."""
 
     step: int
     begin: int

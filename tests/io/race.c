@@ -29,7 +29,8 @@ static void *submit_and_wait(void *argument)
             if (kind == 1) {
                 while (!tz_wait(pool, request, 1000))
                     (void)tz_moved_ns(pool, request);
-                num_wrong += !requests[0]->finished;
+                if (!requests[0]->finished)
+                    __atomic_add_fetch(&num_wrong, 1, __ATOMIC_RELAXED);
             }
         }
         for (int kind = 0; kind < 4; kind++) {

@@ -104,9 +104,11 @@ def test_a_directory_removed_in_mid_run(build_engine: BuildEngine, swap_path: Pa
     assert into == data
     with pytest.raises(TransferError, match=r"ENOENT .*has something removed the swap directory"):
         engine.open(str(directory / "more"), create=True)
-    with pytest.raises(TransferError, match="EBADF.*free space there unknown"):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), file.fd)
+    write_only = os.open(os.devnull, os.O_WRONLY)
+    with pytest.raises(TransferError, match=r"EBADF.*free space there unknown"):
+        os.dup2(write_only, file.fd)
         engine.read(file, 0, into).wait()
+    os.close(write_only)
     file.close()
 
 

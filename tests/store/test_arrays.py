@@ -1,7 +1,5 @@
 """Named arrays for any program: plain NumPy AdamW whose moments rest on disk, no engine, no torch."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +10,8 @@ from tiered_zero.errors import CorruptionError, StoreError
 from tiered_zero.sizes import MIB
 from tiered_zero.store import open_store
 from tiered_zero.store.stripes import DATA_NAME
+from tiered_zero.store.swap_dir import SwapDir
+from tiered_zero.store.swap_store import SwapStore
 
 NUMEL = (9 << 20) // 4 + 3
 """More than one bounce buffer, and not a whole page."""
@@ -62,23 +62,15 @@ def test_replace_delete_and_errors(swap_path: Path) -> None:
             store.get("a", into=bytearray(3))
         with pytest.raises(StoreError, match=r"no array 'b'; it has \['a'\]"):
             store.get("b")
+        store.commit(1)
         with pytest.raises(StoreError, match="live run"):
-            with_commit(store, swap_path)
+            open_store(swap_path)
         store.delete("a")
         assert store.names() == []
         store.commit(2)
         store.put("big", bytes(MIB // 2))  # the space of all earlier ones is free again
-    assert open_and_list(swap_path) == []
-
-
-def with_commit(store: object, swap_path: Path) -> None:
-    store.commit(1)  # type: ignore[attr-defined]
-    open_store(swap_path)
-
-
-def open_and_list(swap_path: Path) -> list[str]:
     with open_store(swap_path) as store:
-        return store.names()
+        assert (store.step, store.names()) == (2, [])
 
 
 def test_without_a_commit_nothing_is_left_and_capacity_must_be_given(swap_path: Path) -> None:
@@ -102,19 +94,19 @@ def test_a_rotten_byte_is_an_error_in_a_new_process_too(swap_path: Path) -> None
 
 
 def test_two_states_in_one_place_are_not_guessed_between(swap_path: Path) -> None:
+    for _ in range(2):
+        store = SwapStore(SwapDir.create([swap_path]), SyncEngine(), capacity_nbytes=MIB)
+        store.commit(1, {})
+        store.close(remove=False)
+    with pytest.raises(StoreError, match="2 committed states"):
+        open_store(swap_path)
+
+
+def test_a_failed_open_ends_the_ownership(swap_path: Path) -> None:
     with open_store(swap_path, capacity_nbytes=MIB) as store:
         store.commit()
-        with open_store(swap_path.parent / swap_path.name, capacity_nbytes=MIB) if False else store:
-            pass
-
-
-def test_no_torch_is_needed(swap_path: Path) -> None:
-    program = f"""
-import sys
-sys.modules["torch"] = None
-from tiered_zero.store import open_store
-with open_store({str(swap_path)!r}, capacity_nbytes=1 << 20) as store:
-    store.put("a", b"x"); store.commit(); print(bytes(store.get("a")))
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=Path(__file__).parents[2])
-    assert done.stdout == "b'x'\n", done.stderr
+    (data,) = swap_path.glob(f"*/{DATA_NAME}")
+    data.unlink()
+    for _ in range(2):
+        with pytest.raises(StoreError, match="is missing"):
+            open_store(swap_path)

@@ -1,5 +1,7 @@
 """Extents are disjoint, page-aligned, and all come back."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -32,7 +34,7 @@ def test_allocation_never_overlaps_and_free_plus_taken_is_the_capacity(acts: lis
             offset = sorted(taken)[number % len(taken)]
             extents.free(offset, taken.pop(offset))
         spans = sorted(taken.items())
-        assert all(start + nbytes <= after for (start, nbytes), (after, _) in zip(spans, spans[1:], strict=False))
+        assert all(start + nbytes <= after for (start, nbytes), (after, _) in pairwise(spans))
         assert extents.free_nbytes + sum(taken.values()) == 20 * PAGE
     for offset, nbytes in taken.items():
         extents.free(offset, nbytes)

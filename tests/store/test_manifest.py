@@ -64,7 +64,7 @@ def test_a_torn_next_one_counts_as_absent_a_damaged_current_one_does_not(tmp_pat
 
 
 def test_another_version_is_refused_by_name() -> None:
-    with pytest.raises(StoreError, match="version 1, found tiered_zero.store version 2"):
+    with pytest.raises(StoreError, match=r"version 1, found tiered_zero\.store version 2"):
         Manifest.decode(DATA.replace(b'"version": 1', b'"version": 2'), Path("m"))
 
 

@@ -14,9 +14,8 @@ def test_replace_and_overlapping(writes: list[tuple[tuple[int, int], int]], aske
     ranges, slots = RangeMap(), [None] * LENGTH
     digests: list[int | None] = [None] * LENGTH
     for number, ((start, end), slot) in enumerate(writes):
-        for i in range(LENGTH):
-            if digests[i] is not None and any(digests[j] == digests[i] for j in range(start, end)):
-                digests[i] = None  # its range is only a part of itself now
+        touched = set(digests[start:end])
+        digests = [None if digest in touched else digest for digest in digests]  # only a part of its range is left
         ranges.replace(start, end, [Range(start, end, slot, number)])
         slots[start:end] = [slot] * (end - start)  # type: ignore[list-item]
         digests[start:end] = [number] * (end - start)

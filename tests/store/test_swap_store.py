@@ -3,6 +3,8 @@
 import errno
 import mmap
 import os
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -52,7 +54,7 @@ def make(swap_path: Path, engine: SyncEngine) -> Iterator[Callable[..., SwapStor
 
 def read(store: SwapStore, name: str, nbytes: int | None = None, offset: int = 0) -> memoryview:
     record = store.records()[name]
-    into = aligned(bytes((nbytes or record.extent_nbytes)))
+    into = aligned(bytes(nbytes or record.extent_nbytes))
     store.read(record, into, offset).wait()
     return into
 
@@ -115,7 +117,9 @@ def test_a_flipped_bit_is_found_before_use(make: Callable[..., SwapStore], swap_
         file.write(bytes([byte ^ 4]))
     ticket = store.read(record, aligned(bytes(3 * MIB)))
     for _ in range(2):
-        with pytest.raises(CorruptionError, match=rf"'state/w'.* read from {data_file(swap_path)} at offset {PAGE + MIB}"):
+        with pytest.raises(
+            CorruptionError, match=rf"'state/w'.* read from {data_file(swap_path)} at offset {PAGE + MIB}"
+        ):
             ticket.wait()
     assert store.nbytes_read == {}
     assert read(store, "state/w", MIB) == pattern(3 * MIB)[:MIB], "a sound chunk stays readable"
@@ -180,8 +184,6 @@ class Gate:
     """Holds every request of a SyncEngine back until `open`."""
 
     def __init__(self, engine: SyncEngine) -> None:
-        import threading
-
         self._event = threading.Event()
         engine.held = []
         engine.before = lambda kind, n: self._event.wait(10) and None
@@ -223,15 +225,24 @@ def test_a_failed_write_raises_and_latches(make: Callable[..., SwapStore], engin
     assert store.nbytes_written == {"a": PAGE}
 
 
-def test_a_write_whose_ticket_nobody_waits_for_is_booked_and_its_failure_latches(
-    make: Callable[..., SwapStore], engine: SyncEngine
-) -> None:
+def test_tickets_that_nobody_waits_for_are_settled(make: Callable[..., SwapStore], engine: SyncEngine) -> None:
     store = make()
     record = store.reserve("a", PAGE)
-    ticket = store.write(record, pattern(PAGE))
-    while not ticket.done():
-        pass
+    store.write(record, pattern(PAGE))
+    deadline_s = time.monotonic() + 5
+    while store.nbytes_written != {"a": PAGE} and time.monotonic() < deadline_s:
+        time.sleep(0.001)
     assert store.nbytes_written == {"a": PAGE}
+
+    def fail(kind: str, n: int) -> None:
+        raise OSError(errno.EIO, "injected")
+
+    engine.before = fail
+    ticket = store.write(record, pattern(PAGE))
+    while not ticket.done() and time.monotonic() < deadline_s:
+        time.sleep(0.001)
+    with pytest.raises(LatchedError, match="injected"):
+        store.write(record, pattern(PAGE))
 
 
 def test_a_failed_fsync_latches_and_is_not_retried(make: Callable[..., SwapStore], engine: SyncEngine) -> None:
@@ -287,6 +298,58 @@ def test_stripes_use_both_paths_by_weight_and_lose_nothing(swap_path: Path, engi
     (directory.paths[1] / DATA_NAME).unlink()
     with pytest.raises(StoreError, match=rf"{directory.paths[1]}.* is missing"):
         SwapStore.recover(SwapDir.open(directory.paths[0]), engine)
+
+
+def test_a_prepared_state_rests_and_released_extents_wait_for_the_commit(make: Callable[..., SwapStore]) -> None:
+    store = make(capacity_nbytes=6 * PAGE)
+    a = store.reserve("a", PAGE, committed=True)
+    scratch = store.reserve("s", PAGE)
+    store.write(a, pattern(PAGE)).wait()
+    store.prepare(1, {})
+    for act in (lambda: store.write(a, pattern(PAGE)), lambda: store.release(a), lambda: store.prepare(2, {})):
+        with pytest.raises(StoreError, match="is prepared"):
+            act()
+    store.write(scratch, pattern(PAGE)).wait()
+    store.confirm()
+    with pytest.raises(StoreError, match="Nothing is prepared"):
+        store.confirm()
+    store.release(a)
+    assert store.free_nbytes == 3 * PAGE, "the durable manifest still names them"
+    store.commit(2, {})
+    assert store.free_nbytes == 5 * PAGE
+    with pytest.raises(StoreError, match="no record 'a'"):
+        store.read(a, aligned(bytes(PAGE)))
+
+
+def test_commit_waits_for_nobody(make: Callable[..., SwapStore], engine: SyncEngine) -> None:
+    store = make()
+    record = store.reserve("a", PAGE, committed=True)
+    gate = Gate(engine)
+    ticket = store.write(record, pattern(PAGE))
+    with pytest.raises(StoreError, match="being written"):
+        store.commit(1, {})
+    gate.open()
+    ticket.wait()
+    store.commit(1, {})
+    with pytest.raises(StoreError, match="must be JSON"):
+        store.commit(2, {"x": object()})
+    store.commit(3, {})
+
+
+def test_recover_names_what_is_missing_or_cut_off(swap_path: Path, engine: SyncEngine) -> None:
+    directory = SwapDir.create([swap_path])
+    store = SwapStore(directory, engine, capacity_nbytes=MIB)
+    store.commit(4, {})
+    store.close(remove=False)
+    path = directory.paths[0]
+    with pytest.raises(StoreError, match=r"does not hold the state of step 3; it has the steps \[4\]"):
+        SwapStore.recover(SwapDir.open(path), engine, step=3)
+    os.truncate(path / DATA_NAME, MIB - PAGE)
+    with pytest.raises(StoreError, match=f"is cut off at {MIB - PAGE} bytes"):
+        SwapStore.recover(SwapDir.open(path), engine)
+    (path / "manifest").unlink()
+    with pytest.raises(StoreError, match=r"does not hold a committed state; it has the steps \[\]"):
+        SwapStore.recover(SwapDir.open(path), engine)
 
 
 def test_small_items_share_an_extent(make: Callable[..., SwapStore]) -> None:

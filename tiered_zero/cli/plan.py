@@ -28,7 +28,10 @@ class PlanLike(Protocol):
 @click.option("--params", "sized", type=float, callback=parse_size, metavar="7e9", help="A GPT of about that size.")
 @JSON_OPTION
 def plan(config: str, model: GPTConfig | None, sized: GPTConfig | None, as_json: bool) -> None:
-    """Show the bytes that a run of CONFIG needs on each tier. Allocates nothing; fails, with the table, where it does not fit."""
+    """Show the bytes that a run of CONFIG needs on each tier. Allocates nothing.
+
+    Fails, with the table, where it does not fit.
+    """
     if model and sized:
         raise click.UsageError("Give --model or --params, not both.")
     shape = model or sized or DEMO_MODEL

@@ -35,7 +35,7 @@ class Corpus:
             raise ConfigError(
                 f"A context of {length} bytes needs at least {length + 1} bytes of text; {self.source} has {len(self)}."
             )
-        # Not torch's generator: on the CPU it takes 32 bits of its seed, so that seed and index would have to share them.
+        # Not torch's generator: on the CPU it takes 32 bits of its seed; seed and index would have to share them.
         generator = random.Random(f"{seed} {index}")
         starts = torch.tensor([generator.randrange(num_starts) for _ in range(size)])
         windows = self._text[starts[:, None] + torch.arange(length + 1)].long()

@@ -110,7 +110,10 @@ class GPT(nn.Module):
             self.head.weight = self.tokens.weight
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        """tokens: [B, T] int64, T <= context. Returns logits [B, T, vocab], or with targets [B, T] the mean loss, fp32."""
+        """tokens: [B, T] int64, T <= context. Returns logits [B, T, vocab].
+
+        With targets, [B, T] int64: the mean loss, fp32.
+        """
         x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = block(x)

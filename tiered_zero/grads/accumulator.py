@@ -145,7 +145,12 @@ class GradientStore:
             job = partial(self._add, target, source, first)
         self._land(max(0, self._in_flight_nbytes - nbytes))
         self._ledger.charge("device", "gradient_in_flight", nbytes)
-        event = accelerator.lane("reduce").submit(job, after=[accelerator.record_compute()], holds=[source])
+
+        def send() -> None:
+            with self._recorder.span("reduce", "reduce", spec.name, nbytes):
+                job()
+
+        event = accelerator.lane("reduce").submit(send, after=[accelerator.record_compute()], holds=[source])
         self._in_flight.append((event, nbytes))
 
     def _land(self, allowed_nbytes: int) -> None:

@@ -39,7 +39,7 @@ enum { TZ_GROUP = 16, TZ_BLOCK = 256, TZ_LINE = 64, TZ_PIECE = 64 << 10, TZ_FEWE
 /* What a step applies to every element: computed in double by the caller and rounded to float once, as torch does.
  * adam     weight1 = 1 - beta1, beta2, weight2 = 1 - beta2, root2 = sqrt(1 - beta2^t), eps, rate = -lr / (1 - beta1^t), decay
  * sgd      beta2 = momentum, weight2 = 1 - dampening, rate = -lr
- * adagrad  eps, rate = -lr / (1 + (t - 1) * lr_decay)
+ * adagrad  root2 = 1, eps, rate = -lr / (1 + (t - 1) * lr_decay)
  * lion     weight1 = 1 - beta1, weight2 = 1 - beta2, rate = -lr, decay
  * decay: factor on the master (decoupled weight decay; else 1). l2: with TZ_L2, l2 * master is added to the gradient. */
 struct tz_hyper {

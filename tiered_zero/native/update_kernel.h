@@ -33,7 +33,8 @@
 #define store_state NAME(store_state)
 #define lerp NAME(lerp)
 #define larger NAME(larger)
-#define moments NAME(moments)
+#define accumulate NAME(accumulate)
+#define divide NAME(divide)
 #define descend NAME(descend)
 
 typedef float vf __attribute__((vector_size(LANES * 4)));
@@ -59,14 +60,13 @@ KERNEL vf fma_(vf a, vf b, vf c) {
     vf result;
     for (int i = 0; i < LANES; i++) {
         double product = (double)a[i] * (double)b[i], sum = product + (double)c[i], back = sum - product;
-        double error = (product - (sum - back)) + ((double)c[i] - back), odd = sum;
-        if (error != 0 && error - error == 0) {
-            int64_t bits;
-            memcpy(&bits, &odd, 8);
-            if (!(bits & 1)) bits += (error > 0) == (odd > 0) ? 1 : -1;
-            memcpy(&odd, &bits, 8);
-        }
-        result[i] = (float)odd;
+        double error = (product - (sum - back)) + ((double)c[i] - back);
+        int64_t bits;
+        memcpy(&bits, &sum, 8);
+        int64_t inexact = (error != 0) & (error - error == 0) & ~bits; /* an even last place is not yet odd */
+        bits += inexact & 1 ? (((error > 0) ^ (sum > 0)) ? -1 : 1) : 0;
+        memcpy(&sum, &bits, 8);
+        result[i] = (float)sum;
     }
     return result;
 #endif
@@ -127,10 +127,10 @@ KERNEL vu to_bf16(vf x) {
     return choose(x == x, (bits + 0x7fff + ((bits >> 16) & 1)) >> 16, (vu){0} + 0x7fc0);
 }
 
-/* Stochastic rounding. The noise is a hash of what is rounded, the gradient and the step, never of a position, so that cuts
- * and threads do not change it. */
-KERNEL vu to_bf16_random(vf x, vf gradient, uint32_t seed) {
-    vu bits = (vu)x, noise = (bits ^ ((vu)gradient * 0x9e3779b9u)) + seed;
+/* Stochastic rounding. The noise is a hash of what is rounded and of the step, never of a position, so that neither cuts
+ * nor threads change it. */
+KERNEL vu to_bf16_random(vf x, uint32_t seed) {
+    vu bits = (vu)x, noise = bits ^ seed;
     noise = (noise ^ (noise >> 16)) * 0x85ebca6bu;
     noise = (noise ^ (noise >> 13)) * 0xc2b2ae35u;
     noise = (noise ^ (noise >> 16)) & 0xffff;
@@ -203,12 +203,12 @@ KERNEL vf load_gradient(const struct tz_run *r, int64_t i) {
     return g;
 }
 
-KERNEL void store_state(const struct tz_run *r, int which, int64_t i, vf x, vf gradient) {
+KERNEL void store_state(const struct tz_run *r, int which, int64_t i, vf x) {
     if (r->hyper->state_type == TZ_F32) {
         store(r->state[which], i, TZ_F32, x, 0);
         return;
     }
-    vh h = __builtin_convertvector(to_bf16_random(x, gradient, r->hyper->seed + (uint32_t)which), vh);
+    vh h = __builtin_convertvector(to_bf16_random(x, r->hyper->seed + (uint32_t)which), vh);
     memcpy((uint16_t *)r->state[which] + i, &h, sizeof h);
 }
 
@@ -220,80 +220,82 @@ KERNEL vf lerp(vf from, vf to, float weight) {
 /* torch.maximum: a NaN on either side wins. */
 KERNEL vf larger(vf a, vf b) { return (vf)choose((a > b) | (a != a), (vu)a, (vu)b); }
 
-/* First half of a block: the state advances; what stands under the square root, if any, goes to `under`. */
-KERNEL void moments(const struct tz_run *r, int64_t from, int64_t to, float *under) {
+/* Adam and Adagrad divide by a root. First part of a block: the state advances; the dividend goes to `above`, and what stands
+ * under the root to `under`. */
+KERNEL void accumulate(const struct tz_run *r, int64_t from, int64_t to, float *above, float *under) {
     const struct tz_hyper *h = r->hyper;
     for (int64_t i = from; i < to; i += LANES) {
         __builtin_prefetch((const char *)r->master + i * (h->master_type == TZ_F32 ? 4 : 2), 1);
-        vf g = load_gradient(r, i);
+        vf g = load_gradient(r, i), top = g, sum;
         if (h->rule == TZ_ADAM) {
-            vf m = lerp(load(r->state[0], i, h->state_type), g, h->weight1);
-            vf v = fma_(g * h->weight2, g, load(r->state[1], i, h->state_type) * h->beta2);
-            store_state(r, 0, i, m, g);
-            store_state(r, 1, i, v, g);
+            top = lerp(load(r->state[0], i, h->state_type), g, h->weight1);
+            sum = fma_(g * h->weight2, g, load(r->state[1], i, h->state_type) * h->beta2);
+            store_state(r, 0, i, top);
+            store_state(r, 1, i, sum);
             if (h->flags & TZ_AMSGRAD) {
-                v = larger(load(r->state[2], i, h->state_type), v);
-                store_state(r, 2, i, v, g);
+                sum = larger(load(r->state[2], i, h->state_type), sum);
+                store_state(r, 2, i, sum);
             }
-            memcpy(under + (i - from), &v, sizeof v);
-        } else { /* TZ_ADAGRAD */
-            vf sum = fma_(g, g, load(r->state[0], i, h->state_type));
-            store_state(r, 0, i, sum, g);
-            memcpy(under + (i - from), &sum, sizeof sum);
+        } else {
+            sum = fma_(g, g, load(r->state[0], i, h->state_type));
+            store_state(r, 0, i, sum);
         }
+        store(above, i - from, TZ_F32, top * h->rate, 0);
+        store(under, i - from, TZ_F32, sum, 0);
     }
 }
 
-/* Second half: the master advances. `root`: the square roots of `under`. */
-KERNEL void descend(const struct tz_run *r, int64_t from, int64_t to, const float *root, int streaming) {
+/* Last part: the master advances. */
+KERNEL void divide(const struct tz_run *r, int64_t from, int64_t to, const float *above, const float *root, int streaming) {
     const struct tz_hyper *h = r->hyper;
     for (int64_t i = from; i < to; i += LANES) {
-        vf p = load_master(r, i), d;
-        if (h->rule == TZ_ADAM || h->rule == TZ_ADAGRAD) {
-            memcpy(&d, root + (i - from), sizeof d);
-            if (h->rule == TZ_ADAM)
-                p = p * h->decay + load(r->state[0], i, h->state_type) * h->rate / (d / h->root2 + h->eps);
-            else
-                p = p + load_gradient(r, i) * h->rate / (d + h->eps);
-        } else if (h->rule == TZ_SGD) {
-            vf g = load_gradient(r, i);
-            if (h->flags & TZ_MOMENTUM) {
-                vf b = g;
-                if (!(h->flags & TZ_FIRST)) b = fma_(g, splat(h->weight2), load(r->state[0], i, h->state_type) * h->beta2);
-                store_state(r, 0, i, b, g);
-                g = h->flags & TZ_NESTEROV ? fma_(b, splat(h->beta2), g) : b;
-            }
-            p = fma_(g, splat(h->rate), p);
-        } else { /* TZ_LION */
-            vf g = load_gradient(r, i), m = load(r->state[0], i, h->state_type), u = lerp(m, g, h->weight1);
-            vu sign = ((vu)u & 0x80000000) | 0x3f800000; /* torch.sign: zero for zero and for NaN */
-            p = fma_((vf)((vu)((u < 0) | (u > 0)) & sign), splat(h->rate), p * h->decay);
-            store_state(r, 0, i, lerp(m, g, h->weight2), g);
+        vf step = load(above, i - from, TZ_F32) / (load(root, i - from, TZ_F32) / h->root2 + h->eps);
+        store_master(r, i, load_master(r, i) * h->decay + step, streaming);
+    }
+}
+
+/* SGD and Lion need no root. */
+KERNEL void descend(const struct tz_run *r, int64_t from, int64_t to, int streaming) {
+    const struct tz_hyper *h = r->hyper;
+    for (int64_t i = from; i < to; i += LANES) {
+        vf p = load_master(r, i), g = load_gradient(r, i);
+        if (h->rule == TZ_LION) {
+            vf m = load(r->state[0], i, h->state_type), u = lerp(m, g, h->weight1);
+            vu sign = ((vu)u & 0x80000000) | 0x3f800000;
+            store_state(r, 0, i, lerp(m, g, h->weight2));
+            g = (vf)((vu)((u < 0) | (u > 0)) & sign); /* torch.sign: zero for zero and for NaN */
+            p *= h->decay;
+        } else if (h->flags & TZ_MOMENTUM) {
+            vf b = g;
+            if (!(h->flags & TZ_FIRST)) b = fma_(g, splat(h->weight2), load(r->state[0], i, h->state_type) * h->beta2);
+            store_state(r, 0, i, b);
+            g = h->flags & TZ_NESTEROV ? fma_(b, splat(h->beta2), g) : b;
         }
-        store_master(r, i, p, streaming);
+        store_master(r, i, fma_(g, splat(h->rate), p), streaming);
     }
 }
 
 /* Elements [from, to) of one run, a multiple of TZ_GROUP many. */
-TARGET static void NAME(advance)(const struct tz_run *run, int64_t from, int64_t to, int streaming, tz_root *external) {
+TARGET static void NAME(advance)(const struct tz_run *run, int64_t from, int64_t to, int streaming, tz_root *torch_root) {
     const struct tz_hyper hyper = *run->hyper; /* copies that no store can alias: they stay in registers */
     struct tz_run local = *run, *const r = &local;
     local.hyper = &hyper;
-    if (!(hyper.flags & TZ_TORCH_ROOT)) external = NULL;
-    __attribute__((aligned(64))) float under[TZ_BLOCK], roots[TZ_BLOCK];
-    for (int64_t at = from; at < to; at += TZ_BLOCK) {
-        int64_t end = at + TZ_BLOCK < to ? at + TZ_BLOCK : to;
-        if (r->hyper->rule == TZ_ADAM || r->hyper->rule == TZ_ADAGRAD) {
-            moments(r, at, end, under);
-            if (external) {
-                int32_t n = (int32_t)(end - at);
+    if (hyper.rule == TZ_SGD || hyper.rule == TZ_LION) {
+        descend(r, from, to, streaming);
+    } else {
+        __attribute__((aligned(64))) float above[TZ_BLOCK], under[TZ_BLOCK];
+        for (int64_t begin = from; begin < to; begin += TZ_BLOCK) {
+            int64_t end = begin + TZ_BLOCK < to ? begin + TZ_BLOCK : to;
+            accumulate(r, begin, end, above, under);
+            if (torch_root && hyper.flags & TZ_TORCH_ROOT) {
+                int32_t n = (int32_t)(end - begin);
                 int64_t mode = TZ_ROOT_MODE;
-                external(&n, under, roots, &mode);
+                torch_root(&n, under, under, &mode);
             } else {
-                for (int64_t i = 0; i < end - at; i += LANES) store(roots, i, TZ_F32, root_(load(under, i, TZ_F32)), 0);
+                for (int64_t i = 0; i < end - begin; i += LANES) store(under, i, TZ_F32, root_(load(under, i, TZ_F32)), 0);
             }
+            divide(r, begin, end, above, under, streaming);
         }
-        descend(r, at, end, roots, streaming);
     }
 #if defined(ISA_AVX512) || defined(ISA_AVX2)
     if (streaming) _mm_sfence();
@@ -346,7 +348,8 @@ TARGET static double NAME(receive)(const struct tz_copy *c, int64_t from, int64_
 #undef store_state
 #undef lerp
 #undef larger
-#undef moments
+#undef accumulate
+#undef divide
 #undef descend
 #undef NAME
 #undef KERNEL

@@ -68,7 +68,9 @@ class Manifest:
         try:
             body = json.dumps(fields, separators=(",", ":")).encode()
         except (TypeError, ValueError) as error:
-            raise StoreError(f"The metadata of a commit must be JSON (dicts, lists, text, numbers): {error}.") from error
+            raise StoreError(
+                f"The metadata of a commit must be JSON (dicts, lists, text, numbers): {error}."
+            ) from error
         header = {"format": _FORMAT, "version": _VERSION, "nbytes": len(body), "xxh3": xxhash.xxh3_64_hexdigest(body)}
         return json.dumps(header).encode() + b"\n" + body + b"\n"
 

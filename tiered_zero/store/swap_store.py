@@ -425,9 +425,9 @@ class SwapStore:
             if found != item.digest:
                 path, at = self._files.locate(record.offsets[item.slot] + item.start)
                 return CorruptionError(
-                    f"Record {record.name!r}: bytes {item.start} to {item.end}, read from {path} at offset {at}, are not "
-                    f"those written (xxh3 {item.digest:016x} expected, {found:016x} found). Nothing was updated from them. "
-                    f"Check the disk and resume from {self._resume_text()}."
+                    f"Record {record.name!r}: bytes {item.start} to {item.end}, read from {path} at offset {at}, are "
+                    f"not those written (xxh3 {item.digest:016x} expected, {found:016x} found). Nothing was updated "
+                    f"from them. Check the disk and resume from {self._resume_text()}."
                 )
         return None
 

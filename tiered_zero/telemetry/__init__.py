@@ -1,13 +1,13 @@
 """What happened: who did what when, how many bytes rest where, and what bound a step.
 
-Promise: the seconds of a step are its work plus its named waits and sum to its wall time; bytes are counted when they have
-arrived, never when they were asked for; a record on disk is readable up to the last whole line, however the run ended.
+Promise: the seconds of a step are its work plus its named waits and sum to its wall time; bytes are counted when they
+have arrived, never when they were asked for; a record on disk can be read up to its last line, however the run ended.
 Owner: `Recorder` the spans of a run, `Ledger` its bytes, `RunLog` its JSON lines, `TraceWriter` its trace.
 Never: torch, a decision that training depends on, a line of log per step.
 
 [Note: Lanes and kinds]
-A span lies on a lane (compute, gather, reduce, update, disk read, disk write) and has a kind by which it is summed: on
-compute `forward`, `backward`, `step`; anywhere a named wait (WAIT_CAUSES), recorded on the lane of the thread that waits.
-A span that lies inside another one of its lane takes its seconds away from it: forward's own seconds are those in which
-nobody waited. A lane's busy time is the union of its spans, since requests to a disk overlap, less its waits.
+A span lies on a lane (compute, gather, reduce, update, disk read, disk write) and has a kind by which it is summed:
+on compute `forward`, `backward`, `step`; anywhere a named wait (WAIT_CAUSES), on the lane of the thread that waits.
+A span that lies inside another one of its lane takes its seconds away from it: forward's own seconds are those in
+which nobody waited. A lane's busy time is the union of its spans, since requests to a disk overlap, less its waits.
 """

@@ -1,4 +1,4 @@
-"""Charts as inline SVG. Pure: numbers in, text out; colours are classes that the page's style defines for light and dark."""
+"""Charts as inline SVG. Pure: numbers in, text out; colours are classes that the page's style defines."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import pairwise
 
 WIDTH, WIDE, HEIGHT = 720, 1320, 280
 LEFT, RIGHT, TOP, BOTTOM = 64, 16, 12, 44
@@ -30,7 +31,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Bar:
-    """A span on a timeline: `row` counts from the top, `start` and `end` in the unit of the axis, `tip` shown on hovering."""
+    """A span on a timeline. `row`: from the top. `start`, `end`: in the unit of the axis. `tip`: shown on hovering."""
 
     row: int
     start: float
@@ -105,9 +106,8 @@ def line_chart(title: str, x_label: str, y_label: str, series: Sequence[Series],
             path = "L".join(f"{plot.x(x):.1f} {plot.y(y):.1f}" for x, y in stretch)
             plot.draw(f'<path class="line {line.style}" d="M{path}"><title>{escape(line.name)}</title></path>')
             if len(stretch) == 1:
-                plot.draw(
-                    f'<circle class="{line.style}" cx="{plot.x(stretch[0][0]):.1f}" cy="{plot.y(stretch[0][1]):.1f}" r="3"/>'
-                )
+                x, y = stretch[0]
+                plot.draw(f'<circle class="{line.style}" cx="{plot.x(x):.1f}" cy="{plot.y(y):.1f}" r="3"/>')
     return plot.svg(title)
 
 
@@ -117,7 +117,7 @@ def stacked_chart(title: str, x_label: str, y_label: str, layers: Sequence[Serie
     if not thinned or not thinned[0]:
         return NOT_RECORDED
     xs = [x for x, _ in thinned[0]]
-    step = min((after - before for before, after in zip(xs, xs[1:], strict=False)), default=1.0)
+    step = min((after - before for before, after in pairwise(xs)), default=1.0)
     highest = max(sum(points[index][1] for points in thinned) for index in range(len(xs)))
     plot = Plot((WIDTH, HEIGHT), (xs[0] - step / 2, xs[-1] + step / 2), rounded(0.0, highest))
     plot.y_axis(y_label)

@@ -173,7 +173,7 @@ def _kinds_table(run: Run) -> str:
     for tier in _known_first(TIERS, (*planned, *most)):
         for kind in _known_first((), (*planned.get(tier, {}), *most.get(tier, {}))):
             cells = (source.get(tier, {}).get(kind) for source in (planned, most))
-            numbers = "".join(f"<td>{'–' if cell is None else format_nbytes(cell)}</td>" for cell in cells)
+            numbers = "".join(f"<td>{'-' if cell is None else format_nbytes(cell)}</td>" for cell in cells)
             rows.append(f"<tr><th>{escape(tier)}</th><th>{escape(kind)}</th>{numbers}</tr>")
     if not rows:
         return ""

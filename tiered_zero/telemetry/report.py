@@ -1,10 +1,10 @@
 """What a step and a run took: seconds by cause, bytes by link, and the resource that bound them.
 
 [Note: What is said of a step]
-Causes: `forward`, `backward`, `step` without their waits, each named wait, and `other` (what the loop around the engine
-took); they sum to the wall time. A lane's busy fraction is its busy seconds over the wall time; the busiest lane is what
-binds the step. The overlap fraction says where the wall time lies between all lanes one after the other (0) and the
-busiest lane alone (1).
+Causes: `forward`, `backward`, `step` without their waits, each named wait, and `other` (what the loop around the
+engine took); they sum to the wall time. A lane's busy fraction is its busy seconds over the wall time; the busiest lane
+is what binds the step. The overlap fraction says where the wall time lies between all lanes one after the other (0) and
+the busiest lane alone (1).
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ class JsonRecord:
 class StepReport(JsonRecord):
     """One optimizer step. See [Note: What is said of a step].
 
-    `loss`: mean over the micro-batches, unscaled; None where it is not known. `tokens`: of all micro-batches; 0 where the
-    model does not read tokens. `grad_norm`: before clipping; None where it is not taken. `seconds`: by cause.
-    `link_nbytes`, `busy_s`: by lane. `memory_nbytes`: tier -> kind -> bytes when the step ended. `peak_nbytes`: by tier,
-    since the run began.
+    `loss`: mean over the micro-batches, unscaled; None where it is not known. `tokens`: of all micro-batches; 0 where
+    the model does not read tokens. `grad_norm`: before clipping; None where it is not taken. `seconds`: by cause.
+    `link_nbytes`, `busy_s`: by lane. `memory_nbytes`: tier -> kind -> bytes when the step ended. `peak_nbytes`: by
+    tier, since the run began.
     """
 
     step: int
@@ -102,7 +102,7 @@ def build_step_report(
     ledger: Ledger | None = None,
     **facts: Any,
 ) -> StepReport:
-    """`totals`: of the stretch of `wall_s` seconds that ends now. `facts`: loss, tokens, grad_norm, ... of StepReport."""
+    """`totals`: of the `wall_s` seconds that end now. `facts`: loss, tokens, grad_norm, ... of StepReport."""
     seconds = {kind: spent for (lane, kind), spent in totals.seconds.items() if lane == DRIVER_LANE}
     seconds[OTHER] = max(0.0, wall_s - sum(seconds.values()))
     kinds = ledger.by_kind() if ledger else {}
@@ -143,7 +143,7 @@ class RunReport(JsonRecord):
     """A run so far, or whole. The typical step is the mean over the middle half of the steps by wall time, so that its
     causes still sum to its wall time and a slow first step does not count.
 
-    `planned_nbytes`, `peak_nbytes`: by tier. `link_nbytes`: by lane, of the whole run. `bytes_per_s`: by lane, while busy.
+    `planned_nbytes`, `peak_nbytes`: by tier. `link_nbytes`: by lane, whole run. `bytes_per_s`: by lane, while busy.
     """
 
     steps: int

@@ -138,7 +138,7 @@ def read_run(path: str | os.PathLike[str]) -> Run:
                 run.footer = RunReport.from_json(values)
         except (ValueError, KeyError, TypeError, AttributeError, StoreError) as error:
             raise StoreError(
-                f"{path}, line {number}: expected a line of a run's record (tiered_zero.report), found something else: {error}."
+                f"{path}, line {number}: expected a line of a run's record (tiered_zero.report); {error}."
             ) from error
     if run is None:
         raise StoreError(

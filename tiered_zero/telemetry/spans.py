@@ -35,7 +35,7 @@ class Totals:
     """Sums over a stretch of time, usually one step.
 
     `seconds`: (lane, kind) -> the spans' own seconds, without those of spans inside them. `nbytes`: lane -> bytes that
-    arrived (what a wait is for is not counted). `busy_s`: lane -> seconds in which it worked. See [Note: Lanes and kinds].
+    arrived (what a wait is for is not counted). `busy_s`: lane -> seconds in which it worked. [Note: Lanes and kinds].
     """
 
     seconds: dict[tuple[str, str], float] = field(default_factory=dict)

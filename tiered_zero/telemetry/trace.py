@@ -21,7 +21,7 @@ _ROWS_A_LANE = 1000
 
 
 class RowLayout:
-    """Places spans on rows: one for each lane and named wait, more where spans overlap without lying inside each other."""
+    """Places spans on rows: one for each lane and named wait, more where spans overlap without being nested."""
 
     def __init__(self) -> None:
         self._rows: dict[str, list[_Row]] = {name: [] for name in (*LANES, *WAIT_CAUSES)}
@@ -68,7 +68,10 @@ def by_start(spans: Iterable[Span]) -> list[Span]:
 
 
 class TraceWriter:
-    """Appends spans as they are taken from the recorder. One thread. Raises ConfigError where the file cannot be made."""
+    """Appends spans as they are taken from the recorder. One thread.
+
+    Raises ConfigError where the file cannot be made.
+    """
 
     def __init__(self, path: str | os.PathLike[str], metadata: Mapping[str, str] | None = None) -> None:
         self._file = open_private(path, "tiered_zero.trace")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from tiered_zero.hardware.accelerator import Accelerator, Event
+from tiered_zero.hardware.accelerator import Event
 from tiered_zero.hardware.host_memory import HostArena, HostSlot
+from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.tiers.tier import DoneEvent, HostBuffer, Slot, Tier, as_bytes
 
 
@@ -14,9 +15,10 @@ class HostTier(Tier):
 
     name = "host"
 
-    def __init__(self, arena: HostArena, accelerator: Accelerator) -> None:
+    def __init__(self, arena: HostArena, runtime: Runtime) -> None:
         self._arena = arena
-        self._accelerator = accelerator
+        self._accelerator = runtime.accelerator
+        self._recorder = runtime.recorder
         self._slots: dict[str, HostSlot] = {}
 
     def reserve(self, name: str, nbytes: int, kind: str) -> Slot:
@@ -41,9 +43,12 @@ class HostTier(Tier):
         target = as_bytes(out)
         source = self.view(slot)[: target.numel()]
         events = [self._accelerator.record_compute()] + ([after] if after else [])
-        return self._accelerator.lane("gather").submit(
-            lambda: self._accelerator.copy(target, source), after=events, holds=[target]
-        )
+
+        def job() -> None:
+            with self._recorder.span("gather", "fetch", slot.name, target.numel()):
+                self._accelerator.copy(target, source)
+
+        return self._accelerator.lane("gather").submit(job, after=events, holds=[target])
 
     def close(self) -> None:
         self._slots.clear()

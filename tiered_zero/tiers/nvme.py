@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -20,27 +21,36 @@ from tiered_zero.tiers.tier import HostBuffer, Slot, Tier, as_bytes
 
 
 class TicketEvent(Event):
-    """A disk request (or several that belong together) as an event."""
+    """A disk request as an event; the first wait that finds it complete records it on its disk lane."""
 
-    def __init__(self, *tickets: Ticket) -> None:
-        self._tickets = tickets
+    def __init__(self, ticket: Ticket, recorder: Recorder) -> None:
+        self._ticket = ticket
+        self._recorder = recorder
+        self._start_s = time.perf_counter()
+        self._lock = threading.Lock()
+        self._recorded = False
 
     def done(self) -> bool:
-        return all(ticket.done() for ticket in self._tickets)
+        return self._ticket.done()
 
     def wait(self) -> None:
-        for ticket in self._tickets:
-            ticket.wait()
+        self._ticket.wait()
+        with self._lock:
+            first, self._recorded = not self._recorded, True
+        if first:
+            request = self._ticket.request
+            end_s = self._start_s + self._ticket.seconds
+            self._recorder.add(f"disk {request.kind}", request.kind, "", self._start_s, end_s, request.nbytes)
 
 
 @dataclass
 class _Chunk:
-    """`part`: its bytes on the device; `lease`, `ticket`: None while no staging buffer was free."""
+    """`part`: its bytes on the device; `lease`, `read`: None while no staging buffer was free."""
 
     part: torch.Tensor
     offset: int
     lease: Lease | None
-    ticket: Ticket | None
+    read: Event | None
 
 
 class NvmeTier(Tier):
@@ -68,10 +78,10 @@ class NvmeTier(Tier):
         return None
 
     def read(self, slot: Slot, out: HostBuffer, offset: int = 0) -> Event:
-        return TicketEvent(self._store.read(self._records[slot.name], out.memory, offset))
+        return self._read(self._records[slot.name], out.memory, offset)
 
     def write(self, slot: Slot, data: HostBuffer, offset: int = 0) -> Event:
-        return TicketEvent(self._store.write(self._records[slot.name], data.memory, offset))
+        return TicketEvent(self._store.write(self._records[slot.name], data.memory, offset), self._recorder)
 
     def fetch(self, slot: Slot, out: torch.Tensor, after: Event | None = None) -> Event:
         """One job on the gather lane carries all chunks, each at most one staging buffer: disk -> buffer -> device.
@@ -91,7 +101,8 @@ class NvmeTier(Tier):
                 lease = None
                 if ready and not self._deferred and (not chunks or chunks[-1].lease):
                     lease = self._staging.lease_nowait(align_up(part.numel(), PAGE_NBYTES))
-                chunks.append(_Chunk(part, offset, lease, self._store.read(record, lease.memory, offset) if lease else None))
+                read = self._read(record, lease.memory, offset) if lease else None
+                chunks.append(_Chunk(part, offset, lease, read))
             deferred = chunks[-1].lease is None
             self._deferred += deferred
         before = [self._accelerator.record_compute()] + ([after] if after else [])
@@ -103,18 +114,24 @@ class NvmeTier(Tier):
         try:
             while chunks:
                 chunk = chunks.pop(0)
-                lease = chunk.lease or self._staging.lease(align_up(chunk.part.numel(), PAGE_NBYTES))
+                nbytes = align_up(chunk.part.numel(), PAGE_NBYTES)
+                lease = chunk.lease or self._staging.lease(nbytes, record.name, lane="gather")
                 with lease:
-                    ticket = chunk.ticket or self._store.read(record, lease.memory, chunk.offset)
-                    ticket.wait()
-                    self._accelerator.copy(chunk.part, lease.tensor[: chunk.part.numel()], finish=True)
+                    read = chunk.read or self._read(record, lease.memory, chunk.offset)
+                    with self._recorder.span("gather", "wait_param", record.name):
+                        read.wait()
+                    with self._recorder.span("gather", "fetch", record.name, chunk.part.numel()):
+                        self._accelerator.copy(chunk.part, lease.tensor[: chunk.part.numel()], finish=True)
         finally:
             for chunk in chunks:
-                if chunk.lease and chunk.ticket:
+                if chunk.lease and chunk.read:
                     with chunk.lease, suppress(TieredZeroError):  # the first chunk's error is on its way already
-                        chunk.ticket.wait()
+                        chunk.read.wait()
             with self._lock:
                 self._deferred -= deferred
+
+    def _read(self, record: Record, into: memoryview, offset: int) -> TicketEvent:
+        return TicketEvent(self._store.read(record, into, offset), self._recorder)
 
     def close(self) -> None:
         self._records.clear()

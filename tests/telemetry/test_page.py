@@ -1,0 +1,113 @@
+"""The page stands alone, shows what was recorded, and says what was not."""
+
+from __future__ import annotations
+
+import math
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from tiered_zero.telemetry.page import MAX_BARS, render_page
+from tiered_zero.telemetry.page_style import STYLE
+from tiered_zero.telemetry.report import StepReport
+from tiered_zero.telemetry.runlog import Run, RunHeader, Timeline
+from tiered_zero.telemetry.spans import Span
+
+MIB = 1 << 20
+VOID = {"meta", "br"}
+
+
+class Outline(HTMLParser):
+    """Checks that tags close in order; gathers text, tags and attributes."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.tags: set[str] = set()
+        self.words = ""
+        self.feed(page)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.attributes += attrs
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes += attrs
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.words += data
+
+
+def make_run(num_steps: int = 3) -> Run:
+    header = RunHeader("gpt <b>", 1000, {"device": {"parameters": 2 * MIB}, "nvme": {"state": 6 * MIB}}, {"engine": "&"})
+    steps = [
+        StepReport(
+            step,
+            0.5,
+            {"forward": 0.3, "wait_param": 0.1, "other": 0.1},
+            loss=5.0 / step,
+            tokens=100,
+            busy_s={"compute": 0.3, "disk read": 0.4},
+            memory_nbytes={"device": {"parameters": MIB}},
+            peak_nbytes={"device": MIB},
+        )
+        for step in range(1, num_steps + 1)
+    ]
+    spans = [Span("compute", "forward", 1.0, 1.4, 0, "forward"), Span("compute", "block.0", 1.0, 1.1, 0, "wait_param")]
+    spans += [Span("disk read", "block.0", 1.0 + i / 10, 1.15 + i / 10, MIB, "read") for i in range(2)]
+    return Run(header, steps, Timeline(2, spans))
+
+
+def test_it_is_whole_html_without_anything_from_outside() -> None:
+    page = render_page(make_run(), "run.jsonl")
+    outline = Outline(page)
+    assert not {"script", "link", "img", "iframe", "object"} & outline.tags
+    assert not {"src", "href", "action", "data"} & {name for name, _ in outline.attributes}
+    assert not re.search(r"https?://|//\w|url\(|@import", page)
+    assert ("content", "default-src 'none'; style-src 'unsafe-inline'") in outline.attributes
+
+
+def test_it_shows_what_was_recorded() -> None:
+    words = Outline(render_page(make_run(), "run.jsonl")).words
+    for expected in ("run.jsonl", "gpt <b>", "5.000 → 1.667", "200", "disk read (80% busy)", "Timeline of step 2"):
+        assert expected in words
+    for expected in ("disk read (2)", "wait_param 100", "planned 2.0 MiB", "peak 1.0 MiB", "did not end by itself"):
+        assert expected in words
+    assert "Not recorded" not in words
+
+
+def test_what_was_not_recorded_is_said() -> None:
+    words = Outline(render_page(Run(RunHeader("m", 0)), "empty")).words
+    assert words.count("Not recorded.") == 6
+    bare = Run(RunHeader("m", 0), [StepReport(1, 1.0, {"other": 1.0}, loss=math.nan)])
+    words = Outline(render_page(bare, "bare")).words
+    assert "Steps/s" in words and words.count("Not recorded.") == 4
+
+
+def test_a_timeline_of_many_spans_keeps_the_longest() -> None:
+    run = make_run()
+    run.timeline = Timeline(1, [Span("update", "x", float(i), i + (i + 1) / 1e4, 0, "update") for i in range(MAX_BARS + 5)])
+    page = render_page(run, "long")
+    assert page.count("update: x") == MAX_BARS
+    assert "The 5 shortest spans are left out." in page
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 121, 5000])
+def test_its_size_does_not_grow_with_the_run(num_steps: int) -> None:
+    assert len(Outline(render_page(make_run(num_steps), "run")).words) < 60_000
+
+
+def test_every_colour_is_given_for_light_and_dark() -> None:
+    light, dark = STYLE.split("@media")[0], STYLE.split("@media")[1].split(".c0")[0]
+    names = re.findall(r"--[\w]+(?=:)", light)
+    assert names and names == re.findall(r"--[\w]+(?=:)", dark)
+    assert set(re.findall(r"var\((--\w+)\)", STYLE)) - {"--it"} <= set(names)
