@@ -32,9 +32,11 @@ def initialize(
 ) -> tuple[Engine, TieredOptimizer, DataLoader[Any] | None, Any]:
     """Plan the run, move the model onto its tiers, and return (engine, optimizer, dataloader, lr_scheduler).
 
-    `config`: a DeepSpeed-style dict, or the path of a JSON file; `args.deepspeed_config` names a file too. `model`: on any
-    device, or on the meta device, where its own initialisers (or `tiered_zero.weights`) give it values unit by unit.
-    `optimizer`: any torch optimizer over the model's parameters, or a callable that makes one; it goes before the config's.
+    `config`: a DeepSpeed-style dict, or the path of a JSON file; `args.deepspeed_config` names a file too. `model`: on
+    any device, or on the meta device, where its own initialisers (or `tiered_zero.weights`) give it values unit by
+    unit.
+    `optimizer`: any torch optimizer over the model's parameters, or a callable that makes one; it goes before the
+    config's.
     `lr_scheduler`: a scheduler, or a callable that takes the optimizer; it goes before the config's. `training_data`: a
     dataset, returned as a DataLoader with the config's micro-batch size.
 

@@ -34,6 +34,7 @@ from tiered_zero.layout.units import UnitRules, find_units, list_params
 from tiered_zero.optim.catalog import resolve_optimizer
 from tiered_zero.optim.handle import TieredOptimizer
 from tiered_zero.optim.masters import Masters
+from tiered_zero.optim.policy import BarrierPolicy, DelayedPolicy, OverlappedPolicy, UpdatePolicy
 from tiered_zero.optim.rule import UpdateRule
 from tiered_zero.optim.state_layout import StateLayout
 from tiered_zero.optim.stepper import StreamingStepper
@@ -42,7 +43,7 @@ from tiered_zero.params.homes import HomeKeeper
 from tiered_zero.params.hooks import ModuleHooks
 from tiered_zero.params.materialize import WeightFiles, check_buffers, materialize_module
 from tiered_zero.params.pager import Pager, PagerLimits
-from tiered_zero.plan.planner import Plan, SubGroupNeed, Wishes, gradient_nbytes, make_plan, place_params
+from tiered_zero.plan.planner import Plan, SubGroupNeed, Wishes, back_tier, gradient_nbytes, make_plan, place_params
 from tiered_zero.store.swap_dir import SwapDir
 from tiered_zero.store.swap_store import SwapStore
 from tiered_zero.telemetry.ledger import Ledger
@@ -56,7 +57,9 @@ from tiered_zero.tiers.tier import Tier
 logger = logging.getLogger("tiered_zero")
 
 AUTO_SUB_GROUP_NUMEL = 1 << 22
-"""Elements of a sub-group that nobody sized: 48 MiB of fp32 Adam state, enough for full disk rate with three on their way."""
+"""Elements of a sub-group that nobody sized: 48 MiB of fp32 Adam state, enough for full disk rate with three on their
+way.
+"""
 
 TIER_OF_DEVICE = {"none": "device", "cpu": "host", "nvme": "nvme"}
 
@@ -109,7 +112,9 @@ def draft_run(
     for index, group in enumerate(source.param_groups):
         for param in group["params"]:
             if param not in known:
-                raise ModelError("The optimizer holds a parameter that is not the model's. Build it over model.parameters().")
+                raise ModelError(
+                    "The optimizer holds a parameter that is not the model's. Build it over model.parameters()."
+                )
             group_of[known[param]] = index
     size = zero.sub_group_size if "sub_group_size" in zero.model_fields_set else AUTO_SUB_GROUP_NUMEL
     subgroups = cut_subgroups(units, group_of, size, rule.elementwise)
@@ -121,7 +126,9 @@ def draft_run(
 
 
 def build(draft: Draft, lr_scheduler: Any, make_scheduler: Callable[[TieredOptimizer], Any]) -> Engine:
-    """Allocate what the plan says, give every parameter its home, and join the parts. On failure nothing is left behind."""
+    """Allocate what the plan says, give every parameter its home, and join the parts. On failure nothing is left
+    behind.
+    """
     config, plan = draft.config, draft.plan
     warnings = [w for path in sorted(_nvme_paths(config)) for w in preflight_directory(path)]
     plan.check()
@@ -140,11 +147,15 @@ def build(draft: Draft, lr_scheduler: Any, make_scheduler: Callable[[TieredOptim
         for unit in draft.units:
             tier = tiers.for_params(plan.param_tiers[unit.index])
             if tier is not None:
-                slot = tier.reserve(f"param.{unit.index}", unit.nbytes, "param")
+                slot = tier.reserve(f"param/{unit.index}", unit.nbytes, "param")
                 inventory.place(unit, "param", Home(tier, slot))
+            back = tiers.for_params(back_tier(plan.param_tiers[unit.index]))
+            if plan.delayed and unit.trainable and back is not None:
+                slot = back.reserve(f"param_back/{unit.index}", unit.nbytes, "param_back")
+                inventory.place(unit, "param_back", Home(back, slot))
         for layout in draft.layouts:
             tier = tiers.for_state()
-            slot = tier.reserve(f"state.{layout.subgroup.index}", layout.nbytes, "state")
+            slot = tier.reserve(f"state/{layout.subgroup.index}", layout.nbytes, "state")
             inventory.place(layout.subgroup, "state", Home(tier, slot))
         masters = Masters(draft.layouts, inventory, tiers.state_staging)
         keeper = HomeKeeper(inventory, tiers.param_staging, masters.follow)
@@ -157,10 +168,9 @@ def build(draft: Draft, lr_scheduler: Any, make_scheduler: Callable[[TieredOptim
         hooks = ModuleHooks(draft.model, draft.units, pager, gradients.take)
         resources.callback(hooks.remove)
         gradients.on_unit_complete = pager.finish_gradients
-        groups = draft.source.param_groups
-        stepper = StreamingStepper(
-            draft.layouts, draft.rule, groups, inventory, runtime, tiers.state_staging, lambda unit: pager.storage(unit).flat
-        )
+        gradients.before_take = pager.await_update
+        policy = _make_policy(draft, inventory, runtime, pager, tiers)
+        pager.before_reading = policy.flush
         engine_step: list[Callable[[], None]] = []
         handle = TieredOptimizer(draft.source, lambda: engine_step[0]())
         scheduler = make_scheduler(handle) if lr_scheduler is None else lr_scheduler
@@ -175,7 +185,7 @@ def build(draft: Draft, lr_scheduler: Any, make_scheduler: Callable[[TieredOptim
                 pager,
                 hooks,
                 gradients,
-                stepper,
+                policy,
                 runtime,
                 [],
                 resources.pop_all(),
@@ -227,14 +237,13 @@ class _Tiers:
     def _nvme_needs(config: Config, plan: Plan) -> dict[tuple[str, ...], int]:
         zero = config.zero_optimization
         needs: dict[tuple[str, ...], int] = {}
-        for paths, kind in ((zero.offload_param.nvme_paths, "param"), (zero.offload_optimizer.nvme_paths, "state")):
+        param, state = zero.offload_param.nvme_paths, zero.offload_optimizer.nvme_paths
+        for paths, kind in ((param, "param"), (param, "param_back"), (state, "state")):
             if nbytes := plan.nbytes("nvme", kind):
                 needs[paths] = needs.get(paths, 0) + nbytes
         return needs
 
-    def _pool(
-        self, staging: tuple[int, int], kind: str, runtime: Runtime, resources: ExitStack
-    ) -> StagingPool | None:
+    def _pool(self, staging: tuple[int, int], kind: str, runtime: Runtime, resources: ExitStack) -> StagingPool | None:
         nbytes, count = staging
         if not nbytes:
             return None
@@ -260,7 +269,6 @@ def _open_store(
         logger.info("%s", reason)
     store = SwapStore(directory, selection.engine, capacity_nbytes=nbytes, checksums=config.tiered_zero.checksums)
     resources.callback(store.close)
-    runtime.ledger.charge("nvme", "reserved", 0)
     return store
 
 
@@ -314,16 +322,45 @@ def _make_gradients(draft: Draft, tiers: _Tiers, runtime: Runtime) -> GradientSt
     plan = draft.plan
     on_device = plan.gradient_tier == "device"
     tier: Tier = tiers.device if on_device else tiers.host
-    homes: dict[int, torch.Tensor] = {}
+    homes: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
     members: dict[nn.Parameter, tuple[Unit, FlatEntry]] = {}
     for unit in draft.units:
         if unit.trainable:
-            slot = tier.reserve(f"gradient.{unit.index}", gradient_nbytes(unit, plan.sums_gradients), "gradient")
-            raw = tier.view(slot)
-            assert raw is not None, "gradients rest where they can be addressed"
-            homes[unit.index] = typed_view(raw, torch.float32 if plan.sums_gradients else unit.dtype, unit.numel).zero_()
+            dtype = torch.float32 if plan.sums_gradients else unit.dtype
+            flats: list[torch.Tensor] = []
+            for copy in ("gradient", "gradient_spare")[: 2 if plan.delayed else 1]:
+                slot = tier.reserve(f"{copy}/{unit.index}", gradient_nbytes(unit, plan.sums_gradients), "gradient")
+                raw = tier.view(slot)
+                assert raw is not None, "gradients rest where they can be addressed"
+                flats.append(typed_view(raw, dtype, unit.numel).zero_())
+            homes[unit.index] = (flats[0], flats[1] if plan.delayed else None)
             members.update(zip(draft.params_of(unit), ((unit, entry) for entry in unit.entries), strict=True))
     return GradientStore(members, homes, runtime, on_device, plan.in_flight_nbytes, tiers.gradient_staging)
+
+
+def _make_policy(draft: Draft, inventory: Inventory, runtime: Runtime, pager: Pager, tiers: _Tiers) -> UpdatePolicy:
+    """With the optimizer on the device nothing is gained by running it later: compute would wait for itself."""
+    settings, groups = draft.config.tiered_zero, draft.source.param_groups
+    stepper = StreamingStepper(
+        draft.layouts, draft.rule, inventory, runtime, tiers.state_staging, lambda unit: pager.storage(unit).flat
+    )
+    units = list({s.unit.index: s.unit for layout in draft.layouts for s in layout.subgroup.segments}.values())
+    if settings.update == "barrier" or draft.plan.optimizer_tier == "device":
+        return BarrierPolicy(stepper, groups, pager.forget)
+    overlapped = OverlappedPolicy(stepper, groups, inventory, units, runtime, pager.withhold)
+    if not draft.plan.delayed:
+        return overlapped
+
+    def reveal() -> None:
+        pager.forget()
+        for unit in units:
+            if inventory.find(unit, "param") is not None:
+                inventory.swap(unit, "param", "param_back")
+            else:
+                back = inventory.home(unit, "param_back")
+                back.tier.fetch(back.slot, pager.storage(unit).flat).wait()
+
+    return DelayedPolicy(overlapped, settings.delay_start_step, stepper, groups, runtime, reveal)
 
 
 def compute_dtype(config: Config, dtype: torch.dtype) -> torch.dtype:
@@ -334,6 +371,11 @@ def compute_dtype(config: Config, dtype: torch.dtype) -> torch.dtype:
 
 def make_wishes(config: Config, device_limit: tuple[int, str] | None) -> Wishes:
     zero, settings = config.zero_optimization, config.tiered_zero
+    if settings.update == "delayed" and zero.offload_optimizer.device == "none":
+        raise ConfigError(
+            "tiered_zero.update: delayed needs the optimizer off the device, where its update can run beside compute; "
+            "found offload_optimizer.device none. Set it to cpu or nvme, or take overlapped."
+        )
     param = zero.offload_param
     limits: dict[str, tuple[int, str]] = {}
     if settings.device_memory_limit is not None:
@@ -348,6 +390,7 @@ def make_wishes(config: Config, device_limit: tuple[int, str] | None) -> Wishes:
         TIER_OF_DEVICE[zero.offload_optimizer.device],
         limits,
         config.gradient_accumulation_steps > 1,
+        settings.update == "delayed",
         zero.stage3_max_live_parameters,
         zero.stage3_prefetch_bucket_size,
         zero.stage3_max_reuse_distance,
@@ -365,13 +408,17 @@ def make_optimizer(
     model_parameters: Iterable[Any] | None,
 ) -> Optimizer:
     """The torch optimizer whose param groups and defaults the run uses; it is never stepped itself."""
-    params = list(model_parameters) if model_parameters is not None else [p for p in model.parameters() if p.requires_grad]
+    params = (
+        list(model_parameters) if model_parameters is not None else [p for p in model.parameters() if p.requires_grad]
+    )
     if isinstance(optimizer, Optimizer):
         return optimizer
     if optimizer is not None:
         return optimizer(params)
     if config.optimizer is None:
-        raise ConfigError('There is no optimizer: pass one to initialize(optimizer=...), or add an "optimizer" section.')
+        raise ConfigError(
+            'There is no optimizer: pass one to initialize(optimizer=...), or add an "optimizer" section.'
+        )
     if not params:
         raise ModelError("No parameter of the model requires a gradient; there is nothing to train.")
     resolved = resolve_optimizer(config.optimizer.type, config.optimizer.params)

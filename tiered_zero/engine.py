@@ -21,7 +21,7 @@ from tiered_zero.grads.loss_scaler import LossScaler
 from tiered_zero.grads.verdict import Verdict, judge
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.optim.handle import TieredOptimizer
-from tiered_zero.optim.stepper import StreamingStepper
+from tiered_zero.optim.policy import UpdatePolicy
 from tiered_zero.params.hooks import ModuleHooks
 from tiered_zero.params.pager import Pager
 from tiered_zero.plan.planner import Plan
@@ -54,7 +54,7 @@ class Parts:
     pager: Pager
     hooks: ModuleHooks
     gradients: GradientStore
-    stepper: StreamingStepper
+    policy: UpdatePolicy
     runtime: Runtime
     observers: list[Callable[[StepReport], None]]
     resources: ExitStack
@@ -63,15 +63,14 @@ class Parts:
 class Engine:
     """Trains one model over the tiers of its plan. Use it from one thread.
 
-    engine(batch) -> loss; engine.backward(loss); engine.step(). A step that raises in forward or backward can be left out
-    and training goes on; a failure inside the update latches the engine, because state is rewritten in place.
+    engine(batch) -> loss; engine.backward(loss); engine.step(). A step that raises in forward or backward can be left
+    out and training goes on; a failure inside the update latches the engine, because state is rewritten in place.
     """
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._phase = Phase.IDLE
         self._micro_steps = 0
-        self._failure: BaseException | None = None
         self._closed = False
         self._skipped_in_a_row = 0
         self._verdict: Verdict | None = None
@@ -91,6 +90,8 @@ class Engine:
         """The module's forward, its parameters paged in as they are used."""
         self._check_usable()
         parts = self._parts
+        if not (torch.is_grad_enabled() and parts.module.training):
+            parts.policy.flush()  # evaluation sees every update
         self._tokens += _count_tokens(args, kwargs) if torch.is_grad_enabled() else 0
         self._enter(Phase.FORWARD)
         try:
@@ -103,7 +104,8 @@ class Engine:
             self._enter(Phase.IDLE)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> torch.Tensor:
-        """Backward of `loss`, divided by the accumulation steps and multiplied by the loss scale. Returns the loss as given.
+        """Backward of `loss`, divided by the accumulation steps and multiplied by the loss scale. Returns the loss as
+        given.
 
         May be called several times before `step`. An exception drops this step's gradients and is raised.
         """
@@ -127,7 +129,9 @@ class Engine:
         return loss
 
     def step(self) -> None:
-        """Counts a micro-batch; at an accumulation boundary judges the gradients and updates the weights, or skips them."""
+        """Counts a micro-batch; at an accumulation boundary judges the gradients and updates the weights, or skips
+        them.
+        """
         self._check_usable()
         boundary = self.is_gradient_accumulation_boundary()
         self._micro_steps += 1
@@ -208,7 +212,8 @@ class Engine:
         table: dict[str, dict[str, dict[str, int]]] = {}
         for tier, kinds in self._parts.runtime.ledger.by_kind().items():
             table[tier] = {
-                kind: {"now": now, "peak": peak, "planned": self.plan.nbytes(tier, kind)} for kind, (now, peak) in kinds.items()
+                kind: {"now": now, "peak": peak, "planned": self.plan.nbytes(tier, kind)}
+                for kind, (now, peak) in kinds.items()
             }
         return table
 
@@ -220,6 +225,10 @@ class Engine:
 
     def eval(self) -> Engine:
         return self.train(False)
+
+    def flush(self) -> None:
+        """Return when every update so far is made. Reading weights does this by itself."""
+        self._parts.policy.flush()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of this step's backward passes so far."""
@@ -234,10 +243,15 @@ class Engine:
         self._micro_steps -= self._micro_steps % self.gradient_accumulation_steps()
 
     def close(self) -> None:
-        """Free every tier, stop every thread, remove the swap directory. Idempotent. Parameters off the device are gone:
+        """Free every tier, stop every thread, remove the swap directory. Idempotent. Parameters off the device are
+        gone:
         take `module.state_dict()` before."""
         if not self._closed:
             self._closed = True
+            try:
+                self._parts.policy.flush()
+            except Exception as error:
+                logger.error("the last update was not completed: %s", error)
             self._parts.resources.close()
 
     def __enter__(self) -> Engine:
@@ -272,6 +286,8 @@ class Engine:
         try:
             if self._may_update(verdict):
                 self._update(verdict)
+            else:
+                parts.policy.skip()
         finally:
             parts.gradients.drop()
 
@@ -298,19 +314,15 @@ class Engine:
             )  # fmt: skip
         if self._skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
             raise NonFiniteError(
-                f"{self._skipped_in_a_row} steps in a row had gradients that are not finite, first in {verdict.first_bad}. "
+                f"{self._skipped_in_a_row} steps in a row had gradients that are not finite, first in "
+                f"{verdict.first_bad}. "
                 "Weights are as they were before them. Lower the learning rate, look at the data, or use bf16 for fp16."
             )
         return False
 
     def _update(self, verdict: Verdict) -> None:
         parts = self._parts
-        parts.pager.forget()
-        try:
-            parts.stepper.step(parts.gradients, verdict.grad_scale)
-        except BaseException as error:
-            self._failure = error
-            raise
+        parts.policy.apply(parts.gradients.hand_over(), verdict.grad_scale)
         parts.optimizer.mark_stepped()
         if parts.lr_scheduler is not None:
             parts.lr_scheduler.step()
@@ -338,11 +350,13 @@ class Engine:
     def _check_usable(self) -> None:
         if self._closed:
             raise ModelError("This engine is closed; its tiers are gone. Make another with tiered_zero.initialize().")
-        if self._failure is not None:
+        failure = self._parts.policy.failure
+        if failure is not None:
             raise LatchedError(
-                f"The update of step {self.global_steps} failed ({self._failure}); weights and state are partly those of that step "
+                f"The update of step {self.global_steps} failed ({failure}); weights and state are partly those of "
+                f"that step "
                 "and partly those before. Start again from the last checkpoint."
-            ) from self._failure
+            ) from failure
 
 
 def _count_tokens(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:

@@ -15,7 +15,7 @@ import pytest
 from tests.fakes.crash_disk import CrashDisk, Operation, RecordingOS, fates
 from tests.fakes.sync_io import SyncEngine
 from tiered_zero.errors import StoreError
-from tiered_zero.store import manifest, swap_store
+from tiered_zero.store import manifest, records, swap_store
 from tiered_zero.store.stripes import DATA_NAME
 from tiered_zero.store.swap_dir import OWNER_NAME, SwapDir
 from tiered_zero.store.swap_store import SwapStore
@@ -186,7 +186,7 @@ def test_the_replay_notices_a_missing_sync(
 
 
 def test_the_replay_notices_a_reused_slot(swap_path: Path, ruins: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(swap_store, "other_slots", lambda durable, start, end: [manifest.Range(start, end, 0, None)])
+    monkeypatch.setattr(records, "other_slots", lambda durable, start, end: [manifest.Range(start, end, 0, None)])
     log, commits = run(swap_path, 0, monkeypatch)
     monkeypatch.undo()
     with pytest.raises((AssertionError, StoreError)):

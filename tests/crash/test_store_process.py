@@ -96,6 +96,53 @@ def test_a_killed_run_resumes_from_its_commit_and_gc_keeps_that(swap_path: Path,
     assert not gone.removed and gone.run.state == "unknown", "its last owner, this process, still lives"
 
 
+COMMITTER = """
+import mmap, sys
+from pathlib import Path
+from tiered_zero.io.select import select_engine
+from tiered_zero.store.swap_dir import SwapDir
+from tiered_zero.store.swap_store import SwapStore
+
+path = Path(sys.argv[1])
+store = SwapStore(SwapDir.create([path]), select_engine(path).engine, capacity_nbytes=8 << 20)
+records = [store.reserve(name, 1 << 20, committed=True) for name in "abc"]
+memory = memoryview(mmap.mmap(-1, 1 << 20))
+for step in range(1, 100_000):
+    memory[:] = step.to_bytes(4, "little") * (1 << 18)
+    for ticket in [store.write(record, memory) for record in records[: 1 + step % 3]]:
+        ticket.wait()
+    store.commit(step, {})
+    print(step, flush=True)
+"""
+
+
+@pytest.mark.parametrize("num_commits", [1, 20])
+def test_kill_9_amid_commits_loses_none_that_returned(swap_path: Path, num_commits: int) -> None:
+    child = subprocess.Popen(
+        [sys.executable, "-c", COMMITTER, str(swap_path)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert child.stdout is not None
+    for _ in range(num_commits):
+        child.stdout.readline()
+    time.sleep(0.003)
+    child.kill()
+    last = int([str(num_commits), *child.communicate()[0].split()][-1])
+    (run,) = list_runs(swap_path)
+    store = SwapStore.recover(SwapDir.open(run.path), SyncEngine())
+    assert store.step in (last, last + 1)
+    for index, record in enumerate(store.records().values()):
+        written = max((step for step in range(1, store.step + 1) if index <= step % 3), default=0)
+        if written:
+            into = memoryview(bytearray(1 << 20))
+            store.read(record, into).wait()
+            assert into == written.to_bytes(4, "little") * (1 << 18)
+    store.close()
+
+
 def test_committed_state_of_a_dead_run_is_removed_on_demand(swap_path: Path, start: Start) -> None:
     child = start(act="store.commit(7, {})")
     child.kill()

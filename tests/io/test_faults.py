@@ -59,7 +59,11 @@ def outcomes(native_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict
         )
         for name in ENGINES
     ]
-    lines = [line for child in children for line in child.communicate(timeout=100)[0].splitlines()]
+    try:
+        lines = [line for child in children for line in child.communicate(timeout=100)[0].splitlines()]
+    finally:
+        for child in children:
+            child.kill()
     assert [child.returncode for child in children] == [0] * len(children)
     assert os.listdir(directory) == []
     table = ROOT / "build/faults/io.jsonl"

@@ -74,12 +74,14 @@ def test_unfit_parents_are_refused_and_nothing_is_left(swap_path: Path) -> None:
     SwapDir.create([open_to_all]).remove()
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a link to another user")
-def test_a_foreign_link_inside_the_path_is_refused(swap_path: Path) -> None:
+def test_a_foreign_link_inside_the_path_is_refused(swap_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (swap_path / "good" / "below").mkdir(parents=True)
     link = swap_path / "link"
     link.symlink_to(swap_path / "good")
-    os.lchown(link, 12345, 12345)
+    if os.getuid() == 0:
+        os.lchown(link, 12345, 12345)
+    else:
+        monkeypatch.setattr(os, "getuid", lambda: 12345)
     with pytest.raises(StoreError, match="symbolic link"):
         SwapDir.create([link / "below"])
 
@@ -115,6 +117,19 @@ def test_own_handlers_are_not_replaced(swap_path: Path) -> None:
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_a_run_with_a_path_missing_cannot_be_opened(swap_path: Path) -> None:
+    parents = [swap_path / "a", swap_path / "b"]
+    for parent in parents:
+        parent.mkdir()
+    directory = SwapDir.create(parents)
+    directory.keep()
+    directory.release()
+    directory.paths[1].rename(swap_path / "elsewhere")
+    for _ in range(2):
+        with pytest.raises(StoreError, match=f"{directory.paths[1]} is missing"):
+            SwapDir.open(directory.paths[0])
 
 
 def test_open_refuses_what_is_no_run(swap_path: Path) -> None:

@@ -3,6 +3,8 @@
 import errno
 import mmap
 import os
+import resource
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -334,6 +336,33 @@ def test_commit_waits_for_nobody(make: Callable[..., SwapStore], engine: SyncEng
     with pytest.raises(StoreError, match="must be JSON"):
         store.commit(2, {"x": object()})
     store.commit(3, {})
+
+
+def test_a_directory_removed_in_mid_run_fails_the_commit(make: Callable[..., SwapStore], swap_path: Path) -> None:
+    store = make()
+    record = store.reserve("a", PAGE, committed=True)
+    shutil.rmtree(data_file(swap_path).parent)
+    store.write(record, pattern(PAGE)).wait()
+    assert read(store, "a") == pattern(PAGE), "the open file still serves"
+    with pytest.raises(StoreError, match="cannot be written"):
+        store.commit(1, {})
+    with pytest.raises(LatchedError, match="No such file"):
+        store.read(record, aligned(bytes(PAGE)))
+
+
+def test_a_full_descriptor_table_passes(make: Callable[..., SwapStore]) -> None:
+    store = make()
+    record = store.reserve("a", PAGE, committed=True)
+    store.write(record, pattern(PAGE)).wait()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        with pytest.raises(StoreError, match=r"Too many open files.*commit again"):
+            store.commit(1, {})
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    store.commit(1, {})
+    assert store.step == 1
 
 
 def test_recover_names_what_is_missing_or_cut_off(swap_path: Path, engine: SyncEngine) -> None:

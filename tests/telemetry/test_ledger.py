@@ -56,6 +56,18 @@ def test_what_is_released_can_be_charged_again() -> None:
     assert (ledger.now("host"), ledger.peak("host")) == (0, 10)
 
 
+def test_recent_peaks_start_anew_from_what_is_held() -> None:
+    ledger = Ledger()
+    ledger.charge("host", "arena", 10)
+    ledger.charge("host", "staging", 5)
+    ledger.discharge("host", "staging", 5)
+    assert ledger.take_recent_peaks() == {"host": 15}
+    assert ledger.take_recent_peaks() == {"host": 10}
+    ledger.charge("host", "staging", 2)
+    assert ledger.take_recent_peaks() == {"host": 12}
+    assert ledger.peak("host") == 15
+
+
 def test_a_tier_without_limit_has_none() -> None:
     ledger = Ledger({"device": 0})
     ledger.charge("nvme", "state", 1 << 50)

@@ -63,7 +63,7 @@ def test_causes_sum_to_the_wall_time() -> None:
 
 
 def test_work_of_other_lanes_is_no_cause() -> None:
-    totals = Totals({("compute", "step"): 1.0, ("update", "update"): 0.9, ("update", "wait_state"): 0.1})
+    totals = Totals({("compute", "step"): 1.0, ("update", "update"): 0.9}, {"step": 1.0})
     assert build_step_report(1, totals, 2.0).seconds == {"step": 1.0, "other": 1.0}
 
 
@@ -73,8 +73,10 @@ def test_memory_comes_from_the_ledger() -> None:
     ledger.charge("host", "staging", 12)
     ledger.discharge("host", "staging", 10)
     report = build_step_report(1, Totals(), 1.0, ledger)
-    assert report.memory_nbytes == {"host": {"arena": 30, "staging": 2}}
-    assert report.peak_nbytes == {"host": 42}
+    assert report.tier_nbytes == report.peak_nbytes == {"host": 42}
+    assert report.kind_nbytes == {"host": {"arena": 30, "staging": 12}}
+    again = build_step_report(2, Totals(), 1.0, ledger)
+    assert again.tier_nbytes == {"host": 32} and again.peak_nbytes == {"host": 42}
 
 
 def test_rates_are_bytes_over_busy_time_and_need_one() -> None:

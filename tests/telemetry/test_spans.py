@@ -43,15 +43,48 @@ def test_grandchildren_are_taken_from_their_parent_only() -> None:
     assert seconds["compute", "forward"] < 0.005
 
 
-def test_other_lanes_do_not_nest() -> None:
+def test_the_driver_at_work_for_another_lane_is_a_cause_and_busies_that_lane_only() -> None:
     recorder = Recorder()
-    with recorder.span("compute", "forward"), recorder.span("gather", "gather"):
-        time.sleep(0.02)
-    assert recorder.take_totals().seconds["compute", "forward"] >= 0.02
+    with recorder.span("compute", "step"):
+        time.sleep(0.01)
+        with recorder.span("update", "wait_state"):
+            time.sleep(0.02)
+        with recorder.span("update", "update"):
+            time.sleep(0.04)
+    totals = recorder.take_totals()
+    assert 0.01 <= totals.causes["step"] < 0.02 <= totals.causes["wait_state"] < 0.04 <= totals.causes["update"]
+    assert 0.01 <= totals.busy_s["compute"] < 0.02
+    assert 0.04 <= totals.busy_s["update"] < 0.05
 
 
-def test_a_span_may_end_on_another_thread_order() -> None:
-    """Autograd's thread waits while main is inside backward."""
+def test_a_worker_of_another_lane_is_no_cause_and_takes_nothing() -> None:
+    recorder = Recorder()
+
+    def work() -> None:
+        with recorder.span("gather", "fetch"), recorder.span("gather", "wait_lease"):
+            time.sleep(0.02)
+
+    with recorder.span("compute", "forward"):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    totals = recorder.take_totals()
+    assert set(totals.causes) == {"forward"}
+    assert totals.causes["forward"] >= 0.02 and totals.busy_s["compute"] >= 0.02
+    assert totals.busy_s["gather"] < 0.01
+
+
+def test_a_request_that_the_driver_records_is_not_its_own_work() -> None:
+    recorder = Recorder()
+    with recorder.span("compute", "forward"):
+        time.sleep(0.01)
+        recorder.add("disk read", "read", "", time.perf_counter() - 9.0, time.perf_counter(), 512)
+    totals = recorder.take_totals()
+    assert set(totals.causes) == {"forward"} and totals.causes["forward"] >= 0.01
+    assert totals.busy_s["disk read"] == pytest.approx(9.0, abs=0.01)
+
+
+def test_autograds_thread_waits_inside_mains_backward() -> None:
     recorder = Recorder()
 
     def wait() -> None:
@@ -62,7 +95,8 @@ def test_a_span_may_end_on_another_thread_order() -> None:
         thread = threading.Thread(target=wait)
         thread.start()
         thread.join()
-    assert recorder.take_totals().seconds["compute", "backward"] < 0.015
+    causes = recorder.take_totals().causes
+    assert causes["backward"] < 0.015 and causes["wait_param"] >= 0.02
 
 
 def test_failed_work_counts_no_bytes_but_its_time() -> None:

@@ -42,7 +42,6 @@ def ls(directory: Path, as_json: bool) -> None:
         (
             run.run_id,
             Text(run.state, style=_STATE_STYLES[run.state]),
-            f"{run.pid}@{run.host}" if run.pid else "?",
             format_nbytes(run.nbytes),
             _format_age(run.age_s),
             run.model or "-",
@@ -51,7 +50,7 @@ def ls(directory: Path, as_json: bool) -> None:
         )
         for run in runs
     ]
-    _print_table(("run", "owner", "process", "bytes", "age", "model", "step", "why"), rows)
+    _print_table(("run", "owner", "bytes", "age", "model", "step", "why"), rows)
 
 
 @swap.command("du")
@@ -129,7 +128,11 @@ def _print_table(columns: tuple[str, ...], rows: list[Any]) -> None:
     if not rows:
         click.echo("No runs.")
         return
-    table = Table(*columns)
+    table = Table()
+    for column in columns:
+        table.add_column(
+            column, no_wrap=column == "run", justify="right" if column in ("bytes", "runs", "age") else "left"
+        )
     for row in rows:
         table.add_row(*(cell if isinstance(cell, Text) else Text(cell) for cell in row))
     STDOUT.print(table)

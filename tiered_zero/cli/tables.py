@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-
 from rich.console import Group, RenderableType
 from rich.table import Table
 
+from tiered_zero.plan.planner import Plan
 from tiered_zero.sizes import format_nbytes
-from tiered_zero.telemetry.report import RunReport
-
-TIERS = ("device", "host", "nvme")
+from tiered_zero.telemetry.ledger import TIERS
+from tiered_zero.telemetry.report import RunReport, known_first
 
 
 def run_tables(report: RunReport) -> RenderableType:
@@ -18,28 +16,22 @@ def run_tables(report: RunReport) -> RenderableType:
     return Group(_tier_table(report), _cause_table(report), _link_table(report), *_summary(report))
 
 
-def plan_table(rows: Iterable[Mapping[str, object]]) -> Table:
-    """`rows`: tier, kind, nbytes. A tier's kinds, then its sum."""
-    table = _table("Planned bytes", "tier", "kind", ">bytes")
-    by_tier: dict[str, list[tuple[str, int]]] = {}
-    for row in rows:
-        by_tier.setdefault(str(row["tier"]), []).append((str(row["kind"]), int(str(row["nbytes"]))))
-    for tier in in_order(by_tier):
-        for kind, nbytes in by_tier[tier]:
-            table.add_row(tier, kind, format_nbytes(nbytes))
-        total = sum(nbytes for _, nbytes in by_tier[tier])
-        table.add_row(tier, "all", format_nbytes(total), style="bold", end_section=True)
+def plan_table(plan: Plan) -> Table:
+    """A tier's kinds, then its sum and its limit."""
+    table = _table("Planned bytes", "tier", "what", ">bytes")
+    for tier in known_first(TIERS, (row.tier for row in plan.rows)):
+        for row in plan.rows:
+            if row.tier == tier:
+                table.add_row(tier, row.what, format_nbytes(row.nbytes))
+        limit, source = plan.limits.get(tier, (None, ""))
+        words = "in all" if limit is None else f"in all, of {format_nbytes(limit)} ({source})"
+        table.add_row(tier, words, format_nbytes(plan.nbytes(tier)), style="bold", end_section=True)
     return table
-
-
-def in_order(tiers: Iterable[str]) -> list[str]:
-    """device, host, nvme, then any other."""
-    return sorted(tiers, key=lambda tier: (TIERS.index(tier) if tier in TIERS else len(TIERS), tier))
 
 
 def _tier_table(report: RunReport) -> Table:
     table = _table("Bytes by tier", "tier", ">planned", ">peak")
-    for tier in in_order({*report.planned_nbytes, *report.peak_nbytes}):
+    for tier in known_first(TIERS, (*report.planned_nbytes, *report.peak_nbytes)):
         planned, peak = report.planned_nbytes.get(tier), report.peak_nbytes.get(tier)
         table.add_row(tier, *("-" if nbytes is None else format_nbytes(nbytes) for nbytes in (planned, peak)))
     return table

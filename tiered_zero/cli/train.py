@@ -11,11 +11,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import click
 import torch
-from torch import Tensor
 
 import tiered_zero
 from tiered_zero.cli.console import STDOUT
@@ -27,25 +26,15 @@ from tiered_zero.config import Config, load
 from tiered_zero.config.json_file import read_json
 from tiered_zero.demo.corpus import NUM_BYTE_VALUES, Corpus, read_corpus
 from tiered_zero.demo.gpt import GPTConfig, build_gpt, num_parameters
+from tiered_zero.engine import Engine
 from tiered_zero.errors import ConfigError
-from tiered_zero.telemetry.report import RunReport
+from tiered_zero.telemetry.ledger import TIERS
+from tiered_zero.telemetry.report import RunReport, RunTotals
 
 logger = logging.getLogger("tiered_zero")
 
 TERMINATED = 128 + signal.SIGTERM
 """Exit code after SIGTERM."""
-
-
-class TrainingEngine(Protocol):
-    """What this command needs of the engine."""
-
-    @property
-    def device(self) -> torch.device: ...
-    def __call__(self, tokens: Tensor, targets: Tensor) -> Tensor: ...
-    def backward(self, loss: Tensor) -> Any: ...
-    def step(self) -> Any: ...
-    def run_report(self) -> RunReport: ...
-    def close(self) -> None: ...
 
 
 @click.command()
@@ -90,46 +79,43 @@ def train(
     code = 0
     with sigterm_exits():
         engine = open_engine(settings, model, seed)
+        totals = RunTotals({tier: engine.plan.nbytes(tier) for tier in TIERS})
         progress = TrainingProgress(steps)
         try:
             logger.info("%s parameters, %s; text: %s", f"{num_parameters(model):,}", model, corpus.source)
             with progress:
-                run_steps(engine, corpus, steps, model.context, resolved, seed, progress)
+                for step in range(steps):
+                    loss = train_step(engine, corpus, step, model.context, seed)
+                    assert engine.step_report is not None
+                    totals.add(engine.step_report)
+                    progress.advance(loss, resolved.batch.train * model.context)
         except (KeyboardInterrupt, SystemExit) as stop:
             code = INTERRUPTED if isinstance(stop, KeyboardInterrupt) else TERMINATED
         finally:
             engine.close()
-    show(engine.run_report(), as_json, {"config": config, "model": str(model), "interrupted": bool(code)})
+    show(totals.report(), as_json, {"config": config, "model": str(model), "interrupted": bool(code)})
     if code:
         click.echo(f"Stopped after {progress.done} of {steps} steps; loss {progress.loss:.3f}.", err=True)
         ctx.exit(code)
 
 
-def run_steps(
-    engine: TrainingEngine,
-    corpus: Corpus,
-    num_steps: int,
-    context: int,
-    config: Config,
-    seed: int,
-    progress: TrainingProgress,
-) -> None:
-    """The whole of a training loop: forward, backward and step, `gradient_accumulation_steps` forwards a step."""
-    sizes = config.batch
-    for index in range(num_steps * sizes.accumulation):
+def train_step(engine: Engine, corpus: Corpus, step: int, context: int, seed: int) -> float:
+    """A forward and a backward for each micro-batch; the last `step()` updates. Returns the mean loss."""
+    sizes = engine.config.batch
+    losses = []
+    for index in range(step * sizes.accumulation, (step + 1) * sizes.accumulation):
         tokens, targets = (part.to(engine.device) for part in corpus.batch(index, sizes.micro, context, seed))
         loss = engine(tokens, targets)
         engine.backward(loss)
         engine.step()
-        if (index + 1) % sizes.accumulation == 0:
-            progress.advance(loss.item(), sizes.train * context)
+        losses.append(loss.detach())
+    return float(torch.stack(losses).mean())
 
 
-def open_engine(settings: Mapping[str, Any], model: GPTConfig, seed: int) -> TrainingEngine:
+def open_engine(settings: Mapping[str, Any], model: GPTConfig, seed: int) -> Engine:
     """The model is born on `meta`; the engine fills it unit by unit, straight into its tiers."""
     torch.manual_seed(seed)
-    engine: TrainingEngine = tiered_zero.initialize(model=build_gpt(model), config=settings)[0]
-    return engine
+    return tiered_zero.initialize(model=build_gpt(model), config=settings)[0]
 
 
 def overlay(settings: Mapping[str, Any], batch: int | None, own: Mapping[str, str | None]) -> dict[str, Any]:

@@ -222,7 +222,9 @@ class RuntimeSection(Section):
     io_timeout_s: Number = Field(60.0, gt=0, description="seconds after which a stalled request is an error")
     checksums: Literal["off", "sample", "all"] = Field("all", description="which swapped chunks are verified when read")
     update: Literal["barrier", "overlapped", "delayed"] = Field(
-        "barrier", description="when the update runs: barrier runs it inside step()"
+        "overlapped",
+        description="when the update runs: inside step() (barrier), beside the next forward (overlapped; exact), or one "
+        "step late (delayed; changes numbers)",
     )
     delay_start_step: Whole = Field(40, ge=0, description="delayed update: steps that are exact first")
     unit_size_cap: Annotated[int | None, BeforeValidator(lambda value: None if value is None else whole(value))] = (
@@ -325,7 +327,7 @@ def _check_offload(zero: ZeroSection) -> None:
             )
 
 
-_NOT_YET = {"update": "barrier", "state_format": "fp32"}
+_NOT_YET = {"state_format": "fp32"}
 """Settings of which only one value runs so far."""
 
 

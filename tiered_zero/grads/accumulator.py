@@ -28,34 +28,51 @@ SUM_CHUNK_NUMEL = 1 << 15
 class UnitGradients:
     """`flat`: [P] of the unit's dtype, or fp32 where micro-batches are summed; zeros between entries.
 
-    `present`: parameters (by index) with a gradient in this step. `arrived`: those of this backward.
+    `present`: parameters (by index) with a gradient in this step. `arrived`: those of this backward. `spare`: a second
+    flat, where the update of one step runs beside the backward of the next.
     """
 
     unit: Unit
     flat: torch.Tensor
+    spare: torch.Tensor | None
     present: set[int] = field(default_factory=set)
     arrived: set[int] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class StepGradients:
+    """The gradients of one step, as handed to its update: unit index -> flat, and which parameters have one."""
+
+    flats: Mapping[int, torch.Tensor]
+    present_in: Mapping[int, frozenset[int]]
+
+    def flat(self, unit: Unit) -> torch.Tensor:
+        return self.flats[unit.index]
+
+    def has(self, unit: Unit, param: ParamSpec) -> bool:
+        """Whether autograd gave this parameter a gradient in this step."""
+        return param.index in self.present_in[unit.index]
 
 
 class GradientStore:
     """Takes each gradient from autograd and adds it up at its unit's home, on the device or in host memory.
 
-    `homes`: unit index -> the flat that its gradients rest in. `in_flight_nbytes`: gradients that may wait on the device for
-    their way to the host; autograd waits for the oldest when there are more. Driver or autograd's thread; copies and
-    sums to the host run on the reduce lane.
+    `homes`: unit index -> the flat that its gradients rest in, and a spare one if steps overlap. `in_flight_nbytes`:
+    gradients that may wait on the device for their way to the host; autograd waits for the oldest when there are more.
+    Driver or autograd's thread; copies and sums to the host run on the reduce lane.
     """
 
     def __init__(
         self,
         params: Mapping[nn.Parameter, tuple[Unit, FlatEntry]],
-        homes: Mapping[int, torch.Tensor],
+        homes: Mapping[int, tuple[torch.Tensor, torch.Tensor | None]],
         runtime: Runtime,
         on_device: bool,
         in_flight_nbytes: int,
         staging: StagingPool | None,
     ) -> None:
         self._params = dict(params)
-        self._units = {unit.index: UnitGradients(unit, homes[unit.index]) for unit, _ in self._params.values()}
+        self._units = {unit.index: UnitGradients(unit, *homes[unit.index]) for unit, _ in self._params.values()}
         self._on_device = on_device
         self._staging = staging
         self._accelerator = runtime.accelerator
@@ -64,6 +81,7 @@ class GradientStore:
         self._in_flight_nbytes = in_flight_nbytes
         self._in_flight: deque[tuple[Event, int]] = deque()
         self._extra_nbytes = 0
+        self.before_take: Callable[[Unit], None] = lambda unit: None
         self.on_unit_complete: Callable[[Unit], None] = lambda unit: None
 
     # -- filling -----------------------------------------------------------------------------------------------------
@@ -80,6 +98,7 @@ class GradientStore:
                 f"The gradient of {entry.param.name} is sparse; gradients are reduced as dense arrays. "
                 "Build the embedding with sparse=False."
             )
+        self.before_take(unit)
         gradients = self._units[unit.index]
         first = entry.param.index not in gradients.present
         if not first and gradients.flat.dtype != torch.float32:
@@ -103,6 +122,22 @@ class GradientStore:
         """Block until every gradient taken so far rests at its home."""
         self._land(0)
 
+    def hand_over(self) -> StepGradients:
+        """Give this step's gradients to its update, and begin the next step without any.
+
+        The update reads them in place: a unit's next gradient waits for its update (`before_take`), or goes to the
+        spare flat.
+        """
+        units = self._units.values()
+        handed = StepGradients(
+            {g.unit.index: g.flat for g in units}, {g.unit.index: frozenset(g.present) for g in units}
+        )
+        for gradients in units:
+            gradients.present.clear()
+            if gradients.spare is not None:
+                gradients.flat, gradients.spare = gradients.spare, gradients.flat
+        return handed
+
     def drop(self) -> None:
         """Forget this step's gradients; what is still on its way lands first."""
         self.wait()
@@ -111,13 +146,6 @@ class GradientStore:
             gradients.arrived.clear()
 
     # -- reading -----------------------------------------------------------------------------------------------------
-
-    def flat(self, unit: Unit) -> torch.Tensor:
-        return self._units[unit.index].flat
-
-    def has(self, unit: Unit, param: ParamSpec) -> bool:
-        """Whether autograd gave this parameter a gradient in this step."""
-        return param.index in self._units[unit.index].present
 
     def present(self) -> Sequence[tuple[ParamSpec, torch.Tensor]]:
         """Parameters with a gradient and its [numel] view, in the order of `model.parameters()`."""
@@ -172,22 +200,28 @@ class GradientStore:
             with self._staging.lease(part.nbytes, "gradient", lane="reduce") as lease:
                 landed = lease.view(part.dtype, part.numel())
                 self._accelerator.copy(landed, part, finish=True)
-                for chunk, into in zip(landed.split(SUM_CHUNK_NUMEL), target[start:].split(SUM_CHUNK_NUMEL), strict=False):
-                    into = into[: chunk.numel()]
+                for low in range(0, part.numel(), SUM_CHUNK_NUMEL):
+                    chunk = landed[low : low + SUM_CHUNK_NUMEL]
+                    into = target[start + low :][: chunk.numel()]
                     into.copy_(chunk) if first else into.add_(chunk)
 
     def _promote(self, gradients: UnitGradients) -> None:
-        """A second gradient for a parameter in a step planned without sums (several backwards): 16-bit sums would round."""
+        """A second gradient for a parameter in a step planned without sums (several backwards): 16-bit sums would
+        round.
+        """
         tier = "device" if self._on_device else "host"
-        nbytes = 4 * gradients.unit.numel
+        nbytes = 4 * gradients.unit.numel * (1 if gradients.spare is None else 2)
         if not self._extra_nbytes:
             logger.warning(
-                "several backward passes in one step: gradients are summed in fp32, which the plan of a single pass does "
-                "not hold; %s more on tier %s for unit %s, and likewise for others. Set gradient_accumulation_steps, or "
-                "data_types.grad_accum_dtype = fp32, to have them planned.",
-                format_nbytes(nbytes), tier, gradients.unit.name,
-            )  # fmt: skip
+                "several backward passes in one step: gradients are summed in fp32, which the plan of a single pass "
+                "does not hold; %s more on tier %s for unit %s, and likewise for others",
+                format_nbytes(nbytes),
+                tier,
+                gradients.unit.name,
+            )
         self._ledger.charge(tier, "gradient_sums", nbytes)
         self._extra_nbytes += nbytes
         self.wait()
         gradients.flat = gradients.flat.to(torch.float32)
+        if gradients.spare is not None:
+            gradients.spare = gradients.spare.to(torch.float32)

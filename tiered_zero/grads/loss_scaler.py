@@ -4,22 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
+from tiered_zero.config.schema import Fp16Section
 from tiered_zero.errors import ConfigError, NonFiniteError
 
 _FACTOR = 2.0
-
-
-class Fp16Section(Protocol):
-    """What `LossScaler.from_config` reads of the JSON's fp16 section."""
-
-    loss_scale: float
-    initial_scale_power: int
-    loss_scale_window: int
-    hysteresis: int
-    consecutive_hysteresis: bool
-    min_loss_scale: float
 
 
 class LossScaler:

@@ -12,7 +12,8 @@ from tiered_zero.layout.flat import ParamSpec
 
 @dataclass(frozen=True)
 class Verdict:
-    """`norm`: global L2 norm of the unscaled gradients. `grad_scale`: what the update multiplies gradients by (unscale and clip
+    """`norm`: global L2 norm of the unscaled gradients. `grad_scale`: what the update multiplies gradients by (unscale
+    and clip
     in one). `first_bad`: the first parameter whose gradient is not finite."""
 
     finite: bool
@@ -24,7 +25,8 @@ class Verdict:
 def judge(gradients: Sequence[tuple[ParamSpec, torch.Tensor]], loss_scale: float, max_norm: float) -> Verdict:
     """The arithmetic of torch.nn.utils.clip_grad_norm_: a norm per parameter, then the norm of the norms, all in fp32.
 
-    `gradients`: [numel] each, scaled by `loss_scale`, in the order of `model.parameters()`. `max_norm`: 0 does not clip.
+    `gradients`: [numel] each, scaled by `loss_scale`, in the order of `model.parameters()`. `max_norm`: 0 does not
+    clip.
     """
     if not gradients:
         return Verdict(True, 0.0, 1.0 / loss_scale)
@@ -32,10 +34,9 @@ def judge(gradients: Sequence[tuple[ParamSpec, torch.Tensor]], loss_scale: float
     total = torch.linalg.vector_norm(torch.stack(norms), 2)
     if loss_scale != 1.0:
         total = total / loss_scale
+    scale = torch.clamp(max_norm / (total + 1e-6), max=1.0).item() if max_norm > 0 else 1.0
+    bad = None
     if not torch.isfinite(total):
-        bad = [spec.name for (spec, _), norm in zip(gradients, norms, strict=True) if not torch.isfinite(norm)]
-        return Verdict(False, total.item(), 1.0 / loss_scale, bad[0] if bad else gradients[0][0].name)
-    scale = 1.0
-    if max_norm > 0:
-        scale = torch.clamp(max_norm / (total + 1e-6), max=1.0).item()
-    return Verdict(True, total.item(), scale / loss_scale)
+        named = (spec.name for (spec, _), norm in zip(gradients, norms, strict=True) if not torch.isfinite(norm))
+        bad = next(named, gradients[0][0].name)
+    return Verdict(bad is None, total.item(), scale / loss_scale, bad)

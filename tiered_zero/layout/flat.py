@@ -14,7 +14,9 @@ PARAM_ALIGNMENT_NBYTES = 128
 """Start of each parameter in its flat: a whole cache line pair, which every GEMM library is content with."""
 
 CUT_NUMEL = PAGE_NBYTES // 2
-"""Flats end and sub-groups cut at multiples of this many elements: a page even in 16 bit, so that any tier can write a cut part."""
+"""Flats end and sub-groups cut at multiples of this many elements: a page even in 16 bit, so that any tier can write a
+cut part.
+"""
 
 
 @dataclass(frozen=True)
@@ -52,8 +54,8 @@ class FlatEntry:
 class Unit:
     """Parameters that move together: one dtype, trainable or not, persistent or not. A flat [P], `P = W * S`.
 
-    `module`: qualified name of the module whose forward uses it ("" is the root). Between entries and after the last lie
-    zeros that are never read as values.
+    `module`: qualified name of the module whose forward uses it ("" is the root). Between entries and after the last
+    lie zeros that are never read as values.
     """
 
     index: int

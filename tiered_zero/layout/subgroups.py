@@ -13,7 +13,8 @@ from tiered_zero.sizes import align_up
 class Piece:
     """The part of one parameter that lies in a sub-group.
 
-    `index`: its place among the sub-group's pieces. `start`: first element in the sub-group; `param_start`: in the parameter; `group`: index of the optimizer's param group.
+    `index`: its place among the sub-group's pieces. `start`: first element in the sub-group; `param_start`: in the
+    parameter; `group`: index of the optimizer's param group.
     """
 
     index: int
@@ -30,7 +31,8 @@ class Piece:
 
 @dataclass(frozen=True)
 class Segment:
-    """A stretch of one unit inside a sub-group. `unit_start`: first element in the unit's flat; `start`: in the sub-group.
+    """A stretch of one unit inside a sub-group. `unit_start`: first element in the unit's flat; `start`: in the
+    sub-group.
 
     What no piece covers is padding (zeros), or parameters that no param group holds.
     """
@@ -63,10 +65,12 @@ class SubGroup:
 
 
 def cut_subgroups(units: list[Unit], group_of: dict[str, int], size_numel: int, elementwise: bool) -> list[SubGroup]:
-    """Sub-groups of at most `size_numel` elements (rounded up to a page's worth) over trainable units that have a param group.
+    """Sub-groups of at most `size_numel` elements (rounded up to a page's worth) over trainable units that have a param
+    group.
 
-    `group_of`: parameter name -> param group; parameters that no group holds are not stepped. An elementwise rule may be cut
-    inside a parameter; for any other rule cuts fall between units only, so a unit larger than the size is a sub-group alone.
+    `group_of`: parameter name -> param group; parameters that no group holds are not stepped. An elementwise rule may
+    be cut inside a parameter; for any other rule cuts fall between units only, so a unit larger than the size is a
+    sub-group alone.
     """
     limit = max(CUT_NUMEL, align_up(size_numel, CUT_NUMEL))
     subgroups: list[SubGroup] = []

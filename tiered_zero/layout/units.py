@@ -19,7 +19,8 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 @dataclass(frozen=True)
 class UnitRules:
-    """`size_cap_numel`: None lets the walk choose (at least four units where the model has them, 2^28 elements at most).
+    """`size_cap_numel`: None lets the walk choose (at least four units where the model has them, 2^28 elements at
+    most).
 
     `persistence_numel`: trainable or frozen parameters of at most this many elements never leave the device, up to
     `max_persistent_numel` of them in all. `cast`: the dtype on the device of a parameter with the given dtype.
@@ -33,13 +34,15 @@ class UnitRules:
 
 
 def list_params(model: nn.Module, cast: Callable[[torch.dtype], torch.dtype]) -> dict[nn.Parameter, ParamSpec]:
-    """Every parameter once, by identity, in the order of `model.parameters()`. Raises ModelError on a model without any."""
+    """Every parameter once, by identity, in the order of `model.parameters()`. Raises ModelError on a model without
+    any.
+    """
     names: dict[nn.Parameter, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(param, []).append(name)
     if not names:
         raise ModelError(
-            "The model has no parameters; there is nothing to train. Pass the torch.nn.Module whose parameters are to be trained."
+            "The model has no parameters; there is nothing to train. Pass the torch.nn.Module to be trained."
         )
     return {
         param: ParamSpec(first, tuple(param.shape), cast(param.dtype), param.requires_grad, index, tuple(others))
@@ -50,9 +53,10 @@ def list_params(model: nn.Module, cast: Callable[[torch.dtype], torch.dtype]) ->
 def find_units(model: nn.Module, specs: dict[nn.Parameter, ParamSpec], rules: UnitRules) -> list[Unit]:
     """Cut the tree into groups and each group into units by dtype, `requires_grad` and persistence.
 
-    The walk descends while a module holds a container of repeated modules (the stack of blocks) or is larger than the cap;
-    what it stops at becomes a group; parameters that a descended module owns itself become a group of that module. A
-    tied parameter belongs to the first group that meets it. Order: that of the walk, which is the order of use in most models.
+    The walk descends while a module holds a container of repeated modules (the stack of blocks) or is larger than the
+    cap; what it stops at becomes a group; parameters that a descended module owns itself become a group of that module.
+    A tied parameter belongs to the first group that meets it. Order: that of the walk, which is the order of use in
+    most models.
     """
     total = sum(spec.numel for spec in specs.values())
     cap = rules.size_cap_numel or min(MAX_UNIT_NUMEL, max(1, total // 4))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import enum
 import os
-from array import array
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, final
@@ -19,9 +18,9 @@ LEVELS = {"avx512": 2, "avx2": 1, "neon": 3, "scalar": 0}
 """Best first; the numbers are update.c's."""
 
 ADDRESSES_PER_RUN = 8
-"""See `UpdateKernel.update`."""
+"""Width of the table that `UpdateKernel.update` takes."""
 
-_CPU_MAX = Path("sys/fs/cgroup")
+_CGROUPS = "sys/fs/cgroup"
 
 
 class Dtype(enum.IntEnum):
@@ -144,18 +143,13 @@ class UpdateKernel:
             )
         return forced
 
-    def update(self, runs: array[int]) -> None:
-        """Take one step on every run. `runs`: array("Q") of ADDRESSES_PER_RUN numbers a run: the addresses of master,
-        gradient, out (or 0), three state arrays (or 0), the number of elements, and the address of its `Hyper`.
+    def update(self, table: int, num_runs: int) -> None:
+        """Take one step on every run. `table`: address of ADDRESSES_PER_RUN 64-bit numbers a run: the addresses of
+        master, gradient, out (or 0), three state arrays (or 0), the number of elements, and the address of its `Hyper`.
 
-        The caller vouches for the memory behind the addresses and keeps it alive.
+        The caller vouches for the memory behind all addresses and keeps it alive.
         """
-        address, length = runs.buffer_info()
-        self._check(
-            self._library.tz_update_batch(
-                self._pool, address, length // ADDRESSES_PER_RUN, LEVELS[self.level], self.root
-            )
-        )
+        self._check(self._library.tz_update_batch(self._pool, table, num_runs, LEVELS[self.level], self.root))
 
     def copy_norm(self, receptions: Sequence[Reception]) -> list[float]:
         """Copy, add or scan each array in one pass, and return the sum of squares of each, finite if and only if every
@@ -168,9 +162,7 @@ class UpdateKernel:
             *(_Copy(r.source, r.target or None, r.numel, r.source_type, r.target_type, r.add) for r in receptions)
         )
         sums = (ctypes.c_double * len(receptions))()
-        self._check(
-            self._library.tz_copy_norm(self._pool, copies, len(receptions), sums, LEVELS[self.level])
-        )
+        self._check(self._library.tz_copy_norm(self._pool, copies, len(receptions), sums, LEVELS[self.level]))
         return list(sums)
 
     def norm_scan(self, source: int, source_type: Dtype, numel: int) -> float:
@@ -212,9 +204,9 @@ def _cgroup_quota(root: Path) -> float:
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            base, names = root / _CPU_MAX, ("cpu.max",)
+            base, names = root / _CGROUPS, ["cpu.max"]
         elif "cpu" in controllers.split(","):
-            base, names = root / _CPU_MAX / controllers, ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+            base, names = root / _CGROUPS / controllers, ["cpu.cfs_quota_us", "cpu.cfs_period_us"]
         else:
             continue
         place = base / path.lstrip("/")

@@ -61,11 +61,12 @@ KERNEL vf fma_(vf a, vf b, vf c) {
     for (int i = 0; i < LANES; i++) {
         double product = (double)a[i] * (double)b[i], sum = product + (double)c[i], back = sum - product;
         double error = (product - (sum - back)) + ((double)c[i] - back);
-        int64_t bits;
-        memcpy(&bits, &sum, 8);
-        int64_t inexact = (error != 0) & (error - error == 0) & ~bits; /* an even last place is not yet odd */
-        bits += inexact & 1 ? (((error > 0) ^ (sum > 0)) ? -1 : 1) : 0;
-        memcpy(&sum, &bits, 8);
+        if (error != 0 && error - error == 0) {
+            int64_t bits;
+            memcpy(&bits, &sum, 8);
+            if (!(bits & 1)) bits += (error > 0) == (sum > 0) ? 1 : -1;
+            memcpy(&sum, &bits, 8);
+        }
         result[i] = (float)sum;
     }
     return result;
@@ -77,7 +78,7 @@ KERNEL vf root_(vf a) {
     return (vf)_mm512_sqrt_ps((__m512)a);
 #elif defined(ISA_AVX2)
     return (vf)_mm256_sqrt_ps((__m256)a);
-#elif defined(ISA_NEON)
+#elif defined(__aarch64__)
     return (vf)vsqrtq_f32((float32x4_t)a);
 #elif defined(__SSE2__)
     return (vf)_mm_sqrt_ps((__m128)a);

@@ -16,8 +16,9 @@ from tiered_zero.optim.torch_rule import TorchRule
 class AdamRule(NativeRule):
     """Adam (Kingma and Ba, 2015; weight decay in the gradient) or AdamW (Loshchilov and Hutter, 2019; decoupled).
 
-    Hyper keys are torch's: lr, betas, eps, weight_decay, amsgrad, maximize; lr and betas may be 0-d tensors. Which of the
-    two it is was decided at construction. State: exp_avg, exp_avg_sq and, with amsgrad, max_exp_avg_sq; scalar: step.
+    Hyper keys are torch's: lr, betas, eps, weight_decay, amsgrad, maximize; lr and betas may be 0-d tensors. Which
+    of the two it is was decided at construction. State: exp_avg, exp_avg_sq and, with amsgrad, max_exp_avg_sq;
+    scalar: step.
     """
 
     def __init__(
@@ -31,13 +32,13 @@ class AdamRule(NativeRule):
     def _array_names(self, hyper: Mapping[str, Any]) -> tuple[str, ...]:
         return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if hyper["amsgrad"] else ("exp_avg", "exp_avg_sq")
 
-    def _phase(self, scalars: Mapping[str, Any]) -> float:
-        return float(scalars.get("step", 0))
-
     def _kernel_hyper(self, hyper: Mapping[str, Any], scalars: Mapping[str, Any]) -> Hyper:
-        lr, weight_decay = float(hyper["lr"]), float(hyper["weight_decay"])
-        beta1, beta2 = (float(beta) for beta in hyper["betas"])
-        step = self._phase(scalars) + 1
+        lr, (beta1, beta2), weight_decay = (
+            hyper["lr"],
+            hyper["betas"],
+            hyper["weight_decay"],
+        )  # numbers, or 0-d tensors:
+        step = self._phase(scalars) + 1  # then torch computes all this in fp32, and so do we
         flags = (Flag.MAXIMIZE if hyper["maximize"] else Flag(0)) | (Flag.AMSGRAD if hyper["amsgrad"] else Flag(0))
         if weight_decay and not self.decoupled:
             flags |= Flag.L2
@@ -46,23 +47,24 @@ class AdamRule(NativeRule):
             flags=flags,
             seed=int(step) * 0x9E3779B1 & 0xFFFFFFFF,
             l2=weight_decay,
-            decay=1 - lr * weight_decay if self.decoupled else 1.0,
-            weight1=1 - beta1,
-            beta2=beta2,
-            weight2=1 - beta2,
-            root2=(1 - beta2**step) ** 0.5,
+            decay=float(1 - lr * weight_decay) if self.decoupled else 1.0,
+            weight1=float(1 - beta1),
+            beta2=float(beta2),
+            weight2=float(1 - beta2),
+            root2=float((1 - beta2**step) ** 0.5),
             eps=float(hyper["eps"]),
-            rate=-(lr / (1 - beta1**step)),
+            rate=float(-(lr / (1 - beta1**step))),
         )
-
-    def _next_scalars(self, hyper: Mapping[str, Any], scalars: Mapping[str, Any]) -> dict[str, Any]:
-        return {"step": self._phase(scalars) + 1}
 
 
 def build_adam(
-    adam_w_mode: bool, *, level: str | None = None, num_threads: int | None = None, state_dtype: torch.dtype = torch.float32
+    adam_w_mode: bool,
+    *,
+    level: str | None = None,
+    num_threads: int | None = None,
+    state_dtype: torch.dtype = torch.float32,
 ) -> AdamRule:
-    """AdamW (`adam_w_mode`, as DeepSpeed's JSON has it) or Adam on the best that this machine has; logs once what that is.
+    """AdamW (`adam_w_mode`, as DeepSpeed's JSON has it) or Adam, on the best that this machine has; logs what that is.
 
     Raises ConfigError for a level that does not run here.
     """

@@ -31,7 +31,9 @@ class TieredOptimizer(Optimizer):
         return None
 
     def mark_stepped(self) -> None:
-        """An update was made: schedulers check that it came before their own step, by the flag that torch's wrapper sets."""
+        """An update was made: schedulers check that it came before their own step, by the flag that torch's wrapper
+        sets.
+        """
         for optimizer in (self, self._source):
             optimizer._opt_called = True  # type: ignore[attr-defined]
 

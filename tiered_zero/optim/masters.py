@@ -29,7 +29,9 @@ class Masters:
             write_slot(home, 4 * segment.start, part, self._staging)
 
     def follow(self, unit: Unit, flat: torch.Tensor) -> None:
-        """`flat` [P] of the unit's dtype on the CPU was set by hand: masters that round to something else take its value."""
+        """`flat` [P] of the unit's dtype on the CPU was set by hand: masters that round to something else take its
+        value.
+        """
         for home, segment in self._segments(unit):
             new = flat[segment.unit_start : segment.unit_start + segment.numel]
             master = read_slot(home, 4 * segment.start, 4 * segment.numel, self._staging).view(torch.float32)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
+from tiered_zero.errors import TieredZeroError
 from tiered_zero.hardware.accelerator import Event
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.hardware.staging import Lease, StagingPool
@@ -16,13 +18,31 @@ from tiered_zero.layout.flat import ParamSpec, Unit
 from tiered_zero.layout.subgroups import Piece, Segment, SubGroup
 from tiered_zero.optim.rule import Run, UpdateRule
 from tiered_zero.optim.state_layout import StateLayout
-from tiered_zero.tiers.inventory import Inventory
+from tiered_zero.tiers.inventory import Inventory, Publication
 from tiered_zero.tiers.tier import as_bytes
 
 
 class GradientSource(Protocol):
     def flat(self, unit: Unit) -> torch.Tensor: ...
     def has(self, unit: Unit, param: ParamSpec) -> bool: ...
+
+
+@dataclass(frozen=True)
+class UpdateJob:
+    """One optimizer step, with everything that may change before it is done.
+
+    `groups`: the param groups' values as they were when the step was taken. `param_kind`: which home of a unit takes
+    the new parameters ("param", or "param_back" behind the scenes). `publications`: unit index -> what to complete when
+    the unit's parameters are written. `every_subgroup`: also those without a gradient, whose parameters are written
+    anew.
+    """
+
+    gradients: GradientSource
+    grad_scale: float
+    groups: Sequence[Mapping[str, Any]]
+    publications: Mapping[int, Publication]
+    param_kind: str = "param"
+    every_subgroup: bool = False
 
 
 @dataclass(frozen=True)
@@ -51,14 +71,13 @@ class StreamingStepper:
     """Steps sub-groups in order; with state on nvme as many are on their way as there are staging buffers.
 
     `device_flat`: the flat of a unit that lives on the device. A staging buffer holds one sub-group's state and, where
-    parameters do not rest in host memory, its 16-bit parameters. Runs on the thread that calls `step`.
+    parameters are not updated in place, its 16-bit parameters. One step at a time, on the thread that calls `step`.
     """
 
     def __init__(
         self,
         layouts: Sequence[StateLayout],
         rule: UpdateRule,
-        groups: Sequence[Mapping[str, Any]],
         inventory: Inventory,
         runtime: Runtime,
         staging: StagingPool | None,
@@ -66,7 +85,6 @@ class StreamingStepper:
     ) -> None:
         self._layouts = layouts
         self._rule = rule
-        self._groups = groups
         self._inventory = inventory
         self._runtime = runtime
         self._staging = staging
@@ -76,46 +94,59 @@ class StreamingStepper:
 
     # -- the step ------------------------------------------------------------------------------------------------------
 
-    def step(self, gradients: GradientSource, grad_scale: float) -> None:
+    def step(self, job: UpdateJob) -> None:
         """One update of every sub-group that has a gradient; returns when all of it is written.
 
-        Raises TransferError or CorruptionError before a sub-group is changed from bytes that cannot be trusted; what was
-        stepped before that stays stepped.
+        Raises TransferError or CorruptionError before a sub-group is changed from bytes that cannot be trusted; what
+        was stepped before that stays stepped. A failure reaches every publication that is not complete.
         """
         todo = deque(
-            layout
-            for layout in self._layouts
-            if any(gradients.has(s.unit, p.param) for s in layout.subgroup.segments for p in s.pieces)
+            layout for layout in self._layouts if job.every_subgroup or _has_gradient(layout.subgroup, job.gradients)
         )
+        progress = _Progress(job.publications, [layout.subgroup for layout in todo])
         opened: deque[Work] = deque()
         written: deque[Work] = deque()
         try:
             while todo or opened:
-                while todo and (work := self._open_nowait(todo[0])) is not None:
+                while todo and (work := self._open_nowait(job, todo[0])) is not None:
                     opened.append(work)
                     todo.popleft()
-                if not opened:
-                    self._finish(written.popleft())
+                if not opened:  # every staging buffer is on its way out
+                    self._finish(written.popleft(), progress)
                     continue
-                work = opened.popleft()
+                work = opened[0]
                 self._wait(work.read, "wait_state", work.subgroup)
                 with self._runtime.recorder.span("update", "update", f"sub-group {work.subgroup.index}"):
-                    self._update(work, gradients, grad_scale)
-                self._write(work)
-                written.append(work)
-        finally:
-            for work in (*opened, *written):
-                self._finish(work)
+                    self._update(work, job)
+                self._write(work, job)
+                written.append(opened.popleft())
+                while written and all(event.done() for event in written[0].writes):
+                    self._finish(written.popleft(), progress)
+            while written:
+                self._finish(written.popleft(), progress)
+        except BaseException as error:
+            progress.fail(error)
+            self._abandon([*opened, *written])
+            raise
 
-    def _open_nowait(self, layout: StateLayout) -> Work | None:
+    def _abandon(self, works: Sequence[Work]) -> None:
+        """After a failure: what still uses the staging buffers ends, well or badly, and the buffers go back."""
+        for work in works:
+            for event in (work.read, *work.writes):
+                with suppress(TieredZeroError):
+                    self._wait(event, "wait_state", work.subgroup)
+            if work.lease is not None:
+                work.lease.release()
+
+    def _open_nowait(self, job: UpdateJob, layout: StateLayout) -> Work | None:
         """Start a sub-group's read; None while no staging buffer is free."""
         home = self._inventory.home(layout.subgroup, "state")
         raw = home.tier.view(home.slot)
         lease: Lease | None = None
         read: Event | None = None
-        if raw is None or self._out_nbytes(layout.subgroup):
+        if raw is None or self._out_nbytes(job, layout.subgroup):
             assert self._staging is not None, "staged sub-groups are planned with staging buffers"
-            lease = self._staging.lease_nowait(self.staging_nbytes(layout), f"sub-group {layout.subgroup.index}")
+            lease = self._staging.lease_nowait(self._staging_nbytes(job, layout), f"sub-group {layout.subgroup.index}")
             if lease is None:
                 return None
         if raw is None:
@@ -125,21 +156,21 @@ class StreamingStepper:
             read = home.tier.read(home.slot, Window(raw[:stored], lease.memory[:stored]))
         return Work(layout.subgroup, layout, raw, lease, read)
 
-    def _update(self, work: Work, gradients: GradientSource, grad_scale: float) -> None:
-        layout = work.layout
+    def _update(self, work: Work, job: UpdateJob) -> None:
+        layout, gradients = work.layout, job.gradients
         if work.subgroup.index not in self._born:
-            self._give_birth(work)
+            self._give_birth(work, job)
         runs: list[Run] = []
         members: list[list[Piece]] = []
         master = layout.master(work.raw)
-        work.outs = self._make_outs(work)
+        work.outs = self._make_outs(work, job)
         for segment, out in zip(work.subgroup.segments, work.outs, strict=True):
             grad = gradients.flat(segment.unit)[segment.unit_start : segment.unit_start + segment.numel]
             position = 0  # in the segment, as are `first` and `last`
             for pieces in self._stretches(work, segment, gradients):
                 first, last = pieces[0].start - segment.start, pieces[-1].stop - segment.start
-                run = self._run(work, pieces)
-                run.grad, run.grad_scale = grad[first:last].view(run.master.shape), grad_scale
+                run = self._run(work, job, pieces)
+                run.grad, run.grad_scale = grad[first:last].view(run.master.shape), job.grad_scale
                 run.out = out[first:last].view(run.master.shape)
                 runs.append(run)
                 members.append(pieces)
@@ -173,7 +204,7 @@ class StreamingStepper:
             and self._scalars.get((subgroup.index, left.index)) is self._scalars.get((subgroup.index, right.index))
         )
 
-    def _run(self, work: Work, pieces: Sequence[Piece]) -> Run:
+    def _run(self, work: Work, job: UpdateJob, pieces: Sequence[Piece]) -> Run:
         """A run over neighbouring pieces, its gradient and output still to be set."""
         first, start, stop = pieces[0], pieces[0].start, pieces[-1].stop
         master = work.layout.master(work.raw)[start:stop]
@@ -181,48 +212,49 @@ class StreamingStepper:
             master = master.view(first.param.shape)
         state = work.layout.state(work.raw, first, start, stop)
         scalars = dict(self._scalars.get((work.subgroup.index, first.index), {}))
-        return Run(master, master, state, scalars, self._groups[first.group])
+        return Run(master, master, state, scalars, job.groups[first.group])
 
-    def _give_birth(self, work: Work) -> None:
+    def _give_birth(self, work: Work, job: UpdateJob) -> None:
         """Before its first step a sub-group has no state on its tier: make it here, zeros first."""
         work.raw[work.layout.master_nbytes :].zero_()
         for piece in work.subgroup.pieces:
-            self._rule.init_state(self._run(work, [piece]))
+            self._rule.init_state(self._run(work, job, [piece]))
         self._born.add(work.subgroup.index)
 
     # -- parameters out ------------------------------------------------------------------------------------------------
 
-    def staging_nbytes(self, layout: StateLayout) -> int:
+    def _staging_nbytes(self, job: UpdateJob, layout: StateLayout) -> int:
         """What one staging buffer must hold for this sub-group."""
         home = self._inventory.home(layout.subgroup, "state")
         state_nbytes = layout.nbytes if home.tier.view(home.slot) is None else 0
-        return state_nbytes + self._out_nbytes(layout.subgroup)
+        return state_nbytes + self._out_nbytes(job, layout.subgroup)
 
-    def _out_nbytes(self, subgroup: SubGroup) -> int:
-        return sum(_nbytes(s) for s in subgroup.segments if self._out_view(subgroup, s) is None)
+    def _out_nbytes(self, job: UpdateJob, subgroup: SubGroup) -> int:
+        return sum(_nbytes(s) for s in subgroup.segments if self._out_view(job, subgroup, s) is None)
 
-    def _out_view(self, subgroup: SubGroup, segment: Segment) -> torch.Tensor | None:
+    def _out_view(self, job: UpdateJob, subgroup: SubGroup, segment: Segment) -> torch.Tensor | None:
         """The parameters' final place, [numel] of their dtype, where the update can write it directly."""
         unit = segment.unit
-        home = self._inventory.find(unit, "param")
+        on_device = self._updates_on_device(subgroup)
+        home = self._inventory.find(unit, job.param_kind)
         if home is None:
-            if not self._updates_on_device(subgroup):
-                return None
-            return self._device_flat(unit)[segment.unit_start : segment.unit_start + segment.numel]
+            return self._slice(self._device_flat(unit), segment) if on_device else None
         raw = home.tier.view(home.slot)
-        if raw is None or self._updates_on_device(subgroup):
-            return None
-        return raw[: unit.nbytes].view(unit.dtype)[segment.unit_start : segment.unit_start + segment.numel]
+        return None if raw is None or on_device else self._slice(raw[: unit.nbytes].view(unit.dtype), segment)
+
+    @staticmethod
+    def _slice(flat: torch.Tensor, segment: Segment) -> torch.Tensor:
+        return flat[segment.unit_start : segment.unit_start + segment.numel]
 
     def _updates_on_device(self, subgroup: SubGroup) -> bool:
         return self._inventory.home(subgroup, "state").tier.name == "device"
 
-    def _staged_outs(self, work: Work) -> Iterator[tuple[Segment, Window | None]]:
+    def _staged_outs(self, work: Work, job: UpdateJob) -> Iterator[tuple[Segment, Window | None]]:
         """Each segment with its part of the lease, or None where it is written in place."""
         home = self._inventory.home(work.subgroup, "state")
         start = work.layout.nbytes if home.tier.view(home.slot) is None else 0
         for segment in work.subgroup.segments:
-            if self._out_view(work.subgroup, segment) is not None:
+            if self._out_view(job, work.subgroup, segment) is not None:
                 yield segment, None
                 continue
             assert work.lease is not None
@@ -230,11 +262,11 @@ class StreamingStepper:
             yield segment, Window(work.lease.tensor[start:stop], work.lease.memory[start:stop])
             start = stop
 
-    def _make_outs(self, work: Work) -> list[torch.Tensor]:
+    def _make_outs(self, work: Work, job: UpdateJob) -> list[torch.Tensor]:
         """Where the rule writes each segment's parameters: [numel] of the unit's dtype, beside the state."""
         outs = []
-        for segment, window in self._staged_outs(work):
-            view = self._out_view(work.subgroup, segment)
+        for segment, window in self._staged_outs(work, job):
+            view = self._out_view(job, work.subgroup, segment)
             if view is None and self._updates_on_device(work.subgroup):
                 view = torch.empty(segment.numel, dtype=segment.unit.dtype, device=work.raw.device)
             elif view is None:
@@ -243,44 +275,42 @@ class StreamingStepper:
             outs.append(view)
         return outs
 
-    def _write(self, work: Work) -> None:
+    def _write(self, work: Work, job: UpdateJob) -> None:
         """Start the way home of the state and of the parameters."""
         home = self._inventory.home(work.subgroup, "state")
         if home.tier.view(home.slot) is None:
             assert work.lease is not None
             nbytes = work.layout.nbytes
             work.writes.append(home.tier.write(home.slot, Window(work.raw, work.lease.memory[:nbytes])))
-        for (segment, window), out in zip(self._staged_outs(work), work.outs, strict=True):
+        for (segment, window), out in zip(self._staged_outs(work, job), work.outs, strict=True):
             if window is not None:
-                self._send(work, segment, window, out)
+                self._send(work, job, segment, window, out)
 
-    def _send(self, work: Work, segment: Segment, window: Window, out: torch.Tensor) -> None:
+    def _send(self, work: Work, job: UpdateJob, segment: Segment, window: Window, out: torch.Tensor) -> None:
         accelerator = self._runtime.accelerator
         if self._updates_on_device(work.subgroup):
             target = window.tensor
             accelerator.lane("update").submit(
                 lambda: accelerator.copy(target, as_bytes(out)), after=[accelerator.record_compute()], holds=[out]
             ).wait()
-        home = self._inventory.find(segment.unit, "param")
+        home = self._inventory.find(segment.unit, job.param_kind)
         if home is not None:
             offset = segment.unit_start * segment.unit.dtype.itemsize
             work.writes.append(home.tier.write(home.slot, window, offset))
             return
-        flat = self._device_flat(segment.unit)[segment.unit_start : segment.unit_start + segment.numel]
-        target = as_bytes(flat)
+        target = as_bytes(self._slice(self._device_flat(segment.unit), segment))
         event = accelerator.lane("update").submit(
             lambda: accelerator.copy(target, window.tensor), after=[accelerator.record_compute()], holds=[target]
         )
         work.writes.append(event)
 
-    def _finish(self, work: Work) -> None:
-        """Wait for everything that still uses the work's buffer, then give the buffer back."""
-        try:
-            for event in (work.read, *work.writes):
-                self._wait(event, "wait_state", work.subgroup)
-        finally:
-            if work.lease is not None:
-                work.lease.release()
+    def _finish(self, work: Work, progress: _Progress) -> None:
+        """Wait until the work is written, give its buffer back, and publish the units that are complete with it."""
+        for event in work.writes:
+            self._wait(event, "wait_state", work.subgroup)
+        if work.lease is not None:
+            work.lease.release()
+        progress.count(work.subgroup)
 
     def _wait(self, event: Event | None, cause: str, subgroup: SubGroup) -> None:
         if event is not None:
@@ -288,6 +318,30 @@ class StreamingStepper:
                 event.wait()
 
 
+class _Progress:
+    """Completes a unit's publication when the last sub-group with a part of it is written."""
+
+    def __init__(self, publications: Mapping[int, Publication], subgroups: Sequence[SubGroup]) -> None:
+        self._publications = publications
+        self._missing = Counter(segment.unit.index for subgroup in subgroups for segment in subgroup.segments)
+        for index, publication in publications.items():
+            if not self._missing[index]:
+                publication.complete()
+
+    def count(self, subgroup: SubGroup) -> None:
+        for segment in subgroup.segments:
+            self._missing[segment.unit.index] -= 1
+            if not self._missing[segment.unit.index] and segment.unit.index in self._publications:
+                self._publications[segment.unit.index].complete()
+
+    def fail(self, error: BaseException) -> None:
+        for publication in self._publications.values():
+            publication.fail(error)
+
+
+def _has_gradient(subgroup: SubGroup, gradients: GradientSource) -> bool:
+    return any(gradients.has(s.unit, piece.param) for s in subgroup.segments for piece in s.pieces)
+
+
 def _nbytes(segment: Segment) -> int:
     return segment.numel * segment.unit.dtype.itemsize
-

@@ -43,15 +43,14 @@ class ModuleHooks:
         modules = dict(model.named_modules())
         by_module: dict[str, list[Unit]] = defaultdict(list)
         for unit in units:
-            if not pager.is_device_resident(unit):
-                by_module[unit.module].append(unit)
+            by_module[unit.module].append(unit)
         for name, owned in by_module.items():
             self._watch_forward(modules[name], tuple(owned))
         for module in model.modules():
             self._watch_state_dict(module)
         for param in model.parameters():
             if param.requires_grad:
-                self._handles.append(param.register_post_accumulate_grad_hook(on_gradient))
+                self._handles.append(param.register_post_accumulate_grad_hook(on_gradient))  # type: ignore[no-untyped-call]
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -78,7 +77,9 @@ class ModuleHooks:
         self._handles.append(module.register_forward_hook(after, always_call=True))
 
     def _watch_state_dict(self, module: nn.Module) -> None:
-        """state_dict() gives CPU copies of real shape; load_state_dict() finds its parameters lent, and writes them home."""
+        """state_dict() gives CPU copies of real shape; load_state_dict() finds its parameters lent, and writes them
+        home.
+        """
         pager = self._pager
         params = {name: param for name, param in module._parameters.items() if param is not None}
 
@@ -99,17 +100,17 @@ class ModuleHooks:
             loans.pop().__exit__(None, None, None)
 
         loans: list[AbstractContextManager[None]] = []
-        self._handles.append(module.register_state_dict_pre_hook(before_save))
-        self._handles.append(module.register_state_dict_post_hook(after_save))
+        self._handles.append(module.register_state_dict_pre_hook(before_save))  # type: ignore[no-untyped-call]
+        self._handles.append(module.register_state_dict_post_hook(after_save))  # type: ignore[no-untyped-call]
         if params:
-            self._handles.append(module.register_load_state_dict_pre_hook(before_load))
-            self._handles.append(module.register_load_state_dict_post_hook(after_load))
+            self._handles.append(module.register_load_state_dict_pre_hook(before_load))  # type: ignore[no-untyped-call]
+            self._handles.append(module.register_load_state_dict_post_hook(after_load))  # type: ignore[no-untyped-call]
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | SavedView:
         key = tensor.untyped_storage()._cdata
         if not self._pager.owns_storage(key):
             return tensor
-        return SavedView(key, tuple(tensor.size()), tensor.stride(), tensor.storage_offset(), tensor.dtype)
+        return SavedView(key, tuple(tensor.size()), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
 
     def _unpack(self, saved: torch.Tensor | SavedView) -> torch.Tensor:
         if not isinstance(saved, SavedView):

@@ -16,9 +16,10 @@ def gathered(target: nn.Module | nn.Parameter | Iterable[nn.Parameter], modify: 
     """Lend the full values of parameters, on the device, for the length of the block.
 
     `target`: a module (all its parameters), one parameter, or several. They must fit the room that the plan gives to
-    paged parameters; lend a large model part by part. `modify`: changes made inside are kept: they go to the parameters'
-    homes, and the fp32 master of every element that changed is set to its new value (an unchanged element keeps its
-    master's full precision). Without `modify` changes are lost. Parameters that no engine pages are left alone.
+    paged parameters; lend a large model part by part. `modify`: changes made inside are kept: they go to the
+    parameters' homes, and the fp32 master of every element that changed is set to its new value (an unchanged element
+    keeps its master's full precision). Without `modify` changes are lost. Parameters that no engine pages are left
+    alone.
     """
     if isinstance(target, nn.Module):
         params = list(target.parameters())
@@ -48,6 +49,7 @@ def _paged(params: Iterable[nn.Parameter]) -> list[tuple[Pager, Residency]]:
 
 @contextmanager
 def _loan(pager: Pager, residency: Residency, modify: bool) -> Iterator[None]:
+    pager.before_reading()
     pager.acquire(residency.unit)
     try:
         yield

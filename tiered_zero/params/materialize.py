@@ -1,8 +1,8 @@
 """The first values of parameters: from the model as it was built, from safetensors files, or from its own initialisers.
 
-A model built on the meta device has shapes and no bytes. It is materialised module group by module group: values are made
-on the CPU in the dtype that the model declares, go to their tiers, and are dropped before the next group is made, so that
-a model larger than host memory can start.
+A model built on the meta device has shapes and no bytes. It is materialised module group by module group: values are
+made on the CPU in the dtype that the model declares, go to their tiers, and are dropped before the next group is made,
+so that a model larger than host memory can start.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class WeightFiles:
 
 def materialize_module(model: nn.Module, prefix: str, params: Sequence[nn.Parameter], weights: WeightFiles | None,
                        specs: dict[nn.Parameter, ParamSpec]) -> None:  # fmt: skip
-    """Give the meta parameters among `params`, which lie under module `prefix`, and the buffers beside them, values on the CPU.
+    """Give the meta parameters among `params`, which lie under module `prefix`, and the buffers beside them, values on
+    the CPU.
 
     A parameter keeps its identity, so tied names stay tied. Raises ModelError where nothing initialises it.
     """
@@ -58,7 +59,8 @@ def materialize_module(model: nn.Module, prefix: str, params: Sequence[nn.Parame
     owners = [(n, m) for n, m in module.named_modules() if any(p in missing for p in m.parameters(recurse=False))]
     for param in missing:
         value = weights.tensor(specs[param]).to(param.dtype) if weights else torch.empty_like(param, device="cpu")
-        torch.utils.swap_tensors(param, nn.Parameter(value, requires_grad=param.requires_grad))
+        values = nn.Parameter(value, requires_grad=param.requires_grad)
+        torch.utils.swap_tensors(param, values)  # type: ignore[no-untyped-call]
     for name, owner in owners:
         buffers = dict(_empty_buffers(owner))
         if weights is None or buffers:
@@ -67,7 +69,8 @@ def materialize_module(model: nn.Module, prefix: str, params: Sequence[nn.Parame
         for buffer_name, (buffer, version) in buffers.items():
             if getattr(owner, buffer_name) is buffer and buffer._version == version:
                 raise ModelError(
-                    f"Buffer {buffer_name} of {prefix}.{name} was built on the meta device and its module's reset_parameters() does "
+                    f"Buffer {buffer_name} of {prefix}.{name} was built on the meta device and its module's "
+                    f"reset_parameters() does "
                     "not fill it. Fill it there, or build the buffer on the CPU."
                 )
 
@@ -77,7 +80,8 @@ def check_buffers(model: nn.Module) -> None:
     for name, buffer in model.named_buffers():
         if buffer.is_meta:
             raise ModelError(
-                f"Buffer {name} was built on the meta device, in a module without parameters of its own, so nothing fills it. "
+                f"Buffer {name} was built on the meta device, in a module without parameters of its own, so nothing "
+                f"fills it. "
                 "Build it on the CPU (torch.device('cpu') around its creation)."
             )
 
@@ -120,6 +124,7 @@ def _initialise(
     for param, version in zip(params, versions, strict=True):
         if param._version == version and param.numel():
             raise ModelError(
-                f"{specs[param].name} was built on the meta device and the initialiser of {type(module).__name__} does not set it. "
+                f"{specs[param].name} was built on the meta device and the initialiser of {type(module).__name__} "
+                f"does not set it. "
                 "Set it in reset_parameters(), or name safetensors files in tiered_zero.weights."
             )

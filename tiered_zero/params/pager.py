@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -23,7 +23,8 @@ from tiered_zero.tiers.inventory import Inventory
 
 
 class UnitState(Enum):
-    """AWAY: no bytes on the device; they rest at the unit's home. READY: bytes are there or on their way, but parameters are
+    """AWAY: no bytes on the device; they rest at the unit's home. READY: bytes are there or on their way, but
+    parameters are
     guarded (prefetched, or kept for reuse). LENT: compute may use them; parameters are plain."""
 
     AWAY = auto()
@@ -31,8 +32,8 @@ class UnitState(Enum):
     LENT = auto()
 
 
-# A unit's bytes leave only while nobody holds a view of them (`FlatStorage.is_viewed`): a node that runs, a tensor that a
-# checkpointed region has recomputed, an output that is a slice of a weight. So neither eviction nor a wrong guess can
+# A unit's bytes leave only while nobody holds a view of them (`FlatStorage.is_viewed`): a node that runs, a tensor that
+# a checkpointed region has recomputed, an output that is a slice of a weight. So neither eviction nor a wrong guess can
 # pull memory from under a computation; at worst the budget is passed, which raises.
 
 
@@ -40,7 +41,8 @@ class UnitState(Enum):
 class Residency:
     """What the pager knows of one unit. `fetch`: the transfer that fills it, until compute has waited for it.
 
-    `num_lends`: running modules and lenders that use it; with none it may still be LENT, held for the rest of its backward.
+    `num_lends`: running modules and lenders that use it; with none it may still be LENT, held for the rest of its
+    backward.
     `clock`: when it was last used.
     """
 
@@ -55,7 +57,8 @@ class Residency:
 
 @dataclass(frozen=True)
 class PagerLimits:
-    """`live_nbytes`: most bytes of paged units on the device at once. `prefetch_numel`: most elements fetched ahead of use.
+    """`live_nbytes`: most bytes of paged units on the device at once. `prefetch_numel`: most elements fetched ahead of
+    use.
     `reuse_numel`: a unit expected again within this many elements is kept, room permitting."""
 
     live_nbytes: int
@@ -89,6 +92,8 @@ class Pager:
         self._frames: list[list[Residency]] = []
         self._ticks = itertools.count(1)
         self._live_nbytes = 0
+        self.before_reading: Callable[[], None] = lambda: None
+        """Called before weights are read between steps: makes every update visible."""
         self._copies: dict[nn.Parameter, torch.Tensor] = {}
         self._copying_depth = 0
         self.phase = "idle"
@@ -162,7 +167,9 @@ class Pager:
                 f"Read or change it inside `with tiered_zero.gathered(param):`, or take engine.module.state_dict()."
             )
 
-    def unpack(self, key: int, size: Sequence[int], stride: Sequence[int], offset: int, dtype: torch.dtype) -> torch.Tensor:
+    def unpack(
+        self, key: int, size: Sequence[int], stride: Sequence[int], offset: int, dtype: torch.dtype
+    ) -> torch.Tensor:
         """[Note: Three doors] Backward needs a view that forward saved of the storage `key`."""
         return self._acquire(self._by_storage[key]).storage.view(size, stride, offset, dtype)
 
@@ -196,6 +203,23 @@ class Pager:
                 assert residency.num_lends == 0, f"{residency.unit.name} is lent while its home changes"
                 self._evict(residency)
 
+    def withhold(self) -> None:
+        """Updates begin that will be published one by one: from now on every trainable unit is guarded until its own."""
+        self.forget()
+        for residency in self._residencies.values():
+            if residency.unit.trainable and self.is_device_resident(residency.unit):
+                residency.state = UnitState.READY
+                residency.storage.hide()
+
+    def await_update(self, unit: Unit) -> None:
+        """Block until the unit's last update is published; raise what made it fail."""
+        publication = self._inventory.published(unit)
+        if publication is not None and not publication.done():
+            with self._recorder.span("compute", "wait_update", unit.name):
+                publication.wait()
+        elif publication is not None:
+            publication.wait()  # done: returns at once, or raises
+
     def abort(self) -> None:
         """After an exception: no module runs any more, so every frame ends."""
         while self._frames:
@@ -219,6 +243,8 @@ class Pager:
 
     def start_copying(self) -> None:
         """A module's state_dict begins: `detach` of a parameter that is away gives a CPU copy from its home."""
+        if not self._copying_depth:
+            self.before_reading()
         self._copying_depth += 1
 
     def stop_copying(self) -> None:
@@ -236,7 +262,7 @@ class Pager:
         if param in self._copies:
             return self._copies[param]
         entry = residency.unit.entries[index]
-        if residency.state is UnitState.LENT:
+        if residency.state is UnitState.LENT or self.is_device_resident(residency.unit):
             value = residency.storage.entry_view(index).to("cpu", copy=True)
         else:
             flat = self._keeper.read(residency.unit)
@@ -268,6 +294,7 @@ class Pager:
             return residency
         if residency.state is UnitState.AWAY:
             self._fetch(residency)
+        self.await_update(residency.unit)
         if residency.fetch is not None:
             fetch, residency.fetch = residency.fetch, None
             try:
@@ -299,7 +326,9 @@ class Pager:
             raise
 
     def _prefetch(self, current: Residency) -> None:
-        """Start what is expected next, as far as the prefetch bucket and the free room go. Evicts only what is used later."""
+        """Start what is expected next, as far as the prefetch bucket and the free room go. Evicts only what is used
+        later.
+        """
         budget = self._limits.prefetch_numel
         wanted = {current.unit.index}
         for _, index in self._schedule.upcoming():
@@ -339,7 +368,8 @@ class Pager:
             held = [r.unit.name for r in self._residencies.values() if r.storage.is_full and r.unit.index != unit.index]
             raise BudgetError(
                 f"Unit {unit.name} needs {format_nbytes(unit.nbytes)}, but units in use at the same time already fill "
-                f"{format_nbytes(self._live_nbytes)} of the {format_nbytes(self._limits.live_nbytes)} that paged parameters "
+                f"{format_nbytes(self._live_nbytes)} of the {format_nbytes(self._limits.live_nbytes)} that paged "
+                f"parameters "
                 f"may take on the device (on it: {', '.join(held)}). Raise stage3_max_live_parameters or "
                 f"tiered_zero.device_memory_limit, or lower tiered_zero.unit_size_cap."
             )

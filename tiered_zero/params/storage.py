@@ -1,8 +1,8 @@
 """One flat storage a unit: emptied, refilled in place, and guarded while it is empty.
 
-The parameters of a unit are views of `flat`. `storage.resize_(0)` gives the memory back while every view keeps its shape,
-dtype and place in autograd's graphs; a later `resize_` and copy brings the bytes back under the same views. PyTorch itself
-does not notice a read of an empty storage (it crashes or returns garbage), so while a unit is away its
+The parameters of a unit are views of `flat`. `storage.resize_(0)` gives the memory back while every view keeps its
+shape, dtype and place in autograd's graphs; a later `resize_` and copy brings the bytes back under the same views.
+PyTorch itself does not notice a read of an empty storage (it crashes or returns garbage), so while a unit is away its
 parameters carry the class `AwayParameter`, whose `__torch_function__` stands between them and every operator. While the
 unit is lent they are plain `Parameter`s again and cost nothing.
 """
@@ -34,7 +34,7 @@ _lenders: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 def lender_of(param: nn.Parameter) -> Lender | None:
     """Who pages this parameter, if anybody does."""
-    return _lenders.get(param)
+    return _lenders.get(param)  # type: ignore[no-untyped-call,no-any-return]
 
 
 # What may be asked of a parameter whose bytes are elsewhere: everything that is not its bytes.
@@ -68,16 +68,16 @@ class AwayParameter(nn.Parameter):
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **keywords)
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"Parameter(away, shape={tuple(self.shape)}, dtype={self.dtype}, requires_grad={self.requires_grad})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         _lenders[self].demand(self, "deepcopy")
-        return super().__deepcopy__(memo)
+        return super().__deepcopy__(memo)  # type: ignore[no-untyped-call]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         _lenders[self].demand(self, "pickle")
-        return super().__reduce_ex__(protocol)
+        return super().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
 def _is_metadata(func: Callable[..., Any]) -> bool:
@@ -146,7 +146,7 @@ class FlatStorage:
     @property
     def key(self) -> int:
         """Identity of the storage, the same for every view of it."""
-        return self._bytes._cdata
+        return int(self._bytes._cdata)
 
     def view(self, size: Sequence[int], stride: Sequence[int], offset: int, dtype: torch.dtype) -> torch.Tensor:
         """The saved view with this geometry (in elements of `dtype`), on the bytes as they are now."""
@@ -164,4 +164,4 @@ class FlatStorage:
             self.expose()
             for param in self._params:
                 param.data = param.data.clone()
-                _lenders.pop(param, None)
+                _lenders.pop(param, None)  # type: ignore[no-untyped-call]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tiered_zero.errors import ConfigError, PlanError
@@ -26,13 +26,15 @@ class Wishes:
     """What the config asks for, in our units. Sizes are bytes unless named otherwise; None: the planner chooses.
 
     `param_tier`, `optimizer_tier`: "device", "host" or "nvme". `max_host_param_numel`: with nvme, elements of paged
-    parameters that rest in host memory instead. `limits`: tier -> (bytes, the name of the setting or fact that says so).
+    parameters that rest in host memory instead. `limits`: tier -> (bytes, the name of the setting or fact that says
+    so).
     """
 
     param_tier: str
     optimizer_tier: str
     limits: Mapping[str, tuple[int, str]]
     sums_gradients: bool = False
+    delayed: bool = False
     max_live_numel: int = 1 << 62
     prefetch_numel: int = 1 << 62
     reuse_numel: int = 1 << 62
@@ -54,7 +56,8 @@ class SubGroupNeed:
 class Plan:
     """Every size and placement of a run. `param_tiers`: unit index -> tier, "device" for those that never leave it.
 
-    `live_nbytes`: most bytes of paged units on the device at once. `in_flight_nbytes`: gradients on their way to the host.
+    `live_nbytes`: most bytes of paged units on the device at once. `in_flight_nbytes`: gradients on their way to the
+    host.
     """
 
     param_tiers: Mapping[int, str]
@@ -68,6 +71,7 @@ class Plan:
     state_staging: tuple[int, int]
     gradient_staging: tuple[int, int]
     sums_gradients: bool
+    delayed: bool
     rows: tuple[PlanRow, ...] = ()
     limits: Mapping[str, tuple[int, str]] = field(default_factory=dict)
 
@@ -91,7 +95,8 @@ class Plan:
                 continue
             largest = max((row for row in self.rows if row.tier == tier), key=lambda row: row.nbytes)
             raise PlanError(
-                f"The plan needs {format_nbytes(needed)} of {tier} memory; {format_nbytes(limit)} is allowed ({source}). "
+                f"The plan needs {format_nbytes(needed)} of {tier} memory; {format_nbytes(limit)} is allowed "
+                f"({source}). "
                 f"Largest: {largest.what} {format_nbytes(largest.nbytes)}. {_advice(tier, largest.kind)}\n{self.text}"
             )
 
@@ -104,7 +109,8 @@ def make_plan(units: Sequence[Unit], needs: Sequence[SubGroupNeed], wishes: Wish
     trainable = [unit for unit in units if unit.trainable]
     on_nvme = [unit for unit in paged if tiers[unit.index] == "nvme"]
     gradient_tier = "device" if wishes.optimizer_tier == "device" else "host"
-    gradients = sum(gradient_nbytes(unit, wishes.sums_gradients) for unit in trainable)
+    copies = 2 if wishes.delayed else 1
+    gradients = copies * sum(gradient_nbytes(unit, wishes.sums_gradients) for unit in trainable)
     state = sum(need.state_nbytes for need in needs)
     in_flight = max((unit.nbytes for unit in trainable), default=0) if gradient_tier == "host" else 0
     fixed = _total(resident) + in_flight + (gradients + state if wishes.optimizer_tier == "device" else 0)
@@ -112,18 +118,21 @@ def make_plan(units: Sequence[Unit], needs: Sequence[SubGroupNeed], wishes: Wish
     param_staging = _param_staging(on_nvme, wishes)
     state_staging = _state_staging(needs, wishes)
     largest_param = max((e.param.numel * u.dtype.itemsize for u in trainable for e in u.entries), default=0)
-    gradient_staging = (min(largest_param, MAX_AUTO_STAGING_NBYTES), 1) if gradient_tier == "host" and trainable else (0, 0)
+    gradient_staging = (
+        (min(largest_param, MAX_AUTO_STAGING_NBYTES), 1) if gradient_tier == "host" and trainable else (0, 0)
+    )
     rows = [
         PlanRow("device", "param", _total(resident), "parameters that stay on the device"),
         PlanRow("device", "param_window", live, "paged parameters in use, fetched ahead or kept"),
         PlanRow("device", "gradient_in_flight", in_flight, "gradients on their way to host memory"),
         PlanRow("host", "param", _total(u for u in paged if tiers[u.index] == "host"), "parameters"),
         PlanRow("nvme", "param", _total(on_nvme), "parameters"),
+        *(_back_rows(trainable, tiers) if wishes.delayed else ()),
         PlanRow(
             gradient_tier,
             "gradient",
             gradients,
-            "gradients" + (" (fp32 sums)" if wishes.sums_gradients else ""),
+            "gradients" + (" (fp32 sums)" if wishes.sums_gradients else "") + (", twice" if wishes.delayed else ""),
         ),
         PlanRow(wishes.optimizer_tier, "state", state, "master weights and optimizer state"),
         PlanRow("host", "staging_param", _pool(param_staging), "parameter staging buffers"),
@@ -142,9 +151,24 @@ def make_plan(units: Sequence[Unit], needs: Sequence[SubGroupNeed], wishes: Wish
         state_staging,
         gradient_staging,
         wishes.sums_gradients,
+        wishes.delayed,
         tuple(row for row in rows if row.nbytes),
         dict(wishes.limits),
     )
+
+
+def _back_rows(trainable: Sequence[Unit], tiers: Mapping[int, str]) -> list[PlanRow]:
+    """The delayed update writes new parameters behind the scenes: a second home each, in host memory for resident ones."""
+    rows = []
+    for tier in ("host", "nvme"):
+        nbytes = _total(u for u in trainable if back_tier(tiers[u.index]) == tier)
+        rows.append(PlanRow(tier, "param_back", nbytes, "parameters of the delayed update"))
+    return rows
+
+
+def back_tier(param_tier: str) -> str:
+    """Where the delayed update writes the parameters of a unit that rests on `param_tier`."""
+    return "nvme" if param_tier == "nvme" else "host"
 
 
 def place_params(units: Sequence[Unit], wishes: Wishes) -> dict[int, str]:
@@ -173,7 +197,8 @@ def _live_nbytes(paged: Sequence[Unit], wishes: Wishes, room_nbytes: int) -> int
     if not paged:
         return 0
     chains = [
-        sorted((other for other in paged if _contains(other.module, unit.module)), key=lambda u: -u.nbytes) for unit in paged
+        sorted((other for other in paged if _contains(other.module, unit.module)), key=lambda u: -u.nbytes)
+        for unit in paged
     ]
     chain = max(chains, key=_total)
     others = sorted((unit.nbytes for unit in paged if unit not in chain), reverse=True)
@@ -183,7 +208,8 @@ def _live_nbytes(paged: Sequence[Unit], wishes: Wishes, room_nbytes: int) -> int
     if 0 < wishes.max_live_numel * itemsize < _total(chain):
         names = ", ".join(unit.name for unit in chain)
         raise ConfigError(
-            f"zero_optimization.stage3_max_live_parameters: {wishes.max_live_numel} elements are allowed on the device, but "
+            f"zero_optimization.stage3_max_live_parameters: {wishes.max_live_numel} elements are allowed on the "
+            f"device, but "
             f"{_total(chain) // itemsize} are needed at once ({names}). Raise it to that number, or lower "
             "tiered_zero.unit_size_cap."
         )
@@ -200,14 +226,15 @@ def _param_staging(on_nvme: Sequence[Unit], wishes: Wishes) -> tuple[int, int]:
         return 0, 0
     largest = max(unit.nbytes for unit in on_nvme)
     if wishes.staging_numel is None:
-        size = min(largest, MAX_AUTO_STAGING_NBYTES)
+        size = min(align_up(largest, MIB), MAX_AUTO_STAGING_NBYTES)
     else:
         for unit in on_nvme:
             for entry in unit.entries:
                 if entry.param.numel > wishes.staging_numel:
                     raise ConfigError(
                         f"zero_optimization.offload_param.buffer_size: {wishes.staging_numel} elements, but parameter "
-                        f"{entry.param.name} has {entry.param.numel}. Set it to at least {entry.param.numel}, or leave it "
+                        f"{entry.param.name} has {entry.param.numel}. Set it to at least {entry.param.numel}, or "
+                        f"leave it "
                         "out to have it sized from the model."
                     )
         size = min(largest, align_up(wishes.staging_numel * max(u.dtype.itemsize for u in on_nvme), PAGE_NBYTES))
@@ -226,8 +253,8 @@ def _pool(staging: tuple[int, int]) -> int:
     return align_up(nbytes, PAGE_NBYTES) * count
 
 
-def _total(units: Sequence[Unit] | object) -> int:
-    return sum(unit.nbytes for unit in units)  # type: ignore[attr-defined]
+def _total(units: Iterable[Unit]) -> int:
+    return sum(unit.nbytes for unit in units)
 
 
 def _advice(tier: str, kind: str) -> str:
@@ -240,5 +267,3 @@ def _advice(tier: str, kind: str) -> str:
     if tier == "host":
         return "Move it to nvme (offload_param, offload_optimizer, max_in_cpu), or raise tiered_zero.host_memory_limit."
     return "Free space there, or name a larger disk in nvme_path."
-
-

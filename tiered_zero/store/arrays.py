@@ -5,6 +5,7 @@
         store.commit(step=100)                    # all or nothing; what was put since the last one is durable now
         store.get("exp_avg", into=array)          # or: numpy.frombuffer(store.get("exp_avg"), "float32")
 
+A CPU tensor is such an array through `tensor.view(torch.uint8).numpy()`, whatever its dtype.
 Opened again, by the same or a later process, it holds the last commit.
 """
 

@@ -89,7 +89,7 @@ def _collect(run: RunInfo, dry_run: bool, committed: bool) -> Collected:
     if run.state != "dead":
         return Collected(run, False, run.reason)
     if run.resumable and not committed:
-        return Collected(run, False, "may be resumed from its committed state")
+        return Collected(run, False, "may be resumed from its committed state (--committed removes it)")
     if not dry_run:
         try:
             fd = os.open(run.path / OWNER_NAME, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)

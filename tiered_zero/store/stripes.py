@@ -11,6 +11,7 @@ from typing import NamedTuple, final
 from tiered_zero.errors import StoreError, TieredZeroError
 from tiered_zero.io.engine import File, IOEngine, Ticket
 from tiered_zero.sizes import MIB, format_nbytes
+from tiered_zero.store.manifest import sync_directory
 
 STRIPE_NBYTES = 4 * MIB
 """One stripe: large enough for a disk to run at full rate, small enough that one record uses every disk."""
@@ -89,6 +90,7 @@ class StripedFiles:
                 made._files += (file,)
                 if nbytes:
                     file.allocate(nbytes)
+                sync_directory(name.parent)
             except (TieredZeroError, OSError) as error:
                 made.close()
                 for left in names:

@@ -92,11 +92,11 @@ class SwapDir:
                 locks.append(_lock(path, create=True))
                 _write_owner(locks[-1], owner)
                 sync_directory(path.parent)
-        except OSError as error:
+        except BaseException as error:
             _leave(os.getpid(), made, locks, True)
-            raise StoreError(
-                f"Cannot make a swap directory under {[str(parent) for parent in checked]}: {error}."
-            ) from error
+            if isinstance(error, OSError):
+                raise StoreError(f"Cannot make a swap directory under {[*map(str, checked)]}: {error}.") from error
+            raise
         return cls(owner, locks)
 
     @classmethod
@@ -109,8 +109,8 @@ class SwapDir:
         locks: list[int] = []
         try:
             for name in owner.paths:
-                check_parent(Path(name))
                 locks.append(_lock(Path(name), create=False))
+                check_parent(Path(name))
             taken = _this_process(owner.run_id, owner.model, owner.note, owner.paths)
             for lock in locks:
                 _write_owner(lock, taken)
@@ -126,10 +126,10 @@ class SwapDir:
         directory.keep()
         return directory
 
-    def keep(self) -> None:
-        """From now on the directories stay when the run ends, until `remove`."""
+    def keep(self, kept: bool = True) -> None:
+        """From now on the directories stay when the run ends, until `remove`; or, with False, they no longer do."""
         if self._finalizer.detach():
-            self._finalizer = weakref.finalize(self, _leave, os.getpid(), self.paths, self._locks, False)
+            self._finalizer = weakref.finalize(self, _leave, os.getpid(), self.paths, self._locks, not kept)
 
     def release(self) -> None:
         """End the ownership: kept directories stay for `open`, others are removed. Idempotent."""

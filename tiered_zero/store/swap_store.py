@@ -6,17 +6,17 @@ import errno
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, final
 
-from tiered_zero.errors import CorruptionError, LatchedError, StoreError
+from tiered_zero.errors import CorruptionError, LatchedError, StoreError, TransferError
 from tiered_zero.io.engine import IOEngine, Request, Ticket
 from tiered_zero.sizes import MIB, PAGE_NBYTES, align_up
 from tiered_zero.store import manifest
-from tiered_zero.store.extents import ExtentMap, pack
+from tiered_zero.store.extents import pack
 from tiered_zero.store.manifest import Manifest, Record
-from tiered_zero.store.ranges import Range, RangeMap, cut, first_gap, join, other_slots
+from tiered_zero.store.ranges import Range, cut, join
+from tiered_zero.store.records import RecordTable
 from tiered_zero.store.stripes import StripedFiles, Stripes
 from tiered_zero.store.swap_dir import SwapDir
 from tiered_zero.store.tickets import Once, StoreTicket, Worker, digest
@@ -28,18 +28,13 @@ CHUNK_NBYTES = MIB
 _SAMPLE = 16
 """With checksums "sample" one chunk of so many has one."""
 
+_STUCK_S = 5.0
+"""How long `close` waits for requests after a failure; they may be stuck for good."""
+
+_PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE)
+"""Failures to write a manifest after which the same commit may be tried again."""
+
 Checksums = Literal["all", "sample", "off"]
-
-
-@final
-@dataclass
-class _State:
-    """What the store knows of one record. `durable`: as the durable manifest names it, None where it does not."""
-
-    record: Record
-    written: RangeMap = field(default_factory=RangeMap)
-    durable: RangeMap | None = None
-    in_flight: list[tuple[str, int, int]] = field(default_factory=list)
 
 
 @final
@@ -47,7 +42,7 @@ class SwapStore:
     """Named records on NVMe. Driven by one thread; its tickets may be waited on by any.
 
     A request that overlaps another of the same record that is still in flight is refused unless both are reads: order
-    is the caller's, who waits on tickets. A failed write or sync latches the store: it only raises from then on.
+    is the caller's, who waits on tickets. A failed transfer or sync latches the store: it only raises from then on.
     """
 
     def __init__(
@@ -76,25 +71,22 @@ class SwapStore:
         self.metadata: dict[str, Any] = {}
         self._directory = directory
         self._checksums = checksums
-        self._lock = threading.Lock()
-        self._states: dict[str, _State] = {}
-        self._extents = ExtentMap(self.capacity_nbytes)
-        self._retired: list[Record] = []
+        self._table = RecordTable(self.capacity_nbytes)
         self._prepared: Manifest | None = None
         self._failure: Exception | None = None
         self._num_chunks = 0
+        self._count_lock = threading.Lock()
         self._nbytes: dict[str, Counter[str]] = {"read": Counter(), "write": Counter(), "unverified": Counter()}
         if state is None:
             try:
                 self._files = StripedFiles.create(engine, directory.paths, stripes, self.capacity_nbytes)
-                for path in directory.paths:
-                    manifest.sync_directory(path)
             except Exception:
                 directory.remove()
                 raise
         else:
             self._files = StripedFiles.open(engine, directory.paths, stripes, self.capacity_nbytes)
-            self._adopt(state)
+            self._table.adopt((record, state.ranges[record.name]) for record in state.records)
+            self.step, self.metadata = state.step, state.metadata
         self._hashing = Worker("tiered_zero-hash")
         self._settling = Worker("tiered_zero-settle")
 
@@ -123,18 +115,20 @@ class SwapStore:
             weights=chosen.weights,
             state=chosen,
         )
-        if chosen is committed:
-            manifest.discard(first)
-        else:
-            manifest.confirm(first)
+        try:
+            if chosen is committed:
+                manifest.discard(first)
+            else:
+                manifest.confirm(first)
+        except BaseException:
+            store.close(remove=False)
+            raise
         return store
 
     @staticmethod
     def available_steps(directory: SwapDir) -> list[int]:
         """The steps that `recover` can open: the committed one, and one that was prepared but not confirmed."""
         return sorted({state.step for state in manifest.load(directory.paths[0]) if state is not None})
-
-    # ------------------------------------------------------------------------------------------------ records
 
     def reserve(
         self, name: str, nbytes: int, *, dtype: str = "uint8", shape: tuple[int, ...] = (), committed: bool = False
@@ -143,21 +137,7 @@ class SwapStore:
 
         Raises StoreError: the name is taken, or the capacity is used up.
         """
-        if nbytes <= 0:
-            raise StoreError(f"Record {name!r} must have at least one byte; found {nbytes}.")
-        with self._lock:
-            if name in self._states:
-                raise StoreError(f"The store has a record {name!r} already; release it first, or choose another name.")
-            offsets = [self._extents.allocate(nbytes)]
-            if committed:
-                try:
-                    offsets.append(self._extents.allocate(nbytes))
-                except StoreError:
-                    self._extents.free(offsets[0], nbytes)
-                    raise
-            record = Record(name, nbytes, dtype, shape, committed, tuple(offsets))
-            self._states[name] = _State(record)
-        return record
+        return self._table.reserve(name, nbytes, dtype, shape, num_slots=2 if committed else 1)
 
     def reserve_packed(self, name: str, sizes: Mapping[str, int], **options: Any) -> tuple[Record, dict[str, int]]:
         """One record for many small items that move together, and each item's offset in it, a multiple of 64."""
@@ -166,42 +146,30 @@ class SwapStore:
 
     def release(self, record: Record) -> None:
         """Give the record's extents back; those that the durable manifest names after the next commit."""
-        with self._lock:
-            state = self._state(record)
-            if state.in_flight:
-                raise StoreError(f"Record {record.name!r} is still in use by {state.in_flight}; wait for its tickets.")
-            self._refuse_while_prepared(record)
-            del self._states[record.name]
-            if state.durable is None:
-                self._free(record)
-            else:
-                self._retired.append(record)
+        self._table.release(record)
 
     def records(self) -> dict[str, Record]:
         """All records by name; after `recover` this is how to find them."""
-        with self._lock:
-            return {name: state.record for name, state in self._states.items()}
+        return self._table.records()
 
     @property
     def free_nbytes(self) -> int:
-        return self._extents.free_nbytes
+        return self._table.free_nbytes
 
     @property
     def nbytes_written(self) -> dict[str, int]:
         """Bytes whose write has completed, by category: the record's name up to its first '/'."""
-        return self._count("write")
+        return self._counts("write")
 
     @property
     def nbytes_read(self) -> dict[str, int]:
         """Bytes whose read has completed, by category."""
-        return self._count("read")
+        return self._counts("read")
 
     @property
     def nbytes_unverified(self) -> dict[str, int]:
         """Bytes read without a checksum over them, by category; see the package's text for when that is."""
-        return self._count("unverified")
-
-    # ------------------------------------------------------------------------------------------------ transfers
+        return self._counts("unverified")
 
     def read(self, record: Record, into: memoryview, offset: int = 0) -> Ticket:
         """Fill `into` from the record's byte `offset`; both in whole pages, the memory page-aligned.
@@ -209,50 +177,37 @@ class SwapStore:
         `wait()` raises TransferError, or CorruptionError when the bytes are not those written. Raises StoreError here
         for bytes that were never written.
         """
+        self._check()
         into = memoryview(into).cast("B")
         end = offset + len(into)
-        with self._lock:
-            state = self._admit("read", record, offset, end)
-            ranges = state.written.overlapping(offset, end)
-            missing = first_gap(ranges, offset, end)
-            if missing is not None:
-                raise StoreError(
-                    f"Record {record.name!r}: the bytes from {missing} on were never written; write them first."
-                )
-            state.in_flight.append(("read", offset, end))
+        ranges = self._table.begin_read(record, offset, end)
+        checks = [] if self._checksums == "off" else [r for r in ranges if r.digest is not None]
+        checks = [r for r in checks if offset <= r.start and r.end <= end]
         runs = join(Range(max(r.start, offset), min(r.end, end), r.slot, None) for r in ranges)
-        whole = [r for r in ranges if r.digest is not None and offset <= r.start and r.end <= end]
-        checks = whole if self._checksums != "off" else []
-        return self._start("read", state, into, offset, runs, partial(self._settle_read, state, into, offset, checks))
+        return self._start("read", record, into, offset, runs, partial(self._end_read, record, into, offset, checks))
 
     def write(self, record: Record, data: memoryview, offset: int = 0) -> Ticket:
         """Write `data` at the record's byte `offset`; both in whole pages, the memory page-aligned.
 
         The caller leaves `data` alone until the ticket is done. `wait()` raises TransferError.
         """
+        self._check()
         data = memoryview(data).cast("B")
-        end = offset + len(data)
-        with self._lock:
-            state = self._admit("write", record, offset, end)
-            self._refuse_while_prepared(record)
-            state.in_flight.append(("write", offset, end))
-            runs = join(other_slots(state.durable, offset, end))
-            pieces = [piece for run in runs for piece in cut(run, CHUNK_NBYTES)]
-            hashed = [self._is_hashed() for _ in pieces]
-        ranges: list[Range] = []
+        runs = self._table.begin_write(record, offset, offset + len(data))
+        pieces = [(piece, self._is_hashed()) for run in runs for piece in cut(run, CHUNK_NBYTES)]
+        written: list[Range] = []
 
         def compute() -> None:
-            for piece, wanted in zip(pieces, hashed, strict=True):
+            for piece, hashed in pieces:
                 view = data[piece.start - offset : piece.end - offset]
-                ranges.append(piece._replace(digest=digest(view)) if wanted else piece)
+                written.append(piece._replace(digest=digest(view)) if hashed else piece)
 
         hashing = Once(compute)
-        if any(hashed):
+        if self._checksums != "off":
             self._hashing.submit(hashing.run)
-        settle = partial(self._settle_write, state, offset, end, hashing, ranges)
-        return self._start("write", state, data, offset, runs, settle)
-
-    # ------------------------------------------------------------------------------------------------ commit
+        return self._start(
+            "write", record, data, offset, runs, partial(self._end_write, record, offset, hashing, written)
+        )
 
     def commit(self, step: int, metadata: Mapping[str, Any]) -> None:
         """Make all committed records, as written so far, the durable state `step`. `metadata`: JSON only.
@@ -266,105 +221,70 @@ class SwapStore:
         """First half of `commit`: the new state is durable beside the last one; `recover` can open either.
 
         Processes that must commit together prepare, meet, and confirm. Committed records rest until `confirm`.
-        Raises StoreError while one of them is being written.
+        Raises StoreError while one of them is being written, and, with nothing changed, if the manifest does not fit.
         """
-        with self._lock:
-            self._check()
-            if self._prepared is not None:
-                raise StoreError(f"Step {self._prepared.step} is prepared; confirm it before the next one.")
-            states = [state for state in self._states.values() if state.record.committed]
-            busy = [state.record.name for state in states if any(kind == "write" for kind, _, _ in state.in_flight)]
-            if busy:
-                raise StoreError(f"Cannot commit while records are being written ({busy[:5]}); wait for their tickets.")
+        self._check()
+        first = self._directory.paths[0]
+        written = self._table.freeze(step)
+        try:
             state = Manifest(
                 run_id=self._directory.run_id,
                 step=step,
                 capacity_nbytes=self.capacity_nbytes,
                 weights=self._files.stripes.weights,
                 metadata=dict(metadata),
-                records=tuple(state.record for state in states),
-                ranges={state.record.name: list(state.written) for state in states},
+                records=tuple(record for record, _ in written),
+                ranges={record.name: list(ranges) for record, ranges in written},
             )
             data = state.encode()
-            self._prepared = state
-        self._directory.keep()
-        first = self._directory.paths[0]
-        try:
-            for ticket in self._files.sync():
-                ticket.wait()
-        except Exception as error:
-            self._latch(error)
-            raise
-        try:
+            self._sync()
+            self._directory.keep()
             manifest.prepare(first, data)
+        except StoreError:
+            self._table.thaw(None)
+            raise
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                self._latch(error)
+            if isinstance(error, TransferError):
                 raise
-            self._prepared = None
-            manifest.discard(first)
-            raise StoreError(
-                f"The manifest of step {step} does not fit on the disk of {first} ({error}). What was committed before "
-                "is untouched; free some space and commit again."
-            ) from error
+            raise self._not_prepared(step, error) from error
+        self._prepared = state
 
     def confirm(self) -> None:
         """Second half of `commit`: the prepared state is the committed one; its predecessor's extents are reusable."""
+        self._check()
         state = self._prepared
         if state is None:
             raise StoreError("Nothing is prepared; call prepare first.")
         try:
-            with self._lock:
-                self._check()
             manifest.confirm(self._directory.paths[0])
-        except Exception as error:
+        except OSError as error:
             self._latch(error)
-            raise
-        with self._lock:
-            for name, ranges in state.ranges.items():
-                self._states[name].durable = RangeMap(ranges)
-            for record in self._retired:
-                self._free(record)
-            self._retired.clear()
-            self._prepared = None
-            self.step, self.metadata = state.step, state.metadata
+            raise StoreError(f"The commit of step {state.step} failed: {error}. Resume from what is there.") from error
+        self._prepared = None
+        self._table.thaw(state.ranges)
+        self.step, self.metadata = state.step, state.metadata
 
     def verify(self) -> list[Broken]:
         """Read everything that was written, past this store's engine, and name what is not as written."""
-        with self._lock:
-            busy = [name for name, state in self._states.items() if state.in_flight]
-            if busy:
-                raise StoreError(f"Cannot verify while records are in use ({busy[:5]}); wait for their tickets.")
-            records = [(state.record, list(state.written)) for state in self._states.values()]
-        return find_broken(self._directory.paths, self._files.stripes, records)
+        return find_broken(self._directory.paths, self._files.stripes, self._table.at_rest())
 
     def close(self, remove: bool = True) -> None:
         """Let requests finish, close the files, end the directory's ownership. Idempotent.
 
         `remove=False` leaves a directory with a committed state on disk for `recover`; one without is removed anyway.
         """
-        self._settling.close()
-        self._hashing.close()
+        for worker in (self._settling, self._hashing):
+            worker.close(None if self._failure is None else _STUCK_S)
         self._files.close()
         if remove:
             self._directory.remove()
         else:
             self._directory.release()
 
-    # ------------------------------------------------------------------------------------------------ inside
-
-    def _adopt(self, state: Manifest) -> None:
-        for record in state.records:
-            for offset in record.offsets:
-                self._extents.claim(offset, record.nbytes)
-            ranges = state.ranges[record.name]
-            self._states[record.name] = _State(record, RangeMap(ranges), RangeMap(ranges))
-        self.step, self.metadata = state.step, state.metadata
-
     def _start(
         self,
         kind: str,
-        state: _State,
+        record: Record,
         memory: memoryview,
         offset: int,
         runs: list[Range],
@@ -372,7 +292,7 @@ class SwapStore:
     ) -> Ticket:
         """Submit the runs of one request and have the ticket settled even if nobody waits for it."""
         submit = self._files.read if kind == "read" else self._files.write
-        addresses = [state.record.offsets[run.slot] + run.start for run in runs]
+        addresses = [record.offsets[run.slot] + run.start for run in runs]
         request = Request(kind, *self._files.locate(addresses[0]), len(memory))
         parts: list[Ticket] = []
         try:
@@ -386,36 +306,30 @@ class SwapStore:
         self._settling.submit(ticket.settle)
         return ticket
 
-    def _settle_read(
-        self, state: _State, into: memoryview, offset: int, checks: list[Range], error: Exception | None
+    def _end_read(
+        self, record: Record, into: memoryview, offset: int, checks: list[Range], error: Exception | None
     ) -> None:
-        end = offset + len(into)
-        if error is None:
-            error = self._find_corruption(state.record, into, offset, checks)
-        with self._lock:
-            state.in_flight.remove(("read", offset, end))
-            if error is None:
-                category = _category(state.record)
-                self._nbytes["read"][category] += end - offset
-                self._nbytes["unverified"][category] += end - offset - sum(r.end - r.start for r in checks)
         if error is not None:
-            raise error
-
-    def _settle_write(
-        self, state: _State, offset: int, end: int, hashing: Once, ranges: list[Range], error: Exception | None
-    ) -> None:
-        if error is None:
-            hashing.wait()
-        else:
-            hashing.run()  # it reads the caller's memory
             self._latch(error)
-        with self._lock:
-            state.in_flight.remove(("write", offset, end))
-            if error is None:
-                state.written.replace(offset, end, ranges)
-                self._nbytes["write"][_category(state.record)] += end - offset
+        else:
+            error = self._find_corruption(record, into, offset, checks)
+        self._table.end("read", record, offset, offset + len(into))
         if error is not None:
             raise error
+        unverified_nbytes = len(into) - sum(item.end - item.start for item in checks)
+        self._count(record, read=len(into), unverified=unverified_nbytes)
+
+    def _end_write(
+        self, record: Record, offset: int, hashing: Once, written: list[Range], error: Exception | None
+    ) -> None:
+        hashing.wait()  # on failure too: it reads the caller's memory
+        end = written[-1].end
+        if error is not None:
+            self._latch(error)
+            self._table.end("write", record, offset, end)
+            raise error
+        self._table.end("write", record, offset, end, written)
+        self._count(record, write=end - offset)
 
     def _find_corruption(
         self, record: Record, into: memoryview, offset: int, checks: list[Range]
@@ -431,47 +345,44 @@ class SwapStore:
                 )
         return None
 
-    def _admit(self, kind: str, record: Record, start: int, end: int) -> _State:
-        """Under the lock: the record's state, if this request is one that may be made now."""
-        self._check()
-        state = self._state(record)
-        if start % PAGE_NBYTES or end % PAGE_NBYTES or not 0 <= start < end <= record.extent_nbytes:
-            raise StoreError(
-                f"Record {record.name!r} holds {record.extent_nbytes} bytes in whole pages of {PAGE_NBYTES}; "
-                f"a {kind} of bytes {start} to {end} is not inside of it or not in whole pages."
-            )
-        for other, low, high in state.in_flight:
-            if low < end and start < high and "write" in (kind, other):
-                raise StoreError(
-                    f"Record {record.name!r}: a {kind} of bytes {start} to {end} overlaps a {other} of bytes {low} to "
-                    f"{high} that is still in flight; wait for its ticket first."
-                )
-        return state
-
-    def _state(self, record: Record) -> _State:
-        state = self._states.get(record.name)
-        if state is None or (state.record is not record and state.record != record):
-            raise StoreError(
-                f"The store has no record {record.name!r} like this one; it was released, or is another's."
-            )
-        return state
-
-    def _refuse_while_prepared(self, record: Record) -> None:
-        if self._prepared is not None and record.committed:
-            raise StoreError(
-                f"Record {record.name!r} must rest: step {self._prepared.step} is prepared; confirm it first."
-            )
-
     def _is_hashed(self) -> bool:
         self._num_chunks += 1
         return self._checksums == "all" or (self._checksums == "sample" and self._num_chunks % _SAMPLE == 1)
 
-    def _free(self, record: Record) -> None:
-        for offset in record.offsets:
-            self._extents.free(offset, record.nbytes)
+    def _sync(self) -> None:
+        """What was written is on the disks. A failure is never retried: the kernel may have dropped the pages."""
+        try:
+            for ticket in self._files.sync():
+                ticket.wait()
+        except Exception as error:
+            self._latch(error)
+            raise
 
-    def _count(self, kind: str) -> dict[str, int]:
-        with self._lock:
+    def _not_prepared(self, step: int, error: OSError) -> StoreError:
+        """The manifest could not be written. Where that can pass, all is as before; else the store is latched."""
+        first = self._directory.paths[0]
+        text = (
+            f"The manifest of step {step} cannot be written to {first}: {error}. What was committed before is untouched"
+        )
+        try:
+            if error.errno not in _PASSING:
+                raise error
+            manifest.discard(first)  # durably: its extents are written to again
+        except OSError as failure:
+            self._latch(failure)
+            return StoreError(f"{text}; resume from {self._resume_text()}.")
+        self._directory.keep(self.step is not None)
+        self._table.thaw(None)
+        return StoreError(f"{text}; free some space (or file descriptors) and commit again.")
+
+    def _count(self, record: Record, **nbytes: int) -> None:
+        category = record.name.partition("/")[0]
+        with self._count_lock:
+            for kind, more in nbytes.items():
+                self._nbytes[kind][category] += more
+
+    def _counts(self, kind: str) -> dict[str, int]:
+        with self._count_lock:
             return dict(self._nbytes[kind])
 
     def _latch(self, error: Exception) -> None:
@@ -486,10 +397,6 @@ class SwapStore:
             ) from self._failure
 
     def _resume_text(self) -> str:
-        return (
-            "the last checkpoint" if self.step is None else f"step {self.step}, committed in {self._directory.paths[0]}"
-        )
-
-
-def _category(record: Record) -> str:
-    return record.name.partition("/")[0]
+        if self.step is None:
+            return "the last checkpoint"
+        return f"step {self.step}, committed in {self._directory.paths[0]}"

@@ -93,10 +93,10 @@ class Worker:
     def submit(self, work: Callable[[], None]) -> None:
         self._queue.put(work)
 
-    def close(self) -> None:
-        """Finish what was submitted and stop. Idempotent."""
+    def close(self, timeout_s: float | None = None) -> None:
+        """Finish what was submitted and stop; give up waiting after `timeout_s`. Idempotent."""
         self._queue.put(None)
-        self._thread.join()
+        self._thread.join(timeout_s)
 
     def _loop(self) -> None:
         while (work := self._queue.get()) is not None:

@@ -8,6 +8,7 @@ Never: torch, a decision that training depends on, a line of log per step.
 [Note: Lanes and kinds]
 A span lies on a lane (compute, gather, reduce, update, disk read, disk write) and has a kind by which it is summed:
 on compute `forward`, `backward`, `step`; anywhere a named wait (WAIT_CAUSES), on the lane of the thread that waits.
-A span that lies inside another one of its lane takes its seconds away from it: forward's own seconds are those in
-which nobody waited. A lane's busy time is the union of its spans, since requests to a disk overlap, less its waits.
+A span inside another one (opened on the same thread, or on the same lane) takes its seconds away from it: forward's own
+seconds are those in which nobody waited, and the driver's causes sum to its time whichever lanes it works for. A lane's
+busy time is the union of its spans, since requests to a disk overlap, less its waits and what was done for other lanes.
 """

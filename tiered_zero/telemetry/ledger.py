@@ -9,6 +9,9 @@ from collections.abc import Mapping
 from tiered_zero.errors import BudgetError
 from tiered_zero.sizes import format_nbytes
 
+TIERS = ("device", "host", "nvme")
+"""Fastest first."""
+
 
 class Ledger:
     """Every allocation of ours is charged here before it is made. Any thread."""
@@ -20,6 +23,7 @@ class Ledger:
         self._peak: defaultdict[tuple[str, str], int] = defaultdict(int)
         self._tier_now: defaultdict[str, int] = defaultdict(int)
         self._tier_peak: defaultdict[str, int] = defaultdict(int)
+        self._recent_peak: defaultdict[str, int] = defaultdict(int)
 
     def charge(self, tier: str, kind: str, nbytes: int) -> None:
         """Raises BudgetError, with nothing charged, where the tier's limit would be passed."""
@@ -35,6 +39,7 @@ class Ledger:
             self._tier_now[tier] = total
             self._peak[tier, kind] = max(self._peak[tier, kind], self._now[tier, kind])
             self._tier_peak[tier] = max(self._tier_peak[tier], total)
+            self._recent_peak[tier] = max(self._recent_peak[tier], total)
 
     def discharge(self, tier: str, kind: str, nbytes: int) -> None:
         with self._lock:
@@ -47,6 +52,12 @@ class Ledger:
 
     def peak(self, tier: str) -> int:
         return self._tier_peak.get(tier, 0)
+
+    def take_recent_peaks(self) -> dict[str, int]:
+        """tier -> the most bytes on it since the last call."""
+        with self._lock:
+            peaks, self._recent_peak = dict(self._recent_peak), defaultdict(int, self._tier_now)
+            return peaks
 
     def by_kind(self) -> dict[str, dict[str, tuple[int, int]]]:
         """tier -> kind -> (bytes now, bytes at the kind's own peak)."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from html import escape
 
 from tiered_zero.sizes import GIB, KIB, MIB, format_nbytes
@@ -17,17 +17,15 @@ from tiered_zero.telemetry.charts import (
     stacked_chart,
     timeline_chart,
 )
-from tiered_zero.telemetry.page_style import PAGE, STYLE
-from tiered_zero.telemetry.report import OTHER, RunReport, StepReport
+from tiered_zero.telemetry.ledger import TIERS
+from tiered_zero.telemetry.page_style import PAGE, STYLE, style_of
+from tiered_zero.telemetry.report import CAUSES, RunReport, StepReport, known_first
 from tiered_zero.telemetry.runlog import Run, Timeline
-from tiered_zero.telemetry.spans import LANES, WAIT_CAUSES, is_wait
+from tiered_zero.telemetry.spans import DRIVER_LANE, is_wait
 from tiered_zero.telemetry.trace import RowLayout, by_start
 
 MAX_BARS = 4000
 """Of a timeline; the longest are drawn, so that the page stays small."""
-
-CAUSES = ("forward", "backward", "step", *WAIT_CAUSES, OTHER)
-TIERS = ("device", "host", "nvme")
 
 
 def render_page(run: Run, title: str) -> str:
@@ -82,7 +80,7 @@ def _figures(report: RunReport) -> str:
 
 def _loss(steps: Sequence[StepReport]) -> str:
     points = [(step.step, step.loss) for step in steps if step.loss is not None]
-    return _figure("Loss", line_chart("Loss by step", "step", "loss", [Series("loss", "c0", points)]))
+    return _figure("Loss", line_chart("Loss by step", "step", "loss", [Series("loss", "forward", points)]))
 
 
 def _speed(steps: Sequence[StepReport]) -> str:
@@ -90,34 +88,30 @@ def _speed(steps: Sequence[StepReport]) -> str:
     name = "Tokens/s" if counted else "Steps/s"
     points = [(step.step, (step.tokens if counted else 1) / step.wall_s) for step in steps if step.wall_s > 0]
     return _figure(
-        name, line_chart(f"{name} by step", "step", name.lower(), [Series(name, "c2", points)], from_zero=True)
+        name, line_chart(f"{name} by step", "step", name.lower(), [Series(name, "step", points)], from_zero=True)
     )
 
 
 def _causes(steps: Sequence[StepReport]) -> str:
-    names = _known_first(CAUSES, (name for step in steps for name in step.seconds))
+    names = known_first(CAUSES, (name for step in steps for name in step.seconds))
     scale, unit = _seconds_unit(max((step.wall_s for step in steps), default=0.0))
     layers = [
-        Series(name, cause_style(name), [(step.step, step.seconds.get(name, 0.0) * scale) for step in steps])
+        Series(name, style_of(name), [(step.step, step.seconds.get(name, 0.0) * scale) for step in steps])
         for name in names
     ]
     mean = {name: sum(step.seconds.get(name, 0.0) for step in steps) / len(steps) * scale for name in names}
-    words = [(cause_style(name), f"{name} {mean[name]:.3g}") for name in names]
+    words = [(style_of(name), f"{name} {mean[name]:.3g}") for name in names]
     chart = stacked_chart("Step time by cause", "step", unit, layers)
     return _figure("Step time by cause", chart, legend(words), "The legend gives the means.")
 
 
 def _memory(steps: Sequence[StepReport]) -> str:
-    tiers = _known_first(TIERS, (tier for step in steps for tier in step.memory_nbytes))
-    totals = {tier: [(step.step, sum(step.memory_nbytes.get(tier, {}).values())) for step in steps] for tier in tiers}
+    tiers = known_first(TIERS, (tier for step in steps for tier in step.tier_nbytes))
+    totals = {tier: [(step.step, step.tier_nbytes.get(tier, 0)) for step in steps] for tier in tiers}
     scale, unit = _bytes_unit(max((nbytes for points in totals.values() for _, nbytes in points), default=0))
-    series = [
-        Series(tier, tier_style(tier), [(step, nbytes / scale) for step, nbytes in totals[tier]]) for tier in tiers
-    ]
-    chart = line_chart("Bytes by tier at the end of each step", "step", unit, series, from_zero=True)
-    return _figure(
-        "Bytes by tier", chart, legend([(tier_style(tier), tier) for tier in tiers]), "When each step ended."
-    )
+    series = [Series(tier, style_of(tier), [(step, nbytes / scale) for step, nbytes in totals[tier]]) for tier in tiers]
+    chart = line_chart("Bytes by tier: the most in each step", "step", unit, series, from_zero=True)
+    return _figure("Bytes by tier", chart, legend([(style_of(tier), tier) for tier in tiers]), "The most in each step.")
 
 
 def _timeline(timeline: Timeline | None) -> str:
@@ -132,7 +126,7 @@ def _timeline(timeline: Timeline | None) -> str:
     for place, span in placed:
         start, end = (span.start_s - began_s) * scale, (span.end_s - began_s) * scale
         moved = f", {format_nbytes(span.nbytes)}" if span.nbytes else ""
-        style = cause_style(span.kind) if is_wait(span.kind) or span.lane == "compute" else lane_style(span.lane)
+        style = style_of(span.kind if is_wait(span.kind) or span.lane == DRIVER_LANE else span.lane)
         tip = f"{span.lane}: {span.name} ({span.kind}), {end - start:.3g} {unit}{moved}"
         bars.append(Bar(rows.index(place), start, end, style, span.name, tip))
     left_out = len(timeline.spans) - len(longest)
@@ -148,12 +142,12 @@ def _timeline(timeline: Timeline | None) -> str:
 
 def _plan(run: Run) -> str:
     planned, peak = run.report.planned_nbytes, run.report.peak_nbytes
-    tiers = _known_first(TIERS, (*planned, *peak))
+    tiers = known_first(TIERS, (*planned, *peak))
     scale, unit = _bytes_unit(max((*planned.values(), *peak.values()), default=0))
     pairs = {
         tier: [
             (source.get(tier, 0) / scale, style, f"{name} {format_nbytes(source.get(tier, 0))}")
-            for name, source, style in (("planned", planned, "planned"), ("peak", peak, tier_style(tier)))
+            for name, source, style in (("planned", planned, "planned"), ("peak", peak, style_of(tier)))
         ]
         for tier in tiers
     }
@@ -162,41 +156,17 @@ def _plan(run: Run) -> str:
 
 
 def _kinds_table(run: Run) -> str:
-    planned = run.header.planned_nbytes
-    most: dict[str, dict[str, int]] = {}
-    for step in run.steps:
-        for tier, kinds in step.memory_nbytes.items():
-            for kind, nbytes in kinds.items():
-                row = most.setdefault(tier, {})
-                row[kind] = max(row.get(kind, 0), nbytes)
+    planned, most = run.header.planned_nbytes, run.steps[-1].kind_nbytes if run.steps else {}
     rows = []
-    for tier in _known_first(TIERS, (*planned, *most)):
-        for kind in _known_first((), (*planned.get(tier, {}), *most.get(tier, {}))):
+    for tier in known_first(TIERS, (*planned, *most)):
+        for kind in known_first((), (*planned.get(tier, {}), *most.get(tier, {}))):
             cells = (source.get(tier, {}).get(kind) for source in (planned, most))
             numbers = "".join(f"<td>{'-' if cell is None else format_nbytes(cell)}</td>" for cell in cells)
             rows.append(f"<tr><th>{escape(tier)}</th><th>{escape(kind)}</th>{numbers}</tr>")
     if not rows:
         return ""
-    head = "<tr><th>tier</th><th>kind</th><td>planned</td><td>most at a step's end</td></tr>"
+    head = "<tr><th>tier</th><th>kind</th><td>planned</td><td>peak</td></tr>"
     return f"<table><thead>{head}</thead><tbody>{''.join(rows)}</tbody></table>"
-
-
-def cause_style(cause: str) -> str:
-    return f"c{CAUSES.index(cause)}" if cause in CAUSES else "c9"
-
-
-def lane_style(lane: str) -> str:
-    return f"l{LANES.index(lane)}" if lane in LANES else "c9"
-
-
-def tier_style(tier: str) -> str:
-    return f"t{TIERS.index(tier)}" if tier in TIERS else "c9"
-
-
-def _known_first(known: Sequence[str], found: Iterable[str]) -> list[str]:
-    """Those that were found, each once: the known ones in their order, then the others in theirs."""
-    names = dict.fromkeys(found)
-    return [name for name in known if name in names] + [name for name in names if name not in known]
 
 
 def _seconds_unit(largest_s: float) -> tuple[float, str]:

@@ -1,7 +1,49 @@
-"""The frame and the style of the report page. Colours are variables, given once for light and once for dark.
+"""The frame and the style of the report page; every colour is given for light and for dark."""
 
-c0 to c9: causes (forward, backward, step, the six waits, other). l1 to l5: lanes. t0 to t2: tiers.
-"""
+COLOURS = {
+    "forward": ("#2f6fb5", "#6aa5e0"),
+    "backward": ("#5b4fa8", "#a095ea"),
+    "step": ("#1f8a70", "#4fc0a2"),
+    "update": ("#5d8f2a", "#a3cf6a"),
+    "wait_param": ("#d9822b", "#f0a35a"),
+    "wait_update": ("#c23b4e", "#ee7485"),
+    "wait_grad": ("#a88a1a", "#d9c05a"),
+    "wait_state": ("#a3447f", "#d884b8"),
+    "wait_activation": ("#8a5a3c", "#c39270"),
+    "wait_lease": ("#d06a9a", "#f2a8c8"),
+    "other": ("#b4bdc4", "#66727b"),
+    "compute": ("#2f6fb5", "#6aa5e0"),
+    "gather": ("#2b8196", "#6cc0d6"),
+    "reduce": ("#7a5fb0", "#b9a2ee"),
+    "disk read": ("#4a8638", "#88c476"),
+    "disk write": ("#a8651f", "#e0a860"),
+    "device": ("#2f6fb5", "#6aa5e0"),
+    "host": ("#1f8a70", "#4fc0a2"),
+    "nvme": ("#d9822b", "#f0a35a"),
+    "planned": ("#b4bdc4", "#66727b"),
+}
+"""(light, dark) of causes, lanes and tiers. A cause has the colour of its lane where they share a name."""
+
+INKS = {
+    "ink": ("#1c2126", "#e6eaed"),
+    "soft": ("#5b6670", "#9aa7b1"),
+    "rule": ("#e1e5e8", "#323b42"),
+    "page": ("#f5f6f7", "#14181b"),
+    "card": ("#ffffff", "#1d2327"),
+    "inside": ("#ffffff", "#101416"),
+    "warn": ("#b3261e", "#ff8a80"),
+}
+"""(light, dark) of text and surfaces; `inside` is text on a coloured bar."""
+
+
+def style_of(name: str) -> str:
+    """The class that has the colour of a cause, lane or tier; that of `other` where it has none."""
+    return (name if name in COLOURS else "other").replace(" ", "-")
+
+
+def _variables(theme: int) -> str:
+    return " ".join(f"--{name.replace(' ', '-')}: {pair[theme]};" for name, pair in {**COLOURS, **INKS}.items())
+
 
 PAGE = """<!doctype html>
 <html lang="en">
@@ -19,28 +61,7 @@ PAGE = """<!doctype html>
 </html>
 """
 
-STYLE = """
-:root {
-  --ink: #1c2126; --soft: #5b6670; --rule: #e1e5e8; --page: #f5f6f7; --card: #fff; --inside: #fff; --warn: #b3261e;
-  --c0: #2f6fb5; --c1: #5b4fa8; --c2: #1f8a70; --c3: #d9822b; --c4: #c23b4e; --c5: #a88a1a; --c6: #a3447f;
-  --c7: #8a5a3c; --c8: #d06a9a; --c9: #b4bdc4; --l1: #2b8196; --l2: #7a5fb0; --l4: #4a8638; --l5: #a8651f;
-  --plain: #b4bdc4;
-}
-@media (prefers-color-scheme: dark) {
-  :root {
-    --ink: #e6eaed; --soft: #9aa7b1; --rule: #323b42; --page: #14181b; --card: #1d2327; --inside: #101416;
-    --warn: #ff8a80;
-    --c0: #6aa5e0; --c1: #a095ea; --c2: #4fc0a2; --c3: #f0a35a; --c4: #ee7485; --c5: #d9c05a; --c6: #d884b8;
-    --c7: #c39270; --c8: #f2a8c8; --c9: #66727b; --l1: #6cc0d6; --l2: #b9a2ee; --l4: #88c476; --l5: #e0a860;
-  --plain: #66727b;
-  }
-}
-.c0 { --it: var(--c0) } .c1 { --it: var(--c1) } .c2 { --it: var(--c2) } .c3 { --it: var(--c3) } .c4 { --it: var(--c4) }
-.c5 { --it: var(--c5) } .c6 { --it: var(--c6) } .c7 { --it: var(--c7) } .c8 { --it: var(--c8) } .c9 { --it: var(--c9) }
-.l0 { --it: var(--c0) } .l1 { --it: var(--l1) } .l2 { --it: var(--l2) } .l3 { --it: var(--c2) } .l4 { --it: var(--l4) }
-.l5 { --it: var(--l5) }
-.t0 { --it: var(--c0) } .t1 { --it: var(--c2) } .t2 { --it: var(--c3) }
-.planned { --it: var(--plain) }
+_RULES = """
 body { margin: 0 auto; max-width: 1500px; padding: 24px; background: var(--page); color: var(--ink);
   font: 15px/1.5 system-ui, sans-serif; overflow-wrap: anywhere }
 h1 { font-size: 22px; margin: 0 }
@@ -71,3 +92,9 @@ table { border-collapse: collapse; margin-top: 12px; font-size: 14px; font-varia
 th, td { padding: 3px 16px 3px 0; text-align: left; font-weight: 400; border-bottom: 1px solid var(--rule) }
 td { text-align: right } thead { color: var(--soft) }
 """
+
+STYLE = (
+    f":root {{ {_variables(0)} }}\n@media (prefers-color-scheme: dark) {{ :root {{ {_variables(1)} }} }}\n"
+    + "\n".join(f".{style_of(name)} {{ --it: var(--{style_of(name)}) }}" for name in COLOURS)
+    + _RULES
+)

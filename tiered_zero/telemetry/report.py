@@ -1,10 +1,10 @@
 """What a step and a run took: seconds by cause, bytes by link, and the resource that bound them.
 
 [Note: What is said of a step]
-Causes: `forward`, `backward`, `step` without their waits, each named wait, and `other` (what the loop around the
-engine took); they sum to the wall time. A lane's busy fraction is its busy seconds over the wall time; the busiest lane
-is what binds the step. The overlap fraction says where the wall time lies between all lanes one after the other (0) and
-the busiest lane alone (1).
+Causes: `forward`, `backward`, `step` without what follows, the driver's work for other lanes (`update`), each named
+wait, and `other` (what the loop around the engine took); they sum to the wall time. A lane's busy fraction is its busy
+seconds over the wall time; the busiest lane is what binds the step. The overlap fraction says where the wall time lies
+between all lanes one after the other (0) and the busiest lane alone (1).
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Any, TypeVar
 
 from tiered_zero.errors import StoreError
 from tiered_zero.telemetry.ledger import Ledger
-from tiered_zero.telemetry.spans import Totals
-
-DRIVER_LANE = "compute"
-"""The lane of the thread that runs the step; its spans are the causes."""
+from tiered_zero.telemetry.spans import LANES, WAIT_CAUSES, Totals
 
 OTHER = "other"
+CAUSES = ("forward", "backward", "step", "update", *WAIT_CAUSES, OTHER)
+"""In the order in which they are shown."""
+
 MAX_STEPS_KEPT = 1000
 """A longer run's typical step is taken from its last so many."""
 
@@ -61,8 +61,8 @@ class StepReport(JsonRecord):
 
     `loss`: mean over the micro-batches, unscaled; None where it is not known. `tokens`: of all micro-batches; 0 where
     the model does not read tokens. `grad_norm`: before clipping; None where it is not taken. `seconds`: by cause.
-    `link_nbytes`, `busy_s`: by lane. `memory_nbytes`: tier -> kind -> bytes when the step ended. `peak_nbytes`: by
-    tier, since the run began.
+    `link_nbytes`, `busy_s`: by lane. `tier_nbytes`: the most on each tier in this step. `peak_nbytes`: the most since
+    the run began. `kind_nbytes`: tier -> kind -> its own most since the run began.
     """
 
     step: int
@@ -75,8 +75,9 @@ class StepReport(JsonRecord):
     skipped: bool = False
     link_nbytes: dict[str, int] = field(default_factory=dict)
     busy_s: dict[str, float] = field(default_factory=dict)
-    memory_nbytes: dict[str, dict[str, int]] = field(default_factory=dict)
+    tier_nbytes: dict[str, int] = field(default_factory=dict)
     peak_nbytes: dict[str, int] = field(default_factory=dict)
+    kind_nbytes: dict[str, dict[str, int]] = field(default_factory=dict)
 
     @property
     def bytes_per_s(self) -> dict[str, float]:
@@ -103,19 +104,25 @@ def build_step_report(
     **facts: Any,
 ) -> StepReport:
     """`totals`: of the `wall_s` seconds that end now. `facts`: loss, tokens, grad_norm, ... of StepReport."""
-    seconds = {kind: spent for (lane, kind), spent in totals.seconds.items() if lane == DRIVER_LANE}
-    seconds[OTHER] = max(0.0, wall_s - sum(seconds.values()))
+    seconds = {**totals.causes, OTHER: max(0.0, wall_s - sum(totals.causes.values()))}
     kinds = ledger.by_kind() if ledger else {}
     return StepReport(
         step=step,
         wall_s=wall_s,
-        seconds=seconds,
+        seconds={cause: seconds[cause] for cause in known_first(CAUSES, seconds)},
         link_nbytes={lane: nbytes for lane, nbytes in totals.nbytes.items() if nbytes},
-        busy_s={lane: min(spent, wall_s) for lane, spent in totals.busy_s.items()},
-        memory_nbytes={tier: {kind: now for kind, (now, _) in row.items()} for tier, row in kinds.items()},
+        busy_s={lane: min(wall_s, totals.busy_s[lane]) for lane in known_first(LANES, totals.busy_s)},
+        tier_nbytes=ledger.take_recent_peaks() if ledger else {},
         peak_nbytes={tier: ledger.peak(tier) for tier in kinds} if ledger else {},
+        kind_nbytes={tier: {kind: peak for kind, (_, peak) in row.items()} for tier, row in kinds.items()},
         **facts,
     )
+
+
+def known_first(known: Sequence[str], found: Iterable[str]) -> list[str]:
+    """Those that were found, each once: the known ones in their order, then the others in theirs."""
+    names = dict.fromkeys(found)
+    return [name for name in known if name in names] + [name for name in names if name not in known]
 
 
 def verdict(busy_s: Mapping[str, float], wall_s: float) -> str:

@@ -6,12 +6,16 @@ import threading
 import time
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 WAIT_CAUSES = ("wait_param", "wait_update", "wait_grad", "wait_state", "wait_activation", "wait_lease")
 LANES = ("compute", "gather", "reduce", "update", "disk read", "disk write")
+
+
+DRIVER_LANE = "compute"
+"""The lane of the thread that runs the step."""
 
 
 def is_wait(kind: str) -> bool:
@@ -32,13 +36,15 @@ class Span:
 
 @dataclass(frozen=True)
 class Totals:
-    """Sums over a stretch of time, usually one step.
+    """Sums over a stretch of time, usually one step. See [Note: Lanes and kinds].
 
-    `seconds`: (lane, kind) -> the spans' own seconds, without those of spans inside them. `nbytes`: lane -> bytes that
-    arrived (what a wait is for is not counted). `busy_s`: lane -> seconds in which it worked. [Note: Lanes and kinds].
+    `seconds`: (lane, kind) -> the spans' own seconds, without those of spans inside them. `causes`: kind -> own seconds
+    of what the driver did or waited for, on whatever lane. `nbytes`: lane -> bytes that arrived (what a wait is for is
+    not counted). `busy_s`: lane -> seconds in which it worked.
     """
 
     seconds: dict[tuple[str, str], float] = field(default_factory=dict)
+    causes: dict[str, float] = field(default_factory=dict)
     nbytes: dict[str, int] = field(default_factory=dict)
     busy_s: dict[str, float] = field(default_factory=dict)
 
@@ -50,24 +56,28 @@ class Recorder:
         self.keep_spans = keep_spans
         self._lock = threading.Lock()
         self._spans: list[Span] = []
-        self._open: defaultdict[str, list[_Frame]] = defaultdict(list)
+        self._open: list[_Frame] = []
         self._start_anew()
 
     def _start_anew(self) -> None:
         self._seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
+        self._causes: defaultdict[str, float] = defaultdict(float)
         self._nbytes: defaultdict[str, int] = defaultdict(int)
-        self._busy: defaultdict[str, _Union] = defaultdict(_Union)
+        self._worked: defaultdict[str, _Union] = defaultdict(_Union)
+        self._idle_s: defaultdict[str, float] = defaultdict(float)
 
     @contextmanager
     def span(self, lane: str, kind: str, name: str = "", nbytes: int = 0) -> Iterator[None]:
         """Time a block; it ends even on error, and then counts no bytes.
 
-        `kind` is what totals are kept by ("forward", "wait_param", ...). One thread at a time is inside a lane's spans
-        (autograd's while main waits in backward), so that they nest.
+        `kind` is what totals are kept by ("forward", "wait_param", ...). One thread at a time is inside the spans of a
+        lane (autograd's while main waits in backward), so that they nest.
         """
-        frame = _Frame(time.perf_counter())
+        thread = threading.get_ident()
         with self._lock:
-            self._open[lane].append(frame)
+            outer = self._innermost(lambda frame: frame.thread == thread) or self._innermost_of(lane)
+            frame = _Frame(lane, time.perf_counter(), outer, thread)
+            self._open.append(frame)
         arrived = 0
         try:
             yield
@@ -75,48 +85,66 @@ class Recorder:
         finally:
             end_s = time.perf_counter()
             with self._lock:
-                self._open[lane].remove(frame)
-                self._add(lane, kind, name, frame, end_s, arrived)
+                self._open.remove(frame)
+                self._add(frame, kind, name, end_s, arrived)
 
     def add(self, lane: str, kind: str, name: str, start_s: float, end_s: float, nbytes: int = 0) -> None:
-        """Record what is over. `nbytes`: those that arrived."""
+        """Record what is over, whoever's work it was. `nbytes`: those that arrived."""
         with self._lock:
-            self._add(lane, kind, name, _Frame(start_s), end_s, nbytes)
-
-    def _add(self, lane: str, kind: str, name: str, frame: _Frame, end_s: float, nbytes: int) -> None:
-        seconds = end_s - frame.start_s
-        if outer := self._open[lane]:
-            outer[-1].inner_s += min(seconds, end_s - outer[-1].start_s)
-        self._seconds[lane, kind] += max(0.0, seconds - frame.inner_s)
-        if not is_wait(kind):
-            self._nbytes[lane] += nbytes
-        self._busy[lane].add(frame.start_s, end_s)
-        if self.keep_spans:
-            self._spans.append(Span(lane, name or kind, frame.start_s, end_s, nbytes, kind))
+            self._add(_Frame(lane, start_s, self._innermost_of(lane)), kind, name, end_s, nbytes)
 
     def take_totals(self) -> Totals:
         """Sums since the last call; starts anew."""
         with self._lock:
-            seconds, nbytes, unions = dict(self._seconds), dict(self._nbytes), self._busy
+            busy_s = {lane: max(0.0, union.seconds() - self._idle_s[lane]) for lane, union in self._worked.items()}
+            totals = Totals(dict(self._seconds), dict(self._causes), dict(self._nbytes), busy_s)
             self._start_anew()
-        waits: defaultdict[str, float] = defaultdict(float)
-        for (lane, kind), waited_s in seconds.items():
-            waits[lane] += waited_s if is_wait(kind) else 0.0
-        busy_s = {lane: max(0.0, union.seconds() - waits[lane]) for lane, union in unions.items()}
-        return Totals(seconds, nbytes, busy_s)
+        return totals
 
     def take_spans(self) -> list[Span]:
         with self._lock:
             spans, self._spans = self._spans, []
         return spans
 
+    def _innermost(self, matches: Callable[[_Frame], bool]) -> _Frame | None:
+        return next(filter(matches, reversed(self._open)), None)
 
-@dataclass(eq=False)
+    def _innermost_of(self, lane: str) -> _Frame | None:
+        return self._innermost(lambda frame: frame.lane == lane)
+
+    def _add(self, frame: _Frame, kind: str, name: str, end_s: float, nbytes: int) -> None:
+        lane, outer = frame.lane, frame.outer
+        if outer is not None:
+            inside_s = max(0.0, end_s - max(frame.start_s, outer.start_s))
+            outer.inner_s += inside_s
+            if outer.lane != lane:
+                self._idle_s[outer.lane] += inside_s
+        own_s = max(0.0, end_s - frame.start_s - frame.inner_s)
+        self._seconds[lane, kind] += own_s
+        if frame.on_driver:
+            self._causes[kind] += own_s
+        self._worked[lane].add(frame.start_s, end_s)
+        if is_wait(kind):
+            self._idle_s[lane] += own_s
+        else:
+            self._nbytes[lane] += nbytes
+        if self.keep_spans:
+            self._spans.append(Span(lane, name or kind, frame.start_s, end_s, nbytes, kind))
+
+
+@dataclass(eq=False, slots=True)
 class _Frame:
-    """A span that is still open: what the spans inside it have taken."""
+    """A span that is still open. `outer`: the one around it. `inner_s`: what the spans inside it have taken."""
 
+    lane: str
     start_s: float
+    outer: _Frame | None
+    thread: int = 0
     inner_s: float = 0.0
+
+    @property
+    def on_driver(self) -> bool:
+        return self.outer.on_driver if self.outer else self.lane == DRIVER_LANE
 
 
 class _Union:

@@ -82,7 +82,9 @@ class TraceWriter:
         self._write([_about("process_name", 0, name="tiered_zero"), _about("process_labels", 0, labels=labels)])
 
     def write(self, spans: Iterable[Span]) -> None:
-        """Flushed when it returns, so that these spans survive a kill."""
+        """Flushed when it returns, so that these spans survive a kill. Nothing once it is closed."""
+        if self._file.closed:
+            return
         events: list[dict[str, Any]] = []
         for span in by_start(spans):
             name, row = self._layout.place(span)

@@ -15,7 +15,8 @@ from tiered_zero.hardware.accelerator import Accelerator, Event
 from tiered_zero.hardware.staging import Lease, StagingPool
 from tiered_zero.io.engine import Ticket
 from tiered_zero.sizes import PAGE_NBYTES, align_up
-from tiered_zero.store.swap_store import Record, SwapStore
+from tiered_zero.store.manifest import Record
+from tiered_zero.store.swap_store import SwapStore
 from tiered_zero.telemetry.spans import Recorder
 from tiered_zero.tiers.tier import HostBuffer, Slot, Tier, as_bytes
 
@@ -87,7 +88,8 @@ class NvmeTier(Tier):
         """One job on the gather lane carries all chunks, each at most one staging buffer: disk -> buffer -> device.
 
         Chunks whose buffer is free are read at once; the job takes buffers for the others. While a job with such chunks
-        is queued, later fetches take no buffer either, so a buffer is only ever waited for behind jobs ahead on the lane.
+        is queued, later fetches take no buffer either, so a buffer is only ever waited for behind jobs ahead on the
+        lane.
         """
         target = as_bytes(out)
         record = self._records[slot.name]

@@ -12,7 +12,9 @@ from tiered_zero.hardware.accelerator import Event
 
 
 class HostBuffer(Protocol):
-    """Page-aligned host memory: an arena slot or a staging lease. `tensor` [nbytes] uint8 and `memory` are the same bytes."""
+    """Page-aligned host memory: an arena slot or a staging lease. `tensor` [nbytes] uint8 and `memory` are the same
+    bytes.
+    """
 
     @property
     def tensor(self) -> torch.Tensor: ...
@@ -30,7 +32,8 @@ class Slot:
 
 
 class Tier(ABC):
-    """A place where bytes rest. Offsets and lengths are bytes, whole pages. Calls come from the driver or the update thread.
+    """A place where bytes rest. Offsets and lengths are bytes, whole pages. Calls come from the driver or the update
+    thread.
 
     An event's error is a TransferError or CorruptionError; it raises where the event is waited for.
     """

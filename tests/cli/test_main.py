@@ -1,0 +1,95 @@
+"""The group: a missing command breaks nothing, and errors have their exit codes."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import subprocess
+import sys
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from tiered_zero.cli import main as group
+from tiered_zero.cli.main import COMMANDS, Command, main
+from tiered_zero.errors import PlanError
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
+    """Registers a function as the command `probe`."""
+
+    def register(function) -> None:  # type: ignore[no-untyped-def]
+        monkeypatch.setattr(group, "probe", click.command("probe")(function), raising=False)
+        monkeypatch.setitem(COMMANDS, "probe", Command("tiered_zero.cli.main:probe", "Probe."))
+
+    return register
+
+
+def test_help_lists_every_command_and_imports_none() -> None:
+    code = "import sys; from tiered_zero.cli.main import main; main(['--help'], standalone_mode=False); "
+    code += (
+        f"print([name for name in sys.modules if name in {[c.target.partition(':')[0] for c in COMMANDS.values()]}])"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    for name, registered in COMMANDS.items():
+        assert f"  {name} " in shown and registered.summary in shown
+    assert shown.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_can_be_loaded(name: str) -> None:
+    result = CliRunner().invoke(main, [name, "--help"])
+    assert result.exit_code == 0, result.output
+    module, _, attribute = COMMANDS[name].target.partition(":")
+    assert getattr(importlib.import_module(module), attribute).name == name
+
+
+def test_a_command_that_cannot_be_loaded_breaks_only_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(COMMANDS, "absent", Command("tiered_zero.cli.absent:absent", "Is not there."))
+    assert CliRunner().invoke(main, ["--help"]).exit_code == 0
+    result = CliRunner().invoke(main, ["absent"])
+    assert result.exit_code == 1
+    assert "absent cannot run here: No module named 'tiered_zero.cli.absent'" in result.stderr
+
+
+def test_an_error_of_ours_is_one_message(command) -> None:  # type: ignore[no-untyped-def]
+    def fail() -> None:
+        raise PlanError("The plan needs 41.2 GiB; 32.0 GiB is allowed.")
+
+    command(fail)
+    result = CliRunner().invoke(main, ["probe"])
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr == "Error: The plan needs 41.2 GiB; 32.0 GiB is allowed.\n"
+
+
+def test_an_error_of_another_family_is_not_hidden(command) -> None:  # type: ignore[no-untyped-def]
+    command(lambda: 1 / 0)
+    assert isinstance(CliRunner().invoke(main, ["probe"]).exception, ZeroDivisionError)
+
+
+def test_ctrl_c_is_130(command) -> None:  # type: ignore[no-untyped-def]
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    command(interrupted)
+    result = CliRunner().invoke(main, ["probe"])
+    assert (result.exit_code, result.stdout, result.stderr) == (130, "", "Interrupted.\n")
+
+
+def test_wrong_usage_is_2() -> None:
+    result = CliRunner().invoke(main, ["trian"])
+    assert result.exit_code == 2 and "No such command 'trian'" in result.stderr
+
+
+def test_log_lines_go_to_stderr_once_each(command) -> None:  # type: ignore[no-untyped-def]
+    def log() -> None:
+        logging.getLogger("tiered_zero").info("taken [as it is] %d", 1)
+        logging.getLogger("tiered_zero").warning("watch out")
+        logging.getLogger("tiered_zero").debug("too much")
+
+    command(log)
+    for _ in range(2):
+        result = CliRunner().invoke(main, ["probe"])
+        assert (result.stdout, result.stderr) == ("", "taken [as it is] 1\nwarning: watch out\n")

@@ -1,0 +1,84 @@
+"""`tiered-zero plan CONFIG`: the plan as a table and as JSON, and whether it fits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+from click.testing import CliRunner
+
+from tiered_zero.cli.main import main
+from tiered_zero.cli.options import DEMO_MODEL
+from tiered_zero.cli.tables import plan_table
+from tiered_zero.demo.gpt import num_parameters
+from tiered_zero.plan.planner import Plan, PlanRow
+
+CONFIG = str(Path(__file__).parents[2] / "configs" / "gpt_nvme.json")
+
+
+def plan_json(*options: str) -> tuple[int, dict[str, Any]]:
+    result = CliRunner().invoke(main, ["plan", *options, "--json"])
+    return result.exit_code, json.loads(result.stdout)
+
+
+def state_nbytes(values: dict[str, Any]) -> int:
+    return sum(row["nbytes"] for row in values["rows"] if row["kind"] == "state")
+
+
+def test_the_demo_fits_and_its_state_is_master_weights_and_two_moments() -> None:
+    code, values = plan_json(CONFIG)
+    assert (code, values["problem"]) == (0, None)
+    assert values["num_parameters"] == num_parameters(DEMO_MODEL)
+    exact = 12 * num_parameters(DEMO_MODEL)
+    assert exact <= state_nbytes(values) <= 1.01 * exact
+    assert {row["tier"] for row in values["rows"] if row["kind"] == "state"} == {"nvme"}
+
+
+def test_seven_billion_parameters_are_planned_without_memory_for_them() -> None:
+    code, values = plan_json(CONFIG, "--params", "7e9")
+    assert values["num_parameters"] == pytest.approx(7e9, rel=0.02)
+    assert state_nbytes(values) == pytest.approx(12 * values["num_parameters"], rel=0.01)
+    assert code == 1 and "device memory; 16.0 MiB is allowed" in values["problem"]
+
+
+def test_what_does_not_fit_is_shown_and_said() -> None:
+    result = CliRunner().invoke(main, ["plan", CONFIG, "--model", "gpt:layers=1,hidden=4096"])
+    assert result.exit_code == 1
+    assert "master weights and optimizer state" in result.stdout
+    errors = [line for line in result.stderr.splitlines() if line.startswith("Error: ")]
+    assert len(errors) == 1 and "MiB of device memory" in errors[0]
+
+
+def test_tiers_come_fastest_first_with_their_sums_and_limits() -> None:
+    rows = (
+        PlanRow("nvme", "state", 3 << 30, "state"),
+        PlanRow("device", "window", 1 << 20, "window"),
+        PlanRow("device", "param", 1 << 10, "resident"),
+    )
+    plan = Mock(spec=Plan, rows=rows, limits={"device": (2 << 20, "a setting")})
+    plan.nbytes = lambda tier: sum(row.nbytes for row in rows if row.tier == tier)
+    cells = list(zip(*(column.cells for column in plan_table(plan).columns), strict=True))
+    assert cells == [
+        ("device", "window", "1.0 MiB"),
+        ("device", "resident", "1.0 KiB"),
+        ("device", "in all, of 2.0 MiB (a setting)", "1.0 MiB"),
+        ("nvme", "state", "3.0 GiB"),
+        ("nvme", "in all", "3.0 GiB"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--model", "gpt", "--params", "1e9"], "not both"),
+        (["--params", "7"], "at least 1e6 parameters"),
+        (["--params", "many"], "not a valid float"),
+        (["--model", "gpt:layer=2"], "no setting 'layer'"),
+    ],
+)
+def test_wrong_options_are_usage_errors(options: list[str], message: str) -> None:
+    result = CliRunner().invoke(main, ["plan", CONFIG, *options])
+    assert result.exit_code == 2 and message in result.stderr

@@ -1,0 +1,47 @@
+"""The table at the end of a run has every number of its report."""
+
+from __future__ import annotations
+
+from rich.console import Console
+
+from tiered_zero.cli.tables import run_tables
+from tiered_zero.telemetry.report import RunTotals, StepReport
+
+
+def show(totals: RunTotals) -> str:
+    console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    with console.file:
+        console.print(run_tables(totals.report()))
+    return console.export_text()
+
+
+def test_every_number_is_there() -> None:
+    totals = RunTotals({"nvme": 1 << 30, "device": 1 << 20})
+    for step in range(1, 5):
+        totals.add(
+            StepReport(
+                step,
+                2.0,
+                {"forward": 0.5, "wait_state": 1.2, "other": 0.3},
+                loss=6.0 - step,
+                tokens=1000,
+                skipped=step == 2,
+                link_nbytes={"disk read": 1 << 20},
+                busy_s={"compute": 0.8, "disk read": 1.0},
+                peak_nbytes={"device": 1 << 19, "nvme": 1 << 30},
+            )
+        )
+    text = show(totals)
+    rows = [row.strip("│").replace("│", " ").split() for row in text.splitlines() if "│" in row]
+    assert ["device", "1.0", "MiB", "512.0", "KiB"] in rows
+    assert ["nvme", "1.0", "GiB", "1.0", "GiB"] in rows
+    assert ["wait_state", "1.200", "60%"] in rows
+    assert ["wall", "time", "2.000"] in rows
+    assert ["disk", "read", "4.0", "MiB", "1.0", "MiB/s", "50%"] in rows
+    assert ["compute", "-", "-", "40%"] in rows
+    assert "4 steps (1 skipped) in 8.0 s, 500 tokens/s, loss 5.000 -> 2.000" in text
+    assert "bound by: disk read (50% busy); overlap 0%" in text
+
+
+def test_a_run_without_steps_has_a_table() -> None:
+    assert "0 steps in 0.0 s" in show(RunTotals())

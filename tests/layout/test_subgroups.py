@@ -1,0 +1,111 @@
+"""Sub-groups: the pieces tile every stepped parameter exactly, and every cut can be written by every tier."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.fakes.units import make_unit
+from tiered_zero.layout.flat import CUT_NUMEL, Unit
+from tiered_zero.layout.subgroups import cut_subgroups
+from tiered_zero.sizes import PAGE_NBYTES
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> tuple[list[Unit], dict[str, int]]:
+    """Units of one to four parameters, some frozen; parameters in one of three groups or in none."""
+    units, group_of = [], {}
+    for index in range(draw(st.integers(1, 6))):
+        numels = draw(st.lists(st.integers(0, 9000), min_size=1, max_size=4).filter(any))
+        dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+        unit = make_unit(index, numels, dtype, trainable=draw(st.booleans()))
+        units.append(unit)
+        for entry in unit.entries:
+            group = draw(st.sampled_from([0, 1, 2, None]))
+            if group is not None:
+                group_of[entry.param.name] = group
+    return units, group_of
+
+
+@given(layout=layouts(), size_numel=st.integers(1, 30_000), elementwise=st.booleans())
+def test_pieces_tile_every_stepped_parameter_once(
+    layout: tuple[list[Unit], dict[str, int]], size_numel: int, elementwise: bool
+) -> None:
+    units, group_of = layout
+    found: dict[str, list[tuple[int, int]]] = {}
+    for subgroup in cut_subgroups(units, group_of, size_numel, elementwise):
+        for piece in subgroup.pieces:
+            assert piece.group == group_of[piece.param.name]
+            assert 0 <= piece.start < piece.stop <= subgroup.numel
+            found.setdefault(piece.param.name, []).append((piece.param_start, piece.param_start + piece.numel))
+    stepped = {
+        entry.param.name: entry.param.numel
+        for unit in units
+        if unit.trainable
+        for entry in unit.entries
+        if entry.param.name in group_of and entry.param.numel
+    }
+    assert found.keys() == stepped.keys()
+    for name, parts in found.items():
+        assert [start for start, _ in parts] == [0, *(stop for _, stop in parts[:-1])], "in order, no gap, no overlap"
+        assert parts[-1][1] == stepped[name]
+        assert elementwise or len(parts) == 1, "a rule that needs whole parameters gets them whole"
+
+
+@given(layout=layouts(), size_numel=st.integers(1, 30_000), elementwise=st.booleans())
+def test_segments_tile_the_units_and_cuts_are_pages_in_any_dtype(
+    layout: tuple[list[Unit], dict[str, int]], size_numel: int, elementwise: bool
+) -> None:
+    units, group_of = layout
+    subgroups = cut_subgroups(units, group_of, size_numel, elementwise)
+    assert [subgroup.index for subgroup in subgroups] == list(range(len(subgroups)))
+    covered: dict[int, int] = {}
+    order = []
+    for subgroup in subgroups:
+        position = 0
+        for segment in subgroup.segments:
+            assert segment.start == position
+            assert segment.unit_start == covered.get(segment.unit.index, 0)
+            for nbytes in (segment.unit_start, segment.start, segment.numel):
+                assert nbytes * 2 % PAGE_NBYTES == 0, "a page in 16 bit, so in every trainable dtype"
+            position = segment.stop
+            covered[segment.unit.index] = segment.unit_start + segment.numel
+            order.append(segment.unit.index)
+        assert subgroup.numel == position
+        assert [piece.index for piece in subgroup.pieces] == list(range(len(subgroup.pieces)))
+    wanted = [u for u in units if u.trainable and any(entry.param.name in group_of for entry in u.entries)]
+    assert covered == {unit.index: unit.numel for unit in wanted}
+    assert order == sorted(order), "in the order of the units"
+
+
+@given(layout=layouts(), size_numel=st.integers(1, 30_000))
+def test_sizes_are_kept(layout: tuple[list[Unit], dict[str, int]], size_numel: int) -> None:
+    units, group_of = layout
+    limit = -(-size_numel // CUT_NUMEL) * CUT_NUMEL
+    cut = cut_subgroups(units, group_of, size_numel, elementwise=True)
+    assert all(subgroup.numel == limit for subgroup in cut[:-1]), (
+        "an elementwise rule fills every sub-group but the last"
+    )
+    assert all(subgroup.numel <= limit for subgroup in cut)
+    for subgroup in cut_subgroups(units, group_of, size_numel, elementwise=False):
+        assert subgroup.numel <= limit or len(subgroup.segments) == 1, "only a unit that is larger stands alone"
+
+
+def test_piece_starts_match_the_flat() -> None:
+    """Element k of a parameter is where the unit's flat has it, seen through segment and piece alike."""
+    unit = make_unit(0, [3000, 5000, 100])
+    starts = {entry.param.name: entry.start for entry in unit.entries}
+    for subgroup in cut_subgroups([unit], dict.fromkeys(starts, 0), CUT_NUMEL, elementwise=True):
+        for segment in subgroup.segments:
+            for piece in segment.pieces:
+                in_unit = segment.unit_start + piece.start - segment.start
+                assert in_unit == starts[piece.param.name] + piece.param_start
+
+
+@pytest.mark.parametrize("elementwise", [True, False])
+def test_nothing_to_step_gives_no_subgroups(elementwise: bool) -> None:
+    assert cut_subgroups([], {}, 1000, elementwise) == []
+    assert cut_subgroups([make_unit(0, [10])], {}, 1000, elementwise) == []
+    assert cut_subgroups([make_unit(0, [10], trainable=False)], {"u0.p0": 0}, 1000, elementwise) == []

@@ -1,0 +1,181 @@
+"""Units of module trees: every parameter in exactly one, in the order of use, of one kind each."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from tiered_zero.errors import ModelError
+from tiered_zero.layout.flat import Unit
+from tiered_zero.layout.units import UnitRules, find_units, list_params
+
+
+def units_of(model: nn.Module, **rules: object) -> list[Unit]:
+    rules_ = UnitRules(**rules)  # type: ignore[arg-type]
+    return find_units(model, list_params(model, rules_.cast), rules_)
+
+
+def names_of(units: list[Unit]) -> list[list[str]]:
+    return [[entry.param.name for entry in unit.entries] for unit in units]
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+
+class Stack(nn.Module):
+    def __init__(self, depth: int = 6, width: int = 16) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(32, width)
+        self.blocks = nn.ModuleList([Block(width) for _ in range(depth)])
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, 32, bias=False)
+
+
+def test_a_block_is_a_unit() -> None:
+    units = units_of(Stack())
+    assert [unit.module for unit in units] == ["embed", *(f"blocks.{i}" for i in range(6)), "norm", "head"]
+    assert names_of(units)[1] == [f"blocks.0.{n}" for n in ("norm.weight", "norm.bias", "up.weight", "up.bias", "down.weight", "down.bias")]  # fmt: skip
+    assert [unit.index for unit in units] == list(range(9))
+
+
+def test_a_tied_parameter_moves_once_and_knows_its_names() -> None:
+    model = Stack()
+    model.head.weight = model.embed.weight
+    specs = list_params(model, lambda dtype: dtype)
+    assert len(specs) == len(list(model.parameters()))
+    assert specs[model.embed.weight].name == "embed.weight"
+    assert specs[model.embed.weight].aliases == ("head.weight",)
+    units = find_units(model, specs, UnitRules())
+    assert sum(names_of(units), []).count("embed.weight") == 1
+    assert "head.weight" not in sum(names_of(units), [])
+
+
+def test_a_model_without_parameters_is_refused() -> None:
+    with pytest.raises(ModelError, match="no parameters"):
+        list_params(nn.ReLU(), lambda dtype: dtype)
+
+
+def test_kinds_are_kept_apart() -> None:
+    block = Block()
+    block.up.weight.requires_grad_(False)
+    block.down.weight = nn.Parameter(block.down.weight.to(torch.bfloat16))
+    block.register_parameter("table", nn.Parameter(torch.zeros(9, dtype=torch.uint8), requires_grad=False))
+    units = units_of(block, size_cap_numel=10**9)
+    assert {(unit.dtype, unit.trainable) for unit in units} == {
+        (torch.float32, True),
+        (torch.float32, False),
+        (torch.bfloat16, True),
+        (torch.uint8, False),
+    }
+    assert len({unit.name for unit in units}) == len(units) == 4
+
+
+def test_the_cast_is_the_dtype_on_the_device() -> None:
+    units = units_of(Stack(), cast=lambda dtype: torch.bfloat16 if dtype.is_floating_point else dtype)
+    assert {unit.dtype for unit in units} == {torch.bfloat16}
+
+
+def test_small_parameters_persist_up_to_their_total() -> None:
+    model = Stack(depth=2)
+    persistent = [unit for unit in units_of(model, persistence_numel=16) if unit.persistent]
+    kept = {entry.param.name for unit in persistent for entry in unit.entries}
+    assert kept == {name for name, param in model.named_parameters() if param.numel() <= 16}
+    capped = [unit for unit in units_of(model, persistence_numel=16, max_persistent_numel=40) if unit.persistent]
+    assert sum(entry.param.numel for unit in capped for entry in unit.entries) == 32, "two of 16, a third would pass 40"
+    assert not any(unit.persistent for unit in units_of(model, persistence_numel=0))
+
+
+@pytest.mark.parametrize("cap", [1, 1000, 10**9])
+def test_the_cap_descends_only_while_it_must(cap: int) -> None:
+    model = Stack()
+    for unit in units_of(model, size_cap_numel=cap):
+        module = model.get_submodule(unit.module)
+        numel = sum(entry.param.numel for entry in unit.entries)
+        assert numel <= cap or not list(module.children()), "a unit over the cap is a leaf, which cannot be cut"
+
+
+def test_containers_are_walked_and_mixtures_of_experts_reach_their_experts() -> None:
+    class Moe(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate = nn.Linear(8, 4)
+            self.experts = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)) for _ in range(4)])
+
+    model = nn.Module()
+    model.layers = nn.ModuleList([Moe(), Moe()])
+    units = units_of(model, size_cap_numel=10**9)
+    modules = {unit.module for unit in units}
+    assert {f"layers.{i}.gate" for i in range(2)} <= modules
+    experts = {module for module in modules if ".experts." in module}
+    assert {module.split(".experts.")[0] + module.split(".experts.")[1][0] for module in experts} == {
+        f"layers.{i}{k}" for i in range(2) for k in range(4)
+    }, "each expert moves by itself"
+
+
+def test_parameters_of_a_descended_module_are_its_own_unit() -> None:
+    model = Stack()
+    model.scale = nn.Parameter(torch.ones(()))
+    units = units_of(model)
+    assert names_of(units)[0] == ["scale"]
+    assert units[0].module == ""
+
+
+def test_empty_and_scalar_parameters() -> None:
+    model = nn.Module()
+    model.empty = nn.Parameter(torch.empty(0, 3))
+    model.scalar = nn.Parameter(torch.tensor(2.0))
+    (unit,) = units_of(model, persistence_numel=0)
+    assert names_of([unit]) == [["empty", "scalar"]]
+    only_empty = nn.Module()
+    only_empty.empty = nn.Parameter(torch.empty(0))
+    assert units_of(only_empty) == [], "nothing to move"
+
+
+@st.composite
+def trees(draw: st.DrawFn, depth: int = 3) -> nn.Module:
+    module: nn.Module = draw(st.sampled_from([nn.Module, nn.ModuleList, nn.Sequential]))()
+    for k in range(draw(st.integers(0, 3))):
+        shape = draw(st.sampled_from([(), (0,), (3,), (5, 7), (40, 50)]))
+        dtype = draw(st.sampled_from([torch.float32, torch.bfloat16]))
+        module.register_parameter(f"p{k}", nn.Parameter(torch.zeros(shape, dtype=dtype), draw(st.booleans())))
+    for k in range(draw(st.integers(0, 3)) if depth else 0):
+        module.add_module(str(k), draw(trees(depth=depth - 1)))
+    return module
+
+
+@given(
+    model=trees(),
+    cap=st.one_of(st.none(), st.integers(1, 5000)),
+    persistence=st.integers(0, 50),
+    tie=st.booleans(),
+    world_size=st.integers(1, 4),
+)
+def test_any_tree_is_partitioned(
+    model: nn.Module, cap: int | None, persistence: int, tie: bool, world_size: int
+) -> None:
+    owners = [m for m in model.modules() if m._parameters]
+    if not owners:
+        return
+    if tie and len(owners) > 1:
+        owners[-1].register_parameter("tied", next(iter(owners[0]._parameters.values())))
+    specs = list_params(model, lambda dtype: dtype)
+    units = find_units(model, specs, UnitRules(cap, persistence, world_size=world_size))
+    placed = [entry.param for unit in units for entry in unit.entries]
+    assert len({spec.index for spec in placed}) == len(placed), "nobody twice"
+    assert {spec.index for spec in specs.values() if spec.numel} <= {spec.index for spec in placed}, "nobody left out"
+    for unit in units:
+        module = model.get_submodule(unit.module)
+        own = {id(param) for param in module.parameters()}
+        for entry in unit.entries:
+            assert (entry.param.dtype, entry.param.trainable) == (unit.dtype, unit.trainable)
+            assert unit.persistent == (0 < entry.param.numel <= persistence)
+            assert id(next(p for p, spec in specs.items() if spec is entry.param)) in own
+    assert units == find_units(model, specs, UnitRules(cap, persistence, world_size=world_size)), "the same every time"

@@ -1,0 +1,286 @@
+"""The plan's arithmetic, row by row against formulas written down here, and what it refuses."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.fakes.units import make_unit
+from tiered_zero.errors import ConfigError, PlanError
+from tiered_zero.layout.flat import Unit
+from tiered_zero.plan.planner import (
+    MAX_AUTO_STAGING_NBYTES,
+    NUM_PARAM_STAGING,
+    NUM_STATE_STAGING,
+    Plan,
+    SubGroupNeed,
+    Wishes,
+    make_plan,
+    place_params,
+)
+from tiered_zero.sizes import MIB, PAGE_NBYTES, format_nbytes
+
+TIERS = ("device", "host", "nvme")
+K = 8192
+"""Elements: whole pages in every dtype here, so that units have no padding but what is written down."""
+
+
+def some_units(dtype: torch.dtype = torch.bfloat16) -> list[Unit]:
+    """[4K] [10K] [6K] [2K, persistent] [3K, frozen] elements."""
+    return [
+        make_unit(0, [4 * K], dtype),
+        make_unit(1, [7 * K, 3 * K], dtype),
+        make_unit(2, [6 * K], dtype),
+        make_unit(3, [2 * K], dtype, persistent=True),
+        make_unit(4, [3 * K], dtype, trainable=False),
+    ]
+
+
+def wishes(param_tier: str = "host", optimizer_tier: str = "host", **changes: object) -> Wishes:
+    return replace(Wishes(param_tier, optimizer_tier, {}), **changes)  # type: ignore[arg-type]
+
+
+def rows(plan: Plan) -> dict[tuple[str, str], int]:
+    assert len({(row.tier, row.kind) for row in plan.rows}) == len(plan.rows), "one row a tier and kind"
+    return {(row.tier, row.kind): row.nbytes for row in plan.rows}
+
+
+NEEDS = [SubGroupNeed(40 * PAGE_NBYTES, 8 * PAGE_NBYTES), SubGroupNeed(24 * PAGE_NBYTES, 2 * PAGE_NBYTES)]
+
+
+@pytest.mark.parametrize(("param_tier", "optimizer_tier", "sums"), [*itertools.product(TIERS, TIERS, [False, True])])
+def test_every_row_of_every_placement(param_tier: str, optimizer_tier: str, sums: bool) -> None:
+    plan = make_plan(some_units(), NEEDS, wishes(param_tier, optimizer_tier, sums_gradients=sums))
+    state = 64 * PAGE_NBYTES
+    gradient_tier = "device" if optimizer_tier == "device" else "host"
+    expected = {
+        (optimizer_tier, "state"): state,
+        (gradient_tier, "gradient"): 22 * K * (4 if sums else 2),
+        ("device", "param"): 2 * 25 * K if param_tier == "device" else 2 * 2 * K,
+    }
+    if param_tier != "device":
+        expected["device", "param_window"] = 2 * (10 + 6 + 4) * K  # the largest in use, two more beside it
+        expected[param_tier, "param"] = 2 * 23 * K
+    if param_tier == "nvme":
+        expected["host", "staging_param"] = NUM_PARAM_STAGING * 2 * 10 * K
+    if gradient_tier == "host":
+        expected["device", "gradient_in_flight"] = 2 * 10 * K
+        expected["host", "staging_gradient"] = 2 * 7 * K
+    staged = 8 * PAGE_NBYTES + (40 * PAGE_NBYTES if optimizer_tier == "nvme" else 0)
+    expected["host", "staging_state"] = min(len(NEEDS), NUM_STATE_STAGING) * staged
+    assert rows(plan) == expected
+    for tier in TIERS:
+        assert plan.nbytes(tier) == sum(nbytes for (where, _), nbytes in expected.items() if where == tier)
+    assert plan.gradient_tier == gradient_tier
+    assert {unit.index: plan.param_tiers[unit.index] for unit in some_units()} == {
+        0: param_tier, 1: param_tier, 2: param_tier, 3: "device", 4: param_tier
+    }  # fmt: skip
+
+
+def test_updates_in_place_need_no_staging() -> None:
+    needs = [SubGroupNeed(PAGE_NBYTES, 0)]
+    assert "staging_state" not in {row.kind for row in make_plan(some_units(), needs, wishes()).rows}
+    plan = make_plan(some_units(), needs, wishes(optimizer_tier="nvme"))
+    assert plan.state_staging == (PAGE_NBYTES, 1), "one sub-group never needs two buffers"
+
+
+@pytest.mark.parametrize("count", [1, 2, 7])
+def test_buffer_counts_of_the_user_are_honoured(count: int) -> None:
+    needs = [SubGroupNeed(PAGE_NBYTES, 0)] * 5
+    plan = make_plan(some_units(), needs, wishes("nvme", "nvme", num_param_staging=count, num_state_staging=count))
+    assert plan.param_staging[1] == count
+    assert plan.state_staging[1] == min(count, 5)
+
+
+def test_large_units_are_carried_in_chunks() -> None:
+    big = make_unit(0, [40 * MIB], torch.bfloat16)
+    assert make_plan([big], [], wishes("nvme")).param_staging == (MAX_AUTO_STAGING_NBYTES, NUM_PARAM_STAGING)
+    assert make_plan([big], [], wishes("host")).param_staging == (0, 0)
+
+
+def test_a_buffer_smaller_than_a_parameter_is_refused_with_the_least_size() -> None:
+    with pytest.raises(
+        ConfigError, match=rf"buffer_size: {7 * K - 1} elements.*u1\.p0 has {7 * K}\. .*at least {7 * K}"
+    ):
+        make_plan(some_units(), [], wishes("nvme", staging_numel=7 * K - 1))
+    nbytes, _ = make_plan(some_units(), [], wishes("nvme", staging_numel=7 * K)).param_staging
+    assert nbytes == 2 * 7 * K, "as the user said, though the unit is larger"
+    nbytes, _ = make_plan(some_units(), [], wishes("nvme", staging_numel=100 * K)).param_staging
+    assert nbytes == 2 * 10 * K, "never more than the largest unit"
+    make_plan(some_units(), [], wishes("host", staging_numel=1))  # without effect where nothing is staged
+
+
+# -- the window --------------------------------------------------------------------------------------------------------
+
+
+def window(plan: Plan) -> int:
+    return plan.nbytes("device", "param_window")
+
+
+def test_the_window_shrinks_to_the_device_limit_but_not_below_the_unit_in_use() -> None:
+    units = some_units()
+    fixed = 2 * 2 * K + 2 * 10 * K  # persistent, gradients in flight
+    for room in (100 * K, 40 * K, 39 * K, 25 * K, 20 * K):
+        plan = make_plan(units, NEEDS, wishes(limits={"device": (fixed + room, "a test")}))
+        assert window(plan) == min(2 * 20 * K, room)
+        plan.check()
+    plan = make_plan(units, NEEDS, wishes(limits={"device": (fixed + 20 * K - 1, "a test")}))
+    assert window(plan) == 2 * 10 * K
+    with pytest.raises(PlanError):
+        plan.check()
+
+
+def test_max_live_parameters_caps_the_window() -> None:
+    assert window(make_plan(some_units(), [], wishes(max_live_numel=12 * K))) == 2 * 12 * K
+    assert window(make_plan(some_units(), [], wishes(max_live_numel=0))) == 2 * 10 * K, "0: the unit in use only"
+    with pytest.raises(
+        ConfigError, match=rf"stage3_max_live_parameters: {10 * K - 1} .*{10 * K} are needed at once \(u1\)"
+    ):
+        make_plan(some_units(), [], wishes(max_live_numel=10 * K - 1))
+
+
+def test_a_module_inside_a_module_is_in_use_with_it() -> None:
+    units = [
+        make_unit(0, [K], module=""),
+        make_unit(1, [2 * K], module="a"),
+        make_unit(2, [3 * K], module="a.b"),
+        make_unit(3, [4 * K], module="ab"),  # no relative of "a"
+    ]
+    with pytest.raises(ConfigError, match=rf"{6 * K} are needed"):
+        make_plan(units, [], wishes(max_live_numel=6 * K - 1))
+    assert window(make_plan(units, [], wishes(max_live_numel=6 * K))) == 4 * 6 * K
+    assert window(make_plan(units, [], wishes())) == 4 * 10 * K
+
+
+# -- host memory for parameters on nvme --------------------------------------------------------------------------------
+
+
+@given(
+    numels=st.lists(st.integers(1, 40_000), min_size=1, max_size=12),
+    room=st.integers(0, 200_000),
+)
+def test_max_in_cpu_is_kept_to_within_one_unit(numels: list[int], room: int) -> None:
+    units = [make_unit(index, [numel], torch.bfloat16) for index, numel in enumerate(numels)]
+    tiers = place_params(units, wishes("nvme", max_host_param_numel=room))
+    on_host = sum(numel for index, numel in enumerate(numels) if tiers[index] == "host")
+    assert on_host <= room
+    left = [numel for index, numel in enumerate(numels) if tiers[index] == "nvme"]
+    assert not left or on_host + min(left) > room, "no unit is left on nvme that still had room"
+    assert place_params(units, wishes("host", max_host_param_numel=room)) == dict.fromkeys(range(len(units)), "host")
+
+
+def test_the_first_units_stay_in_host_memory() -> None:
+    units = [make_unit(index, [K]) for index in range(4)]
+    assert place_params(units, wishes("nvme", max_host_param_numel=2 * K)) == {
+        0: "host",
+        1: "host",
+        2: "nvme",
+        3: "nvme",
+    }
+
+
+# -- limits ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_a_tier_too_small_by_one_byte_is_refused_with_the_table(tier: str) -> None:
+    free = make_plan(some_units(), NEEDS, wishes("nvme", "nvme"))
+    limit = free.nbytes(tier)
+    if tier == "device":
+        limit -= window(free) - 2 * 10 * K  # to which the window shrinks first
+    make_plan(some_units(), NEEDS, wishes("nvme", "nvme", limits={tier: (limit, "the source")})).check()
+    plan = make_plan(some_units(), NEEDS, wishes("nvme", "nvme", limits={tier: (limit - 1, "the source")}))
+    with pytest.raises(PlanError) as caught:
+        plan.check()
+    text = str(caught.value)
+    largest = max((row for row in plan.rows if row.tier == tier), key=lambda row: row.nbytes)
+    assert f"The plan needs {format_nbytes(plan.nbytes(tier))} of {tier} memory" in text
+    assert f"{format_nbytes(limit - 1)} is allowed (the source)" in text
+    assert f"Largest: {largest.what} {format_nbytes(largest.nbytes)}." in text
+    for row in plan.rows:
+        assert f"{format_nbytes(row.nbytes):>10}  {row.what}" in text, "the whole table"
+
+
+@pytest.mark.parametrize(
+    ("changes", "needs", "advice"),
+    [
+        ({"optimizer_tier": "nvme"}, [SubGroupNeed(MIB, MIB)], "Lower zero_optimization.sub_group_size"),
+        ({"param_tier": "nvme", "num_param_staging": 9}, [], "Lower zero_optimization.offload_param.buffer_count"),
+        ({"optimizer_tier": "host"}, [SubGroupNeed(MIB, 0)], "Move it to nvme"),
+    ],
+)
+def test_the_advice_names_the_setting_that_helps(
+    changes: dict[str, object], needs: list[SubGroupNeed], advice: str
+) -> None:
+    plan = make_plan(some_units(), needs, wishes(limits={"host": (1, "a test")}, **changes))  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match=advice):
+        plan.check()
+
+
+def test_the_table_is_plain_values_and_sums_up() -> None:
+    plan = make_plan(some_units(), NEEDS, wishes("nvme", "nvme", limits={"host": (10**9, "a test")}))
+    table = plan.table()
+    assert [set(row) for row in table] == [{"tier", "kind", "nbytes", "what"}] * len(plan.rows)
+    assert sum(row["nbytes"] for row in table) == sum(plan.nbytes(tier) for tier in TIERS)  # type: ignore[misc]
+    assert f"  host: {format_nbytes(plan.nbytes('host'))} of {format_nbytes(10**9)} (a test)" in plan.text
+    assert f"  nvme: {format_nbytes(plan.nbytes('nvme'))}\n" in plan.text, "no limit is said where there is none"
+
+
+# -- more of one never takes less --------------------------------------------------------------------------------------
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> tuple[list[Unit], Wishes]:
+    units = [
+        make_unit(
+            index,
+            draw(st.lists(st.integers(1, 40_000), min_size=1, max_size=3)),
+            torch.bfloat16,
+            trainable=draw(st.booleans()),
+            persistent=draw(st.booleans()),
+        )
+        for index in range(draw(st.integers(1, 6)))
+    ]
+    return units, wishes(draw(st.sampled_from(TIERS)), draw(st.sampled_from(TIERS)), sums_gradients=draw(st.booleans()))
+
+
+@given(run=runs())
+def test_a_longer_model_needs_no_less_anywhere(run: tuple[list[Unit], Wishes]) -> None:
+    units, wished = run
+    whole, part = make_plan(units, NEEDS, wished), make_plan(units[:-1], NEEDS, wished)
+    for tier in TIERS:
+        assert whole.nbytes(tier) >= part.nbytes(tier)
+
+
+@given(run=runs())
+def test_every_byte_of_the_model_rests_on_one_tier(run: tuple[list[Unit], Wishes]) -> None:
+    units, wished = run
+    plan = make_plan(units, NEEDS, wished)
+    assert sum(plan.nbytes(tier, "param") for tier in TIERS) == sum(unit.nbytes for unit in units)
+    assert sum(plan.nbytes(tier, "state") for tier in TIERS) == sum(need.state_nbytes for need in NEEDS)
+    once = make_plan(units, NEEDS, replace(wished, sums_gradients=False))
+    assert sum(once.nbytes(tier, "gradient") for tier in TIERS) == sum(unit.nbytes for unit in units if unit.trainable)
+    assert all(row.nbytes > 0 for row in plan.rows)
+
+
+@given(run=runs(), limits=st.lists(st.integers(0, 2_000_000), min_size=2, max_size=2))
+def test_a_larger_device_gets_no_smaller_window(run: tuple[list[Unit], Wishes], limits: list[int]) -> None:
+    units, wished = run
+    small, large = (
+        make_plan(units, NEEDS, replace(wished, limits={"device": (limit, "")})) for limit in sorted(limits)
+    )
+    assert small.live_nbytes <= large.live_nbytes <= make_plan(units, NEEDS, wished).live_nbytes
+
+
+@given(run=runs())
+def test_offloading_further_takes_nothing_more_of_the_device(run: tuple[list[Unit], Wishes]) -> None:
+    units, wished = run
+    on_host = make_plan(units, NEEDS, replace(wished, param_tier="host"))
+    on_nvme = make_plan(units, NEEDS, replace(wished, param_tier="nvme"))
+    assert on_host.nbytes("device") == on_nvme.nbytes("device")
+    assert on_nvme.nbytes("host", "param") == 0

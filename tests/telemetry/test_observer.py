@@ -1,0 +1,62 @@
+"""The record and the trace are written a step at a time; spans are kept only while somebody wants them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tiered_zero.errors import ConfigError
+from tiered_zero.telemetry.observer import TIMELINE_STEP, RunObserver
+from tiered_zero.telemetry.report import StepReport
+from tiered_zero.telemetry.runlog import RunHeader, read_run
+from tiered_zero.telemetry.spans import Recorder
+
+HEADER = RunHeader("gpt", 10)
+
+
+def take_steps(observer: RunObserver, recorder: Recorder, num_steps: int) -> list[bool]:
+    """Whether spans were kept in each step."""
+    kept = []
+    for step in range(1, num_steps + 1):
+        kept.append(recorder.keep_spans)
+        recorder.add("compute", "forward", f"step {step}", float(step), step + 0.5)
+        observer(StepReport(step, 1.0, {}))
+    return kept
+
+
+def test_a_record_has_the_timeline_of_one_step(tmp_path: Path) -> None:
+    recorder = Recorder()
+    observer = RunObserver(recorder, HEADER, str(tmp_path / "run.jsonl"), None)
+    kept = take_steps(observer, recorder, 5)
+    assert kept == [step == TIMELINE_STEP for step in range(1, 6)]
+    observer.close()
+    observer.close()
+    run = read_run(tmp_path / "run.jsonl")
+    assert run.timeline is not None
+    assert [span.name for span in run.timeline.spans] == [f"step {TIMELINE_STEP}"]
+    assert run.footer is not None and run.footer.steps == 5
+
+
+def test_a_trace_has_every_step_also_after_a_kill(tmp_path: Path) -> None:
+    recorder = Recorder()
+    observer = RunObserver(recorder, HEADER, None, str(tmp_path / "trace.json"))
+    assert all(take_steps(observer, recorder, 4))
+    text = (tmp_path / "trace.json").read_text()
+    names = [event["name"] for event in json.loads(text.rstrip(",\n") + "]") if event["ph"] == "X"]
+    assert names == [f"step {step}" for step in range(1, 5)]
+    observer.close()
+    observer.close()
+    json.loads((tmp_path / "trace.json").read_text())
+
+
+def test_without_files_no_spans_are_kept() -> None:
+    recorder = Recorder()
+    assert not any(take_steps(RunObserver(recorder, HEADER, None, None), recorder, 4))
+    assert recorder.take_spans() == []
+
+
+def test_a_trace_that_cannot_be_made_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"tiered_zero\.trace"):
+        RunObserver(Recorder(), HEADER, str(tmp_path / "run.jsonl"), str(tmp_path / "absent" / "trace.json"))

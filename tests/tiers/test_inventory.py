@@ -1,0 +1,45 @@
+"""The table of what rests where."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.fakes.tier_rig import make_runtime
+from tests.fakes.units import make_unit
+from tiered_zero.layout.subgroups import cut_subgroups
+from tiered_zero.tiers.device import DeviceTier
+from tiered_zero.tiers.inventory import Home, Inventory
+from tiered_zero.tiers.tier import DoneEvent
+
+
+def test_homes_are_told_apart_by_owner_and_kind() -> None:
+    runtime = make_runtime()
+    tier = DeviceTier(runtime.accelerator, runtime.ledger)
+    unit, other = make_unit(0), make_unit(1)
+    (subgroup,) = cut_subgroups([unit], {"u0.p0": 0}, 1 << 20, True)
+    inventory = Inventory()
+    owners = [(unit, "param"), (unit, "gradient"), (other, "param"), (subgroup, "param")]
+    homes = {}
+    for number, (owner, kind) in enumerate(owners):
+        homes[number] = Home(tier, tier.reserve(str(number), 4096, kind))
+        inventory.place(owner, kind, homes[number])
+    for number, (owner, kind) in enumerate(owners):
+        assert inventory.home(owner, kind) is homes[number]
+    assert inventory.find(subgroup, "state") is None
+    assert list(inventory.homes()) == list(homes.values())
+    assert inventory.home(make_unit(0, [7]), "param") is homes[0], "a unit is known by its index"
+    with pytest.raises(AssertionError, match="has a home already"):
+        inventory.place(unit, "param", homes[1])
+    with pytest.raises(AssertionError, match="nothing rests as state"):
+        inventory.home(unit, "state")
+    runtime.accelerator.close()
+
+
+def test_the_last_update_is_published() -> None:
+    inventory, unit = Inventory(), make_unit(0)
+    assert inventory.published(unit) is None
+    events = [DoneEvent(), DoneEvent()]
+    for event in events:
+        inventory.publish(unit, event)
+        assert inventory.published(unit) is event
+    assert inventory.published(make_unit(1)) is None

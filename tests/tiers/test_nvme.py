@@ -1,0 +1,121 @@
+"""The disk's own troubles: few buffers and many fetches, reads that fail before, in and after a fetch."""
+
+from __future__ import annotations
+
+import errno
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.fakes.sync_io import SyncEngine
+from tests.fakes.tier_rig import Rig, open_rig, random_bytes
+from tiered_zero.errors import TransferError
+from tiered_zero.io.engine import IOSettings
+from tiered_zero.io.threads import ThreadsEngine
+from tiered_zero.sizes import PAGE_NBYTES
+from tiered_zero.tiers.inventory import Home
+from tiered_zero.tiers.slots import write_slot
+
+
+def fill(rig: Rig, name: str, num_pages: int) -> tuple[Home, torch.Tensor]:
+    data = random_bytes(num_pages * PAGE_NBYTES)
+    home = Home(rig.tier, rig.tier.reserve(name, data.numel(), "param"))
+    write_slot(home, 0, data, rig.staging)
+    return home, data
+
+
+@given(
+    sizes=st.lists(st.integers(1, 9), min_size=1, max_size=12),
+    num_buffers=st.integers(1, 4),
+    buffer_pages=st.integers(1, 3),
+    order=st.randoms(use_true_random=False),
+)
+@settings(max_examples=25)
+def test_many_fetches_at_once_never_deadlock(
+    sizes: list[int], num_buffers: int, buffer_pages: int, order: object
+) -> None:
+    engine = ThreadsEngine(direct=False, alignment=1, settings=IOSettings(queue_depth=2), io_timeout_s=10.0)
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as path:
+        options = {"buffer_nbytes": buffer_pages * PAGE_NBYTES, "num_buffers": num_buffers, "engine": engine}
+        with open_rig("nvme", Path(path), lease_timeout_s=5.0, **options) as rig:  # type: ignore[arg-type]
+            filled = [fill(rig, str(index), size) for index, size in enumerate(sizes)]
+            gate = rig.runtime.accelerator.lane("update").submit(lambda: None)
+            started = []
+            for index, (home, data) in enumerate(filled):
+                out = torch.zeros_like(data)
+                started.append((rig.tier.fetch(home.slot, out, gate if index % 3 == 1 else None), out, data))
+            order.shuffle(started)  # type: ignore[attr-defined]
+            for event, out, data in started:
+                event.wait()
+                assert torch.equal(out, data)
+        engine.close()
+
+
+def failing_reads(*numbers: int) -> SyncEngine:
+    """Requests finish when they are waited for; the given reads (from 1) fail."""
+
+    def before(kind: str, number: int) -> None:
+        if kind == "read" and number in numbers:
+            raise OSError(errno.EIO, "the disk failed")
+
+    return SyncEngine(before=before, held=[])
+
+
+@pytest.mark.parametrize("bad_chunk", [1, 2, 3, 5])
+@pytest.mark.parametrize("num_buffers", [1, 2, 8])
+def test_a_failing_chunk_raises_where_waited_and_gives_every_buffer_back(
+    swap_path: Path, bad_chunk: int, num_buffers: int
+) -> None:
+    with open_rig("nvme", swap_path, num_buffers=num_buffers, engine=failing_reads(bad_chunk)) as rig:
+        home, data = fill(rig, "a", 5)
+        event = rig.tier.fetch(home.slot, torch.zeros_like(data))
+        with pytest.raises(TransferError, match="the disk failed"):
+            event.wait()
+        assert rig.staging.num_free == num_buffers
+
+
+def test_a_fetch_that_cannot_be_submitted_gives_every_buffer_back(swap_path: Path) -> None:
+    """The engine has latched: the store refuses the request while the fetch already holds buffers."""
+    with open_rig("nvme", swap_path, num_buffers=4, engine=failing_reads(1)) as rig:
+        home, data = fill(rig, "a", 3)
+        with pytest.raises(TransferError, match="the disk failed"):
+            rig.tier.fetch(home.slot, torch.zeros_like(data)).wait()
+        for _ in range(5):
+            with pytest.raises(TransferError, match="the disk failed"):
+                rig.tier.fetch(home.slot, torch.zeros_like(data)).wait()
+            assert rig.staging.num_free == 4
+
+
+def test_a_failing_write_raises_where_waited(swap_path: Path) -> None:
+    def before(kind: str, number: int) -> None:
+        if kind == "write" and number == 2:
+            raise OSError(errno.ENOSPC, "no space")
+
+    with open_rig("nvme", swap_path, engine=SyncEngine(before=before, held=[])) as rig:
+        slot = rig.tier.reserve("a", 2 * PAGE_NBYTES, "state")
+        with rig.buffers.lease(PAGE_NBYTES) as lease:
+            lease.tensor.zero_()
+            rig.tier.write(slot, lease).wait()
+            event = rig.tier.write(slot, lease, PAGE_NBYTES)
+            with pytest.raises(TransferError, match="no space"):
+                event.wait()
+            assert event.done()
+
+
+def test_chunks_with_free_buffers_are_read_before_the_lane_reaches_them(swap_path: Path) -> None:
+    """Reads are on their way from the moment of the fetch, not from the moment of its turn."""
+    engine = SyncEngine(held=[])
+    with open_rig("nvme", swap_path, num_buffers=2, engine=engine) as rig:
+        home, data = fill(rig, "a", 5)
+        engine.operations.clear()
+        block = rig.runtime.accelerator.lane("gather").submit(lambda: started.wait())
+        started = rig.runtime.accelerator.lane("other").submit(lambda: None)
+        event = rig.tier.fetch(home.slot, torch.zeros_like(data))
+        num_reads = sum(operation[0] == "read" for operation in engine.operations)
+        assert num_reads >= 2
+        block.wait()
+        event.wait()

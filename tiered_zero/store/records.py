@@ -1,0 +1,185 @@
+"""The table of a store's records: where they rest, what is written and durable of them, and who uses them now."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import final
+
+from tiered_zero.errors import StoreError
+from tiered_zero.sizes import PAGE_NBYTES
+from tiered_zero.store.extents import ExtentMap
+from tiered_zero.store.manifest import Record
+from tiered_zero.store.ranges import Range, RangeMap, first_gap, join, other_slots
+
+Written = tuple[Record, Sequence[Range]]
+
+
+@final
+@dataclass
+class _State:
+    """`durable`: what the durable manifest names of the record; None where it does not name it at all."""
+
+    record: Record
+    written: RangeMap = field(default_factory=RangeMap)
+    durable: RangeMap | None = None
+    in_flight: list[tuple[str, int, int]] = field(default_factory=list)
+
+
+@final
+class RecordTable:
+    """Bookkeeping only; moves no bytes. Locked: requests begin on the driver's thread and end on any.
+
+    The rule that commits rest on is kept here: no extent that the durable manifest names is given to a write.
+    """
+
+    def __init__(self, capacity_nbytes: int) -> None:
+        self._lock = threading.Lock()
+        self._states: dict[str, _State] = {}
+        self._extents = ExtentMap(capacity_nbytes)
+        self._retired: list[Record] = []
+        self._frozen: int | None = None
+
+    @property
+    def free_nbytes(self) -> int:
+        with self._lock:
+            return self._extents.free_nbytes
+
+    def records(self) -> dict[str, Record]:
+        with self._lock:
+            return {name: state.record for name, state in self._states.items()}
+
+    def reserve(self, name: str, nbytes: int, dtype: str, shape: tuple[int, ...], num_slots: int) -> Record:
+        """Raises StoreError: no bytes, the name is taken, or the capacity is used up."""
+        if nbytes <= 0:
+            raise StoreError(f"Record {name!r} must have at least one byte; found {nbytes}.")
+        with self._lock:
+            if name in self._states:
+                raise StoreError(f"The store has a record {name!r} already; release it first, or choose another name.")
+            offsets: list[int] = []
+            try:
+                for _ in range(num_slots):
+                    offsets.append(self._extents.allocate(nbytes))
+            except StoreError:
+                for offset in offsets:
+                    self._extents.free(offset, nbytes)
+                raise
+            record = Record(name, nbytes, dtype, shape, num_slots > 1, tuple(offsets))
+            self._states[name] = _State(record)
+        return record
+
+    def adopt(self, written: Iterable[Written]) -> None:
+        """Take over the records of a durable manifest."""
+        for record, ranges in written:
+            for offset in record.offsets:
+                self._extents.claim(offset, record.nbytes)
+            self._states[record.name] = _State(record, RangeMap(ranges), RangeMap(ranges))
+
+    def release(self, record: Record) -> None:
+        """Its extents are free at once, or with the next `thaw` where the durable manifest names them."""
+        with self._lock:
+            state = self._find(record)
+            if state.in_flight:
+                raise StoreError(f"Record {record.name!r} is still in use by {state.in_flight}; wait for its tickets.")
+            self._refuse_while_frozen(record)
+            del self._states[record.name]
+            if state.durable is None:
+                self._free(record)
+            else:
+                self._retired.append(record)
+
+    def begin_read(self, record: Record, start: int, end: int) -> list[Range]:
+        """The ranges that hold these bytes, untrimmed. Raises StoreError if they may not be read now."""
+        with self._lock:
+            state = self._admit("read", record, start, end)
+            ranges = state.written.overlapping(start, end)
+            missing = first_gap(ranges, start, end)
+            if missing is not None:
+                raise StoreError(
+                    f"Record {record.name!r}: the bytes from {missing} on were never written; write them first."
+                )
+            state.in_flight.append(("read", start, end))
+        return ranges
+
+    def begin_write(self, record: Record, start: int, end: int) -> list[Range]:
+        """The slots that these bytes must go to. Raises StoreError if they may not be written now."""
+        with self._lock:
+            state = self._admit("write", record, start, end)
+            self._refuse_while_frozen(record)
+            state.in_flight.append(("write", start, end))
+            return join(other_slots(state.durable, start, end))
+
+    def end(self, kind: str, record: Record, start: int, end: int, written: Sequence[Range] = ()) -> None:
+        """A request has ended. `written`: of a write that succeeded, what tiles its bytes now."""
+        with self._lock:
+            state = self._find(record)
+            state.in_flight.remove((kind, start, end))
+            if written:
+                state.written.replace(start, end, written)
+
+    def freeze(self, step: int) -> list[Written]:
+        """The committed records and what is written of them; they rest until `thaw`.
+
+        Raises StoreError while one of them is being written, or rests already.
+        """
+        with self._lock:
+            if self._frozen is not None:
+                raise StoreError(f"Step {self._frozen} is prepared; confirm it before the next one.")
+            states = [state for state in self._states.values() if state.record.committed]
+            busy = [state.record.name for state in states if any(kind == "write" for kind, _, _ in state.in_flight)]
+            if busy:
+                raise StoreError(f"Cannot commit while records are being written ({busy[:5]}); wait for their tickets.")
+            self._frozen = step
+            return [(state.record, list(state.written)) for state in states]
+
+    def thaw(self, durable: Mapping[str, Sequence[Range]] | None) -> None:
+        """Writes may go on. `durable`: what the new durable manifest names of each record; None: there is none."""
+        with self._lock:
+            self._frozen = None
+            if durable is None:
+                return
+            for name, ranges in durable.items():
+                self._states[name].durable = RangeMap(ranges)
+            for record in self._retired:
+                self._free(record)
+            self._retired.clear()
+
+    def at_rest(self) -> list[Written]:
+        """Everything that is written. Raises StoreError while a record is in use."""
+        with self._lock:
+            busy = [name for name, state in self._states.items() if state.in_flight]
+            if busy:
+                raise StoreError(f"Cannot verify while records are in use ({busy[:5]}); wait for their tickets.")
+            return [(state.record, list(state.written)) for state in self._states.values()]
+
+    def _admit(self, kind: str, record: Record, start: int, end: int) -> _State:
+        state = self._find(record)
+        if start % PAGE_NBYTES or end % PAGE_NBYTES or not 0 <= start < end <= record.extent_nbytes:
+            raise StoreError(
+                f"Record {record.name!r} holds {record.extent_nbytes} bytes in whole pages of {PAGE_NBYTES}; "
+                f"a {kind} of bytes {start} to {end} is not inside of it or not in whole pages."
+            )
+        for other, low, high in state.in_flight:
+            if low < end and start < high and "write" in (kind, other):
+                raise StoreError(
+                    f"Record {record.name!r}: a {kind} of bytes {start} to {end} overlaps a {other} of bytes {low} to "
+                    f"{high} that is still in flight; wait for its ticket first."
+                )
+        return state
+
+    def _find(self, record: Record) -> _State:
+        state = self._states.get(record.name)
+        if state is None or (state.record is not record and state.record != record):
+            raise StoreError(
+                f"The store has no record {record.name!r} like this one; it was released, or is another's."
+            )
+        return state
+
+    def _refuse_while_frozen(self, record: Record) -> None:
+        if self._frozen is not None and record.committed:
+            raise StoreError(f"Record {record.name!r} must rest: step {self._frozen} is prepared; confirm it first.")
+
+    def _free(self, record: Record) -> None:
+        for offset in record.offsets:
+            self._extents.free(offset, record.nbytes)

@@ -1,0 +1,49 @@
+"""What is written while a run goes on: its record and its trace, a step at a time."""
+
+from __future__ import annotations
+
+from tiered_zero.telemetry.report import StepReport
+from tiered_zero.telemetry.runlog import RunHeader, RunLog, Timeline
+from tiered_zero.telemetry.spans import Recorder
+from tiered_zero.telemetry.trace import TraceWriter
+
+TIMELINE_STEP = 3
+"""The step whose spans go into the record: by then the order of the units is known and fetched ahead."""
+
+
+class RunObserver:
+    """Call it with each step's report, on the thread that steps. Turns the recorder's spans on when they are wanted.
+
+    `report_path`, `trace_path`: None for none. Raises ConfigError where a file cannot be made.
+    """
+
+    def __init__(self, recorder: Recorder, header: RunHeader, report_path: str | None, trace_path: str | None) -> None:
+        self._recorder = recorder
+        self._log = RunLog(header, report_path)
+        self._records = report_path is not None
+        try:
+            facts = {"model": header.model, **header.facts}
+            self._trace = TraceWriter(trace_path, facts) if trace_path is not None else None
+        except BaseException:
+            self._log.close()
+            raise
+        self._keep_spans_for(1)
+
+    def __call__(self, report: StepReport) -> None:
+        spans = self._recorder.take_spans()
+        self._log.add(report)
+        if self._trace is not None:
+            self._trace.write(spans)
+        if self._records and report.step == TIMELINE_STEP:
+            self._log.add_timeline(Timeline(report.step, spans))
+        self._keep_spans_for(report.step + 1)
+
+    def close(self) -> None:
+        """Write what is left and the footer. Idempotent."""
+        if self._trace is not None:
+            self._trace.write(self._recorder.take_spans())
+            self._trace.close()
+        self._log.close()
+
+    def _keep_spans_for(self, step: int) -> None:
+        self._recorder.keep_spans = self._trace is not None or (self._records and step == TIMELINE_STEP)
