@@ -22,7 +22,9 @@ FLOORS = (
     "tiers",
     "params | grads | optim | activations",
     "checkpoint",
-    "engine | assembly",
+    "engine",
+    "assembly",
+    "api",
     "tiered_zero",
     "cli __main__ demo",
 )

@@ -364,7 +364,7 @@ def _make_policy(draft: Draft, inventory: Inventory, runtime: Runtime, pager: Pa
 
 
 def compute_dtype(config: Config, dtype: torch.dtype) -> torch.dtype:
-    """What a tensor of `dtype` is on the device: 16 bit if the config says so and it is floating point; else as it is."""
+    """What a tensor of `dtype` is on the device: 16 bit if the config says so and it is a float; else as it is."""
     wanted: torch.dtype = getattr(torch, config.param_dtype_name)
     return wanted if dtype.is_floating_point and wanted != torch.float32 else dtype
 

@@ -292,7 +292,7 @@ class Engine:
             parts.gradients.drop()
 
     def _may_update(self, verdict: Verdict) -> bool:
-        """Tell the loss scaler; count and report a skipped step. fp32 goes on with what it has, as plain PyTorch does."""
+        """Tell the loss scaler; count and report a skipped step. fp32 goes on with NaNs, as plain PyTorch does."""
         scaler = self._parts.loss_scaler
         checks = scaler is not None or (self.config.bf16.enabled and self.config.bf16.check_grad_overflow)
         if verdict.finite or not checks:

@@ -223,8 +223,8 @@ class RuntimeSection(Section):
     checksums: Literal["off", "sample", "all"] = Field("all", description="which swapped chunks are verified when read")
     update: Literal["barrier", "overlapped", "delayed"] = Field(
         "overlapped",
-        description="when the update runs: inside step() (barrier), beside the next forward (overlapped; exact), or one "
-        "step late (delayed; changes numbers)",
+        description="when the update runs: inside step() (barrier), beside the next forward (overlapped; exact), or "
+        "one step late (delayed; changes numbers)",
     )
     delay_start_step: Whole = Field(40, ge=0, description="delayed update: steps that are exact first")
     unit_size_cap: Annotated[int | None, BeforeValidator(lambda value: None if value is None else whole(value))] = (

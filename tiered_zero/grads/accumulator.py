@@ -21,7 +21,7 @@ from tiered_zero.sizes import format_nbytes
 logger = logging.getLogger("tiered_zero")
 
 SUM_CHUNK_NUMEL = 1 << 15
-"""Sums on the reduce lane go in chunks of this many elements: small enough for torch to stay on the lane's one thread."""
+"""Sums on the reduce lane go in chunks of so many elements: few enough for torch to stay on the lane's one thread."""
 
 
 @dataclass

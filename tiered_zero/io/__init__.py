@@ -13,7 +13,8 @@ Never: no callback runs on a worker, no worker touches torch, two requests are o
     disk_file.py    an open file, and the text of a failure
     pieces.py       what the two Python engines share: pieces of a request, short transfers, syncs after writes
     threads.py  aiofile.py  direct.py (the native engine)
-    select.py       the choice, by trying;  preflight.py: what is wrong with a directory;  watch.py: the signal dump
+    select.py       the choice, by trying;  preflight.py: what is wrong with a directory
+    measure.py      the rate of an engine on a disk;  watch.py: what is in flight, as text and by signal
 
 Measured: see tools/bench/io.py. io_uring is not used: the thread pool reaches what fio reaches with it.
 """

@@ -15,7 +15,7 @@ from tiered_zero.tiers.slots import read_slot, write_slot
 
 
 class Masters:
-    """One invariant: a parameter's value on the device is its master rounded to the parameter's dtype. Driver thread."""
+    """One invariant: a parameter's value is its master rounded to the parameter's dtype. Driver thread."""
 
     def __init__(self, layouts: Sequence[StateLayout], inventory: Inventory, staging: StagingPool | None) -> None:
         self._layouts = layouts

@@ -43,11 +43,13 @@ class UpdatePolicy(ABC):
     def apply(self, gradients: GradientSource, grad_scale: float) -> None:
         """The step is taken: run its update now, or see to it that nobody reads weights that wait for it."""
 
-    def skip(self) -> None:
-        """The step is skipped: there is no update of its own, but an earlier one may become visible."""
-
+    @abstractmethod
     def flush(self) -> None:
         """Return when every update so far is made and visible; raise what made one fail."""
+
+    def skip(self) -> None:
+        """The step is skipped: it has no update of its own, but an earlier one becomes visible."""
+        self.flush()
 
     def _step(self, job: UpdateJob) -> None:
         try:
@@ -70,9 +72,12 @@ class BarrierPolicy(UpdatePolicy):
         self._forget()
         self._step(UpdateJob(gradients, grad_scale, freeze_groups(self._groups), {}))
 
+    def flush(self) -> None:
+        """Nothing is ever under way between steps."""
+
 
 class OverlappedPolicy(UpdatePolicy):
-    """`withhold`: takes units from compute until their publication, which `inventory` hands to whoever asks for them."""
+    """`withhold`: takes units from compute until their publication, which `inventory` hands to whoever asks."""
 
     def __init__(
         self,
@@ -139,9 +144,6 @@ class DelayedPolicy(UpdatePolicy):
         groups = freeze_groups(self._groups)
         job = UpdateJob(gradients, grad_scale, groups, {}, param_kind="param_back", every_subgroup=True)
         self._running = self._runtime.accelerator.lane("optimizer").submit(partial(self._step, job))
-
-    def skip(self) -> None:
-        self.flush()
 
     def flush(self) -> None:
         self._exact.flush()

@@ -48,7 +48,7 @@ class UpdateRule(ABC):
 
     name: str
     elementwise: bool
-    """True where element i of every output depends on element i of the inputs only, so that runs may be cut anywhere."""
+    """True where element i of an output depends on element i of the inputs only, so that runs may be cut anywhere."""
 
     @abstractmethod
     def state_fields(self, shape: tuple[int, ...], hyper: Mapping[str, Any]) -> list[StateField]:

@@ -16,7 +16,7 @@ from tiered_zero.sizes import PAGE_NBYTES, align_up
 
 @dataclass(frozen=True)
 class StateArray:
-    """`piece`: index of the piece that it belongs to, or None for one array over the whole sub-group. `offset`: bytes."""
+    """`piece`: index of the piece that it belongs to; None for an array over the whole sub-group. `offset`: bytes."""
 
     field: StateField
     piece: int | None

@@ -101,7 +101,7 @@ class Pager:
     # -- set-up ----------------------------------------------------------------------------------------------------
 
     def adopt(self, unit: Unit, params: Sequence[nn.Parameter]) -> FlatStorage:
-        """Turn `params` into views of one flat of this unit; their former bytes are dropped. Returns the empty storage."""
+        """Turn `params` into views of one flat of this unit; their former bytes go. Returns the empty storage."""
         if self._inventory.find(unit, "param") is None:
             self._ledger.charge("device", "param", unit.nbytes)
         storage = FlatStorage(unit, params, self._accelerator.device, self)
@@ -204,7 +204,7 @@ class Pager:
                 self._evict(residency)
 
     def withhold(self) -> None:
-        """Updates begin that will be published one by one: from now on every trainable unit is guarded until its own."""
+        """Updates begin that will be published one by one: every trainable unit is guarded until its own."""
         self.forget()
         for residency in self._residencies.values():
             if residency.unit.trainable and self.is_device_resident(residency.unit):

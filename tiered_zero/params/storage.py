@@ -47,7 +47,7 @@ _METADATA_METHODS = frozenset(
 
 
 class AwayParameter(nn.Parameter):
-    """A parameter whose bytes rest on another tier. Shape, dtype, gradient and hooks work; bytes are lent or refused."""
+    """A parameter whose bytes rest on another tier. Shape, dtype, grad and hooks work; bytes are lent or refused."""
 
     @classmethod
     def __torch_function__(

@@ -11,7 +11,7 @@ from tiered_zero.plan.rows import PlanRow, format_table
 from tiered_zero.sizes import MIB, PAGE_NBYTES, align_up, format_nbytes
 
 MAX_AUTO_STAGING_NBYTES = 32 * MIB
-"""A parameter staging buffer that nobody sized: large enough for full disk rate, and units are carried in chunks of it."""
+"""A parameter staging buffer that nobody sized: enough for full disk rate; units are carried in chunks of it."""
 
 NUM_PARAM_STAGING = 4
 NUM_STATE_STAGING = 3
@@ -158,7 +158,7 @@ def make_plan(units: Sequence[Unit], needs: Sequence[SubGroupNeed], wishes: Wish
 
 
 def _back_rows(trainable: Sequence[Unit], tiers: Mapping[int, str]) -> list[PlanRow]:
-    """The delayed update writes new parameters behind the scenes: a second home each, in host memory for resident ones."""
+    """The delayed update writes new parameters behind the scenes: a second home each; host memory for resident ones."""
     rows = []
     for tier in ("host", "nvme"):
         nbytes = _total(u for u in trainable if back_tier(tiers[u.index]) == tier)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import mmap
 import os
 import statistics
 import subprocess
@@ -20,7 +19,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -29,19 +27,14 @@ from typing import NamedTuple
 if __name__ == "__main__":  # from the root of the checkout, not from this folder, whose io.py is not Python's
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from tiered_zero.io.disk_engine import DiskEngine
-from tiered_zero.io.engine import IOSettings, Ticket
+from tiered_zero.io.engine import IOSettings
+from tiered_zero.io.measure import MODES, fill_file, measure_rate
 from tiered_zero.io.select import ENGINES, Selection, select_engine
 from tiered_zero.sizes import GIB, KIB, MIB, parse_nbytes
 from tools.bench.record import append_record
 
-MODES = {"read": "read", "write": "write", "mixed": "readwrite"}
-"""Ours -> what fio calls it."""
-
+FIO_MODES = {"read": "read", "write": "write", "mixed": "readwrite"}
 FIO_ENGINES = ("psync", "libaio", "io_uring")
-NUM_IN_FLIGHT = 4
-REQUEST_NBYTES = 16 * MIB
-"""What one ticket moves: about a staging buffer of the optimizer."""
 
 
 class Way(NamedTuple):
@@ -65,7 +58,7 @@ class Bench(NamedTuple):
         num_jobs, depth = (way.depth, 1) if way.engine == "psync" else (1, way.depth)
         part_nbytes = self.nbytes // num_jobs // way.block_nbytes * way.block_nbytes
         command = ["fio", "--name=bench", "--direct=1", "--time_based", "--thread", "--group_reporting"]
-        command += [f"--filename={self.path}", f"--rw={MODES[mode]}", f"--runtime={self.seconds}"]
+        command += [f"--filename={self.path}", f"--rw={FIO_MODES[mode]}", f"--runtime={self.seconds}"]
         command += [f"--ioengine={way.engine}", f"--bs={way.block_nbytes}", f"--iodepth={depth}"]
         command += [f"--numjobs={num_jobs}", f"--size={part_nbytes}", f"--offset_increment={part_nbytes}"]
         out = subprocess.run([*command, "--output-format=json"], check=True, capture_output=True, text=True).stdout
@@ -80,34 +73,9 @@ class Bench(NamedTuple):
             io_timeout_s=60.0,
         )
         try:
-            return self._keep_in_flight(engine, mode)
+            return measure_rate(engine, self.path, self.nbytes, mode, self.seconds) / 1e9
         finally:
             engine.close()
-
-    def _keep_in_flight(self, engine: DiskEngine, mode: str) -> float:
-        request_nbytes = min(REQUEST_NBYTES, self.nbytes // NUM_IN_FLIGHT)
-        free = deque(memoryview(mmap.mmap(-1, request_nbytes)) for _ in range(NUM_IN_FLIGHT))
-        for buffer in free:
-            buffer[:] = os.urandom(MIB) * (request_nbytes // MIB)
-        file = engine.open(self.path)
-        acts = {"read": [engine.read], "write": [engine.write], "mixed": [engine.read, engine.write]}[mode]
-        work = zip(itertools.cycle(acts), itertools.cycle(range(0, self.nbytes, request_nbytes)), strict=False)
-        in_flight: deque[tuple[Ticket, memoryview]] = deque()
-        num_done = 0
-        begun_s = time.perf_counter()
-        while True:
-            while free and time.perf_counter() - begun_s < self.seconds:
-                (act, offset), buffer = next(work), free.popleft()
-                in_flight.append((act(file, offset, buffer), buffer))
-            if not in_flight:
-                break
-            ticket, buffer = in_flight.popleft()
-            ticket.wait()
-            free.append(buffer)
-            num_done += 1
-        rate = num_done * request_nbytes / (time.perf_counter() - begun_s) / 1e9
-        file.close()
-        return rate
 
 
 def beside_python(measure: Callable[[], float]) -> float:
@@ -131,8 +99,10 @@ def best(ways: Iterable[Way], measure: Callable[[Way], float]) -> Way:
     return max(rates, key=lambda way: rates[way])
 
 
-def compare(bench: Bench, grid: list[tuple[int, int]], engines: list[str], num_rounds: int, with_fio: bool):
-    """(ways: series -> Way, samples: series -> GB/s of each round)."""
+def compare(
+    bench: Bench, grid: list[tuple[int, int]], engines: list[str], num_rounds: int, with_fio: bool
+) -> tuple[dict[str, Way], dict[str, list[float]]]:
+    """(series -> its best way, series -> GB/s of each round)."""
     ways: dict[str, Way] = {}
     series: dict[str, Callable[[], float]] = {}
     quick = bench._replace(seconds=bench.seconds / 3)
@@ -175,10 +145,7 @@ def main() -> None:
     selection.engine.close()
     with tempfile.TemporaryDirectory(dir=options.dir, prefix="bench-io-") as directory:
         path = os.path.join(directory, "data")
-        with open(path, "wb") as file:
-            for _ in range(options.nbytes // MIB):
-                file.write(os.urandom(MIB))  # written once: blocks never written are read without the disk
-            os.fsync(file.fileno())
+        fill_file(path, options.nbytes)
         bench = Bench(path, options.nbytes, options.seconds, selection)
         grid = list(itertools.product(options.blocks, options.depths))
         ways, samples = compare(bench, grid, options.engines, options.rounds, not options.smoke)
@@ -187,10 +154,11 @@ def main() -> None:
     bound = {mode: medians.get(f"fio {mode}") for mode in MODES}
     ratios = {}
     for name, median in medians.items():
-        fio = medians.get(f"fio {name.split()[1]}")
+        fio = bound[name.split()[1]]
         ratios[name] = round(median / fio, 3) if fio else None
-        way = ways.get(name, ways.get(name.removesuffix(" beside Python")))
-        print(f"{name:<30} {median:6.2f} GB/s  {f'{median / fio:6.1%} of fio' if fio else '':<16} {way}")
+        way = ways[name.removesuffix(" beside Python")]
+        of_fio = f"{median / fio:6.1%} of fio" if fio else ""
+        print(f"{name:<30} {median:6.2f} GB/s  {of_fio:<14} {way.engine} {way.block_nbytes // KIB} KiB x {way.depth}")
     if options.out:
         extra = {"unit": "GB/s", "ways": {name: way._asdict() for name, way in ways.items()}, "ratio_to_fio": ratios}
         access = {"direct": selection.direct, "alignment": selection.alignment, "reasons": selection.reasons}

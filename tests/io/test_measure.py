@@ -1,0 +1,41 @@
+"""The measured rate counts what was completed, and the file keeps its size."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.fakes.io_faults import Fault, FaultyEngine
+from tiered_zero.errors import TransferError
+from tiered_zero.io.engine import IOSettings
+from tiered_zero.io.measure import MODES, fill_file, measure_rate
+from tiered_zero.io.threads import ThreadsEngine
+from tiered_zero.sizes import MIB
+
+
+def engine() -> FaultyEngine:
+    return FaultyEngine(ThreadsEngine(direct=False, alignment=1, settings=IOSettings(), io_timeout_s=20.0))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.usefixtures("no_leaks")
+def test_each_mode_has_a_rate(swap_path: Path, mode: str) -> None:
+    path = swap_path / "data"
+    fill_file(str(path), 4 * MIB)
+    before = path.read_bytes()
+    counting = engine()
+    rate = measure_rate(counting, str(path), 4 * MIB, mode, 0.05)
+    reads, writes = counting.count("read"), counting.count("write")
+    assert 0.0 < rate and {"read": not writes, "write": not reads, "mixed": abs(reads - writes) <= 1}[mode]
+    assert rate <= (reads + writes) * MIB / 0.05
+    after = path.read_bytes()
+    assert len(after) == 4 * MIB and (after == before) == (mode == "read") and path.stat().st_mode & 0o777 == 0o600
+    counting.close()
+
+
+def test_a_failed_transfer_counts_for_nothing(swap_path: Path) -> None:
+    fill_file(str(swap_path / "data"), 4 * MIB)
+    failing = engine()
+    failing.add(Fault("write", 3))
+    with pytest.raises(TransferError, match="EIO"):
+        measure_rate(failing, str(swap_path / "data"), 4 * MIB, "write", 1.0)
+    failing.close()

@@ -1,0 +1,65 @@
+"""The rate of an engine on a disk: for benchmarks, and to weigh directories against each other."""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import os
+import time
+from collections import deque
+
+from tiered_zero.io.engine import IOEngine, Ticket
+from tiered_zero.sizes import MIB, PAGE_NBYTES
+
+MODES = ("read", "write", "mixed")
+
+
+def fill_file(path: str, nbytes: int) -> None:
+    """Create a file, mode 0600, of whole MiB of random bytes, on the disk: blocks never written are read without it."""
+    fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+    with open(fd, "wb") as file:
+        for _ in range(nbytes // MIB):
+            file.write(os.urandom(MIB))
+        file.flush()
+        os.fsync(fd)
+
+
+def measure_rate(
+    engine: IOEngine,
+    path: str,
+    nbytes: int,
+    mode: str,
+    seconds: float,
+    *,
+    request_nbytes: int = 16 * MIB,
+    num_in_flight: int = 4,
+) -> float:
+    """Bytes/s of an existing file's first `nbytes`, read, written, or half and half ("mixed"), over and over.
+
+    Keeps `num_in_flight` requests on their way for `seconds`, as the tiers do, and counts what was completed. Written
+    are random bytes. Raises TransferError.
+    """
+    request_nbytes = min(request_nbytes, nbytes // num_in_flight // PAGE_NBYTES * PAGE_NBYTES)
+    free = deque(memoryview(mmap.mmap(-1, request_nbytes)) for _ in range(num_in_flight))
+    for memory in free:
+        memory[:] = os.urandom(request_nbytes)
+    file = engine.open(path)
+    acts = {"read": [engine.read], "write": [engine.write], "mixed": [engine.read, engine.write]}[mode]
+    offsets = range(0, nbytes - request_nbytes + 1, request_nbytes)
+    work = zip(itertools.cycle(acts), itertools.cycle(offsets), strict=False)
+    in_flight: deque[tuple[Ticket, memoryview]] = deque()
+    num_done = 0
+    begun_s = time.perf_counter()
+    try:
+        while True:
+            while free and time.perf_counter() - begun_s < seconds:
+                (act, offset), memory = next(work), free.popleft()
+                in_flight.append((act(file, offset, memory), memory))
+            if not in_flight:
+                return num_done * request_nbytes / (time.perf_counter() - begun_s)
+            ticket, memory = in_flight.popleft()
+            ticket.wait()
+            free.append(memory)
+            num_done += 1
+    finally:
+        file.close()
