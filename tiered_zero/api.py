@@ -16,7 +16,6 @@ from tiered_zero.engine import Engine
 from tiered_zero.errors import ConfigError, ModelError
 from tiered_zero.hardware.collectives import Collectives
 from tiered_zero.optim.handle import TieredOptimizer
-from tiered_zero.optim.lr import build_scheduler
 
 
 def initialize(
@@ -51,8 +50,7 @@ def initialize(
     draft = draft_run(settings, model, optimizer, model_parameters)
     collectives = Collectives()
     collectives.ensure_process_group(dist_init_required)
-    section = settings.scheduler
-    engine = build(draft, lr_scheduler, lambda handle: build_scheduler(section, handle) if section else None)
+    engine = build(draft, lr_scheduler)
     loader = None
     if training_data is not None:
         loader = DataLoader(

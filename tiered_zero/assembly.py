@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import groupby
@@ -31,8 +31,10 @@ from tiered_zero.io.select import select_engine
 from tiered_zero.layout.flat import FlatEntry, ParamSpec, Unit
 from tiered_zero.layout.subgroups import SubGroup, cut_subgroups
 from tiered_zero.layout.units import UnitRules, find_units, list_params
-from tiered_zero.optim.catalog import resolve_optimizer
+from tiered_zero.optim.adam import build_adam
+from tiered_zero.optim.carry_over import carry_over
 from tiered_zero.optim.handle import TieredOptimizer
+from tiered_zero.optim.intake import group_params, make_optimizer, make_scheduler, restored_on_error
 from tiered_zero.optim.masters import Masters
 from tiered_zero.optim.policy import BarrierPolicy, DelayedPolicy, OverlappedPolicy, UpdatePolicy
 from tiered_zero.optim.rule import UpdateRule
@@ -41,12 +43,14 @@ from tiered_zero.optim.stepper import StreamingStepper
 from tiered_zero.optim.torch_rule import TorchRule
 from tiered_zero.params.homes import HomeKeeper
 from tiered_zero.params.hooks import ModuleHooks
-from tiered_zero.params.materialize import WeightFiles, check_buffers, materialize_module
+from tiered_zero.params.materialize import WeightFiles, materialize_buffers, materialize_module
 from tiered_zero.params.pager import Pager, PagerLimits
+from tiered_zero.params.storage import lender_of
 from tiered_zero.plan.planner import Plan, SubGroupNeed, Wishes, back_tier, gradient_nbytes, make_plan, place_params
 from tiered_zero.store.swap_dir import SwapDir
 from tiered_zero.store.swap_store import SwapStore
 from tiered_zero.telemetry.ledger import Ledger
+from tiered_zero.telemetry.report import StepReport
 from tiered_zero.telemetry.spans import Recorder
 from tiered_zero.tiers.device import DeviceTier
 from tiered_zero.tiers.host import HostTier
@@ -92,9 +96,7 @@ def draft_run(
     """Lay the model out and plan its bytes. Reads no parameter's bytes; raises ConfigError and ModelError."""
     zero = config.zero_optimization
     specs = list_params(model, lambda dtype: compute_dtype(config, dtype))
-    for spec in specs.values():
-        if spec.trainable and spec.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise ModelError(f"Parameter {spec.name} is {spec.dtype}; trainable ones are float32, bfloat16 or float16.")
+    _check_params(specs)
     units = find_units(
         model,
         specs,
@@ -105,17 +107,9 @@ def draft_run(
             cast=lambda dtype: compute_dtype(config, dtype),
         ),
     )
-    source = make_optimizer(config, model, optimizer, model_parameters)
-    rule = make_rule(config, source, optimizer is not None)
-    known = {param: spec.name for param, spec in specs.items()}
-    group_of: dict[str, int] = {}
-    for index, group in enumerate(source.param_groups):
-        for param in group["params"]:
-            if param not in known:
-                raise ModelError(
-                    "The optimizer holds a parameter that is not the model's. Build it over model.parameters()."
-                )
-            group_of[known[param]] = index
+    source = make_optimizer(config.optimizer, model, optimizer, model_parameters)
+    rule = make_rule(config, source)
+    group_of = group_params(source, specs)
     size = zero.sub_group_size if "sub_group_size" in zero.model_fields_set else AUTO_SUB_GROUP_NUMEL
     subgroups = cut_subgroups(units, group_of, size, rule.elementwise)
     layouts = [StateLayout(subgroup, rule, source.param_groups) for subgroup in subgroups]
@@ -125,14 +119,39 @@ def draft_run(
     return Draft(config, model, specs, units, source, rule, layouts, make_plan(units, needs, wishes))
 
 
-def build(draft: Draft, lr_scheduler: Any, make_scheduler: Callable[[TieredOptimizer], Any]) -> Engine:
+def _check_params(specs: Mapping[nn.Parameter, ParamSpec]) -> None:
+    for param, spec in specs.items():
+        if lender_of(param) is not None:
+            raise ModelError(
+                f"Parameter {spec.name} belongs to an engine already, open or closed. Use that engine; or build the "
+                "model anew and load the state_dict() that was taken before the engine was closed."
+            )
+        if spec.trainable and spec.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise ModelError(
+                f"Parameter {spec.name} is {spec.dtype}; trainable ones are float32, bfloat16 or float16. Convert it "
+                "(model.float()), or set requires_grad=False for it."
+            )
+    if not any(spec.trainable for spec in specs.values()):
+        raise ModelError(
+            "No parameter of the model requires a gradient; there is nothing to train. Set requires_grad=True."
+        )
+
+
+def build(draft: Draft, lr_scheduler: Any = None) -> Engine:
     """Allocate what the plan says, give every parameter its home, and join the parts. On failure nothing is left
     behind.
     """
     config, plan = draft.config, draft.plan
     warnings = [w for path in sorted(_nvme_paths(config)) for w in preflight_directory(path)]
     plan.check()
-    with ExitStack() as resources:
+    weights = WeightFiles(config.tiered_zero.weights) if config.tiered_zero.weights else None
+    if weights is not None:
+        warnings += weights.check(draft.model, draft.specs)
+    scaler = LossScaler.from_config(config.fp16) if config.fp16.enabled else None
+    with restored_on_error(draft.source.param_groups), ExitStack() as resources:
+        engine_step: list[Callable[[], None]] = []
+        handle = TieredOptimizer(draft.source, lambda: engine_step[0]())
+        scheduler = make_scheduler(lr_scheduler, config.scheduler, handle, draft.source)
         ledger = Ledger({tier: limit for tier, (limit, _) in plan.limits.items()})
         settings = config.tiered_zero
         accelerator = build_accelerator(
@@ -162,7 +181,7 @@ def build(draft: Draft, lr_scheduler: Any, make_scheduler: Callable[[TieredOptim
         limits = PagerLimits(plan.live_nbytes, plan.prefetch_numel, plan.reuse_numel)
         pager = Pager(runtime, inventory, keeper, limits)
         resources.callback(pager.close)
-        _give_birth(draft, pager, keeper, masters, inventory, accelerator)
+        _give_birth(draft, weights, pager, keeper, masters, inventory, accelerator)
         gradients = _make_gradients(draft, tiers, runtime)
         resources.callback(gradients.close)
         hooks = ModuleHooks(draft.model, draft.units, pager, gradients.take)
@@ -171,23 +190,20 @@ def build(draft: Draft, lr_scheduler: Any, make_scheduler: Callable[[TieredOptim
         gradients.before_take = pager.await_update
         policy = _make_policy(draft, inventory, runtime, pager, tiers)
         pager.before_reading = policy.flush
-        engine_step: list[Callable[[], None]] = []
-        handle = TieredOptimizer(draft.source, lambda: engine_step[0]())
-        scheduler = make_scheduler(handle) if lr_scheduler is None else lr_scheduler
         engine = Engine(
             Parts(
                 config,
                 plan,
                 draft.model,
                 handle,
-                scheduler(handle) if callable(scheduler) else scheduler,
-                LossScaler.from_config(config.fp16) if config.fp16.enabled else None,
+                scheduler,
+                scaler,
                 pager,
                 hooks,
                 gradients,
                 policy,
                 runtime,
-                [],
+                _make_observers(config, handle),
                 resources.pop_all(),
             )
         )
@@ -273,22 +289,22 @@ def _open_store(
 
 
 def _give_birth(
-    draft: Draft, pager: Pager, keeper: HomeKeeper, masters: Masters, inventory: Inventory, accelerator: Accelerator
+    draft: Draft,
+    weights: WeightFiles | None,
+    pager: Pager,
+    keeper: HomeKeeper,
+    masters: Masters,
+    inventory: Inventory,
+    accelerator: Accelerator,
 ) -> None:
     """Group by group: first values to the masters (fp32) and, rounded, to the parameters' homes."""
-    paths = draft.config.tiered_zero.weights
-    weights = WeightFiles(paths) if paths else None
-    try:
-        for prefix, group in groupby(draft.units, key=lambda unit: unit.module):
-            units = list(group)
-            params = {unit.index: draft.params_of(unit) for unit in units}
-            materialize_module(draft.model, prefix, [p for own in params.values() for p in own], weights, draft.specs)
-            for unit in units:
-                _settle_unit(unit, params[unit.index], pager, keeper, masters, inventory)
-    finally:
-        if weights is not None:
-            weights.close()
-    check_buffers(draft.model)
+    materialize_buffers(draft.model, weights)
+    for prefix, group in groupby(draft.units, key=lambda unit: unit.module):
+        units = list(group)
+        params = {unit.index: draft.params_of(unit) for unit in units}
+        materialize_module(draft.model, prefix, [p for own in params.values() for p in own], weights, draft.specs)
+        for unit in units:
+            _settle_unit(unit, params[unit.index], pager, keeper, masters, inventory)
     for module in draft.model.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
             dtype = compute_dtype(draft.config, buffer.dtype)
@@ -344,6 +360,9 @@ def _make_policy(draft: Draft, inventory: Inventory, runtime: Runtime, pager: Pa
     stepper = StreamingStepper(
         draft.layouts, draft.rule, inventory, runtime, tiers.state_staging, lambda unit: pager.storage(unit).flat
     )
+    if draft.source.state:
+        params = {spec.name: param for param, spec in draft.specs.items()}
+        stepper.take_over(carry_over(draft.source, draft.layouts, params, inventory, tiers.state_staging))
     units = list({s.unit.index: s.unit for layout in draft.layouts for s in layout.subgroup.segments}.values())
     if settings.update == "barrier" or draft.plan.optimizer_tier == "device":
         return BarrierPolicy(stepper, groups, pager.forget)
@@ -401,32 +420,27 @@ def make_wishes(config: Config, device_limit: tuple[int, str] | None) -> Wishes:
     )
 
 
-def make_optimizer(
-    config: Config,
-    model: nn.Module,
-    optimizer: Optimizer | Callable[[Any], Optimizer] | None,
-    model_parameters: Iterable[Any] | None,
-) -> Optimizer:
-    """The torch optimizer whose param groups and defaults the run uses; it is never stepped itself."""
-    params = (
-        list(model_parameters) if model_parameters is not None else [p for p in model.parameters() if p.requires_grad]
-    )
-    if isinstance(optimizer, Optimizer):
-        return optimizer
-    if optimizer is not None:
-        return optimizer(params)
-    if config.optimizer is None:
-        raise ConfigError(
-            'There is no optimizer: pass one to initialize(optimizer=...), or add an "optimizer" section.'
-        )
-    if not params:
-        raise ModelError("No parameter of the model requires a gradient; there is nothing to train.")
-    resolved = resolve_optimizer(config.optimizer.type, config.optimizer.params)
-    logger.info("optimizer: %s", resolved.text)
-    return resolved.optimizer_class(params, **resolved.defaults)
+def _make_observers(config: Config, handle: TieredOptimizer) -> list[Callable[[StepReport], None]]:
+    """What is told of each optimizer step. `steps_per_print`: one log line every so many."""
+    every = config.steps_per_print
+
+    def log(report: StepReport) -> None:
+        if every is not None and report.step % every == 0:
+            loss = "unknown" if report.loss is None else f"{report.loss:.6g}"
+            rates = ", ".join(f"{float(group['lr']):.6g}" for group in handle.param_groups)
+            logger.info(
+                "step %d: loss %s, loss scale %g, learning rate %s", report.step, loss, report.loss_scale, rates
+            )
+
+    return [log]
 
 
-def make_rule(config: Config, source: Optimizer, from_user: bool) -> UpdateRule:
+def make_rule(config: Config, source: Optimizer) -> UpdateRule:
+    """The native kernel for plain Adam and AdamW off the device (it gives torch's bits); torch's own class for others."""
+    plain = not any(group.get("fused") or group.get("foreach") for group in source.param_groups)
+    off_device = config.zero_optimization.offload_optimizer.device != "none"
+    if type(source) in (torch.optim.Adam, torch.optim.AdamW) and plain and off_device and not source.state:
+        return build_adam(type(source) is torch.optim.AdamW)
     return TorchRule.from_optimizer(source)
 
 

@@ -73,6 +73,7 @@ class Engine:
         self._micro_steps = 0
         self._closed = False
         self._skipped_in_a_row = 0
+        self._nonfinite_in_a_row = 0
         self._verdict: Verdict | None = None
         self._report: StepReport | None = None
         self._step_start_s = time.perf_counter()
@@ -116,6 +117,7 @@ class Engine:
         if parts.loss_scaler is not None:
             scaled = scaled.float() * parts.loss_scaler.scale
         self._losses.append(loss.detach())
+        parts.gradients.measuring = self.is_gradient_accumulation_boundary()
         self._enter(Phase.BACKWARD)
         try:
             with parts.runtime.recorder.span("compute", "backward"), parts.hooks.saving_views():
@@ -280,7 +282,8 @@ class Engine:
     def _take_step(self) -> None:
         parts = self._parts
         parts.gradients.wait()
-        verdict = judge(parts.gradients.present(), self.loss_scale, self.config.gradient_clipping)
+        gradients = parts.gradients
+        verdict = judge(gradients.present(), self.loss_scale, self.config.gradient_clipping, gradients.norms())
         self._verdict = verdict
         self.global_steps += 1
         try:
@@ -295,8 +298,10 @@ class Engine:
         """Tell the loss scaler; count and report a skipped step. fp32 goes on with NaNs, as plain PyTorch does."""
         scaler = self._parts.loss_scaler
         checks = scaler is not None or (self.config.bf16.enabled and self.config.bf16.check_grad_overflow)
+        self._nonfinite_in_a_row = 0 if verdict.finite else self._nonfinite_in_a_row + 1
+        tells = self._nonfinite_in_a_row & (self._nonfinite_in_a_row - 1) == 0  # 1, 2, 4, ...: a warning, not a flood
         if verdict.finite or not checks:
-            if not verdict.finite:
+            if not verdict.finite and tells:
                 logger.warning("step %d: the gradient of %s is not finite", self.global_steps, verdict.first_bad)
             self._skipped_in_a_row = 0
             if scaler is not None:
@@ -306,8 +311,11 @@ class Engine:
         self._skipped_in_a_row += 1
         scale = self.loss_scale
         if scaler is not None:
-            scaler.update(True)
-        if self._skipped_in_a_row & (self._skipped_in_a_row - 1) == 0:  # 1, 2, 4, ...: a warning, not a flood
+            try:
+                scaler.update(True)
+            except NonFiniteError as error:
+                raise NonFiniteError(f"{error} First parameter with such a gradient: {verdict.first_bad}.") from error
+        if tells:
             logger.warning(
                 "step %d skipped (%d in a row): the gradient of %s is not finite; loss scale %g -> %g",
                 self.global_steps, self._skipped_in_a_row, verdict.first_bad, scale, self.loss_scale,

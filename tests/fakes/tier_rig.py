@@ -72,7 +72,7 @@ def open_rig(
             stack.callback(store.close)
             tier = NvmeTier(store, staging, runtime.accelerator, runtime.recorder)
         elif name == "host":
-            tier = HostTier(arena, runtime.accelerator)
+            tier = HostTier(arena, runtime)
         else:
             tier = DeviceTier(runtime.accelerator, runtime.ledger)
         yield Rig(tier, runtime, arena, staging, buffers)

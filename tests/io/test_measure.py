@@ -25,7 +25,7 @@ def test_each_mode_has_a_rate(swap_path: Path, mode: str) -> None:
     counting = engine()
     rate = measure_rate(counting, str(path), 4 * MIB, mode, 0.05)
     reads, writes = counting.count("read"), counting.count("write")
-    assert 0.0 < rate and {"read": not writes, "write": not reads, "mixed": abs(reads - writes) <= 1}[mode]
+    assert rate > 0.0 and {"read": not writes, "write": not reads, "mixed": abs(reads - writes) <= 1}[mode]
     assert rate <= (reads + writes) * MIB / 0.05
     after = path.read_bytes()
     assert len(after) == 4 * MIB and (after == before) == (mode == "read") and path.stat().st_mode & 0o777 == 0o600

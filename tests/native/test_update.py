@@ -304,6 +304,7 @@ def large_update(kernel: UpdateKernel) -> list[torch.Tensor]:
 
 
 def _update_in_child(kernel: UpdateKernel, expected: list[torch.Tensor], right: Any) -> None:
+    torch.set_num_threads(1)  # torch's own threads do not survive a fork
     right.value = all(torch.equal(a, b) for a, b in zip(large_update(kernel), expected, strict=True))
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import tiered_zero
+from tests.parity.insides import differences, everything
 from tests.parity.models import ParityGPT, batch, groups
 from tests.parity.trainers import FAR, Plain, assert_same_bits, follow, tiered, train
 
@@ -36,34 +37,6 @@ def take_step(engine: tiered_zero.Engine, number: int, bad: bool = False) -> Non
     engine.step()
 
 
-def everything(engine: tiered_zero.Engine) -> dict[str, Any]:
-    """Bits of all homes (masters, moments, parameters), scalars of the update, learning rates, weights."""
-    parts = engine._parts
-    pager, stepper = parts.pager, parts.stepper
-    found: dict[str, Any] = {"lr": engine.get_lr(), "scheduler": parts.lr_scheduler.last_epoch}
-    for name, value in engine.module.state_dict().items():
-        found[name] = value
-    for (index, piece), scalars in stepper._scalars.items():
-        found[f"scalars {index} {piece}"] = {name: float(value) for name, value in scalars.items()}
-    for layout in stepper._layouts:
-        home = pager._inventory.home(layout.subgroup, "state")
-        found[f"state {layout.subgroup.index}"] = read_all(home, layout.nbytes, stepper._staging)
-    return found
-
-
-def read_all(home: Any, nbytes: int, staging: Any) -> torch.Tensor:
-    from tiered_zero.tiers.slots import read_slot
-
-    return read_slot(home, 0, nbytes, staging)
-
-
-def assert_unchanged(before: dict[str, Any], after: dict[str, Any]) -> None:
-    assert before.keys() == after.keys()
-    for name, value in before.items():
-        same = torch.equal(value, after[name]) if isinstance(value, torch.Tensor) else value == after[name]
-        assert same, name
-
-
 @pytest.mark.parametrize("placement", [("none", "none"), *FAR], ids="-".join)
 def test_a_skipped_step_leaves_every_bit(placement, swap_path, caplog):
     with tiered(build(), swap_path, placement, adamw, make_scheduler=halving, **fp16()) as engine:
@@ -72,7 +45,7 @@ def test_a_skipped_step_leaves_every_bit(placement, swap_path, caplog):
         before = everything(engine)
         caplog.clear()
         take_step(engine, 3, bad=True)
-        assert_unchanged(before, everything(engine))
+        assert not differences(before, everything(engine))
         assert (engine.global_steps, engine.skipped_steps, engine.was_step_applied()) == (4, 1, False)
         warnings = [record for record in caplog.records if record.levelname == "WARNING"]
         assert len(warnings) == 1 and "skipped" in warnings[0].message and "not finite" in warnings[0].message
@@ -89,7 +62,7 @@ def test_one_bad_micro_batch_skips_the_whole_step(swap_path):
         for number in range(3):
             take_step(engine, number, bad=number == 1)
         assert engine.skipped_steps == 1
-        assert_unchanged(before, everything(engine))
+        assert not differences(before, everything(engine))
 
 
 @pytest.mark.parametrize("placement", [("none", "cpu"), ("nvme", "nvme")], ids="-".join)
@@ -124,7 +97,7 @@ def test_bf16_skips_as_well_unless_told_not_to(swap_path):
         before = everything(engine)
         take_step(engine, 0, bad=True)
         assert engine.skipped_steps == 1
-        assert_unchanged(before, everything(engine))
+        assert not differences(before, everything(engine))
     unchecked = {"enabled": True, "check_grad_overflow": False}
     with tiered(build(), swap_path, ("cpu", "cpu"), adamw, bf16=unchecked) as engine:
         take_step(engine, 0, bad=True)
@@ -138,5 +111,5 @@ def test_an_overflow_at_the_smallest_scale_is_an_error_that_changes_nothing(swap
         before = everything(engine)
         with pytest.raises(tiered_zero.NonFiniteError, match="min_loss_scale"):
             take_step(engine, 0, bad=True)
-        assert_unchanged(before, everything(engine))
+        assert not differences(before, everything(engine))
         train(engine, batch, 1)  # nothing is latched: a finite step can follow

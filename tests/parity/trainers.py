@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -201,6 +201,26 @@ def _same(left: Any, right: Any) -> bool:
     if isinstance(left, float):
         return bool(left == right or (left != left and right != right))
     return bool(left == right)
+
+
+def assert_parity(
+    build: Callable[[], nn.Module],
+    script: Script,
+    swap_path: Path,
+    placements: Sequence[tuple[str, str]] = FAR,
+    make_optimizer: OptimizerMaker = adamw,
+    accumulation: int = 1,
+    clipping: float = 0.0,
+    **options: Any,
+) -> None:
+    """The script sees and leaves the same bits in plain PyTorch and on each placement. `options`: see `tiered`."""
+    torch.manual_seed(0)
+    expected = follow(script, Plain(build(), make_optimizer, accumulation, clipping))
+    for placement in placements:
+        torch.manual_seed(0)
+        engine = tiered(build(), swap_path, placement, make_optimizer, accumulation, clipping, **options)
+        assert_same_bits(expected, follow(script, engine))
+    assert not any(swap_path.iterdir()), "closed engines leave nothing in the swap directory"
 
 
 def train(

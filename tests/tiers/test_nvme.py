@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import tempfile
+import threading
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.fakes.sync_io import SyncEngine
 from tests.fakes.tier_rig import Rig, open_rig, random_bytes
-from tiered_zero.errors import TransferError
+from tiered_zero.errors import LatchedError, TransferError
 from tiered_zero.io.engine import IOSettings
 from tiered_zero.io.threads import ThreadsEngine
 from tiered_zero.sizes import PAGE_NBYTES
@@ -85,7 +86,7 @@ def test_a_fetch_that_cannot_be_submitted_gives_every_buffer_back(swap_path: Pat
         with pytest.raises(TransferError, match="the disk failed"):
             rig.tier.fetch(home.slot, torch.zeros_like(data)).wait()
         for _ in range(5):
-            with pytest.raises(TransferError, match="the disk failed"):
+            with pytest.raises(LatchedError, match="the disk failed"):
                 rig.tier.fetch(home.slot, torch.zeros_like(data)).wait()
             assert rig.staging.num_free == 4
 
@@ -112,10 +113,11 @@ def test_chunks_with_free_buffers_are_read_before_the_lane_reaches_them(swap_pat
     with open_rig("nvme", swap_path, num_buffers=2, engine=engine) as rig:
         home, data = fill(rig, "a", 5)
         engine.operations.clear()
-        block = rig.runtime.accelerator.lane("gather").submit(lambda: started.wait())
-        started = rig.runtime.accelerator.lane("other").submit(lambda: None)
-        event = rig.tier.fetch(home.slot, torch.zeros_like(data))
+        gate = threading.Event()
+        rig.runtime.accelerator.lane("gather").submit(gate.wait)
+        event = rig.tier.fetch(home.slot, out := torch.zeros_like(data))
         num_reads = sum(operation[0] == "read" for operation in engine.operations)
-        assert num_reads >= 2
-        block.wait()
+        gate.set()
         event.wait()
+        assert num_reads == 2, "one for each free buffer"
+        assert torch.equal(out, data)

@@ -84,7 +84,7 @@ def test_a_fetch_waits_for_the_update_that_writes_the_slot(rig: Rig) -> None:
     slot = rig.tier.reserve("a", 3 * PAGE_NBYTES, "param")
     old, new = random_bytes(3 * PAGE_NBYTES), random_bytes(3 * PAGE_NBYTES)
     write(rig, slot, old)
-    update = rig.runtime.accelerator.lane("update").submit(lambda: write(rig, slot, new))
+    update = rig.runtime.accelerator.lane("optimizer").submit(lambda: write(rig, slot, new))
     out = torch.zeros_like(new)
     rig.tier.fetch(slot, out, after=update).wait()
     assert torch.equal(out, new)
@@ -99,7 +99,7 @@ def test_a_failed_update_fails_the_fetch_behind_it(rig: Rig) -> None:
     def fail() -> None:
         raise RuntimeError("the update failed")
 
-    update = rig.runtime.accelerator.lane("update").submit(fail)
+    update = rig.runtime.accelerator.lane("optimizer").submit(fail)
     out = torch.zeros(3 * PAGE_NBYTES, dtype=torch.uint8)
     with pytest.raises(RuntimeError, match="the update failed"):
         rig.tier.fetch(slot, out, after=update).wait()

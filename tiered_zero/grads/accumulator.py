@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from tiered_zero.errors import ModelError
+from tiered_zero.grads.verdict import norm_of
 from tiered_zero.hardware.accelerator import Event
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.hardware.staging import StagingPool
@@ -28,7 +29,8 @@ SUM_CHUNK_NUMEL = 1 << 15
 class UnitGradients:
     """`flat`: [P] of the unit's dtype, or fp32 where micro-batches are summed; zeros between entries.
 
-    `present`: parameters (by index) with a gradient in this step. `arrived`: those of this backward. `spare`: a second
+    `present`: parameters (by index) with a gradient in this step. `arrived`: those of this backward. `norms`: by index,
+    of gradients that were measured as they arrived. `spare`: a second
     flat, where the update of one step runs beside the backward of the next.
     """
 
@@ -37,6 +39,12 @@ class UnitGradients:
     spare: torch.Tensor | None
     present: set[int] = field(default_factory=set)
     arrived: set[int] = field(default_factory=set)
+    norms: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def clear(self) -> None:
+        self.present.clear()
+        self.arrived.clear()
+        self.norms.clear()
 
 
 @dataclass(frozen=True)
@@ -81,6 +89,8 @@ class GradientStore:
         self._in_flight_nbytes = in_flight_nbytes
         self._in_flight: deque[tuple[Event, int]] = deque()
         self._extra_nbytes = 0
+        self.measuring = True
+        """Whether a gradient that arrives may be the last of its parameter in this step, so that its norm is taken."""
         self.before_take: Callable[[Unit], None] = lambda unit: None
         self.on_unit_complete: Callable[[Unit], None] = lambda unit: None
 
@@ -110,7 +120,7 @@ class GradientStore:
         if self._on_device:
             target.copy_(source) if first else target.add_(source)
         else:
-            self._send(entry.param, target, source, first)
+            self._send(gradients, entry.param, target, source, first)
         if len(gradients.arrived) == len(unit.entries):
             self.on_unit_complete(unit)
 
@@ -133,7 +143,7 @@ class GradientStore:
             {g.unit.index: g.flat for g in units}, {g.unit.index: frozenset(g.present) for g in units}
         )
         for gradients in units:
-            gradients.present.clear()
+            gradients.clear()
             if gradients.spare is not None:
                 gradients.flat, gradients.spare = gradients.spare, gradients.flat
         return handed
@@ -142,8 +152,7 @@ class GradientStore:
         """Forget this step's gradients; what is still on its way lands first."""
         self.wait()
         for gradients in self._units.values():
-            gradients.present.clear()
-            gradients.arrived.clear()
+            gradients.clear()
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
@@ -157,6 +166,10 @@ class GradientStore:
         ]
         return sorted(found, key=lambda item: item[0].index)
 
+    def norms(self) -> dict[int, torch.Tensor]:
+        """Parameter index -> norm, 0-d fp32 on the CPU, where it was taken when the gradient arrived."""
+        return {index: norm for gradients in self._units.values() for index, norm in gradients.norms.items()}
+
     def close(self) -> None:
         self._units.clear()
         self._ledger.discharge("device" if self._on_device else "host", "gradient_sums", self._extra_nbytes)
@@ -164,11 +177,14 @@ class GradientStore:
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _send(self, spec: ParamSpec, target: torch.Tensor, source: torch.Tensor, first: bool) -> None:
+    def _send(
+        self, gradients: UnitGradients, spec: ParamSpec, target: torch.Tensor, source: torch.Tensor, first: bool
+    ) -> None:
         accelerator = self._accelerator
         nbytes = source.nbytes
+        measuring = self.measuring
         if first and target.dtype == source.dtype:
-            job = partial(accelerator.copy, target, source)
+            job = partial(accelerator.copy, target, source, finish=measuring)
         else:
             job = partial(self._add, target, source, first)
         self._land(max(0, self._in_flight_nbytes - nbytes))
@@ -177,6 +193,9 @@ class GradientStore:
         def send() -> None:
             with self._recorder.span("reduce", "reduce", spec.name, nbytes):
                 job()
+                gradients.norms.pop(spec.index, None)
+                if measuring:  # while the bytes are in cache; see verdict.py
+                    gradients.norms[spec.index] = norm_of(target)
 
         event = accelerator.lane("reduce").submit(send, after=[accelerator.record_compute()], holds=[source])
         self._in_flight.append((event, nbytes))

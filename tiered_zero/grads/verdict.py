@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 
@@ -22,15 +23,26 @@ class Verdict:
     first_bad: str | None = None
 
 
-def judge(gradients: Sequence[tuple[ParamSpec, torch.Tensor]], loss_scale: float, max_norm: float) -> Verdict:
+def norm_of(grad: torch.Tensor) -> torch.Tensor:
+    """0-d fp32, L2: what clip_grad_norm_ takes of one parameter's gradient. Not finite if an element is not."""
+    norm: torch.Tensor = torch.linalg.vector_norm(grad, 2, dtype=torch.float32)
+    return norm
+
+
+def judge(
+    gradients: Sequence[tuple[ParamSpec, torch.Tensor]],
+    loss_scale: float,
+    max_norm: float,
+    known_norms: Mapping[int, torch.Tensor] = MappingProxyType({}),
+) -> Verdict:
     """The arithmetic of torch.nn.utils.clip_grad_norm_: a norm per parameter, then the norm of the norms, all in fp32.
 
     `gradients`: [numel] each, scaled by `loss_scale`, in the order of `model.parameters()`. `max_norm`: 0 does not
-    clip.
+    clip. `known_norms`: parameter index -> its norm, where it was taken already.
     """
     if not gradients:
         return Verdict(True, 0.0, 1.0 / loss_scale)
-    norms = [torch.linalg.vector_norm(grad, 2, dtype=torch.float32) for _, grad in gradients]
+    norms = [known_norms[spec.index] if spec.index in known_norms else norm_of(grad) for spec, grad in gradients]
     total = torch.linalg.vector_norm(torch.stack(norms), 2)
     if loss_scale != 1.0:
         total = total / loss_scale

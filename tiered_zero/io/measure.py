@@ -44,7 +44,7 @@ def measure_rate(
     for memory in free:
         memory[:] = os.urandom(request_nbytes)
     file = engine.open(path)
-    acts = {"read": [engine.read], "write": [engine.write], "mixed": [engine.read, engine.write]}[mode]
+    acts = [act for name, act in (("read", engine.read), ("write", engine.write)) if mode in (name, "mixed")]
     offsets = range(0, nbytes - request_nbytes + 1, request_nbytes)
     work = zip(itertools.cycle(acts), itertools.cycle(offsets), strict=False)
     in_flight: deque[tuple[Ticket, memoryview]] = deque()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from tiered_zero.errors import ModelError
 from tiered_zero.layout.flat import ParamSpec, Unit, place_params
@@ -35,10 +36,15 @@ class UnitRules:
 
 def list_params(model: nn.Module, cast: Callable[[torch.dtype], torch.dtype]) -> dict[nn.Parameter, ParamSpec]:
     """Every parameter once, by identity, in the order of `model.parameters()`. Raises ModelError on a model without
-    any.
+    any, or with one that has no shape yet.
     """
     names: dict[nn.Parameter, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
+        if is_lazy(param):
+            raise ModelError(
+                f"Parameter {name} has no shape yet: its module is a lazy one. Run one batch through the model before "
+                "tiered_zero.initialize(), or give the module its sizes."
+            )
         names.setdefault(param, []).append(name)
     if not names:
         raise ModelError(

@@ -92,6 +92,11 @@ class StreamingStepper:
         self._scalars: dict[tuple[int, int], dict[str, Any]] = {}
         self._born: set[int] = set()
 
+    def take_over(self, scalars: Mapping[tuple[int, int], dict[str, Any]]) -> None:
+        """State that was written to the sub-groups' homes beforehand: (sub-group, piece) -> its scalars."""
+        self._scalars.update(scalars)
+        self._born.update(index for index, _ in scalars)
+
     # -- the step ------------------------------------------------------------------------------------------------------
 
     def step(self, job: UpdateJob) -> None:

@@ -96,6 +96,7 @@ class Pager:
         """Called before weights are read between steps: makes every update visible."""
         self._copies: dict[nn.Parameter, torch.Tensor] = {}
         self._copying_depth = 0
+        self._closed = False
         self.phase = "idle"
 
     # -- set-up ----------------------------------------------------------------------------------------------------
@@ -160,6 +161,7 @@ class Pager:
         elif self.phase == "backward":
             self._acquire(residency)
         else:
+            self._check_open(residency.unit)
             name = residency.unit.entries[residency.params[param]].param.name
             home = self._inventory.home(residency.unit, "param")
             raise ParameterAwayError(
@@ -265,6 +267,7 @@ class Pager:
         if residency.state is UnitState.LENT or self.is_device_resident(residency.unit):
             value = residency.storage.entry_view(index).to("cpu", copy=True)
         else:
+            self._check_open(residency.unit)
             flat = self._keeper.read(residency.unit)
             value = flat[entry.start : entry.stop].view(entry.param.shape).clone()
         if self._copying_depth:
@@ -272,6 +275,8 @@ class Pager:
         return value
 
     def close(self) -> None:
+        """Parameters that live on the device keep their values; those of the others end with their tiers."""
+        self._closed = True
         for residency in self._residencies.values():
             residency.num_lends = 0
             if self.is_device_resident(residency.unit):
@@ -308,7 +313,15 @@ class Pager:
         self._prefetch(residency)
         return residency
 
+    def _check_open(self, unit: Unit) -> None:
+        if self._closed:
+            raise ParameterAwayError(
+                f"The parameters of {unit.name} rested on a tier of an engine that is closed, and are gone. Take "
+                "engine.module.state_dict() before engine.close()."
+            )
+
     def _fetch(self, residency: Residency) -> None:
+        self._check_open(residency.unit)
         unit, storage = residency.unit, residency.storage
         if not storage.is_full:
             self._make_room(unit)

@@ -50,8 +50,17 @@ class _Chunk:
 
     part: torch.Tensor
     offset: int
-    lease: Lease | None
-    read: Event | None
+    lease: Lease | None = None
+    read: Event | None = None
+
+
+def _give_back(chunks: list[_Chunk]) -> None:
+    """A fetch broke off, and its error is on its way already: the reads under way end, and their buffers go back."""
+    for chunk in chunks:
+        if chunk.lease:
+            with chunk.lease, suppress(TieredZeroError):
+                if chunk.read:
+                    chunk.read.wait()
 
 
 class NvmeTier(Tier):
@@ -97,19 +106,23 @@ class NvmeTier(Tier):
         if ready and after:
             after.wait()  # a failed update fails here, before any buffer is taken
         chunks: list[_Chunk] = []
-        with self._lock:
-            for offset in range(0, target.numel(), self._staging.buffer_nbytes):
-                part = target[offset : offset + self._staging.buffer_nbytes]
-                lease = None
-                if ready and not self._deferred and (not chunks or chunks[-1].lease):
-                    lease = self._staging.lease_nowait(align_up(part.numel(), PAGE_NBYTES))
-                read = self._read(record, lease.memory, offset) if lease else None
-                chunks.append(_Chunk(part, offset, lease, read))
-            deferred = chunks[-1].lease is None
-            self._deferred += deferred
-        before = [self._accelerator.record_compute()] + ([after] if after else [])
-        job = partial(self._land, record, chunks, deferred)
-        return self._accelerator.lane("gather").submit(job, after=before, holds=[target])
+        try:
+            with self._lock:
+                for offset in range(0, target.numel(), self._staging.buffer_nbytes):
+                    chunk = _Chunk(target[offset : offset + self._staging.buffer_nbytes], offset)
+                    if ready and not self._deferred and (not chunks or chunks[-1].lease):
+                        chunk.lease = self._staging.lease_nowait(align_up(chunk.part.numel(), PAGE_NBYTES), record.name)
+                    chunks.append(chunk)
+                    if chunk.lease:
+                        chunk.read = self._read(record, chunk.lease.memory, offset)
+                deferred = chunks[-1].lease is None
+                self._deferred += deferred
+            before = [self._accelerator.record_compute()] + ([after] if after else [])
+            job = partial(self._land, record, chunks, deferred)
+            return self._accelerator.lane("gather").submit(job, after=before, holds=[target])
+        except BaseException:
+            _give_back(chunks)
+            raise
 
     def _land(self, record: Record, chunks: list[_Chunk], deferred: bool) -> None:
         """On the gather lane: the end of a fetch's way. Gives every lease back, also when a chunk fails."""
@@ -125,10 +138,7 @@ class NvmeTier(Tier):
                     with self._recorder.span("gather", "fetch", record.name, chunk.part.numel()):
                         self._accelerator.copy(chunk.part, lease.tensor[: chunk.part.numel()], finish=True)
         finally:
-            for chunk in chunks:
-                if chunk.lease and chunk.read:
-                    with chunk.lease, suppress(TieredZeroError):  # the first chunk's error is on its way already
-                        chunk.read.wait()
+            _give_back(chunks)
             with self._lock:
                 self._deferred -= deferred
 

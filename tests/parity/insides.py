@@ -1,0 +1,66 @@
+"""What a test must look at inside an engine, kept in one place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import tiered_zero
+from tiered_zero.layout.flat import Unit
+from tiered_zero.tiers.device import DeviceTier
+from tiered_zero.tiers.host import HostTier
+from tiered_zero.tiers.nvme import NvmeTier
+from tiered_zero.tiers.slots import read_slot
+from tiered_zero.tiers.tier import HostBuffer, Slot
+
+
+def everything(engine: tiered_zero.Engine) -> dict[str, Any]:
+    """Weights, learning rates, and of the update: masters and state bit by bit, step counts."""
+    found: dict[str, Any] = dict(engine.module.state_dict())  # first: it waits for an update that is still running
+    found["lr"] = engine.get_lr()
+    found["scheduler"] = engine.lr_scheduler.last_epoch if engine.lr_scheduler else None
+    stepper, inventory = engine._parts.stepper, engine._parts.pager._inventory
+    for (index, piece), scalars in stepper._scalars.items():
+        found[f"scalars {index}.{piece}"] = {name: float(value) for name, value in scalars.items()}
+    for layout in stepper._layouts:
+        index = layout.subgroup.index
+        nbytes = layout.nbytes if index in stepper._born else layout.master_nbytes
+        found[f"state {index}"] = read_slot(inventory.home(layout.subgroup, "state"), 0, nbytes, stepper._staging)
+    return found
+
+
+def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """Names of what is not the same to the bit."""
+    assert before.keys() == after.keys()
+    return [name for name in before if not _same(before[name], after[name])]
+
+
+def _same(left: Any, right: Any) -> bool:
+    return torch.equal(left, right) if isinstance(left, torch.Tensor) else bool(left == right)
+
+
+def units(engine: tiered_zero.Engine) -> list[Unit]:
+    return [residency.unit for residency in engine._parts.pager._residencies.values()]
+
+
+class Traffic:
+    """Counts what goes through the tiers while it is installed (`monkeypatch` takes it off): slot name -> times."""
+
+    def __init__(self, monkeypatch: Any) -> None:
+        self.fetched: dict[str, int] = {}
+        self.written: dict[str, int] = {}
+        for tier in (DeviceTier, HostTier, NvmeTier):
+            monkeypatch.setattr(tier, "fetch", self._counting(tier.fetch, self.fetched))
+            monkeypatch.setattr(tier, "write", self._counting(tier.write, self.written))
+
+    def _counting(self, method: Any, counts: dict[str, int]) -> Any:
+        def counted(tier: Any, slot: Slot, data: HostBuffer, *args: Any) -> Any:
+            counts[slot.name] = counts.get(slot.name, 0) + 1
+            return method(tier, slot, data, *args)
+
+        return counted
+
+    def clear(self) -> None:
+        self.fetched.clear()
+        self.written.clear()
