@@ -50,7 +50,9 @@ from tiered_zero.plan.planner import Plan, SubGroupNeed, Wishes, back_tier, grad
 from tiered_zero.store.swap_dir import SwapDir
 from tiered_zero.store.swap_store import SwapStore
 from tiered_zero.telemetry.ledger import Ledger
+from tiered_zero.telemetry.observer import RunObserver
 from tiered_zero.telemetry.report import StepReport
+from tiered_zero.telemetry.runlog import RunHeader
 from tiered_zero.telemetry.spans import Recorder
 from tiered_zero.tiers.device import DeviceTier
 from tiered_zero.tiers.host import HostTier
@@ -158,7 +160,7 @@ def build(draft: Draft, lr_scheduler: Any = None) -> Engine:
             settings.device, settings.device_memory_limit, settings.debug_poison, settings.debug_delay_seed
         )
         resources.callback(accelerator.close)
-        runtime = Runtime(accelerator, ledger, Recorder(keep_spans=settings.trace is not None))
+        runtime = Runtime(accelerator, ledger, Recorder())
         for line in (*config.notices, *warnings):
             logger.warning("%s", line)
         tiers = _Tiers(draft, runtime, resources)
@@ -203,7 +205,7 @@ def build(draft: Draft, lr_scheduler: Any = None) -> Engine:
                 gradients,
                 policy,
                 runtime,
-                _make_observers(config, handle),
+                _make_observers(draft, handle, runtime, resources),
                 resources.pop_all(),
             )
         )
@@ -232,9 +234,7 @@ class _Tiers:
         resources.callback(self.device.close)
         staging = self.param_staging or self.state_staging
         self._nvme = {
-            paths: NvmeTier(store, staging, accelerator, runtime.recorder)
-            for paths, store in self._stores.items()
-            if staging is not None
+            paths: NvmeTier(store, staging, runtime) for paths, store in self._stores.items() if staging is not None
         }
         self._param_paths = zero.offload_param.nvme_paths
         self._state_paths = zero.offload_optimizer.nvme_paths
@@ -420,9 +420,11 @@ def make_wishes(config: Config, device_limit: tuple[int, str] | None) -> Wishes:
     )
 
 
-def _make_observers(config: Config, handle: TieredOptimizer) -> list[Callable[[StepReport], None]]:
-    """What is told of each optimizer step. `steps_per_print`: one log line every so many."""
-    every = config.steps_per_print
+def _make_observers(
+    draft: Draft, handle: TieredOptimizer, runtime: Runtime, resources: ExitStack
+) -> list[Callable[[StepReport], None]]:
+    """What is told of each optimizer step: a log line every `steps_per_print`, the run's record, its trace."""
+    every, settings = draft.config.steps_per_print, draft.config.tiered_zero
 
     def log(report: StepReport) -> None:
         if every is not None and report.step % every == 0:
@@ -432,11 +434,21 @@ def _make_observers(config: Config, handle: TieredOptimizer) -> list[Callable[[S
                 "step %d: loss %s, loss scale %g, learning rate %s", report.step, loss, report.loss_scale, rates
             )
 
-    return [log]
+    if settings.report is None and settings.trace is None:
+        return [log]
+    planned: dict[str, dict[str, int]] = {}
+    for row in draft.plan.rows:
+        planned.setdefault(row.tier, {})[row.kind] = row.nbytes
+    num_parameters = sum(spec.numel for spec in draft.specs.values())
+    facts = {"update": settings.update, "device": str(runtime.accelerator.device), "rule": draft.rule.name}
+    header = RunHeader(type(draft.model).__name__, num_parameters, planned, facts)
+    observer = RunObserver(runtime.recorder, header, settings.report, settings.trace)
+    resources.callback(observer.close)
+    return [log, observer]
 
 
 def make_rule(config: Config, source: Optimizer) -> UpdateRule:
-    """The native kernel for plain Adam and AdamW off the device (it gives torch's bits); torch's own class for others."""
+    """The native kernel for plain Adam and AdamW off the device (it gives torch's bits); else torch's own class."""
     plain = not any(group.get("fused") or group.get("foreach") for group in source.param_groups)
     off_device = config.zero_optimization.offload_optimizer.device != "none"
     if type(source) in (torch.optim.Adam, torch.optim.AdamW) and plain and off_device and not source.state:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -69,6 +70,7 @@ class Engine:
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
+        self._end = weakref.finalize(self, parts.resources.close)  # also at exit: threads must not outlive the interpreter
         self._phase = Phase.IDLE
         self._micro_steps = 0
         self._closed = False
@@ -254,7 +256,7 @@ class Engine:
                 self._parts.policy.flush()
             except Exception as error:
                 logger.error("the last update was not completed: %s", error)
-            self._parts.resources.close()
+            self._end()
 
     def __enter__(self) -> Engine:
         return self

@@ -78,11 +78,11 @@ class FaultyEngine(IOEngine):
         if fault is None:
             return self._passed(self.inner.write(file, offset, data))
         if fault.effect == "flip":
-            # In place and back: the copy that a rotten write needs would not be aligned.
+            _flip(data, fault.at)  # in place and back: a copy would not be aligned
+            rotten = self.inner.write(file, offset, data)
+            rotten.wait()
             _flip(data, fault.at)
-            self.inner.write(file, offset, data).wait()
-            _flip(data, fault.at)
-            return self._passed(self.inner.write(file, offset, data[:0]))
+            return self._passed(rotten)
         if fault.effect in ("torn", "short"):
             half = self.inner.write(file, offset, data[: _half(data, file)])
             if fault.effect == "torn":

@@ -70,7 +70,7 @@ def open_rig(
             engine = SyncEngine(held=[]) if engine is None else engine
             store = SwapStore(SwapDir.create([swap_path]), engine, capacity_nbytes=4 * MIB)
             stack.callback(store.close)
-            tier = NvmeTier(store, staging, runtime.accelerator, runtime.recorder)
+            tier = NvmeTier(store, staging, runtime)
         elif name == "host":
             tier = HostTier(arena, runtime)
         else:

@@ -20,7 +20,7 @@ def everything(engine: tiered_zero.Engine) -> dict[str, Any]:
     found: dict[str, Any] = dict(engine.module.state_dict())  # first: it waits for an update that is still running
     found["lr"] = engine.get_lr()
     found["scheduler"] = engine.lr_scheduler.last_epoch if engine.lr_scheduler else None
-    stepper, inventory = engine._parts.stepper, engine._parts.pager._inventory
+    stepper, inventory = engine._parts.policy._stepper, engine._parts.pager._inventory
     for (index, piece), scalars in stepper._scalars.items():
         found[f"scalars {index}.{piece}"] = {name: float(value) for name, value in scalars.items()}
     for layout in stepper._layouts:

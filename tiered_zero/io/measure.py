@@ -41,8 +41,9 @@ def measure_rate(
     """
     request_nbytes = min(request_nbytes, nbytes // num_in_flight // PAGE_NBYTES * PAGE_NBYTES)
     free = deque(memoryview(mmap.mmap(-1, request_nbytes)) for _ in range(num_in_flight))
+    random = os.urandom(request_nbytes)
     for memory in free:
-        memory[:] = os.urandom(request_nbytes)
+        memory[:] = random
     file = engine.open(path)
     acts = [act for name, act in (("read", engine.read), ("write", engine.write)) if mode in (name, "mixed")]
     offsets = range(0, nbytes - request_nbytes + 1, request_nbytes)

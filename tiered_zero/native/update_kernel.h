@@ -284,18 +284,18 @@ TARGET static void NAME(advance)(const struct tz_run *run, int64_t from, int64_t
     if (hyper.rule == TZ_SGD || hyper.rule == TZ_LION) {
         descend(r, from, to, streaming);
     } else {
-        __attribute__((aligned(64))) float above[TZ_BLOCK], under[TZ_BLOCK];
+        __attribute__((aligned(64))) float above[TZ_BLOCK], under[TZ_BLOCK], root[TZ_BLOCK];
         for (int64_t begin = from; begin < to; begin += TZ_BLOCK) {
             int64_t end = begin + TZ_BLOCK < to ? begin + TZ_BLOCK : to;
             accumulate(r, begin, end, above, under);
             if (torch_root && hyper.flags & TZ_TORCH_ROOT) {
                 int32_t n = (int32_t)(end - begin);
                 int64_t mode = TZ_ROOT_MODE;
-                torch_root(&n, under, under, &mode);
+                torch_root(&n, under, root, &mode);
             } else {
-                for (int64_t i = 0; i < end - begin; i += LANES) store(under, i, TZ_F32, root_(load(under, i, TZ_F32)), 0);
+                for (int64_t i = 0; i < end - begin; i += LANES) store(root, i, TZ_F32, root_(load(under, i, TZ_F32)), 0);
             }
-            divide(r, begin, end, above, under, streaming);
+            divide(r, begin, end, above, root, streaming);
         }
     }
 #if defined(ISA_AVX512) || defined(ISA_AVX2)

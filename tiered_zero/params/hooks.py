@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,10 +40,12 @@ class ModuleHooks:
     def __init__(self, model: nn.Module, units: Sequence[Unit], pager: Pager, on_gradient: GradientSink) -> None:
         self._pager = pager
         self._handles: list[Any] = []
+        self._outermost = ExitStack()
         modules = dict(model.named_modules())
         by_module: dict[str, list[Unit]] = defaultdict(list)
         for unit in units:
             by_module[unit.module].append(unit)
+        by_module[""] += []  # also a root without parameters of its own: functions that its forward calls demand them
         for name, owned in by_module.items():
             self._watch_forward(modules[name], tuple(owned))
         for module in model.modules():
@@ -67,10 +69,15 @@ class ModuleHooks:
         pager = self._pager
 
         def before(_module: nn.Module, _args: Any) -> None:
+            if not pager.in_frame:  # the user called this module, past the engine
+                self._outermost.close()  # what a forward left that was interrupted
+                self._outermost.enter_context(self.saving_views())
             pager.enter_frame(units)
 
         def after(_module: nn.Module, _args: Any, _output: Any) -> None:
             pager.exit_frame()
+            if not pager.in_frame:
+                self._outermost.close()
 
         self._handles.append(module.register_forward_pre_hook(before))
         # always_call: a frame ends also when the module raises (or a recomputation stops early, which raises too)

@@ -66,6 +66,15 @@ class PagerLimits:
     reuse_numel: int
 
 
+@dataclass
+class Frame:
+    """A running module or lender. `lent`: stay for its whole length. `demanded`: by functions called in it; any of them
+    goes when room is short and nobody views it, and comes back when the next function is called with it."""
+
+    lent: list[Residency] = field(default_factory=list)
+    demanded: list[Residency] = field(default_factory=list)
+
+
 class Pager:
     """Owns the state of every paged unit. Units without a home in the inventory live on the device and are always lent.
 
@@ -89,12 +98,14 @@ class Pager:
         self._residencies: dict[int, Residency] = {}
         self._by_param: dict[nn.Parameter, Residency] = {}
         self._by_storage: dict[int, Residency] = {}
-        self._frames: list[list[Residency]] = []
+        self._frames: list[Frame] = []
         self._ticks = itertools.count(1)
         self._live_nbytes = 0
         self.before_reading: Callable[[], None] = lambda: None
         """Called before weights are read between steps: makes every update visible."""
         self._copies: dict[nn.Parameter, torch.Tensor] = {}
+        self._copied: tuple[int, torch.Tensor] | None = None
+        """While a state_dict is taken: the unit read last, and its flat. Its parameters are asked for in a row."""
         self._copying_depth = 0
         self._closed = False
         self.phase = "idle"
@@ -144,30 +155,46 @@ class Pager:
             self.exit_frame()
 
     def enter_frame(self, units: Sequence[Unit]) -> None:
-        frame: list[Residency] = []
+        frame = Frame()
         self._frames.append(frame)
         for unit in units:
-            self._lend_to_frame(self._residencies[unit.index], frame)
+            self.acquire(unit)
+            frame.lent.append(self._residencies[unit.index])
 
     def exit_frame(self) -> None:
-        for residency in self._frames.pop():
+        frame = self._frames.pop()
+        for residency in frame.lent:
             self.release(residency.unit)
+        for residency in frame.demanded:
+            if residency.num_lends == 0 and self.phase != "backward":
+                self._retire(residency)
 
-    def demand(self, param: nn.Parameter, function: str) -> None:
-        """[Note: Three doors] A function was called with a parameter that is away."""
-        residency = self._by_param[param]
-        if self._frames:
-            self._lend_to_frame(residency, self._frames[-1])
-        elif self.phase == "backward":
-            self._acquire(residency)
-        else:
-            self._check_open(residency.unit)
-            name = residency.unit.entries[residency.params[param]].param.name
-            home = self._inventory.home(residency.unit, "param")
+    @property
+    def in_frame(self) -> bool:
+        return bool(self._frames)
+
+    def demand(self, params: Sequence[nn.Parameter], function: str) -> None:
+        """[Note: Three doors] A function is called with `params`, the first of which is away: lend them together."""
+        residencies = [self._by_param[param] for param in params]
+        if not self._frames and self.phase != "backward":
+            unit = residencies[0].unit
+            self._check_open(unit)
+            name = unit.entries[residencies[0].params[params[0]]].param.name
+            home = self._inventory.home(unit, "param")
             raise ParameterAwayError(
                 f"{function} needs the bytes of parameter {name!r}, which rest on tier {home.tier.name} between uses. "
                 f"Read or change it inside `with tiered_zero.gathered(param):`, or take engine.module.state_dict()."
             )
+        for residency in residencies:  # none makes room for another
+            residency.num_lends += 1
+        try:
+            for residency in residencies:
+                self._acquire(residency)
+        finally:
+            for residency in residencies:
+                residency.num_lends -= 1
+        if self._frames:
+            self._frames[-1].demanded += residencies
 
     def unpack(
         self, key: int, size: Sequence[int], stride: Sequence[int], offset: int, dtype: torch.dtype
@@ -253,6 +280,7 @@ class Pager:
         self._copying_depth -= 1
         if self._copying_depth == 0:
             self._copies.clear()
+            self._copied = None
 
     def copy_of(self, param: nn.Parameter) -> torch.Tensor | None:
         return self.cpu_copy(param) if self._copying_depth else None
@@ -268,10 +296,13 @@ class Pager:
             value = residency.storage.entry_view(index).to("cpu", copy=True)
         else:
             self._check_open(residency.unit)
-            flat = self._keeper.read(residency.unit)
-            value = flat[entry.start : entry.stop].view(entry.param.shape).clone()
+            if self._copied is None or self._copied[0] != residency.unit.index:
+                self._copied = residency.unit.index, self._keeper.read(residency.unit)
+            value = self._copied[1][entry.start : entry.stop].view(entry.param.shape).clone()
         if self._copying_depth:
             self._copies[param] = value
+        else:
+            self._copied = None
         return value
 
     def close(self) -> None:
@@ -286,10 +317,6 @@ class Pager:
                 self._evict(residency)
 
     # -- inside ----------------------------------------------------------------------------------------------------
-
-    def _lend_to_frame(self, residency: Residency, frame: list[Residency]) -> None:
-        self._acquire(residency).num_lends += 1
-        frame.append(residency)
 
     def _acquire(self, residency: Residency) -> Residency:
         if not self.is_device_resident(residency.unit):
@@ -360,6 +387,8 @@ class Pager:
                 while missing > 0:
                     missing -= victims[0].unit.nbytes
                     self._evict(victims.pop(0))
+                if self._live_nbytes + residency.unit.nbytes > self._limits.live_nbytes:
+                    return  # somebody still views what was given up
                 self._fetch(residency)
 
     def _evictable(self) -> list[Residency]:

@@ -22,8 +22,9 @@ from tiered_zero.layout.flat import Unit
 class Lender(Protocol):
     """Who answers when a parameter that is away is used."""
 
-    def demand(self, param: nn.Parameter, function: str) -> None:
-        """Lend the parameter's unit to the running forward or backward, or raise ParameterAwayError."""
+    def demand(self, params: Sequence[nn.Parameter], function: str) -> None:
+        """Lend the units of `params`, the first of which is away, together to the running forward or backward, or raise
+        ParameterAwayError."""
 
     def copy_of(self, param: nn.Parameter) -> torch.Tensor | None:
         """A CPU copy while a state_dict is being taken; else None."""
@@ -59,12 +60,15 @@ class AwayParameter(nn.Parameter):
     ) -> Any:
         keywords = dict(kwargs or {})
         if not _is_metadata(func):
-            for param in _away_in((args, keywords)):
+            used = list(_parameters_in((args, keywords)))
+            for index, param in enumerate(used):
+                if not isinstance(param, AwayParameter):  # nor any more, where an earlier one's demand lent it too
+                    continue
                 lender: Lender = _lenders[param]
                 if func is torch.Tensor.detach and (copy := lender.copy_of(param)) is not None:
                     return copy
-                if isinstance(param, AwayParameter):  # not lent by an earlier argument of the same unit
-                    lender.demand(param, getattr(func, "__name__", str(func)))
+                others = [p for p in used[:index] + used[index + 1 :] if _lenders.get(p) is lender]
+                lender.demand([param, *others], getattr(func, "__name__", str(func)))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **keywords)
 
@@ -72,11 +76,11 @@ class AwayParameter(nn.Parameter):
         return f"Parameter(away, shape={tuple(self.shape)}, dtype={self.dtype}, requires_grad={self.requires_grad})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        _lenders[self].demand(self, "deepcopy")
+        _lenders[self].demand([self], "deepcopy")
         return super().__deepcopy__(memo)  # type: ignore[no-untyped-call]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        _lenders[self].demand(self, "pickle")
+        _lenders[self].demand([self], "pickle")
         return super().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
@@ -87,14 +91,14 @@ def _is_metadata(func: Callable[..., Any]) -> bool:
     return name in _METADATA_METHODS
 
 
-def _away_in(value: Any) -> Iterator[AwayParameter]:
-    if isinstance(value, AwayParameter):
+def _parameters_in(value: Any) -> Iterator[nn.Parameter]:
+    if isinstance(value, nn.Parameter):
         yield value
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from _away_in(item)
+            yield from _parameters_in(item)
     elif isinstance(value, dict):
-        yield from _away_in(list(value.values()))
+        yield from _parameters_in(list(value.values()))
 
 
 class FlatStorage:

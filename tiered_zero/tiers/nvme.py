@@ -11,7 +11,8 @@ from functools import partial
 import torch
 
 from tiered_zero.errors import TieredZeroError
-from tiered_zero.hardware.accelerator import Accelerator, Event
+from tiered_zero.hardware.accelerator import Event
+from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.hardware.staging import Lease, StagingPool
 from tiered_zero.io.engine import Ticket
 from tiered_zero.sizes import PAGE_NBYTES, align_up
@@ -24,8 +25,9 @@ from tiered_zero.tiers.tier import HostBuffer, Slot, Tier, as_bytes
 class TicketEvent(Event):
     """A disk request as an event; the first wait that finds it complete records it on its disk lane."""
 
-    def __init__(self, ticket: Ticket, recorder: Recorder) -> None:
+    def __init__(self, ticket: Ticket, name: str, recorder: Recorder) -> None:
         self._ticket = ticket
+        self._name = name
         self._recorder = recorder
         self._start_s = time.perf_counter()
         self._lock = threading.Lock()
@@ -41,7 +43,7 @@ class TicketEvent(Event):
         if first:
             request = self._ticket.request
             end_s = self._start_s + self._ticket.seconds
-            self._recorder.add(f"disk {request.kind}", request.kind, "", self._start_s, end_s, request.nbytes)
+            self._recorder.add(f"disk {request.kind}", request.kind, self._name, self._start_s, end_s, request.nbytes)
 
 
 @dataclass
@@ -68,21 +70,24 @@ class NvmeTier(Tier):
 
     name = "nvme"
 
-    def __init__(self, store: SwapStore, staging: StagingPool, accelerator: Accelerator, recorder: Recorder) -> None:
+    def __init__(self, store: SwapStore, staging: StagingPool, runtime: Runtime) -> None:
         self._store = store
         self._staging = staging
-        self._accelerator = accelerator
-        self._recorder = recorder
+        self._accelerator = runtime.accelerator
+        self._ledger = runtime.ledger
+        self._recorder = runtime.recorder
         self._records: dict[str, Record] = {}
         self._deferred = 0
         self._lock = threading.Lock()
 
     def reserve(self, name: str, nbytes: int, kind: str) -> Slot:
+        self._ledger.charge(self.name, kind, nbytes)
         self._records[name] = self._store.reserve(name, nbytes)
         return Slot(name, nbytes, kind)
 
     def release(self, slot: Slot) -> None:
         self._store.release(self._records.pop(slot.name))
+        self._ledger.discharge(self.name, slot.kind, slot.nbytes)
 
     def view(self, slot: Slot) -> None:
         return None
@@ -91,7 +96,8 @@ class NvmeTier(Tier):
         return self._read(self._records[slot.name], out.memory, offset)
 
     def write(self, slot: Slot, data: HostBuffer, offset: int = 0) -> Event:
-        return TicketEvent(self._store.write(self._records[slot.name], data.memory, offset), self._recorder)
+        record = self._records[slot.name]
+        return TicketEvent(self._store.write(record, data.memory, offset), slot.name, self._recorder)
 
     def fetch(self, slot: Slot, out: torch.Tensor, after: Event | None = None) -> Event:
         """One job on the gather lane carries all chunks, each at most one staging buffer: disk -> buffer -> device.
@@ -143,7 +149,7 @@ class NvmeTier(Tier):
                 self._deferred -= deferred
 
     def _read(self, record: Record, into: memoryview, offset: int) -> TicketEvent:
-        return TicketEvent(self._store.read(record, into, offset), self._recorder)
+        return TicketEvent(self._store.read(record, into, offset), record.name, self._recorder)
 
     def close(self) -> None:
         self._records.clear()

@@ -1,0 +1,169 @@
+"""Does the update run at memory speed, and how much sooner is it done than with torch's operations?
+
+    python tools/bench/update.py --out records/update.jsonl
+
+One AdamW step over bf16 gradients and a bf16 copy of the parameters, 28 bytes a parameter, beside, in turn and in one run:
+  triad       STREAM's, compiled here, with the line that a store must first fetch counted: the bound
+  kernel      one run of all parameters, by each instruction set; and `kernel fp32`, with torch's bits on fp32 gradients
+  small       the same parameters in 10,000 runs, the table of addresses made anew each time
+  whole       norm and overflow check, then the update with unscaling, clipping and the cast folded in
+  torch       the same by torch: upcast, unscale, norm, check, clip, AdamW(fused=True), cast
+  fallback    our update where there was no compiler
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import math
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+import torch
+
+import tiered_zero.native
+from tiered_zero.native import find_library
+from tiered_zero.native.update import Dtype, UpdateKernel
+from tiered_zero.optim.adam import AdamRule
+from tiered_zero.optim.native_rule import find_torch_root
+from tiered_zero.optim.rule import Run
+from tools.bench.record import append_record
+
+NBYTES_PER_PARAMETER = 28
+MIB = 1 << 20
+CLIP, LOSS_SCALE = 1.0, 1024.0
+
+
+def build(source: Path, folder: str) -> Path:
+    path = Path(folder) / f"{source.stem}.so"
+    subprocess.run(["cc", "-O3", "-pthread", "-fPIC", "-shared", str(source), "-o", str(path)], check=True)
+    return path
+
+
+def make_runs(numel: int, num_runs: int, grad_dtype: torch.dtype = torch.bfloat16) -> list[Run]:
+    """Runs that cut `numel` elements evenly; each has arrays of its own."""
+    hyper = {"lr": 1e-3, "weight_decay": 0.1}
+    runs = []
+    for index in range(num_runs):
+        length = numel * (index + 1) // num_runs - numel * index // num_runs
+        master, grad = torch.rand(length), torch.randn(length).to(grad_dtype)
+        state = {name: torch.zeros(length) for name in ("exp_avg", "exp_avg_sq")}
+        out = master.bfloat16() if grad_dtype is torch.bfloat16 else None
+        runs.append(Run(master, grad, state, {}, hyper, out))
+    return runs
+
+
+def whole_update(rule: AdamRule, kernel: UpdateKernel, runs: list[Run]) -> None:
+    """What a step does to gradients that carry a loss scale, of one large run."""
+    (run,) = runs
+    norm = math.sqrt(kernel.norm_scan(run.grad.data_ptr(), Dtype.BFLOAT16, run.grad.numel())) / LOSS_SCALE
+    if not math.isfinite(norm):
+        return
+    run.grad_scale = min(1.0, CLIP / (norm + 1e-6)) / LOSS_SCALE
+    rule.update(runs)
+
+
+class TorchUpdate:
+    """The same with torch's operations, as careful about memory: every array is made once."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.parameter = torch.nn.Parameter(run.master.clone())
+        self.grad = torch.empty_like(run.master)
+        self.out = torch.empty_like(run.master, dtype=torch.bfloat16)
+        self.optimizer = torch.optim.AdamW([self.parameter], lr=1e-3, weight_decay=0.1, fused=True)
+
+    def __call__(self) -> None:
+        self.grad.copy_(self.run.grad).mul_(1 / LOSS_SCALE)
+        norm = torch.linalg.vector_norm(self.grad)
+        if not torch.isfinite(norm):
+            return
+        self.grad.mul_(torch.clamp(CLIP / (norm + 1e-6), max=1.0))
+        self.parameter.grad = self.grad
+        self.optimizer.step()
+        self.out.copy_(self.parameter.detach())
+
+
+def measure(tasks: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each task, in turn, so that a change of the machine's mood meets them all. The first round warms up."""
+    samples: dict[str, list[float]] = {name: [] for name in tasks}
+    for round_ in range(rounds + 1):
+        for name, task in tasks.items():
+            start_s = time.perf_counter()
+            task()
+            if round_:
+                samples[name].append(time.perf_counter() - start_s)
+    return samples
+
+
+def main(arguments: list[str] | None = None) -> dict[str, object]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", help="append the record to this file of JSON lines")
+    parser.add_argument("--numel", type=int, default=64 * MIB, help="parameters")
+    parser.add_argument("--num-small", type=int, default=10_000, help="runs of the small ones")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--smoke", action="store_true", help="two seconds: does it run?")
+    options = parser.parse_args(arguments)
+    if options.smoke:
+        options.numel, options.num_small, options.rounds = MIB, 100, 2
+
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(tiered_zero.native.__file__).parent / "update.c"
+        library = find_library("_update") or build(source, folder)
+        kernels = {
+            level: UpdateKernel(library, level, root=find_torch_root())
+            for level in UpdateKernel(library).supported_levels()
+        }
+        stream = ctypes.CDLL(str(build(Path(__file__).parent / "triad.c", folder)))
+    best = next(iter(kernels.values()))
+    rules = {level: AdamRule(decoupled=True, kernel=kernel) for level, kernel in kernels.items()}
+    rule, fallback = rules[best.level], AdamRule(decoupled=True, kernel=None)
+    torch.set_num_threads(best.num_threads)
+
+    numel = options.numel
+    large, small, fp32 = make_runs(numel, 1), make_runs(numel, options.num_small), make_runs(numel, 1, torch.float32)
+    a, b, c = (torch.rand(numel // 2, dtype=torch.float64) for _ in range(3))
+    addresses = [ctypes.c_void_p(x.data_ptr()) for x in (a, b, c)]
+    tasks: dict[str, Callable[[], object]] = {
+        "triad": lambda: stream.triad(*addresses, ctypes.c_int64(a.numel()), best.num_threads),
+        **{f"kernel {level}": lambda each=each: each.update(large) for level, each in rules.items()},
+        "kernel fp32": lambda: rule.update(fp32),
+        "small": lambda: rule.update(small),
+        "whole": lambda: whole_update(rule, best, large),
+        "torch": TorchUpdate(large[0]),
+        "fallback": lambda: fallback.update(large),
+    }
+    samples = measure(tasks, options.rounds)
+
+    seconds = {name: statistics.median(values) for name, values in samples.items()}
+    rates = {name: NBYTES_PER_PARAMETER * numel / value * 1e-9 for name, value in seconds.items()}
+    rates["triad"] = 4 * a.nbytes / seconds["triad"] * 1e-9
+    kernel_name = f"kernel {best.level}"
+    ratios = {
+        "kernel rate / triad rate": rates[kernel_name] / rates["triad"],
+        "kernel fp32 rate / triad rate": rates["kernel fp32"] / rates["triad"],
+        "torch / whole": seconds["torch"] / seconds["whole"],
+        "fallback / kernel": seconds["fallback"] / seconds[kernel_name],
+        "small / large": seconds["small"] / seconds[kernel_name],
+    }
+    report = {"unit": "s", "rates_gb_per_s": rates, "ratios": ratios, "torch_bits": rule.torch_bits}
+    shape = {"numel": numel, "num_small": options.num_small, "threads": best.num_threads, "isa": best.level}
+    if options.out:
+        append_record(options.out, "update", shape, samples, {"triad_gb_per_s": rates["triad"]}, **report)
+    print(json.dumps({**shape, **report}, indent=2))
+    for kernel in kernels.values():
+        kernel.close()
+    return report
+
+
+if __name__ == "__main__":
+    main()
