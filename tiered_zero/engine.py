@@ -70,7 +70,7 @@ class Engine:
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        self._end = weakref.finalize(self, parts.resources.close)  # also at exit: threads must not outlive the interpreter
+        self._end = weakref.finalize(self, parts.resources.close)  # at exit too
         self._phase = Phase.IDLE
         self._micro_steps = 0
         self._closed = False

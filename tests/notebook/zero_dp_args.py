@@ -34,7 +34,7 @@ engine, optimizer, _, scheduler = deepspeed.initialize(
 
 datasets = load_texts()
 datasets = [str(sample) for sample in datasets]
-data_loader = DataLoader(datasets, batch_size=8, num_workers=2)
+data_loader = DataLoader(datasets, batch_size=8, num_workers=0)
 
 for i, data in enumerate(data_loader):
     tokens = tokenizer(

@@ -77,11 +77,11 @@ class AwayParameter(nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         _lenders[self].demand([self], "deepcopy")
-        return super().__deepcopy__(memo)  # type: ignore[no-untyped-call]
+        return self.__deepcopy__(memo)  # of its own class, which it has again
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         _lenders[self].demand([self], "pickle")
-        return super().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        return self.__reduce_ex__(protocol)
 
 
 def _is_metadata(func: Callable[..., Any]) -> bool:
