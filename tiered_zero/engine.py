@@ -70,7 +70,7 @@ class Engine:
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        self._end = weakref.finalize(self, parts.resources.close)  # at exit too
+        self._end = weakref.finalize(self, _end_run, parts.policy, parts.resources)  # at exit too: threads run
         self._phase = Phase.IDLE
         self._micro_steps = 0
         self._closed = False
@@ -94,7 +94,7 @@ class Engine:
         self._check_usable()
         parts = self._parts
         if not (torch.is_grad_enabled() and parts.module.training):
-            parts.policy.flush()  # evaluation sees every update
+            parts.policy.prepare_evaluation()
         self._tokens += _count_tokens(args, kwargs) if torch.is_grad_enabled() else 0
         self._enter(Phase.FORWARD)
         try:
@@ -252,10 +252,6 @@ class Engine:
         take `module.state_dict()` before."""
         if not self._closed:
             self._closed = True
-            try:
-                self._parts.policy.flush()
-            except Exception as error:
-                logger.error("the last update was not completed: %s", error)
             self._end()
 
     def __enter__(self) -> Engine:
@@ -367,6 +363,14 @@ class Engine:
                 f"that step "
                 "and partly those before. Start again from the last checkpoint."
             ) from failure
+
+
+def _end_run(policy: UpdatePolicy, resources: ExitStack) -> None:
+    try:
+        policy.flush()
+    except Exception as error:
+        logger.error("the last update was not completed: %s", error)
+    resources.close()
 
 
 def _count_tokens(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:

@@ -15,7 +15,6 @@ from tiered_zero.layout.flat import ParamSpec, Unit, place_params
 MAX_UNIT_NUMEL = 1 << 28
 """A quarter of a billion elements: half a GiB in 16 bit, far past the size at which any link is at full rate."""
 
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 @dataclass(frozen=True)
@@ -106,7 +105,7 @@ def find_units(model: nn.Module, specs: dict[nn.Parameter, ParamSpec], rules: Un
 
 def _walk(name: str, module: nn.Module, cap: int) -> Iterator[tuple[str, nn.Module, bool]]:
     """(name, module, whole subtree or own parameters only) of each group."""
-    has_blocks = any(isinstance(m, _CONTAINERS) and len(m) > 1 for m in module.modules())
+    has_blocks = any(_is_stack(m) for m in module.modules())
     numel = sum(p.numel() for p in module.parameters())
     children = list(module.named_children())
     if not children or (numel <= cap and not has_blocks):
@@ -116,3 +115,10 @@ def _walk(name: str, module: nn.Module, cap: int) -> Iterator[tuple[str, nn.Modu
         yield name, module, False
     for child_name, child in children:
         yield from _walk(f"{name}.{child_name}" if name else child_name, child, cap)
+
+
+def _is_stack(module: nn.Module) -> bool:
+    """Holds blocks, or experts, that come and go one by one. A Sequential of plain layers is one block's inside."""
+    if isinstance(module, nn.Sequential):
+        return sum(any(True for grandchild in child.children()) for child in module) > 1
+    return isinstance(module, (nn.ModuleList, nn.ModuleDict)) and len(module) > 1

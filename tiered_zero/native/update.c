@@ -66,8 +66,10 @@ struct tz_copy {
     int32_t source_type, target_type, add, reserved;
 };
 
-/* MKL's Fortran entry point of vmsSqrt, and the mode in which ATen calls it (VML_HA, denormals kept, errors ignored). */
+/* MKL's Fortran entry point of vmsSqrt, and the mode in which ATen calls it (VML_HA, denormals kept, errors ignored). Once
+ * torch.set_num_threads was called, MKL would start threads even for a block: so each thread here tells it not to. */
 typedef void tz_root(const int32_t *n, const float *a, float *y, const int64_t *mode);
+typedef int tz_set_threads(int num_threads);
 #define TZ_ROOT_MODE (0x2 | 0x140000 | 0x100)
 
 #define LEVEL scalar
@@ -278,6 +280,7 @@ struct update {
     const int64_t *starts; /* of each run in the whole, and the end */
     int level;
     tz_root *root;
+    tz_set_threads *set_threads;
 };
 
 static const int widths[] = {[TZ_F32] = 4, [TZ_BF16] = 2, [TZ_F16] = 2, [TZ_REMAINDER] = 2};
@@ -325,6 +328,7 @@ static void update_piece(void *context, int64_t index) {
     const struct update *u = context;
     int64_t begin = index * u->piece, end = begin + u->piece;
     unsigned mode = keep_denormals();
+    int threads = u->root ? u->set_threads(1) : 0;
     for (int64_t k = find(u->starts, u->num_runs, begin); k < u->num_runs && u->starts[k] < end; k++) {
         const struct tz_run *r = &u->runs[k];
         int64_t from = to_line(begin - u->starts[k], r->numel), to = to_line(end - u->starts[k], r->numel);
@@ -333,12 +337,14 @@ static void update_piece(void *context, int64_t index) {
         if (from < whole) kernels[u->level].advance(r, from, whole, streaming, u->root);
         if (whole < to) advance_tail(u, r, whole, to - whole);
     }
+    if (u->root) u->set_threads(threads);
     restore_denormals(mode);
 }
 
-/* Advances every run. root: MKL's square root, for the runs with TZ_TORCH_ROOT; NULL where there is none. Returns 0; -1: no memory, nothing was done; -2: the
+/* Advances every run. root, set_threads: of MKL, for the runs with TZ_TORCH_ROOT; both NULL where there is none. Returns 0; -1: no memory, nothing was done; -2: the
  * level is not supported here. */
-API int tz_update_batch(struct tz_pool *pool, const struct tz_run *runs, int64_t num_runs, int level, tz_root *root) {
+API int tz_update_batch(struct tz_pool *pool, const struct tz_run *runs, int64_t num_runs, int level, tz_root *root,
+                        tz_set_threads *set_threads) {
     if (!tz_supported(level)) return -2;
     int64_t *starts = malloc((num_runs + 1) * sizeof *starts), total = 0;
     if (!starts) return -1;
@@ -349,7 +355,7 @@ API int tz_update_batch(struct tz_pool *pool, const struct tz_run *runs, int64_t
     starts[num_runs] = total;
     int64_t piece = total / (4 * (pool->max_workers + 1));
     piece = to_line(piece < TZ_FEWEST ? TZ_FEWEST : piece, TZ_PIECE);
-    struct update update = {runs, num_runs, piece, starts, level, root};
+    struct update update = {runs, num_runs, piece, starts, level, root, set_threads};
     run(pool, update_piece, &update, (total + piece - 1) / piece);
     free(starts);
     return 0;

@@ -63,6 +63,13 @@ class Hyper(ctypes.Structure):
     )
 
 
+class MklRoot(NamedTuple):
+    """Addresses of MKL's VMSSQRT_ and MKL_Set_Num_Threads_Local."""
+
+    square_root: int
+    set_threads: int
+
+
 class Reception(NamedTuple):
     """One array for `copy_norm`. `source`, `target`: addresses; a target of 0 asks for a scan alone.
 
@@ -95,11 +102,11 @@ class UpdateKernel:
     """
 
     def __init__(
-        self, path: Path, level: str | None = None, num_threads: int | None = None, root: int | None = None
+        self, path: Path, level: str | None = None, num_threads: int | None = None, root: MklRoot | None = None
     ) -> None:
         """`level`: forced, or from the environment, or the best that runs here. `num_threads`: see `available_cpus`.
 
-        `root`: address of MKL's VMSSQRT_, for the runs that ask for its square roots. Raises OSError where `path` is no
+        `root`: for the runs that ask for MKL's square roots. Raises OSError where `path` is no
         such library, ConfigError for a level that is unknown or does not run here.
         """
         self._library = ctypes.CDLL(str(path))
@@ -117,7 +124,7 @@ class UpdateKernel:
             ("tz_supported", integer, [integer]),
             ("tz_pool_open", pointer, [integer]),
             ("tz_pool_close", None, [pointer]),
-            ("tz_update_batch", integer, [pointer, pointer, count, integer, pointer]),
+            ("tz_update_batch", integer, [pointer, pointer, count, integer, pointer, pointer]),
             ("tz_copy_norm", integer, [pointer, pointer, count, pointer, integer]),
         ):
             function = getattr(self._library, name)
@@ -149,7 +156,9 @@ class UpdateKernel:
 
         The caller vouches for the memory behind all addresses and keeps it alive.
         """
-        self._check(self._library.tz_update_batch(self._pool, table, num_runs, LEVELS[self.level], self.root))
+        self._check(
+            self._library.tz_update_batch(self._pool, table, num_runs, LEVELS[self.level], *(self.root or (None, None)))
+        )
 
     def copy_norm(self, receptions: Sequence[Reception]) -> list[float]:
         """Copy, add or scan each array in one pass, and return the sum of squares of each, finite if and only if every

@@ -30,7 +30,7 @@ import torch
 
 from tiered_zero.errors import ModelError
 from tiered_zero.native import find_library
-from tiered_zero.native.update import ADDRESSES_PER_RUN, Dtype, Flag, Hyper, UpdateKernel
+from tiered_zero.native.update import ADDRESSES_PER_RUN, Dtype, Flag, Hyper, MklRoot, UpdateKernel
 from tiered_zero.optim.formats import join_master, round_randomly, split_master
 from tiered_zero.optim.rule import Run, StateField, UpdateRule
 from tiered_zero.optim.torch_rule import TorchRule
@@ -285,15 +285,17 @@ def open_kernel(level: str | None = None, num_threads: int | None = None) -> Upd
     return None if path is None else UpdateKernel(path, level, num_threads, find_torch_root())
 
 
-def find_torch_root() -> int | None:
-    """Address of the MKL function that torch's fp32 square root is, where this torch has it."""
+def find_torch_root() -> MklRoot | None:
+    """The MKL function that torch's fp32 square root is, where this torch has it."""
     torch.ones(1).sqrt()  # MKL picks its code in the first call, and must not be raced there (pytorch#188792)
     path = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     try:
         library = ctypes.CDLL(str(path), mode=os.RTLD_NOLOAD | os.RTLD_NOW)
-        return ctypes.cast(library.VMSSQRT_, ctypes.c_void_p).value
+        functions = library.VMSSQRT_, library.MKL_Set_Num_Threads_Local
     except (OSError, AttributeError):
         return None
+    square_root, set_threads = (ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions)
+    return MklRoot(square_root, set_threads)
 
 
 def measure_copy_rate(nbytes: int = 1 << 25) -> float:

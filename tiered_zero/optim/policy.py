@@ -47,6 +47,10 @@ class UpdatePolicy(ABC):
     def flush(self) -> None:
         """Return when every update so far is made and visible; raise what made one fail."""
 
+    def prepare_evaluation(self) -> None:
+        """A forward begins that shall see every update. Exact policies wait for what is used, as in training."""
+        return
+
     def skip(self) -> None:
         """The step is skipped: it has no update of its own, but an earlier one becomes visible."""
         self.flush()
@@ -144,6 +148,9 @@ class DelayedPolicy(UpdatePolicy):
         groups = freeze_groups(self._groups)
         job = UpdateJob(gradients, grad_scale, groups, {}, param_kind="param_back", every_subgroup=True)
         self._running = self._runtime.accelerator.lane("optimizer").submit(partial(self._step, job))
+
+    def prepare_evaluation(self) -> None:
+        self.flush()
 
     def flush(self) -> None:
         self._exact.flush()

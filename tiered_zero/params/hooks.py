@@ -79,6 +79,7 @@ class ModuleHooks:
             if not pager.in_frame:
                 self._outermost.close()
 
+        before._torchdynamo_disable = after._torchdynamo_disable = True
         self._handles.append(module.register_forward_pre_hook(before))
         # always_call: a frame ends also when the module raises (or a recomputation stops early, which raises too)
         self._handles.append(module.register_forward_hook(after, always_call=True))

@@ -11,7 +11,7 @@ from enum import Enum, auto
 import torch
 from torch import nn
 
-from tiered_zero.errors import BudgetError, ParameterAwayError, TieredZeroError
+from tiered_zero.errors import BudgetError, ModelError, ParameterAwayError
 from tiered_zero.hardware.accelerator import Event
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.layout.flat import Unit
@@ -177,14 +177,8 @@ class Pager:
         """[Note: Three doors] A function is called with `params`, the first of which is away: lend them together."""
         residencies = [self._by_param[param] for param in params]
         if not self._frames and self.phase != "backward":
-            unit = residencies[0].unit
-            self._check_open(unit)
-            name = unit.entries[residencies[0].params[params[0]]].param.name
-            home = self._inventory.home(unit, "param")
-            raise ParameterAwayError(
-                f"{function} needs the bytes of parameter {name!r}, which rest on tier {home.tier.name} between uses. "
-                f"Read or change it inside `with tiered_zero.gathered(param):`, or take engine.module.state_dict()."
-            )
+            for param, residency in zip(params, residencies, strict=True):
+                self._refuse_if_away(param, residency, function)
         for residency in residencies:  # none makes room for another
             residency.num_lends += 1
         try:
@@ -195,6 +189,18 @@ class Pager:
                 residency.num_lends -= 1
         if self._frames:
             self._frames[-1].demanded += residencies
+
+    def _refuse_if_away(self, param: nn.Parameter, residency: Residency, function: str) -> None:
+        """Between steps a unit that is paged has no bytes here; one that lives on the device waits for its update."""
+        if residency.state is UnitState.LENT or self.is_device_resident(residency.unit):
+            return
+        self._check_open(residency.unit)
+        name = residency.unit.entries[residency.params[param]].param.name
+        home = self._inventory.home(residency.unit, "param")
+        raise ParameterAwayError(
+            f"{function} needs the bytes of parameter {name!r}, which rest on tier {home.tier.name} between uses. "
+            f"Read or change it inside `with tiered_zero.gathered(param):`, or take engine.module.state_dict()."
+        )
 
     def unpack(
         self, key: int, size: Sequence[int], stride: Sequence[int], offset: int, dtype: torch.dtype
@@ -229,7 +235,11 @@ class Pager:
         """
         for residency in self._residencies.values():
             if residency.unit.trainable and not self.is_device_resident(residency.unit):
-                assert residency.num_lends == 0, f"{residency.unit.name} is lent while its home changes"
+                if residency.num_lends:
+                    raise ModelError(
+                        f"Unit {residency.unit.name} is lent by tiered_zero.gathered() while a step is about to change "
+                        "it. Leave the `with` block before step()."
+                    )
                 self._evict(residency)
 
     def withhold(self) -> None:
@@ -254,8 +264,9 @@ class Pager:
         while self._frames:
             self.exit_frame()
         self.phase = "idle"
-        self.end_pass()
-        self.forget()
+        for residency in self._residencies.values():
+            if residency.num_lends == 0:  # `gathered` may be open around the forward that failed
+                self._evict(residency)
 
     def write_back(self, unit: Unit) -> None:
         """Somebody changed the lent parameters: their home, and whatever was derived from them, must follow."""
@@ -380,14 +391,15 @@ class Pager:
             if budget < 0:
                 return
             if residency.state is UnitState.AWAY:
-                missing = self._live_nbytes + residency.unit.nbytes - self._limits.live_nbytes
+                new_nbytes = 0 if residency.storage.is_full else residency.unit.nbytes
+                missing = self._live_nbytes + new_nbytes - self._limits.live_nbytes
                 victims = [r for r in self._evictable() if r.unit.index not in wanted]
                 if missing > sum(r.unit.nbytes for r in victims):
                     return
                 while missing > 0:
                     missing -= victims[0].unit.nbytes
                     self._evict(victims.pop(0))
-                if self._live_nbytes + residency.unit.nbytes > self._limits.live_nbytes:
+                if self._live_nbytes + new_nbytes > self._limits.live_nbytes:
                     return  # somebody still views what was given up
                 self._fetch(residency)
 
@@ -396,7 +408,7 @@ class Pager:
         idle = [
             r
             for r in self._residencies.values()
-            if r.num_lends == 0 and r.state is not UnitState.AWAY and (r.fetch is not None or not r.storage.is_viewed)
+            if r.num_lends == 0 and r.storage.is_full and (r.fetch is not None or not r.storage.is_viewed)
         ]
         return sorted(idle, key=lambda r: r.clock)
 
@@ -432,10 +444,10 @@ class Pager:
         self._evict(residency)
 
     def _evict(self, residency: Residency) -> None:
-        if residency.state is UnitState.AWAY or self.is_device_resident(residency.unit):
+        if not residency.storage.is_full or self.is_device_resident(residency.unit):
             return
         if residency.fetch is not None:  # the transfer still writes these bytes; if it failed, nobody used them
-            with suppress(TieredZeroError):
+            with suppress(Exception):
                 self._accelerator.wait_on_compute(residency.fetch)
             residency.fetch = None
         residency.state = UnitState.AWAY
