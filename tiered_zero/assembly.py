@@ -28,12 +28,14 @@ from tiered_zero.hardware.staging import StagingPool
 from tiered_zero.io.engine import IOSettings
 from tiered_zero.io.preflight import preflight_directory
 from tiered_zero.io.select import select_engine
+from tiered_zero.io.watch import install_signal_dump
 from tiered_zero.layout.flat import FlatEntry, ParamSpec, Unit
 from tiered_zero.layout.subgroups import SubGroup, cut_subgroups
 from tiered_zero.layout.units import UnitRules, find_units, list_params
 from tiered_zero.optim.adam import build_adam
 from tiered_zero.optim.carry_over import carry_over
 from tiered_zero.optim.handle import TieredOptimizer
+from tiered_zero.optim.in_backward import BackwardStart
 from tiered_zero.optim.intake import group_params, make_optimizer, make_scheduler, restored_on_error
 from tiered_zero.optim.masters import Masters
 from tiered_zero.optim.policy import BarrierPolicy, DelayedPolicy, OverlappedPolicy, UpdatePolicy
@@ -188,9 +190,14 @@ def build(draft: Draft, lr_scheduler: Any = None) -> Engine:
         resources.callback(gradients.close)
         hooks = ModuleHooks(draft.model, draft.units, pager, gradients.take)
         resources.callback(hooks.remove)
-        gradients.on_unit_complete = pager.finish_gradients
+        policy = _make_policy(draft, inventory, runtime, pager, gradients, tiers)
+
+        def complete(unit: Unit) -> None:
+            pager.finish_gradients(unit)
+            policy.complete_unit(unit)
+
+        gradients.on_unit_complete = complete
         gradients.before_take = pager.await_update
-        policy = _make_policy(draft, inventory, runtime, pager, tiers)
         pager.before_reading = policy.flush
         engine = Engine(
             Parts(
@@ -281,6 +288,7 @@ def _open_store(
         io_timeout_s=config.tiered_zero.io_timeout_s,
     )
     resources.callback(selection.engine.close)
+    resources.callback(install_signal_dump([selection.engine]).close)
     for reason in selection.reasons:
         logger.info("%s", reason)
     store = SwapStore(directory, selection.engine, capacity_nbytes=nbytes, checksums=config.tiered_zero.checksums)
@@ -354,7 +362,9 @@ def _make_gradients(draft: Draft, tiers: _Tiers, runtime: Runtime) -> GradientSt
     return GradientStore(members, homes, runtime, on_device, plan.in_flight_nbytes, tiers.gradient_staging)
 
 
-def _make_policy(draft: Draft, inventory: Inventory, runtime: Runtime, pager: Pager, tiers: _Tiers) -> UpdatePolicy:
+def _make_policy(
+    draft: Draft, inventory: Inventory, runtime: Runtime, pager: Pager, gradients: GradientStore, tiers: _Tiers
+) -> UpdatePolicy:
     """With the optimizer on the device nothing is gained by running it later: compute would wait for itself."""
     settings, groups = draft.config.tiered_zero, draft.source.param_groups
     stepper = StreamingStepper(
@@ -366,9 +376,14 @@ def _make_policy(draft: Draft, inventory: Inventory, runtime: Runtime, pager: Pa
     units = list({s.unit.index: s.unit for layout in draft.layouts for s in layout.subgroup.segments}.values())
     if settings.update == "barrier" or draft.plan.optimizer_tier == "device":
         return BarrierPolicy(stepper, groups, pager.forget)
-    overlapped = OverlappedPolicy(stepper, groups, inventory, units, runtime, pager.withhold)
+    config = draft.config
+    judged = (
+        config.gradient_clipping > 0 or config.fp16.enabled or (config.bf16.enabled and config.bf16.check_grad_overflow)
+    )
+    in_backward = None if judged else BackwardStart(draft.layouts, gradients.seal)
     if not draft.plan.delayed:
-        return overlapped
+        return OverlappedPolicy(stepper, groups, inventory, units, runtime, pager, in_backward)
+    overlapped = OverlappedPolicy(stepper, groups, inventory, units, runtime, pager)
 
     def reveal() -> None:
         pager.forget()

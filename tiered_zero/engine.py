@@ -74,6 +74,8 @@ class Engine:
         self._phase = Phase.IDLE
         self._micro_steps = 0
         self._closed = False
+        self._num_backwards = 0  # since the last step()
+        self._one_backward_each = True  # in every micro-batch so far
         self._skipped_in_a_row = 0
         self._nonfinite_in_a_row = 0
         self._verdict: Verdict | None = None
@@ -119,7 +121,11 @@ class Engine:
         if parts.loss_scaler is not None:
             scaled = scaled.float() * parts.loss_scaler.scale
         self._losses.append(loss.detach())
-        parts.gradients.measuring = self.is_gradient_accumulation_boundary()
+        boundary = self.is_gradient_accumulation_boundary()
+        parts.gradients.measuring = boundary
+        self._num_backwards += 1
+        if boundary and self._num_backwards == 1 and self._one_backward_each and self.global_steps and not retain_graph:
+            parts.policy.begin_backward()
         self._enter(Phase.BACKWARD)
         try:
             with parts.runtime.recorder.span("compute", "backward"), parts.hooks.saving_views():
@@ -139,6 +145,8 @@ class Engine:
         self._check_usable()
         boundary = self.is_gradient_accumulation_boundary()
         self._micro_steps += 1
+        self._one_backward_each &= self._num_backwards == 1
+        self._num_backwards = 0
         if not boundary:
             return
         with self._parts.runtime.recorder.span("compute", "step"):
@@ -241,7 +249,9 @@ class Engine:
     def abort_step(self) -> None:
         """Give this step up: drain transfers, empty units, drop gradients. Training goes on with the next forward."""
         self._parts.pager.abort()
+        self._parts.policy.abort()
         self._parts.gradients.drop()
+        self._num_backwards = 0
         self._losses.clear()
         self._tokens = 0
         self._micro_steps -= self._micro_steps % self.gradient_accumulation_steps()
@@ -366,6 +376,7 @@ class Engine:
 
 
 def _end_run(policy: UpdatePolicy, resources: ExitStack) -> None:
+    policy.abort()
     try:
         policy.flush()
     except Exception as error:

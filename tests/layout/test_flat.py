@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.fakes.units import make_unit
-from tiered_zero.layout.flat import PARAM_ALIGNMENT_NBYTES, ParamSpec, place_params
+from tiered_zero.layout.flat import ParamSpec, place_params
+from tiered_zero.layout.swap_bytes import PARAM_ALIGNMENT_NBYTES
 from tiered_zero.sizes import PAGE_NBYTES
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.int64)

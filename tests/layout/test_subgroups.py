@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.fakes.units import make_unit
-from tiered_zero.layout.flat import CUT_NUMEL, Unit
+from tiered_zero.layout.flat import Unit
 from tiered_zero.layout.subgroups import cut_subgroups
+from tiered_zero.layout.swap_bytes import CUT_NUMEL
 from tiered_zero.sizes import PAGE_NBYTES
 
 

@@ -1,4 +1,4 @@
-"""The kernel by itself: every level, cut and thread count gives the same bits, and gradients are received in one pass."""
+"""The kernel by itself: each level, cut and thread count gives the same bits; gradients are received in one pass."""
 
 import ctypes
 import math
@@ -107,7 +107,7 @@ class Arrays:
     def update(self, kernel: UpdateKernel, cuts: Sequence[int] = ()) -> list[torch.Tensor]:
         edges = [0, *sorted(cuts), self.numel]
         table = numpy.zeros((len(edges) - 1, ADDRESSES_PER_RUN), numpy.uint64)
-        for row, start, end in zip(table, edges, edges[1:], strict=False):
+        for row, start, end in zip(table, edges[:-1], edges[1:], strict=True):
             addresses = [0 if t is None else t[start:].data_ptr() if start < end else 0 for t in self.tensors]
             row[:] = [*addresses, end - start, ctypes.addressof(self.hyper)]
         kernel.update(table.ctypes.data, len(table))
@@ -160,7 +160,7 @@ def test_many_threads_do_not_change_bits(library: Path, num_threads: int) -> Non
     )  # fmt: skip
     arrays = Arrays(1_000_003, hyper, True)
     expected = arrays.copy().update(alone)
-    cuts = torch.randint(0, arrays.numel, (999,)).tolist() + [5, 5, 6]
+    cuts = [5, 5, 6, *torch.randint(0, arrays.numel, (999,)).tolist()]
     for _ in range(5):
         for found, wanted in zip(arrays.copy().update(many, cuts), expected, strict=True):
             assert torch.equal(found, wanted)
@@ -175,8 +175,8 @@ def test_compiler_flags_do_not_change_bits(kernels: list[UpdateKernel], tmp_path
     for rule in Rule:
         for flag in (0, Flag.AMSGRAD | Flag.L2 | Flag.MOMENTUM | Flag.NESTEROV):
             hyper = Hyper(
-                rule=rule, flags=flag, grad_type=2, out_type=1, grad_scale=0.3, l2=0.1, decay=0.99, weight1=0.1, beta2=0.9,
-                weight2=0.1, root2=0.7, eps=1e-8, rate=-0.1,
+                rule=rule, flags=flag, grad_type=2, out_type=1, grad_scale=0.3, l2=0.1, decay=0.99, weight1=0.1,
+                beta2=0.9, weight2=0.1, root2=0.7, eps=1e-8, rate=-0.1,
             )  # fmt: skip
             arrays = Arrays(1003, hyper, True)
             expected = arrays.copy().update(kernels[0])

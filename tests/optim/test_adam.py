@@ -1,5 +1,6 @@
-"""Adam on the kernel: torch's bits, an exact reference, every format, and what it says when it cannot use the kernel."""
+"""Adam on the kernel: torch's bits, an exact reference, every format, and what it says when there is no kernel."""
 
+import itertools
 import logging
 import shutil
 import subprocess
@@ -68,7 +69,7 @@ def cut(run: Run, places: list[int]) -> list[Run]:
             None if run.out is None else run.out[a:b],
             run.grad_scale,
         )
-        for a, b in zip(edges, edges[1:], strict=False)
+        for a, b in itertools.pairwise(edges)
     ]
 
 
@@ -241,7 +242,7 @@ def test_remainder_is_the_fp32_master_bit_for_bit(kernel: UpdateKernel) -> None:
 
 
 def test_bf16_moments_follow_fp32_ones(kernel: UpdateKernel) -> None:
-    """Lossy, but unbiased: the mean of many second moments stays within 1% where rounding to nearest would freeze it."""
+    """Lossy, but unbiased: the mean of many second moments stays within 1%; rounding to nearest would freeze it."""
     exact, lossy = (AdamRule(decoupled=True, kernel=kernel, state_dtype=d) for d in (torch.float32, torch.bfloat16))
     numel = 20_000
     runs = [make_run(rule, torch.zeros(numel), {}) for rule in (exact, lossy)]

@@ -40,8 +40,11 @@ def _same(left: Any, right: Any) -> bool:
     return torch.equal(left, right) if isinstance(left, torch.Tensor) else bool(left == right)
 
 
-def units(engine: tiered_zero.Engine) -> list[Unit]:
-    return [residency.unit for residency in engine._parts.pager._residencies.values()]
+def param_slots(engine: tiered_zero.Engine) -> dict[str, Unit]:
+    """Slot name -> unit, of the units whose parameters rest off the device."""
+    pager = engine._parts.pager
+    found = [(pager._inventory.find(r.unit, "param"), r.unit) for r in pager._residencies.values()]
+    return {home.slot.name: unit for home, unit in found if home is not None}
 
 
 class Traffic:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.parity.insides import Traffic, units
+from tests.parity.insides import Traffic, param_slots
 from tests.parity.models import HIDDEN, LENGTH, VOCAB, Block, batch
 from tests.parity.trainers import Plain, assert_parity, assert_same_bits, follow, tiered, train
 
@@ -152,7 +152,7 @@ class Experts(nn.Module):
 
 def expert_slots(engine):
     """Slot name -> (layer, expert) of the units that are experts."""
-    names = {f"param.{unit.index}": unit.module.split(".") for unit in units(engine)}
+    names = {slot: unit.module.split(".") for slot, unit in param_slots(engine).items()}
     return {slot: (int(name[1]), int(name[3])) for slot, name in names.items() if "experts" in name}
 
 

@@ -1,4 +1,7 @@
-"""`tiered-zero swap`: the runs under a swap directory, what they take, and the removal of dead ones."""
+"""`tiered-zero swap`: the runs under a swap directory, what they take, and the removal of dead ones.
+
+`swap capacity`, which asks before there is a run, is in capacity.py.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ import click
 from rich.table import Table
 from rich.text import Text
 
+from tiered_zero.cli.capacity import capacity
 from tiered_zero.cli.console import STDOUT
 from tiered_zero.sizes import format_nbytes
 from tiered_zero.store.runs import collect_garbage, list_runs
@@ -29,6 +33,9 @@ def _arguments(command: Callable[..., None]) -> Callable[..., None]:
     directory = click.argument("directory", type=click.Path(file_okay=False, exists=True, path_type=Path))
     as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object for programs.")
     return directory(as_json(command))
+
+
+swap.add_command(capacity)
 
 
 @swap.command("ls")

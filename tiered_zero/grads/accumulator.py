@@ -18,6 +18,7 @@ from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.hardware.staging import StagingPool
 from tiered_zero.layout.flat import FlatEntry, ParamSpec, Unit
 from tiered_zero.sizes import format_nbytes
+from tiered_zero.tiers.step_gradients import StepGradients, UnitShare
 
 logger = logging.getLogger("tiered_zero")
 
@@ -30,8 +31,8 @@ class UnitGradients:
     """`flat`: [P] of the unit's dtype, or fp32 where micro-batches are summed; zeros between entries.
 
     `present`: parameters (by index) with a gradient in this step. `arrived`: those of this backward. `norms`: by index,
-    of gradients that were measured as they arrived. `spare`: a second
-    flat, where the update of one step runs beside the backward of the next.
+    of gradients that were measured as they arrived. `last`: the event of the one that left the device last. `sealed`:
+    their update has begun. `spare`: a second flat, where the update of one step runs beside the backward of the next.
     """
 
     unit: Unit
@@ -40,26 +41,18 @@ class UnitGradients:
     present: set[int] = field(default_factory=set)
     arrived: set[int] = field(default_factory=set)
     norms: dict[int, torch.Tensor] = field(default_factory=dict)
+    last: Event | None = None
+    sealed: bool = False
+
+    def share(self) -> UnitShare:
+        return UnitShare(self.flat, frozenset(self.present), self.last)
 
     def clear(self) -> None:
+        self.last = None
+        self.sealed = False
         self.present.clear()
         self.arrived.clear()
         self.norms.clear()
-
-
-@dataclass(frozen=True)
-class StepGradients:
-    """The gradients of one step, as handed to its update: unit index -> flat, and which parameters have one."""
-
-    flats: Mapping[int, torch.Tensor]
-    present_in: Mapping[int, frozenset[int]]
-
-    def flat(self, unit: Unit) -> torch.Tensor:
-        return self.flats[unit.index]
-
-    def has(self, unit: Unit, param: ParamSpec) -> bool:
-        """Whether autograd gave this parameter a gradient in this step."""
-        return param.index in self.present_in[unit.index]
 
 
 class GradientStore:
@@ -100,16 +93,22 @@ class GradientStore:
         """Take `param.grad` away (post-accumulate hook): the parameter is left without one."""
         grad = param.grad
         param.grad = None
-        unit, entry = self._params[param]
-        if grad is None:
+        if grad is None or param not in self._params:  # an empty parameter in no unit
             return
+        unit, entry = self._params[param]
         if grad.layout is not torch.strided:
             raise ModelError(
                 f"The gradient of {entry.param.name} is sparse; gradients are reduced as dense arrays. "
                 "Build the embedding with sparse=False."
             )
-        self.before_take(unit)
         gradients = self._units[unit.index]
+        if gradients.sealed:
+            raise ModelError(
+                f"{entry.param.name} gets a gradient although the update of this step has begun: without clipping and "
+                "overflow checks updates begin in backward, when every gradient of a unit has come once. "
+                'Set "tiered_zero": {"update": "barrier"} for loops with several backward passes in some steps.'
+            )
+        self.before_take(unit)
         first = entry.param.index not in gradients.present
         if not first and gradients.flat.dtype != torch.float32:
             self._promote(gradients)
@@ -129,8 +128,13 @@ class GradientStore:
             gradients.arrived.clear()
 
     def wait(self) -> None:
-        """Block until every gradient taken so far rests at its home."""
-        self._land(0)
+        """Block until every gradient taken so far rests at its home, the empty ones too."""
+        self._land(-1)
+
+    def seal(self, unit: Unit, into: StepGradients) -> None:
+        """Hand one unit's gradients to an update that begins in backward: no more may come for it in this step."""
+        into.shares[unit.index] = self._units[unit.index].share()
+        self._units[unit.index].sealed = True
 
     def hand_over(self) -> StepGradients:
         """Give this step's gradients to its update, and begin the next step without any.
@@ -138,11 +142,9 @@ class GradientStore:
         The update reads them in place: a unit's next gradient waits for its update (`before_take`), or goes to the
         spare flat.
         """
-        units = self._units.values()
-        handed = StepGradients(
-            {g.unit.index: g.flat for g in units}, {g.unit.index: frozenset(g.present) for g in units}
-        )
-        for gradients in units:
+        handed = StepGradients()
+        for gradients in self._units.values():
+            handed.shares[gradients.unit.index] = gradients.share()
             gradients.clear()
             if gradients.spare is not None:
                 gradients.flat, gradients.spare = gradients.spare, gradients.flat
@@ -198,6 +200,7 @@ class GradientStore:
                     gradients.norms[spec.index] = norm_of(target)
 
         event = accelerator.lane("reduce").submit(send, after=[accelerator.record_compute()], holds=[source])
+        gradients.last = event
         self._in_flight.append((event, nbytes))
 
     def _land(self, allowed_nbytes: int) -> None:
@@ -206,9 +209,11 @@ class GradientStore:
         while self._in_flight and (waiting > allowed_nbytes or self._in_flight[0][0].done()):
             event, nbytes = self._in_flight.popleft()
             waiting -= nbytes
-            self._ledger.discharge("device", "gradient_in_flight", nbytes)
-            with self._recorder.span("compute", "wait_grad"):
-                event.wait()
+            try:
+                with self._recorder.span("compute", "wait_grad"):
+                    event.wait()
+            finally:
+                self._ledger.discharge("device", "gradient_in_flight", nbytes)
 
     def _add(self, target: torch.Tensor, source: torch.Tensor, first: bool) -> None:
         """On the reduce lane: to host memory by way of a staging buffer, then into the fp32 sum."""

@@ -8,15 +8,7 @@ from math import prod
 
 import torch
 
-from tiered_zero.sizes import PAGE_NBYTES, align_up
-
-PARAM_ALIGNMENT_NBYTES = 128
-"""Start of each parameter in its flat: a whole cache line pair, which every GEMM library is content with."""
-
-CUT_NUMEL = PAGE_NBYTES // 2
-"""Flats end and sub-groups cut at multiples of this many elements: a page even in 16 bit, so that any tier can write a
-cut part.
-"""
+from tiered_zero.layout.swap_bytes import flat_numel, param_starts
 
 
 @dataclass(frozen=True)
@@ -70,8 +62,7 @@ class Unit:
     @cached_property
     def numel(self) -> int:
         """P: padded so that each rank's shard is whole pages."""
-        page_numel = max(CUT_NUMEL, PAGE_NBYTES // self.dtype.itemsize)
-        return align_up(self.entries[-1].stop, page_numel * self.world_size)
+        return flat_numel(self.entries[-1].stop, self.dtype.itemsize, self.world_size)
 
     @property
     def shard_numel(self) -> int:
@@ -84,8 +75,5 @@ class Unit:
 
 def place_params(params: list[ParamSpec]) -> tuple[FlatEntry, ...]:
     """Lay parameters of one dtype one after another, each at an aligned start."""
-    entries, position = [], 0
-    for param in params:
-        entries.append(FlatEntry(param, position))
-        position = align_up(position + param.numel, max(1, PARAM_ALIGNMENT_NBYTES // param.dtype.itemsize))
-    return tuple(entries)
+    starts = param_starts([param.numel for param in params], params[0].dtype.itemsize)
+    return tuple(map(FlatEntry, params, starts))

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from tiered_zero.layout.flat import CUT_NUMEL, ParamSpec, Unit
+from tiered_zero.layout.flat import ParamSpec, Unit
+from tiered_zero.layout.swap_bytes import CUT_NUMEL
 from tiered_zero.sizes import align_up
 
 

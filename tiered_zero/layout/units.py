@@ -11,10 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from tiered_zero.errors import ModelError
 from tiered_zero.layout.flat import ParamSpec, Unit, place_params
-
-MAX_UNIT_NUMEL = 1 << 28
-"""A quarter of a billion elements: half a GiB in 16 bit, far past the size at which any link is at full rate."""
-
+from tiered_zero.layout.swap_bytes import unit_cap
 
 
 @dataclass(frozen=True)
@@ -64,7 +61,7 @@ def find_units(model: nn.Module, specs: dict[nn.Parameter, ParamSpec], rules: Un
     most models.
     """
     total = sum(spec.numel for spec in specs.values())
-    cap = rules.size_cap_numel or min(MAX_UNIT_NUMEL, max(1, total // 4))
+    cap = unit_cap(total, rules.size_cap_numel)
     placed: set[nn.Parameter] = set()
     units: list[Unit] = []
     persistent_numel = 0

@@ -1,8 +1,8 @@
 /* The update at memory speed: one pass over gradient, master weights and optimizer state.
  *
- * Plain C with pthreads, bound by update.py over ctypes. 28 bytes a parameter for Adam with 16-bit gradients and copies: each
- * array is read once and written once. The arithmetic is in update_kernel.h, compiled here once for every instruction set
- * that the compiler knows; the caller names the one to run. Nothing here looks at the environment.
+ * Plain C with pthreads, bound by update.py over ctypes. 28 bytes a parameter for Adam with 16-bit gradients and copies:
+ * each array is read once and written once. The arithmetic is in update_kernel.h, compiled here once for each instruction
+ * set of the architecture; the caller names the one to run. Nothing here looks at the environment.
  */
 #if defined(__FAST_MATH__)
 #error "update.c needs IEEE arithmetic: build without -ffast-math"
@@ -32,12 +32,18 @@
 
 enum { TZ_F32, TZ_BF16, TZ_F16, TZ_REMAINDER };
 enum { TZ_ADAM, TZ_SGD, TZ_ADAGRAD, TZ_LION };
-enum { TZ_MAXIMIZE = 1, TZ_L2 = 2, TZ_AMSGRAD = 4, TZ_MOMENTUM = 8, TZ_NESTEROV = 16, TZ_FIRST = 32, TZ_TORCH_ROOT = 64 };
+enum { TZ_MAXIMIZE = 1, TZ_L2 = 2, TZ_AMSGRAD = 4, TZ_MOMENTUM = 8, TZ_NESTEROV = 16, TZ_FIRST = 32 };
+enum { TZ_TORCH_ROOT = 64 };
 enum { TZ_SCALAR, TZ_AVX2, TZ_AVX512, TZ_NEON, TZ_LEVELS };
-enum { TZ_GROUP = 16, TZ_BLOCK = 256, TZ_LINE = 64, TZ_PIECE = 64 << 10, TZ_FEWEST = 4 << 10, TZ_STATES = 3, TZ_MAX_THREADS = 256 };
+enum { TZ_STATES = 3, TZ_MAX_THREADS = 256 };
+
+/* In elements: what passes through the arithmetic at least; what stays in the first cache between its two parts; where runs
+ * are cut; the smallest and the largest piece that a thread takes. */
+enum { TZ_GROUP = 16, TZ_BLOCK = 256, TZ_LINE = 64, TZ_FEWEST = 4 << 10, TZ_PIECE = 64 << 10 };
 
 /* What a step applies to every element: computed in double by the caller and rounded to float once, as torch does.
- * adam     weight1 = 1 - beta1, beta2, weight2 = 1 - beta2, root2 = sqrt(1 - beta2^t), eps, rate = -lr / (1 - beta1^t), decay
+ * adam     weight1 = 1 - beta1, beta2, weight2 = 1 - beta2, root2 = sqrt(1 - beta2^t), eps, rate = -lr / (1 - beta1^t),
+ *          decay
  * sgd      beta2 = momentum, weight2 = 1 - dampening, rate = -lr
  * adagrad  root2 = 1, eps, rate = -lr / (1 + (t - 1) * lr_decay)
  * lion     weight1 = 1 - beta1, weight2 = 1 - beta2, rate = -lr, decay
@@ -95,7 +101,7 @@ typedef int tz_set_threads(int num_threads);
 #include "update_kernel.h"
 #endif
 
-typedef void tz_advance(const struct tz_run *, int64_t, int64_t, int, tz_root *);
+typedef void tz_advance(const struct tz_run *, int64_t, int64_t, tz_root *);
 typedef double tz_receive(const struct tz_copy *, int64_t, int64_t);
 static const struct {
     tz_advance *advance;
@@ -171,6 +177,7 @@ static void *worker(void *argument) {
         seen = pool->generation;
         struct job *job = pool->job;
         if (!job || seat->index >= job->num_workers) continue;
+        pool->busy++;
         pthread_mutex_unlock(&pool->lock);
         work(job);
         pthread_mutex_lock(&pool->lock);
@@ -222,14 +229,13 @@ static void run(struct tz_pool *pool, void (*piece)(void *, int64_t), void *cont
     job.num_workers = staff(pool, wanted);
     pthread_mutex_lock(&pool->lock);
     pool->job = &job;
-    pool->busy = job.num_workers;
     pool->generation++;
     pthread_cond_broadcast(&pool->posted);
     pthread_mutex_unlock(&pool->lock);
     work(&job);
     pthread_mutex_lock(&pool->lock);
+    pool->job = NULL; /* who has not woken by now need not */
     while (pool->busy) pthread_cond_wait(&pool->finished, &pool->lock);
-    pool->job = NULL;
     pthread_mutex_unlock(&pool->lock);
     atomic_store(&pool->holder, 0);
 }
@@ -301,7 +307,7 @@ static void advance_tail(const struct update *u, const struct tz_run *r, int64_t
     for (int k = 0; k < 3 + TZ_STATES; k++)
         if (places[k]) memcpy(space[k], places[k], n * widths[types[k]]);
     struct tz_run padded = {space[0], space[2], r->out ? space[1] : NULL, {space[3], space[4], space[5]}, TZ_GROUP, h};
-    kernels[u->level].advance(&padded, 0, TZ_GROUP, 0, u->root);
+    kernels[u->level].advance(&padded, 0, TZ_GROUP, u->root);
     for (int k = 0; k < 3 + TZ_STATES; k++)
         if (places[k] && k != 2) memcpy((void *)places[k], space[k], n * widths[types[k]]);
 }
@@ -333,16 +339,15 @@ static void update_piece(void *context, int64_t index) {
         const struct tz_run *r = &u->runs[k];
         int64_t from = to_line(begin - u->starts[k], r->numel), to = to_line(end - u->starts[k], r->numel);
         int64_t whole = to - (to - from) % TZ_GROUP;
-        int streaming = (uintptr_t)r->out % 32 == 0;
-        if (from < whole) kernels[u->level].advance(r, from, whole, streaming, u->root);
+        if (from < whole) kernels[u->level].advance(r, from, whole, u->root);
         if (whole < to) advance_tail(u, r, whole, to - whole);
     }
     if (u->root) u->set_threads(threads);
     restore_denormals(mode);
 }
 
-/* Advances every run. root, set_threads: of MKL, for the runs with TZ_TORCH_ROOT; both NULL where there is none. Returns 0; -1: no memory, nothing was done; -2: the
- * level is not supported here. */
+/* Advances every run. root, set_threads: of MKL, for the runs with TZ_TORCH_ROOT; both NULL where there is none. Returns 0;
+ * -1: no memory, nothing was done; -2: the level is not supported here. */
 API int tz_update_batch(struct tz_pool *pool, const struct tz_run *runs, int64_t num_runs, int level, tz_root *root,
                         tz_set_threads *set_threads) {
     if (!tz_supported(level)) return -2;
@@ -393,8 +398,8 @@ static void receive_piece(void *context, int64_t index) {
     restore_denormals(mode);
 }
 
-/* Copies, adds or scans; sums[i]: the sum of squares of what lies in the target (else the source) of copies[i], finite if and
- * only if all of it is. The same bits for any level and number of threads. Returns as tz_update_batch. */
+/* Copies, adds or scans; sums[i]: the sum of squares of what lies in the target (else the source) of copies[i], finite if
+ * and only if all of it is. The same bits for any level and number of threads. Returns as tz_update_batch. */
 API int tz_copy_norm(struct tz_pool *pool, const struct tz_copy *copies, int64_t num_copies, double *sums, int level) {
     if (!tz_supported(level)) return -2;
     int64_t *starts = malloc((num_copies + 1) * sizeof *starts), total = 0;

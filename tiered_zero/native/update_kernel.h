@@ -2,9 +2,10 @@
  *
  * Before inclusion: LEVEL (name suffix), LANES (floats a vector), TARGET (function attribute), and ISA_AVX512, ISA_AVX2
  * or ISA_NEON where its instructions may be used. Everything is a vector of the compilers' portable extension; only fused
- * multiply-add, square root, half precision and streaming stores are spelled for the instruction set. Each operation is
- * rounded once (IEEE), the same ones are fused at every level, and every element takes the same path: so the bits depend on
- * neither the level nor the place of an element.
+ * multiply-add, square root and half precision are spelled for the instruction set. Each operation is rounded once (IEEE),
+ * the same ones are fused at every level, and every element takes the same path: so the bits depend on neither the level
+ * nor the place of an element. Stores are plain ones: past the caches they were no faster where this was measured (Zen 4),
+ * and what reads the 16-bit copy next may find it there.
  */
 
 #define PASTE_(a, b) a##_##b
@@ -150,27 +151,13 @@ KERNEL vf load(const void *base, int64_t i, int type) {
     return type == TZ_BF16 ? (vf)(__builtin_convertvector(h, vu) << 16) : from_half(h);
 }
 
-/* `streaming`: past the caches; the place is then aligned to the vector. */
-KERNEL void store(void *base, int64_t i, int type, vf x, int streaming) {
+KERNEL void store(void *base, int64_t i, int type, vf x) {
     if (type == TZ_F32) {
         memcpy((float *)base + i, &x, sizeof x);
         return;
     }
     vh h = type == TZ_BF16 ? __builtin_convertvector(to_bf16(x), vh) : to_half(x);
-    uint16_t *place = (uint16_t *)base + i;
-#if defined(ISA_AVX512)
-    if (streaming) {
-        _mm256_stream_si256((__m256i *)place, (__m256i)h);
-        return;
-    }
-#elif defined(ISA_AVX2)
-    if (streaming) {
-        _mm_stream_si128((__m128i *)place, (__m128i)h);
-        return;
-    }
-#endif
-    (void)streaming;
-    memcpy(place, &h, sizeof h);
+    memcpy((uint16_t *)base + i, &h, sizeof h);
 }
 
 /* TZ_REMAINDER: the master is (out << 16) + the signed 16-bit remainder. */
@@ -183,10 +170,10 @@ KERNEL vf load_master(const struct tz_run *r, int64_t i) {
     return (vf)((__builtin_convertvector(high, vu) << 16) + ((wide ^ 0x8000) - 0x8000));
 }
 
-KERNEL void store_master(const struct tz_run *r, int64_t i, vf x, int streaming) {
+KERNEL void store_master(const struct tz_run *r, int64_t i, vf x) {
     if (r->hyper->master_type == TZ_F32) {
-        store(r->master, i, TZ_F32, x, 0);
-        if (r->out) store(r->out, i, r->hyper->out_type, x, streaming);
+        store(r->master, i, TZ_F32, x);
+        if (r->out) store(r->out, i, r->hyper->out_type, x);
         return;
     }
     vu bits = choose(x == x, (vu)x, (vu){0} + 0x7fc00000);
@@ -206,7 +193,7 @@ KERNEL vf load_gradient(const struct tz_run *r, int64_t i) {
 
 KERNEL void store_state(const struct tz_run *r, int which, int64_t i, vf x) {
     if (r->hyper->state_type == TZ_F32) {
-        store(r->state[which], i, TZ_F32, x, 0);
+        store(r->state[which], i, TZ_F32, x);
         return;
     }
     vh h = __builtin_convertvector(to_bf16_random(x, r->hyper->seed + (uint32_t)which), vh);
@@ -221,8 +208,8 @@ KERNEL vf lerp(vf from, vf to, float weight) {
 /* torch.maximum: a NaN on either side wins. */
 KERNEL vf larger(vf a, vf b) { return (vf)choose((a > b) | (a != a), (vu)a, (vu)b); }
 
-/* Adam and Adagrad divide by a root. First part of a block: the state advances; the dividend goes to `above`, and what stands
- * under the root to `under`. */
+/* Adam and Adagrad divide by a root. First part of a block: the state advances; the dividend goes to `above`, and what
+ * stands under the root to `under`. */
 KERNEL void accumulate(const struct tz_run *r, int64_t from, int64_t to, float *above, float *under) {
     const struct tz_hyper *h = r->hyper;
     for (int64_t i = from; i < to; i += LANES) {
@@ -241,22 +228,22 @@ KERNEL void accumulate(const struct tz_run *r, int64_t from, int64_t to, float *
             sum = fma_(g, g, load(r->state[0], i, h->state_type));
             store_state(r, 0, i, sum);
         }
-        store(above, i - from, TZ_F32, top * h->rate, 0);
-        store(under, i - from, TZ_F32, sum, 0);
+        store(above, i - from, TZ_F32, top * h->rate);
+        store(under, i - from, TZ_F32, sum);
     }
 }
 
 /* Last part: the master advances. */
-KERNEL void divide(const struct tz_run *r, int64_t from, int64_t to, const float *above, const float *root, int streaming) {
+KERNEL void divide(const struct tz_run *r, int64_t from, int64_t to, const float *above, const float *root) {
     const struct tz_hyper *h = r->hyper;
     for (int64_t i = from; i < to; i += LANES) {
         vf step = load(above, i - from, TZ_F32) / (load(root, i - from, TZ_F32) / h->root2 + h->eps);
-        store_master(r, i, load_master(r, i) * h->decay + step, streaming);
+        store_master(r, i, load_master(r, i) * h->decay + step);
     }
 }
 
 /* SGD and Lion need no root. */
-KERNEL void descend(const struct tz_run *r, int64_t from, int64_t to, int streaming) {
+KERNEL void descend(const struct tz_run *r, int64_t from, int64_t to) {
     const struct tz_hyper *h = r->hyper;
     for (int64_t i = from; i < to; i += LANES) {
         vf p = load_master(r, i), g = load_gradient(r, i);
@@ -272,17 +259,17 @@ KERNEL void descend(const struct tz_run *r, int64_t from, int64_t to, int stream
             store_state(r, 0, i, b);
             g = h->flags & TZ_NESTEROV ? fma_(b, splat(h->beta2), g) : b;
         }
-        store_master(r, i, fma_(g, splat(h->rate), p), streaming);
+        store_master(r, i, fma_(g, splat(h->rate), p));
     }
 }
 
 /* Elements [from, to) of one run, a multiple of TZ_GROUP many. */
-TARGET static void NAME(advance)(const struct tz_run *run, int64_t from, int64_t to, int streaming, tz_root *torch_root) {
+TARGET static void NAME(advance)(const struct tz_run *run, int64_t from, int64_t to, tz_root *torch_root) {
     const struct tz_hyper hyper = *run->hyper; /* copies that no store can alias: they stay in registers */
     struct tz_run local = *run, *const r = &local;
     local.hyper = &hyper;
     if (hyper.rule == TZ_SGD || hyper.rule == TZ_LION) {
-        descend(r, from, to, streaming);
+        descend(r, from, to);
     } else {
         __attribute__((aligned(64))) float above[TZ_BLOCK], under[TZ_BLOCK], root[TZ_BLOCK];
         for (int64_t begin = from; begin < to; begin += TZ_BLOCK) {
@@ -293,14 +280,11 @@ TARGET static void NAME(advance)(const struct tz_run *run, int64_t from, int64_t
                 int64_t mode = TZ_ROOT_MODE;
                 torch_root(&n, under, root, &mode);
             } else {
-                for (int64_t i = 0; i < end - begin; i += LANES) store(root, i, TZ_F32, root_(load(under, i, TZ_F32)), 0);
+                for (int64_t i = 0; i < end - begin; i += LANES) store(root, i, TZ_F32, root_(load(under, i, TZ_F32)));
             }
-            divide(r, begin, end, above, root, streaming);
+            divide(r, begin, end, above, root);
         }
     }
-#if defined(ISA_AVX512) || defined(ISA_AVX2)
-    if (streaming) _mm_sfence();
-#endif
 }
 
 /* Copies (or adds, or neither) n elements, a multiple of TZ_GROUP, and returns the sum of their squares: sixteen sums in
@@ -314,7 +298,7 @@ TARGET static double NAME(receive)(const struct tz_copy *c, int64_t from, int64_
             vf x = load(c->source, at, c->source_type);
             if (c->target) {
                 if (c->add) x = load(c->target, at, c->target_type) + x;
-                store(c->target, at, c->target_type, x, 0);
+                store(c->target, at, c->target_type, x);
                 x = load(c->target, at, c->target_type); /* what was stored is what counts: it may have overflowed */
             }
             vd wide = __builtin_convertvector(x, vd);

@@ -4,7 +4,9 @@
 `barrier`: step() returns when every weight is updated, as DeepSpeed does.
 `overlapped`: step() returns once the verdict is known. The update runs on its own lane in the order in which the next
 forward needs the units; using a unit waits for that unit's publication and for nothing else. Update windows are
-nested (last gradient out, first forward in), so this order is optimal and exact.
+nested (last gradient out, first forward in), so this order is optimal and exact. Where no verdict is needed (no
+clipping, no overflow check) a unit's update begins in backward, as soon as its last gradient has come; a second
+backward in such a step, or a look at weights before step(), is refused, for it would see both old and new.
 `delayed`: ZeRO-Offload's one-step delayed parameter update (Ren et al. 2021, section 5.2). After `delay_start_step`
 exact steps the update of step i runs while forward and backward of step i+1 compute with the parameters from before
 it: theta(i+1) = update(theta(i), gradient at theta(i-1)). New 16-bit parameters are written behind the scenes and
@@ -15,16 +17,30 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
+from tiered_zero.errors import LatchedError, ModelError
 from tiered_zero.hardware.accelerator import Event
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.layout.flat import Unit
-from tiered_zero.optim.stepper import GradientSource, StreamingStepper, UpdateJob
+from tiered_zero.optim.in_backward import BackwardStart, OpenUpdate
+from tiered_zero.optim.stepper import StreamingStepper, UpdateJob
 from tiered_zero.tiers.inventory import Inventory, Publication
+from tiered_zero.tiers.step_gradients import StepGradients
+
+
+class UnitGuard(Protocol):
+    """Keeps compute from using units whose update is under way."""
+
+    def withhold(self) -> None:
+        """Guard every trainable unit, and drop what the device holds of it."""
+
+    def withhold_unit(self, unit: Unit) -> bool:
+        """The same for one unit in backward; False, with nothing done, while somebody uses it."""
 
 
 class UpdatePolicy(ABC):
@@ -40,12 +56,24 @@ class UpdatePolicy(ABC):
         self.failure: BaseException | None = None
 
     @abstractmethod
-    def apply(self, gradients: GradientSource, grad_scale: float) -> None:
+    def apply(self, gradients: StepGradients, grad_scale: float) -> None:
         """The step is taken: run its update now, or see to it that nobody reads weights that wait for it."""
 
     @abstractmethod
     def flush(self) -> None:
         """Return when every update so far is made and visible; raise what made one fail."""
+
+    def begin_backward(self) -> None:
+        """The only backward of a step begins: units may be updated as they are completed."""
+        return
+
+    def complete_unit(self, unit: Unit) -> None:
+        """Every gradient of the unit has come."""
+        return
+
+    def abort(self) -> None:
+        """The step is given up. Raises nothing; sets `failure` where that is too late."""
+        return
 
     def prepare_evaluation(self) -> None:
         """A forward begins that shall see every update. Exact policies wait for what is used, as in training."""
@@ -60,6 +88,8 @@ class UpdatePolicy(ABC):
             self._stepper.step(job)
         except BaseException as error:
             self.failure = error
+            for publication in list(job.publications.values()):
+                publication.fail(error)
             raise
 
 
@@ -72,7 +102,7 @@ class BarrierPolicy(UpdatePolicy):
         super().__init__(stepper, groups)
         self._forget = forget
 
-    def apply(self, gradients: GradientSource, grad_scale: float) -> None:
+    def apply(self, gradients: StepGradients, grad_scale: float) -> None:
         self._forget()
         self._step(UpdateJob(gradients, grad_scale, freeze_groups(self._groups), {}))
 
@@ -81,7 +111,7 @@ class BarrierPolicy(UpdatePolicy):
 
 
 class OverlappedPolicy(UpdatePolicy):
-    """`withhold`: takes units from compute until their publication, which `inventory` hands to whoever asks."""
+    """`guard`: takes units from compute until their publication, which `inventory` hands to whoever asks."""
 
     def __init__(
         self,
@@ -90,31 +120,80 @@ class OverlappedPolicy(UpdatePolicy):
         inventory: Inventory,
         units: Sequence[Unit],
         runtime: Runtime,
-        withhold: Callable[[], None],
+        guard: UnitGuard,
+        in_backward: BackwardStart | None = None,
     ) -> None:
+        """`in_backward`: how updates begin in backward; None where a verdict comes first."""
         super().__init__(stepper, groups)
         self._inventory = inventory
         self._units = units
         self._runtime = runtime
-        self._withhold = withhold
+        self._guard = guard
+        self._in_backward = in_backward
         self._running: Event | None = None
+        self._open: OpenUpdate | None = None
 
-    def apply(self, gradients: GradientSource, grad_scale: float) -> None:
+    def begin_backward(self) -> None:
+        if self._in_backward is None:
+            return
         self.flush()
-        publications = {unit.index: Publication() for unit in self._units}
+        self._open = OpenUpdate(self._in_backward, freeze_groups(self._groups))
+        self._start(self._open.job)
+
+    def complete_unit(self, unit: Unit) -> None:
+        if self._open is not None and self._open.concerns(unit) and self._guard.withhold_unit(unit):
+            self._publish(unit, self._open.job)
+            self._open.add(unit)
+
+    def apply(self, gradients: StepGradients, grad_scale: float) -> None:
+        if self._open is None:
+            self.flush()
+        self._guard.withhold()
+        if self._open is not None:
+            opened, self._open = self._open, None
+            for unit in opened.missing(self._units):
+                self._publish(unit, opened.job)
+            opened.finish(gradients)
+            return
+        job = UpdateJob(gradients, grad_scale, freeze_groups(self._groups), {})
         for unit in self._units:
-            self._inventory.publish(unit, publications[unit.index])
-        self._withhold()
-        job = UpdateJob(gradients, grad_scale, freeze_groups(self._groups), publications)
-        accelerator = self._runtime.accelerator
-        after = [accelerator.record_compute()]
-        self._running = accelerator.lane("optimizer").submit(partial(self._step, job), after=after)
+            self._publish(unit, job)
+        self._start(job)
+
+    def abort(self) -> None:
+        if self._open is None:
+            return
+        opened, self._open = self._open, None
+        begun = opened.give_up()
+        with suppress(Exception):
+            self.flush()
+        if begun and self.failure is None:
+            self.failure = LatchedError(
+                "backward broke off after some of the step's updates had begun, as they do there where nothing is "
+                'clipped or checked. Set "tiered_zero": {"update": "barrier"} to be able to leave a step out'
+            )
 
     def flush(self) -> None:
+        if self._open is not None:
+            raise ModelError(
+                "Weights are looked at before step(), but their update has begun in backward, as it does "
+                'where nothing is clipped or checked. Call step() first, or set "tiered_zero": {"update": "barrier"}.'
+            )
         if self._running is not None:
             with self._runtime.recorder.span("compute", "wait_update"):
                 self._running.wait()
             self._running = None
+
+    def _publish(self, unit: Unit, job: UpdateJob) -> None:
+        publication = job.publications[unit.index] = Publication()
+        self._inventory.publish(unit, publication)
+        if self.failure is not None:  # the job ended before it could see this one
+            publication.fail(self.failure)
+
+    def _start(self, job: UpdateJob) -> None:
+        accelerator = self._runtime.accelerator
+        after = [accelerator.record_compute()]
+        self._running = accelerator.lane("optimizer").submit(partial(self._step, job), after=after)
 
 
 class DelayedPolicy(UpdatePolicy):
@@ -139,7 +218,7 @@ class DelayedPolicy(UpdatePolicy):
         self._num_applied = 0
         self._running: Event | None = None
 
-    def apply(self, gradients: GradientSource, grad_scale: float) -> None:
+    def apply(self, gradients: StepGradients, grad_scale: float) -> None:
         self._num_applied += 1
         if self._num_applied <= self._start_step:
             self._exact.apply(gradients, grad_scale)
@@ -148,6 +227,18 @@ class DelayedPolicy(UpdatePolicy):
         groups = freeze_groups(self._groups)
         job = UpdateJob(gradients, grad_scale, groups, {}, param_kind="param_back", every_subgroup=True)
         self._running = self._runtime.accelerator.lane("optimizer").submit(partial(self._step, job))
+
+    def begin_backward(self) -> None:
+        """The only backward of a step begins: units may be updated as they are completed."""
+        return
+
+    def complete_unit(self, unit: Unit) -> None:
+        """Every gradient of the unit has come."""
+        return
+
+    def abort(self) -> None:
+        """The step is given up. Raises nothing; sets `failure` where that is too late."""
+        return
 
     def prepare_evaluation(self) -> None:
         self.flush()

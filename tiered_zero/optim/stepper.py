@@ -6,7 +6,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -14,17 +14,14 @@ from tiered_zero.errors import TieredZeroError
 from tiered_zero.hardware.accelerator import Event
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.hardware.staging import Lease, StagingPool
-from tiered_zero.layout.flat import ParamSpec, Unit
+from tiered_zero.layout.flat import Unit
 from tiered_zero.layout.subgroups import Piece, Segment, SubGroup
+from tiered_zero.optim.ready import ReadyQueue
 from tiered_zero.optim.rule import Run, UpdateRule
 from tiered_zero.optim.state_layout import StateLayout
 from tiered_zero.tiers.inventory import Inventory, Publication
+from tiered_zero.tiers.step_gradients import StepGradients
 from tiered_zero.tiers.tier import as_bytes
-
-
-class GradientSource(Protocol):
-    def flat(self, unit: Unit) -> torch.Tensor: ...
-    def has(self, unit: Unit, param: ParamSpec) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -34,15 +31,16 @@ class UpdateJob:
     `groups`: the param groups' values as they were when the step was taken. `param_kind`: which home of a unit takes
     the new parameters ("param", or "param_back" behind the scenes). `publications`: unit index -> what to complete when
     the unit's parameters are written. `every_subgroup`: also those without a gradient, whose parameters are written
-    anew.
+    anew. `queue`: sub-groups that become ready one by one; None: all those with a gradient are.
     """
 
-    gradients: GradientSource
+    gradients: StepGradients
     grad_scale: float
     groups: Sequence[Mapping[str, Any]]
-    publications: Mapping[int, Publication]
+    publications: dict[int, Publication]
     param_kind: str = "param"
     every_subgroup: bool = False
+    queue: ReadyQueue | None = None
 
 
 @dataclass(frozen=True)
@@ -105,34 +103,40 @@ class StreamingStepper:
         Raises TransferError or CorruptionError before a sub-group is changed from bytes that cannot be trusted; what
         was stepped before that stays stepped. A failure reaches every publication that is not complete.
         """
-        todo = deque(
-            layout for layout in self._layouts if job.every_subgroup or _has_gradient(layout.subgroup, job.gradients)
-        )
-        progress = _Progress(job.publications, [layout.subgroup for layout in todo])
+        queue = job.queue or self._queue_all(job)
+        progress = _Progress(job.publications, [layout.subgroup for layout in self._layouts])
         opened: deque[Work] = deque()
         written: deque[Work] = deque()
         try:
-            while todo or opened:
-                while todo and (work := self._open_nowait(job, todo[0])) is not None:
+            while opened or written or queue.wait():
+                while (layout := queue.peek()) is not None and (work := self._open_nowait(job, layout)) is not None:
+                    queue.take(layout)
                     opened.append(work)
-                    todo.popleft()
-                if not opened:  # every staging buffer is on its way out
-                    self._finish(written.popleft(), progress)
-                    continue
-                work = opened[0]
-                self._wait(work.read, "wait_state", work.subgroup)
-                with self._runtime.recorder.span("update", "update", f"sub-group {work.subgroup.index}"):
+                if opened:
+                    work = opened[0]
+                    self._wait(work.read, "wait_state", work.subgroup)
                     self._update(work, job)
-                self._write(work, job)
-                written.append(opened.popleft())
-                while written and all(event.done() for event in written[0].writes):
+                    self._write(work, job)
+                    written.append(opened.popleft())
+                # with nothing else to do, or no buffer free, the oldest writes are waited for; otherwise only looked at
+                while written and (not opened or all(event.done() for event in written[0].writes)):
                     self._finish(written.popleft(), progress)
-            while written:
-                self._finish(written.popleft(), progress)
+            for layout in queue.take_skipped():
+                progress.count(layout.subgroup)
         except BaseException as error:
             progress.fail(error)
             self._abandon([*opened, *written])
             raise
+
+    def _queue_all(self, job: UpdateJob) -> ReadyQueue:
+        ready: list[StateLayout] = []
+        skipped: list[StateLayout] = []
+        for layout in self._layouts:
+            todo = job.every_subgroup or has_gradient(layout.subgroup, job.gradients)
+            (ready if todo else skipped).append(layout)
+        queue = ReadyQueue(ready, skipped)
+        queue.close()
+        return queue
 
     def _abandon(self, works: Sequence[Work]) -> None:
         """After a failure: what still uses the staging buffers ends, well or badly, and the buffers go back."""
@@ -162,6 +166,12 @@ class StreamingStepper:
         return Work(layout.subgroup, layout, raw, lease, read)
 
     def _update(self, work: Work, job: UpdateJob) -> None:
+        for segment in work.subgroup.segments:
+            job.gradients.land(segment.unit)
+        with self._runtime.recorder.span("update", "update", f"sub-group {work.subgroup.index}"):
+            self._step_runs(work, job)
+
+    def _step_runs(self, work: Work, job: UpdateJob) -> None:
         layout, gradients = work.layout, job.gradients
         if work.subgroup.index not in self._born:
             self._give_birth(work, job)
@@ -187,7 +197,7 @@ class StreamingStepper:
         for run, pieces in zip(runs, members, strict=True):
             self._scalars.update(dict.fromkeys(((work.subgroup.index, piece.index) for piece in pieces), run.scalars))
 
-    def _stretches(self, work: Work, segment: Segment, gradients: GradientSource) -> Iterator[list[Piece]]:
+    def _stretches(self, work: Work, segment: Segment, gradients: StepGradients) -> Iterator[list[Piece]]:
         """Neighbouring pieces with a gradient, the same group and the same history."""
         current: list[Piece] = []
         for piece in segment.pieces:
@@ -344,7 +354,7 @@ class _Progress:
             publication.fail(error)
 
 
-def _has_gradient(subgroup: SubGroup, gradients: GradientSource) -> bool:
+def has_gradient(subgroup: SubGroup, gradients: StepGradients) -> bool:
     return any(gradients.has(s.unit, piece.param) for s in subgroup.segments for piece in s.pieces)
 
 

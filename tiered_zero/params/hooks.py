@@ -79,10 +79,10 @@ class ModuleHooks:
             if not pager.in_frame:
                 self._outermost.close()
 
-        before._torchdynamo_disable = after._torchdynamo_disable = True
-        self._handles.append(module.register_forward_pre_hook(before))
+        # a compiled module's graph ends before paging and goes on after it
+        self._handles.append(module.register_forward_pre_hook(torch.compiler.disable(before)))
         # always_call: a frame ends also when the module raises (or a recomputation stops early, which raises too)
-        self._handles.append(module.register_forward_hook(after, always_call=True))
+        self._handles.append(module.register_forward_hook(torch.compiler.disable(after), always_call=True))
 
     def _watch_state_dict(self, module: nn.Module) -> None:
         """state_dict() gives CPU copies of real shape; load_state_dict() finds its parameters lent, and writes them

@@ -107,6 +107,7 @@ class Pager:
         self._copied: tuple[int, torch.Tensor] | None = None
         """While a state_dict is taken: the unit read last, and its flat. Its parameters are asked for in a row."""
         self._copying_depth = 0
+        self._withheld: set[int] = set()
         self._closed = False
         self.phase = "idle"
 
@@ -244,11 +245,27 @@ class Pager:
 
     def withhold(self) -> None:
         """Updates begin that will be published one by one: every trainable unit is guarded until its own."""
+        self._withheld.clear()
         self.forget()
         for residency in self._residencies.values():
             if residency.unit.trainable and self.is_device_resident(residency.unit):
                 residency.state = UnitState.READY
                 residency.storage.hide()
+
+    def withhold_unit(self, unit: Unit) -> bool:
+        """The unit's update begins while backward goes on, so nobody may see it before the step is taken. False, with
+        nothing done, while somebody uses it."""
+        residency = self._residencies[unit.index]
+        resident = self.is_device_resident(unit)
+        if residency.storage.is_viewed or (residency.num_lends and not resident):
+            return False
+        if resident:
+            residency.state = UnitState.READY
+            residency.storage.hide()
+        else:
+            self._evict(residency)
+        self._withheld.add(unit.index)
+        return True
 
     def await_update(self, unit: Unit) -> None:
         """Block until the unit's last update is published; raise what made it fail."""
@@ -333,6 +350,11 @@ class Pager:
         if not self.is_device_resident(residency.unit):
             self._schedule.observe(self.phase, residency.unit.index)
         residency.clock = next(self._ticks)
+        if residency.unit.index in self._withheld:
+            raise ModelError(
+                f"Unit {residency.unit.name} is used before step(), but its update has begun in backward, as it does "
+                'where nothing is clipped or checked. Set "tiered_zero": {"update": "barrier"} for such a loop.'
+            )
         if residency.state is UnitState.LENT:
             return residency
         if residency.state is UnitState.AWAY:

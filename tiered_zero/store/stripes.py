@@ -10,14 +10,9 @@ from typing import NamedTuple, final
 
 from tiered_zero.errors import StoreError, TieredZeroError
 from tiered_zero.io.engine import File, IOEngine, Ticket
-from tiered_zero.sizes import MIB, format_nbytes
+from tiered_zero.layout.swap_bytes import STRIPE_NBYTES, file_nbytes, stripe_turn
+from tiered_zero.sizes import format_nbytes
 from tiered_zero.store.manifest import sync_directory
-
-STRIPE_NBYTES = 4 * MIB
-"""One stripe: large enough for a disk to run at full rate, small enough that one record uses every disk."""
-
-_PERIOD = 64
-"""Stripes in one turn over all paths; a weight is met to within 1/128 of the whole."""
 
 DATA_NAME = "data.bin"
 
@@ -41,7 +36,7 @@ class Stripes:
         if not weights or min(weights) <= 0:
             raise StoreError(f"Stripe weights must be one number > 0 for each path; found {list(weights)}.")
         self.weights = tuple(float(weight) for weight in weights)
-        self._turn = _smooth_round_robin(self.weights)
+        self._turn = stripe_turn(self.weights)
         self._counts = [self._turn.count(index) for index in range(len(weights))]
         self._ranks = [self._turn[:place].count(index) for place, index in enumerate(self._turn)]
 
@@ -61,13 +56,7 @@ class Stripes:
 
     def file_nbytes(self, capacity_nbytes: int) -> list[int]:
         """Bytes of each file; they sum to the capacity exactly."""
-        if len(self.weights) == 1:
-            return [capacity_nbytes]
-        turns, rest = divmod(capacity_nbytes, STRIPE_NBYTES * len(self._turn))
-        sizes = [turns * count * STRIPE_NBYTES for count in self._counts]
-        for piece in self.pieces(capacity_nbytes - rest, rest):
-            sizes[piece.file_index] += piece.nbytes
-        return sizes
+        return file_nbytes(capacity_nbytes, self.weights)
 
 
 @final
@@ -149,18 +138,6 @@ class StripedFiles:
                     ticket.wait()
             raise
         return tickets
-
-
-def _smooth_round_robin(weights: Sequence[float]) -> list[int]:
-    """A turn in which file i occurs in proportion to weights[i], evenly spread."""
-    credit = [0.0] * len(weights)
-    turn = []
-    for _ in range(_PERIOD):
-        credit = [have + weight for have, weight in zip(credit, weights, strict=True)]
-        index = credit.index(max(credit))
-        credit[index] -= sum(weights)
-        turn.append(index)
-    return turn
 
 
 def _free_text(directory: Path) -> str:

@@ -2,13 +2,16 @@
 
     python tools/bench/update.py --out records/update.jsonl
 
-One AdamW step over bf16 gradients and a bf16 copy of the parameters, 28 bytes a parameter, beside, in turn and in one run:
-  triad       STREAM's, compiled here, with the line that a store must first fetch counted: the bound
-  kernel      one run of all parameters, by each instruction set; and `kernel fp32`, with torch's bits on fp32 gradients
-  small       the same parameters in 10,000 runs, the table of addresses made anew each time
-  whole       norm and overflow check, then the update with unscaling, clipping and the cast folded in
-  torch       the same by torch: upcast, unscale, norm, check, clip, AdamW(fused=True), cast
-  fallback    our update where there was no compiler
+One AdamW step over bf16 gradients and a bf16 copy of the parameters, 28 bytes a parameter, in turn and in one run:
+  triad          STREAM's, compiled here, with the line that a store must first fetch counted: the bound
+  kernel         one run of all parameters, by each instruction set
+  kernel fp32    the same with fp32 gradients, no copy, and the bits of torch
+  small          the same parameters in 10,000 runs: one call of the kernel
+  small, packed  and with the table of their addresses made anew, in Python
+  whole          norm and overflow check, then the update with unscaling, clipping and the cast folded in
+  torch          the same by torch around AdamW(fused=True): upcast, unscale, check, norm, clip, step, cast
+  torch, reuse   and with every temporary array made once, which few programs do
+  fallback       our update where there was no compiler
 """
 
 from __future__ import annotations
@@ -28,11 +31,12 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
+import numpy
 import torch
 
 import tiered_zero.native
 from tiered_zero.native import find_library
-from tiered_zero.native.update import Dtype, UpdateKernel
+from tiered_zero.native.update import Dtype, Hyper, UpdateKernel
 from tiered_zero.optim.adam import AdamRule
 from tiered_zero.optim.native_rule import find_torch_root
 from tiered_zero.optim.rule import Run
@@ -62,6 +66,19 @@ def make_runs(numel: int, num_runs: int, grad_dtype: torch.dtype = torch.bfloat1
     return runs
 
 
+def make_table(rule: AdamRule, runs: list[Run]) -> tuple[numpy.ndarray, Hyper]:
+    """The kernel's table of alike runs, without the checks that the rule makes; the table points to the hyper."""
+    hyper = rule._kernel_hyper({**rule._defaults, **runs[0].hyper}, {})
+    hyper.grad_type = hyper.out_type = Dtype.BFLOAT16
+    hyper.grad_scale = 1.0
+    rows = [
+        [t.data_ptr() for t in (run.master, run.grad, run.out, *run.state.values()) if t is not None]
+        + [0, run.master.numel(), ctypes.addressof(hyper)]
+        for run in runs
+    ]
+    return numpy.array(rows, numpy.uint64), hyper
+
+
 def whole_update(rule: AdamRule, kernel: UpdateKernel, runs: list[Run]) -> None:
     """What a step does to gradients that carry a loss scale, of one large run."""
     (run,) = runs
@@ -73,7 +90,7 @@ def whole_update(rule: AdamRule, kernel: UpdateKernel, runs: list[Run]) -> None:
 
 
 class TorchUpdate:
-    """The same with torch's operations, as careful about memory: every array is made once."""
+    """The same with torch's operations."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -82,19 +99,26 @@ class TorchUpdate:
         self.out = torch.empty_like(run.master, dtype=torch.bfloat16)
         self.optimizer = torch.optim.AdamW([self.parameter], lr=1e-3, weight_decay=0.1, fused=True)
 
-    def __call__(self) -> None:
-        self.grad.copy_(self.run.grad).mul_(1 / LOSS_SCALE)
+    def step(self) -> None:
+        self.parameter.grad = self.run.grad.float().mul_(1 / LOSS_SCALE)
+        if not torch.isfinite(self.parameter.grad).all():
+            return
+        torch.nn.utils.clip_grad_norm_([self.parameter], CLIP)
+        self.optimizer.step()
+        self.out.copy_(self.parameter.detach())
+
+    def step_reusing(self) -> None:
+        self.parameter.grad = self.grad.copy_(self.run.grad).mul_(1 / LOSS_SCALE)
         norm = torch.linalg.vector_norm(self.grad)
         if not torch.isfinite(norm):
             return
         self.grad.mul_(torch.clamp(CLIP / (norm + 1e-6), max=1.0))
-        self.parameter.grad = self.grad
         self.optimizer.step()
         self.out.copy_(self.parameter.detach())
 
 
 def measure(tasks: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each task, in turn, so that a change of the machine's mood meets them all. The first round warms up."""
+    """Seconds of each task, in turn, so that a change of the machine's mood meets all. The first round warms up."""
     samples: dict[str, list[float]] = {name: [] for name in tasks}
     for round_ in range(rounds + 1):
         for name, task in tasks.items():
@@ -131,15 +155,18 @@ def main(arguments: list[str] | None = None) -> dict[str, object]:
 
     numel = options.numel
     large, small, fp32 = make_runs(numel, 1), make_runs(numel, options.num_small), make_runs(numel, 1, torch.float32)
+    by_torch, (table, _hyper) = TorchUpdate(large[0]), make_table(rule, small)
     a, b, c = (torch.rand(numel // 2, dtype=torch.float64) for _ in range(3))
     addresses = [ctypes.c_void_p(x.data_ptr()) for x in (a, b, c)]
     tasks: dict[str, Callable[[], object]] = {
         "triad": lambda: stream.triad(*addresses, ctypes.c_int64(a.numel()), best.num_threads),
         **{f"kernel {level}": lambda each=each: each.update(large) for level, each in rules.items()},
         "kernel fp32": lambda: rule.update(fp32),
-        "small": lambda: rule.update(small),
+        "small": lambda: best.update(table.ctypes.data, len(table)),
+        "small, packed": lambda: rule.update(small),
         "whole": lambda: whole_update(rule, best, large),
-        "torch": TorchUpdate(large[0]),
+        "torch": by_torch.step,
+        "torch, reuse": by_torch.step_reusing,
         "fallback": lambda: fallback.update(large),
     }
     samples = measure(tasks, options.rounds)
@@ -152,8 +179,10 @@ def main(arguments: list[str] | None = None) -> dict[str, object]:
         "kernel rate / triad rate": rates[kernel_name] / rates["triad"],
         "kernel fp32 rate / triad rate": rates["kernel fp32"] / rates["triad"],
         "torch / whole": seconds["torch"] / seconds["whole"],
+        "torch, reuse / whole": seconds["torch, reuse"] / seconds["whole"],
         "fallback / kernel": seconds["fallback"] / seconds[kernel_name],
         "small / large": seconds["small"] / seconds[kernel_name],
+        "small, packed / large": seconds["small, packed"] / seconds[kernel_name],
     }
     report = {"unit": "s", "rates_gb_per_s": rates, "ratios": ratios, "torch_bits": rule.torch_bits}
     shape = {"numel": numel, "num_small": options.num_small, "threads": best.num_threads, "isa": best.level}

@@ -1,0 +1,68 @@
+"""Random GPTs and random configs that decide bytes on NVMe, as people write them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import strategies as st
+
+from tiered_zero.layout.swap_bytes import GPTShape
+
+PATHS = st.sampled_from(["swap", "a, b", "a,b,c", ["x"], ["b", "a"]])
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> GPTShape:
+    hidden = draw(st.integers(1, 300))
+    return GPTShape(
+        draw(st.integers(1, 5)), hidden, 1, draw(st.integers(1, 700)), draw(st.integers(1, 99)), draw(st.booleans())
+    )
+
+
+def _counts(low: int, high: int) -> st.SearchStrategy[Any]:
+    """7, 7.0, "7", "7.0", or "auto"."""
+    return st.one_of(
+        st.tuples(st.integers(low, high), st.sampled_from([int, float, str, lambda n: f"{n}.0"])).map(
+            lambda p: p[1](p[0])
+        ),
+        st.just("auto"),
+    )
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> dict[str, Any]:
+    """Valid ones: something of it rests on NVMe in most."""
+    zero: dict[str, Any] = {"stage": draw(st.sampled_from([3, "3", 3.0]))}
+    param = {"device": draw(st.sampled_from(["nvme", "nvme", "cpu", "none"])), "nvme_path": draw(PATHS)}
+    state = {"device": draw(st.sampled_from(["nvme", "nvme", "cpu", "none"])), "nvme_path": draw(PATHS)}
+    if draw(st.booleans()):
+        param["max_in_cpu"] = draw(_counts(0, 400_000))
+    prefix = draw(st.sampled_from(["stage3_", ""]))
+    if draw(st.booleans()):
+        zero[f"{prefix}param_persistence_threshold"] = draw(_counts(0, 50_000))
+    if draw(st.booleans()):
+        zero[f"{prefix}model_persistence_threshold"] = draw(_counts(0, 50_000))
+    if draw(st.booleans()):
+        zero["sub_group_size"] = draw(st.integers(1, 100_000))
+    if param["device"] == "cpu" and draw(st.booleans()):
+        zero["cpu_offload_param"] = True
+    else:
+        zero["offload_param"] = param
+    if state["device"] == "cpu" and draw(st.booleans()):
+        zero["cpu_offload"] = True
+    else:
+        zero["offload_optimizer"] = state
+    own: dict[str, Any] = {}
+    if draw(st.booleans()):
+        own["unit_size_cap"] = draw(st.integers(1, 500_000))
+    if state["device"] != "none":
+        own["update"] = draw(st.sampled_from(["overlapped", "barrier", "delayed"]))
+    precision = draw(st.sampled_from(["bf16", "bfloat16", "fp16", None]))
+    amsgrad = draw(st.booleans())
+    return {
+        "train_batch_size": 1,
+        **({precision: {"enabled": draw(st.booleans())}} if precision else {}),
+        "optimizer": {"type": draw(st.sampled_from(["Adam", "adamw"])), "params": {"lr": "auto", "amsgrad": amsgrad}},
+        "zero_optimization": zero,
+        "tiered_zero": own,
+    }

@@ -1,0 +1,301 @@
+"""Where gradients go: one crossing, sums in order, back-pressure, and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from tests.fakes.tier_rig import make_runtime
+from tests.fakes.units import make_params, make_unit
+from tiered_zero.errors import ModelError
+from tiered_zero.grads.accumulator import SUM_CHUNK_NUMEL, GradientStore
+from tiered_zero.hardware.host_memory import HostArena
+from tiered_zero.hardware.runtime import Runtime
+from tiered_zero.hardware.staging import StagingPool
+from tiered_zero.layout.flat import Unit
+from tiered_zero.sizes import MIB
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class World:
+    """A store over units of 1-D parameters. `sums`: planned with fp32 homes."""
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        *,
+        on_device: bool = False,
+        sums: bool = False,
+        in_flight: int = MIB,
+        spare: bool = False,
+        runtime: Runtime | None = None,
+    ) -> None:
+        self.units = list(units)
+        self.runtime = runtime or make_runtime()
+        self.params = [make_params(unit) for unit in units]
+        members = {
+            param: (unit, entry)
+            for unit, params in zip(units, self.params, strict=True)
+            for param, entry in zip(params, unit.entries, strict=True)
+        }
+
+        def flat(unit: Unit) -> torch.Tensor:
+            return torch.zeros(unit.numel, dtype=torch.float32 if sums else unit.dtype)
+
+        homes = {unit.index: (flat(unit), flat(unit) if spare else None) for unit in units}
+        arena = HostArena(MIB, self.runtime.accelerator, False, self.runtime.ledger)
+        staging = StagingPool(arena, 8192, 1, "staging", self.runtime.recorder, 5.0)
+        self.store = GradientStore(members, homes, self.runtime, on_device, in_flight, staging)
+
+    def give(self, param: nn.Parameter, grad: torch.Tensor) -> None:
+        param.grad = grad
+        self.store.take(param)
+        assert param.grad is None, "taken away"
+
+    def sums(self) -> dict[int, torch.Tensor]:
+        self.store.wait()
+        return {spec.index: grad.clone() for spec, grad in self.store.present()}
+
+
+def randn(numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(numel).to(dtype)
+
+
+def added(grads: Sequence[torch.Tensor]) -> torch.Tensor:
+    """As plain PyTorch adds them: the first, plus the second, plus the third, in fp32."""
+    total = grads[0].to(torch.float32)
+    for grad in grads[1:]:
+        total = total + grad
+    return total
+
+
+@settings(max_examples=20)
+@given(
+    numels=st.lists(st.integers(0, 5000), min_size=1, max_size=4).filter(any),
+    num_passes=st.integers(1, 3),
+    dtype=st.sampled_from(DTYPES),
+    on_device=st.booleans(),
+    sums=st.booleans(),
+    in_flight=st.sampled_from([0, 5000, MIB]),
+)
+def test_sums_are_plain_pytorchs(
+    numels: list[int], num_passes: int, dtype: torch.dtype, on_device: bool, sums: bool, in_flight: int
+) -> None:
+    runtime = make_runtime(seed=3)
+    try:
+        world = World([make_unit(0, numels, dtype)], on_device=on_device, sums=sums, in_flight=in_flight, runtime=runtime)
+        given_grads: dict[int, list[torch.Tensor]] = {}
+        for _ in range(num_passes):
+            for index, param in enumerate(world.params[0]):
+                grad = randn(param.numel(), dtype)
+                given_grads.setdefault(index, []).append(grad.clone())
+                world.give(param, grad)
+            world.store.end_backward()
+        for index, grad in world.sums().items():
+            expected = added(given_grads[index])
+            assert torch.equal(grad, expected.to(grad.dtype))
+            assert grad.dtype == (torch.float32 if sums or num_passes > 1 else dtype)
+    finally:
+        runtime.accelerator.close()
+
+
+@pytest.fixture
+def runtime() -> Iterator[Runtime]:
+    runtime = make_runtime()
+    yield runtime
+    runtime.accelerator.close()
+
+
+def test_long_gradients_cross_in_pieces(runtime: Runtime) -> None:
+    numel = 3 * SUM_CHUNK_NUMEL + 17
+    world = World([make_unit(0, [numel], torch.bfloat16)], sums=True, runtime=runtime)
+    grads = [randn(numel, torch.bfloat16) for _ in range(3)]
+    for grad in grads:
+        world.give(world.params[0][0], grad.clone())
+    assert torch.equal(world.sums()[0], added(grads))
+
+
+@pytest.mark.parametrize("on_device", [True, False])
+def test_several_backwards_are_promoted_to_fp32_with_one_warning(
+    on_device: bool, runtime: Runtime, caplog: pytest.LogCaptureFixture
+) -> None:
+    units = [make_unit(0, [100], torch.bfloat16), make_unit(1, [100], torch.bfloat16)]
+    world = World(units, on_device=on_device, runtime=runtime)
+    tier = "device" if on_device else "host"
+    grads = [[randn(100, torch.bfloat16) for _ in range(3)] for _ in units]
+    with caplog.at_level(logging.WARNING):
+        for number in range(3):
+            for index in range(2):
+                world.give(world.params[index][0], grads[index][number].clone())
+    assert [record.message for record in caplog.records if "fp32" in record.message][1:] == []
+    assert "several backward passes" in caplog.text
+    assert runtime.ledger.by_kind()[tier]["gradient_sums"][0] == 2 * 4 * units[0].numel
+    sums = world.sums()
+    for index in range(2):
+        assert torch.equal(sums[1000 * index], added(grads[index]))
+    world.store.drop()
+    world.give(world.params[0][0], grads[0][0].clone())  # the next step begins anew, and is charged for no more
+    assert torch.equal(world.sums()[0], grads[0][0].to(torch.float32))
+    assert runtime.ledger.by_kind()[tier]["gradient_sums"][0] == 2 * 4 * units[0].numel
+    world.store.close()
+    assert runtime.ledger.by_kind()[tier]["gradient_sums"][0] == 0
+
+
+def test_single_gradients_stay_in_16_bit(runtime: Runtime, caplog: pytest.LogCaptureFixture) -> None:
+    world = World([make_unit(0, [100], torch.bfloat16)], runtime=runtime)
+    for _ in range(3):
+        grad = randn(100, torch.bfloat16)
+        world.give(world.params[0][0], grad.clone())
+        assert torch.equal(world.sums()[0], grad)
+        assert world.sums()[0].dtype == torch.bfloat16
+        world.store.drop()
+    assert caplog.text == ""
+
+
+def test_autograd_waits_while_too_much_is_on_its_way(runtime: Runtime) -> None:
+    """Three gradients of 4000 bytes with room for two: the third waits for the first."""
+    world = World([make_unit(0, [1000] * 4)], in_flight=8000, runtime=runtime)
+    gate, ledger = threading.Event(), runtime.ledger
+    runtime.accelerator.lane("reduce").submit(gate.wait)
+    waited = threading.Thread(target=lambda: [world.give(param, randn(1000)) for param in world.params[0]], daemon=True)
+    waited.start()
+    waited.join(0.3)
+    stalled, on_its_way = waited.is_alive(), ledger.by_kind()["device"]["gradient_in_flight"]
+    gate.set()
+    waited.join(5)
+    assert stalled and on_its_way == (8000, 8000)
+    world.store.wait()
+    assert ledger.by_kind()["device"]["gradient_in_flight"] == (0, 8000), "never more than the plan has"
+    assert len(world.sums()) == 4
+
+
+def test_a_gradient_larger_than_the_room_goes_alone(runtime: Runtime) -> None:
+    world = World([make_unit(0, [1000] * 3)], in_flight=100, runtime=runtime)
+    for param in world.params[0]:
+        world.give(param, randn(1000))
+    world.store.wait()
+    assert runtime.ledger.by_kind()["device"]["gradient_in_flight"] == (0, 4000)
+
+
+def test_sparse_gradients_are_refused_by_name(runtime: Runtime) -> None:
+    world = World([make_unit(0, [8])], runtime=runtime)
+    with pytest.raises(ModelError, match=r"u0\.p0 is sparse.*sparse=False"):
+        world.give(world.params[0][0], torch.ones(8).to_sparse())
+    assert world.sums() == {}
+
+
+@pytest.mark.parametrize("on_device", [True, False])
+def test_gradients_of_any_layout(on_device: bool, runtime: Runtime) -> None:
+    unit = make_unit(0, [64])
+    for grad in (torch.randn(8, 8).t(), torch.randn(1).expand(8, 8), torch.randn(16, 8)[::2]):
+        world = World([unit], on_device=on_device, runtime=runtime)
+        param = world.params[0][0]
+        param.data = param.data.view(8, 8)
+        world.give(param, grad)
+        assert torch.equal(world.sums()[0], grad.reshape(-1))
+
+
+def test_an_empty_parameter_in_no_unit_is_let_go(runtime: Runtime) -> None:
+    """A module of empty parameters only has no unit; autograd may give them gradients all the same."""
+    world = World([make_unit(0, [8])], runtime=runtime)
+    stray = nn.Parameter(torch.empty(0))
+    stray.grad = torch.empty(0)
+    world.store.take(stray)
+    assert stray.grad is None and world.sums() == {}
+
+
+def test_no_gradient_is_not_a_gradient(runtime: Runtime) -> None:
+    world = World([make_unit(0, [8, 8])], runtime=runtime)
+    world.store.take(world.params[0][0])
+    world.give(world.params[0][1], torch.zeros(8))
+    assert list(world.sums()) == [1], "a zero gradient is one"
+
+
+def test_present_is_in_the_order_of_the_model(runtime: Runtime) -> None:
+    world = World([make_unit(1, [8, 8]), make_unit(0, [8, 8])], runtime=runtime)
+    for params in reversed(world.params):
+        for param in reversed(params):
+            world.give(param, randn(8))
+    assert list(world.sums()) == [0, 1, 1000, 1001]
+
+
+def test_a_unit_is_complete_when_all_its_gradients_of_this_backward_are_there(runtime: Runtime) -> None:
+    world = World([make_unit(0, [8, 8]), make_unit(1, [8])], sums=True, runtime=runtime)
+    order: list[tuple[str, int]] = []
+    world.store.before_take = lambda unit: order.append(("take", unit.index))
+    world.store.on_unit_complete = lambda unit: order.append(("complete", unit.index))
+    for _ in range(2):
+        for param in itertools.chain(*world.params):
+            world.give(param, randn(8))
+        world.store.end_backward()
+    one_pass = [("take", 0), ("take", 0), ("complete", 0), ("take", 1), ("complete", 1)]
+    assert order == 2 * one_pass
+    world.give(world.params[0][0], randn(8))
+    world.store.end_backward()
+    world.give(world.params[0][1], randn(8))
+    assert order[-1] == ("take", 0), "half of one backward and half of the next make no whole"
+
+
+def test_drop_forgets_the_step(runtime: Runtime) -> None:
+    world = World([make_unit(0, [8])], sums=True, runtime=runtime)
+    world.give(world.params[0][0], randn(8))
+    world.store.drop()
+    assert world.sums() == {} and world.store.norms() == {}
+    grad = randn(8)
+    world.give(world.params[0][0], grad.clone())
+    assert torch.equal(world.sums()[0], grad)
+
+
+@pytest.mark.parametrize("spare", [True, False])
+def test_handed_gradients_stay_while_the_next_step_begins(spare: bool, runtime: Runtime) -> None:
+    world = World([make_unit(0, [8, 8])], spare=spare, runtime=runtime)
+    unit, grads = world.units[0], [randn(8) for _ in range(3)]
+    world.give(world.params[0][0], grads[0].clone())
+    world.store.wait()
+    handed = world.store.hand_over()
+    assert handed.has(unit, unit.entries[0].param) and not handed.has(unit, unit.entries[1].param)
+    assert world.sums() == {}
+    if spare:
+        world.give(world.params[0][0], grads[1].clone())
+        world.store.wait()
+    assert torch.equal(handed.flat(unit)[:8], grads[0])
+    if spare:
+        second = world.store.hand_over()
+        world.give(world.params[0][0], grads[2].clone())
+        world.store.wait()
+        assert torch.equal(second.flat(unit)[:8], grads[1]), "the two flats take turns"
+        assert torch.equal(handed.flat(unit)[:8], grads[2])
+
+
+@pytest.mark.parametrize("num_passes", [1, 2])
+def test_norms_taken_on_arrival_are_those_of_the_sums(num_passes: int, runtime: Runtime) -> None:
+    world = World([make_unit(0, [5000, 1, 0])], sums=True, runtime=runtime)
+    for number in range(num_passes):
+        world.store.measuring = number == num_passes - 1
+        for param in world.params[0]:
+            world.give(param, randn(param.numel()))
+    sums = world.sums()
+    norms = world.store.norms()
+    assert norms.keys() == sums.keys()
+    for index, grad in sums.items():
+        assert torch.equal(norms[index], torch.linalg.vector_norm(grad))
+
+
+def test_a_norm_that_became_old_is_forgotten(runtime: Runtime) -> None:
+    world = World([make_unit(0, [8])], sums=True, runtime=runtime)
+    world.give(world.params[0][0], randn(8))
+    world.store.wait()
+    assert list(world.store.norms()) == [0]
+    world.store.measuring = False
+    world.give(world.params[0][0], randn(8))
+    world.store.wait()
+    assert world.store.norms() == {}

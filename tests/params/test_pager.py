@@ -1,0 +1,451 @@
+"""Which units are on the device: states, the hard cap, prefetching, views, failures. Over a tier of log entries."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from tests.fakes.slow_tier import SlowTier
+from tests.fakes.tier_rig import make_runtime
+from tests.fakes.units import flat_of, make_params, make_unit
+from tiered_zero.errors import BudgetError, ModelError, ParameterAwayError, TransferError
+from tiered_zero.layout.flat import Unit
+from tiered_zero.params.homes import HomeKeeper
+from tiered_zero.params.pager import Pager, PagerLimits, UnitState
+from tiered_zero.params.storage import AwayParameter
+from tiered_zero.tiers.inventory import Home, Inventory, Publication
+from tiered_zero.tiers.tier import as_bytes
+
+N = 2048
+FREE = 1 << 62
+
+
+class World:
+    """A pager over units of `sizes` pages of fp32, each at home on a slow tier; `resident` ones on the device."""
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        live: int = FREE,
+        prefetch: int = 0,
+        reuse: int = 0,
+        resident: Sequence[int] = (),
+        frozen: Sequence[int] = (),
+    ) -> None:
+        self.tier = SlowTier()
+        self.runtime = make_runtime(seed=None)
+        self.inventory = Inventory()
+        self.changed: list[int] = []
+        keeper = HomeKeeper(self.inventory, None, lambda unit, flat: self.changed.append(unit.index))
+        live_nbytes = live * N * 4 if live < FREE else FREE
+        self.pager = Pager(self.runtime, self.inventory, keeper, PagerLimits(live_nbytes, prefetch * N, reuse * N))
+        self.units: list[Unit] = []
+        self.params: list[list[nn.Parameter]] = []
+        self.values: list[torch.Tensor] = []
+        for index, size in enumerate(sizes):
+            unit = make_unit(index, [size * N - 500, 372], trainable=index not in frozen)  # 128 bytes of padding, at most
+            params = make_params(unit)
+            assert unit.numel == size * N
+            flat = flat_of(unit, params)
+            if index not in resident:
+                home = Home(self.tier, self.tier.reserve(f"u{index}", unit.nbytes, "param"))
+                self.inventory.place(unit, "param", home)
+                self.tier.contents[f"u{index}"].copy_(as_bytes(flat))
+            storage = self.pager.adopt(unit, params)
+            if index in resident:
+                storage.fill()
+                storage.flat.copy_(flat)
+            self.pager.settle(unit)
+            self.units.append(unit)
+            self.params.append(params)
+            self.values.append(flat)
+
+    def state(self, index: int) -> UnitState:
+        return self.pager.residency(self.params[index][0]).state  # type: ignore[union-attr]
+
+    def check_lent(self, index: int) -> None:
+        unit = self.units[index]
+        for entry, param in zip(unit.entries, self.params[index], strict=True):
+            assert not isinstance(param, AwayParameter)
+            assert torch.equal(param.detach(), self.values[index][entry.start : entry.stop])
+
+    def check_away(self, index: int) -> None:
+        assert all(isinstance(param, AwayParameter) for param in self.params[index])
+
+    def use(self, *indices: int) -> None:
+        """One module each, one after another."""
+        for index in indices:
+            with self.pager.frame([self.units[index]]):
+                self.check_lent(index)
+
+    def fetches(self) -> list[int]:
+        return [int(name[1:]) for what, name in self.tier.log if what == "fetch"]
+
+    @property
+    def live_pages(self) -> int:
+        return self.runtime.ledger.now("device") // (N * 4)
+
+    @property
+    def peak_pages(self) -> int:
+        return self.runtime.ledger.peak("device") // (N * 4)
+
+
+def test_away_ready_lent_and_back() -> None:
+    world = World([1, 1], prefetch=1)
+    world.pager.phase = "forward"
+    assert world.state(0) is UnitState.AWAY
+    world.check_away(0)
+    for _ in range(2):
+        world.use(0, 1)
+    with world.pager.frame([world.units[0]]):
+        assert (world.state(0), world.state(1)) == (UnitState.LENT, UnitState.READY)
+        world.check_away(1)  # its bytes are there or on their way, but nobody has waited for them
+        assert world.live_pages == 2
+    assert world.state(0) is UnitState.AWAY
+    world.check_away(0)
+
+
+def test_nested_frames_lend_until_the_last_ends() -> None:
+    world = World([1, 1])
+    pager, (outer, inner) = world.pager, world.units
+    with pager.frame([outer]):
+        with pager.frame([outer, inner]):
+            world.check_lent(0)
+            world.check_lent(1)
+        world.check_lent(0)
+        world.check_away(1)
+    world.check_away(0)
+    assert world.fetches() == [0, 1]
+
+
+def test_a_frame_ends_by_an_exception_too() -> None:
+    world = World([1])
+    with pytest.raises(ValueError, match="inside"), world.pager.frame(world.units):
+        raise ValueError("inside")
+    assert world.state(0) is UnitState.AWAY and not world.pager.in_frame
+
+
+# -- the three doors ---------------------------------------------------------------------------------------------------
+
+
+def test_functional_use_inside_a_frame_lends_until_it_ends() -> None:
+    world = World([1, 1])
+    world.pager.phase = "forward"
+    with world.pager.frame([world.units[0]]):
+        assert torch.equal((world.params[1][0] * 1).detach(), world.values[1][: world.params[1][0].numel()])
+        assert world.state(1) is UnitState.LENT
+    assert world.state(1) is UnitState.AWAY
+
+
+def test_functional_use_between_steps_is_refused_by_name() -> None:
+    world = World([1])
+    with pytest.raises(ParameterAwayError, match=r"mul needs the bytes of parameter 'u0\.p1', .* tier nvme .*gathered"):
+        world.params[0][1] * 1
+    assert world.fetches() == []
+
+
+def test_two_parameters_of_one_call_do_not_evict_each_other() -> None:
+    world = World([1, 1], live=2)
+    with world.pager.frame():
+        total = world.params[0][1] + world.params[1][1]
+    assert total.isfinite().all()
+    tight = World([1, 1], live=1)
+    with tight.pager.frame(), pytest.raises(BudgetError, match=r"Unit u1 needs .*on it: u0"):
+        tight.params[0][1] + tight.params[1][1]
+
+
+def test_backward_finds_the_saved_view_wherever_the_bytes_are() -> None:
+    world = World([1])
+    storage = world.pager.storage(world.units[0])
+    with world.pager.frame(world.units):
+        view = world.params[0][0].detach().view(-1)
+        geometry = view.size(), view.stride(), view.storage_offset(), view.dtype
+        del view
+    assert not storage.is_full
+    world.pager.phase = "backward"
+    assert world.pager.owns_storage(storage.key)
+    found = world.pager.unpack(storage.key, *geometry)
+    assert torch.equal(found, world.values[0][: found.numel()])
+    assert world.state(0) is UnitState.LENT
+
+
+# -- the cap -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_cap_is_hard() -> None:
+    world = World([2, 1, 1], live=3)
+    first, second, third = world.units
+    with world.pager.frame([first]), world.pager.frame([second]):
+        with pytest.raises(BudgetError, match=r"Unit u2 needs .* already fill .*on it: u0, u1.*stage3_max_live"):
+            world.pager.acquire(third)
+        assert world.live_pages == 3
+    world.use(2)
+    assert world.peak_pages == 3
+
+
+@settings(max_examples=60)
+@given(
+    sizes=st.lists(st.integers(1, 4), min_size=1, max_size=6),
+    slack=st.integers(0, 6),
+    prefetch=st.integers(0, 8),
+    reuse=st.integers(0, 8),
+    latency=st.integers(0, 3),
+    order=st.randoms(use_true_random=False),
+)
+def test_any_order_of_use_stays_under_the_cap_and_sees_the_right_bytes(
+    sizes: list[int], slack: int, prefetch: int, reuse: int, latency: int, order: object
+) -> None:
+    world = World(sizes, live=max(sizes) + slack, prefetch=prefetch, reuse=reuse)
+    world.tier.latency = latency
+    uses = [order.randrange(len(sizes)) for _ in range(8)]  # type: ignore[attr-defined]
+    for _ in range(3):
+        world.pager.phase = "forward"
+        world.use(*uses)
+        world.pager.end_pass()
+        world.pager.phase = "backward"
+        world.use(*reversed(uses))
+        world.pager.end_pass()
+        world.pager.phase = "idle"
+        world.pager.forget()
+        assert world.live_pages == 0
+    assert world.peak_pages <= max(sizes) + slack
+
+
+# -- prefetching and reuse ---------------------------------------------------------------------------------------------
+
+
+def test_prefetching_stays_within_its_bucket() -> None:
+    for bucket, ahead in ((0, []), (1, [1]), (2, [1, 2]), (3, [1, 2])):
+        world = World([1, 1, 2, 1], prefetch=bucket if bucket < 3 else 2)
+        world.pager.phase = "forward"
+        for _ in range(2):
+            world.use(0, 1, 3, 2)
+        if bucket in (2, 3):
+            ahead = [1, 3]
+        with world.pager.frame([world.units[0]]):
+            ready = [index for index in range(4) if world.state(index) is UnitState.READY]
+            assert ready == ahead, f"bucket of {bucket}"
+
+
+def test_prefetching_evicts_only_what_is_used_later() -> None:
+    world = World([1, 1, 1], live=2, prefetch=2, reuse=9)
+    world.pager.phase = "forward"
+    for _ in range(3):
+        world.use(0, 1, 2)
+    num_fetches = len(world.fetches())
+    world.use(0, 1, 2)
+    assert len(world.fetches()) - num_fetches <= 3, "never fetched twice for one use"
+    assert world.peak_pages == 2
+
+
+def test_what_is_expected_soon_is_kept() -> None:
+    for reuse, num_fetches in ((0, 6), (1, 5)):
+        world = World([1, 1], reuse=reuse)
+        world.pager.phase = "forward"
+        world.use(0, 1, 0, 1, 0, 1)  # after the fourth use the next ones are known
+        assert len(world.fetches()) == num_fetches
+
+
+def test_a_wrong_guess_costs_nothing_but_time() -> None:
+    world = World([1, 1, 1], live=2, prefetch=1)
+    world.pager.phase = "forward"
+    for _ in range(2):
+        world.use(0, 1, 2)
+    world.tier.refusing.add(("fetch", "u9"))
+    with world.pager.frame([world.units[0]]):
+        assert world.state(1) is UnitState.READY
+    world.use(2)  # not 1
+    assert world.peak_pages == 2
+
+
+def test_backward_holds_a_unit_until_its_gradients_are_there() -> None:
+    world = World([1, 1])
+    world.pager.phase = "backward"
+    world.use(0)
+    assert world.state(0) is UnitState.LENT, "later nodes of the same unit are likely"
+    world.pager.finish_gradients(world.units[0])
+    assert world.state(0) is UnitState.AWAY
+    world.use(1)
+    world.pager.end_pass()
+    assert world.state(1) is UnitState.AWAY
+
+
+# -- views -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_storage_that_somebody_views_keeps_its_memory() -> None:
+    world = World([1, 1], live=1)
+    with world.pager.frame([world.units[0]]):
+        view = world.params[0][1].detach()
+    assert world.state(0) is UnitState.AWAY
+    assert torch.equal(view, world.values[0][world.units[0].entries[1].start :][:372])
+    with pytest.raises(BudgetError):
+        world.pager.acquire(world.units[1])
+    assert torch.equal(view, world.values[0][world.units[0].entries[1].start :][:372]), "not for any other's sake"
+    world.use(0)  # read again in place
+    assert view.data_ptr() == world.params[0][1].data_ptr()
+
+
+def test_memory_is_found_again_once_its_last_view_is_gone() -> None:
+    world = World([1, 1], live=1)
+    with world.pager.frame([world.units[0]]):
+        view = world.params[0][1].detach()
+    del view
+    world.use(1)
+    assert world.peak_pages == 1
+
+
+def test_a_viewed_unit_stops_a_prefetch_and_raises_nothing() -> None:
+    world = World([1, 1], live=1, prefetch=1)
+    world.pager.phase = "forward"
+    for _ in range(2):
+        world.use(0, 1)
+    with world.pager.frame([world.units[0]]):
+        view = world.params[0][1].detach()
+        assert world.state(1) is UnitState.AWAY
+    world.use(0)
+    del view
+    world.use(1)
+
+
+# -- steps, failures and ends ------------------------------------------------------------------------------------------
+
+
+def test_forget_drops_the_trainable_ones() -> None:
+    world = World([1, 1], reuse=9, frozen=[1])
+    world.pager.phase = "forward"
+    world.use(0, 1, 0, 1, 0, 1)
+    assert [world.state(index) for index in (0, 1)] == [UnitState.READY, UnitState.READY]
+    world.pager.forget()
+    assert [world.state(index) for index in (0, 1)] == [UnitState.AWAY, UnitState.READY]
+    with world.pager.frame([world.units[0]]), pytest.raises(ModelError, match="u0 is lent by tiered_zero.gathered"):
+        world.pager.forget()
+
+
+def test_abort_ends_every_frame_and_empties_every_unit() -> None:
+    world = World([1, 1, 1], prefetch=1)
+    world.pager.phase = "forward"
+    for _ in range(2):
+        world.use(0, 1, 2)
+    world.pager.enter_frame([world.units[0]])
+    world.pager.enter_frame([world.units[1]])
+    world.pager.abort()
+    assert not world.pager.in_frame and world.pager.phase == "idle"
+    assert [world.state(index) for index in range(3)] == [UnitState.AWAY] * 3
+    assert world.live_pages == 0
+    world.use(0, 1, 2)
+
+
+def test_abort_leaves_what_somebody_else_has_borrowed() -> None:
+    world = World([1, 1])
+    world.pager.acquire(world.units[0])
+    world.pager.enter_frame([world.units[1]])
+    world.pager.abort()
+    world.check_lent(0)
+    world.check_away(1)
+    world.pager.release(world.units[0])
+    assert world.live_pages == 0
+
+
+@pytest.mark.parametrize("how", ["failing", "refusing"])
+def test_a_failed_fetch_raises_and_leaves_nothing_behind(how: str) -> None:
+    world = World([1, 1], live=1)
+    getattr(world.tier, how).add(("fetch", "u0"))
+    for _ in range(2):
+        with pytest.raises(TransferError), world.pager.frame([world.units[0]]):
+            pytest.fail("lent without its bytes")
+        assert world.state(0) is UnitState.AWAY
+        world.check_away(0)
+        world.use(1)  # the room is there again, once the error's frames are gone
+    world.pager.abort()
+    assert world.live_pages == 0
+    getattr(world.tier, how).clear()
+    world.use(0)
+
+
+def test_a_prefetch_that_failed_raises_where_the_unit_is_used() -> None:
+    world = World([1, 1], prefetch=1)
+    world.pager.phase = "forward"
+    for _ in range(2):
+        world.use(0, 1)
+    world.tier.failing.add(("fetch", "u1"))
+    world.use(0)
+    with pytest.raises(TransferError, match="fetch of u1 failed"):
+        world.use(1)
+
+
+def test_evicting_a_prefetch_that_failed_says_nothing() -> None:
+    world = World([1, 1], prefetch=1)
+    world.pager.phase = "forward"
+    for _ in range(2):
+        world.use(0, 1)
+    world.tier.failing.add(("fetch", "u1"))
+    world.use(0)
+    world.pager.forget()
+    assert world.live_pages == 0
+
+
+def test_close_keeps_what_lives_on_the_device_and_ends_the_rest() -> None:
+    world = World([1, 1], resident=[0])
+    world.pager.close()
+    world.check_lent(0)
+    assert world.runtime.ledger.now("device") == 0
+    with pytest.raises(ParameterAwayError, match="closed"):
+        world.params[1][0] * 1
+
+
+# -- updates beside the next forward -----------------------------------------------------------------------------------
+
+
+def test_use_waits_for_the_units_own_update() -> None:
+    world = World([1, 1])
+    publications = [Publication(), Publication()]
+    for unit, publication in zip(world.units, publications, strict=True):
+        world.inventory.publish(unit, publication)
+    world.pager.withhold()
+    publications[0].complete()
+    world.use(0)
+    with pytest.raises(RuntimeError, match="the update broke"):
+        publications[1].fail(RuntimeError("the update broke"))
+        world.use(1)
+
+
+def test_a_unit_on_the_device_is_guarded_until_its_update_and_then_free_between_steps_too() -> None:
+    world = World([1], resident=[0])
+    publication = Publication()
+    world.inventory.publish(world.units[0], publication)
+    world.pager.withhold()
+    world.check_away(0)
+    publication.complete()
+    assert (world.params[0][0] * 1).isfinite().all()  # outside of any frame
+    world.check_lent(0)
+
+
+# -- copies and changes ------------------------------------------------------------------------------------------------
+
+
+def test_copies_come_from_wherever_the_bytes_are() -> None:
+    world = World([1, 1, 1], resident=[2])
+    # this tier's slots have no views and the keeper no buffers: what is on the device is copied from there
+    with world.pager.frame([world.units[0]]):
+        for index in (0, 2):
+            for entry, param in zip(world.units[index].entries, world.params[index], strict=True):
+                copied = world.pager.cpu_copy(param)
+                assert torch.equal(copied, world.values[index][entry.start : entry.stop])
+                assert copied.data_ptr() != param.data_ptr()
+        flushed: list[int] = []
+        world.pager.before_reading = lambda: flushed.append(1)
+        assert world.pager.copy_of(world.params[0][0]) is None
+        world.pager.start_copying()
+        world.pager.start_copying()
+        first = world.pager.copy_of(world.params[0][0])
+        assert first is world.pager.copy_of(world.params[0][0]), "tied names get one tensor"
+        world.pager.stop_copying()
+        world.pager.stop_copying()
+        assert flushed == [1]
+        assert world.pager.copy_of(world.params[0][0]) is None

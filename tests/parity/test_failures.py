@@ -1,0 +1,116 @@
+"""An exception in forward or backward costs its step and nothing else: the course goes on with plain PyTorch's bits."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.parity.insides import differences, everything
+from tests.parity.models import HIDDEN, VOCAB, Block, batch
+from tests.parity.trainers import FAR, assert_parity, tiered, train
+
+
+class Trip(Exception):
+    """Raised on purpose."""
+
+
+class TripInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise Trip("in backward")
+
+
+class Fragile(nn.Module):
+    """`trip`: None, or (where, block): raises in that block's forward, after using a weight, or in its backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCAB, HIDDEN)
+        self.blocks = nn.ModuleList(Breaking() for _ in range(4))
+
+    def forward(self, tokens: Tensor, targets: Tensor, trip: tuple[str, int] | None = None) -> Tensor:
+        x = self.tokens(tokens)
+        for index, block in enumerate(self.blocks):
+            x = block(x, trip[0] if trip and trip[1] == index else None)
+        return F.cross_entropy(F.linear(x, self.tokens.weight).flatten(0, 1), targets.flatten())
+
+
+class Breaking(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Block()
+        self.scale = nn.Parameter(torch.ones(HIDDEN))
+
+    def forward(self, x: Tensor, where: str | None) -> Tensor:
+        x = self.inner(x) * self.scale
+        if where == "interrupt":
+            raise KeyboardInterrupt
+        if where == "forward":
+            raise Trip("in forward")
+        return TripInBackward.apply(x) if where == "backward" else x
+
+
+def try_step(trainer: Any, number: int, trip: tuple[str, int], direct: bool = False) -> str:
+    """A step that breaks off, where `trip` says. Returns what was raised."""
+    try:
+        loss = trainer(*batch(number), trip)
+        loss.backward() if direct else trainer.backward(loss)
+    except (Trip, KeyboardInterrupt) as error:
+        trainer.abort_step()
+        return f"{type(error).__name__} {error}"
+    return "nothing"
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("direct", [False, True], ids=["engine.backward", "loss.backward"])
+def test_training_goes_on_after_exceptions(direct, accumulation, swap_path):
+    def script(trainer):
+        seen: list[Any] = []
+        for step in range(4):
+            for where in ("forward", "backward", "interrupt"):
+                if accumulation > 1 and step == 2:  # in the second micro-batch: the first is given up as well
+                    trainer.backward(trainer(*batch(70)))
+                    trainer.step()
+                seen.append(try_step(trainer, 90 + step, (where, step), direct))
+            seen += train(trainer, lambda number, step=step: batch(number + 10 * step), 2, accumulation)
+        return seen
+
+    assert_parity(Fragile, script, swap_path, accumulation=accumulation)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "interrupt"])
+@pytest.mark.parametrize("placement", FAR, ids="-".join)
+def test_a_broken_step_leaves_every_bit_and_nothing_on_the_device(placement, where, swap_path):
+    with tiered(Fragile(), swap_path, placement) as engine:
+        train(engine, batch, 2)
+        before = everything(engine)
+        assert "nothing" not in try_step(engine, 5, (where, 2))
+        assert not differences(before, everything(engine))
+        device = engine.memory_report()["device"]
+        assert device.get("gradient_in_flight", {"now": 0})["now"] == 0
+        engine._parts.pager.forget()
+        assert device["param_window"]["now"] <= device["param_window"]["planned"]
+        assert engine.memory_report()["device"]["param_window"]["now"] == 0, "a broken step holds on to a unit"
+
+
+def test_no_grad_inside_and_early_returns(swap_path):
+    """Leaving by exception out of a nested module call, caught by the model itself, goes on in the same forward."""
+
+    class Catching(Fragile):
+        def forward(self, tokens: Tensor, targets: Tensor, trip: tuple[str, int] | None = None) -> Tensor:
+            x = self.tokens(tokens)
+            for index, block in enumerate(self.blocks):
+                try:
+                    x = block(x, "forward" if index % 2 else None)
+                except Trip:
+                    with torch.no_grad():
+                        x = x + block.inner(x).mean()
+            return F.cross_entropy(F.linear(x, self.tokens.weight).flatten(0, 1), targets.flatten())
+
+    assert_parity(Catching, lambda own: train(own, batch), swap_path)

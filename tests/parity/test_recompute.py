@@ -1,0 +1,72 @@
+"""torch.utils.checkpoint on every tier: the recomputation in backward pages its weights in again."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.parity.models import HIDDEN, VOCAB, Block, batch
+from tests.parity.trainers import FAR, Plain, assert_parity, assert_same_bits, follow, tiered, train
+
+
+class Recomputed(nn.Module):
+    """`use_reentrant`: None keeps activations. `depth` 2: a checkpoint of pairs of blocks, each block again in its own."""
+
+    def __init__(self, use_reentrant: bool | None, dropout: float, depth: int = 1) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCAB, HIDDEN)
+        self.blocks = nn.ModuleList(Block(dropout=dropout) for _ in range(4))
+        self._reentrant = use_reentrant
+        self._depth = depth
+
+    def _run(self, function, *args: Tensor) -> Tensor:
+        if self._reentrant is None:
+            return function(*args)
+        return checkpoint(function, *args, use_reentrant=self._reentrant)
+
+    def _pair(self, start: int, x: Tensor) -> Tensor:
+        for block in self.blocks[start : start + 2]:
+            x = self._run(block, x) if self._depth == 2 else block(x)
+        return x
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.tokens(tokens)
+        for start in (0, 2):
+            x = self._run(lambda x, start=start: self._pair(start, x), x)
+        logits = self._run(lambda x: F.linear(x, self.tokens.weight).square() + self.tokens(tokens).mean(), x)
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+@pytest.mark.parametrize("zero", [{}, {"stage3_max_live_parameters": 0, "stage3_prefetch_bucket_size": 0}])
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_recomputed_steps_have_the_bits_of_plain_recomputed_steps(use_reentrant, dropout, depth, zero, swap_path):
+    """Dropout draws the same numbers again in the recomputation."""
+    assert_parity(
+        lambda: Recomputed(use_reentrant, dropout, depth), lambda own: train(own, batch, 4), swap_path, clipping=0.5, zero=zero
+    )
+
+
+@pytest.mark.parametrize("placement", FAR, ids="-".join)
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_with_and_without_recomputation(use_reentrant, placement, swap_path):
+    """Against the model that keeps its activations. Only the tied weight's two gradients may be added in another order by
+    a reentrant checkpoint, so that one's bits are compared for use_reentrant=False."""
+    torch.manual_seed(0)
+    expected = follow(lambda own: train(own, batch, 1), Plain(Recomputed(None, 0.0)))
+    torch.manual_seed(0)
+    found = follow(lambda own: train(own, batch, 1), tiered(Recomputed(use_reentrant, 0.0), swap_path, placement))
+    if use_reentrant:
+        for record in (expected, found):
+            record.weights.pop("tokens.weight")
+            record.seen = record.seen[:1]
+    assert_same_bits(expected, found)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_accumulation_over_recomputed_micro_batches(use_reentrant, swap_path):
+    assert_parity(
+        lambda: Recomputed(use_reentrant, 0.1), lambda own: train(own, batch, 3, 3), swap_path, accumulation=3, clipping=0.5
+    )

@@ -1,0 +1,44 @@
+"""The gradients of one step, on their way from the gradient store to the update."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from tiered_zero.hardware.accelerator import Event
+from tiered_zero.layout.flat import ParamSpec, Unit
+
+
+@dataclass(frozen=True)
+class UnitShare:
+    """`flat`: [P], in place. `present`: parameters (by index) that have a gradient. `last`: its landing on the host."""
+
+    flat: torch.Tensor
+    present: frozenset[int]
+    last: Event | None
+
+
+@dataclass(frozen=True)
+class StepGradients:
+    """Unit index -> its share. Filled by the driver, unit by unit, before the update gets to the unit."""
+
+    shares: dict[int, UnitShare] = field(default_factory=dict)
+
+    def flat(self, unit: Unit) -> torch.Tensor:
+        return self.shares[unit.index].flat
+
+    def has(self, unit: Unit, param: ParamSpec) -> bool:
+        """Whether autograd gave this parameter a gradient in this step."""
+        return param.index in self.shares[unit.index].present
+
+    def land(self, unit: Unit) -> None:
+        """Block until the unit's gradients are where `flat` says."""
+        last = self.shares[unit.index].last
+        if last is not None:
+            last.wait()
+
+    def fill(self, later: StepGradients) -> None:
+        """Take over from `later` the units that are not here yet."""
+        for index, share in later.shares.items():
+            self.shares.setdefault(index, share)
