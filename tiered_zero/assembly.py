@@ -32,14 +32,18 @@ from tiered_zero.io.watch import install_signal_dump
 from tiered_zero.layout.flat import FlatEntry, ParamSpec, Unit
 from tiered_zero.layout.subgroups import SubGroup, cut_subgroups
 from tiered_zero.layout.units import UnitRules, find_units, list_params
-from tiered_zero.optim.adam import build_adam
+from tiered_zero.native.update import UpdateKernel
+from tiered_zero.optim.adam import AdamRule
 from tiered_zero.optim.carry_over import carry_over
 from tiered_zero.optim.handle import TieredOptimizer
 from tiered_zero.optim.in_backward import BackwardStart
 from tiered_zero.optim.intake import group_params, make_optimizer, make_scheduler, restored_on_error
+from tiered_zero.optim.lion import Lion
 from tiered_zero.optim.masters import Masters
+from tiered_zero.optim.native_rule import NativeRule, open_kernel
 from tiered_zero.optim.policy import BarrierPolicy, DelayedPolicy, OverlappedPolicy, UpdatePolicy
 from tiered_zero.optim.rule import UpdateRule
+from tiered_zero.optim.single_state import AdagradRule, LionRule, SgdRule
 from tiered_zero.optim.state_layout import StateLayout
 from tiered_zero.optim.stepper import StreamingStepper
 from tiered_zero.optim.torch_rule import TorchRule
@@ -165,6 +169,10 @@ def build(draft: Draft, lr_scheduler: Any = None) -> Engine:
         runtime = Runtime(accelerator, ledger, Recorder())
         for line in (*config.notices, *warnings):
             logger.warning("%s", line)
+        resources.callback(draft.rule.close)
+        torch.ones(1).sqrt()  # MKL's first square root is not safe among threads (pytorch#188792): take it alone
+        if isinstance(draft.rule, NativeRule):
+            draft.rule.announce()
         tiers = _Tiers(draft, runtime, resources)
         inventory = Inventory()
         for unit in draft.units:
@@ -463,12 +471,20 @@ def _make_observers(
 
 
 def make_rule(config: Config, source: Optimizer) -> UpdateRule:
-    """The native kernel for plain Adam and AdamW off the device (it gives torch's bits); else torch's own class."""
-    plain = not any(group.get("fused") or group.get("foreach") for group in source.param_groups)
-    off_device = config.zero_optimization.offload_optimizer.device != "none"
-    if type(source) in (torch.optim.Adam, torch.optim.AdamW) and plain and off_device and not source.state:
-        return build_adam(type(source) is torch.optim.AdamW)
-    return TorchRule.from_optimizer(source)
+    """The native kernel for what it covers, off the device (it gives torch's bits); else torch's own class."""
+    natives: dict[type, Callable[[UpdateKernel | None], UpdateRule]] = {
+        torch.optim.AdamW: lambda kernel: AdamRule(decoupled=True, kernel=kernel),
+        torch.optim.Adam: lambda kernel: AdamRule(decoupled=False, kernel=kernel),
+        torch.optim.SGD: SgdRule,
+        torch.optim.Adagrad: AdagradRule,
+        Lion: LionRule,
+    }
+    options = ("fused", "foreach", "capturable", "differentiable")
+    plain = not any(group.get(option) for group in source.param_groups for option in options)
+    if config.zero_optimization.offload_optimizer.device == "none" or not plain or source.state:
+        return TorchRule.from_optimizer(source)
+    make = natives.get(type(source))
+    return make(open_kernel()) if make is not None else TorchRule.from_optimizer(source)
 
 
 def _staged_out_nbytes(subgroup: SubGroup, tiers: dict[int, str], wishes: Wishes) -> int:

@@ -58,6 +58,10 @@ class UpdateRule(ABC):
     def init_state(self, run: Run) -> None:
         """Fill `run.state` with the rule's starting values where those are not zero. Called once a run, at birth."""
 
+    def close(self) -> None:
+        """End what the rule runs on."""
+        return
+
     @abstractmethod
     def update(self, runs: Sequence[Run]) -> None:
         """Take one step on every run, and write `out` where given. Raises whatever the rule raises, before any write

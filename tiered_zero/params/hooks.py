@@ -69,14 +69,14 @@ class ModuleHooks:
         pager = self._pager
 
         def before(_module: nn.Module, _args: Any) -> None:
-            if not pager.in_frame:  # the user called this module, past the engine
+            if pager.is_called_directly():
                 self._outermost.close()  # what a forward left that was interrupted
                 self._outermost.enter_context(self.saving_views())
             pager.enter_frame(units)
 
         def after(_module: nn.Module, _args: Any, _output: Any) -> None:
             pager.exit_frame()
-            if not pager.in_frame:
+            if pager.is_called_directly():
                 self._outermost.close()
 
         # a compiled module's graph ends before paging and goes on after it
@@ -123,12 +123,4 @@ class ModuleHooks:
     def _unpack(self, saved: torch.Tensor | SavedView) -> torch.Tensor:
         if not isinstance(saved, SavedView):
             return saved
-        pager = self._pager
-        if pager.phase == "idle":  # the user called loss.backward() directly
-            pager.phase = "backward"
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
-        return pager.unpack(saved.storage_key, saved.size, saved.stride, saved.offset, saved.dtype)
-
-    def _end_backward(self) -> None:
-        self._pager.phase = "idle"
-        self._pager.end_pass()
+        return self._pager.unpack(saved.storage_key, saved.size, saved.stride, saved.offset, saved.dtype)

@@ -109,6 +109,7 @@ class Pager:
         self._copying_depth = 0
         self._withheld: set[int] = set()
         self._closed = False
+        self._noticed_backward = False
         self.phase = "idle"
 
     # -- set-up ----------------------------------------------------------------------------------------------------
@@ -170,14 +171,14 @@ class Pager:
             if residency.num_lends == 0 and self.phase != "backward":
                 self._retire(residency)
 
-    @property
-    def in_frame(self) -> bool:
-        return bool(self._frames)
+    def is_called_directly(self) -> bool:
+        """No module of ours is running, and neither the engine's forward nor a backward has called this one."""
+        return not self._frames and not self._in_backward() and self.phase == "idle"
 
     def demand(self, params: Sequence[nn.Parameter], function: str) -> None:
         """[Note: Three doors] A function is called with `params`, the first of which is away: lend them together."""
         residencies = [self._by_param[param] for param in params]
-        if not self._frames and self.phase != "backward":
+        if not self._frames and not self._in_backward():
             for param, residency in zip(params, residencies, strict=True):
                 self._refuse_if_away(param, residency, function)
         for residency in residencies:  # none makes room for another
@@ -207,6 +208,7 @@ class Pager:
         self, key: int, size: Sequence[int], stride: Sequence[int], offset: int, dtype: torch.dtype
     ) -> torch.Tensor:
         """[Note: Three doors] Backward needs a view that forward saved of the storage `key`."""
+        self._in_backward()
         return self._acquire(self._by_storage[key]).storage.view(size, stride, offset, dtype)
 
     def owns_storage(self, key: int) -> bool:
@@ -216,6 +218,22 @@ class Pager:
         return self._inventory.find(unit, "param") is None
 
     # -- backward --------------------------------------------------------------------------------------------------
+
+    def _in_backward(self) -> bool:
+        """Whether autograd runs, or the engine's backward is about to. Notices one that the user started himself."""
+        runs = torch._C._current_graph_task_id() != -1
+        if runs and self.phase == "idle":
+            self.phase = "backward"
+            self._noticed_backward = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_noticed_backward)
+        elif not runs and self._noticed_backward:  # it ended by an exception
+            self._end_noticed_backward()
+        return runs or self.phase == "backward"
+
+    def _end_noticed_backward(self) -> None:
+        self._noticed_backward = False
+        self.phase = "idle"
+        self.end_pass()
 
     def finish_gradients(self, unit: Unit) -> None:
         """Every gradient of the unit has arrived: nothing later in this backward is expected to need it."""

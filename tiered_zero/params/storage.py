@@ -72,6 +72,9 @@ class AwayParameter(nn.Parameter):
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **keywords)
 
+    def __format__(self, spec: str) -> str:
+        return super().__format__(spec) if spec else repr(self)
+
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"Parameter(away, shape={tuple(self.shape)}, dtype={self.dtype}, requires_grad={self.requires_grad})"
 

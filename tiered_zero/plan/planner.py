@@ -10,7 +10,7 @@ from tiered_zero.layout.flat import Unit
 from tiered_zero.plan.rows import PlanRow, format_table
 from tiered_zero.sizes import MIB, PAGE_NBYTES, align_up, format_nbytes
 
-MAX_AUTO_STAGING_NBYTES = 32 * MIB
+MAX_AUTO_STAGING_NBYTES = 16 * MIB
 """A parameter staging buffer that nobody sized: enough for full disk rate; units are carried in chunks of it."""
 
 NUM_PARAM_STAGING = 4

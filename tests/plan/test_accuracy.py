@@ -1,0 +1,67 @@
+"""The plan against real runs: the ledger after two steps, kind by kind, and the swap files on the disk."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import tiered_zero
+from tests.parity.models import LENGTH, VOCAB, ParityGPT
+from tiered_zero.demo.gpt import GPTConfig, build_gpt
+from tiered_zero.store.stripes import DATA_NAME
+from tiered_zero.store.swap_dir import PREFIX
+
+DEVICES = ("none", "cpu", "nvme")
+TIMED = ("device", "gradient_in_flight")
+"""How many gradients are on their way at once is a matter of luck; the plan has the most that may be."""
+
+MODES = [("overlapped", 1), ("overlapped", 2), ("delayed", 1), ("barrier", 1)]
+CASES = [
+    case for case in itertools.product(DEVICES, DEVICES, MODES) if not (case[1] == "none" and case[2][0] == "delayed")
+]
+
+
+def models() -> dict[str, nn.Module]:
+    shape = GPTConfig(layers=4, hidden=128, vocab=VOCAB, context=LENGTH)
+    return {"gpt": build_gpt(shape), "parity": ParityGPT()}  # the second with frozen, tied and unused parameters
+
+
+@pytest.mark.parametrize("name", ["gpt", "parity"])
+@pytest.mark.parametrize(("param", "optimizer", "mode"), CASES)
+def test_a_run_takes_what_was_planned(
+    swap_path: Path, name: str, param: str, optimizer: str, mode: tuple[str, int]
+) -> None:
+    update, accumulation = mode
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": accumulation,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "SGD", "params": {"lr": 1e-3, "momentum": 0.9}},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": {"device": param, "nvme_path": str(swap_path), "max_in_cpu": 5_000},
+            "offload_optimizer": {"device": optimizer, "nvme_path": str(swap_path)},
+            "stage3_param_persistence_threshold": 128,
+            "sub_group_size": 50_000,
+        },
+        "tiered_zero": {"device": "cpu", "update": update, "delay_start_step": 0},
+    }
+    with tiered_zero.initialize(model=models()[name], config=config)[0] as engine:
+        tokens = torch.randint(VOCAB, (2, LENGTH))
+        for _ in range(2 * accumulation):
+            engine.backward(engine(tokens, tokens))
+            engine.step()
+        engine.flush()
+        planned = {(row.tier, row.kind): row.nbytes for row in engine.plan.rows}
+        peaks = {
+            (tier, kind): row["peak"] for tier, kinds in engine.memory_report().items() for kind, row in kinds.items()
+        }
+        assert 0 <= peaks.pop(TIMED, 0) <= planned.pop(TIMED, 0)
+        assert peaks == planned
+        files = [file.stat() for file in swap_path.glob(f"{PREFIX}*/{DATA_NAME}")]
+        assert sum(status.st_size for status in files) == engine.plan.nbytes("nvme")
+        assert all(0 <= 512 * status.st_blocks - status.st_size <= 64 << 10 for status in files)  # the extent tree's
