@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from tiered_zero.config.schema import Config
-from tiered_zero.errors import LatchedError, ModelError, NonFiniteError
+from tiered_zero.errors import ModelError, NonFiniteError
 from tiered_zero.grads.accumulator import GradientStore
 from tiered_zero.grads.loss_scaler import LossScaler
 from tiered_zero.grads.verdict import Verdict, judge
@@ -366,13 +366,7 @@ class Engine:
     def _check_usable(self) -> None:
         if self._closed:
             raise ModelError("This engine is closed; its tiers are gone. Make another with tiered_zero.initialize().")
-        failure = self._parts.policy.failure
-        if failure is not None:
-            raise LatchedError(
-                f"The update of step {self.global_steps} failed ({failure}); weights and state are partly those of "
-                f"that step "
-                "and partly those before. Start again from the last checkpoint."
-            ) from failure
+        self._parts.policy.check()
 
 
 def _end_run(policy: UpdatePolicy, resources: ExitStack) -> None:

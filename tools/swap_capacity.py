@@ -69,6 +69,9 @@ class Tree:
         value = self.get(*names, default=default)
         return value if isinstance(value, int) else int(float(value)) if not _is_digits(value) else int(value)
 
+    def is_on(self, name: str) -> bool:
+        return str(self.get(name)).lower() in ("true", "1", "on", "yes", "t", "y")
+
     def items(self) -> dict[str, Any]:
         return self._node
 
@@ -88,7 +91,7 @@ def read_settings(config: Any) -> tuple[Any, str]:
     device = param.get("device", default="none")
     if device != "none" and zero.count("stage", default=0) != 3:
         raise ValueError("zero_optimization.offload_param needs zero_optimization.stage 3")
-    half = any(tree.section(*names).get("enabled") is True for names in (("bf16", "bfloat16"), ("fp16",)))
+    half = any(tree.section(*names).is_on("enabled") for names in (("bf16", "bfloat16"), ("fp16",)))
     optimizer = tree.section("optimizer")
     name = optimizer.get("type")
     counted = formulas.count_state_arrays(name or "adamw", optimizer.section("params").items())

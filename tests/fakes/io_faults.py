@@ -4,7 +4,7 @@ import errno
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -18,6 +18,8 @@ from tiered_zero.io.watch import dump_in_flight
 class Fault:
     """What befalls the `nth` request (from 1) of a `kind`: "read", "write" or "sync".
 
+    `extent`: only requests that begin at these offsets of the file `path` count, from when the fault is added on.
+
     `effect`:
     an errno   the request fails with it, and nothing moves;
     "short"    the first half moves, then the request fails with EIO;
@@ -30,6 +32,13 @@ class Fault:
     nth: int
     effect: int | str = errno.EIO
     at: int = 0
+    path: str = ""
+    extent: range | None = None
+
+    def concerns(self, request: Request) -> bool:
+        if request.kind != self.kind:
+            return False
+        return self.extent is None or (request.path == self.path and request.offset in self.extent)
 
 
 @final
@@ -44,55 +53,70 @@ class FaultyEngine(IOEngine):
         """Everything submitted, in order."""
         self.latch = ErrorLatch()
         self.stalled: dict[_StalledTicket, None] = {}
-        self._faults = {(fault.kind, fault.nth): fault for fault in faults}
+        self._lock = threading.Lock()
+        self._left: dict[Fault, int] = {}
         self._counts: Counter[str] = Counter()
+        self.add(*faults)
 
     def add(self, *faults: Fault) -> None:
-        """More faults, counted from the engine's first request on."""
-        self._faults |= {(fault.kind, fault.nth): fault for fault in faults}
+        """More faults; those without an extent are counted from the engine's first request on."""
+        for fault in faults:
+            self._left[fault] = fault.nth - (self._counts[fault.kind] if fault.extent is None else 0)
 
     def count(self, kind: str) -> int:
         """Requests of a kind so far: `Fault(kind, engine.count(kind) + 1)` befalls the next."""
         return self._counts[kind]
 
+    @property
+    def num_waiting(self) -> int:
+        """Faults that have not befallen any request yet."""
+        return len(self._left)
+
     def release(self) -> None:
         """Let what is stalled go on."""
         for ticket in list(self.stalled):
-            ticket.released.set()
+            ticket.release()
 
     def open(self, path: str, *, create: bool = False, writable: bool = True) -> File:
         return self.inner.open(path, create=create, writable=writable)
 
     def read(self, file: File, offset: int, into: memoryview) -> Ticket:
-        fault = self._admit("read", file, offset, into.nbytes)
+        fault, request = self._admit("read", file, offset, into.nbytes)
         if fault is None:
             return self._passed(self.inner.read(file, offset, into))
         if fault.effect == "flip":
             return _FlippedTicket(self, self.inner.read(file, offset, into), into, fault.at)
+        if fault.effect == "stall":
+            return _StalledTicket(self, request, lambda: self.inner.read(file, offset, into))
         if fault.effect == "short":
             self.inner.read(file, offset, into[: _half(into, file)]).wait()
-        return self._failed(fault)
+        return self._failed(fault, request)
 
     def write(self, file: File, offset: int, data: memoryview) -> Ticket:
-        fault = self._admit("write", file, offset, data.nbytes)
+        fault, request = self._admit("write", file, offset, data.nbytes)
         if fault is None:
             return self._passed(self.inner.write(file, offset, data))
         if fault.effect == "flip":
-            _flip(data, fault.at)  # in place and back: a copy would not be aligned
-            rotten = self.inner.write(file, offset, data)
-            rotten.wait()
-            _flip(data, fault.at)
-            return self._passed(rotten)
+            whole = self.inner.write(file, offset, data)
+            whole.wait()
+            flip_in_file(file.path, offset + fault.at)
+            return self._passed(whole)
+        if fault.effect == "stall":
+            return _StalledTicket(self, request, lambda: self.inner.write(file, offset, data))
         if fault.effect in ("torn", "short"):
             half = self.inner.write(file, offset, data[: _half(data, file)])
             if fault.effect == "torn":
                 return half
             half.wait()
-        return self._failed(fault)
+        return self._failed(fault, request)
 
     def sync(self, file: File) -> Ticket:
-        fault = self._admit("sync", file, 0, 0)
-        return self._passed(self.inner.sync(file)) if fault is None else self._failed(fault)
+        fault, request = self._admit("sync", file, 0, 0)
+        if fault is None:
+            return self._passed(self.inner.sync(file))
+        if fault.effect == "stall":
+            return _StalledTicket(self, request, lambda: self.inner.sync(file))
+        return self._failed(fault, request)
 
     def in_flight(self) -> list[tuple[Request, float]]:
         now_s = time.monotonic()
@@ -100,22 +124,30 @@ class FaultyEngine(IOEngine):
         return stalled + self.inner.in_flight()
 
     def close(self) -> None:
-        self.release()
+        """What is stalled is dropped, as by a process that ends."""
+        for ticket in list(self.stalled):
+            ticket.released.set()
         self.inner.close()
 
-    def _admit(self, kind: str, file: File, offset: int, nbytes: int) -> Fault | None:
+    def _admit(self, kind: str, file: File, offset: int, nbytes: int) -> tuple[Fault | None, Request]:
+        """Any thread. The fault that befalls this request, if any does."""
         self.latch.check()
-        self.requests.append(Request(kind, file.path, offset, nbytes))
-        self._counts[kind] += 1
-        return self._faults.pop((kind, self._counts[kind]), None)
+        request = Request(kind, file.path, offset, nbytes)
+        struck = None
+        with self._lock:
+            self.requests.append(request)
+            self._counts[kind] += 1
+            for fault in [fault for fault in self._left if fault.concerns(request)]:
+                self._left[fault] -= 1
+                if self._left[fault] == 0:
+                    struck = fault
+                    del self._left[fault]
+        return struck, request
 
     def _passed(self, ticket: Ticket) -> Ticket:
         return _WatchedTicket(self, ticket)
 
-    def _failed(self, fault: Fault) -> Ticket:
-        request = self.requests[-1]
-        if fault.effect == "stall":
-            return _StalledTicket(self, request)
+    def _failed(self, fault: Fault, request: Request) -> Ticket:
         code = fault.effect if isinstance(fault.effect, int) else errno.EIO
         got = request.nbytes // 2 if fault.effect == "short" else 0
         error = transfer_error(request, request.offset, request.nbytes, got, code)
@@ -154,7 +186,7 @@ class _FlippedTicket(_WatchedTicket):
     def wait(self) -> None:
         super().wait()
         if self._into is not None:
-            _flip(self._into, self._at)
+            self._into.cast("B")[self._at] ^= 1
             self._into = None
 
 
@@ -174,34 +206,50 @@ class _FailedTicket(Ticket):
 
 @final
 class _StalledTicket(Ticket):
-    """Done once released, having moved nothing: a test that releases it has seen what it wanted to see."""
+    """Moves nothing until it is released; only then is the request made of the engine inside."""
 
     seconds = 0.0
 
-    def __init__(self, engine: FaultyEngine, request: Request) -> None:
+    def __init__(self, engine: FaultyEngine, request: Request, start: Callable[[], Ticket]) -> None:
         self.request = request
         self.released = threading.Event()
         self.submitted_s = time.monotonic()
         self._engine = engine
+        self._start = start
+        self._inner: Ticket | None = None
         engine.stalled[self] = None
 
+    def release(self) -> None:
+        if not self.released.is_set():
+            self._inner = self._start()
+            self.released.set()
+
     def done(self) -> bool:
-        return self.released.is_set()
+        return self.released.is_set() and (self._inner is None or self._inner.done())
 
     def wait(self) -> None:
         if not self.released.wait(self._engine.io_timeout_s):
             error = TransferError(
-                f"{self.request.kind} of {self.request.path} made no progress for {self._engine.io_timeout_s:g} s"
+                f"{self.request.kind} of {self.request.nbytes} bytes at offset {self.request.offset} of "
+                f"{self.request.path} made no progress for {self._engine.io_timeout_s:g} s"
                 f"\n{dump_in_flight(self._engine)}"
             )
             self._engine.latch.set(error)
             raise error
         self._engine.stalled.pop(self, None)
+        if self._inner is None:
+            raise TransferError(f"{self.request.kind} of {self.request.path} was given up")
+        self._inner.wait()
 
 
 def _half(data: memoryview, file: File) -> int:
     return data.nbytes // 2 // file.alignment * file.alignment
 
 
-def _flip(data: memoryview, at: int) -> None:
-    data.cast("B")[at] ^= 1
+def flip_in_file(path: str, offset: int) -> None:
+    """Bit 0 of one byte, past every engine: what was written stays right in memory."""
+    with open(path, "r+b", buffering=0) as file:
+        file.seek(offset)
+        (byte,) = file.read(1)
+        file.seek(offset)
+        file.write(bytes([byte ^ 1]))

@@ -61,7 +61,7 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
     amsgrad = draw(st.booleans())
     return {
         "train_batch_size": 1,
-        **({precision: {"enabled": draw(st.booleans())}} if precision else {}),
+        **({precision: {"enabled": draw(st.sampled_from([True, False, "true", "auto"]))}} if precision else {}),
         "optimizer": {"type": draw(st.sampled_from(["Adam", "adamw"])), "params": {"lr": "auto", "amsgrad": amsgrad}},
         "zero_optimization": zero,
         "tiered_zero": own,

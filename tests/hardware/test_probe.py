@@ -6,6 +6,7 @@ import pytest
 
 from tiered_zero.hardware.probe import (
     available_host_nbytes,
+    cgroup_memory_limit_nbytes,
     memlock_nbytes,
     num_cpus,
     probe_machine,
@@ -52,6 +53,9 @@ def test_the_tightest_ancestor_binds(tree):
     write("cgroup/job/memory.max", 8 * GIB)
     write("cgroup/job/memory.current", 3 * GIB)
     assert available_host_nbytes(proc, cgroup) == 5 * GIB
+    assert cgroup_memory_limit_nbytes(proc, cgroup) == 8 * GIB
+    write("cgroup/job/memory.max", "max")
+    assert cgroup_memory_limit_nbytes(proc, cgroup) is None
 
 
 def test_v1_and_a_path_that_the_container_does_not_see(tree):

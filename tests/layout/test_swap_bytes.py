@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +10,7 @@ from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
 from tests.fakes.swap_configs import configs, shapes
-from tiered_zero import assembly
+from tiered_zero.assembly import draft_run
 from tiered_zero.cli.capacity import swap_need
 from tiered_zero.config import load
 from tiered_zero.demo import gpt
@@ -30,23 +29,14 @@ from tiered_zero.layout.swap_bytes import (
     parse_gpt,
     size_text,
 )
-from tiered_zero.optim.adam import AdamRule
 from tiered_zero.plan.planner import Plan
 from tiered_zero.sizes import MIB, format_nbytes
 
 ALL_ON_NVME = SwapSettings(2, ("a",), ("a",))
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _no_trial_of_the_kernel() -> Iterator[None]:
-    """Whose speed is measured whenever a run is drafted."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(assembly, "build_adam", lambda decoupled: AdamRule(decoupled=decoupled, kernel=None))
-        yield
-
-
 def planned(config: dict[str, Any], shape: GPTShape) -> Plan:
-    return assembly.draft_run(load(config), gpt.build_gpt(gpt.parse_gpt(str(shape)))).plan
+    return draft_run(load(config), gpt.build_gpt(gpt.parse_gpt(str(shape)))).plan
 
 
 def kinds(plan: Plan) -> SwapNeed:

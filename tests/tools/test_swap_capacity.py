@@ -83,7 +83,9 @@ def test_two_files_are_enough(tmp_path: Path) -> None:
     shown = isolated(tmp_path / TOOL.name, config, "--params", "1e7", "--json", python=("-X", "importtime"))
     assert shown.returncode == 0 and json.loads(shown.stdout)["nbytes"] > 0
     imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in shown.stderr.splitlines()}
-    assert {"argparse", "json"} <= imported <= sys.stdlib_module_names | {"swap_bytes", "imported package", "org"}  # the last: tried by copy.py
+    assert (
+        {"argparse", "json"} <= imported <= sys.stdlib_module_names | {"swap_bytes", "imported package", "org"}
+    )  # the last: tried by copy.py
     (tmp_path / FORMULAS.name).unlink()
     alone = isolated(tmp_path / TOOL.name, config, "--params", "1e7")
     assert alone.returncode == 1 and "copy it there" in alone.stderr
@@ -103,8 +105,9 @@ def test_old_pythons_can_read_it(path: Path) -> None:
         '{"a": "x,}", "b": [",]",],}',
     ],
 )
-def test_comments_are_read_as_by_the_package(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    code = "import runpy, sys, json; tool = runpy.run_path(sys.argv[1]); print(json.dumps(tool['parse_json'](sys.argv[2])))"
+def test_comments_are_read_as_by_the_package(text: str) -> None:
+    code = "import runpy, sys, json; tool = runpy.run_path(sys.argv[1]); "
+    code += "print(json.dumps(tool['parse_json'](sys.argv[2])))"
     command = [sys.executable, "-I", "-S", "-c", code, str(TOOL), text]
     shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout
     assert json.loads(shown) == parse_json(text, "text")

@@ -26,7 +26,7 @@ POSITIVE = click.FloatRange(min=0, min_open=True)
 
 
 def shape_of(parse: Callable[[Any], GPTShape]) -> Callable[[click.Context, click.Parameter, Any], GPTShape | None]:
-    """An option's callback: its text or number -> the shape of a GPT. Without torch, so that help and answer are quick."""
+    """An option's callback: its text or number -> the shape of a GPT. Without torch, so that the answer is quick."""
 
     def callback(ctx: click.Context, param: click.Parameter, value: Any) -> GPTShape | None:
         try:

@@ -26,7 +26,9 @@ COMMANDS = {
     "plan": Command("tiered_zero.cli.plan:plan", "Show the bytes that a run needs on each tier, before it is run."),
     "explain": Command("tiered_zero.cli.explain:explain", "Show each key of a config: value, origin, effect."),
     "report": Command("tiered_zero.cli.report:report", "Turn the record of a run into one HTML page."),
-    "swap": Command("tiered_zero.cli.swap:swap", "Look at swap directories, and clean them up."),
+    "swap": Command("tiered_zero.cli.swap:swap", "Look at swap directories, plan them, and clean them up."),
+    "bench": Command("tiered_zero.cli.bench_io:bench", "Measure a disk, and find the best settings for it."),
+    "doctor": Command("tiered_zero.cli.doctor:doctor", "Say what works on this machine, and how to mend the rest."),
 }
 
 

@@ -10,6 +10,7 @@ import logging
 import random
 import threading
 import time
+import traceback
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -155,6 +156,8 @@ class WorkerLane(Lane):
             event = work.event
             marker, failure = self._perform(work)
             del work  # what the job holds is free before its event says so
+            if failure is not None:
+                traceback.clear_frames(failure.traceback)  # as are the names in the frames of a job that failed
             event.finish_launch(marker, failure)
             del event, marker, failure
 

@@ -60,6 +60,13 @@ def available_host_nbytes(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
     return max(min(bounds), 0)
 
 
+def cgroup_memory_limit_nbytes(proc: Path = PROC, cgroup: Path = CGROUP) -> int | None:
+    """The least limit of the enclosing cgroups; None where there is none."""
+    folders = _cgroup_folders(proc, cgroup, "memory")
+    limits = (_read_int(folder / "memory.max", folder / "memory.limit_in_bytes") for folder in folders)
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
 def num_cpus(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
     """Cores that this process may use: its affinity, capped by the cgroup's CPU quota; at least 1."""
     count = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)

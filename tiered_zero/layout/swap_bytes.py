@@ -256,9 +256,9 @@ def _groups(shape: GPTShape, given_cap: int | None) -> list[list[int]]:
     before, block, after = shape.leaves
     total = shape.num_parameters
     cap = unit_cap(total, given_cap)
-    whole_block = [sum(block, [])]
+    whole_block = [[numel for leaf in block for numel in leaf]]
     if shape.layers == 1 and total <= cap:
-        return [sum(before + whole_block + after, [])]
+        return [[numel for group in before + whole_block + after for numel in group]]
     return before + (whole_block if sum(whole_block[0]) <= cap else block) * shape.layers + after
 
 
@@ -277,12 +277,10 @@ class DirectoryNeed:
 def directory_needs(need: SwapNeed, settings: SwapSettings) -> list[DirectoryNeed]:
     """A store a list of directories: parameters first, then state, in stripes over them. In the order of the config."""
     stores: dict[tuple[str, ...], list[int]] = {}
-    for paths, params, state in ((settings.param_paths, need.param + need.param_back, 0),
-                                 (settings.state_paths, 0, need.state)):  # fmt: skip
-        if params + state:
-            sums = stores.setdefault(paths, [0, 0])
-            sums[0] += params
-            sums[1] += state
+    in_params = (settings.param_paths, 0, need.param + need.param_back)
+    for paths, place, nbytes in (in_params, (settings.state_paths, 1, need.state)):
+        if nbytes:
+            stores.setdefault(paths, [0, 0])[place] = nbytes
     found: dict[str, DirectoryNeed] = {}
     for paths, (params, state) in stores.items():
         weights = [1.0] * len(paths)
@@ -305,7 +303,7 @@ def capacity_report(
     note: str = "",
 ) -> dict[str, Any]:
     """What a run needs, whether it fits, and how it wears the drives. `tbw`: TB (10**12 bytes) that one drive is rated
-    to take; each file system counts as one drive."""
+    to take; each file system counts as one drive. Its own bookkeeping, a few KiB a file, is not in these bytes."""
     drives: dict[int, dict[str, Any]] = {}
     directories = []
     for directory in directory_needs(need, settings):
@@ -342,11 +340,11 @@ def capacity_report(
 
 def _look(path: str) -> tuple[os.stat_result, bool, int]:
     """Of a directory, or of the nearest one above it that exists: its status, whether it is itself, free bytes."""
-    place = os.path.abspath(path)
+    wanted = place = os.path.abspath(os.path.expanduser(path))
     while not os.path.isdir(place):
         place = os.path.dirname(place)
     space = os.statvfs(place)
-    return os.stat(place), place == os.path.abspath(path), space.f_bavail * space.f_frsize
+    return os.stat(place), place == wanted, space.f_bavail * space.f_frsize
 
 
 _KINDS = {"param": "parameters", "param_back": "parameters, second home", "state": "master weights and state"}

@@ -54,6 +54,7 @@ class UpdatePolicy(ABC):
         self._stepper = stepper
         self._groups = groups
         self.failure: BaseException | None = None
+        self._running: Event | None = None
 
     @abstractmethod
     def apply(self, gradients: StepGradients, grad_scale: float) -> None:
@@ -61,7 +62,16 @@ class UpdatePolicy(ABC):
 
     @abstractmethod
     def flush(self) -> None:
-        """Return when every update so far is made and visible; raise what made one fail."""
+        """Return when every update so far is made and visible. Raises what makes one fail meanwhile, and LatchedError
+        where one has failed before: what is to be read is partly of its step."""
+
+    def check(self) -> None:
+        """Raises LatchedError once an update has failed."""
+        if self.failure is not None:
+            raise LatchedError(
+                f"An update failed ({self.failure}); weights and state are partly those of its step and partly those "
+                "before. Start again from the last checkpoint."
+            ) from self.failure
 
     def begin_backward(self) -> None:
         """The only backward of a step begins: units may be updated as they are completed."""
@@ -82,6 +92,19 @@ class UpdatePolicy(ABC):
     def skip(self) -> None:
         """The step is skipped: it has no update of its own, but an earlier one becomes visible."""
         self.flush()
+
+    def _join(self, runtime: Runtime) -> bool:
+        """Wait for the update under way; False without one. Raises its error, once: then `check` does."""
+        running = self._running
+        if running is None:
+            return False
+        try:
+            with runtime.recorder.span("compute", "wait_update"):
+                running.wait()
+        finally:
+            if running.done():  # else the wait was interrupted, and it goes on
+                self._running = None
+        return True
 
     def _step(self, job: UpdateJob) -> None:
         try:
@@ -107,7 +130,7 @@ class BarrierPolicy(UpdatePolicy):
         self._step(UpdateJob(gradients, grad_scale, freeze_groups(self._groups), {}))
 
     def flush(self) -> None:
-        """Nothing is ever under way between steps."""
+        self.check()  # nothing is ever under way between steps
 
 
 class OverlappedPolicy(UpdatePolicy):
@@ -130,7 +153,6 @@ class OverlappedPolicy(UpdatePolicy):
         self._runtime = runtime
         self._guard = guard
         self._in_backward = in_backward
-        self._running: Event | None = None
         self._open: OpenUpdate | None = None
 
     def begin_backward(self) -> None:
@@ -175,14 +197,13 @@ class OverlappedPolicy(UpdatePolicy):
 
     def flush(self) -> None:
         if self._open is not None:
+            self.check()
             raise ModelError(
                 "Weights are looked at before step(), but their update has begun in backward, as it does "
                 'where nothing is clipped or checked. Call step() first, or set "tiered_zero": {"update": "barrier"}.'
             )
-        if self._running is not None:
-            with self._runtime.recorder.span("compute", "wait_update"):
-                self._running.wait()
-            self._running = None
+        self._join(self._runtime)
+        self.check()
 
     def _publish(self, unit: Unit, job: UpdateJob) -> None:
         publication = job.publications[unit.index] = Publication()
@@ -216,7 +237,6 @@ class DelayedPolicy(UpdatePolicy):
         self._runtime = runtime
         self._reveal = reveal
         self._num_applied = 0
-        self._running: Event | None = None
 
     def apply(self, gradients: StepGradients, grad_scale: float) -> None:
         self._num_applied += 1
@@ -243,13 +263,15 @@ class DelayedPolicy(UpdatePolicy):
     def prepare_evaluation(self) -> None:
         self.flush()
 
+    def check(self) -> None:
+        self._exact.check()
+        super().check()
+
     def flush(self) -> None:
         self._exact.flush()
-        if self._running is not None:
-            with self._runtime.recorder.span("compute", "wait_update"):
-                self._running.wait()
-            self._running = None
+        if self._join(self._runtime):
             self._reveal()
+        self.check()
 
 
 def freeze_groups(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

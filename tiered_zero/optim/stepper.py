@@ -120,7 +120,8 @@ class StreamingStepper:
                     written.append(opened.popleft())
                 # with nothing else to do, or no buffer free, the oldest writes are waited for; otherwise only looked at
                 while written and (not opened or all(event.done() for event in written[0].writes)):
-                    self._finish(written.popleft(), progress)
+                    self._finish(written[0], progress)
+                    written.popleft()
             for layout in queue.take_skipped():
                 progress.count(layout.subgroup)
         except BaseException as error:
@@ -162,7 +163,11 @@ class StreamingStepper:
             assert lease is not None
             raw = lease.tensor[: layout.nbytes]
             stored = layout.nbytes if layout.subgroup.index in self._born else layout.master_nbytes
-            read = home.tier.read(home.slot, Window(raw[:stored], lease.memory[:stored]))
+            try:
+                read = home.tier.read(home.slot, Window(raw[:stored], lease.memory[:stored]))
+            except BaseException:
+                lease.release()
+                raise
         return Work(layout.subgroup, layout, raw, lease, read)
 
     def _update(self, work: Work, job: UpdateJob) -> None:
@@ -339,7 +344,7 @@ class _Progress:
     def __init__(self, publications: Mapping[int, Publication], subgroups: Sequence[SubGroup]) -> None:
         self._publications = publications
         self._missing = Counter(segment.unit.index for subgroup in subgroups for segment in subgroup.segments)
-        for index, publication in publications.items():
+        for index, publication in list(publications.items()):  # the driver adds to them meanwhile
             if not self._missing[index]:
                 publication.complete()
 
@@ -350,7 +355,7 @@ class _Progress:
                 self._publications[segment.unit.index].complete()
 
     def fail(self, error: BaseException) -> None:
-        for publication in self._publications.values():
+        for publication in list(self._publications.values()):
             publication.fail(error)
 
 

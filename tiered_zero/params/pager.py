@@ -157,6 +157,8 @@ class Pager:
             self.exit_frame()
 
     def enter_frame(self, units: Sequence[Unit]) -> None:
+        if not self._frames:
+            self._end_copying()  # a state_dict that its own hooks broke off is not going on any more
         frame = Frame()
         self._frames.append(frame)
         for unit in units:
@@ -325,8 +327,13 @@ class Pager:
     def stop_copying(self) -> None:
         self._copying_depth -= 1
         if self._copying_depth == 0:
-            self._copies.clear()
-            self._copied = None
+            self._end_copying()
+
+    def _end_copying(self) -> None:
+        """Also where a state_dict broke off: the next one waits for updates again, and copies anew."""
+        self._copying_depth = 0
+        self._copies.clear()
+        self._copied = None
 
     def copy_of(self, param: nn.Parameter) -> torch.Tensor | None:
         return self.cpu_copy(param) if self._copying_depth else None
@@ -343,7 +350,11 @@ class Pager:
         else:
             self._check_open(residency.unit)
             if self._copied is None or self._copied[0] != residency.unit.index:
-                self._copied = residency.unit.index, self._keeper.read(residency.unit)
+                try:
+                    self._copied = residency.unit.index, self._keeper.read(residency.unit)
+                except BaseException:
+                    self._end_copying()
+                    raise
             value = self._copied[1][entry.start : entry.stop].view(entry.param.shape).clone()
         if self._copying_depth:
             self._copies[param] = value

@@ -1,0 +1,134 @@
+"""`tiered-zero doctor`: each line says on, or off with the reason and the fix; nothing makes it fail."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from tiered_zero.cli import doctor as module
+from tiered_zero.cli.doctor import BAD, GOOD, POOR
+from tiered_zero.cli.main import main
+from tiered_zero.errors import TransferError
+from tiered_zero.hardware import probe
+from tiered_zero.io.disk_engine import DiskEngine
+from tiered_zero.io.disk_file import DiskFile
+from tiered_zero.native import LIBRARY_DIR_VARIABLE
+from tiered_zero.sizes import GIB
+
+ROOT = Path(__file__).resolve().parents[2]
+NAMES = [
+    "engine native", "engine threads", "engine aiofiles", "O_DIRECT", "file system", "free space", "host memory",
+    "cgroup memory", "memlock limit", "processors", "C compiler", "update kernel", "torch", "CUDA", "pinned memory",
+]  # fmt: skip
+
+
+def examine(directory: Path) -> dict[str, dict[str, Any]]:
+    result = CliRunner().invoke(main, ["doctor", str(directory), "--json"])
+    assert (result.exit_code, result.stderr) == (0, "")
+    found = json.loads(result.stdout)
+    assert found["directory"] == str(directory)
+    return {finding["name"]: finding for finding in found["findings"]}
+
+
+@pytest.mark.usefixtures("no_leaks")
+def test_every_question_is_answered_and_nothing_is_left(swap_path: Path) -> None:
+    found = examine(swap_path)
+    assert list(found) == NAMES and os.listdir(swap_path) == []
+    assert {finding["state"] for finding in found.values()} <= {GOOD, POOR, BAD}
+    assert all(finding["found"] and "\n" not in finding["found"] + finding["fix"] for finding in found.values())
+    assert found["torch"]["state"] == GOOD and found["engine threads"]["state"] in (GOOD, POOR)
+
+
+def test_one_line_each_with_a_word_for_its_colour(swap_path: Path) -> None:
+    result = CliRunner().invoke(main, ["doctor", str(swap_path)])
+    lines = result.stdout.splitlines()
+    assert result.exit_code == 0 and len(lines) == len(NAMES)
+    for line, name in zip(lines, NAMES, strict=True):
+        assert line.split()[0] in (GOOD, POOR, BAD) and line[5:].startswith(name)
+
+
+@pytest.mark.parametrize(
+    ("compiler", "fix"), [(True, "install tiered_zero again"), (False, "install gcc or clang, then")]
+)
+def test_native_libraries_that_are_missing(
+    swap_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiler: bool, fix: str
+) -> None:
+    monkeypatch.setenv(LIBRARY_DIR_VARIABLE, str(tmp_path))
+    (tmp_path / "cc").symlink_to(sys.executable)  # it knows --version
+    monkeypatch.setenv("PATH", str(tmp_path) if compiler else "/nowhere")
+    monkeypatch.delenv("CC", raising=False)
+    found = examine(swap_path)
+    for name in ("engine native", "update kernel"):
+        assert found[name]["state"] == BAD and "was not built" in found[name]["found"]
+        assert found[name]["fix"].startswith(fix)
+    assert found["C compiler"]["state"] == (GOOD if compiler else BAD)
+    assert ("Python 3" in found["C compiler"]["found"]) == compiler
+
+
+def test_a_disk_without_o_direct_says_why(swap_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = DiskEngine.write
+
+    def refuse(self: DiskEngine, file: DiskFile, offset: int, data: memoryview) -> Any:
+        if self.direct:
+            raise TransferError("EINVAL (Invalid argument)")
+        return write(self, file, offset, data)
+
+    monkeypatch.setattr(DiskEngine, "write", refuse)
+    found = examine(swap_path)
+    assert found["O_DIRECT"]["state"] == BAD and "EINVAL" in found["O_DIRECT"]["found"] and found["O_DIRECT"]["fix"]
+    assert found["engine threads"]["state"] == POOR and "buffered" in found["engine threads"]["found"]
+
+
+def test_a_full_disk_says_so(swap_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: DiskEngine, file: DiskFile, offset: int, data: memoryview) -> Any:
+        raise TransferError("ENOSPC (No space left on device)")
+
+    monkeypatch.setattr(DiskEngine, "write", refuse)
+    found = examine(swap_path)
+    assert found["engine threads"]["state"] == BAD and "ENOSPC" in found["engine threads"]["found"]
+    assert found["O_DIRECT"]["state"] == BAD and "not known" in found["O_DIRECT"]["found"]
+
+
+@pytest.mark.parametrize("kind", ["missing", "file"])
+def test_a_directory_that_cannot_be_used(swap_path: Path, kind: str) -> None:
+    path = swap_path / kind
+    if kind == "file":
+        path.write_text("")
+    found = examine(path)
+    assert found["directory"]["state"] == BAD and str(path) in found["directory"]["found"]
+    assert found["engine threads"]["state"] in (GOOD, POOR), "tried elsewhere"
+    assert "torch" in found and "free space" not in found
+
+
+def test_a_check_that_fails_is_a_finding(swap_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise ZeroDivisionError("no such luck")
+
+    monkeypatch.setattr(module, "available_cpus", fail)
+    found = examine(swap_path)
+    assert found["processors"]["found"] == "could not be found out: ZeroDivisionError: no such luck"
+    assert "torch" in found
+
+
+@pytest.mark.parametrize("limit", [2 * GIB, None])
+def test_the_cgroup_is_told(swap_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int | None) -> None:
+    monkeypatch.setattr(probe, "cgroup_memory_limit_nbytes", lambda: limit)
+    expected = "limited to 2.0 GiB; plans keep to it" if limit else "no limit below the machine's memory"
+    assert examine(swap_path)["cgroup memory"]["found"] == expected
+
+
+def test_without_torch_the_rest_is_told(swap_path: Path, tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so is missing')")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    command = [sys.executable, "-m", "tiered_zero", "doctor", str(swap_path), "--json"]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True, env=environment, timeout=60)
+    found = {finding["name"]: finding for finding in json.loads(shown.stdout)["findings"]}
+    assert found["torch"]["found"] == "cannot be imported: libcudart.so is missing" and found["torch"]["fix"]
+    assert found["engine threads"]["state"] in (GOOD, POOR)

@@ -1,0 +1,147 @@
+"""Reads and writes that fail under a training run: the step that they befall says so, and nothing goes on in silence."""
+
+import errno
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.fakes.faulty_runs import (
+    CALLS,
+    NVME,
+    POLICIES,
+    build,
+    check_aftermath,
+    check_closed,
+    extent,
+    faulty_disks,
+    train,
+)
+from tests.fakes.io_faults import Fault, FaultyEngine
+from tests.faults.conftest import Tell
+from tiered_zero.errors import LatchedError, TransferError
+from tiered_zero.io.select import select_engine
+from tiered_zero.store.swap_dir import SwapDir
+from tiered_zero.store.swap_store import SwapStore
+
+pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("no_leaks")]
+
+STEP = 2
+"""The step (from 0) in which a fault is armed."""
+
+LATEST = {
+    "barrier": (STEP, "step"),
+    "overlapped": (STEP + 1, "forward"),
+    "overlapped, in backward": (STEP + 1, "forward"),
+    "delayed": (STEP + 1, "step"),
+}
+"""When a failed update of that step must have come to light."""
+
+READS = {
+    "EIO on a parameter's read in forward": ("param", "read", "forward", errno.EIO),
+    "EIO on a parameter's read in backward": ("param", "read", "backward", errno.EIO),
+    "short read of a parameter, then EIO": ("param", "read", "forward", "short"),
+}
+UPDATES = {
+    "EIO on the state's read in the update": ("state", "read", "backward", errno.EIO),
+    "EIO on the state's write": ("state", "write", "backward", errno.EIO),
+    "EIO on a parameter's write": ("param", "write", "backward", errno.EIO),
+    "short write of the state, then EIO": ("state", "write", "backward", "short"),
+    "ENOSPC on the state's write": ("state", "write", "backward", errno.ENOSPC),
+    "ENOSPC on a parameter's write": ("param", "write", "backward", errno.ENOSPC),
+}
+ELSEWHERE = [
+    (("nvme", "cpu"), "EIO on a parameter's read in backward"),
+    (("nvme", "cpu"), "EIO on a parameter's write"),
+    (("cpu", "nvme"), "EIO on the state's read in the update"),
+    (("cpu", "nvme"), "EIO on the state's write"),
+]
+CASES = [(NVME, fault) for fault in {**READS, **UPDATES}] + ELSEWHERE
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    ("placement", "fault"), CASES, ids=lambda value: value if isinstance(value, str) else "-".join(value)
+)
+def test_a_failed_transfer(
+    policy: str, placement: tuple[str, str], fault: str, swap_path: Path, tell: Tell, caplog: pytest.LogCaptureFixture
+) -> None:
+    what, kind, armed, effect = {**READS, **UPDATES}[fault]
+    with faulty_disks() as disks:
+        engine = build(swap_path, policy, placement=placement)
+
+        def arm(step: int, call: str) -> None:
+            if (step, call) == (STEP, armed):
+                disks[0].add(extent(engine, what).fault(kind, 1, effect))
+
+        failure = train(engine, STEP + 3, before=arm)
+        assert failure is not None and disks[0].num_waiting == 0
+        step, call = (STEP, armed) if fault in READS else LATEST[policy]
+        assert (failure.step, CALLS.index(failure.call)) <= (step, CALLS.index(call)), failure
+        code = effect if isinstance(effect, int) else errno.EIO
+        assert f"{kind} of " in str(failure.error) and errno.errorcode[code] in str(failure.error), failure
+        came = check_aftermath(policy, engine, failure, swap_path)
+        assert came.endswith("then LatchedError")
+        check_closed(engine, swap_path, caplog)
+    tell(fault, f"{policy}; {'/'.join(placement)}", came)
+
+
+@pytest.mark.parametrize("kind", ["read", "write"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_nth_request_fails_whichever_it_is(
+    policy: str, kind: str, swap_path: Path, tell: Tell, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With late lanes and freed memory full of NaN. A write that fails before training begins fails the start."""
+    runtime = {"debug_delay_seed": 1, "debug_poison": True}
+    with faulty_disks() as disks, build(swap_path, policy, runtime=runtime) as engine:
+        assert train(engine, 3) is None
+        engine.flush()
+        num_requests = disks[0].count(kind)
+    draw = random.Random(policy + kind)
+    chosen = sorted({1, *draw.sample(range(2, num_requests), 11), num_requests})
+    calls = set()
+    for nth in chosen:
+        with faulty_disks(Fault(kind, nth)) as disks:
+            try:
+                engine = build(swap_path, policy, runtime={**runtime, "debug_delay_seed": nth})
+            except TransferError as error:
+                assert kind == "write" and str(swap_path) in str(error)
+                calls.add("initialize")
+                continue
+            failure = train(engine, 4)
+            assert failure is not None, f"{kind} {nth} of {num_requests} failed, and nobody was told"
+            check_aftermath(policy, engine, failure, swap_path)
+            calls.add(failure.call)
+            check_closed(engine, swap_path, caplog)
+    assert list(swap_path.iterdir()) == []
+    tell(
+        f"EIO on the n-th {kind}", policy, f"{len(chosen)} runs: error in {', '.join(sorted(calls))}, then LatchedError"
+    )
+
+
+@pytest.mark.parametrize("nth", [1, 20, 39])
+def test_a_write_fails_before_training_begins(nth: int, swap_path: Path, tell: Tell) -> None:
+    with (
+        faulty_disks(Fault("write", nth)),
+        pytest.raises(TransferError, match=rf"write of \d+ bytes .*{swap_path}.*EIO"),
+    ):
+        build(swap_path, "overlapped")
+    assert list(swap_path.iterdir()) == []
+    tell("EIO on a write while the model is laid out", "initialize", "TransferError in initialize(); nothing is left")
+
+
+@pytest.mark.parametrize("effect", [errno.EIO, "short"])
+def test_a_commit_whose_fsync_fails(effect: int | str, swap_path: Path, tell: Tell) -> None:
+    """Training keeps scratch, which is never synced; what commits is the store."""
+    disk = FaultyEngine(select_engine(swap_path).engine)
+    store = SwapStore(SwapDir.create([swap_path]), disk, capacity_nbytes=1 << 20)
+    store.commit(1, {})
+    disk.add(Fault("sync", disk.count("sync") + 1, effect))
+    with pytest.raises(TransferError, match="sync of .* EIO .*resume from the last checkpoint"):
+        store.commit(2, {})
+    with pytest.raises(LatchedError, match="Resume from step 1"):
+        store.commit(3, {})
+    store.close()
+    disk.close()
+    assert list(swap_path.iterdir()) == []
+    tell("EIO on fsync", "commit", "TransferError in commit(); then LatchedError; the last commit stays")

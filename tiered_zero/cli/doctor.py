@@ -1,0 +1,233 @@
+"""`tiered-zero doctor [DIR]`: what works on this machine and in DIR, what does not and why, and how to mend it."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import mmap
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import click
+from rich.text import Text
+
+from tiered_zero.cli.console import STDOUT
+from tiered_zero.errors import ConfigError, TieredZeroError
+from tiered_zero.io.preflight import filesystem_type, filesystem_warnings, preflight_directory
+from tiered_zero.io.select import ENGINES, Selection, select_engine
+from tiered_zero.native import find_library
+from tiered_zero.native.update import UpdateKernel, available_cpus
+from tiered_zero.sizes import GIB, MIB, format_nbytes
+
+GOOD, POOR, BAD = "ok", "slow", "off"
+_STYLES = {GOOD: "green", POOR: "yellow", BAD: "red"}
+_PIN_TRIAL_NBYTES = 64 * MIB
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line. `state`: "ok", "slow" (works, but not at full speed) or "off". `fix`: what to do; "" for nothing."""
+
+    name: str
+    state: str
+    found: str
+    fix: str = ""
+
+
+@click.command("doctor")
+@click.argument("directory", type=click.Path(path_type=Path), default=Path("."))
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object for programs.")
+def doctor(directory: Path, as_json: bool) -> None:
+    """Say what works on this machine and in DIRECTORY (where nvme_path would point), and how to mend the rest.
+
+    Writes and removes small files there. The exit code is 0 whatever is found.
+    """
+    logging.getLogger("tiered_zero").setLevel(logging.ERROR)
+    findings = [*examine(directory)]
+    if as_json:
+        click.echo(json.dumps({"directory": str(directory), "findings": [asdict(finding) for finding in findings]}))
+        return
+    for finding in findings:
+        line = Text.assemble((f"{finding.state:<5}", _STYLES[finding.state]), f"{finding.name:<19}{finding.found}")
+        STDOUT.print(line.append(f"; fix: {finding.fix}" if finding.fix else ""), soft_wrap=True)
+
+
+def examine(directory: Path) -> Iterator[Finding]:
+    """All findings, in the order of the page. A check that fails is a finding too."""
+    checks: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
+        ("directory", lambda: _directory(directory)),
+        ("host memory", _memory),
+        ("processors", _processors),
+        ("C compiler", _compiler),
+        ("update kernel", _kernel),
+        ("torch", _torch),
+        ("pinned memory", _pinning),
+    ]
+    for name, check in checks:
+        try:
+            yield from check()
+        except (Exception, SystemExit) as error:
+            yield Finding(name, BAD, f"could not be found out: {type(error).__name__}: {error}")
+
+
+def _directory(directory: Path) -> Iterator[Finding]:
+    """The engines are tried there, or else, where no file can be made, in the directory for temporary files."""
+    try:
+        preflight_directory(directory)
+    except TieredZeroError as error:
+        yield Finding("directory", BAD, str(error).removeprefix("nvme_path "))
+        yield from _engines(Path(tempfile.gettempdir()))
+        return
+    yield from _engines(directory)
+    fstype = filesystem_type(directory)
+    warnings = filesystem_warnings(str(directory), fstype)
+    found = warnings[0].removeprefix("nvme_path ") if warnings else fstype or "unknown"
+    yield Finding("file system", POOR if warnings else GOOD, found)
+    status = os.statvfs(directory)
+    free_nbytes = status.f_bavail * status.f_frsize
+    fix = "free space, or name another disk; `tiered-zero swap capacity` says how much a run needs"
+    yield Finding("free space", *_measured(free_nbytes, GIB, f"{format_nbytes(free_nbytes)} in {directory}", fix))
+
+
+def _engines(directory: Path) -> Iterator[Finding]:
+    direct: Selection | None = None
+    why_buffered = ""
+    for name in ENGINES:
+        if name == "native" and find_library("_direct_io") is None:
+            yield Finding("engine native", BAD, "its library was not built", _build_fix())
+            continue
+        try:
+            selection = select_engine(directory, prefer=name)
+        except ConfigError as error:
+            yield Finding(f"engine {name}", BAD, str(error).rpartition(" is off: ")[2])
+            continue
+        selection.engine.close()
+        if selection.direct:
+            direct = direct or selection
+            access = f"O_DIRECT at {selection.alignment}"
+        else:
+            access, why_buffered = "buffered", selection.reasons[-2].rpartition(" is off: ")[2]
+        found = f"{access}: a write in {directory} was read back intact"
+        yield Finding(f"engine {name}", GOOD if selection.direct else POOR, found)
+    if direct:
+        yield Finding("O_DIRECT", GOOD, f"works, aligned to {direct.alignment} bytes")
+    elif why_buffered:
+        fix = "use a directory on a local ext4, xfs or btrfs"
+        yield Finding("O_DIRECT", BAD, f"every byte passes the page cache: {why_buffered}", fix)
+    else:
+        yield Finding("O_DIRECT", BAD, "not known: no engine works here, see above")
+
+
+def _measured(nbytes: int, enough_nbytes: int, found: str, fix: str) -> tuple[str, str, str]:
+    return (GOOD, found, "") if nbytes >= enough_nbytes else (POOR, found, fix)
+
+
+def _memory() -> Iterator[Finding]:
+    from tiered_zero.hardware import probe
+
+    total, available = probe.total_host_nbytes(), probe.available_host_nbytes()
+    limit = probe.cgroup_memory_limit_nbytes()
+    found = f"{format_nbytes(available)} of {format_nbytes(total)} may be taken"
+    yield Finding("host memory", *_measured(available, GIB, found, "stop other programs, or add memory"))
+    if limit is None or limit >= total:
+        yield Finding("cgroup memory", GOOD, "no limit below the machine's memory")
+    else:
+        yield Finding("cgroup memory", GOOD, f"limited to {format_nbytes(limit)}; plans keep to it")
+    locked = probe.memlock_nbytes()
+    text = "unlimited" if locked is None else format_nbytes(locked)
+    yield Finding("memlock limit", GOOD, f"{text}; nothing depends on it: CUDA pins through its driver")
+
+
+def _processors() -> Iterator[Finding]:
+    all_cpus, usable = os.cpu_count() or 1, available_cpus()
+    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else all_cpus
+    found = f"{usable} of {all_cpus} ({platform.machine()}) may be kept busy; affinity {affinity}"
+    if usable < affinity:
+        yield Finding("processors", POOR, f"{found}, cgroup quota {usable}", "raise the container's CPU limit")
+    elif usable < all_cpus:
+        yield Finding("processors", POOR, found, "start without taskset, or with more cores")
+    else:
+        yield Finding("processors", GOOD, f"{found}, no quota below that")
+
+
+def _find_compiler() -> str | None:
+    names = [os.environ.get("CC", ""), "cc", "gcc", "clang"]
+    return next((found for name in names if name and (found := shutil.which(name.split()[0]))), None)
+
+
+def _build_fix() -> str:
+    return f"{'' if _find_compiler() else 'install gcc or clang, then '}install tiered_zero again"
+
+
+def _compiler() -> Iterator[Finding]:
+    path = _find_compiler()
+    if path is None:
+        built = find_library("_direct_io") is not None and find_library("_update") is not None
+        found = "none found" + ("; the native libraries are built, so that none is needed" if built else "")
+        yield Finding("C compiler", GOOD if built else BAD, found, "" if built else _build_fix())
+        return
+    asked = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10, check=False)
+    version = (asked.stdout or asked.stderr).partition("\n")[0]
+    yield Finding("C compiler", GOOD if asked.returncode == 0 else BAD, f"{path}: {version}")
+
+
+def _kernel() -> Iterator[Finding]:
+    path = find_library("_update")
+    if path is None:
+        yield Finding("update kernel", BAD, "its library was not built; torch's own operations are used", _build_fix())
+        return
+    kernel = UpdateKernel(path)
+    try:
+        state, fix = (POOR, "use a processor with AVX2 or NEON") if kernel.level == "scalar" else (GOOD, "")
+        levels = ", ".join(kernel.supported_levels())
+        yield Finding("update kernel", state, f"{kernel.level} on {kernel.num_threads} threads (runs: {levels})", fix)
+    finally:
+        kernel.close()
+
+
+def _torch() -> Iterator[Finding]:
+    try:
+        from tiered_zero.hardware.probe import probe_machine
+    except ImportError as error:
+        yield Finding("torch", BAD, f"cannot be imported: {error}", "install torch 2.11 to 2.13")
+        return
+    facts = probe_machine()
+    version = tuple(int(part) for part in facts.torch_version.split("+")[0].split(".")[:2])
+    if (2, 11) <= version < (2, 14):
+        yield Finding("torch", GOOD, facts.torch_version)
+    else:
+        yield Finding("torch", POOR, f"{facts.torch_version}; tried with 2.11 to 2.13", "install one of these")
+    if facts.cuda_devices:
+        yield Finding("CUDA", GOOD, f"{facts.cuda_version}: {', '.join(facts.cuda_devices)}")
+    elif facts.cuda_version is None:
+        yield Finding("CUDA", BAD, "this torch was built without it; the CPU computes", "install a torch with CUDA")
+    else:
+        found = f"torch was built for {facts.cuda_version}, but there is no device; the CPU computes"
+        yield Finding("CUDA", BAD, found, "look at nvidia-smi: driver, and the devices given to this container")
+
+
+def _pinning() -> Iterator[Finding]:
+    from tiered_zero.hardware.select import build_accelerator
+
+    accelerator = build_accelerator()
+    try:
+        if accelerator.name == "cpu":
+            yield Finding("pinned memory", GOOD, "not needed: the device is the CPU")
+            return
+        block = mmap.mmap(-1, _PIN_TRIAL_NBYTES)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(block))
+        if accelerator.pin(address, _PIN_TRIAL_NBYTES):
+            accelerator.unpin(address)
+            yield Finding("pinned memory", GOOD, f"{format_nbytes(_PIN_TRIAL_NBYTES)} could be pinned")
+        else:
+            found = f"{format_nbytes(_PIN_TRIAL_NBYTES)} could not be pinned: copies do not overlap"
+            yield Finding("pinned memory", POOR, found, "see the driver's log; under WSL raise its memory limit")
+    finally:
+        accelerator.close()

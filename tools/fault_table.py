@@ -1,0 +1,84 @@
+"""The table of the faults that the tests tried and what each gave, from build/faults/*.jsonl.
+
+    python tools/fault_table.py                       writes build/faults/table.md
+    python tools/fault_table.py --insert README.md    and puts it between <!-- faults:begin --> and <!-- faults:end -->
+
+The rows are written by the tests: faults of system calls under each I/O engine (tests/io/test_faults.py), and faults
+under whole training runs (tests/faults). Standard library only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = ROOT / "build" / "faults"
+BEGIN, END = "<!-- faults:begin -->", "<!-- faults:end -->"
+MAX_CAME = 150
+
+
+def read_rows(folder: Path) -> list[dict[str, Any]]:
+    """Every line of every file, files by name. Rows of the engines' tests get the form of the others."""
+    rows = [json.loads(line) for file in sorted(folder.glob("*.jsonl")) for line in file.read_text().splitlines()]
+    return [{**row, "under": f"{row['engine']} engine, {row['access']}"} if "engine" in row else row for row in rows]
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Markdown; one line for each fault and outcome, with everything under which it was tried."""
+    lines: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        under = lines.setdefault((row["fault"], plain(row["came"])), [])
+        if row["under"] not in under:
+            under.append(row["under"])
+    merged: dict[str, list[tuple[str, list[str]]]] = {}
+    for (fault, came), under in lines.items():
+        merged.setdefault(fault, []).append((came, under))
+    text = "| fault | under | what came of it |\n|---|---|---|\n"
+    for fault, outcomes in merged.items():
+        for came, under in outcomes:
+            text += f"| {fault} | {' · '.join(under)} | {came} |\n"
+    return text
+
+
+def plain(came: str) -> str:
+    """One short line: paths without their directories, no free space of the day, no digits that differ by run."""
+    text = re.sub(r"/?(?:[\w.-]+/)+(?=[\w.-])", "", came.splitlines()[0] if came else "")
+    text = re.sub(r"; [\d.]+ [KMGT]iB free there", "", text)
+    text = re.sub(r"faulty-\w+-(?:True|False)-", "", text).replace("|", "\\|")
+    return text if len(text) <= MAX_CAME else text[: MAX_CAME - 3].rstrip() + "..."
+
+
+def insert(document: str, text: str) -> str:
+    """Raises ValueError where the document does not have both marks, in order."""
+    begin, end = document.find(BEGIN), document.find(END)
+    if not 0 <= begin < end:
+        raise ValueError(f"expected {BEGIN} and after it {END}; add them where the table is to stand")
+    return f"{document[: begin + len(BEGIN)]}\n{text}{document[end:]}"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="where the rows are, and the table goes")
+    parser.add_argument("--insert", type=Path, metavar="DOCUMENT", help="a document with the two marks")
+    options = parser.parse_args(arguments)
+    rows = read_rows(options.folder)
+    if not rows:
+        sys.exit(f"{options.folder} holds no rows; run pytest tests/io/test_faults.py tests/faults first")
+    text = table(rows)
+    (options.folder / "table.md").write_text(text)
+    if options.insert:
+        try:
+            options.insert.write_text(insert(options.insert.read_text(), text))
+        except ValueError as error:
+            sys.exit(f"{options.insert}: {error}")
+    print(f"{len(rows)} rows: {options.folder / 'table.md'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
