@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from tiered_zero.config.schema import Config
 from tiered_zero.engine import Engine, Parts
-from tiered_zero.errors import ConfigError, ModelError
+from tiered_zero.errors import ConfigError, ModelError, StoreError
 from tiered_zero.grads.accumulator import GradientStore
 from tiered_zero.grads.loss_scaler import LossScaler
 from tiered_zero.hardware.accelerator import Accelerator
@@ -25,7 +25,8 @@ from tiered_zero.hardware.probe import available_host_nbytes
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.hardware.select import build_accelerator
 from tiered_zero.hardware.staging import StagingPool
-from tiered_zero.io.engine import IOSettings
+from tiered_zero.io.engine import IOEngine, IOSettings
+from tiered_zero.io.measure import weigh_directories
 from tiered_zero.io.preflight import preflight_directory
 from tiered_zero.io.select import select_engine
 from tiered_zero.io.watch import install_signal_dump
@@ -190,7 +191,7 @@ def build(draft: Draft, lr_scheduler: Any = None) -> Engine:
             inventory.place(layout.subgroup, "state", Home(tier, slot))
         masters = Masters(draft.layouts, inventory, tiers.state_staging)
         keeper = HomeKeeper(inventory, tiers.param_staging, masters.follow)
-        limits = PagerLimits(plan.live_nbytes, plan.prefetch_numel, plan.reuse_numel)
+        limits = PagerLimits(plan.live_nbytes, plan.prefetch_numel, plan.reuse_numel, plan.most_live_nbytes)
         pager = Pager(runtime, inventory, keeper, limits)
         resources.callback(pager.close)
         _give_birth(draft, weights, pager, keeper, masters, inventory, accelerator)
@@ -290,7 +291,7 @@ def _open_store(
     resources.callback(directory.remove)
     aio = config.aio
     selection = select_engine(
-        directory.paths[0],
+        *directory.paths,
         prefer=config.tiered_zero.io_engine,
         settings=IOSettings(aio.block_size, aio.queue_depth, aio.intra_op_parallelism),
         io_timeout_s=config.tiered_zero.io_timeout_s,
@@ -299,9 +300,24 @@ def _open_store(
     resources.callback(install_signal_dump([selection.engine]).close)
     for reason in selection.reasons:
         logger.info("%s", reason)
-    store = SwapStore(directory, selection.engine, capacity_nbytes=nbytes, checksums=config.tiered_zero.checksums)
+    weights = _weigh(directory.paths, selection.engine, nbytes)
+    checksums = config.tiered_zero.checksums
+    store = SwapStore(directory, selection.engine, capacity_nbytes=nbytes, checksums=checksums, weights=weights)
     resources.callback(store.close)
     return store
+
+
+def _weigh(paths: Sequence[Path], engine: IOEngine, nbytes: int) -> list[float]:
+    """How the bytes are spread over several directories, by their speed. Raises StoreError."""
+    if len(paths) == 1:
+        return [1.0]
+    try:
+        weights = weigh_directories(engine, paths, nbytes)
+    except OSError as error:
+        raise StoreError(f"The speed of the swap directories cannot be measured: {error}. Name other ones.") from error
+    shares = ", ".join(f"{weight:.0%} in {path.parent}" for path, weight in zip(paths, weights, strict=True))
+    logger.info("swap data is striped by measured speed: %s", shares)
+    return weights
 
 
 def _give_birth(

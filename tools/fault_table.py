@@ -25,24 +25,29 @@ MAX_CAME = 150
 def read_rows(folder: Path) -> list[dict[str, Any]]:
     """Every line of every file, files by name. Rows of the engines' tests get the form of the others."""
     rows = [json.loads(line) for file in sorted(folder.glob("*.jsonl")) for line in file.read_text().splitlines()]
-    return [{**row, "under": f"{row['engine']} engine, {row['access']}"} if "engine" in row else row for row in rows]
+    return [{**row, "under": f"{row['engine']}; {row['access']}"} if "engine" in row else row for row in rows]
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Markdown; one line for each fault and outcome, with everything under which it was tried."""
-    lines: dict[tuple[str, str], list[str]] = {}
+    """Markdown; one line a fault, with everything under which it was tried and every outcome once."""
+    lines: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
-        under = lines.setdefault((row["fault"], plain(row["came"])), [])
-        if row["under"] not in under:
-            under.append(row["under"])
-    merged: dict[str, list[tuple[str, list[str]]]] = {}
-    for (fault, came), under in lines.items():
-        merged.setdefault(fault, []).append((came, under))
+        lines.setdefault(row["fault"], []).append(row)
     text = "| fault | under | what came of it |\n|---|---|---|\n"
-    for fault, outcomes in merged.items():
-        for came, under in outcomes:
-            text += f"| {fault} | {' · '.join(under)} | {came} |\n"
+    for fault, found in lines.items():
+        came = {re.sub(r"\d+", "#", plain(row["came"])): plain(row["came"]) for row in reversed(found)}
+        text += f"| {fault} | {joined([row['under'] for row in found])} | {' / '.join(reversed(came.values()))} |\n"
     return text
+
+
+def joined(unders: list[str]) -> str:
+    """["native; direct", "native; buffered"] -> "native; direct, buffered"."""
+    columns: list[dict[str, None]] = []
+    for under in unders:
+        for place, part in enumerate(under.split("; ")):
+            columns += [{}] * (place == len(columns))
+            columns[place] = {**columns[place], part: None}
+    return "; ".join(", ".join(column) for column in columns)
 
 
 def plain(came: str) -> str:

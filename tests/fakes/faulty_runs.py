@@ -31,7 +31,7 @@ CALLS = ("forward", "backward", "step")
 POLICIES: dict[str, dict[str, Any]] = {
     "barrier": {"clipping": 1.0, "runtime": {"update": "barrier"}},
     "overlapped": {"clipping": 1.0, "runtime": {"update": "overlapped"}},
-    "overlapped, in backward": {"clipping": 0.0, "runtime": {"update": "overlapped"}},
+    "overlapped in backward": {"clipping": 0.0, "runtime": {"update": "overlapped"}},
     "delayed": {"clipping": 1.0, "runtime": {"update": "delayed", "delay_start_step": 1}},
 }
 """How a run updates; the third begins to, in backward, because nothing is clipped or checked."""
@@ -172,13 +172,13 @@ def check_aftermath(policy: str, engine: tiered_zero.Engine, failure: Failure, s
     weights = weights_after(engine)
     if isinstance(weights, dict):
         assert not differing(reference(policy, failure.step), weights), "weights have changed without an error"
-        left = "weights are those before"
+        left = "the weights are those before"
     else:
         again = train(engine, failure.step + 2, first=failure.step + 1)
         assert again is not None and again.call == "forward"
         assert isinstance(again.error, LatchedError | CorruptionError), again
-        left = f"then {type(again.error).__name__}"
-    return f"{type(failure.error).__name__} in {failure.call}(); {left}"
+        left = f"from then on {type(again.error).__name__}"
+    return f"raised in {failure.call}(); {left}"
 
 
 def check_closed(engine: tiered_zero.Engine, swap_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,4 +1,4 @@
-"""A tier in memory whose transfers take a number of events, not of seconds, and which logs when each begins and ends."""
+"""A tier in memory whose transfers take a number of events, not of seconds; it logs when each begins and ends."""
 
 from __future__ import annotations
 

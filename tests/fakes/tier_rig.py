@@ -1,4 +1,4 @@
-"""A tier of each kind with what it stands on: device lanes that are late, an arena, staging buffers, a store on a disk."""
+"""A tier of each kind with what it stands on: late device lanes, an arena, staging buffers, a store on a disk."""
 
 from __future__ import annotations
 

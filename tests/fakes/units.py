@@ -21,7 +21,7 @@ def make_unit(
     world_size: int = 1,
 ) -> Unit:
     """A unit of 1-D parameters `u<index>.p<k>`, in a module of its own unless `module` names one."""
-    specs = [ParamSpec(f"u{index}.p{k}", (n,), dtype, trainable, 1000 * index + k) for k, n in enumerate(numels)]
+    specs = [ParamSpec(f"u{index}.p{k}", (n,), dtype, trainable, 10_000 * index + k) for k, n in enumerate(numels)]
     where = f"u{index}" if module is None else module
     return Unit(index, where, where, dtype, trainable, persistent, place_params(specs), world_size)
 

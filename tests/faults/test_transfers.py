@@ -32,7 +32,7 @@ STEP = 2
 LATEST = {
     "barrier": (STEP, "step"),
     "overlapped": (STEP + 1, "forward"),
-    "overlapped, in backward": (STEP + 1, "forward"),
+    "overlapped in backward": (STEP + 1, "forward"),
     "delayed": (STEP + 1, "step"),
 }
 """When a failed update of that step must have come to light."""
@@ -81,7 +81,7 @@ def test_a_failed_transfer(
         code = effect if isinstance(effect, int) else errno.EIO
         assert f"{kind} of " in str(failure.error) and errno.errorcode[code] in str(failure.error), failure
         came = check_aftermath(policy, engine, failure, swap_path)
-        assert came.endswith("then LatchedError")
+        assert came.endswith("from then on LatchedError")
         check_closed(engine, swap_path, caplog)
     tell(fault, f"{policy}; {'/'.join(placement)}", came)
 
@@ -115,7 +115,9 @@ def test_the_nth_request_fails_whichever_it_is(
             check_closed(engine, swap_path, caplog)
     assert list(swap_path.iterdir()) == []
     tell(
-        f"EIO on the n-th {kind}", policy, f"{len(chosen)} runs: error in {', '.join(sorted(calls))}, then LatchedError"
+        f"EIO on the n-th {kind}",
+        policy,
+        f"{len(chosen)} runs, each raised in one of {', '.join(sorted(calls))}; from then on LatchedError",
     )
 
 
@@ -127,7 +129,7 @@ def test_a_write_fails_before_training_begins(nth: int, swap_path: Path, tell: T
     ):
         build(swap_path, "overlapped")
     assert list(swap_path.iterdir()) == []
-    tell("EIO on a write while the model is laid out", "initialize", "TransferError in initialize(); nothing is left")
+    tell("EIO on a write while the model is laid out", "overlapped", "raised in initialize(); nothing is left")
 
 
 @pytest.mark.parametrize("effect", [errno.EIO, "short"])
@@ -144,4 +146,4 @@ def test_a_commit_whose_fsync_fails(effect: int | str, swap_path: Path, tell: Te
     store.close()
     disk.close()
     assert list(swap_path.iterdir()) == []
-    tell("EIO on fsync", "commit", "TransferError in commit(); then LatchedError; the last commit stays")
+    tell("EIO on fsync", "store", "raised in commit(); from then on LatchedError; the last commit stays")

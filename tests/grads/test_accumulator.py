@@ -92,7 +92,9 @@ def test_sums_are_plain_pytorchs(
 ) -> None:
     runtime = make_runtime(seed=3)
     try:
-        world = World([make_unit(0, numels, dtype)], on_device=on_device, sums=sums, in_flight=in_flight, runtime=runtime)
+        world = World(
+            [make_unit(0, numels, dtype)], on_device=on_device, sums=sums, in_flight=in_flight, runtime=runtime
+        )
         given_grads: dict[int, list[torch.Tensor]] = {}
         for _ in range(num_passes):
             for index, param in enumerate(world.params[0]):
@@ -141,7 +143,7 @@ def test_several_backwards_are_promoted_to_fp32_with_one_warning(
     assert runtime.ledger.by_kind()[tier]["gradient_sums"][0] == 2 * 4 * units[0].numel
     sums = world.sums()
     for index in range(2):
-        assert torch.equal(sums[1000 * index], added(grads[index]))
+        assert torch.equal(sums[10_000 * index], added(grads[index]))
     world.store.drop()
     world.give(world.params[0][0], grads[0][0].clone())  # the next step begins anew, and is charged for no more
     assert torch.equal(world.sums()[0], grads[0][0].to(torch.float32))
@@ -225,7 +227,7 @@ def test_present_is_in_the_order_of_the_model(runtime: Runtime) -> None:
     for params in reversed(world.params):
         for param in reversed(params):
             world.give(param, randn(8))
-    assert list(world.sums()) == [0, 1, 1000, 1001]
+    assert list(world.sums()) == [0, 1, 10_000, 10_001]
 
 
 def test_a_unit_is_complete_when_all_its_gradients_of_this_backward_are_there(runtime: Runtime) -> None:

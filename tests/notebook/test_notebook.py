@@ -24,8 +24,10 @@ CONFIGS = sorted((ROOT / "configs").glob("notebook_*.json"))
 
 @pytest.fixture
 def run_script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """(script, arguments) -> what the script has defined. Its engine, which it leaves open, is closed after the test."""
+    """(script, arguments) -> the names that it defines. Its engine, which it leaves open, is closed after the test."""
     engines = []
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the model is so small that two would wait for each other
 
     def run(name: str, *arguments: str) -> dict[str, Any]:
         monkeypatch.setattr(sys, "argv", [name, *arguments])
@@ -37,6 +39,7 @@ def run_script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     yield run
     for engine in engines:
         engine.close()
+    torch.set_num_threads(num_threads)
 
 
 def check_training(names: dict[str, Any], output: str) -> None:

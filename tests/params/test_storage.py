@@ -271,7 +271,12 @@ def test_emptying_gives_the_memory_back_and_refilling_keeps_views_and_versions()
 def test_somebody_elses_view_is_noticed() -> None:
     storage, params, _ = full([64])
     assert not storage.is_viewed
-    for make in (lambda: params[0][3:5], lambda: params[0].detach(), lambda: params[0].data, lambda: params[0].view(8, 8)):
+    for make in (
+        lambda: params[0][3:5],
+        lambda: params[0].detach(),
+        lambda: params[0].data,
+        lambda: params[0].view(8, 8),
+    ):
         view = make()
         assert storage.is_viewed
         del view

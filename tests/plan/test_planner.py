@@ -67,7 +67,9 @@ def test_every_row_of_every_placement(param_tier: str, optimizer_tier: str, sums
         expected["device", "param_window"] = 2 * (10 + 6 + 4) * K  # the largest in use, two more beside it
         expected[param_tier, "param"] = 2 * 23 * K
     if param_tier == "nvme":
-        expected["host", "staging_param"] = NUM_PARAM_STAGING * 2 * 10 * K
+        expected["host", "staging_param"] = (
+            NUM_PARAM_STAGING * MIB
+        )  # the largest unit, in whole chunks of the checksums
     if gradient_tier == "host":
         expected["device", "gradient_in_flight"] = 2 * 10 * K
         expected["host", "staging_gradient"] = 2 * 7 * K
@@ -80,6 +82,19 @@ def test_every_row_of_every_placement(param_tier: str, optimizer_tier: str, sums
     assert {unit.index: plan.param_tiers[unit.index] for unit in some_units()} == {
         0: param_tier, 1: param_tier, 2: param_tier, 3: "device", 4: param_tier
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("param_tier", TIERS)
+def test_the_delayed_update_keeps_gradients_and_trainable_parameters_twice(param_tier: str) -> None:
+    exact, late = (
+        rows(make_plan(some_units(), NEEDS, wishes(param_tier, delayed=delayed))) for delayed in (False, True)
+    )
+    back = 20 if param_tier == "nvme" else 22  # what stays on the device gets its second home in host memory
+    expected = {**exact, ("host", "gradient"): 2 * exact["host", "gradient"]}
+    expected["nvme" if param_tier == "nvme" else "host", "param_back"] = 2 * back * K
+    if param_tier == "nvme":
+        expected["host", "param_back"] = 2 * 2 * K
+    assert late == expected
 
 
 def test_updates_in_place_need_no_staging() -> None:

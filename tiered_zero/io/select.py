@@ -42,13 +42,12 @@ class Selection:
 
 
 def select_engine(
-    directory: str | os.PathLike[str],
-    *,
+    *directories: str | os.PathLike[str],
     prefer: str = "auto",
     settings: IOSettings | None = None,
     io_timeout_s: float = 60.0,
 ) -> Selection:
-    """The best engine that works in `directory`; `prefer` names one ("native", "threads", "aiofiles") and no other.
+    """The best engine that works in every one of `directories`; `prefer` names one ("native", "threads", "aiofiles") and no other.
 
     Works means: a temporary file there (mode 0600, removed) takes an aligned write and a sync, and gives the same
     bytes back; O_DIRECT at 512, then 4096, else buffered (where pages are dropped from the cache once written).
@@ -69,14 +68,16 @@ def select_engine(
                 names.remove(name)
                 continue
             try:
-                _try(engine, os.fspath(directory), 2 * max(alignment, 512))
+                for directory in directories:
+                    _try(engine, os.fspath(directory), 2 * max(alignment, 512))
             except TransferError as error:
                 engine.close()
                 reasons.append(f"{name} with {access} is off: {error}")
                 continue
             reasons.append(f"{name} with {access} is used: a write there was read back intact")
             return Selection(engine, alignment, direct, tuple(reasons))
-    raise ConfigError(f"no I/O engine works in {os.fspath(directory)}: " + "; ".join(reasons))
+    names = [os.fspath(directory) for directory in directories]
+    raise ConfigError(f"no I/O engine works in {', '.join(names)}: " + "; ".join(reasons))
 
 
 def _try(engine: DiskEngine, directory: str, nbytes: int) -> None:

@@ -49,9 +49,9 @@ class ReadyQueue:
             return self._heap[0][1] if self._heap else None
 
     def take(self, layout: StateLayout) -> None:
-        """Remove what `peek` gave; something shallower may have come before it since."""
+        """Remove what `peek` gave; something shallower may have come before it since, or all have been given up."""
         with self._changed:
-            self._heap.remove((layout.subgroup.index, layout))
+            self._heap = [entry for entry in self._heap if entry[1] is not layout]
             heapq.heapify(self._heap)
 
     def take_skipped(self) -> list[StateLayout]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -34,6 +35,7 @@ class StateLayout:
         self.subgroup = subgroup
         self.master_nbytes = 4 * subgroup.numel
         self.arrays: list[StateArray] = []
+        self._arrays_of: defaultdict[int | None, list[StateArray]] = defaultdict(list)
         self.fields_of_group: dict[int, tuple[str, ...]] = {}
         self._end = self.master_nbytes
         if rule.elementwise:
@@ -51,7 +53,9 @@ class StateLayout:
         self.nbytes = self._end
 
     def _append(self, field: StateField, piece: int | None) -> None:
-        self.arrays.append(StateArray(field, piece, self._end))
+        array = StateArray(field, piece, self._end)
+        self.arrays.append(array)
+        self._arrays_of[piece].append(array)
         self._end += align_up(prod(field.shape) * field.dtype.itemsize, PAGE_NBYTES)
 
     def master(self, raw: torch.Tensor) -> torch.Tensor:
@@ -60,12 +64,14 @@ class StateLayout:
 
     def state(self, raw: torch.Tensor, piece: Piece, start: int, stop: int) -> dict[str, torch.Tensor]:
         """State views of elements [start, stop) of the sub-group (elementwise), or of `piece` in its own shapes."""
-        found = {}
-        for array in self.arrays:
-            field = array.field
-            view = raw[array.offset : array.offset + prod(field.shape) * field.dtype.itemsize].view(field.dtype)
-            if array.piece is None and field.name in self.fields_of_group[piece.group]:
-                found[field.name] = view[start:stop]
-            elif array.piece == piece.index:
-                found[field.name] = view.view(field.shape)
-        return found
+        shared = [array for array in self._arrays_of[None] if array.field.name in self.fields_of_group[piece.group]]
+        own = self._arrays_of[piece.index]
+        return {array.field.name: _view(raw, array)[start:stop] for array in shared} | {
+            array.field.name: _view(raw, array).view(array.field.shape) for array in own
+        }
+
+
+def _view(raw: torch.Tensor, array: StateArray) -> torch.Tensor:
+    """[n] of the field's dtype."""
+    nbytes = prod(array.field.shape) * array.field.dtype.itemsize
+    return raw[array.offset : array.offset + nbytes].view(array.field.dtype)

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from tiered_zero.errors import TieredZeroError
 from tiered_zero.hardware.accelerator import Event
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.hardware.staging import Lease, StagingPool
@@ -118,10 +117,12 @@ class StreamingStepper:
                     self._update(work, job)
                     self._write(work, job)
                     written.append(opened.popleft())
-                # with nothing else to do, or no buffer free, the oldest writes are waited for; otherwise only looked at
-                while written and (not opened or all(event.done() for event in written[0].writes)):
+                # with nothing else to do, or no buffer free, one write is waited for; otherwise they are only looked at
+                must_wait = not opened
+                while written and (must_wait or all(event.done() for event in written[0].writes)):
                     self._finish(written[0], progress)
                     written.popleft()
+                    must_wait = False
             for layout in queue.take_skipped():
                 progress.count(layout.subgroup)
         except BaseException as error:
@@ -143,7 +144,7 @@ class StreamingStepper:
         """After a failure: what still uses the staging buffers ends, well or badly, and the buffers go back."""
         for work in works:
             for event in (work.read, *work.writes):
-                with suppress(TieredZeroError):
+                with suppress(Exception):
                     self._wait(event, "wait_state", work.subgroup)
             if work.lease is not None:
                 work.lease.release()

@@ -79,8 +79,9 @@ class ModuleHooks:
             if pager.is_called_directly():
                 self._outermost.close()
 
-        # a compiled module's graph ends before paging and goes on after it
-        self._handles.append(module.register_forward_pre_hook(torch.compiler.disable(before)))
+        # a compiled module's graph ends before paging and goes on after it; first of all pre-hooks, so that others find
+        # the parameters, and one that raises leaves a frame behind for `after`, which is called all the same
+        self._handles.append(module.register_forward_pre_hook(torch.compiler.disable(before), prepend=True))
         # always_call: a frame ends also when the module raises (or a recomputation stops early, which raises too)
         self._handles.append(module.register_forward_hook(torch.compiler.disable(after), always_call=True))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -20,6 +21,8 @@ from tiered_zero.params.schedule import Schedule
 from tiered_zero.params.storage import FlatStorage
 from tiered_zero.sizes import format_nbytes
 from tiered_zero.tiers.inventory import Inventory
+
+logger = logging.getLogger("tiered_zero")
 
 
 class UnitState(Enum):
@@ -57,13 +60,15 @@ class Residency:
 
 @dataclass(frozen=True)
 class PagerLimits:
-    """`live_nbytes`: most bytes of paged units on the device at once. `prefetch_numel`: most elements fetched ahead of
+    """`live_nbytes`: planned bytes of paged units on the device at once; `most_live_nbytes`: those that are allowed where
+    code uses more units at the same time (a checkpointed region of many blocks, `gathered`). `prefetch_numel`: most elements fetched ahead of
     use.
     `reuse_numel`: a unit expected again within this many elements is kept, room permitting."""
 
     live_nbytes: int
     prefetch_numel: int
     reuse_numel: int
+    most_live_nbytes: int = 0
 
 
 @dataclass
@@ -108,6 +113,7 @@ class Pager:
         """While a state_dict is taken: the unit read last, and its flat. Its parameters are asked for in a row."""
         self._copying_depth = 0
         self._withheld: set[int] = set()
+        self._told_excess = False
         self._closed = False
         self._noticed_backward = False
         self.phase = "idle"
@@ -256,21 +262,27 @@ class Pager:
         """
         for residency in self._residencies.values():
             if residency.unit.trainable and not self.is_device_resident(residency.unit):
-                if residency.num_lends:
-                    raise ModelError(
-                        f"Unit {residency.unit.name} is lent by tiered_zero.gathered() while a step is about to change "
-                        "it. Leave the `with` block before step()."
-                    )
-                self._evict(residency)
+                self._forget(residency)
+
+    def _forget(self, residency: Residency) -> None:
+        if residency.num_lends:
+            raise ModelError(
+                f"Unit {residency.unit.name} is lent by tiered_zero.gathered() while a step is about to change "
+                "it. Leave the `with` block before step()."
+            )
+        self._evict(residency)
 
     def withhold(self) -> None:
         """Updates begin that will be published one by one: every trainable unit is guarded until its own."""
-        self._withheld.clear()
-        self.forget()
+        begun, self._withheld = self._withheld, set()
         for residency in self._residencies.values():
-            if residency.unit.trainable and self.is_device_resident(residency.unit):
+            if not residency.unit.trainable or residency.unit.index in begun:
+                continue  # what was fetched of those since waits for their updates, which may wait for this step
+            if self.is_device_resident(residency.unit):
                 residency.state = UnitState.READY
                 residency.storage.hide()
+            else:
+                self._forget(residency)
 
     def withhold_unit(self, unit: Unit) -> bool:
         """The unit's update begins while backward goes on, so nobody may see it before the step is taken. False, with
@@ -469,15 +481,23 @@ class Pager:
             if self._live_nbytes <= limit:
                 return
             self._evict(residency)
-        if self._live_nbytes > limit:
+        if self._live_nbytes <= limit:
+            return
+        if self._live_nbytes + unit.nbytes > self._limits.most_live_nbytes:
             held = [r.unit.name for r in self._residencies.values() if r.storage.is_full and r.unit.index != unit.index]
             raise BudgetError(
                 f"Unit {unit.name} needs {format_nbytes(unit.nbytes)}, but units in use at the same time already fill "
-                f"{format_nbytes(self._live_nbytes)} of the {format_nbytes(self._limits.live_nbytes)} that paged "
-                f"parameters "
+                f"{format_nbytes(self._live_nbytes)} of the "
+                f"{format_nbytes(max(self._limits.live_nbytes, self._limits.most_live_nbytes))} that paged parameters "
                 f"may take on the device (on it: {', '.join(held)}). Raise stage3_max_live_parameters or "
                 f"tiered_zero.device_memory_limit, or lower tiered_zero.unit_size_cap."
             )
+        if not self._told_excess:
+            self._told_excess = True
+            logger.warning(
+                "%s more on the device than planned: other units are used at the same time as unit %s than its modules'",
+                format_nbytes(self._live_nbytes - limit), unit.name,
+            )  # fmt: skip
 
     def _retire(self, residency: Residency) -> None:
         """Nobody uses the unit any more: guard it, and keep the bytes only if they are expected again soon."""

@@ -56,7 +56,8 @@ class SubGroupNeed:
 class Plan:
     """Every size and placement of a run. `param_tiers`: unit index -> tier, "device" for those that never leave it.
 
-    `live_nbytes`: most bytes of paged units on the device at once. `in_flight_nbytes`: gradients on their way to the
+    `live_nbytes`: bytes of paged units on the device at once; `most_live_nbytes`: as many as the config allows, for code
+    that uses more units at the same time than a forward of nested modules does. `in_flight_nbytes`: gradients on their way to the
     host.
     """
 
@@ -72,6 +73,7 @@ class Plan:
     gradient_staging: tuple[int, int]
     sums_gradients: bool
     delayed: bool
+    most_live_nbytes: int = 0
     rows: tuple[PlanRow, ...] = ()
     limits: Mapping[str, tuple[int, str]] = field(default_factory=dict)
 
@@ -114,7 +116,9 @@ def make_plan(units: Sequence[Unit], needs: Sequence[SubGroupNeed], wishes: Wish
     state = sum(need.state_nbytes for need in needs)
     in_flight = max((unit.nbytes for unit in trainable), default=0) if gradient_tier == "host" else 0
     fixed = _total(resident) + in_flight + (gradients + state if wishes.optimizer_tier == "device" else 0)
-    live = _live_nbytes(paged, wishes, wishes.limits.get("device", (1 << 62, ""))[0] - fixed)
+    room = wishes.limits.get("device", (1 << 62, ""))[0] - fixed
+    live = _live_nbytes(paged, wishes, room)
+    most_live = min(room, wishes.max_live_numel * max((unit.dtype.itemsize for unit in paged), default=0))
     param_staging = _param_staging(on_nvme, wishes)
     state_staging = _state_staging(needs, wishes)
     largest_param = max((e.param.numel * u.dtype.itemsize for u in trainable for e in u.entries), default=0)
@@ -152,6 +156,7 @@ def make_plan(units: Sequence[Unit], needs: Sequence[SubGroupNeed], wishes: Wish
         gradient_staging,
         wishes.sums_gradients,
         wishes.delayed,
+        max(live, min(_total(paged), most_live)),
         tuple(row for row in rows if row.nbytes),
         dict(wishes.limits),
     )

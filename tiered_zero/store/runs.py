@@ -98,11 +98,10 @@ def _collect(run: RunInfo, dry_run: bool, committed: bool) -> Collected:
             return Collected(run, True, run.reason)
         try:
             lock_fd(fd)  # held to the end: nobody can take the run over meanwhile
-            delete_directory(run.path)
         except BlockingIOError:
-            return Collected(run, False, "a process took it over meanwhile")
-        finally:
             os.close(fd)
+            return Collected(run, False, "a process took it over meanwhile")
+        delete_directory(run.path, fd)
     return Collected(run, True, run.reason)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import secrets
 import shutil
@@ -23,6 +24,8 @@ from typing import final
 from tiered_zero.errors import StoreError
 from tiered_zero.io.preflight import preflight_directory
 from tiered_zero.store.manifest import sync_directory
+
+logger = logging.getLogger("tiered_zero")
 
 PREFIX = "tiered_zero-"
 OWNER_NAME = "owner.json"
@@ -211,15 +214,25 @@ def is_locked(path: Path) -> bool:
     return False
 
 
-def delete_directory(path: Path) -> None:
-    """Delete a run's directory, the owner file last, so that a half-deleted one is still known as a run's."""
+def delete_directory(path: Path, lock: int | None = None) -> None:
+    """Delete a run's directory, the owner file last, so that a half-deleted one is still known as a run's.
+
+    `lock`: that file's descriptor, closed here in any case; NFS and FUSE keep an open file in its directory under
+    another name.
+    """
+    try:
+        with suppress(FileNotFoundError):
+            for entry in list(os.scandir(path)):
+                if entry.is_dir(follow_symlinks=False):
+                    shutil.rmtree(entry.path)
+                elif entry.name != OWNER_NAME:
+                    os.unlink(entry.path)
+            (path / OWNER_NAME).unlink(missing_ok=True)
+    finally:
+        if lock is not None:
+            with suppress(OSError):  # of a disk that is gone; it is closed all the same
+                os.close(lock)
     with suppress(FileNotFoundError):
-        for entry in list(os.scandir(path)):
-            if entry.is_dir(follow_symlinks=False):
-                shutil.rmtree(entry.path)
-            elif entry.name != OWNER_NAME:
-                os.unlink(entry.path)
-        (path / OWNER_NAME).unlink(missing_ok=True)
         path.rmdir()
 
 
@@ -256,7 +269,16 @@ def _leave(pid: int, paths: Sequence[Path], locks: list[int], delete: bool) -> N
     if os.getpid() != pid:
         return
     for path in paths if delete else ():
-        delete_directory(path)
+        lock = locks.pop(0) if locks else None
+        try:
+            try:
+                delete_directory(path, lock)
+            except OSError:  # the table of descriptors may have been full, and has room now that the lock is closed
+                delete_directory(path)
+        except OSError as error:
+            logger.error(
+                "%s cannot be removed (%s); `tiered-zero swap gc` does it when its disk works again", path, error
+            )
     while locks:
         os.close(locks.pop())
 

@@ -1,0 +1,103 @@
+"""A device that answers no more: an error in time, with what is in flight; and the same table on SIGUSR1."""
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.fakes.faulty_runs import (
+    POLICIES,
+    build,
+    check_aftermath,
+    check_closed,
+    differing,
+    extent,
+    faulty_disks,
+    reference,
+    train,
+)
+from tests.faults.conftest import Tell
+
+pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("no_leaks")]
+
+TIMEOUT_S = 0.4
+STALLS = {
+    "a parameter's read": ("param", "read", "forward"),
+    "the state's read": ("state", "read", "step"),
+    "the state's write": ("state", "write", "step"),
+    "a parameter's write": ("param", "write", "step"),
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("stall", STALLS)
+def test_a_stalled_request(
+    stall: str, policy: str, swap_path: Path, tell: Tell, caplog: pytest.LogCaptureFixture
+) -> None:
+    what, kind, armed = STALLS[stall]
+    began_s: list[float] = []
+    with faulty_disks(io_timeout_s=TIMEOUT_S) as disks:
+        engine = build(swap_path, policy)
+
+        def arm(step: int, call: str) -> None:
+            if (step, call) == (2, armed if policy != "overlapped in backward" or armed == "forward" else "backward"):
+                disks[0].add(extent(engine, what).fault(kind, 1, "stall"))
+            if disks[0].stalled and not began_s:
+                began_s.append(min(ticket.submitted_s for ticket in disks[0].stalled))
+
+        failure = train(engine, 6, before=arm)
+        ended_s = time.monotonic()
+        assert failure is not None
+        begin_s = began_s[0] if began_s else min(ticket.submitted_s for ticket in disks[0].stalled)
+        text = str(failure.error)
+        assert "made no progress for 0.4 s" in text and f"{kind}  " in text.partition("in flight")[2], text
+        assert TIMEOUT_S <= ended_s - begin_s < TIMEOUT_S + 1.0, "raised within the limit and a second"
+        came = check_aftermath(policy, engine, failure, swap_path)
+        check_closed(engine, swap_path, caplog)
+        assert time.monotonic() - ended_s < 3.0, "closing waited for what is stalled again and again"
+    tell(f"{stall} stalls", f"{policy}; nvme/nvme", f"{came}; the error holds the in-flight table")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("stall", STALLS)
+def test_sigusr1_shows_a_stalled_step(
+    stall: str, policy: str, swap_path: Path, tell: Tell, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The main thread waits deep in a step; the table comes nevertheless, and the step goes on."""
+    what, kind, armed = STALLS[stall]
+    before = signal.getsignal(signal.SIGUSR1)
+    with faulty_disks() as disks, build(swap_path, policy) as engine:
+        place = extent(engine, what)
+
+        def watch() -> None:
+            deadline_s = time.monotonic() + 20
+            while not disks[0].stalled and time.monotonic() < deadline_s:
+                time.sleep(0.005)
+            time.sleep(0.2)
+            os.kill(os.getpid(), signal.SIGUSR1)
+            time.sleep(0.2)
+            disks[0].release()
+
+        def arm(step: int, call: str) -> None:
+            nonlocal place
+            if (step, call) == (2, "backward" if armed == "step" else armed):
+                place = extent(engine, what)
+                disks[0].add(place.fault(kind, 1, "stall"))
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        failure = train(engine, 4, before=arm)
+        watcher.join()
+        assert failure is None
+        table = capfd.readouterr().err
+        assert "requests in flight" in table and place.path in table, table
+        row = next(
+            line for line in table.splitlines() if f"bytes at {place.offsets.start} " in line or place.path in line
+        )
+        assert kind in table and float(row.split()[0]) >= 0.0
+        assert not differing(reference(policy, 4), dict(engine.module.state_dict()))
+    assert signal.getsignal(signal.SIGUSR1) == before
+    tell("SIGUSR1 while a request stalls", f"{policy}; nvme/nvme", "the in-flight table on stderr; the step goes on")
