@@ -1,27 +1,29 @@
 """Run as a program: real training runs, each in a process of its own, side by side on one swap directory.
 
-    python run_children.py SWAP_PATH POLICY:NUM_STEPS ...
+    python run_children.py SWAP_PATH < lines of "POLICY:NUM_STEPS"
 
-Each child prints a line of JSON for each step ({"child", "pid", "step"}) and, if it comes to its end, the digest of its
-weights; the parent prints {"child", "ended"} with each exit status. Children are forked after the imports.
+Each line starts a child, forked after the imports. It prints a line of JSON for each step ({"child", "pid", "step"})
+and, if it comes to its end, the digest of its weights; the parent prints {"child", "ended"} with its exit status.
 """
 
 import hashlib
 import json
 import os
+import select
 import signal
 import sys
 import time
 from pathlib import Path
 
 import torch
+import torch._dynamo  # what the first engine would import, in each child anew
 
 from tests.fakes.faulty_runs import build, train
 from tests.parity.models import named_weights
 
 
 def say(**fields: object) -> None:
-    os.write(1, (json.dumps(fields) + "\n").encode())  # one write a line: children share the pipe
+    os.write(1, (json.dumps(fields) + "\n").encode())  # one write a line: the children share the pipe
 
 
 def digest(weights: dict[str, torch.Tensor]) -> str:
@@ -31,9 +33,9 @@ def digest(weights: dict[str, torch.Tensor]) -> str:
     return whole.hexdigest()
 
 
-def child(index: int, swap_path: Path, policy: str, num_steps: int) -> None:
+def run_child(index: int, swap_path: Path, policy: str, num_steps: int) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.stderr = open(os.devnull, "w")  # noqa: SIM115  (a KeyboardInterrupt's traceback)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the traceback of a KeyboardInterrupt
     torch.set_num_threads(1)
     with build(swap_path, policy) as engine:
         for step in range(num_steps):
@@ -41,23 +43,28 @@ def child(index: int, swap_path: Path, policy: str, num_steps: int) -> None:
             if failure is not None:
                 raise failure.error
             say(child=index, pid=os.getpid(), step=step)
-            time.sleep(0.01)
+            time.sleep(0.02)
         say(child=index, pid=os.getpid(), digest=digest(dict(named_weights(engine.module))))
 
 
 def main() -> None:
     swap_path = Path(sys.argv[1])
     children: dict[int, int] = {}
-    for index, spec in enumerate(sys.argv[2:]):
-        policy, num_steps = spec.split(":")
-        pid = os.fork()
-        if pid == 0:
-            child(index, swap_path, policy, int(num_steps))
-            return
-        children[pid] = index
-    while children:
-        pid, status = os.wait()
-        say(child=children.pop(pid), ended=os.waitstatus_to_exitcode(status))
+    num_started = 0
+    while True:
+        if select.select([0], [], [], 0.02)[0]:
+            line = os.read(0, 4096).decode()
+            if not line:
+                return
+            for order in line.splitlines():
+                policy, num_steps = order.split(":")
+                pid = os.fork()
+                if pid == 0:
+                    return run_child(num_started, swap_path, policy, int(num_steps))
+                children[pid] = num_started
+                num_started += 1
+        while children and (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            say(child=children.pop(ended[0]), ended=os.waitstatus_to_exitcode(ended[1]))
 
 
 if __name__ == "__main__":

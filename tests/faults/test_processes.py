@@ -18,22 +18,30 @@ from tests.faults.run_children import digest
 from tiered_zero.cli.main import main
 from tiered_zero.store.runs import list_runs
 
-FOREVER = 100_000
 ENDINGS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 
 
 class Children:
     """The program's children: what each has said so far."""
 
-    def __init__(self, swap_path: Path, specs: list[str]) -> None:
+    def __init__(self, swap_path: Path) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, str(ROOT / "tests/faults/run_children.py"), str(swap_path), *specs],
+            [sys.executable, str(ROOT / "tests/faults/run_children.py"), str(swap_path)],
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
-        self.said: list[dict[str, Any]] = [{} for _ in specs]
+        self.said: list[dict[str, Any]] = []
+
+    def start(self, policy: str, num_steps: int = 100_000) -> int:
+        """The child's number."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{policy}:{num_steps}\n")
+        self.process.stdin.flush()
+        self.said.append({})
+        return len(self.said) - 1
 
     def wait(self, index: int, key: str, least: int = 0) -> Any:
         """Read on until a child has said `key`, at least `least` where it is a number."""
@@ -54,10 +62,7 @@ class Children:
 
 @pytest.fixture
 def children(swap_path: Path) -> Iterator[Children]:
-    """For each way to end and each policy one that trains until it is told; then one that ends by itself for each
-    policy, and one that stays."""
-    specs = [f"{policy}:{FOREVER}" for _ in ENDINGS for policy in POLICIES]
-    started = Children(swap_path, [*specs, *(f"{policy}:4" for policy in POLICIES), f"overlapped:{FOREVER}"])
+    started = Children(swap_path)
     yield started
     for said in started.said:
         if "pid" in said and "ended" not in said:
@@ -74,42 +79,32 @@ def swap(*arguments: str) -> Any:
 
 @pytest.mark.timeout(110)
 def test_many_runs_on_one_directory_and_every_way_to_end(children: Children, swap_path: Path, tell: Tell) -> None:
-    num_policies = len(POLICIES)
-    for index, policy in enumerate(POLICIES, start=len(ENDINGS) * num_policies):
-        assert children.wait(index, "digest") == digest(reference(policy, 4)), "runs on one directory have met"
-        assert children.wait(index, "ended") == 0
-        tell("several runs on one swap directory at once", f"{policy}; 17 processes", "same weights, nothing is left")
-    dead = []
-    for row, number in enumerate(ENDINGS):
-        for column, policy in enumerate(POLICIES):
-            index = row * num_policies + column
+    stays = children.start("overlapped")
+    killed: list[int] = []
+    for policy in POLICIES:
+        finishing = children.start(policy, 4)
+        for number in ENDINGS:
+            index = children.start(policy)
             children.wait(index, "step", least=2)
             pid = children.wait(index, "pid")
-            left = [run.pid for run in list_runs(swap_path)]
-            assert pid in left
+            assert pid in [run.pid for run in list_runs(swap_path)]
             assert children.send(index, number) == -number
-            left = [run.pid for run in list_runs(swap_path)]
             if number == signal.SIGKILL:
-                assert pid in left
-                dead.append(pid)
-            else:
-                assert pid not in left, f"{number.name} under {policy} left its swap directory"
-                tell(
-                    f"{number.name} to a training process",
-                    f"{policy}; nvme/nvme",
-                    "ends by the signal, nothing is left",
-                )
-    stays = len(children.said) - 1
-    children.wait(stays, "step", least=1)
+                killed.append(pid)
+                continue
+            assert pid not in [run.pid for run in list_runs(swap_path)], f"{number.name} left a swap directory"
+            tell(f"{number.name} to a training process", f"{policy}; nvme/nvme", "ends by the signal, nothing is left")
+        assert children.wait(finishing, "digest") == digest(reference(policy, 4)), "runs on one directory have met"
+        assert children.wait(finishing, "ended") == 0
+        tell("several runs on one swap directory at once", f"{policy}; nvme/nvme", "same weights, nothing is left")
     states = {run.pid: run.state for run in list_runs(swap_path)}
-    assert states == {**dict.fromkeys(dead, "dead"), children.wait(stays, "pid"): "alive"}
+    assert states == {**dict.fromkeys(killed, "dead"), children.wait(stays, "pid"): "alive"}
     swap("gc", str(swap_path), "--dry-run")
     assert len(list_runs(swap_path)) == len(states)
     swap("gc", str(swap_path))
     assert [run.pid for run in list_runs(swap_path)] == [children.wait(stays, "pid")]
     for policy in POLICIES:
         tell("kill -9 of a training process, then swap gc", f"{policy}; nvme/nvme", "gc removes it, and no live run")
-    step = children.wait(stays, "step")
-    children.wait(stays, "step", least=step + 3)
+    children.wait(stays, "step", least=children.wait(stays, "step") + 3)
     assert children.send(stays, signal.SIGTERM) == -signal.SIGTERM
     assert list(swap_path.iterdir()) == []

@@ -6,7 +6,7 @@
  *   "fail"   it does nothing and fails with errno `argument`
  *   "short"  it moves at most `argument` bytes (through O_DIRECT: it moves more, and reports these)
  *   "stall"  it sleeps `argument` milliseconds first
- *   "flip"   it moves all, and bit 0 of the byte `argument` is flipped in memory on the way
+ *   "flip"   it moves all, and bit 0 of the byte `argument` is flipped on the way
  * faulty_libc_count() is the number of calls seen since. The variants of one call (pread, preadv2, read, ...) are one.
  */
 #define _GNU_SOURCE
@@ -91,16 +91,21 @@ static ssize_t move(const char *which, int fd, char *memory, size_t nbytes, off_
             nbytes = shown;
     }
     int flips = !strcmp(what, "flip") && (size_t)argument < nbytes;
-    if (flips && !reads)
-        memory[argument] ^= 1;
+    char *copy = NULL; /* the caller's memory stays right: it may be looked at while it is written */
+    if (flips && !reads && !posix_memalign((void **)&copy, 4096, nbytes)) {
+        memcpy(copy, memory, nbytes);
+        copy[argument] ^= 1;
+    }
+    void *from = copy ? copy : memory;
     ssize_t moved;
     if (nbytes == 0)
         moved = 0;
     else if (offset < 0)
-        moved = ((plain)dlsym(RTLD_NEXT, which))(fd, memory, nbytes);
+        moved = ((plain)dlsym(RTLD_NEXT, which))(fd, from, nbytes);
     else
-        moved = ((positioned)dlsym(RTLD_NEXT, reads ? "pread64" : "pwrite64"))(fd, memory, nbytes, offset);
-    if (flips)
+        moved = ((positioned)dlsym(RTLD_NEXT, reads ? "pread64" : "pwrite64"))(fd, from, nbytes, offset);
+    free(copy);
+    if (flips && reads)
         memory[argument] ^= 1;
     return moved > (ssize_t)shown ? (ssize_t)shown : moved;
 }

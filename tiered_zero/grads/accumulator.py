@@ -81,6 +81,7 @@ class GradientStore:
         self._ledger = runtime.ledger
         self._in_flight_nbytes = in_flight_nbytes
         self._in_flight: deque[tuple[Event, int]] = deque()
+        self._waiting_nbytes = 0
         self._extra_nbytes = 0
         self.measuring = True
         """Whether a gradient that arrives may be the last of its parameter in this step, so that its norm is taken."""
@@ -202,13 +203,13 @@ class GradientStore:
         event = accelerator.lane("reduce").submit(send, after=[accelerator.record_compute()], holds=[source])
         gradients.last = event
         self._in_flight.append((event, nbytes))
+        self._waiting_nbytes += nbytes
 
     def _land(self, allowed_nbytes: int) -> None:
         """Wait for the oldest gradients until at most `allowed_nbytes` are on their way."""
-        waiting = sum(nbytes for _, nbytes in self._in_flight)
-        while self._in_flight and (waiting > allowed_nbytes or self._in_flight[0][0].done()):
+        while self._in_flight and (self._waiting_nbytes > allowed_nbytes or self._in_flight[0][0].done()):
             event, nbytes = self._in_flight.popleft()
-            waiting -= nbytes
+            self._waiting_nbytes -= nbytes
             try:
                 with self._recorder.span("compute", "wait_grad"):
                     event.wait()

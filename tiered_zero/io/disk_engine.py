@@ -38,13 +38,18 @@ class DiskTicket(Ticket):
 
     def wait(self) -> None:
         begun_s = time.monotonic()
-        limit_s = self.engine.io_timeout_s
-        while not self.finished_within(min(_SLICE_S, limit_s)):
-            if time.monotonic() - max(begun_s, self.progressed_s()) > limit_s:
+        while not self.finished_within(min(_SLICE_S, max(0.0, self._patience_s(begun_s)))):
+            if self._patience_s(begun_s) <= 0.0:
                 raise self.engine.stall(self)
         error = self.failure()
         if error is not None:
             raise error
+
+    def _patience_s(self, begun_s: float) -> float:
+        """How long it may still go on without a sign of life. Of many requests that hang one is waited for to the limit;
+        the others hang as long already."""
+        since_s = self.progressed_s() if self.engine.has_stalled else max(begun_s, self.progressed_s())
+        return since_s + self.engine.io_timeout_s - time.monotonic()
 
 
 class DiskEngine(IOEngine):
@@ -58,7 +63,7 @@ class DiskEngine(IOEngine):
         self.latch = ErrorLatch()
         self._pid = os.getpid()
         self._closed = False
-        self._stalled = False
+        self.has_stalled = False
         # A dict as an ordered set: each operation on it is atomic, so that a signal handler can read it at any time.
         self._unfinished: dict[DiskTicket, None] = {}
 
@@ -97,7 +102,7 @@ class DiskEngine(IOEngine):
             f"for {self.io_timeout_s:g} s (tiered_zero.io_timeout_s). Look at the kernel log (dmesg) and the device; "
             f"raise the limit if it is merely slow.\n{dump_in_flight(self)}"
         )
-        self._stalled = True
+        self.has_stalled = True
         self.latch.set(error)
         return error
 
@@ -132,7 +137,7 @@ class DiskEngine(IOEngine):
         for ticket in list(self._unfinished):
             if file is None or ticket.file is file:
                 with contextlib.suppress(TransferError):
-                    ticket.finished_within(0.0) if self._stalled else ticket.wait()
+                    ticket.finished_within(0.0) if self.has_stalled else ticket.wait()
                 if not ticket.done():
                     return False
         return True

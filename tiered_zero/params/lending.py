@@ -15,11 +15,11 @@ from tiered_zero.params.storage import lender_of
 def gathered(target: nn.Module | nn.Parameter | Iterable[nn.Parameter], modify: bool = False) -> Iterator[None]:
     """Lend the full values of parameters, on the device, for the length of the block.
 
-    `target`: a module (all its parameters), one parameter, or several. They must fit the
-    room that stage3_max_live_parameters and the device leave; lend a large model part by part. `modify`: changes made inside are kept: they go to the
-    parameters' homes, and the fp32 master of every element that changed is set to its new value (an unchanged element
-    keeps its master's full precision). Without `modify` changes are lost. Parameters that no engine pages are left
-    alone.
+    `target`: a module (all its parameters), one parameter, or several. They must fit the room that
+    stage3_max_live_parameters and the device leave; lend a large model part by part. `modify`: changes made inside are
+    kept: they go to the parameters' homes, and the fp32 master of every element that changed is set to its new value
+    (an unchanged element keeps its master's full precision). Without `modify` changes are lost. Parameters that no
+    engine pages are left alone.
     """
     if isinstance(target, nn.Module):
         params = list(target.parameters())

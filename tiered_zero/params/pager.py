@@ -60,10 +60,10 @@ class Residency:
 
 @dataclass(frozen=True)
 class PagerLimits:
-    """`live_nbytes`: planned bytes of paged units on the device at once; `most_live_nbytes`: those that are allowed where
-    code uses more units at the same time (a checkpointed region of many blocks, `gathered`). `prefetch_numel`: most elements fetched ahead of
-    use.
-    `reuse_numel`: a unit expected again within this many elements is kept, room permitting."""
+    """`live_nbytes`: planned bytes of paged units on the device at once. `most_live_nbytes`: those that are allowed
+    where code uses more units at the same time (a checkpointed region of many blocks, `gathered`). `prefetch_numel`:
+    most elements fetched ahead of use. `reuse_numel`: a unit expected again within this many elements is kept, room
+    permitting."""
 
     live_nbytes: int
     prefetch_numel: int
@@ -495,7 +495,7 @@ class Pager:
         if not self._told_excess:
             self._told_excess = True
             logger.warning(
-                "%s more on the device than planned: other units are used at the same time as unit %s than its modules'",
+                "%s more on the device than planned: unit %s is used together with others than its parent modules'",
                 format_nbytes(self._live_nbytes - limit), unit.name,
             )  # fmt: skip
 

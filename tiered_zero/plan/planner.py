@@ -56,9 +56,9 @@ class SubGroupNeed:
 class Plan:
     """Every size and placement of a run. `param_tiers`: unit index -> tier, "device" for those that never leave it.
 
-    `live_nbytes`: bytes of paged units on the device at once; `most_live_nbytes`: as many as the config allows, for code
-    that uses more units at the same time than a forward of nested modules does. `in_flight_nbytes`: gradients on their way to the
-    host.
+    `live_nbytes`: bytes of paged units on the device at once; `most_live_nbytes`: as many as the config allows, for
+    code that uses more units at the same time than a forward of nested modules does. `in_flight_nbytes`: gradients on
+    their way to the host.
     """
 
     param_tiers: Mapping[int, str]

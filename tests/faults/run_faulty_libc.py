@@ -1,0 +1,132 @@
+"""Run as a program under LD_PRELOAD of tests/io/faulty_libc.c: training on a real engine whose system calls fail.
+
+    python run_faulty_libc.py SWAP_PATH ENGINE
+
+Prints a line of JSON for each case and policy: what came of it. Anything unexpected raises.
+"""
+
+import ctypes
+import errno
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from tests.fakes.faulty_runs import (
+    POLICIES,
+    Failure,
+    build,
+    check_aftermath,
+    differing,
+    reference,
+    train,
+    weights_after,
+)
+
+LIBC = ctypes.CDLL(None)
+Fault = tuple[str, int, str, int]
+"""Which call, its number (0: every one), effect, argument; see faulty_libc.c."""
+
+MENDED: dict[str, Fault] = {
+    "every read is short": ("read", 0, "short", 3000),
+    "every write is short": ("write", 0, "short", 5000),
+    "EINTR on a read": ("read", 7, "fail", errno.EINTR),
+    "EAGAIN on a write": ("write", 7, "fail", errno.EAGAIN),
+}
+RAISED: dict[str, Fault] = {
+    "EIO on a read": ("read", 9, "fail", errno.EIO),
+    "EIO on a write": ("write", 9, "fail", errno.EIO),
+    "ENOSPC on a write": ("write", 9, "fail", errno.ENOSPC),
+    "a bit flipped by a read": ("read", 9, "flip", 70),
+    "a bit flipped by a write": ("write", 9, "flip", 70),
+    "every read hangs": ("read", 0, "stall", 2500),
+    "every write hangs": ("write", 0, "stall", 2500),
+}
+TIMEOUT_S = 0.4
+
+
+def arm(fault: Fault) -> None:
+    call, nth, effect, argument = fault
+    LIBC.faulty_libc_set(b"data.bin", call.encode(), ctypes.c_long(nth), effect.encode(), ctypes.c_long(argument))
+
+
+def disarm() -> None:
+    arm(("", 0, "", 0))
+
+
+class Watch:
+    """How long ago the first call was struck."""
+
+    def __init__(self) -> None:
+        self._struck_s: float | None = None
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._look)
+        self._thread.start()
+
+    def _look(self) -> None:
+        while not self._over.wait(0.002) and not LIBC.faulty_libc_count():
+            continue
+        self._struck_s = time.monotonic()
+
+    def stop(self) -> float:
+        """Seconds."""
+        ended_s = time.monotonic()
+        self._over.set()
+        self._thread.join()
+        return ended_s - (self._struck_s or ended_s)
+
+
+def run(swap_path: Path, name: str, policy: str, fault: Fault) -> str:
+    hangs = fault[2] == "stall"
+    runtime = {"io_engine": name, "io_timeout_s": TIMEOUT_S if hangs else 20.0}
+    engine = build(swap_path, policy, runtime=runtime)
+    try:
+        first = train(engine, 2)
+        arm(fault)
+        watch = Watch()
+        failure = first or train(engine, 6, first=2)
+        raised_s = watch.stop()
+        struck = LIBC.faulty_libc_count()
+        if failure is None:
+            disarm()
+            weights = weights_after(engine)
+            same = isinstance(weights, dict) and not differing(reference(policy, 6), weights)
+            came = "same weights" if same else "OTHER WEIGHTS"
+        else:
+            came = outcome(policy, engine, failure, swap_path)
+        if hangs and raised_s > TIMEOUT_S + 1.0:
+            came = f"TOO LATE: {raised_s:.1f} s; {came}"
+        begun_s = time.monotonic()
+        engine.close()
+        if hangs and time.monotonic() - begun_s > 3.0:
+            came = f"CLOSED SLOWLY: {time.monotonic() - begun_s:.1f} s; {came}"
+    finally:
+        disarm()
+    if not struck or list(swap_path.iterdir()):
+        raise RuntimeError(f"{struck} calls were struck; left: {list(swap_path.iterdir())}")
+    return came
+
+
+def outcome(policy: str, engine: object, failure: Failure, swap_path: Path) -> str:
+    cause: BaseException | None = failure.error
+    while cause is not None and cause.__cause__ is not None:
+        cause = cause.__cause__
+    return f"{type(cause).__name__}, {check_aftermath(policy, engine, failure, swap_path)}"  # type: ignore[arg-type]
+
+
+def main(say: Callable[[str], object] = print) -> None:
+    torch.set_num_threads(1)
+    swap_path, name = Path(sys.argv[1]), sys.argv[2]
+    for policy in POLICIES:
+        reference(policy, 6)
+        for case, fault in {**MENDED, **RAISED}.items():
+            say(json.dumps({"case": case, "policy": policy, "came": run(swap_path, name, policy, fault)}))
+            sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""System calls that fail under the real engines while a model trains: mended where they can be, else raised in time."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.faults.conftest import ROOT, Tell
+from tests.faults.run_faulty_libc import MENDED, POLICIES, RAISED
+from tests.io.conftest import compile_shared
+
+ENGINES = ("native", "threads")
+Outcomes = dict[tuple[str, str, str], str]
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    """(engine, case, policy) -> what came of it; a process for each engine, side by side."""
+    built = tmp_path_factory.mktemp("native")
+    compile_shared(ROOT / "tiered_zero/native/direct_io.c", built / "_direct_io.so")
+    library = compile_shared(ROOT / "tests/io/faulty_libc.c", built / "faulty_libc.so", "-ldl")
+    settings = {"LD_PRELOAD": str(library), "TIERED_ZERO_NATIVE_DIR": str(built), "PYTHONPATH": str(ROOT)}
+    children = {
+        name: subprocess.Popen(
+            [sys.executable, str(ROOT / "tests/faults/run_faulty_libc.py"), tmp_path_factory.mktemp(name), name],
+            env={**os.environ, **settings},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for name in ENGINES
+    }
+    found: Outcomes = {}
+    try:
+        for name, child in children.items():
+            out, err = child.communicate(timeout=100)
+            assert child.returncode == 0, err
+            for row in map(json.loads, out.splitlines()):
+                found[name, row["case"], row["policy"]] = row["came"]
+    finally:
+        for child in children.values():
+            child.kill()
+    return found
+
+
+@pytest.mark.timeout(110)
+@pytest.mark.parametrize("case", [*MENDED, *RAISED])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_run_on_failing_system_calls(engine: str, case: str, outcomes: Outcomes, tell: Tell) -> None:
+    for policy in POLICIES:
+        came = outcomes[engine, case, policy]
+        tell(f"system call: {case}", f"{policy}; {engine} engine", came)
+        if case in MENDED:
+            assert came == "same weights", policy
+        else:
+            error = "CorruptionError" if "flipped" in case else "TransferError"
+            assert came.startswith(f"{error}, raised in "), (policy, came)
+            assert "Error" in came.partition("; ")[2] or "those before" in came

@@ -1,0 +1,413 @@
+"""A model that is born on the meta device gets the values that it would have got on the CPU, unit by unit."""
+
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import tiered_zero
+from tiered_zero.demo.gpt import GPTConfig, build_gpt
+from tiered_zero.errors import ModelError
+
+ROOT = Path(__file__).parents[2]
+
+
+def settings(**runtime: Any) -> dict[str, Any]:
+    host = {"device": "cpu"}
+    zero = {"stage": 3, "offload_param": host, "offload_optimizer": host, "stage3_param_persistence_threshold": 0}
+    adam = {"type": "AdamW", "params": {"lr": 0.01}}
+    return {"train_batch_size": 4, "optimizer": adam, "zero_optimization": zero, "tiered_zero": runtime}
+
+
+def born(model: nn.Module, **runtime: Any) -> dict[str, Tensor]:
+    """The model's state_dict after its birth."""
+    with tiered_zero.initialize(model=model, config=settings(**runtime))[0] as engine:
+        return dict(engine.module.state_dict())
+
+
+def on_meta(build: Callable[[], nn.Module]) -> nn.Module:
+    with torch.device("meta"):
+        return build()
+
+
+def assert_alike(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Same names, and the same distribution of each: constants are equal, random ones agree in mean, deviation and
+    range within what chance allows (5 standard errors of the mean; of the deviation, whose error is sigma / sqrt(2n),
+    8: a uniform or normal sample's is smaller)."""
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        ours = found[name]
+        assert (ours.shape, ours.dtype, ours.device.type) == (value.shape, value.dtype, "cpu"), name
+        if value.numel() < 2 or not value.is_floating_point() or value.std() == 0:
+            assert torch.equal(ours, value), name
+            continue
+        sigma, num = value.double().std().item(), value.numel()
+        assert abs(ours.double().mean() - value.double().mean()) < 5 * sigma * math.sqrt(2 / num), name
+        assert abs(ours.double().std() - sigma) < 8 * sigma * math.sqrt(1 / num), name
+        assert ours.abs().max() < 2 * value.abs().max(), name
+        assert not torch.equal(ours, value), name  # they are different draws
+
+
+# -- from initialisers -------------------------------------------------------------------------------------------------
+
+
+class Tied(nn.Module):
+    """The head is met before the embedding that it is tied to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(32, 64, bias=False)
+        self.tokens = nn.Embedding(64, 32)
+        self.tokens.weight = self.head.weight
+
+
+class Owner(nn.Module):
+    """A parameter, a buffer and children of its own; its word on a child's weight is the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.empty(7))
+        self.register_buffer("table", torch.empty(5))
+        self.register_buffer("count", torch.empty((), dtype=torch.int64), persistent=False)
+        self.child = nn.Linear(64, 64)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.scale, 3.0)
+        self.table.copy_(torch.arange(5.0))
+        self.count = torch.tensor(4)
+        nn.init.normal_(self.child.weight, std=5.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.child(x)
+
+
+class Rotary(nn.Module):
+    """Buffers and no parameters, as rotary embeddings are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("frequency", torch.empty(4), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        self.frequency = 1.0 / (10000 ** (torch.arange(4) / 4))
+
+
+def gpt2() -> GPT2LMHeadModel:
+    sizes = {"vocab_size": 256, "n_positions": 64, "n_embd": 64, "n_layer": 3, "n_head": 2}
+    return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+
+
+def demo() -> nn.Module:
+    return build_gpt(GPTConfig(layers=3, hidden=64, vocab=256, context=64), "cpu")
+
+
+def demo_on_meta() -> nn.Module:
+    return build_gpt(GPTConfig(layers=3, hidden=64, vocab=256, context=64))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "GPT-2": gpt2,
+    "linear, convolution, norms": lambda: nn.Sequential(
+        nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.GroupNorm(2, 16), nn.PReLU(), nn.Linear(64, 64), nn.LayerNorm(64)
+    ),
+    "attention": lambda: nn.Sequential(nn.TransformerEncoderLayer(64, 2, 128), nn.MultiheadAttention(64, 2)),
+    "an owner with a child": lambda: nn.Sequential(Owner(), nn.Linear(64, 64)),
+    "tied, head first": Tied,
+}
+
+
+@pytest.mark.parametrize("cap", [None, 1], ids=["units as found", "a unit a module"])
+@pytest.mark.parametrize("name", [*MODELS, "the demo's GPT"])
+def test_values_are_distributed_as_on_the_cpu(name: str, cap: int | None) -> None:
+    torch.manual_seed(1)
+    expected = dict((demo() if name == "the demo's GPT" else MODELS[name]()).state_dict())
+    model = demo_on_meta() if name == "the demo's GPT" else on_meta(MODELS[name])
+    torch.manual_seed(2)
+    assert_alike(born(model, unit_size_cap=cap), expected)
+
+
+def test_a_parents_word_on_its_child_is_the_last() -> None:
+    """GPT-2 scales the projections into its residual stream, in _init_weights of the module around them."""
+    found = born(on_meta(gpt2), unit_size_cap=1)
+    assert found["transformer.h.1.attn.c_attn.weight"].std().item() == pytest.approx(0.02, rel=0.05)
+    assert found["transformer.h.1.attn.c_proj.weight"].std().item() == pytest.approx(0.02 / math.sqrt(6), rel=0.05)
+    assert found["transformer.h.1.mlp.c_proj.weight"].std().item() == pytest.approx(0.02 / math.sqrt(6), rel=0.05)
+
+
+@pytest.mark.parametrize("build", [Tied, gpt2], ids=["head first", "GPT-2"])
+def test_ties_are_kept(build: Callable[[], nn.Module]) -> None:
+    model = on_meta(build)
+    params = list(model.parameters())
+    with tiered_zero.initialize(model=model, config=settings())[0] as engine:
+        assert [id(param) for param in engine.module.parameters()] == [id(param) for param in params]
+        head, tokens = (model.head, model.tokens) if isinstance(model, Tied) else (model.lm_head, model.transformer.wte)
+        assert head.weight is tokens.weight
+        state = engine.module.state_dict()
+        names = [name for name in state if name.endswith(("head.weight", "tokens.weight", "wte.weight"))]
+        assert len(names) == 2
+        assert state[names[0]].data_ptr() == state[names[1]].data_ptr()
+
+
+def test_a_model_so_born_trains_to_the_bit_like_one_with_its_values() -> None:
+    ids = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(0))
+    weights = []
+    first: dict[str, Tensor] = {}
+    for model in (on_meta(gpt2), gpt2()):
+        if first:
+            model.load_state_dict(first)
+        model.eval()  # no dropout
+        with tiered_zero.initialize(model=model, config=settings())[0] as engine:
+            first = first or dict(engine.module.state_dict())
+            for _ in range(2):
+                engine.backward(engine(input_ids=ids, labels=ids).loss)
+                engine.step()
+            weights.append(dict(engine.module.state_dict()))
+    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+    assert not torch.equal(first["lm_head.weight"], weights[0]["lm_head.weight"])
+
+
+def test_buffers_without_parameters_are_filled() -> None:
+    model = on_meta(lambda: nn.Sequential(Rotary(), nn.Linear(4, 4)))
+    born(model)
+    assert torch.equal(model[0].frequency, Rotary().frequency)
+
+
+def test_what_has_values_keeps_them() -> None:
+    """A model of which only a part is on meta: the other is not initialised again."""
+    known = nn.Linear(4, 4)
+    expected = known.weight.detach().clone()
+    model = nn.Sequential(known, on_meta(lambda: nn.Linear(4, 4)), nn.BatchNorm1d(4))
+    model[2].running_mean.fill_(7.0)
+    found = born(model)
+    assert torch.equal(found["0.weight"], expected)
+    assert torch.equal(found["2.running_mean"], torch.full((4,), 7.0))
+    assert found["1.weight"].abs().max() <= 0.5
+
+
+def test_a_model_with_values_is_never_initialised(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    for kind in (nn.Linear, nn.LayerNorm):
+        monkeypatch.setattr(kind, "reset_parameters", lambda self: pytest.fail("initialised"))
+    assert all(torch.equal(value, expected[name]) for name, value in born(model).items())
+
+
+def test_what_users_note_on_parameters_stays() -> None:
+    model = on_meta(lambda: nn.Linear(4, 4))
+    model.weight.no_decay = True
+    born(model)
+    assert model.weight.no_decay is True
+
+
+@pytest.mark.parametrize("placement", ["none", "cpu"])
+def test_sixteen_bit_parameters_round_an_exact_master(placement: str) -> None:
+    """First values are made in the model's own dtype; the master is that, the parameter its rounding."""
+    config = settings()
+    config["bf16"] = {"enabled": True}
+    config["zero_optimization"]["offload_param"] = {"device": placement}
+    torch.manual_seed(3)
+    with tiered_zero.initialize(model=on_meta(lambda: nn.Linear(64, 64)), config=config)[0] as engine:
+        assert engine.module.state_dict()["weight"].dtype == torch.bfloat16
+        rounded = dict(engine.module.state_dict())
+    torch.manual_seed(3)
+    exact = born(on_meta(lambda: nn.Linear(64, 64)))
+    assert torch.equal(rounded["weight"], exact["weight"].bfloat16())
+    assert not torch.equal(rounded["weight"].float(), exact["weight"])
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+class Forgotten(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+        self.child = nn.Linear(3, 3)
+
+
+class AlmostForgotten(Forgotten):
+    def reset_parameters(self) -> None:
+        """Sets nothing."""
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.child = nn.Linear(3, 3)
+        self.register_buffer("mask", torch.ones(3))
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "a parameter without an initialiser": (Forgotten, r"_init_weights\(module\): scale\. Set it in one of them"),
+    "an initialiser that forgets it": (lambda: nn.Sequential(AlmostForgotten()), r": 0\.scale\. Set it"),
+    "a buffer that nothing fills": (Masked, r": mask\. .*build it on the CPU \(under torch\.device\('cpu'\)\)"),
+    "a parametrization": (
+        lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(3, 3))),
+        r": 0\.parametrizations\.weight\.original0, 0\.parametrizations\.weight\.original1\.",
+    ),
+    "recurrent modules": (
+        lambda: nn.LSTM(3, 3),
+        r"weight_ih_l0 was built on the meta device and cannot be given memory",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.usefixtures("no_leaks")
+def test_what_nothing_sets_is_refused_by_name(name: str) -> None:
+    build, text = REFUSED[name]
+    with pytest.raises(ModelError, match=text):
+        tiered_zero.initialize(model=on_meta(build), config=settings())
+
+
+# -- from files --------------------------------------------------------------------------------------------------------
+
+
+def saved(model: nn.Module, path: Path, names: Callable[[str], bool] = lambda name: True) -> str:
+    """The tensors of a model, each storage once, as Hugging Face files have them."""
+    unique: dict[int, str] = {}
+    for name, value in model.state_dict().items():
+        unique.setdefault(value.data_ptr(), name)
+    save_file({name: model.state_dict()[name].contiguous() for name in unique.values() if names(name)}, path)
+    return str(path)
+
+
+def test_exact_values_from_several_files(tmp_path: Path) -> None:
+    source = gpt2()
+    parts = [
+        saved(source, tmp_path / "1.safetensors", lambda name: ".h." in name),
+        saved(source, tmp_path / "2.safetensors", lambda name: ".h." not in name),
+    ]
+    found = born(on_meta(gpt2), weights=parts)
+    assert found.keys() == source.state_dict().keys()
+    assert all(torch.equal(found[name], value) for name, value in source.state_dict().items())
+
+
+def test_a_file_may_name_a_tied_weight_either_way(tmp_path: Path) -> None:
+    value = torch.randn(64, 32)
+    for name in ("head.weight", "tokens.weight"):
+        save_file({name: value}, tmp_path / "file.safetensors")
+        found = born(on_meta(Tied), weights=str(tmp_path / "file.safetensors"))
+        assert torch.equal(found["head.weight"], value)
+        assert torch.equal(found["tokens.weight"], value)
+
+
+def test_buffers_come_from_files_too(tmp_path: Path) -> None:
+    """Trained statistics; what files never have (the buffer that is not persistent) comes from the initialiser."""
+    source = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), Owner())
+    source(torch.randn(8, 4)) if False else source[1](torch.randn(8, 4))
+    source[2].table.fill_(9.0)
+    path = saved(source, tmp_path / "file.safetensors")
+    model = on_meta(lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), Owner()))
+    found = born(model, weights=path)
+    assert all(torch.equal(found[name], value) for name, value in source.state_dict().items())
+    assert found["1.num_batches_tracked"] == 1
+    assert model[2].count == 4
+
+
+def test_values_are_rounded_to_the_models_dtype(tmp_path: Path) -> None:
+    source = nn.Linear(8, 8)
+    path = saved(source, tmp_path / "file.safetensors")
+    found = born(on_meta(lambda: nn.Linear(8, 8, dtype=torch.bfloat16)), weights=path)
+    assert torch.equal(found["weight"], source.weight.bfloat16())
+    path = saved(source.bfloat16(), tmp_path / "file.safetensors")
+    found = born(on_meta(lambda: nn.Linear(8, 8)), weights=path)
+    assert torch.equal(found["weight"], source.weight.float())
+
+
+@pytest.mark.usefixtures("no_leaks")
+def test_files_that_do_not_fit_are_refused_and_the_model_stays_as_it_is(tmp_path: Path) -> None:
+    whole = saved(gpt2(), tmp_path / "whole.safetensors")
+    partly = saved(gpt2(), tmp_path / "partly.safetensors", lambda name: ".h.1." not in name)
+    other = tmp_path / "other.safetensors"
+    save_file({"weight": torch.zeros(3, 4), "bias": torch.zeros(4)}, other)
+    (tmp_path / "broken.safetensors").write_bytes(b"no such thing")
+    for model, path, text in (
+        (on_meta(gpt2), partly, r"found none for transformer\.h\.1\.ln_1\.weight, .* and 7 more\. Name the file"),
+        (
+            on_meta(lambda: nn.Linear(4, 4)),
+            other,
+            r"expected weight of shape \(4, 4\), as in the model; found \(3, 4\)",
+        ),
+        (on_meta(gpt2), str(tmp_path / "broken.safetensors"), r"broken\.safetensors cannot be read as safetensors"),
+        (gpt2(), whole, r"found one with values of its own, which they would not change"),
+    ):
+        with pytest.raises(ModelError, match=text):
+            tiered_zero.initialize(model=model, config=settings(weights=str(path)))
+        if path != whole:
+            assert all(param.is_meta for param in model.parameters())
+        born(model)
+
+
+def test_tensors_that_the_model_does_not_have_are_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tensors = {f"old.{i}": torch.zeros(1) for i in range(7)} | {"weight": torch.ones(4, 4), "bias": torch.ones(4)}
+    save_file(tensors, tmp_path / "file.safetensors")
+    born(on_meta(lambda: nn.Linear(4, 4)), weights=str(tmp_path / "file.safetensors"))
+    (told,) = [record.getMessage() for record in caplog.records if "tiered_zero.weights" in record.getMessage()]
+    assert "no use for old.0, old.1, old.2, old.3, old.4 and 2 more in the files" in told
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+MEASURE = """
+import ctypes, json, sys, torch, tiered_zero
+from tiered_zero.demo.gpt import GPTConfig, build_gpt, num_parameters
+def peak():
+    return int(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM"))) * 1024
+def warm(model, swap, weights=None):
+    nvme = {"device": "nvme", "nvme_path": swap}
+    config = {
+        "train_batch_size": 1, "bf16": {"enabled": True}, "optimizer": {"type": "AdamW"},
+        "zero_optimization": {"stage": 3, "offload_param": {**nvme, "max_in_cpu": 0}, "offload_optimizer": nvme,
+                              "sub_group_size": 1 << 20},
+        "tiered_zero": {"weights": weights} if weights else {},
+    }
+    return tiered_zero.initialize(model=model, config=config)[0]
+swap, weights = sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else None
+torch.set_num_threads(1)
+warm(build_gpt(GPTConfig(layers=2, hidden=64)), swap).close()
+config = GPTConfig(layers=24, hidden=320)
+if weights:
+    from safetensors.torch import save_file
+    import subprocess
+    text = (
+        "import sys, torch; from safetensors.torch import save_file;"
+        "from tiered_zero.demo.gpt import *; m = build_gpt(GPTConfig(layers=24, hidden=320), 'cpu');"
+        "s = m.state_dict(); del s['head.weight']; save_file(s, sys.argv[1])"
+    )
+    subprocess.run([sys.executable, "-c", text, weights], check=True)
+open("/proc/self/clear_refs", "w").write("5")  # the peak from here on
+before = peak()
+engine = warm(build_gpt(config), swap, weights)
+after = peak()
+unit = max(r.unit.numel for r in engine._parts.pager._residencies.values())
+print(json.dumps({"grown": after - before, "host": engine.plan.nbytes("host"), "numel": num_parameters(config), "unit": unit}))
+engine.close()
+"""
+
+
+@pytest.mark.parametrize("source", ["initialisers", "files"])
+def test_peak_memory_at_birth_is_one_group(source: str, swap_path: Path, tmp_path: Path) -> None:
+    """Beside the planned host memory: one unit's parameter in fp32 (4 bytes an element), its flat (2), its master (4),
+    as much again for what malloc keeps of the unit before, and 8 MiB for all else. The whole model would be four
+    times that in fp32 alone. Files are mapped, and their pages count while they are read: 4 bytes an element more."""
+    arguments = [str(swap_path)] + ([str(tmp_path / "weights.safetensors")] if source == "files" else [])
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "MALLOC_ARENA_MAX": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    print(done.stdout)

@@ -1,0 +1,116 @@
+"""200 seeded delay schedules on the threaded accelerator, freed buffers poisoned with NaN: not one bit differs.
+
+Every job of every lane starts and ends late by a seeded random time, so each schedule is another interleaving of driver,
+gather, reduce and update; a wait that is missing somewhere meets a late partner in some of them, and reads NaN. The
+schedules go round the nine placements, update policies, precisions, accumulation, clipping and prefetching, whose cycles
+have no common length. That such a harness can fail is shown as well: with any one wait taken out it finds differences.
+"""
+
+import functools
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.parity.models import ParityGPT, batch
+from tests.parity.trainers import PLACEMENTS, Plain, Record, _same, adamw, follow, tiered, train
+from tiered_zero.grads.accumulator import GradientStore
+from tiered_zero.hardware.cpu import CpuAccelerator
+from tiered_zero.tiers.inventory import Publication
+from tiered_zero.tiers.nvme import TicketEvent
+
+NUM_SCHEDULES = 200
+NUM_CHUNKS = 10
+
+POLICIES = ("overlapped", "barrier", "overlapped", "overlapped", "overlapped")
+PREFETCH = (None, 0, 3000, None, None, None, 9000)
+COURSES = (("fp32", 1, 0.0), ("bf16", 2, 0.5), ("fp32", 1, 0.5), ("bf16", 1, 0.0))
+"""Cycles of 9 placements, 5 policies, 7 prefetch buckets and 4 courses: all lengths are prime to each other."""
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def build() -> ParityGPT:
+    torch.manual_seed(0)
+    return ParityGPT(num_blocks=1)
+
+
+def data(number: int) -> tuple[Any, ...]:
+    return (*batch(number), number % 2 == 1)
+
+
+@functools.cache
+def reference(precision: str, accumulation: int, clipping: float) -> Record:
+    dtype = torch.bfloat16 if precision == "bf16" else None
+    plain = Plain(build(), adamw, accumulation, clipping, dtype=dtype)
+    return follow(lambda own: train(own, data, 3, accumulation), plain)
+
+
+def run_schedule(seed: int, swap_path: Path) -> str:
+    """What differs from plain PyTorch under this schedule; "" where nothing does."""
+    precision, accumulation, clipping = COURSES[seed % 4]
+    engine = tiered(
+        build(),
+        swap_path,
+        PLACEMENTS[seed % 9],
+        adamw,
+        accumulation,
+        clipping,
+        zero={"stage3_prefetch_bucket_size": PREFETCH[seed % 7]},
+        runtime={"update": POLICIES[seed % 5], "debug_delay_seed": seed, "debug_poison": True},
+        bf16={"enabled": precision == "bf16"},
+    )
+    expected = reference(precision, accumulation, clipping)
+    found = follow(lambda own: train(own, data, 3, accumulation), engine)
+    seen = [str(i) for i, pair in enumerate(zip(expected.seen, found.seen, strict=True)) if not _same(*pair)]
+    return ", ".join(seen + [name for name, value in expected.weights.items() if not _same(value, found.weights[name])])
+
+
+@pytest.mark.parametrize("chunk", range(NUM_CHUNKS))
+def test_no_schedule_changes_a_bit(chunk, swap_path):
+    wrong = {}
+    for seed in range(chunk, NUM_SCHEDULES, NUM_CHUNKS):
+        if differences := run_schedule(seed, swap_path):
+            wrong[seed] = differences
+    assert not wrong
+
+
+def test_the_schedules_cover_what_can_race():
+    pairs = {(PLACEMENTS[seed % 9], POLICIES[seed % 5], COURSES[seed % 4]) for seed in range(NUM_SCHEDULES)}
+    assert len(pairs) == 9 * 2 * 4
+
+
+def drop(*_: Any) -> None:
+    """Takes the place of a wait."""
+
+
+WAITS = {
+    "compute for parameters": (CpuAccelerator, "wait_on_compute", range(0, 60, 7)),
+    "the verdict for gradients": (GradientStore, "wait", range(0, 60, 7)),
+    "a unit for its update": (Publication, "wait", range(0, 60, 7)),
+    "the update for state from disk": (TicketEvent, "wait", (2, 5, 8, 11, 14, 17, 20)),
+}
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("name", WAITS)
+def test_a_missing_wait_is_found(name, swap_path, monkeypatch, caplog):
+    """With one wait taken out, some schedule gives other bits, or an error."""
+    caplog.set_level(logging.CRITICAL, "tiered_zero")
+    owner, method, seeds = WAITS[name]
+    monkeypatch.setattr(owner, method, drop)
+    for seed in seeds:
+        try:
+            if run_schedule(seed, swap_path):
+                return
+        except Exception:
+            return
+    pytest.fail(f"without the wait of {name} nothing differs")

@@ -1,0 +1,464 @@
+"""The engine as a user drives it: counters, boundaries, skipped steps, failures, evaluation, and its end.
+
+What becomes of numbers is in tests/parity, what becomes of failed transfers in tests/faults.
+"""
+
+import gc
+import logging
+import os
+import subprocess
+import sys
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tiered_zero
+from tests.bad_inputs import held
+from tests.fakes.faulty_runs import faulty_disks
+from tests.fakes.io_faults import Fault
+from tiered_zero import engine as engine_module
+from tiered_zero.errors import LatchedError, ModelError, NonFiniteError, ParameterAwayError, TransferError
+
+ROOT = Path(__file__).parents[1]
+PLACEMENTS = (("none", "none"), ("cpu", "cpu"), ("nvme", "nvme"))
+placements = pytest.mark.parametrize("placement", PLACEMENTS, ids=lambda pair: "-".join(pair))
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Model(nn.Module):
+    """Two layers, dropout, and something of its own to call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(8, 16)
+        self.drop = nn.Dropout(0.5)
+        self.second = nn.Linear(16, 4)
+        self.fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.drop(torch.tanh(self.first(x)))
+        if self.fails:
+            raise RuntimeError("in the middle of a forward")
+        return self.second(hidden)
+
+    def describe(self, word: str = "model") -> str:
+        return f"a {word} of {sum(p.numel() for p in self.parameters())}"
+
+
+def build(swap: Path, placement: tuple[str, str] = ("nvme", "nvme"), **more: Any) -> tiered_zero.Engine:
+    param, state = ({"device": device, "nvme_path": str(swap)} for device in placement)
+    zero = {
+        "stage": 3,
+        "offload_param": {**param, "max_in_cpu": 0},
+        "offload_optimizer": state,
+        "stage3_param_persistence_threshold": 0,
+    }
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_clipping": 0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "zero_optimization": zero,
+        **more,
+    }
+    return tiered_zero.initialize(model=Model(), config=config)[0]
+
+
+def batch(step: int) -> Tensor:
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+
+
+def run_step(engine: tiered_zero.Engine, step: int, scale: float = 1.0) -> None:
+    dtype = getattr(torch, engine.config.param_dtype_name)
+    engine.backward(engine(batch(step).to(dtype)).float().square().mean() * scale)
+    engine.step()
+
+
+def weights(engine: tiered_zero.Engine) -> dict[str, Tensor]:
+    return dict(engine.module.state_dict())
+
+
+def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+    return all(torch.equal(value, right[name]) for name, value in left.items())
+
+
+# -- counters and questions --------------------------------------------------------------------------------------------
+
+
+@placements
+def test_before_the_first_step(placement: tuple[str, str], swap_path: Path) -> None:
+    with build(swap_path, placement) as engine:
+        assert (engine.global_steps, engine.skipped_steps, engine.loss_scale) == (0, 0, 1.0)
+        assert engine.get_global_grad_norm() is None
+        assert engine.step_report is None
+        assert engine.was_step_applied() is False
+        assert engine.get_lr() == [0.01]
+        assert engine.is_gradient_accumulation_boundary() is True
+        assert engine.memory_report().keys() <= {"device", "host", "nvme"}
+
+
+def test_boundaries(swap_path: Path) -> None:
+    with build(swap_path, gradient_accumulation_steps=3) as engine:
+        assert (engine.gradient_accumulation_steps(), engine.train_batch_size()) == (3, 12)
+        seen = []
+        for step in range(7):
+            boundary = engine.is_gradient_accumulation_boundary()
+            before = weights(engine)
+            run_step(engine, step)
+            moved = not same(before, weights(engine))
+            assert moved == boundary
+            seen.append((boundary, engine.global_steps))
+        assert seen == [(False, 0), (False, 0), (True, 1), (False, 1), (False, 1), (True, 2), (False, 2)]
+        assert engine.step_report is not None
+        assert engine.step_report.step == 2
+
+
+@placements
+def test_the_norm_is_that_of_clip_grad_norm(placement: tuple[str, str], swap_path: Path) -> None:
+    """Unscaled and before clipping, over all micro-batches of the step."""
+    plain = Model().eval()
+    for step in range(2):
+        (plain(batch(step)).square().mean() / 2).backward()
+    expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
+    with build(swap_path, placement, gradient_accumulation_steps=2, gradient_clipping=0.01) as engine:
+        engine.eval()
+        for step in range(2):
+            run_step(engine, step)
+        assert engine.get_global_grad_norm() == expected.item()
+
+
+def test_a_step_without_a_backward_changes_nothing(swap_path: Path) -> None:
+    with build(swap_path) as engine:
+        before = weights(engine)
+        engine.step()
+        assert engine.get_global_grad_norm() == 0.0
+        assert same(before, weights(engine))
+
+
+def test_the_report_of_a_step(swap_path: Path) -> None:
+    with build(swap_path, gradient_accumulation_steps=2) as engine:
+        losses = []
+        for step in range(2):
+            losses.append(engine(batch(step)).square().mean())
+            assert engine.backward(losses[-1]) is losses[-1]  # as given: neither divided nor scaled
+            engine.step()
+        report = engine.step_report
+        assert report is not None
+        assert report.loss == pytest.approx(sum(loss.item() for loss in losses) / 2)
+        assert report.grad_norm == engine.get_global_grad_norm()
+        assert sum(report.seconds.values()) == pytest.approx(report.wall_s, rel=0.05)
+
+
+def test_the_memory_report_is_within_its_plan(swap_path: Path) -> None:
+    with build(swap_path) as engine:
+        run_step(engine, 0)
+        for tier, kinds in engine.memory_report().items():
+            for kind, row in kinds.items():
+                assert row.keys() == {"now", "peak", "planned"}
+                assert row["now"] <= row["peak"] <= row["planned"], (tier, kind, row)
+        for tier in ("host", "nvme"):
+            assert sum(row["planned"] for row in engine.memory_report()[tier].values()) == engine.plan.nbytes(tier)
+
+
+def test_what_it_does_not_have_is_the_modules(swap_path: Path) -> None:
+    with build(swap_path) as engine:
+        assert engine.describe("net") == "a net of 212"
+        assert engine.second.out_features == 4
+        assert engine.training is True
+        assert next(name for name, _ in engine.named_parameters()) == "first.weight"
+        with pytest.raises(AttributeError, match="nothing_of_the_kind"):
+            engine.nothing_of_the_kind  # noqa: B018
+        with pytest.raises(AttributeError, match="_private"):
+            engine._private  # noqa: B018
+        assert not hasattr(engine, "__len__")
+
+
+# -- evaluation --------------------------------------------------------------------------------------------------------
+
+
+@placements
+def test_train_and_eval(placement: tuple[str, str], swap_path: Path) -> None:
+    with build(swap_path, placement) as engine:
+        run_step(engine, 0)
+        assert engine.eval() is engine
+        assert engine.module.training is False
+        with torch.no_grad():
+            first, again = engine(batch(1)), engine(batch(1))
+        assert torch.equal(first, again)
+        assert not first.requires_grad
+        plain = Model().eval()
+        plain.load_state_dict(engine.module.state_dict())
+        assert torch.equal(plain(batch(1)), first)
+        assert engine.train() is engine
+        assert engine.drop.training is True
+        assert engine.train(False).module.training is False
+
+
+# -- steps that are skipped --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_a_skipped_step_is_counted_and_said(precision: str, swap_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    section = {"enabled": True, "initial_scale_power": 8, "hysteresis": 1} if precision == "fp16" else {"enabled": True}
+    with build(swap_path, **{precision: section}) as engine:
+        run_step(engine, 0)
+        assert engine.was_step_applied() is True
+        before, scale = weights(engine), engine.loss_scale
+        caplog.clear()
+        run_step(engine, 1, scale=float("inf"))
+        assert (engine.global_steps, engine.skipped_steps, engine.was_step_applied()) == (2, 1, False)
+        assert engine.loss_scale == (scale / 2 if precision == "fp16" else 1.0)
+        assert same(before, weights(engine))
+        (record,) = caplog.records
+        assert record.levelno == logging.WARNING
+        assert "step 2 skipped (1 in a row): the gradient of first.weight is not finite" in record.getMessage()
+        assert engine.step_report is not None
+        assert engine.step_report.skipped is True
+        run_step(engine, 2)
+        assert (engine.global_steps, engine.skipped_steps, engine.was_step_applied()) == (3, 1, True)
+        assert not same(before, weights(engine))
+
+
+def test_many_skips_in_a_row_end_the_run(
+    swap_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a bounded number, with the first bad parameter's name; warnings on the way are few."""
+    monkeypatch.setattr(engine_module, "MAX_SKIPPED_IN_A_ROW", 20)
+    with build(swap_path, bf16={"enabled": True}) as engine:
+        before = weights(engine)
+        caplog.clear()
+        for step in range(19):
+            run_step(engine, step, scale=float("nan"))
+        with pytest.raises(
+            NonFiniteError, match=r"20 steps in a row .* first in first\.weight.*Weights are as they were"
+        ):
+            run_step(engine, 19, scale=float("nan"))
+        assert engine.skipped_steps == engine.global_steps == 20
+        assert len(caplog.records) == 5  # of the steps 1, 2, 4, 8 and 16
+        assert same(before, weights(engine))
+        run_step(engine, 20)  # the user may go on with better data
+        assert engine.was_step_applied()
+
+
+def test_the_smallest_loss_scale_is_the_end_too(swap_path: Path) -> None:
+    fp16 = {"enabled": True, "initial_scale_power": 2, "hysteresis": 1}
+    with build(swap_path, fp16=fp16) as engine:
+        before = weights(engine)
+        for step in range(2):
+            run_step(engine, step, scale=float("nan"))
+        with pytest.raises(NonFiniteError, match=r"fp16\.min_loss_scale = 1.*such a gradient: first\.weight"):
+            run_step(engine, 2, scale=float("nan"))
+        assert same(before, weights(engine))
+
+
+def test_fp32_goes_on_as_plain_pytorch_does_and_says_so_rarely(
+    swap_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with build(swap_path) as engine:
+        caplog.clear()
+        for step in range(20):
+            run_step(engine, step, scale=float("nan"))
+        assert (engine.global_steps, engine.skipped_steps) == (20, 0)
+        assert weights(engine)["first.weight"].isnan().all()
+        assert len(caplog.records) == 5
+        assert "step 1: the gradient of first.weight is not finite" in caplog.records[0].getMessage()
+
+
+# -- giving up and failing ---------------------------------------------------------------------------------------------
+
+
+@placements
+def test_a_step_that_is_given_up(placement: tuple[str, str], swap_path: Path) -> None:
+    """In the middle of an accumulation: no trace of it is left."""
+    runs = []
+    for gives_up in (False, True):
+        with build(swap_path, placement, gradient_accumulation_steps=2) as engine:
+            engine.eval()
+            for step in (0, 1):
+                run_step(engine, step)
+            if gives_up:
+                run_step(engine, 7)
+                assert engine.is_gradient_accumulation_boundary() is True
+                engine.abort_step()
+                assert engine.is_gradient_accumulation_boundary() is False
+            for step in (2, 3):
+                run_step(engine, step)
+            assert engine.global_steps == 2
+            runs.append(weights(engine))
+    assert same(*runs)
+
+
+@placements
+def test_an_exception_in_a_forward_or_a_backward(placement: tuple[str, str], swap_path: Path) -> None:
+    runs = []
+    for goes_wrong in (False, True):
+        with build(swap_path, placement) as engine:
+            engine.eval()
+            run_step(engine, 0)
+            if goes_wrong:
+                engine.module.fails = True
+                with pytest.raises(RuntimeError, match="in the middle of a forward"):
+                    engine(batch(1))
+                engine.module.fails = False
+                out = engine(batch(1))
+                out.register_hook(_fail)
+                with pytest.raises(ZeroDivisionError):
+                    engine.backward(out.sum())
+            run_step(engine, 2)
+            runs.append(weights(engine))
+    assert same(*runs)
+
+
+def _fail(grad: Tensor) -> None:
+    raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("update", ["barrier", "overlapped"])
+def test_a_failed_write_latches(update: str, swap_path: Path) -> None:
+    """It raises in its step (or, beside the next one, when that is waited for); then there are only LatchedErrors."""
+    with faulty_disks() as disks, build(swap_path, ("cpu", "nvme"), tiered_zero={"update": update}) as engine:
+        run_step(engine, 0)
+        engine.flush()
+        disks[0].add(Fault("write", disks[0].count("write") + 1))
+        with pytest.raises(TransferError, match=str(swap_path)):
+            run_step(engine, 1)
+            engine.flush()
+        for use in (
+            lambda: engine(batch(2)),
+            lambda: engine.backward(torch.ones(())),
+            engine.step,
+            engine.optimizer.step,
+        ):
+            with pytest.raises(LatchedError, match=r"An update failed .*Start again from the last checkpoint"):
+                use()
+    assert os.listdir(swap_path) == []
+
+
+def test_a_failed_read_before_the_update_leaves_the_weights(swap_path: Path) -> None:
+    barrier = {"update": "barrier"}
+    with faulty_disks() as disks, build(swap_path, ("cpu", "nvme"), tiered_zero=barrier) as engine:
+        run_step(engine, 0)
+        before = weights(engine)
+        disks[0].add(Fault("read", disks[0].count("read") + 1))
+        with pytest.raises(TransferError):
+            run_step(engine, 1)
+        assert same(before, _read_homes(engine))
+
+
+def _read_homes(engine: tiered_zero.Engine) -> dict[str, Tensor]:
+    """Weights in host memory as they are, whatever the engine says of them."""
+    pager = engine._parts.pager
+    found = {}
+    for name, param in engine.module.named_parameters():
+        residency = pager.residency(param)
+        assert residency is not None
+        entry = residency.unit.entries[residency.params[param]]
+        home = pager._inventory.home(residency.unit, "param")
+        raw = home.tier.view(home.slot)
+        assert raw is not None
+        flat = raw[: residency.unit.nbytes].view(residency.unit.dtype)
+        found[name] = flat[entry.start : entry.stop].view(entry.param.shape).clone()
+    return found
+
+
+# -- the end -----------------------------------------------------------------------------------------------------------
+
+
+@placements
+def test_close(placement: tuple[str, str], swap_path: Path) -> None:
+    """Twice is as good as once; nothing is left; every use afterwards is one clear error."""
+    build(swap_path, placement).close()  # what a process starts once
+    before = held()
+    engine = build(swap_path, placement)
+    run_step(engine, 0)
+    model, last = engine.module, weights(engine)
+    engine.close()
+    engine.close()
+    assert os.listdir(swap_path) == []
+    gc.collect()
+    assert held() <= before
+    for use in (lambda: engine(batch(0)), lambda: engine.backward(torch.ones(())), engine.step, engine.optimizer.step):
+        with pytest.raises(ModelError, match="This engine is closed"):
+            use()
+    assert engine.global_steps == 1
+    assert engine.get_global_grad_norm() is not None
+    if placement[0] == "none":  # the model keeps its weights, and is a plain one
+        assert same(last, dict(model.state_dict()))
+        model(batch(0)).sum().backward()
+        assert model.first.weight.grad is not None
+        return
+    for use in (lambda: model.first.weight + 1, model.state_dict, lambda: model(batch(0)), lambda: _gather(model)):
+        with pytest.raises(
+            ParameterAwayError, match=r"engine that is closed, and are gone\. Take engine\.module\.state_d"
+        ):
+            use()
+    assert model.first.weight.shape == (16, 8)
+
+
+def _gather(model: nn.Module) -> None:
+    with tiered_zero.gathered(model):
+        pass
+
+
+def test_as_a_context_it_closes_also_on_errors(swap_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), build(swap_path) as engine:
+        run_step(engine, 0)
+        raise ZeroDivisionError
+    assert os.listdir(swap_path) == []
+    with pytest.raises(ModelError, match="closed"):
+        engine.step()
+
+
+def test_an_engine_that_nobody_holds_ends(swap_path: Path) -> None:
+    """Forgotten engines give their threads, files and memory back (users: re-initialising leaks)."""
+    build(swap_path).close()
+    before = held()
+    engine = build(swap_path)
+    run_step(engine, 0)
+    ended = weakref.ref(engine)
+    del engine
+    gc.collect()
+    assert ended() is None
+    assert os.listdir(swap_path) == []
+    assert held() <= before
+
+
+SCRIPT = """
+import sys, torch, tiered_zero
+device, swap = sys.argv[1:]
+rest = {"device": device, "nvme_path": swap, "max_in_cpu": 0}
+zero = {"stage": 3, "offload_param": rest, "offload_optimizer": {**rest}, "stage3_param_persistence_threshold": 0}
+del zero["offload_optimizer"]["max_in_cpu"]
+config = {"train_batch_size": 4, "optimizer": {"type": "AdamW"}, "zero_optimization": zero}
+engine = tiered_zero.initialize(model=torch.nn.Linear(64, 64), config=config)[0]
+for _ in range(3):
+    engine.backward(engine(torch.ones(4, 64)).sum())
+    engine.step()
+"""
+
+
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+def test_a_script_need_not_close_it(device: str, swap_path: Path) -> None:
+    """The last update is made, threads end before the interpreter does, and the swap directory is gone."""
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, device, str(swap_path)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "still leased" not in done.stderr
+    assert "Traceback" not in done.stderr
+    assert os.listdir(swap_path) == []

@@ -1,0 +1,394 @@
+"""What does a training step cost on each placement, beside plain PyTorch and beside the bounds of this machine?
+
+    python tools/bench/step.py --tokens 64 --dir /mnt/nvme --out records/step.jsonl
+
+On one model in one run, each case in a process of its own, in turns:
+  compute     forward and backward alone, in bf16: a bound
+  plain       plain PyTorch: bf16 forward and backward, torch.optim.AdamW on fp32 masters, weights copied back
+  plain fp32  plain PyTorch, all of it in fp32
+  P/O U       tiered_zero: parameters rest on P, masters and state on O (device, cpu, nvme), the update policy is U
+The bounds are measured between the cases: memory by a triad, the disk through the engine that the runs choose. A
+case's bound is the largest of compute, update at memory speed, and its own bytes at disk speed. Peak memory is the
+resident set beyond that of a process which has imported torch and transformers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+import torch
+import transformers
+
+MODELS: dict[str, dict[str, int]] = {
+    "tiny": {"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 512, "n_positions": 128},
+    "gpt2-124m": {},
+    "gpt2-1.3b": {"n_layer": 24, "n_embd": 2048, "n_head": 16},
+}
+"""Beside the defaults of transformers' GPT2Config, which are the 124M model's. Weights are random."""
+
+DRAM_NBYTES_PER_PARAMETER = 28
+"""AdamW: read a bf16 gradient, fp32 master and two moments (14), write the three and a bf16 parameter (14)."""
+
+SECTIONS = {"device": "none", "cpu": "cpu", "nvme": "nvme"}
+UPDATES = ("barrier", "overlapped", "delayed")
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Task:
+    """What one process is to measure. `case`: compute, plain, plain fp32, or P/O. `clip`: 0 does not clip."""
+
+    case: str
+    update: str
+    model: str
+    tokens: int
+    steps: int
+    clip: float
+    directory: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.case} {self.update}".strip()
+
+
+@dataclass
+class Result:
+    """`seconds`: each measured step. `read_nbytes`, `written_nbytes`: of the last step, on the disk."""
+
+    num_parameters: int = 0
+    seconds: list[float] = field(default_factory=list)
+    peak_rss_nbytes: int | None = None
+    peak_device_nbytes: int | None = None
+    read_nbytes: int = 0
+    written_nbytes: int = 0
+    bound_by: str = ""
+    overlap: float | None = None
+
+
+# -- in a process of its own -------------------------------------------------------------------------------------------
+
+
+def measure_task(task: Task) -> Result:
+    """Two steps to warm up (state is born in the first, the order of use is known after it), then the measured ones."""
+    base_nbytes = resident_nbytes("VmRSS")
+    reset_peak()
+    torch.manual_seed(0)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    config = transformers.GPT2Config(**MODELS[task.model])
+    tokens = torch.randint(0, config.vocab_size, (1, task.tokens), device=device)
+    result = Result()
+    prepare = prepare_placement if "/" in task.case else prepare_plain
+    step, end = prepare(task, config, tokens, device, result)
+    for _ in range(2):
+        step()
+    for _ in range(task.steps):
+        synchronize(device)
+        start_s = time.perf_counter()
+        step()
+        synchronize(device)
+        result.seconds.append(time.perf_counter() - start_s)
+    peak_nbytes = resident_nbytes("VmHWM")
+    if base_nbytes is not None and peak_nbytes is not None:
+        result.peak_rss_nbytes = peak_nbytes - base_nbytes
+    if device.type == "cuda":
+        result.peak_device_nbytes = torch.cuda.max_memory_allocated()
+    end()
+    return result
+
+
+Steps = tuple[Callable[[], object], Callable[[], object]]
+"""(take a step, end)"""
+
+
+def prepare_plain(task: Task, config: Any, tokens: torch.Tensor, device: torch.device, result: Result) -> Steps:
+    model = transformers.GPT2LMHeadModel(config).to(device)
+    model.train()
+    params = list(model.parameters())
+    result.num_parameters = sum(param.numel() for param in params)
+
+    def pass_both_ways() -> None:
+        model(input_ids=tokens, labels=tokens).loss.backward()
+
+    def compute() -> None:
+        pass_both_ways()
+        model.zero_grad()
+
+    def clip(trained: Sequence[torch.Tensor]) -> None:
+        if task.clip:
+            torch.nn.utils.clip_grad_norm_(trained, task.clip)
+
+    def step_fp32() -> None:
+        pass_both_ways()
+        clip(params)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def step_bf16() -> None:
+        pass_both_ways()
+        for param, master in zip(params, masters, strict=True):
+            assert param.grad is not None
+            master.grad, param.grad = param.grad.float(), None
+        clip(masters)
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for param, master in zip(params, masters, strict=True):
+                param.copy_(master)
+
+    if task.case == "plain fp32":
+        optimizer = torch.optim.AdamW(params, lr=1e-4)
+        return step_fp32, lambda: None
+    masters = [param.detach().clone().requires_grad_() for param in params] if task.case == "plain" else []
+    model.bfloat16()
+    if task.case == "compute":
+        return compute, lambda: None
+    optimizer = torch.optim.AdamW(masters, lr=1e-4)
+    return step_bf16, lambda: None
+
+
+def prepare_placement(task: Task, config: Any, tokens: torch.Tensor, device: torch.device, result: Result) -> Steps:
+    import tiered_zero
+
+    with torch.device("meta"):
+        model = transformers.GPT2LMHeadModel(config)
+    model.train()
+    result.num_parameters = sum(param.numel() for param in model.parameters())
+    engine, *_ = tiered_zero.initialize(model=model, config=make_config(task))
+
+    def step() -> None:
+        engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+        engine.step()
+
+    def end() -> None:
+        report = engine.step_report
+        assert report is not None
+        result.read_nbytes = report.link_nbytes.get("disk read", 0)
+        result.written_nbytes = report.link_nbytes.get("disk write", 0)
+        result.bound_by, result.overlap = report.bound_by, report.overlap
+        engine.close()
+
+    return step, end
+
+
+def make_config(task: Task) -> dict[str, Any]:
+    """With `clip` 0 nothing asks for a verdict over all gradients, so that overlapped updates begin in backward."""
+    params, state = (SECTIONS[name] for name in task.case.split("/"))
+    paths = {"nvme_path": task.directory}
+    return {
+        "train_batch_size": 1,
+        "gradient_clipping": task.clip,
+        "bf16": {"enabled": True, "check_grad_overflow": task.clip > 0},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.01}},
+        "zero_optimization": {
+            "stage": 3 if params != "none" else 2,
+            "offload_param": {"device": params, "max_in_cpu": 0, **paths},
+            "offload_optimizer": {"device": state, **paths},
+        },
+        "tiered_zero": {"update": task.update, "delay_start_step": 1},
+    }
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def resident_nbytes(name: str) -> int | None:
+    """VmRSS or VmHWM (its peak) of this process; None where there is no /proc."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), None)
+
+
+def reset_peak() -> None:
+    """VmHWM starts anew (proc(5), clear_refs); where that cannot be, it still holds what imports took at their peak."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError as error:
+        print(f"peak memory includes that of the imports: {error}", file=sys.stderr)
+
+
+# -- the bounds --------------------------------------------------------------------------------------------------------
+
+
+def measure_triad(nbytes: int, rounds: int = 5) -> float:
+    """Bytes/s of a = b + 3 c over arrays of `nbytes`, the line that a store fetches first counted: best of `rounds`."""
+    a, b, c = (torch.rand(nbytes // 8, dtype=torch.float64) for _ in range(3))
+    best_s = float("inf")
+    for _ in range(rounds):
+        start_s = time.perf_counter()
+        torch.add(b, c, alpha=3.0, out=a)
+        best_s = min(best_s, time.perf_counter() - start_s)
+    return 4 * nbytes / best_s
+
+
+def measure_disk(directory: str, nbytes: int, seconds: float) -> dict[str, float]:
+    """Bytes/s: read, write and mixed, through the engine that a run in `directory` chooses."""
+    from tiered_zero.io.measure import MODES, fill_file, measure_rate
+    from tiered_zero.io.select import select_engine
+
+    path = os.path.join(directory, "bench.bin")
+    selection = select_engine(directory)
+    try:
+        fill_file(path, nbytes)
+        return {mode: measure_rate(selection.engine, path, nbytes, mode, seconds) for mode in MODES}
+    finally:
+        selection.engine.close()
+        Path(path).unlink(missing_ok=True)
+
+
+def bound_of(result: Result, compute_s: float, triad: float, disk: Mapping[str, float]) -> dict[str, float]:
+    """Seconds by resource that a step takes at least. Reads and writes that share a disk are bound together too."""
+    read, written = result.read_nbytes, result.written_nbytes
+    bounds = {"compute": compute_s, "DRAM": DRAM_NBYTES_PER_PARAMETER * result.num_parameters / triad}
+    if read or written:
+        bounds["disk"] = max(read / disk["read"], written / disk["write"], (read + written) / disk["mixed"])
+    return bounds
+
+
+# -- all of it ---------------------------------------------------------------------------------------------------------
+
+
+def run_task(task: Task) -> Result:
+    """In a fresh process; its errors are shown where it fails."""
+    command = [sys.executable, str(Path(__file__).resolve()), "--task", json.dumps(vars(task))]
+    with tempfile.TemporaryFile("w+") as log:
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=log, text=True)
+        if done.returncode != 0:
+            log.seek(0)
+            raise SystemExit(f"{task.name}: exit status {done.returncode}\n{log.read()}")
+    return Result(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def list_tasks(options: argparse.Namespace, directory: str) -> list[Task]:
+    cases = [("compute", ""), ("plain", ""), ("plain fp32", "")]
+    cases += [(placement, update) for placement in options.placements for update in options.update]
+    shape = (options.model, options.tokens, options.steps, options.clip, directory)
+    return [Task(case, update, *shape) for case, update in cases]
+
+
+def show(results: Mapping[str, Result], bounds: Mapping[str, Mapping[str, float]], ratios: Mapping[str, float]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="One step, medians")
+    for title in ("case", "s", "min", "max", "x plain", "bound", "x bound", "busiest in the run", "RSS MiB"):
+        table.add_column(title, justify="left" if title in ("case", "bound", "busiest in the run") else "right")
+    for name, result in results.items():
+        seconds = statistics.median(result.seconds)
+        resource = max(bounds.get(name, {"": 0.0}), key=lambda key: bounds.get(name, {"": 0.0})[key])
+        bound_s = bounds.get(name, {}).get(resource)
+        table.add_row(
+            name,
+            f"{seconds:.3f}",
+            f"{min(result.seconds):.3f}",
+            f"{max(result.seconds):.3f}",
+            f"{ratios[name]:.2f}",
+            f"{bound_s:.3f} {resource}" if bound_s else "",
+            f"{seconds / bound_s:.2f}" if bound_s else "",
+            result.bound_by,
+            f"{result.peak_rss_nbytes / MIB:.0f}" if result.peak_rss_nbytes is not None else "?",
+        )
+    Console(width=None if sys.stdout.isatty() else 140).print(table)
+
+
+def names(allowed: Sequence[str], separator: str | None = None) -> Callable[[str], list[str]]:
+    """An argument: `allowed` words (or pairs of them), separated by commas."""
+
+    def parse(text: str) -> list[str]:
+        given = [name.strip() for name in text.split(",")]
+        for name in given:
+            words = name.split(separator) if separator else [name]
+            if len(words) != (2 if separator else 1) or not set(words) <= set(allowed):
+                raise argparse.ArgumentTypeError(f"{name!r}: expected {separator or ''} of {', '.join(allowed)}")
+        return given
+
+    return parse
+
+
+def parse_options(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, default="gpt2-124m")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens a step, in one sequence")
+    parser.add_argument("--steps", type=int, default=5, help="measured steps a case and round, after two to warm up")
+    parser.add_argument("--rounds", type=int, default=2, help="how often every case is run, in turns")
+    parser.add_argument("--clip", type=float, default=1.0, help="gradient clipping, in plain PyTorch too; 0: none")
+    parser.add_argument(
+        "--placements",
+        type=names(list(SECTIONS), "/"),
+        default=["device/device", "cpu/cpu", "cpu/nvme", "nvme/nvme"],
+        help="pairs of device, cpu, nvme: parameters/state, separated by commas",
+    )
+    parser.add_argument("--update", type=names(UPDATES), default=["overlapped"], help=", ".join(UPDATES))
+    parser.add_argument("--dir", default=".", help="where the swap directory is made, and the disk measured")
+    parser.add_argument("--out", help="append the record to this file of JSON lines")
+    parser.add_argument("--smoke", action="store_true", help="seconds, on a tiny model: does it run?")
+    parser.add_argument("--task", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.smoke:
+        options.model, options.tokens, options.steps, options.rounds = "tiny", 16, 2, 1
+    return options
+
+
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    options = parse_options(arguments)
+    if options.task:
+        print(json.dumps(vars(measure_task(Task(**json.loads(options.task))))))
+        return {}
+    from tools.bench.record import append_record
+
+    triads: list[float] = []
+    disks: list[dict[str, float]] = []
+    results: dict[str, Result] = {}
+    with tempfile.TemporaryDirectory(prefix="bench-step-", dir=options.dir) as directory:
+        for _ in range(options.rounds):
+            triads.append(measure_triad(MIB if options.smoke else 256 * MIB))
+            disks.append(measure_disk(directory, (8 if options.smoke else 512) * MIB, 0.1 if options.smoke else 3.0))
+            for task in list_tasks(options, directory):
+                found = run_task(task)
+                earlier = results.get(task.name)
+                found.seconds = (earlier.seconds if earlier else []) + found.seconds
+                results[task.name] = found
+    triad = statistics.median(triads)
+    disk = {mode: statistics.median(rates[mode] for rates in disks) for mode in disks[0]}
+    seconds = {name: statistics.median(result.seconds) for name, result in results.items()}
+    bounds = {
+        name: bound_of(result, seconds["compute"], triad, disk) for name, result in results.items() if "/" in name
+    }
+    ratios = {name: each / seconds["plain"] for name, each in seconds.items()}
+    show(results, bounds, ratios)
+    report = {
+        "unit": "s",
+        "ratios_to_plain": ratios,
+        "ratios_to_bound": {name: seconds[name] / max(each.values()) for name, each in bounds.items()},
+        "bounds_s": bounds,
+        "results": {name: {k: v for k, v in vars(each).items() if k != "seconds"} for name, each in results.items()},
+    }
+    if options.out:
+        shape = {key: value for key, value in vars(options).items() if key not in ("out", "task", "dir")}
+        samples = {name: result.seconds for name, result in results.items()}
+        measured = {"triad_bytes_per_s": triad, **{f"disk_{mode}_bytes_per_s": rate for mode, rate in disk.items()}}
+        append_record(options.out, "step", shape, samples, measured, **report)
+    return report
+
+
+if __name__ == "__main__":
+    main()
