@@ -50,7 +50,7 @@ from tiered_zero.optim.stepper import StreamingStepper
 from tiered_zero.optim.torch_rule import TorchRule
 from tiered_zero.params.homes import HomeKeeper
 from tiered_zero.params.hooks import ModuleHooks
-from tiered_zero.params.materialize import WeightFiles, materialize_buffers, materialize_module
+from tiered_zero.params.materialize import Materializer, WeightFiles
 from tiered_zero.params.pager import Pager, PagerLimits
 from tiered_zero.params.storage import lender_of
 from tiered_zero.plan.planner import Plan, SubGroupNeed, Wishes, back_tier, gradient_nbytes, make_plan, place_params
@@ -308,9 +308,9 @@ def _open_store(
 
 
 def _weigh(paths: Sequence[Path], engine: IOEngine, nbytes: int) -> list[float]:
-    """How the bytes are spread over several directories, by their speed. Raises StoreError."""
-    if len(paths) == 1:
-        return [1.0]
+    """How the bytes are spread over several directories, by their speed; evenly on one drive. Raises StoreError."""
+    if len({path.stat().st_dev for path in paths}) == 1:
+        return [1.0] * len(paths)
     try:
         weights = weigh_directories(engine, paths, nbytes)
     except OSError as error:
@@ -330,11 +330,12 @@ def _give_birth(
     accelerator: Accelerator,
 ) -> None:
     """Group by group: first values to the masters (fp32) and, rounded, to the parameters' homes."""
-    materialize_buffers(draft.model, weights)
+    materializer = Materializer(draft.model, weights, draft.specs)
+    materializer.fill_buffers()
     for prefix, group in groupby(draft.units, key=lambda unit: unit.module):
         units = list(group)
         params = {unit.index: draft.params_of(unit) for unit in units}
-        materialize_module(draft.model, prefix, [p for own in params.values() for p in own], weights, draft.specs)
+        materializer.fill(prefix, [param for own in params.values() for param in own])
         for unit in units:
             _settle_unit(unit, params[unit.index], pager, keeper, masters, inventory)
     for module in draft.model.modules():
@@ -487,7 +488,7 @@ def _make_observers(
 
 
 def make_rule(config: Config, source: Optimizer) -> UpdateRule:
-    """The native kernel for what it covers, off the device (it gives torch's bits); else torch's own class."""
+    """The native kernel for what it covers (for tensors on a GPU it takes torch's code); else torch's own class."""
     natives: dict[type, Callable[[UpdateKernel | None], UpdateRule]] = {
         torch.optim.AdamW: lambda kernel: AdamRule(decoupled=True, kernel=kernel),
         torch.optim.Adam: lambda kernel: AdamRule(decoupled=False, kernel=kernel),
@@ -497,7 +498,7 @@ def make_rule(config: Config, source: Optimizer) -> UpdateRule:
     }
     options = ("fused", "foreach", "capturable", "differentiable")
     plain = not any(group.get(option) for group in source.param_groups for option in options)
-    if config.zero_optimization.offload_optimizer.device == "none" or not plain or source.state:
+    if not plain or source.state:
         return TorchRule.from_optimizer(source)
     make = natives.get(type(source))
     return make(open_kernel()) if make is not None else TorchRule.from_optimizer(source)

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from tiered_zero.config.schema import Config
-from tiered_zero.errors import ModelError, NonFiniteError
+from tiered_zero.errors import LatchedError, ModelError, NonFiniteError
 from tiered_zero.grads.accumulator import GradientStore
 from tiered_zero.grads.loss_scaler import LossScaler
 from tiered_zero.grads.verdict import Verdict, judge
@@ -74,6 +74,8 @@ class Engine:
         self._phase = Phase.IDLE
         self._micro_steps = 0
         self._closed = False
+        self._told = False
+        """Whether a call has raised since the last step: then nobody believes that its update was made."""
         self._num_backwards = 0  # since the last step()
         self._one_backward_each = True  # in every micro-batch so far
         self._skipped_in_a_row = 0
@@ -103,6 +105,7 @@ class Engine:
             with parts.runtime.recorder.span("compute", "forward"), parts.pager.frame(), parts.hooks.saving_views():
                 return parts.module(*args, **kwargs)
         except BaseException:
+            self._told = True
             parts.pager.abort()
             raise
         finally:
@@ -131,6 +134,7 @@ class Engine:
             with parts.runtime.recorder.span("compute", "backward"), parts.hooks.saving_views():
                 scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
         except BaseException:
+            self._told = True
             self.abort_step()
             raise
         finally:
@@ -153,6 +157,10 @@ class Engine:
             self._phase = Phase.STEP
             try:
                 self._take_step()
+                self._told = False
+            except BaseException:
+                self._told = True
+                raise
             finally:
                 self._phase = Phase.IDLE
         self._finish_report()
@@ -259,10 +267,13 @@ class Engine:
     def close(self) -> None:
         """Free every tier, stop every thread, remove the swap directory. Idempotent. Parameters off the device are
         gone:
-        take `module.state_dict()` before."""
+        take `module.state_dict()` before. Raises LatchedError, with everything freed, if an update failed and no call
+        has raised yet."""
         if not self._closed:
             self._closed = True
             self._end()
+            if not self._told:
+                self._parts.policy.check()
 
     def __enter__(self) -> Engine:
         return self
@@ -270,6 +281,7 @@ class Engine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self._told |= error is not None
         self.close()
 
     def __getattr__(self, name: str) -> Any:
@@ -366,7 +378,11 @@ class Engine:
     def _check_usable(self) -> None:
         if self._closed:
             raise ModelError("This engine is closed; its tiers are gone. Make another with tiered_zero.initialize().")
-        self._parts.policy.check()
+        try:
+            self._parts.policy.check()
+        except LatchedError:
+            self._told = True
+            raise
 
 
 def _end_run(policy: UpdatePolicy, resources: ExitStack) -> None:

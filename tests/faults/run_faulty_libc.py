@@ -47,6 +47,7 @@ RAISED: dict[str, Fault] = {
     "every write hangs": ("write", 0, "stall", 2500),
 }
 TIMEOUT_S = 0.4
+MENDED_STEPS, RAISED_STEPS = 3, 6
 
 
 def arm(fault: Fault) -> None:
@@ -80,7 +81,7 @@ class Watch:
         return ended_s - (self._struck_s or ended_s)
 
 
-def run(swap_path: Path, name: str, policy: str, fault: Fault) -> str:
+def run(swap_path: Path, name: str, policy: str, fault: Fault, num_steps: int) -> str:
     hangs = fault[2] == "stall"
     runtime = {"io_engine": name, "io_timeout_s": TIMEOUT_S if hangs else 20.0}
     engine = build(swap_path, policy, runtime=runtime)
@@ -88,13 +89,13 @@ def run(swap_path: Path, name: str, policy: str, fault: Fault) -> str:
         first = train(engine, 2)
         arm(fault)
         watch = Watch()
-        failure = first or train(engine, 6, first=2)
+        failure = first or train(engine, num_steps, first=2)
         raised_s = watch.stop()
         struck = LIBC.faulty_libc_count()
         if failure is None:
             disarm()
             weights = weights_after(engine)
-            same = isinstance(weights, dict) and not differing(reference(policy, 6), weights)
+            same = isinstance(weights, dict) and not differing(reference(policy, num_steps), weights)
             came = "same weights" if same else "OTHER WEIGHTS"
         else:
             came = outcome(policy, engine, failure, swap_path)
@@ -122,9 +123,11 @@ def main(say: Callable[[str], object] = print) -> None:
     torch.set_num_threads(1)
     swap_path, name = Path(sys.argv[1]), sys.argv[2]
     for policy in POLICIES:
-        reference(policy, 6)
+        reference(policy, MENDED_STEPS)
         for case, fault in {**MENDED, **RAISED}.items():
-            say(json.dumps({"case": case, "policy": policy, "came": run(swap_path, name, policy, fault)}))
+            num_steps = MENDED_STEPS if case in MENDED else RAISED_STEPS
+            came = run(swap_path, name, policy, fault, num_steps)
+            say(json.dumps({"case": case, "policy": policy, "came": came}))
             sys.stdout.flush()
 
 

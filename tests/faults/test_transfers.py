@@ -98,7 +98,7 @@ def test_the_nth_request_fails_whichever_it_is(
         engine.flush()
         num_requests = disks[0].count(kind)
     draw = random.Random(policy + kind)
-    chosen = sorted({1, *draw.sample(range(2, num_requests), 11), num_requests})
+    chosen = sorted({1, *draw.sample(range(2, num_requests), 8), num_requests})
     calls = set()
     for nth in chosen:
         with faulty_disks(Fault(kind, nth)) as disks:
@@ -147,3 +147,27 @@ def test_a_commit_whose_fsync_fails(effect: int | str, swap_path: Path, tell: Te
     disk.close()
     assert list(swap_path.iterdir()) == []
     tell("EIO on fsync", "store", "raised in commit(); from then on LatchedError; the last commit stays")
+
+
+@pytest.mark.parametrize("policy", ["overlapped", "overlapped in backward", "delayed"])
+@pytest.mark.parametrize("how", ["close", "read"])
+def test_the_last_update_fails_and_nothing_follows(
+    how: str, policy: str, swap_path: Path, tell: Tell, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With parameters on the device, which outlive the engine: close() says that they are not those of the last step."""
+    with faulty_disks() as disks:
+        engine = build(swap_path, policy, placement=("none", "nvme"))
+
+        def arm(step: int, call: str) -> None:
+            if (step, call) == (STEP, "step" if policy != "overlapped in backward" else "backward"):
+                engine.flush() if call == "step" else None
+                disks[0].add(extent(engine, "state").fault("write"))
+
+        failure = train(engine, STEP + 1, before=arm)
+        if failure is None:
+            with pytest.raises(
+                (TransferError, LatchedError), match=rf"write of \d+ bytes at offset \d+ of {swap_path}"
+            ):
+                engine.close() if how == "close" else engine.module.state_dict()
+        check_closed(engine, swap_path, caplog)
+    tell("EIO in the last update of a run", f"{policy}; none/nvme", "raised in close(), or when weights are read")

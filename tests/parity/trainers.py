@@ -179,24 +179,32 @@ def follow(script: Script, trainer: Any) -> Record:
 
 
 def assert_same_bits(expected: Record, found: Record) -> None:
-    """Everything seen and every weight; a NaN equals the same NaN."""
+    """Everything seen and every weight; a NaN equals every NaN."""
     assert len(expected.seen) == len(found.seen)
     for number, (left, right) in enumerate(zip(expected.seen, found.seen, strict=True)):
-        assert _same(left, right), f"observation {number}: {left} expected, {right} found"
+        assert same_bits(left, right), f"observation {number}: {left} expected, {right} found"
     assert expected.weights.keys() == found.weights.keys()
     different = {
         name: (value - found.weights[name]).abs().max().item()
         for name, value in expected.weights.items()
-        if not _same(value, found.weights[name])
+        if not same_bits(value, found.weights[name])
     }
     assert not different, f"largest differences: {different}"
 
 
-def _same(left: Any, right: Any) -> bool:
+def num_different(expected: Record, found: Record) -> int:
+    """How many observations and weights are not the same to the bit."""
+    pairs = zip([*expected.seen, *expected.weights.values()], [*found.seen, *found.weights.values()], strict=True)
+    return sum(not same_bits(left, right) for left, right in pairs)
+
+
+def same_bits(left: Any, right: Any) -> bool:
     if isinstance(left, Tensor):
         left, right = left.detach().cpu(), right.detach().cpu()
         if left.dtype != right.dtype or left.shape != right.shape:
             return False
+        if left.is_floating_point():
+            left, right = (torch.where(x.isnan(), torch.full_like(x, torch.nan), x) for x in (left, right))
         return torch.equal(left.contiguous().view(-1).view(torch.uint8), right.contiguous().view(-1).view(torch.uint8))
     if isinstance(left, float):
         return bool(left == right or (left != left and right != right))

@@ -16,6 +16,9 @@ from tiered_zero.sizes import PAGE_NBYTES
 _SLICE_S = 0.25
 """A wait returns to Python this often, so that signal handlers run (Ctrl-C, SIGUSR1) and stalls are seen."""
 
+_LOOK_S = 0.05
+"""The least that a wait takes for a request that hangs: it may be coming just now."""
+
 
 class DiskTicket(Ticket):
     """A request of a DiskEngine. Holds the request's memory until it is done."""
@@ -38,7 +41,7 @@ class DiskTicket(Ticket):
 
     def wait(self) -> None:
         begun_s = time.monotonic()
-        while not self.finished_within(min(_SLICE_S, max(0.0, self._patience_s(begun_s)))):
+        while not self.finished_within(min(_SLICE_S, max(_LOOK_S, self._patience_s(begun_s)))):
             if self._patience_s(begun_s) <= 0.0:
                 raise self.engine.stall(self)
         error = self.failure()

@@ -6,14 +6,18 @@ so that a model larger than host memory can start.
 
 [Note: Initialisers run as they do in a constructor]
 Each module's `reset_parameters()`, then the model's `_init_weights(module)`, children before parents and the group's
-ancestors last: what a parent says of its child's weight holds. They run on a stand-in of the module tree in which all
-parameters but the group's are on meta, so it does not matter which are not made yet and which are away already.
+ancestors last: what a parent says of its child's weight holds. They run on a stand-in of the module tree, in which
+all tensors are on meta but for those that are to be set: of the others it does not matter which are not made yet and
+which are away already, and those that have values keep them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, final
 
 import torch
 from safetensors import safe_open
@@ -27,125 +31,198 @@ _NUM_NAMED = 5
 
 
 class WeightFiles:
-    """Tensors by name from safetensors files, read one at a time. Raises ModelError for a file that cannot be read."""
+    """Tensors by name from safetensors files. Files are mapped one tensor at a time: mapped pages count as resident.
+
+    Raises ModelError for a file that cannot be read.
+    """
 
     def __init__(self, paths: Sequence[str]) -> None:
-        self._files: dict[str, Any] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._paths: dict[str, str] = {}
         for path in paths:
             try:
-                file = safe_open(path, framework="pt")
+                with safe_open(path, framework="pt") as file:
+                    names = list(file.keys())
+                    self._shapes.update({name: tuple(file.get_slice(name).get_shape()) for name in names})
             except Exception as error:
                 raise ModelError(f"tiered_zero.weights: {path} cannot be read as safetensors ({error}).") from error
-            self._files.update(dict.fromkeys(file.keys(), file))  # type: ignore[no-untyped-call]
+            self._paths.update(dict.fromkeys(names, path))
 
     def check(self, model: nn.Module, specs: Mapping[nn.Parameter, ParamSpec]) -> list[str]:
         """Notices about what the files hold in vain. Raises ModelError: a parameter on meta that no file has, or in
         another shape; no parameter on meta at all."""
-        wanted = [spec for param, spec in specs.items() if param.is_meta]
+        wanted = {spec.name: self._find(_names(spec)) for param, spec in specs.items() if param.is_meta}
         if not wanted:
             raise ModelError(
                 "tiered_zero.weights names files for a model built on the meta device; found one with values of its "
                 "own, which they would not change. Build it under torch.device('meta'), or remove the key."
             )
-        if missing := [spec.name for spec in wanted if self._name(spec) is None]:
+        if missing := [name for name, found in wanted.items() if found is None]:
             raise ModelError(
                 "tiered_zero.weights: expected every parameter on the meta device in the files, which hold "
-                f"{len(self._files)} tensors; found none for {_some(missing)}. Name the file that has them."
+                f"{len(self._paths)} tensors; found none for {_some(missing)}. Name the file that has them."
             )
-        for spec in wanted:
-            name = self._name(spec)
-            if name and (shape := tuple(self._files[name].get_slice(name).get_shape())) != spec.shape:
+        for spec in specs.values():
+            name = wanted.get(spec.name)
+            if name is not None and self._shapes[name] != spec.shape:
                 raise ModelError(
-                    f"tiered_zero.weights: expected {name} of shape {spec.shape}, as in the model; found {shape}. "
-                    "Name files of a model of this configuration."
+                    f"tiered_zero.weights: expected {name} of shape {spec.shape}, as in the model; found "
+                    f"{self._shapes[name]}. Name files of a model of this configuration."
                 )
         known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-        extra = sorted(self._files.keys() - known - {name for name, _ in model.named_buffers(remove_duplicate=False)})
+        extra = sorted(self._paths.keys() - known - {name for name, _ in model.named_buffers(remove_duplicate=False)})
         return [f"tiered_zero.weights: the model has no use for {_some(extra)} in the files."] if extra else []
+
+    def has(self, names: Iterable[str]) -> bool:
+        return self._find(names) is not None
 
     def fill(self, target: torch.Tensor, names: Iterable[str]) -> None:
         """Copy the tensor under one of `names` into `target`, rounded to its dtype; leave it alone if there is none."""
-        for name in names:
-            if name in self._files:
-                target.copy_(self._files[name].get_tensor(name))
-                return
+        if (name := self._find(names)) is not None:
+            with safe_open(self._paths[name], framework="pt") as file:
+                target.copy_(file.get_tensor(name))
 
-    def _name(self, spec: ParamSpec) -> str | None:
-        return next((name for name in (spec.name, *spec.aliases) if name in self._files), None)
+    def _find(self, names: Iterable[str]) -> str | None:
+        return next((name for name in names if name in self._paths), None)
 
 
-def materialize_module(
-    model: nn.Module,
-    prefix: str,
-    params: Sequence[nn.Parameter],
-    weights: WeightFiles | None,
-    specs: Mapping[nn.Parameter, ParamSpec],
-) -> None:
-    """Give the meta parameters among `params`, which lie under module `prefix`, and the buffers beside them, values
-    on the CPU.
+@dataclass(frozen=True)
+class _Blank:
+    """A parameter or buffer that has just been given memory, under its names, the first of which finds it in the model.
 
-    A parameter keeps its identity, so tied names stay tied. Raises ModelError where nothing initialises it.
+    It is set once it was written to, or replaced by another tensor.
     """
-    missing = {param: specs[param] for param in params if param.is_meta}
-    modules = model.get_submodule(prefix).named_modules(prefix=prefix)
-    owners = {path: m for path, m in modules if any(p in missing for p in m.parameters(recurse=False))}
-    if missing:
-        _materialize(model, prefix, missing, owners, weights)
+
+    names: tuple[str, ...]
+    tensor: torch.Tensor
+    version: int
+
+    def current(self, model: nn.Module) -> torch.Tensor:
+        path, _, name = self.names[0].rpartition(".")
+        found: torch.Tensor = getattr(model.get_submodule(path), name)
+        return found
+
+    def is_set(self, model: nn.Module) -> bool:
+        current = self.current(model)
+        return current is not self.tensor or current._version != self.version or not current.numel()
 
 
-def materialize_buffers(model: nn.Module, weights: WeightFiles | None) -> None:
-    """Give the meta buffers of modules that have no meta parameters beside them values on the CPU.
+@final
+class Materializer:
+    """Gives a model's meta parameters and buffers values on the CPU, in place. Driver thread.
 
-    Raises ModelError where nothing fills one.
+    A parameter keeps its identity, so tied names stay tied. What has values keeps them. `weights`: take them from there
+    where they are; None: from initialisers alone.
     """
-    for path, module in model.named_modules():
-        has_meta_buffer = any(buffer.is_meta for buffer in module.buffers(recurse=False))
-        if has_meta_buffer and not any(param.is_meta for param in module.parameters(recurse=False)):
-            _materialize(model, path, {}, {path: module}, weights)
 
+    def __init__(self, model: nn.Module, weights: WeightFiles | None, specs: Mapping[nn.Parameter, ParamSpec]) -> None:
+        self._model = model
+        self._weights = weights
+        self._specs = specs
 
-@torch.no_grad()
-def _materialize(
-    model: nn.Module,
-    prefix: str,
-    params: Mapping[nn.Parameter, ParamSpec],
-    owners: Mapping[str, nn.Module],
-    weights: WeightFiles | None,
-) -> None:
-    """Memory for `params` and for the meta buffers of `owners`, then their values. See [Note: Initialisers run ...]."""
-    blanks: dict[str, tuple[torch.Tensor, int]] = {}
-    for param, spec in params.items():
-        _give_memory(param, spec.name)
-        blanks[spec.name] = param, param._version
+    def fill_buffers(self) -> None:
+        """Those of modules that have no meta parameters beside them. Raises ModelError where nothing fills one."""
+        for path, module in self._model.named_modules():
+            has_meta_buffer = any(buffer.is_meta for buffer in module.buffers(recurse=False))
+            if has_meta_buffer and not any(param.is_meta for param in module.parameters(recurse=False)):
+                self._fill(path, {}, {path: module})
+
+    def fill(self, prefix: str, params: Sequence[nn.Parameter]) -> None:
+        """`params`, which lie under module `prefix`, and the buffers beside them. Raises ModelError where nothing
+        initialises one."""
+        missing = {param: self._specs[param] for param in params if param.is_meta}
+        modules = self._model.get_submodule(prefix).named_modules(prefix=prefix)
+        owners = {path: m for path, m in modules if any(p in missing for p in m.parameters(recurse=False))}
+        if missing:
+            self._fill(prefix, missing, owners)
+
+    @torch.no_grad()
+    def _fill(self, prefix: str, params: Mapping[nn.Parameter, ParamSpec], owners: Mapping[str, nn.Module]) -> None:
+        """Memory for `params` and for the meta buffers of `owners`, then their values."""
+        blanks: list[_Blank] = []
+        for param, spec in params.items():
+            _give_memory(param, spec.name)
+            blanks.append(_Blank(_names(spec), param, param._version))
+        for path, owner in owners.items():
+            for name, buffer in list(owner.named_buffers(recurse=False)):
+                if buffer.is_meta:
+                    empty = torch.empty_like(buffer, device="cpu")
+                    setattr(owner, name, empty)
+                    blanks.append(_Blank((f"{path}.{name}".lstrip("."),), empty, empty._version))
+        weights = self._weights
+        loose = [blank for blank in blanks if weights is None or not weights.has(blank.names)]
+        if loose:
+            with _holding(self._stand_in, owners, [blank.tensor for blank in loose]):
+                self._run_initialisers(prefix)
         if weights is not None:
-            weights.fill(param, (spec.name, *spec.aliases))
+            for blank in blanks:
+                weights.fill(blank.current(self._model), blank.names)
+        if unset := [blank.names[0] for blank in blanks if not blank.is_set(self._model)]:
+            raise ModelError(
+                "Built on the meta device, and set neither by reset_parameters() of a module around it nor by the "
+                f"model's _init_weights(module): {_some(unset)}. Set it in one of them, name safetensors files that "
+                "hold it in tiered_zero.weights, or build it on the CPU (under torch.device('cpu'))."
+            )
+
+    @cached_property
+    def _stand_in(self) -> nn.Module:
+        return _copy_on_meta(self._model)
+
+    def _run_initialisers(self, prefix: str) -> None:
+        """Those of the modules under `prefix`, then of its ancestors. [Note: Initialisers run ...]"""
+        general: Callable[[nn.Module], None] | None = getattr(self._stand_in, "_init_weights", None)
+
+        def initialise(module: nn.Module) -> None:
+            own = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+            if own is not None:
+                own()
+            if general is not None:  # the model's word on its modules is the last, as when it is built with values
+                general(module)
+
+        self._stand_in.get_submodule(prefix).apply(initialise)
+        parts = prefix.split(".") if prefix else []
+        for depth in reversed(range(len(parts))):
+            initialise(self._stand_in.get_submodule(".".join(parts[:depth])))
+
+
+def _copy_on_meta(module: nn.Module) -> nn.Module:
+    """A copy of the tree with parameters and buffers of its own, on meta."""
+    twin = module.__class__.__new__(module.__class__)
+    twin.__dict__.update(module.__dict__)
+    twin._parameters = {
+        name: None if param is None else nn.Parameter(_like(param), param.requires_grad)
+        for name, param in module._parameters.items()
+    }
+    twin._buffers = {name: None if buffer is None else _like(buffer) for name, buffer in module._buffers.items()}
+    children = module._modules.items()
+    twin._modules = {name: None if child is None else _copy_on_meta(child) for name, child in children}
+    return twin
+
+
+def _like(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+@contextmanager
+def _holding(stand_in: nn.Module, owners: Mapping[str, nn.Module], tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """While open, the stand-in has `tensors` wherever `owners` (by path) have them.
+
+    Initialisers may replace a buffer: its owner gets what is there in the end.
+    """
+    held = {id(tensor) for tensor in tensors}
+    slots: list[tuple[dict[str, Any], dict[str, Any], str, Any]] = []
     for path, owner in owners.items():
-        for name, buffer in list(owner.named_buffers(recurse=False)):
-            if buffer.is_meta:
-                empty = torch.empty_like(buffer, device="cpu")
-                setattr(owner, name, empty)
-                full_name = f"{path}.{name}".lstrip(".")
-                blanks[full_name] = empty, empty._version
-                if weights is not None:
-                    weights.fill(empty, (full_name,))
-    if _unset(model, blanks):
-        _run_initialisers(model, prefix, () if weights is not None else params)
-    if names := _unset(model, blanks):
-        raise ModelError(
-            f"Built on the meta device, and set neither by reset_parameters() of a module around it nor by the model's "
-            f"_init_weights(module): {_some(names)}. Set it in one of them, name safetensors files that hold it in "
-            "tiered_zero.weights, or build it on the CPU (under torch.device('cpu'))."
-        )
-
-
-def _unset(model: nn.Module, blanks: Mapping[str, tuple[torch.Tensor, int]]) -> list[str]:
-    """The names under which still lies what was put there, unwritten."""
-    names = []
-    for full_name, (tensor, version) in blanks.items():
-        path, _, name = full_name.rpartition(".")
-        if getattr(model.get_submodule(path), name) is tensor and tensor._version == version and tensor.numel():
-            names.append(full_name)
-    return names
+        twin = stand_in.get_submodule(path)
+        for place, source in ((twin._parameters, owner._parameters), (twin._buffers, owner._buffers)):
+            for name, tensor in source.items():
+                if id(tensor) in held:
+                    slots.append((place, source, name, place[name]))
+                    place[name] = tensor
+    yield
+    for place, source, name, own in slots:
+        if not isinstance(own, nn.Parameter):
+            source[name] = place[name]
+        place[name] = own
 
 
 def _give_memory(param: nn.Parameter, name: str) -> None:
@@ -160,40 +237,8 @@ def _give_memory(param: nn.Parameter, name: str) -> None:
         ) from error
 
 
-def _run_initialisers(model: nn.Module, prefix: str, params: Collection[nn.Parameter]) -> None:
-    """Those of the modules under `prefix` and of its ancestors, on a stand-in with no bytes but those of `params`."""
-    stand_in = _stand_in(model, params)
-    general: Callable[[nn.Module], None] | None = getattr(stand_in, "_init_weights", None)
-
-    def initialise(module: nn.Module) -> None:
-        own = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-        if own is not None:
-            own()
-        if general is not None:  # the model's word on its modules is the last, as when it is built with values
-            general(module)
-
-    stand_in.get_submodule(prefix).apply(initialise)
-    parts = prefix.split(".") if prefix else []
-    for depth in reversed(range(len(parts))):
-        initialise(stand_in.get_submodule(".".join(parts[:depth])))
-
-
-def _stand_in(module: nn.Module, params: Collection[nn.Parameter]) -> nn.Module:
-    """A copy of the tree with the same buffers; parameters that are not among `params` are new ones on meta."""
-    twin = module.__class__.__new__(module.__class__)
-    twin.__dict__.update(module.__dict__)
-    twin._parameters = {
-        name: param if param is None or param in params else nn.Parameter(_like(param), param.requires_grad)
-        for name, param in module._parameters.items()
-    }
-    twin._modules = {
-        name: None if child is None else _stand_in(child, params) for name, child in module._modules.items()
-    }
-    return twin
-
-
-def _like(param: nn.Parameter) -> torch.Tensor:
-    return torch.empty(param.shape, dtype=param.dtype, device="meta")
+def _names(spec: ParamSpec) -> tuple[str, ...]:
+    return spec.name, *spec.aliases
 
 
 def _some(names: Sequence[str]) -> str:
