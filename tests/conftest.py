@@ -31,6 +31,15 @@ def _seeded() -> None:
 
 
 @pytest.fixture
+def one_thread() -> Iterator[None]:
+    """For models so small that two OpenMP threads would spend their time waiting for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
 def swap_path(tmp_path: Path) -> Iterator[Path]:
     """An empty directory, mode 0700, on a real disk: /tmp is memory on many machines, /var/tmp is not."""
     with tempfile.TemporaryDirectory(dir="/var/tmp" if _in_memory(tmp_path) else tmp_path) as path:

@@ -210,12 +210,14 @@ def test_state_that_an_optimizer_brings_is_carried_over(
     assert_same_bits(engine.module.state_dict(), plain.state_dict())
 
 
-def test_state_of_some_parameters_only(initialize: Callable[..., Any], swap_path: Path) -> None:
-    """One layer trained alone before: step counts differ inside a sub-group."""
+@pytest.mark.parametrize("num_together", [0, 1])
+def test_histories_may_differ(num_together: int, initialize: Callable[..., Any], swap_path: Path) -> None:
+    """One layer trained alone before: inside a sub-group step counts differ, or some parameters have no state yet."""
     model, plain = build_model(), build_model()
     reference = torch.optim.Adam(plain.parameters(), lr=0.01)
     own = torch.optim.Adam(model.parameters(), lr=0.01)
     for each, optimizer in ((model, own), (plain, reference)):
+        train_plain(each, optimizer, range(num_together))
         each[0].requires_grad_(False)
         train_plain(each, optimizer, range(2))
         each[0].requires_grad_(True)

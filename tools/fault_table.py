@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "build" / "faults"
 BEGIN, END = "<!-- faults:begin -->", "<!-- faults:end -->"
 MAX_CAME = 150
+CALL = re.compile(r"raised in (\w+\(\))")
 
 
 def read_rows(folder: Path) -> list[dict[str, Any]]:
@@ -35,9 +36,19 @@ def table(rows: list[dict[str, Any]]) -> str:
         lines.setdefault(row["fault"], []).append(row)
     text = "| fault | under | what came of it |\n|---|---|---|\n"
     for fault, found in lines.items():
-        came = {re.sub(r"\d+", "#", plain(row["came"])): plain(row["came"]) for row in reversed(found)}
-        text += f"| {fault} | {joined([row['under'] for row in found])} | {' / '.join(reversed(came.values()))} |\n"
+        came = outcomes([plain(row["came"]) for row in found])
+        text += f"| {fault} | {joined([row['under'] for row in found])} | {came} |\n"
     return text
+
+
+def outcomes(came: list[str]) -> str:
+    """Each once, whatever the numbers in it; those that differ in the call that raised are one."""
+    first = {re.sub(r"\d+", "#", text): text for text in reversed(came)}
+    calls: dict[str, list[str]] = {}
+    for text in reversed(first.values()):
+        found = CALL.search(text)
+        calls.setdefault(CALL.sub("raised in {}", text), []).append(found[1] if found else "")
+    return " / ".join(text.replace("{}", " or ".join(sorted(names))) for text, names in calls.items())
 
 
 def joined(unders: list[str]) -> str:

@@ -150,3 +150,19 @@ def test_the_directory_is_removed_in_mid_run(
     assert isinstance(weights, dict) and not differing(reference(policy, 5), weights)
     check_closed(engine, swap_path, caplog)
     tell("the swap directory is removed in mid-run", f"{policy}; nvme/nvme", "goes on in the open file, same weights")
+
+
+@pytest.mark.parametrize("policy", ["barrier", "overlapped"])
+def test_a_state_dict_that_fails_leaves_nothing_half_done(policy: str, swap_path: Path) -> None:
+    """The one after it waits for updates again, and is not made of what the failed one had copied."""
+    with build(swap_path, policy) as engine:
+        assert train(engine, 2) is None
+        engine.flush()
+        place = extent(engine, "param")
+        flip_in_file(place.path, place.offsets[100])
+        with pytest.raises(CorruptionError):
+            engine.module.state_dict()
+        flip_in_file(place.path, place.offsets[100])
+        assert not differing(reference(policy, 2), dict(engine.module.state_dict()))
+        assert train(engine, 3, first=2) is None
+        assert not differing(reference(policy, 3), dict(engine.module.state_dict()))

@@ -47,6 +47,7 @@ BF16 = {"bf16": {"enabled": True}}
 FP16 = {"fp16": {"enabled": True, "loss_scale": 1024}}
 PRECISIONS = {"bf16": (torch.bfloat16, 1.0, BF16), "fp16": (torch.float16, 1024.0, FP16)}
 
+NUM_STEPS = 4
 COURSES = ((1, 0.0), (3, 0.5), (1, 0.5), (3, 0.0))
 """(accumulation, clipping). Two backwards a step have a test of their own, the last one."""
 
@@ -95,12 +96,17 @@ def momentum(model: torch.nn.Module) -> torch.optim.Optimizer:
 def run_plain(make_optimizer: OptimizerMaker, precision: str, accumulation: int, clipping: float) -> Record:
     dtype, scale, _ = PRECISIONS[precision]
     plain = Plain(build(), make_optimizer, accumulation, clipping, dtype=dtype, loss_scale=scale)
-    return follow(lambda own: train(own, data, 8, accumulation), plain)
+    return follow(lambda own: train(own, data, NUM_STEPS, accumulation), plain)
 
 
-@pytest.mark.parametrize(("accumulation", "clipping"), COURSES)
+@pytest.mark.parametrize(
+    ("makers", "accumulation", "clipping"),
+    [
+        *(pytest.param((adamw, exact_adamw), *course, id=f"adamw-{course}") for course in COURSES),
+        *(pytest.param((momentum,), *course, id=f"sgd-{course}") for course in COURSES[:2]),
+    ],
+)
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("makers", [(adamw, exact_adamw), (momentum,)], ids=["adamw", "sgd"])
 def test_sixteen_bit_training_is_the_plain_loop_with_fp32_masters(
     makers: Sequence[OptimizerMaker], precision, accumulation, clipping, swap_path
 ):
@@ -108,7 +114,7 @@ def test_sixteen_bit_training_is_the_plain_loop_with_fp32_masters(
     for placement in PLACEMENTS:
         top = PRECISIONS[precision][2]
         engine = tiered(build(), swap_path, placement, makers[0], accumulation, clipping, **top)
-        records.append(follow(lambda own: train(own, data, 8, accumulation), engine))
+        records.append(follow(lambda own: train(own, data, NUM_STEPS, accumulation), engine))
         assert_same_bits(records[0], records[-1])
     assert records[0].weights["tokens.weight"].dtype == PRECISIONS[precision][0]
     expected = [run_plain(make, precision, accumulation, clipping) for make in makers]

@@ -31,14 +31,6 @@ COURSES = (("fp32", 1, 0.0), ("bf16", 2, 0.5), ("fp32", 1, 0.5), ("bf16", 1, 0.0
 """Cycles of 9 placements, 5 policies, 7 prefetch buckets and 4 courses: all lengths are prime to each other."""
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def build() -> ParityGPT:
     torch.manual_seed(0)
     return ParityGPT(num_blocks=1)
@@ -48,10 +40,18 @@ def data(number: int) -> tuple[Any, ...]:
     return (*batch(number), number % 2 == 1)
 
 
+def momentum(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+OPTIMIZERS = {"fp32": adamw, "bf16": momentum}
+"""AdamW's square root is not the same with 16-bit gradients (see tests/parity/test_half.py)."""
+
+
 @functools.cache
 def reference(precision: str, accumulation: int, clipping: float) -> Record:
     dtype = torch.bfloat16 if precision == "bf16" else None
-    plain = Plain(build(), adamw, accumulation, clipping, dtype=dtype)
+    plain = Plain(build(), OPTIMIZERS[precision], accumulation, clipping, dtype=dtype)
     return follow(lambda own: train(own, data, 3, accumulation), plain)
 
 
@@ -62,7 +62,7 @@ def run_schedule(seed: int, swap_path: Path) -> str:
         build(),
         swap_path,
         PLACEMENTS[seed % 9],
-        adamw,
+        OPTIMIZERS[precision],
         accumulation,
         clipping,
         zero={"stage3_prefetch_bucket_size": PREFETCH[seed % 7]},

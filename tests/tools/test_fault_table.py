@@ -17,7 +17,7 @@ ROWS = [
 TABLE = """| fault | under | what came of it |
 |---|---|---|
 | EIO | native, threads; direct | read of 4 at 7 of data failed |
-| a flip | barrier, delayed; nvme/cpu | raised in step() / raised in forward() |
+| a flip | barrier, delayed; nvme/cpu | raised in forward() or step() |
 """
 
 

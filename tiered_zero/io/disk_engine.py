@@ -49,8 +49,8 @@ class DiskTicket(Ticket):
             raise error
 
     def _patience_s(self, begun_s: float) -> float:
-        """How long it may still go on without a sign of life. Of many requests that hang one is waited for to the limit;
-        the others hang as long already."""
+        """How long it may still go on without a sign of life. Of many requests that hang one is waited for to the
+        limit; the others hang as long already."""
         since_s = self.progressed_s() if self.engine.has_stalled else max(begun_s, self.progressed_s())
         return since_s + self.engine.io_timeout_s - time.monotonic()
 

@@ -47,7 +47,8 @@ def select_engine(
     settings: IOSettings | None = None,
     io_timeout_s: float = 60.0,
 ) -> Selection:
-    """The best engine that works in every one of `directories`; `prefer` names one ("native", "threads", "aiofiles") and no other.
+    """The best engine that works in every one of `directories`; `prefer` names one ("native", "threads", "aiofiles")
+    and no other.
 
     Works means: a temporary file there (mode 0600, removed) takes an aligned write and a sync, and gives the same
     bytes back; O_DIRECT at 512, then 4096, else buffered (where pages are dropped from the cache once written).

@@ -81,9 +81,11 @@ class ModuleHooks:
 
         # a compiled module's graph ends before paging and goes on after it; first of all pre-hooks, so that others find
         # the parameters, and one that raises leaves a frame behind for `after`, which is called all the same
-        self._handles.append(module.register_forward_pre_hook(torch.compiler.disable(before), prepend=True))
+        first = torch.compiler.disable(before)  # type: ignore[no-untyped-call]
+        self._handles.append(module.register_forward_pre_hook(first, prepend=True))
         # always_call: a frame ends also when the module raises (or a recomputation stops early, which raises too)
-        self._handles.append(module.register_forward_hook(torch.compiler.disable(after), always_call=True))
+        last = torch.compiler.disable(after)  # type: ignore[no-untyped-call]
+        self._handles.append(module.register_forward_hook(last, always_call=True))
 
     def _watch_state_dict(self, module: nn.Module) -> None:
         """state_dict() gives CPU copies of real shape; load_state_dict() finds its parameters lent, and writes them

@@ -210,10 +210,11 @@ def _holding(stand_in: nn.Module, owners: Mapping[str, nn.Module], tensors: Sequ
     Initialisers may replace a buffer: its owner gets what is there in the end.
     """
     held = {id(tensor) for tensor in tensors}
-    slots: list[tuple[dict[str, Any], dict[str, Any], str, Any]] = []
+    slots: list[tuple[Any, Any, str, Any]] = []
     for path, owner in owners.items():
         twin = stand_in.get_submodule(path)
-        for place, source in ((twin._parameters, owner._parameters), (twin._buffers, owner._buffers)):
+        pairs: list[tuple[Any, Any]] = [(twin._parameters, owner._parameters), (twin._buffers, owner._buffers)]
+        for place, source in pairs:
             for name, tensor in source.items():
                 if id(tensor) in held:
                     slots.append((place, source, name, place[name]))

@@ -67,13 +67,13 @@ class AwayParameter(nn.Parameter):
                 lender: Lender = _lenders[param]
                 if func is torch.Tensor.detach and (copy := lender.copy_of(param)) is not None:
                     return copy
-                others = [p for p in used[:index] + used[index + 1 :] if _lenders.get(p) is lender]
+                others = [p for p in used[:index] + used[index + 1 :] if lender_of(p) is lender]
                 lender.demand([param, *others], getattr(func, "__name__", str(func)))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **keywords)
 
     def __format__(self, spec: str) -> str:
-        return super().__format__(spec) if spec else repr(self)
+        return super().__format__(spec) if spec else repr(self)  # type: ignore[no-untyped-call]
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"Parameter(away, shape={tuple(self.shape)}, dtype={self.dtype}, requires_grad={self.requires_grad})"

@@ -1,0 +1,8 @@
+"""Memory is counted on tiny models."""
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def _tiny(one_thread: None) -> None:
+    """See `one_thread`."""

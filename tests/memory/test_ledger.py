@@ -1,0 +1,169 @@
+"""Every byte by formula: what a run holds is computed here from the layout alone, and compared with ledger and plan.
+
+With s bytes an element on the device (4 in fp32, 2 in 16 bit), P elements of all flats, T those of trainable ones, and
+U(i) the bytes of unit i:
+
+    device, parameters off:  max over nested chains of U  +  the 2 largest other U   (in use, fetched, given up)
+                             + U of the largest trainable unit, while gradients leave for the host
+    device, parameters on:   s P                          (+ nothing in flight if the update is there too)
+    update on the device:    + 12 T (fp32 master, two moments of Adam) + s T gradients (4 T if micro-batches are summed)
+    host, update off:        s T gradients (4 T), + s P and 12 T where they rest there, + staging
+    nvme:                    s P and 12 T where they rest there
+"""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from tests.parity.models import ParityGPT, batch
+from tests.parity.trainers import PLACEMENTS, tiered, train
+from tiered_zero.layout.flat import Unit
+from tiered_zero.telemetry.ledger import Ledger
+from tiered_zero.tiers.device import DeviceTier
+from tiered_zero.tiers.host import HostTier
+from tiered_zero.tiers.nvme import NvmeTier
+
+PRECISIONS: dict[str, tuple[int, dict[str, Any]]] = {"fp32": (4, {}), "bf16": (2, {"bf16": {"enabled": True}})}
+TIERS = ("device", "host", "nvme")
+HOME = dict(zip(("none", "cpu", "nvme"), TIERS, strict=True))
+
+
+def units(engine: Any) -> list[Unit]:
+    return [residency.unit for residency in engine._parts.pager._residencies.values()]
+
+
+def ledger(engine: Any) -> Ledger:
+    found: Ledger = engine._parts.runtime.ledger
+    return found
+
+
+def window(found: list[Unit]) -> int:
+    """Units of one module, and of modules around it, are in use together."""
+
+    def around(unit: Unit) -> list[Unit]:
+        names = unit.module.split(".") if unit.module else []
+        paths = {".".join(names[:depth]) for depth in range(len(names) + 1)}
+        return [other for other in found if other.module in paths]
+
+    chain = max((around(unit) for unit in found), key=lambda own: sum(unit.nbytes for unit in own))
+    others = sorted((unit.nbytes for unit in found if unit not in chain), reverse=True)
+    return sum(unit.nbytes for unit in chain) + sum(others[:2])
+
+
+def expected_bytes(found: list[Unit], placement: tuple[str, str], itemsize: int, accumulation: int) -> dict[str, Any]:
+    """(tier, kind) -> bytes, without staging."""
+    param, update = (HOME[device] for device in placement)
+    gradients = "device" if update == "device" else "host"
+    trainable = [unit for unit in found if unit.trainable]
+    elements = sum(unit.numel for unit in trainable)
+    table = {
+        (param, "param"): sum(unit.nbytes for unit in found),
+        (update, "state"): 12 * elements,
+        (gradients, "gradient"): (4 if accumulation > 1 else itemsize) * elements,
+    }
+    if param != "device":
+        table["device", "param_window"] = window(found)
+    if gradients == "host":
+        table["device", "gradient_in_flight"] = max(unit.nbytes for unit in trainable)
+    return table
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("placement", PLACEMENTS, ids="-".join)
+def test_the_peak_is_the_formula(placement, precision, accumulation, swap_path):
+    itemsize, top = PRECISIONS[precision]
+    with tiered(ParityGPT(), swap_path, placement, accumulation=accumulation, **top) as engine:
+        train(engine, batch, 3, accumulation)
+        engine.flush()
+        expected = expected_bytes(units(engine), placement, itemsize, accumulation)
+        report = engine.memory_report()
+        planned = {(row.tier, row.kind): row.nbytes for row in engine.plan.rows}
+        assert {key: nbytes for key, nbytes in planned.items() if not key[1].startswith("staging")} == expected
+        for (tier, kind), nbytes in expected.items():
+            peak = report[tier][kind]["peak"] if kind in report[tier] else 0
+            assert peak <= nbytes, f"{tier} {kind}"
+            assert kind in ("gradient_in_flight", "param_window") or peak == nbytes, f"{tier} {kind}"
+        for tier in TIERS:
+            assert ledger(engine).peak(tier) <= engine.plan.nbytes(tier)
+        assert engine.plan.nbytes("device") == sum(nbytes for (tier, _), nbytes in expected.items() if tier == "device")
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS, ids="-".join)
+def test_the_report_sums_to_the_ledger_and_the_plan(placement, swap_path):
+    with tiered(ParityGPT(), swap_path, placement) as engine:
+        for _ in range(2):
+            train(engine, batch, 1)
+            engine.flush()
+            report = engine.memory_report()
+            for tier in TIERS:
+                kinds = report.get(tier, {}).values()
+                assert sum(kind["now"] for kind in kinds) == ledger(engine).now(tier)
+                assert sum(kind["planned"] for kind in kinds) == engine.plan.nbytes(tier)
+                assert all(0 <= kind["now"] <= kind["peak"] <= kind["planned"] for kind in kinds)
+    after = ledger(engine)
+    assert [after.now(tier) for tier in TIERS] == [0, 0, 0], f"closed, and still held: {after.by_kind()}"
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS, ids="-".join)
+def test_nothing_is_reserved_after_step_2(placement, swap_path, monkeypatch):
+    """Slots, staging buffers and peaks stand still; what goes on is the window's coming and going within its peak."""
+    with tiered(ParityGPT(), swap_path, placement, clipping=0.5) as engine:
+        train(engine, batch, 2)
+        engine.flush()
+        arena = [slot for slot in (engine._parts.runtime, engine) if slot is not None]
+        before = {tier: {kind: row["peak"] for kind, row in kinds.items()} for tier, kinds in engine.memory_report().items()}
+        reserved: list[str] = []
+        for kind in (DeviceTier, HostTier, NvmeTier):
+            monkeypatch.setattr(kind, "reserve", lambda _, name, *__: reserved.append(name))
+        charged: list[str] = []
+        plain_charge = Ledger.charge
+
+        def charge(self: Ledger, tier: str, kind: str, nbytes: int) -> None:
+            charged.append(kind)
+            plain_charge(self, tier, kind, nbytes)
+
+        monkeypatch.setattr(Ledger, "charge", charge)
+        train(engine, batch, 4)
+        engine.flush()
+        after = {tier: {kind: row["peak"] for kind, row in kinds.items()} for tier, kinds in engine.memory_report().items()}
+        for peaks in (before, after):
+            peaks["device"].pop("gradient_in_flight", None)  # how many wait at once is a matter of luck
+        assert arena and not reserved
+        assert set(charged) <= {"param_window", "gradient_in_flight"}
+        assert before == after
+
+
+def test_the_device_limit_is_the_window(swap_path):
+    """With exactly the planned bytes as limit the run goes through; with one unit less it is refused before it starts."""
+    import tiered_zero
+
+    with tiered(ParityGPT(), swap_path) as engine:
+        planned = engine.plan.nbytes("device")
+        smallest = min(unit.nbytes for unit in units(engine))
+    with tiered(ParityGPT(), swap_path, runtime={"device_memory_limit": planned}) as engine:
+        train(engine, batch, 3)
+        assert ledger(engine).peak("device") <= planned
+    chain_only = {"stage3_max_live_parameters": 0}
+    with tiered(ParityGPT(), swap_path, zero=chain_only) as engine:
+        least = engine.plan.nbytes("device")
+    assert least < planned
+    with tiered(ParityGPT(), swap_path, runtime={"device_memory_limit": least}) as engine:
+        train(engine, batch, 3)
+        assert ledger(engine).peak("device") <= least
+    with pytest.raises(tiered_zero.PlanError, match="device_memory_limit"):
+        tiered(ParityGPT(), swap_path, runtime={"device_memory_limit": least - smallest})
+    assert not any(swap_path.iterdir())
+
+
+def test_every_tier_at_its_planned_size(swap_path):
+    """Host too: the arena has the plan's bytes and every one of them is taken."""
+    for placement, precision in itertools.product(PLACEMENTS, PRECISIONS):
+        with tiered(ParityGPT(), swap_path, placement, **PRECISIONS[precision][1]) as engine:
+            assert ledger(engine).now("host") == engine.plan.nbytes("host")
+            assert ledger(engine).now("nvme") == engine.plan.nbytes("nvme")
+            on_disk = sum(path.stat().st_size for path in swap_path.rglob("*") if path.is_file())
+            assert on_disk >= engine.plan.nbytes("nvme")
+            assert torch.is_tensor(engine.module.tokens.weight)

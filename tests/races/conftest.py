@@ -1,0 +1,8 @@
+"""Races are looked for in tiny models."""
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def _tiny(one_thread: None) -> None:
+    """See `one_thread`."""
