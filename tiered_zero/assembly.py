@@ -20,7 +20,7 @@ from tiered_zero.errors import ConfigError, ModelError, StoreError
 from tiered_zero.grads.accumulator import GradientStore
 from tiered_zero.grads.loss_scaler import LossScaler
 from tiered_zero.hardware.accelerator import Accelerator
-from tiered_zero.hardware.host_memory import HostArena, typed_view
+from tiered_zero.hardware.host_memory import HostArena, return_free_memory, typed_view
 from tiered_zero.hardware.probe import available_host_nbytes
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.hardware.select import build_accelerator
@@ -252,6 +252,8 @@ class _Tiers:
         self._nvme = {
             paths: NvmeTier(store, staging, runtime) for paths, store in self._stores.items() if staging is not None
         }
+        for tier in self._nvme.values():
+            resources.callback(tier.close)
         self._param_paths = zero.offload_param.nvme_paths
         self._state_paths = zero.offload_optimizer.nvme_paths
         self._state_tier = plan.optimizer_tier
@@ -307,9 +309,13 @@ def _open_store(
     return store
 
 
+def on_one_drive(paths: Sequence[Path]) -> bool:
+    return len({path.stat().st_dev for path in paths}) == 1
+
+
 def _weigh(paths: Sequence[Path], engine: IOEngine, nbytes: int) -> list[float]:
     """How the bytes are spread over several directories, by their speed; evenly on one drive. Raises StoreError."""
-    if len({path.stat().st_dev for path in paths}) == 1:
+    if on_one_drive(paths):
         return [1.0] * len(paths)
     try:
         weights = weigh_directories(engine, paths, nbytes)
@@ -338,6 +344,8 @@ def _give_birth(
         materializer.fill(prefix, [param for own in params.values() for param in own])
         for unit in units:
             _settle_unit(unit, params[unit.index], pager, keeper, masters, inventory)
+        del params
+        return_free_memory()
     for module in draft.model.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
             dtype = compute_dtype(draft.config, buffer.dtype)

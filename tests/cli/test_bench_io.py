@@ -141,7 +141,7 @@ def test_words(swap_path: Path) -> None:
 
 def test_a_nearly_full_disk_is_measured_on_what_is_left(swap_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_io, "_free_nbytes", lambda path: 11 * MIB)
-    report = answer(swap_path, "--seconds", "1")
+    report = answer(swap_path, "--seconds", "4")
     assert report["file_nbytes"] == 8 * MIB
     assert any("only 11.0 MiB are free: the file has 8.0 MiB" in note for note in report["notes"])
 

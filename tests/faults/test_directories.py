@@ -39,6 +39,12 @@ def parents(swap_path: Path) -> list[Path]:
     return found
 
 
+@pytest.fixture(autouse=True)
+def several_drives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The directories lie on one drive here, which would be given equal shares without measuring."""
+    monkeypatch.setattr(assembly, "on_one_drive", lambda paths: len(paths) == 1)
+
+
 @pytest.fixture
 def small_stripes(monkeypatch: pytest.MonkeyPatch) -> None:
     """One page each, so that a model this small has hundreds of them, as a real one has of 4 MiB."""

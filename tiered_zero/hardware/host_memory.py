@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import ctypes
 import logging
 import mmap
 import threading
@@ -41,6 +42,16 @@ class HostSlot:
     def view(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
         """The first `numel` elements as a flat of `dtype`."""
         return typed_view(self.tensor, dtype, numel)
+
+
+def return_free_memory() -> None:
+    """Give the system back what malloc keeps of freed blocks; glibc only.
+
+    glibc raises its threshold for blocks of their own to the largest one freed, so that a unit's first values, freed
+    before the next unit's are made, leave holes of up to 32 MiB each in the heap. A few milliseconds.
+    """
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        trim(0)
 
 
 def typed_view(raw: torch.Tensor, dtype: torch.dtype, numel: int) -> torch.Tensor:

@@ -18,14 +18,16 @@ class DeviceTier(Tier):
         self._accelerator = accelerator
         self._ledger = ledger
         self._slots: dict[str, torch.Tensor] = {}
+        self._reserved: dict[str, Slot] = {}
 
     def reserve(self, name: str, nbytes: int, kind: str) -> Slot:
         self._ledger.charge(self.name, kind, nbytes)
         self._slots[name] = torch.zeros(nbytes, dtype=torch.uint8, device=self._accelerator.device)
-        return Slot(name, nbytes, kind)
+        self._reserved[name] = slot = Slot(name, nbytes, kind)
+        return slot
 
     def release(self, slot: Slot) -> None:
-        del self._slots[slot.name]
+        del self._slots[slot.name], self._reserved[slot.name]
         self._ledger.discharge(self.name, slot.kind, slot.nbytes)
 
     def view(self, slot: Slot) -> torch.Tensor:
@@ -42,7 +44,8 @@ class DeviceTier(Tier):
         return self._copy(target, self.view(slot)[: target.numel()], "gather", after)
 
     def close(self) -> None:
-        self._slots.clear()
+        for slot in list(self._reserved.values()):
+            self.release(slot)
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor, lane: str, after: Event | None = None) -> Event:
         accelerator = self._accelerator

@@ -77,15 +77,18 @@ class NvmeTier(Tier):
         self._ledger = runtime.ledger
         self._recorder = runtime.recorder
         self._records: dict[str, Record] = {}
+        self._reserved: dict[str, Slot] = {}
         self._deferred = 0
         self._lock = threading.Lock()
 
     def reserve(self, name: str, nbytes: int, kind: str) -> Slot:
         self._ledger.charge(self.name, kind, nbytes)
+        self._reserved[name] = slot = Slot(name, nbytes, kind)
         self._records[name] = self._store.reserve(name, nbytes)
-        return Slot(name, nbytes, kind)
+        return slot
 
     def release(self, slot: Slot) -> None:
+        del self._reserved[slot.name]
         self._store.release(self._records.pop(slot.name))
         self._ledger.discharge(self.name, slot.kind, slot.nbytes)
 
@@ -152,4 +155,8 @@ class NvmeTier(Tier):
         return TicketEvent(self._store.read(record, into, offset), record.name, self._recorder)
 
     def close(self) -> None:
+        """The records end with their store."""
+        for slot in self._reserved.values():
+            self._ledger.discharge(self.name, slot.kind, slot.nbytes)
+        self._reserved.clear()
         self._records.clear()

@@ -1,0 +1,57 @@
+"""With parameters and optimizer on NVMe the resident set does not grow with the model's depth.
+
+Measured in child processes, so that nothing else's memory is counted: the peak of the resident set (VmHWM) over birth from
+the meta device and three steps, for 8 layers and for 32. Gradients rest 16-bit in host memory, so they grow, by exactly
+two bytes an element; 4x the layers may add at most 5% beyond them. The plan's host memory less gradients is the same to
+the byte.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.house import ROOT
+from tests.memory.child import HIDDEN
+
+LAYERS = (8, 32)
+BLOCK_NUMEL = 12 * HIDDEN**2 + 13 * HIDDEN
+
+
+def run_child(*arguments: str) -> dict[str, Any]:
+    command = [sys.executable, "-m", "tests.memory.child", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.fixture(scope="module")
+def depths(tmp_path_factory) -> list[dict[str, Any]]:
+    return [run_child("depth", str(tmp_path_factory.mktemp("swap")), str(layers)) for layers in LAYERS]
+
+
+def test_four_times_the_layers_add_gradients_and_at_most_5_percent(depths):
+    shallow, deep = ({**found, "kept": found["peak"] - found["gradients"]} for found in depths)
+    grown = LAYERS[1] - LAYERS[0]
+    assert deep["nvme"] - shallow["nvme"] >= grown * 14 * BLOCK_NUMEL  # bf16 parameter, fp32 master, two moments
+    assert 2 * grown * BLOCK_NUMEL <= deep["gradients"] - shallow["gradients"] <= 1.02 * 2 * grown * BLOCK_NUMEL
+    assert deep["kept"] <= 1.05 * shallow["kept"]
+
+
+def test_the_plan_and_the_ledger_do_not_grow_at_all(depths):
+    for found in depths:
+        assert found["ledger"] == found["host"]
+    shallow, deep = depths
+    assert deep["host"] - deep["gradients"] == shallow["host"] - shallow["gradients"]
+    assert deep["device"] <= 1.01 * shallow["device"]
+
+
+def test_the_resident_set_stands_still_over_steps(tmp_path: Path):
+    early, middle, late = run_child("steady", str(tmp_path))["resident"]
+    assert middle <= 1.02 * early
+    assert late <= 1.01 * middle
+    assert not any(tmp_path.iterdir())

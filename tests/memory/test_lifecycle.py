@@ -1,0 +1,126 @@
+"""Engines leave nothing behind: no memory, no thread, no open file, no swap file; whether they end well or badly."""
+
+import contextlib
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tiered_zero
+from tests.house import ROOT
+from tests.memory.child import resident_nbytes
+from tests.parity.models import ParityGPT, batch
+from tests.parity.trainers import FAR, tiered, train
+
+FLOOR_NBYTES = 8 << 20
+"""Malloc's own restlessness over 15 cycles; an engine that leaked its arena would leave 15 times 4 MiB at least."""
+
+
+def held() -> tuple[set[int], set[str]]:
+    """Threads by id; open files by what they are, except those of the interpreter's own making."""
+    gc.collect()
+    threads = {thread.native_id or 0 for thread in threading.enumerate()}
+    links = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            links.add(f"{name} {os.readlink(f'/proc/self/fd/{name}')}")
+    return threads, {link for link in links if "/proc/" not in link}
+
+
+def one_life(swap_path: Path, placement: tuple[str, str]) -> None:
+    torch.manual_seed(0)
+    with tiered(ParityGPT(), swap_path, placement) as engine:
+        train(engine, batch, 1)
+        engine.module.state_dict()
+
+
+@pytest.mark.parametrize("placement", FAR, ids="-".join)
+def test_20_open_and_close_cycles(placement, swap_path):
+    sizes = []
+    for cycle in range(20):
+        if cycle == 5:
+            before = held()
+        one_life(swap_path, placement)
+        gc.collect()
+        sizes.append(resident_nbytes())
+        assert not any(swap_path.iterdir())
+    assert held() == before
+    assert sizes[-1] - sizes[4] <= max(0.02 * sizes[4], FLOOR_NBYTES)
+
+
+def test_close_twice_and_close_after_an_error(swap_path, no_leaks):
+    engine = tiered(ParityGPT(), swap_path)
+    engine.close()
+    engine.close()
+    with pytest.raises(ZeroDivisionError), tiered(ParityGPT(), swap_path) as engine:
+        engine(*batch(0))
+        raise ZeroDivisionError
+    with tiered(ParityGPT(), swap_path) as engine:
+        engine.backward(engine(*batch(0)))  # closed between backward and step
+    assert not any(swap_path.iterdir())
+
+
+class Unborn(nn.Module):
+    """Its last layer is on meta and nothing initialises it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(64, 64), nn.Linear(64, 64)])
+        self.bad = nn.Parameter(torch.empty(64, device="meta"))
+
+
+def raising(error: BaseException) -> Any:
+    def raise_it(*_: Any) -> Any:
+        raise error
+
+    return raise_it
+
+
+@pytest.mark.parametrize("error", [RuntimeError("planted"), KeyboardInterrupt()], ids=["error", "interrupt"])
+@pytest.mark.parametrize("place", ["scheduler", "birth", "gradients", "hooks"])
+def test_initialize_that_fails_leaves_nothing(place, error, swap_path, monkeypatch, no_leaks):
+    """Broken off at several places after the swap files were made, by an error and by the user."""
+    targets = {
+        "birth": "tiered_zero.assembly._settle_unit",
+        "gradients": "tiered_zero.assembly.GradientStore",
+        "hooks": "tiered_zero.assembly.ModuleHooks",
+    }
+    before = held()
+    if place in targets:
+        monkeypatch.setattr(targets[place], raising(error))
+    with pytest.raises(type(error)):
+        tiered(ParityGPT(), swap_path, make_scheduler=raising(error) if place == "scheduler" else None)
+    assert not any(swap_path.iterdir())
+    assert held() == before
+
+
+def test_a_model_that_cannot_be_born_leaves_nothing(swap_path, no_leaks):
+    before = held()
+    with pytest.raises(tiered_zero.ModelError, match="bad"):
+        tiered(Unborn(), swap_path)
+    assert not any(swap_path.iterdir())
+    assert held() == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+def test_an_interrupted_run_leaves_no_swap_files(number, swap_path):
+    """In the middle of training, in a process of its own that closes nothing itself."""
+    command = [sys.executable, "-m", "tests.memory.child", "interrupt", str(swap_path)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as child:
+        assert child.stdout is not None
+        assert json.loads(child.stdout.readline())["runs"] == 1
+        time.sleep(0.3)
+        child.send_signal(number)
+        child.wait(timeout=30)
+    assert child.returncode != 0
+    assert not any(swap_path.iterdir())
