@@ -1,8 +1,8 @@
 """Run as a program by the tests beside it: one training in a process of its own, and what it saw as one line of JSON.
 
-    python -m tests.memory.child depth SWAP LAYERS
-    python -m tests.memory.child steady SWAP
-    python -m tests.memory.child interrupt SWAP
+python -m tests.memory.child depth SWAP LAYERS
+python -m tests.memory.child steady SWAP
+python -m tests.memory.child interrupt SWAP
 """
 
 import json

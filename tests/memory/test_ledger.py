@@ -114,7 +114,9 @@ def test_nothing_is_reserved_after_step_2(placement, swap_path, monkeypatch):
         train(engine, batch, 2)
         engine.flush()
         arena = [slot for slot in (engine._parts.runtime, engine) if slot is not None]
-        before = {tier: {kind: row["peak"] for kind, row in kinds.items()} for tier, kinds in engine.memory_report().items()}
+        before = {
+            tier: {kind: row["peak"] for kind, row in kinds.items()} for tier, kinds in engine.memory_report().items()
+        }
         reserved: list[str] = []
         for kind in (DeviceTier, HostTier, NvmeTier):
             monkeypatch.setattr(kind, "reserve", lambda _, name, *__: reserved.append(name))
@@ -128,7 +130,9 @@ def test_nothing_is_reserved_after_step_2(placement, swap_path, monkeypatch):
         monkeypatch.setattr(Ledger, "charge", charge)
         train(engine, batch, 4)
         engine.flush()
-        after = {tier: {kind: row["peak"] for kind, row in kinds.items()} for tier, kinds in engine.memory_report().items()}
+        after = {
+            tier: {kind: row["peak"] for kind, row in kinds.items()} for tier, kinds in engine.memory_report().items()
+        }
         for peaks in (before, after):
             peaks["device"].pop("gradient_in_flight", None)  # how many wait at once is a matter of luck
         assert arena and not reserved

@@ -87,15 +87,28 @@ def test_bytes_are_refused_by_name(when, engine):
 
 
 def test_the_error_is_a_runtime_error_and_says_what_to_do(engine):
-    with pytest.raises(RuntimeError, match=r"tokens\.weight.*rest on tier (host|nvme).*tiered_zero\.gathered.*state_dict"):
+    with pytest.raises(
+        RuntimeError, match=r"tokens\.weight.*rest on tier (host|nvme).*tiered_zero\.gathered.*state_dict"
+    ):
         engine.module.tokens.weight.mean()
 
 
 def test_everything_else_may_be_asked(engine):
     param = engine.module.get_parameter(NAME)
     assert (param.shape, param.dtype, param.device.type) == (torch.Size([HIDDEN, HIDDEN]), torch.float32, "cpu")
-    assert (param.numel(), param.dim(), param.ndim, param.nelement(), len(param)) == (HIDDEN**2, 2, 2, HIDDEN**2, HIDDEN)
-    assert (param.size(0), param.stride(), param.element_size(), param.nbytes) == (HIDDEN, (HIDDEN, 1), 4, 4 * HIDDEN**2)
+    assert (param.numel(), param.dim(), param.ndim, param.nelement(), len(param)) == (
+        HIDDEN**2,
+        2,
+        2,
+        HIDDEN**2,
+        HIDDEN,
+    )
+    assert (param.size(0), param.stride(), param.element_size(), param.nbytes) == (
+        HIDDEN,
+        (HIDDEN, 1),
+        4,
+        4 * HIDDEN**2,
+    )
     assert (param.requires_grad, param.grad, param.is_leaf, param.grad_fn) == (True, None, True, None)
     assert not param.is_meta and not param.is_sparse and param.is_contiguous() and param.is_floating_point()
     for text in (repr(param), str(param), f"{param}", repr(nn.ParameterList([param]))):

@@ -70,7 +70,9 @@ def test_several_forwards_before_one_backward(num_forwards, zero, swap_path):
     assert_parity(Stack, script, swap_path, zero=zero)
 
 
-@pytest.mark.parametrize(("zero", "clipping", "update"), [(TIGHT[0], 0.5, None), (TIGHT[1], 0.5, None), ({}, 0.0, "barrier")])
+@pytest.mark.parametrize(
+    ("zero", "clipping", "update"), [(TIGHT[0], 0.5, None), (TIGHT[1], 0.5, None), ({}, 0.0, "barrier")]
+)
 def test_eval_and_no_grad_anywhere(zero, clipping, update, swap_path):
     """Between steps, between a forward and its backward, and before the step. (Updates that begin in backward, which
     is where nothing is clipped or checked and not the barrier policy, leave nothing to look at there; they say so.)"""
@@ -108,9 +110,7 @@ def test_the_module_itself_may_be_called(swap_path):
             with torch.no_grad():
                 seen.append(trainer.module(*batch(50 + step)))
             loss = trainer.module(*batch(step))
-            if step % 2:
-                trainer.backward(loss)
-            elif isinstance(trainer, Plain):
+            if step % 2 or isinstance(trainer, Plain):
                 trainer.backward(loss)
             else:
                 loss.backward()
@@ -141,7 +141,8 @@ class Experts(nn.Module):
         super().__init__()
         self.router = nn.Linear(HIDDEN, num_experts)
         self.experts = nn.ModuleList(
-            nn.Sequential(nn.Linear(HIDDEN, 2 * HIDDEN), nn.GELU(), nn.Linear(2 * HIDDEN, HIDDEN)) for _ in range(num_experts)
+            nn.Sequential(nn.Linear(HIDDEN, 2 * HIDDEN), nn.GELU(), nn.Linear(2 * HIDDEN, HIDDEN))
+            for _ in range(num_experts)
         )
         self.chosen: list[int] = []
 

@@ -50,7 +50,11 @@ PAIR = {"stage3_max_live_parameters": 25_000, "stage3_prefetch_bucket_size": 0}
 def test_recomputed_steps_have_the_bits_of_plain_recomputed_steps(use_reentrant, dropout, depth, zero, swap_path):
     """Dropout draws the same numbers again in the recomputation."""
     assert_parity(
-        lambda: Recomputed(use_reentrant, dropout, depth), lambda own: train(own, batch, 4), swap_path, clipping=0.5, zero=zero
+        lambda: Recomputed(use_reentrant, dropout, depth),
+        lambda own: train(own, batch, 4),
+        swap_path,
+        clipping=0.5,
+        zero=zero,
     )
 
 
@@ -73,5 +77,9 @@ def test_with_and_without_recomputation(use_reentrant, placement, swap_path):
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_accumulation_over_recomputed_micro_batches(use_reentrant, swap_path):
     assert_parity(
-        lambda: Recomputed(use_reentrant, 0.1), lambda own: train(own, batch, 3, 3), swap_path, accumulation=3, clipping=0.5
+        lambda: Recomputed(use_reentrant, 0.1),
+        lambda own: train(own, batch, 3, 3),
+        swap_path,
+        accumulation=3,
+        clipping=0.5,
     )

@@ -163,7 +163,9 @@ def test_frozen_parameters_have_no_state_and_are_never_written(placement, swap_p
         frozen = {slot: unit for slot, unit in param_slots(engine).items() if not unit.trainable}
         trainable = {slot: unit for slot, unit in param_slots(engine).items() if unit.trainable}
         before = {slot: unit for slot, unit in frozen.items()}
-        assert sum(len(unit.entries) for unit in frozen.values()) == len([p for p in Lora().parameters() if not p.requires_grad])
+        assert sum(len(unit.entries) for unit in frozen.values()) == len(
+            [p for p in Lora().parameters() if not p.requires_grad]
+        )
         traffic = Traffic(monkeypatch)
         train(engine, batch)
         everything(engine)

@@ -43,7 +43,9 @@ def test_state_dict_is_the_models_own(placement, swap_path):
         weights = engine.module.state_dict()
         assert list(weights) == list(reference) and weights._metadata.keys() == reference._metadata.keys()
         assert all(type(value) is torch.Tensor and not value.requires_grad for value in weights.values())
-        assert all((value.dtype, value.shape) == (reference[n].dtype, reference[n].shape) for n, value in weights.items())
+        assert all(
+            (value.dtype, value.shape) == (reference[n].dtype, reference[n].shape) for n, value in weights.items()
+        )
         addresses = [value.untyped_storage().data_ptr() for value in weights.values()]
         assert len(set(addresses)) == len(addresses) - 1, "only the tied pair shares memory"
         assert weights["head.weight"] is weights["tokens.weight"] or (
@@ -130,7 +132,9 @@ def test_changes_made_inside_gathered_are_kept(placement, swap_path):
         with torch.no_grad():
             module.blocks[0].out.weight[2:5] *= 1.5
 
-    assert_same_bits(follow(script, Plain(build(), adamw)), follow(script, tiered(build(), swap_path, placement, adamw)))
+    assert_same_bits(
+        follow(script, Plain(build(), adamw)), follow(script, tiered(build(), swap_path, placement, adamw))
+    )
 
 
 @pytest.mark.parametrize("placement", FAR, ids="-".join)

@@ -72,7 +72,9 @@ def run_schedule(seed: int, swap_path: Path) -> str:
     expected = reference(precision, accumulation, clipping)
     found = follow(lambda own: train(own, data, 3, accumulation), engine)
     seen = [str(i) for i, pair in enumerate(zip(expected.seen, found.seen, strict=True)) if not same_bits(*pair)]
-    return ", ".join(seen + [name for name, value in expected.weights.items() if not same_bits(value, found.weights[name])])
+    return ", ".join(
+        seen + [name for name, value in expected.weights.items() if not same_bits(value, found.weights[name])]
+    )
 
 
 @pytest.mark.parametrize("chunk", range(NUM_CHUNKS))
