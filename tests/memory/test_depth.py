@@ -1,9 +1,9 @@
 """With parameters and optimizer on NVMe the resident set does not grow with the model's depth.
 
-Measured in child processes, so that nothing else's memory is counted: the peak of the resident set (VmHWM) over birth from
-the meta device and three steps, for 8 layers and for 32. Gradients rest 16-bit in host memory, so they grow, by exactly
-two bytes an element; 4x the layers may add at most 5% beyond them. The plan's host memory less gradients is the same to
-the byte.
+Measured in child processes, so that nothing else's memory is counted: the peak of the resident set (VmHWM) over birth
+from the meta device and three steps, for 8 layers and for 32. Gradients rest 16-bit in host memory, so they grow, by
+exactly two bytes an element; 4x the layers may add at most 5% beyond them. The plan's host memory less gradients is the
+same to the byte.
 """
 
 import json

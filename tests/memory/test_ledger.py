@@ -141,7 +141,7 @@ def test_nothing_is_reserved_after_step_2(placement, swap_path, monkeypatch):
 
 
 def test_the_device_limit_is_the_window(swap_path):
-    """With exactly the planned bytes as limit the run goes through; with one unit less it is refused before it starts."""
+    """With the planned bytes as limit the run goes through; with one unit less it is refused before it starts."""
     import tiered_zero
 
     with tiered(ParityGPT(), swap_path) as engine:

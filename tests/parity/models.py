@@ -12,7 +12,7 @@ HIDDEN = 32
 
 
 class Block(nn.Module):
-    """x + attention, then x + mlp. Its matrices are larger than the smallest sub-group, so that cuts fall inside them."""
+    """x + attention, then x + mlp. Its matrices are larger than the least sub-group, so that cuts fall inside them."""
 
     def __init__(self, hidden: int = HIDDEN, dropout: float = 0.0) -> None:
         super().__init__()

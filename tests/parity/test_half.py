@@ -11,12 +11,14 @@ Where the engine may differ from it, and by how much:
   2^10 here. No difference.
 * The norm: both take each parameter's norm in fp32 and then the norm of the norms; the engine from 16-bit elements,
   widened one by one as they are read, the loop from the same elements widened before. Both sum the same fp32 squares in
-  an order that the kernel chooses by element type. A sum of n squares has a relative error of at most n * 2^-24 (Higham,
-  Accuracy and Stability of Numerical Algorithms, section 4.2), its root half of that; with n <= 20,000 elements the two
-  norms, and with them the clip factors, agree within 2 * 10,000 * 2^-24 < 1.2e-3, before the benefit of pairwise sums.
+  an order that the kernel chooses by element type. A sum of n squares has a relative error of at most n * 2^-24
+  (Higham, Accuracy and Stability of Numerical Algorithms, section 4.2), its root half of that; with n <= 20,000
+  elements the two norms, and with them the clip factors, agree within 2 * 10,000 * 2^-24 < 1.2e-3, before the benefit
+  of pairwise sums.
 * The square root in Adam: torch takes MKL's, which is off by one unit in the last place in a fifth of all cases; the
-  native kernel takes the exact one for 16-bit gradients, and torch's own code where there is no compiler. So the loop is
-  run with both (`ExactRoot` rounds a float64 root, which is the exact fp32 root, as 53 bits are more than 2 * 24 + 2).
+  native kernel takes the exact one for 16-bit gradients, and torch's own code where there is no compiler. So the loop
+  is run with both (`ExactRoot` rounds a float64 root, which is the exact fp32 root, as 53 bits are more than 2 * 24 +
+  2).
 * Everything else is the same operation on the same bits.
 
 So without clipping the bound is zero: losses and weights have the bits of the loop, with one of the two roots and the

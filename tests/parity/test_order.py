@@ -161,7 +161,7 @@ def expert_slots(engine):
 
 @pytest.mark.parametrize("prefetch", [0, None])
 def test_a_random_router_fetches_the_chosen_experts_only(prefetch, swap_path, monkeypatch):
-    """Without prefetching nothing but the chosen experts moves; with it, nothing but what was chosen in some step before."""
+    """Without prefetching only the chosen experts move; with it, only what was chosen in some step before."""
 
     def build():
         return Stack(3, Experts)

@@ -73,7 +73,7 @@ def test_one_bad_micro_batch_skips_the_whole_step(swap_path):
 def test_training_around_overflows_is_training_without_those_steps(placement, swap_path):
     """Dynamic scale: bitwise the plain loop that leaves out the bad steps and has the scale of the moment."""
     scales = [1024.0] * 4 + [512.0] * 3 + [256.0] * 3 + [512.0]
-    """Before each step. By DeepSpeed's rule: the overflow in step 2 uses up a credit, those in 3 and 6 halve; then it grows with
+    """Before each step, by DeepSpeed: the overflow in step 2 uses a credit, those in 3 and 6 halve; then it grows with
     the third good step (the window of 2, and the one that follows the overflow)."""
 
     def with_overflows(engine: tiered_zero.Engine) -> list[Any]:

@@ -11,7 +11,7 @@ from tests.parity.trainers import FAR, Plain, assert_parity, assert_same_bits, f
 
 
 class Recomputed(nn.Module):
-    """`use_reentrant`: None keeps activations. `depth` 2: a checkpoint of pairs of blocks, each block again in its own."""
+    """`use_reentrant`: None keeps activations. `depth` 2: checkpoints of pairs of blocks, each block in its own."""
 
     def __init__(self, use_reentrant: bool | None, dropout: float, depth: int = 1) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Recomputed(nn.Module):
 
 
 PAIR = {"stage3_max_live_parameters": 25_000, "stage3_prefetch_bucket_size": 0}
-"""Room for two blocks: what a recomputed region saves are views, so all of its weights stay until its backward is over."""
+"""Room for two blocks: a recomputed region saves views, so all of its weights stay until its backward is over."""
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # torch's word on nested reentrant regions
@@ -61,7 +61,7 @@ def test_recomputed_steps_have_the_bits_of_plain_recomputed_steps(use_reentrant,
 @pytest.mark.parametrize("placement", FAR, ids="-".join)
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_with_and_without_recomputation(use_reentrant, placement, swap_path):
-    """Against the model that keeps its activations. Only the tied weight's two gradients may be added in another order by
+    """Against the model that keeps activations. Only the tied weight's two gradients may be added in another order by
     a reentrant checkpoint, so that one's bits are compared for use_reentrant=False."""
     torch.manual_seed(0)
     expected = follow(lambda own: train(own, batch, 1), Plain(Recomputed(None, 0.0)))

@@ -157,7 +157,7 @@ class Lora(nn.Module):
 
 @pytest.mark.parametrize("placement", FAR, ids="-".join)
 def test_frozen_parameters_have_no_state_and_are_never_written(placement, swap_path, monkeypatch):
-    """Their homes are written once, at birth; planned state and gradients are those of the adapters and biases alone."""
+    """Their homes are written once, at birth; planned state and gradients are of the adapters and biases alone."""
     assert_parity(Lora, lambda own: train(own, batch), swap_path, [placement])
     with tiered(Lora(), swap_path, placement) as engine:
         frozen = {slot: unit for slot, unit in param_slots(engine).items() if not unit.trainable}

@@ -1,4 +1,4 @@
-"""Whole weights between steps: gathered(), state_dict() and load_state_dict() on every placement, and what masters do."""
+"""Whole weights between steps: gathered(), state_dict(), load_state_dict() on every placement, and what masters do."""
 
 import itertools
 

@@ -1,9 +1,10 @@
 """200 seeded delay schedules on the threaded accelerator, freed buffers poisoned with NaN: not one bit differs.
 
-Every job of every lane starts and ends late by a seeded random time, so each schedule is another interleaving of driver,
-gather, reduce and update; a wait that is missing somewhere meets a late partner in some of them, and reads NaN. The
-schedules go round the nine placements, update policies, precisions, accumulation, clipping and prefetching, whose cycles
-have no common length. That such a harness can fail is shown as well: with any one wait taken out it finds differences.
+Every job of every lane starts and ends late by a seeded random time, so each schedule is another interleaving of
+driver, gather, reduce and update; a wait that is missing somewhere meets a late partner in some of them, and reads NaN.
+The schedules go round the nine placements, update policies, precisions, accumulation, clipping and prefetching, whose
+cycles have no common length. That such a harness can fail is shown as well: with any one wait taken out it finds
+differences.
 """
 
 import functools
