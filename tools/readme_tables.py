@@ -12,6 +12,7 @@ import argparse
 import json
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,51 @@ def rows(header: list[str], body: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 
-TABLES: dict[str, Any] = {}
+def step_table(record: dict[str, Any]) -> str:
+    arguments, body = record["arguments"], []
+    for name, seconds in record["median"].items():
+        bounds = record["bounds_s"].get(name)
+        peak = record["results"][name]["peak_rss_nbytes"]
+        body.append(
+            [
+                name,
+                f"{seconds:.2f}",
+                f"{record['ratios_to_plain'][name]:.2f}",
+                f"{max(bounds.values()):.2f} ({max(bounds, key=bounds.__getitem__)})" if bounds else "",
+                f"{record['ratios_to_bound'][name]:.2f}" if bounds else "",
+                f"{peak / (1 << 20):.0f}" if peak else "",
+            ]
+        )
+    title = f"A step of {arguments['model']}, bf16, {arguments['tokens']} tokens, clipping {arguments['clip']:g}"
+    columns = ["parameters/state, update", "s", "of plain", "bound s (by)", "of bound", "peak MiB beyond imports"]
+    return head(record, title) + "\n" + rows(columns, body)
+
+
+def update_table(record: dict[str, Any]) -> str:
+    triad = record["rates_gb_per_s"]["triad"]
+    body = [
+        [name, f"{rate:.1f}", f"{rate / triad:.2f}", f"{record['median'][name]:.3f}"]
+        for name, rate in record["rates_gb_per_s"].items()
+        if name in record["median"]
+    ]
+    title = f"One AdamW update of {record['arguments']['numel'] >> 20} Mi parameters, bf16 gradients, 28 bytes each"
+    return head(record, title) + "\n" + rows(["way", "GB/s", "of triad", "s"], body)
+
+
+def io_table(record: dict[str, Any]) -> str:
+    body = [
+        [name, f"{rate:.2f}", f"{record['ratio_to_fio'][name]:.2f}" if record["ratio_to_fio"].get(name) else ""]
+        for name, rate in record["median"].items()
+    ]
+    return (
+        head(record, "The disk, direct, each at its best block and depth")
+        + "\n"
+        + rows(["way", "GB/s", "of fio"], body)
+    )
+
+
+TABLES: dict[str, Callable[[dict[str, Any]], str]] = {"step": step_table, "update": update_table, "io": io_table}
+"""Record name -> its table, in the README's order."""
 
 
 def main() -> None:
