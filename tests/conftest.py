@@ -1,6 +1,7 @@
 """What all tests share: a fixed start, no network, a swap directory on a real disk."""
 
 import os
+import signal
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
@@ -21,6 +22,10 @@ from hypothesis import settings
 torch.set_num_threads(2)  # the same order of sums on every machine, and more than one thread at work
 settings.register_profile("tiered_zero", deadline=None, derandomize=True, database=None)
 settings.load_profile("tiered_zero")
+
+# A run started in the background may inherit an ignored SIGINT, and so would the children whose Ctrl-C is tested.
+if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
