@@ -18,7 +18,6 @@ from torch import nn
 
 import tiered_zero
 from tests.house import ROOT
-from tests.memory.child import resident_nbytes
 from tests.parity.models import ParityGPT, batch
 from tests.parity.trainers import FAR, tiered, train
 
@@ -46,16 +45,13 @@ def one_life(swap_path: Path, placement: tuple[str, str]) -> None:
 
 @pytest.mark.parametrize("placement", FAR, ids="-".join)
 def test_20_open_and_close_cycles(placement, swap_path):
-    sizes = []
     for cycle in range(20):
         if cycle == 5:
             before = held()
         one_life(swap_path, placement)
         gc.collect()
-        sizes.append(resident_nbytes())
         assert not any(swap_path.iterdir())
     assert held() == before
-    assert sizes[-1] - sizes[4] <= max(0.02 * sizes[4], FLOOR_NBYTES)
 
 
 def test_close_twice_and_close_after_an_error(swap_path, no_leaks):
