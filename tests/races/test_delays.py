@@ -42,7 +42,7 @@ def data(number: int) -> tuple[Any, ...]:
 
 
 def momentum(model: torch.nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
 
 
 OPTIMIZERS = {"fp32": adamw, "bf16": momentum}
