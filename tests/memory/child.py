@@ -1,7 +1,6 @@
 """Run as a program by the tests beside it: one training in a process of its own, and what it saw as one line of JSON.
 
 python -m tests.memory.child depth SWAP LAYERS
-python -m tests.memory.child steady SWAP
 python -m tests.memory.child interrupt SWAP
 """
 
@@ -72,17 +71,6 @@ def depth(swap: str, layers: str) -> dict[str, Any]:
         }
 
 
-def steady(swap: str) -> dict[str, Any]:
-    """The resident set after steps 2, 12 and 22."""
-    with make_engine(swap, 8) as engine:
-        seen = []
-        for number in range(1, 23):
-            take_step(engine)
-            if number in (2, 12, 22):
-                seen.append(resident_nbytes())
-        return {"resident": seen}
-
-
 def interrupt(swap: str) -> dict[str, Any]:
     """Trains until it is interrupted, and does not close: what leaves with the process is the process's affair."""
     engine = tiered(ParityGPT(), Path(swap))
@@ -95,4 +83,4 @@ def interrupt(swap: str) -> dict[str, Any]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     what, *arguments = sys.argv[1:]
-    print(json.dumps({"depth": depth, "steady": steady, "interrupt": interrupt}[what](*arguments)), flush=True)
+    print(json.dumps({"depth": depth, "interrupt": interrupt}[what](*arguments)), flush=True)

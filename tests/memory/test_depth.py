@@ -7,7 +7,6 @@ same to the byte.
 """
 
 import json
-import os
 import subprocess
 import sys
 from typing import Any
@@ -21,9 +20,9 @@ LAYERS = (8, 32)
 BLOCK_NUMEL = 12 * HIDDEN**2 + 13 * HIDDEN
 
 
-def run_child(*arguments: str, **environment: str) -> dict[str, Any]:
+def run_child(*arguments: str) -> dict[str, Any]:
     command = [sys.executable, "-m", "tests.memory.child", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, env=os.environ | environment)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found

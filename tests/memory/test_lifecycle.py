@@ -21,9 +21,6 @@ from tests.house import ROOT
 from tests.parity.models import ParityGPT, batch
 from tests.parity.trainers import FAR, tiered, train
 
-FLOOR_NBYTES = 8 << 20
-"""Malloc's own restlessness over 15 cycles; an engine that leaked its arena would leave 15 times 4 MiB at least."""
-
 
 def held() -> tuple[set[int], set[str]]:
     """Threads by id; open files by what they are, except those of the interpreter's own making."""
@@ -34,6 +31,13 @@ def held() -> tuple[set[int], set[str]]:
         with contextlib.suppress(OSError):
             links.add(f"{name} {os.readlink(f'/proc/self/fd/{name}')}")
     return threads, {link for link in links if "/proc/" not in link}
+
+
+def tensor_nbytes() -> int:
+    """Bytes of all live tensors: a closed engine that anything still refers to keeps its model's and its arena's."""
+    gc.collect()
+    storages = [t.untyped_storage() for t in gc.get_objects() if issubclass(type(t), torch.Tensor)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def one_life(swap_path: Path, placement: tuple[str, str]) -> None:
@@ -47,11 +51,10 @@ def one_life(swap_path: Path, placement: tuple[str, str]) -> None:
 def test_20_open_and_close_cycles(placement, swap_path):
     for cycle in range(20):
         if cycle == 5:
-            before = held()
+            before = held(), tensor_nbytes()
         one_life(swap_path, placement)
-        gc.collect()
         assert not any(swap_path.iterdir())
-    assert held() == before
+    assert (held(), tensor_nbytes()) == before
 
 
 def test_close_twice_and_close_after_an_error(swap_path, no_leaks):

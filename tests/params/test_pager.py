@@ -170,8 +170,9 @@ def test_backward_finds_the_saved_view_wherever_the_bytes_are() -> None:
         del view
     assert not storage.is_full
     world.pager.phase = "backward"
-    assert world.pager.owns_storage(storage.key)
-    found = world.pager.unpack(storage.key, *geometry)
+    owner = world.pager.owner_of(storage.key)
+    assert owner is not None
+    found = world.pager.unpack(owner, *geometry)
     assert torch.equal(found, world.values[0][: found.numel()])
     assert world.state(0) is UnitState.LENT
 

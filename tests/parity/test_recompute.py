@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import tiered_zero
 from tests.parity.models import HIDDEN, VOCAB, Block, batch
 from tests.parity.trainers import FAR, Plain, assert_parity, assert_same_bits, follow, tiered, train
 
@@ -83,3 +84,21 @@ def test_accumulation_over_recomputed_micro_batches(use_reentrant, swap_path):
         accumulation=3,
         clipping=0.5,
     )
+
+
+class OneRegion(Recomputed):
+    """All blocks in one checkpoint: in backward all of their weights are on the device together."""
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self._run(lambda x: self._pair(2, self._pair(0, x)), self.tokens(tokens))
+        return F.cross_entropy(F.linear(x, self.tokens.weight).flatten(0, 1), targets.flatten())
+
+
+def test_a_region_larger_than_the_planned_window(swap_path, caplog):
+    """It goes on beyond the plan, and says so once; a cap that the user has set is kept, and is an error."""
+    assert_parity(lambda: OneRegion(False, 0.0), lambda own: train(own, batch, 3), swap_path, [("nvme", "nvme")])
+    assert sum("more on the device than planned" in record.message for record in caplog.records) == 1
+    with tiered(OneRegion(False, 0.0), swap_path, clipping=0.5, zero=PAIR) as engine:
+        loss = engine(*batch(0))
+        with pytest.raises(tiered_zero.BudgetError, match="stage3_max_live_parameters"):
+            engine.backward(loss)

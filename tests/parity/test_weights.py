@@ -211,3 +211,16 @@ def test_step_counts_are_each_parameters_own(swap_path):
         found = everything(engine)
         counts = {value["step"] for name, value in found.items() if name.startswith("scalars")}
         assert counts == {8.0, 3.0, 5.0}
+
+
+class NumpyUser(Base):
+    """Looks at its weights through NumPy in the middle of forward, as a logger does."""
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.first(self.tokens(tokens))
+        scale = float(self.first.weight.detach().numpy().std())
+        return final_loss(self.blocks[0](x) * scale, self.tokens.weight, targets)
+
+
+def test_numpy_inside_of_forward(swap_path):
+    assert_parity(NumpyUser, lambda own: train(own, batch), swap_path)

@@ -25,9 +25,9 @@ GradientSink = Callable[[nn.Parameter], None]
 
 @dataclass(frozen=True)
 class SavedView:
-    """What autograd keeps instead of a view of a flat: which storage, and the view's geometry in elements."""
+    """What autograd keeps instead of a view of a flat: which unit, and the view's geometry in elements."""
 
-    storage_key: int
+    unit_index: int
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
@@ -119,11 +119,12 @@ class ModuleHooks:
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | SavedView:
         key = tensor.untyped_storage()._cdata
-        if not self._pager.owns_storage(key):
+        unit_index = self._pager.owner_of(key)
+        if unit_index is None:
             return tensor
-        return SavedView(key, tuple(tensor.size()), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
+        return SavedView(unit_index, tuple(tensor.size()), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
 
     def _unpack(self, saved: torch.Tensor | SavedView) -> torch.Tensor:
         if not isinstance(saved, SavedView):
             return saved
-        return self._pager.unpack(saved.storage_key, saved.size, saved.stride, saved.offset, saved.dtype)
+        return self._pager.unpack(saved.unit_index, saved.size, saved.stride, saved.offset, saved.dtype)

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from torch import nn
 
 from tiered_zero.params.pager import Pager, Residency
-from tiered_zero.params.storage import lender_of
+from tiered_zero.params.storage import ClosedEngine, lender_of
 
 
 @contextmanager
@@ -42,6 +42,8 @@ def _paged(params: Iterable[nn.Parameter]) -> list[tuple[Pager, Residency]]:
     found: dict[tuple[int, int], tuple[Pager, Residency]] = {}
     for param in params:
         pager = lender_of(param)
+        if isinstance(pager, ClosedEngine):
+            pager.demand([param], "gathered")
         if isinstance(pager, Pager) and (residency := pager.residency(param)) is not None:
             found[id(pager), residency.unit.index] = (pager, residency)
     return list(found.values())

@@ -18,7 +18,7 @@ from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.layout.flat import Unit
 from tiered_zero.params.homes import HomeKeeper
 from tiered_zero.params.schedule import Schedule
-from tiered_zero.params.storage import FlatStorage
+from tiered_zero.params.storage import ClosedEngine, FlatStorage
 from tiered_zero.sizes import format_nbytes
 from tiered_zero.tiers.inventory import Inventory
 
@@ -213,14 +213,16 @@ class Pager:
         )
 
     def unpack(
-        self, key: int, size: Sequence[int], stride: Sequence[int], offset: int, dtype: torch.dtype
+        self, unit_index: int, size: Sequence[int], stride: Sequence[int], offset: int, dtype: torch.dtype
     ) -> torch.Tensor:
-        """[Note: Three doors] Backward needs a view that forward saved of the storage `key`."""
+        """[Note: Three doors] Backward needs a view that forward saved of this unit's flat."""
         self._in_backward()
-        return self._acquire(self._by_storage[key]).storage.view(size, stride, offset, dtype)
+        return self._acquire(self._residencies[unit_index]).storage.view(size, stride, offset, dtype)
 
-    def owns_storage(self, key: int) -> bool:
-        return key in self._by_storage
+    def owner_of(self, key: int) -> int | None:
+        """The index of the unit whose storage this is, if it is one's."""
+        residency = self._by_storage.get(key)
+        return None if residency is None else residency.unit.index
 
     def is_device_resident(self, unit: Unit) -> bool:
         return self._inventory.find(unit, "param") is None
@@ -384,6 +386,7 @@ class Pager:
                 self._ledger.discharge("device", "param", residency.unit.nbytes)
             else:
                 self._evict(residency)
+                residency.storage.orphan_params()
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
@@ -416,10 +419,7 @@ class Pager:
 
     def _check_open(self, unit: Unit) -> None:
         if self._closed:
-            raise ParameterAwayError(
-                f"The parameters of {unit.name} rested on a tier of an engine that is closed, and are gone. Take "
-                "engine.module.state_dict() before engine.close()."
-            )
+            ClosedEngine(unit.name).demand((), "This call")
 
     def _fetch(self, residency: Residency) -> None:
         self._check_open(residency.unit)
@@ -526,6 +526,8 @@ class Pager:
         if residency.storage.is_viewed:
             return
         self._accelerator.poison(residency.storage.flat)
+        key = residency.storage.key
         residency.storage.empty()
+        self._by_storage[residency.storage.key] = self._by_storage.pop(key)
         self._live_nbytes -= residency.unit.nbytes
         self._ledger.discharge("device", "param_window", residency.unit.nbytes)

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from tiered_zero.errors import ParameterAwayError
 from tiered_zero.layout.flat import Unit
 
 
@@ -28,6 +29,22 @@ class Lender(Protocol):
 
     def copy_of(self, param: nn.Parameter) -> torch.Tensor | None:
         """A CPU copy while a state_dict is being taken; else None."""
+
+
+class ClosedEngine:
+    """The lender of parameters that outlived their bytes."""
+
+    def __init__(self, unit_name: str) -> None:
+        self._unit_name = unit_name
+
+    def demand(self, params: Sequence[nn.Parameter], function: str) -> None:
+        raise ParameterAwayError(
+            f"{function} needs the bytes of parameters of {self._unit_name}; they rested on a tier of an engine that "
+            "is closed, and are gone. Take engine.module.state_dict() before engine.close()."
+        )
+
+    def copy_of(self, param: nn.Parameter) -> torch.Tensor | None:
+        return None
 
 
 _lenders: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -112,16 +129,23 @@ class FlatStorage:
 
     def __init__(self, unit: Unit, params: Sequence[nn.Parameter], device: torch.device, lender: Lender) -> None:
         self.unit = unit
-        self.flat = torch.empty(unit.numel, dtype=unit.dtype, device=device)
+        self._device = device
         self._params = tuple(params)
         self._classes = tuple(type(param) for param in params)
-        self._bytes = self.flat.untyped_storage()
-        for entry, param in zip(unit.entries, params, strict=True):
-            param.data = self.flat[entry.start : entry.stop].view(entry.param.shape)
+        for param in params:
             _lenders[param] = lender
+        self._take_storage()
+        self.hide()
+
+    def _take_storage(self) -> None:
+        """A new one, empty, under all parameters."""
+        self.flat = torch.empty(self.unit.numel, dtype=self.unit.dtype, device=self._device)
+        self._bytes = self.flat.untyped_storage()
+        with torch._C.DisableTorchFunctionSubclass():
+            for entry, param in zip(self.unit.entries, self._params, strict=True):
+                param.data = self.flat[entry.start : entry.stop].view(entry.param.shape)
         self._num_own_uses = torch._C._storage_Use_Count(self.key)
         self._bytes.resize_(0)
-        self.hide()
 
     @property
     def is_viewed(self) -> bool:
@@ -137,8 +161,14 @@ class FlatStorage:
         self._bytes.resize_(self.unit.nbytes)
 
     def empty(self) -> None:
-        """Give the memory back. Every view keeps its shape; autograd's version counters do not move."""
-        self._bytes.resize_(0)
+        """Give the memory back. Every view keeps its shape; autograd's version counters do not move.
+
+        A storage that NumPy has looked at can never be resized again; it is given up for another, with another key.
+        """
+        if self._bytes.resizable():
+            self._bytes.resize_(0)
+        else:
+            self._take_storage()
 
     def expose(self) -> None:
         """The bytes are valid: plain parameters from now on."""
@@ -167,8 +197,17 @@ class FlatStorage:
 
     def detach_params(self) -> None:
         """At the engine's end: parameters that hold bytes keep a copy of their own; the others stay guarded."""
-        if self.is_full:
-            self.expose()
-            for param in self._params:
-                param.data = param.data.clone()
-                _lenders.pop(param, None)  # type: ignore[no-untyped-call]
+        if not self.is_full:
+            self.orphan_params()
+            return
+        self.expose()
+        for param in self._params:
+            param.data = param.data.clone()
+            _lenders.pop(param, None)  # type: ignore[no-untyped-call]
+
+    def orphan_params(self) -> None:
+        """At the engine's end: parameters whose bytes ended with their tier stay guarded, and hold nothing of the
+        engine's any more."""
+        self.hide()
+        for param in self._params:
+            _lenders[param] = ClosedEngine(self.unit.name)
