@@ -7,6 +7,7 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_P
 
 import gc
 import random
+import shutil
 import tempfile
 import threading
 import time
@@ -18,6 +19,9 @@ import psutil
 import pytest
 import torch
 from hypothesis import settings
+
+from tests.native_build import UPDATE_SOURCE, compile_shared
+from tiered_zero.native import find_library
 
 torch.set_num_threads(2)  # the same order of sums on every machine, and more than one thread at work
 settings.register_profile("tiered_zero", deadline=None, derandomize=True, database=None)
@@ -33,6 +37,14 @@ def _seeded() -> None:
     random.seed(0)
     numpy.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The update kernel, built from the checkout, or as installed where there is no compiler."""
+    if shutil.which("cc") is None and (installed := find_library("_update")) is not None:
+        return installed
+    return compile_shared(UPDATE_SOURCE, tmp_path_factory.mktemp("native") / "_update.so")
 
 
 @pytest.fixture

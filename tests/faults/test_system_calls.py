@@ -9,7 +9,7 @@ import pytest
 
 from tests.faults.conftest import ROOT, Tell
 from tests.faults.run_faulty_libc import MENDED, POLICIES, RAISED
-from tests.io.conftest import compile_shared
+from tests.native_build import DIRECT_IO_SOURCE, compile_shared
 
 ENGINES = ("native", "threads")
 Outcomes = dict[tuple[str, str, str], str]
@@ -19,7 +19,7 @@ Outcomes = dict[tuple[str, str, str], str]
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     """(engine, case, policy) -> what came of it; a process for each engine, side by side."""
     built = tmp_path_factory.mktemp("native")
-    compile_shared(ROOT / "tiered_zero/native/direct_io.c", built / "_direct_io.so")
+    compile_shared(DIRECT_IO_SOURCE, built / "_direct_io.so")
     library = compile_shared(ROOT / "tests/io/faulty_libc.c", built / "faulty_libc.so", "-ldl")
     settings = {"LD_PRELOAD": str(library), "TIERED_ZERO_NATIVE_DIR": str(built), "PYTHONPATH": str(ROOT)}
     children = {

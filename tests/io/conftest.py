@@ -2,35 +2,24 @@
 
 import mmap
 import os
-import shutil
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.native_build import DIRECT_IO_SOURCE, compile_shared
 from tiered_zero.io.disk_engine import DiskEngine
 from tiered_zero.io.engine import IOSettings
 from tiered_zero.io.select import ENGINES
 
-ROOT = Path(__file__).resolve().parents[2]
 BuildEngine = Callable[..., DiskEngine]
-
-
-def compile_shared(source: Path, target: Path, *flags: str) -> Path:
-    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    if compiler is None:
-        pytest.skip("no C compiler on this machine: what is written in C is optional, and is not there")
-    command = [compiler, "-O3", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-pthread", str(source)]
-    subprocess.run([*command, "-o", str(target), *flags], check=True)
-    return target
 
 
 @pytest.fixture(scope="session")
 def native_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory that holds the native engine's library, built from this tree."""
     directory = tmp_path_factory.mktemp("native")
-    compile_shared(ROOT / "tiered_zero/native/direct_io.c", directory / "_direct_io.so")
+    compile_shared(DIRECT_IO_SOURCE, directory / "_direct_io.so")
     return directory
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.io.conftest import ROOT, compile_shared, pages
+from tests.io.conftest import pages
+from tests.native_build import DIRECT_IO_SOURCE, ROOT, compile_shared
 from tiered_zero.errors import ConfigError
 from tiered_zero.io.direct import NativeEngine, _Request, load_library
 from tiered_zero.io.engine import IOSettings
@@ -33,7 +34,7 @@ def test_no_library_is_a_reason_and_no_crash(tmp_path: Path, monkeypatch: pytest
 
 def test_a_library_of_another_version_is_refused(tmp_path: Path) -> None:
     source = tmp_path / "other.c"
-    text = (ROOT / "tiered_zero/native/direct_io.c").read_text()
+    text = (DIRECT_IO_SOURCE).read_text()
     source.write_text(
         text.replace("    int32_t finished;\n} tz_request;", "    int32_t finished, more, yet;\n} tz_request;")
     )
@@ -45,9 +46,7 @@ def test_the_request_is_laid_out_as_in_c(native_dir: Path, tmp_path: Path) -> No
     fields = [name for name, _ in _Request._fields_]
     offsets = ", ".join(f"(long)offsetof(tz_request, {name})" for name in fields)
     source = tmp_path / "layout.c"
-    source.write_text(
-        f'#include <stddef.h>\n#include "{ROOT}/tiered_zero/native/direct_io.c"\nlong offsets[] = {{{offsets}}};\n'
-    )
+    source.write_text(f'#include <stddef.h>\n#include "{DIRECT_IO_SOURCE}"\nlong offsets[] = {{{offsets}}};\n')
     library = ctypes.CDLL(str(compile_shared(source, tmp_path / "layout.so")))
     found = list((ctypes.c_long * len(fields)).in_dll(library, "offsets"))
     assert found == [getattr(_Request, name).offset for name in fields]

@@ -17,8 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.io.conftest import ROOT, BuildEngine, compile_shared, pages, takes_direct
+from tests.io.conftest import BuildEngine, pages, takes_direct
 from tests.io.fault_cases import CASES
+from tests.native_build import ROOT, compile_shared
 from tiered_zero.errors import TransferError
 from tiered_zero.io.preflight import preflight_directory
 from tiered_zero.io.select import ENGINES, select_engine

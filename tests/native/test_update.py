@@ -18,9 +18,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import tiered_zero.native
+from tests.native_build import UPDATE_SOURCE, compile_shared
 from tiered_zero.errors import ConfigError
-from tiered_zero.native import find_library
 from tiered_zero.native.update import (
     ADDRESSES_PER_RUN,
     LEVELS,
@@ -33,28 +32,12 @@ from tiered_zero.native.update import (
     available_cpus,
 )
 
-SOURCE = Path(tiered_zero.native.__file__).parent / "update.c"
 DTYPES = {
     Dtype.FLOAT32: torch.float32,
     Dtype.BFLOAT16: torch.bfloat16,
     Dtype.FLOAT16: torch.float16,
     Dtype.REMAINDER: torch.int16,
 }
-
-
-def build(path: Path, *flags: str) -> Path:
-    subprocess.run(["cc", "-pthread", "-fPIC", "-shared", *flags, str(SOURCE), "-o", str(path)], check=True)
-    return path
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """update.c as it stands, or as installed where there is no compiler."""
-    if shutil.which("cc"):
-        return build(tmp_path_factory.mktemp("native") / "_update.so", "-O3", "-Wall", "-Wextra", "-Werror")
-    if (installed := find_library("_update")) is None:
-        pytest.skip("neither a C compiler nor the native library is here")
-    return installed
 
 
 @pytest.fixture(scope="module")
@@ -171,7 +154,7 @@ def test_many_threads_do_not_change_bits(library: Path, num_threads: int) -> Non
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 @pytest.mark.parametrize("flags", [["-O1", "-ffp-contract=fast"], ["-O3", "-march=native", "-ffp-contract=fast"]])
 def test_compiler_flags_do_not_change_bits(kernels: list[UpdateKernel], tmp_path: Path, flags: list[str]) -> None:
-    path = build(tmp_path / "_other.so", *flags)
+    path = compile_shared(UPDATE_SOURCE, tmp_path / "_other.so", *flags)
     for rule in Rule:
         for flag in (0, Flag.AMSGRAD | Flag.L2 | Flag.MOMENTUM | Flag.NESTEROV):
             hyper = Hyper(
@@ -190,7 +173,7 @@ def test_compiler_flags_do_not_change_bits(kernels: list[UpdateKernel], tmp_path
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 def test_fast_math_is_refused(tmp_path: Path) -> None:
     with pytest.raises(subprocess.CalledProcessError):
-        build(tmp_path / "_fast.so", "-ffast-math")
+        compile_shared(UPDATE_SOURCE, tmp_path / "_fast.so", "-ffast-math")
 
 
 def convert(kernel: UpdateKernel, source: torch.Tensor, target_dtype: torch.dtype) -> torch.Tensor:

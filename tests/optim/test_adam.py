@@ -2,8 +2,6 @@
 
 import itertools
 import logging
-import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,16 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-import tiered_zero.native
 from tiered_zero.errors import ModelError
-from tiered_zero.native import find_library
 from tiered_zero.native.update import UpdateKernel
 from tiered_zero.optim import adam, native_rule
 from tiered_zero.optim.adam import AdamRule, build_adam
 from tiered_zero.optim.formats import join_master, split_master
 from tiered_zero.optim.rule import Run
 
-SOURCE = Path(tiered_zero.native.__file__).parent / "update.c"
 VARIANTS: list[dict[str, Any]] = [
     {},
     {"weight_decay": 0.1},
@@ -29,19 +24,6 @@ VARIANTS: list[dict[str, Any]] = [
     {"maximize": True, "weight_decay": 0.3, "amsgrad": True},
     {"betas": (0.3, 0.6), "eps": 1e-3, "lr": 0.3, "weight_decay": 0.02},  # lerp's other branch
 ]
-
-
-@pytest.fixture(scope="session")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """update.c as it stands, or as installed where there is no compiler."""
-    compiler = shutil.which("cc")
-    if compiler is None:
-        if (installed := find_library("_update")) is None:
-            pytest.skip("neither a C compiler nor the native library is here")
-        return installed
-    path = tmp_path_factory.mktemp("native") / "_update.so"
-    subprocess.run([compiler, "-O3", "-pthread", "-fPIC", "-shared", str(SOURCE), "-o", str(path)], check=True)
-    return path
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """SGD, Adagrad and Lion on the kernel have the bits of their torch optimizers, in one piece or in many."""
 
-import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,15 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-import tiered_zero.native
-from tiered_zero.native import find_library
 from tiered_zero.native.update import UpdateKernel
 from tiered_zero.optim.lion import Lion
 from tiered_zero.optim.native_rule import NativeRule, find_torch_root
 from tiered_zero.optim.rule import Run
 from tiered_zero.optim.single_state import AdagradRule, LionRule, SgdRule
 
-SOURCE = Path(tiered_zero.native.__file__).parent / "update.c"
 SGD, ADAGRAD = (SgdRule, torch.optim.SGD), (AdagradRule, torch.optim.Adagrad)
 LION = (LionRule, Lion)
 CASES: list[tuple[Any, dict[str, Any]]] = [
@@ -31,19 +26,6 @@ CASES: list[tuple[Any, dict[str, Any]]] = [
     (LION, {"lr": 0.01}),
     (LION, {"lr": 0.01, "weight_decay": 0.1, "betas": (0.3, 0.95), "maximize": True}),
 ]
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """update.c as it stands, or as installed where there is no compiler."""
-    compiler = shutil.which("cc")
-    if compiler is None:
-        if (installed := find_library("_update")) is None:
-            pytest.skip("neither a C compiler nor the native library is here")
-        return installed
-    path = tmp_path_factory.mktemp("native") / "_update.so"
-    subprocess.run([compiler, "-O3", "-pthread", "-fPIC", "-shared", str(SOURCE), "-o", str(path)], check=True)
-    return path
 
 
 @pytest.fixture
