@@ -27,9 +27,11 @@ torch.set_num_threads(2)  # the same order of sums on every machine, and more th
 settings.register_profile("tiered_zero", deadline=None, derandomize=True, database=None)
 settings.load_profile("tiered_zero")
 
-# A run started in the background may inherit an ignored SIGINT, and so would the children whose Ctrl-C is tested.
-if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# A run started in the background may inherit ignored signals, and so would the children whose end by one is tested.
+if threading.current_thread() is threading.main_thread():
+    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 @pytest.fixture(autouse=True)

@@ -22,7 +22,7 @@ from tests.bad_inputs import held
 from tests.fakes.faulty_runs import faulty_disks
 from tests.fakes.io_faults import Fault
 from tiered_zero import engine as engine_module
-from tiered_zero.errors import LatchedError, ModelError, NonFiniteError, ParameterAwayError, TransferError
+from tiered_zero.errors import ConfigError, LatchedError, ModelError, NonFiniteError, ParameterAwayError, TransferError
 
 ROOT = Path(__file__).parents[1]
 PLACEMENTS = (("none", "none"), ("cpu", "cpu"), ("nvme", "nvme"))
@@ -323,6 +323,27 @@ def test_an_exception_in_a_forward_or_a_backward(placement: tuple[str, str], swa
 
 def _fail(grad: Tensor) -> None:
     raise ZeroDivisionError
+
+
+@placements
+@pytest.mark.parametrize("update", ["barrier", "overlapped", "delayed"])
+def test_a_graph_does_not_outlive_a_step(placement: tuple[str, str], update: str, swap_path: Path) -> None:
+    """Plain PyTorch raises by its version counters; nor may ours compute with weights that forward has not seen."""
+    if (update, placement[1]) == ("delayed", "none"):
+        with pytest.raises(ConfigError, match="off the device"):
+            build(swap_path, placement, tiered_zero={"update": update})
+        return
+    with build(swap_path, placement, tiered_zero={"update": update, "delay_start_step": 1}) as engine:
+        for step in range(3):
+            run_step(engine, step)
+        early = engine(batch(3)).square().mean()
+        run_step(engine, 3)
+        engine.flush()  # a delayed update shows by now
+        with pytest.raises(ModelError, match="have changed since"):
+            engine.backward(early)
+        before = weights(engine)
+        run_step(engine, 4)
+        assert not same(before, weights(engine))
 
 
 @pytest.mark.parametrize("update", ["barrier", "overlapped"])

@@ -15,6 +15,8 @@ from tiered_zero.hardware.collectives import Collectives
 def no_launcher(monkeypatch):
     for key in ("RANK", "WORLD_SIZE", "GLOO_SOCKET_IFNAME", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(key, raising=False)
+    if dist.is_initialized():  # an engine's, earlier in this process
+        dist.destroy_process_group()
     yield
     if dist.is_initialized():
         dist.destroy_process_group()

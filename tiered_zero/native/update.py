@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import enum
 import os
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, final
@@ -117,6 +118,8 @@ class UpdateKernel:
         self._pool = self._library.tz_pool_open(self.num_threads)
         if not self._pool:
             raise MemoryError("no memory for the update kernel's threads")
+        self._end = weakref.finalize(self, self._library.tz_pool_close, self._pool)
+        self._end.atexit = False  # the process takes its threads along, and a last update may still run
 
     def _bind(self) -> None:
         pointer, integer, count = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
@@ -179,10 +182,9 @@ class UpdateKernel:
         return self.copy_norm([Reception(source, source_type, numel)])[0]
 
     def close(self) -> None:
-        """End the threads. Idempotent; the kernel must not be used after it."""
-        if self._pool:
-            self._library.tz_pool_close(self._pool)
-            self._pool = None
+        """End the threads. Idempotent; the kernel must not be used after it. A kernel that is let go closes itself."""
+        self._end()
+        self._pool = None
 
     def _check(self, status: int) -> None:
         if status == -1:

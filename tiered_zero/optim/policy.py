@@ -248,18 +248,6 @@ class DelayedPolicy(UpdatePolicy):
         job = UpdateJob(gradients, grad_scale, groups, {}, param_kind="param_back", every_subgroup=True)
         self._running = self._runtime.accelerator.lane("optimizer").submit(partial(self._step, job))
 
-    def begin_backward(self) -> None:
-        """The only backward of a step begins: units may be updated as they are completed."""
-        return
-
-    def complete_unit(self, unit: Unit) -> None:
-        """Every gradient of the unit has come."""
-        return
-
-    def abort(self) -> None:
-        """The step is given up. Raises nothing; sets `failure` where that is too late."""
-        return
-
     def prepare_evaluation(self) -> None:
         self.flush()
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,17 +20,6 @@ from tiered_zero.params.pager import Pager
 
 GradientSink = Callable[[nn.Parameter], None]
 """Called on autograd's thread when `param.grad` is complete for one pass; takes the gradient away."""
-
-
-@dataclass(frozen=True)
-class SavedView:
-    """What autograd keeps instead of a view of a flat: which unit, and the view's geometry in elements."""
-
-    unit_index: int
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
 
 
 class ModuleHooks:
@@ -62,7 +50,7 @@ class ModuleHooks:
     @contextmanager
     def saving_views(self) -> Iterator[None]:
         """While open, autograd saves views of flats by name instead of by address."""
-        with saved_tensors_hooks(self._pack, self._unpack):
+        with saved_tensors_hooks(self._pager.pack, self._pager.unpack):
             yield
 
     def _watch_forward(self, module: nn.Module, units: tuple[Unit, ...]) -> None:
@@ -116,15 +104,3 @@ class ModuleHooks:
         if params:
             self._handles.append(module.register_load_state_dict_pre_hook(before_load))  # type: ignore[no-untyped-call]
             self._handles.append(module.register_load_state_dict_post_hook(after_load))  # type: ignore[no-untyped-call]
-
-    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | SavedView:
-        key = tensor.untyped_storage()._cdata
-        unit_index = self._pager.owner_of(key)
-        if unit_index is None:
-            return tensor
-        return SavedView(unit_index, tuple(tensor.size()), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
-
-    def _unpack(self, saved: torch.Tensor | SavedView) -> torch.Tensor:
-        if not isinstance(saved, SavedView):
-            return saved
-        return self._pager.unpack(saved.unit_index, saved.size, saved.stride, saved.offset, saved.dtype)

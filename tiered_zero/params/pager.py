@@ -46,7 +46,7 @@ class Residency:
 
     `num_lends`: running modules and lenders that use it; with none it may still be LENT, held for the rest of its
     backward.
-    `clock`: when it was last used.
+    `clock`: when it was last used. `version`: how often its values have changed, for graphs that saved earlier ones.
     """
 
     unit: Unit
@@ -55,6 +55,7 @@ class Residency:
     fetch: Event | None = None
     num_lends: int = 0
     clock: int = 0
+    version: int = 0
     params: dict[nn.Parameter, int] = field(default_factory=dict)
 
 
@@ -78,6 +79,19 @@ class Frame:
 
     lent: list[Residency] = field(default_factory=list)
     demanded: list[Residency] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class SavedView:
+    """What autograd keeps instead of a view of a flat: which unit in which version, and the view's geometry in
+    elements."""
+
+    unit_index: int
+    version: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
 
 
 class Pager:
@@ -212,17 +226,27 @@ class Pager:
             f"Read or change it inside `with tiered_zero.gathered(param):`, or take engine.module.state_dict()."
         )
 
-    def unpack(
-        self, unit_index: int, size: Sequence[int], stride: Sequence[int], offset: int, dtype: torch.dtype
-    ) -> torch.Tensor:
-        """[Note: Three doors] Backward needs a view that forward saved of this unit's flat."""
-        self._in_backward()
-        return self._acquire(self._residencies[unit_index]).storage.view(size, stride, offset, dtype)
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor | SavedView:
+        """Forward saves `tensor` for backward: a view of a unit's flat is saved by name, anything else as it is."""
+        residency = self._by_storage.get(tensor.untyped_storage()._cdata)
+        if residency is None:
+            return tensor
+        size, stride, offset = tuple(tensor.size()), tensor.stride(), int(tensor.storage_offset())
+        return SavedView(residency.unit.index, residency.version, size, stride, offset, tensor.dtype)
 
-    def owner_of(self, key: int) -> int | None:
-        """The index of the unit whose storage this is, if it is one's."""
-        residency = self._by_storage.get(key)
-        return None if residency is None else residency.unit.index
+    def unpack(self, saved: torch.Tensor | SavedView) -> torch.Tensor:
+        """[Note: Three doors] Backward needs what forward saved. Weights that have changed since raise ModelError,
+        where PyTorch raises RuntimeError by its version counters, which do not see our writes."""
+        if not isinstance(saved, SavedView):
+            return saved
+        self._in_backward()
+        residency = self._residencies[saved.unit_index]
+        if residency.version != saved.version:
+            raise ModelError(
+                f"Backward needs weights of {residency.unit.name} as its forward saw them, and they have changed since "
+                "(by a step, or by hand). Call backward before step(), or forward again after it."
+            )
+        return self._acquire(residency).storage.view(saved.size, saved.stride, saved.offset, saved.dtype)
 
     def is_device_resident(self, unit: Unit) -> bool:
         return self._inventory.find(unit, "param") is None
@@ -263,10 +287,13 @@ class Pager:
         A storage that somebody still views keeps its memory, and is read again in place at the next use.
         """
         for residency in self._residencies.values():
-            if residency.unit.trainable and not self.is_device_resident(residency.unit):
+            if residency.unit.trainable:
                 self._forget(residency)
 
     def _forget(self, residency: Residency) -> None:
+        residency.version += 1
+        if self.is_device_resident(residency.unit):
+            return
         if residency.num_lends:
             raise ModelError(
                 f"Unit {residency.unit.name} is lent by tiered_zero.gathered() while a step is about to change "
@@ -280,11 +307,10 @@ class Pager:
         for residency in self._residencies.values():
             if not residency.unit.trainable or residency.unit.index in begun:
                 continue  # what was fetched of those since waits for their updates, which may wait for this step
+            self._forget(residency)
             if self.is_device_resident(residency.unit):
                 residency.state = UnitState.READY
                 residency.storage.hide()
-            else:
-                self._forget(residency)
 
     def withhold_unit(self, unit: Unit) -> bool:
         """The unit's update begins while backward goes on, so nobody may see it before the step is taken. False, with
@@ -298,6 +324,7 @@ class Pager:
             residency.storage.hide()
         else:
             self._evict(residency)
+        residency.version += 1
         self._withheld.add(unit.index)
         return True
 
@@ -321,8 +348,9 @@ class Pager:
 
     def write_back(self, unit: Unit) -> None:
         """Somebody changed the lent parameters: their home, and whatever was derived from them, must follow."""
-        storage = self._residencies[unit.index].storage
-        self._keeper.change(unit, storage.flat)
+        residency = self._residencies[unit.index]
+        residency.version += 1
+        self._keeper.change(unit, residency.storage.flat)
 
     # -- whole values ----------------------------------------------------------------------------------------------
 

@@ -23,8 +23,9 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-if __name__ == "__main__":  # from the root of the checkout, not from this folder, whose io.py is not Python's
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
+if __name__ == "__main__":  # an installed tiered_zero goes before the checkout's; this folder's io.py is not Python's
+    sys.path[:1] = []
+    sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 from tiered_zero.io.engine import IOSettings
 from tiered_zero.io.measure import MODES, fill_file, measure_rate

@@ -27,8 +27,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
+if __name__ == "__main__":  # an installed tiered_zero goes before the checkout's; this folder's io.py is not Python's
+    sys.path[:1] = []
+    sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 

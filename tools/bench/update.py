@@ -28,8 +28,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
+if __name__ == "__main__":  # an installed tiered_zero goes before the checkout's; this folder's io.py is not Python's
+    sys.path[:1] = []
+    sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 import numpy
 import torch
