@@ -398,7 +398,8 @@ def _make_gradients(draft: Draft, tiers: _Tiers, runtime: Runtime) -> GradientSt
 def _make_policy(
     draft: Draft, inventory: Inventory, runtime: Runtime, pager: Pager, gradients: GradientStore, tiers: _Tiers
 ) -> UpdatePolicy:
-    """With the optimizer on the device nothing is gained by running it later: compute would wait for itself."""
+    """Where an update takes nothing but the device's own time, nothing is gained by running it beside compute: with the
+    optimizer on the device, and with the CPU as the device unless state comes from a disk."""
     settings, groups = draft.config.tiered_zero, draft.source.param_groups
     stepper = StreamingStepper(
         draft.layouts, draft.rule, inventory, runtime, tiers.state_staging, lambda unit: pager.storage(unit).flat
@@ -407,7 +408,9 @@ def _make_policy(
         params = {spec.name: param for param, spec in draft.specs.items()}
         stepper.take_over(carry_over(draft.source, draft.layouts, params, inventory, tiers.state_staging))
     units = list({s.unit.index: s.unit for layout in draft.layouts for s in layout.subgroup.segments}.values())
-    if settings.update == "barrier" or draft.plan.optimizer_tier == "device":
+    state_tier = draft.plan.optimizer_tier
+    competes = state_tier == "device" or (state_tier == "host" and runtime.accelerator.shares_cores)
+    if settings.update == "barrier" or (competes and not draft.plan.delayed):
         return BarrierPolicy(stepper, groups, pager.forget)
     config = draft.config
     judged = (

@@ -106,3 +106,28 @@ def test_compute_is_always_done(accelerator):
     assert event.done()
     event.wait()
     accelerator.wait_on_compute(event)
+
+
+def test_a_job_that_waits_for_nothing_runs_at_once_and_in_order():
+    accelerator = CpuAccelerator()
+    lane, here, threads, order = accelerator.lane("gather"), threading.get_ident(), [], []
+    job = lambda name: lambda: (threads.append(threading.get_ident()), order.append(name))  # noqa: E731
+    assert lane.submit(job("at once"), waits=False).done() and threads == [here]
+    gate = threading.Event()
+    lane.submit(gate.wait)
+    behind = lane.submit(job("behind"), waits=False)
+    assert not behind.done()
+    gate.set()
+    behind.wait()
+    assert order == ["at once", "behind"] and threads[1] != here
+    with pytest.raises(ZeroDivisionError):
+        lane.submit(lambda: 1 / 0, waits=False).wait()
+    accelerator.close()
+
+
+def test_with_delays_the_cpu_is_a_machine_of_its_own():
+    accelerator = CpuAccelerator(delay_seed=0)
+    threads = []
+    accelerator.lane("gather").submit(lambda: threads.append(threading.get_ident()), waits=False).wait()
+    assert threads != [threading.get_ident()] and not accelerator.shares_cores
+    accelerator.close()

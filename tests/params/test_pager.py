@@ -165,14 +165,10 @@ def test_backward_finds_the_saved_view_wherever_the_bytes_are() -> None:
     world = World([1])
     storage = world.pager.storage(world.units[0])
     with world.pager.frame(world.units):
-        view = world.params[0][0].detach().view(-1)
-        geometry = view.size(), view.stride(), view.storage_offset(), view.dtype
-        del view
+        saved = world.pager.pack(world.params[0][0].detach().view(-1))
     assert not storage.is_full
     world.pager.phase = "backward"
-    owner = world.pager.owner_of(storage.key)
-    assert owner is not None
-    found = world.pager.unpack(owner, *geometry)
+    found = world.pager.unpack(saved)
     assert torch.equal(found, world.values[0][: found.numel()])
     assert world.state(0) is UnitState.LENT
 

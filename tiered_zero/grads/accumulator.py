@@ -200,7 +200,8 @@ class GradientStore:
                 if measuring:  # while the bytes are in cache; see verdict.py
                     gradients.norms[spec.index] = norm_of(target)
 
-        event = accelerator.lane("reduce").submit(send, after=[accelerator.record_compute()], holds=[source])
+        after = [accelerator.record_compute()]
+        event = accelerator.lane("reduce").submit(send, after=after, holds=[source], waits=False)
         gradients.last = event
         self._in_flight.append((event, nbytes))
         self._waiting_nbytes += nbytes

@@ -46,10 +46,18 @@ class Lane(ABC):
     name: str
 
     @abstractmethod
-    def submit(self, job: Callable[[], None], after: Sequence[Event] = (), holds: Sequence[torch.Tensor] = ()) -> Event:
+    def submit(
+        self,
+        job: Callable[[], None],
+        after: Sequence[Event] = (),
+        holds: Sequence[torch.Tensor] = (),
+        waits: bool = True,
+    ) -> Event:
         """Run `job` on this lane's thread and stream, after all earlier jobs and after `after`.
 
         `holds`: device tensors that the job reads or writes; their memory is not reused before the job completes.
+        `waits`: False of a job that waits for nothing but `after`. Where the device is the CPU and nothing is before
+        it, it runs at once on the calling thread: beside compute it would only take one of its cores.
         Returns the event of the job's completion on the device. Any thread.
         """
 
@@ -59,10 +67,11 @@ class Lane(ABC):
 
 
 class Accelerator(ABC):
-    """The device: `Cuda` or `Cpu`."""
+    """The device: `Cuda` or `Cpu`. `shares_cores`: compute and the host's own work take each other's time."""
 
     name: str
     device: torch.device
+    shares_cores = False
 
     @abstractmethod
     def lane(self, name: str) -> Lane:
@@ -90,6 +99,10 @@ class Accelerator(ABC):
     @abstractmethod
     def synchronize(self) -> None:
         """Wait for everything launched. For measurements and shutdown only."""
+
+    @abstractmethod
+    def prepare(self, flat: torch.Tensor) -> None:
+        """`flat` on the device has just been given memory, whose content is undefined: poisoned in debug mode."""
 
     @abstractmethod
     def poison(self, flat: torch.Tensor) -> None:

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import mmap
+from collections.abc import Callable
 from typing import final
 
 import torch
 
 from tiered_zero.hardware.accelerator import Event, MemoryFigures
-from tiered_zero.hardware.lanes import DeviceMarker, JobEvent, LaneAccelerator, Pace, Work, WorkerLane
+from tiered_zero.hardware.lanes import DeviceMarker, JobEvent, LaneAccelerator, Pace, Work, WorkerLane, runs_on_lane
 from tiered_zero.hardware.probe import available_host_nbytes
+from tiered_zero.sizes import align_up
 
 logger = logging.getLogger("tiered_zero")
 
 
 def copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy contiguous CPU tensors of one dtype and size on the calling thread alone, without the GIL.
+    """Copy contiguous CPU tensors of one dtype and size, without the GIL: on a lane's thread by itself, on others with
+    the OpenMP team that compute has there.
 
-    Tensor.copy_ would give each lane's thread an OpenMP team beside compute's, and torch.set_num_threads(1) in a lane
-    would also bind every thread that starts later. Raises ValueError, also where the storage was emptied.
+    Tensor.copy_ would give each lane's thread a team beside compute's, and torch.set_num_threads(1) in a lane would
+    also bind every thread that starts later. Raises ValueError, also where the storage was emptied.
     """
     if target.dtype != source.dtype or target.numel() != source.numel():
         raise ValueError(f"copy_bytes needs equal dtypes and sizes, not {_describe(target)} and {_describe(source)}")
@@ -27,14 +31,37 @@ def copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
         end = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
         if tensor.device.type != "cpu" or not tensor.is_contiguous() or end > tensor.untyped_storage().nbytes():
             raise ValueError(f"copy_bytes needs contiguous CPU tensors whose bytes are there, not {_describe(tensor)}")
-    ctypes.memmove(target.data_ptr(), source.data_ptr(), target.nbytes)
+    if runs_on_lane():
+        ctypes.memmove(target.data_ptr(), source.data_ptr(), target.nbytes)
+    else:
+        target.data.copy_(source)  # .data: autograd's version counters stay
+
+
+def advise_huge_pages(memory: torch.Tensor) -> None:
+    """Ask the system to back the whole huge pages inside of `memory`, on the CPU, with such. Advice only; Linux."""
+    start, end = align_up(memory.data_ptr(), _HUGE_NBYTES), memory.data_ptr() + memory.nbytes
+    nbytes = (end - start) // _HUGE_NBYTES * _HUGE_NBYTES
+    if nbytes > 0 and _madvise is not None:
+        _madvise(start, nbytes, mmap.MADV_HUGEPAGE)
+
+
+def _find_madvise() -> Callable[[int, int, int], int] | None:
+    function = getattr(ctypes.CDLL(None), "madvise", None) if hasattr(mmap, "MADV_HUGEPAGE") else None
+    if function is not None:
+        function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return function
+
+
+_madvise = _find_madvise()
+_HUGE_NBYTES = 2 << 20
 
 
 @final
 class CpuAccelerator(LaneAccelerator):
     """Compute is the calling thread itself: what it launched is complete, and waiting means blocking it.
 
-    `delay_seed`: every job starts and ends late by a seeded, pseudo-random time. `poison`: freed memory becomes NaN.
+    `delay_seed`: every job starts and ends late by a seeded, pseudo-random time, as if the device were a machine of its
+    own. `poison`: freed memory becomes NaN.
     """
 
     name = "cpu"
@@ -46,13 +73,20 @@ class CpuAccelerator(LaneAccelerator):
         super().__init__(poison)
         self._memory_limit_nbytes = memory_limit_nbytes
         self._delay_seed = delay_seed
+        self.shares_cores = delay_seed is None
         self._told_pin = False
 
     def _build_lane(self, name: str) -> WorkerLane:
-        return WorkerLane(name, _launch, None if self._delay_seed is None else Pace(self._delay_seed, name))
+        pace = None if self._delay_seed is None else Pace(self._delay_seed, name)
+        return WorkerLane(name, _launch, pace, inline=self.shares_cores)
 
     def record_compute(self) -> JobEvent:
         return JobEvent.launched()
+
+    def prepare(self, flat: torch.Tensor) -> None:
+        """A unit's memory comes and goes twice a step: in huge pages that costs a few faults, not thousands."""
+        advise_huge_pages(flat)
+        super().prepare(flat)
 
     def wait_on_compute(self, event: Event) -> None:
         event.wait()

@@ -26,6 +26,13 @@ logger = logging.getLogger("tiered_zero")
 
 Job = Callable[[], None]
 
+_this_thread = threading.local()
+
+
+def runs_on_lane() -> bool:
+    """Whether the calling thread is a lane's."""
+    return getattr(_this_thread, "is_lane", False)
+
 
 class DeviceMarker(Protocol):
     """The device's side of an event; `torch.cuda.Event` is one."""
@@ -117,25 +124,42 @@ class Pace:
 
 
 class WorkerLane(Lane):
-    """A daemon thread that launches jobs in order. A failed job does not stop the jobs behind it."""
+    """A daemon thread that launches jobs in order. A failed job does not stop the jobs behind it.
 
-    def __init__(self, name: str, launch: Launch, pace: Pace | None = None) -> None:
+    `inline`: jobs that wait for nothing run on the thread that submits them, while the lane is idle.
+    """
+
+    def __init__(self, name: str, launch: Launch, pace: Pace | None = None, inline: bool = False) -> None:
         self.name = name
+        self._inline = inline
         self._launch = launch
         self._pace = pace
         self._queue: SimpleQueue[Work | None] = SimpleQueue()
         self._failures: list[Failure] = []
         self._closed = False
         self._lock = threading.Lock()
+        self._num_queued = 0
+        self._running = threading.Lock()  # held while a job runs, on whichever thread
         self._thread = threading.Thread(target=self._run, name=f"tiered_zero {name}", daemon=True)
         self._thread.start()
 
-    def submit(self, job: Job, after: Sequence[Event] = (), holds: Sequence[torch.Tensor] = ()) -> JobEvent:
-        event = JobEvent()
+    def submit(
+        self, job: Job, after: Sequence[Event] = (), holds: Sequence[torch.Tensor] = (), waits: bool = True
+    ) -> JobEvent:
+        work = Work(job, tuple(after), tuple(holds), JobEvent())
         with self._lock:  # nothing is queued behind the end mark
             if self._closed:
                 raise RuntimeError(f"lane {self.name} is closed; jobs are submitted before the accelerator is closed")
-            self._queue.put(Work(job, tuple(after), tuple(holds), event))
+            inline = self._inline and not waits and not self._num_queued and all(event.done() for event in after)
+            if not (inline and self._running.acquire(blocking=False)):
+                self._num_queued += 1
+                self._queue.put(work)
+                return work.event
+        event = work.event
+        try:
+            event.finish_launch(*self._perform(work))
+        finally:
+            self._running.release()
         return event
 
     def close(self) -> None:
@@ -152,9 +176,13 @@ class WorkerLane(Lane):
         self._failures.clear()
 
     def _run(self) -> None:
+        _this_thread.is_lane = True
         while (work := self._queue.get()) is not None:
             event = work.event
-            marker, failure = self._perform(work)
+            with self._running:
+                marker, failure = self._perform(work)
+            with self._lock:
+                self._num_queued -= 1
             del work  # what the job holds is free before its event says so
             if failure is not None:
                 traceback.clear_frames(failure.traceback)  # as are the names in the frames of a job that failed
@@ -208,6 +236,9 @@ class LaneAccelerator(Accelerator):
             lanes = list(self._lanes.values())
         for event in [lane.submit(_nothing) for lane in lanes]:
             event.wait()
+
+    def prepare(self, flat: torch.Tensor) -> None:
+        self.poison(flat)
 
     def poison(self, flat: torch.Tensor) -> None:
         if not self._poison:

@@ -457,7 +457,7 @@ class Pager:
             self._ledger.charge("device", "param_window", unit.nbytes)
             self._live_nbytes += unit.nbytes
             storage.fill()
-            self._accelerator.poison(storage.flat)
+            self._accelerator.prepare(storage.flat)
         residency.state = UnitState.READY
         residency.clock = next(self._ticks)
         home = self._inventory.home(unit, "param")

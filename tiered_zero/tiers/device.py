@@ -51,5 +51,5 @@ class DeviceTier(Tier):
         accelerator = self._accelerator
         events = [accelerator.record_compute()] + ([after] if after else [])
         return accelerator.lane(lane).submit(
-            lambda: accelerator.copy(target, source), after=events, holds=[target, source]
+            lambda: accelerator.copy(target, source), after=events, holds=[target, source], waits=False
         )

@@ -48,7 +48,7 @@ class HostTier(Tier):
             with self._recorder.span("gather", "fetch", slot.name, target.numel()):
                 self._accelerator.copy(target, source)
 
-        return self._accelerator.lane("gather").submit(job, after=events, holds=[target])
+        return self._accelerator.lane("gather").submit(job, after=events, holds=[target], waits=False)
 
     def close(self) -> None:
         self._slots.clear()
