@@ -1,0 +1,126 @@
+"""A run whose disk, update or model is slowed down says so: the verdict of `step_report` names what was delayed."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from tests.parity.models import ParityGPT, batch
+from tests.parity.trainers import tiered, train
+from tiered_zero import assembly
+from tiered_zero.io.engine import File, IOEngine, Request, Ticket
+from tiered_zero.io.select import Selection, select_engine
+from tiered_zero.optim.native_rule import NativeRule
+from tiered_zero.telemetry.report import StepReport
+
+DELAY_S = 0.02
+
+
+@dataclass
+class LateTicket(Ticket):
+    """Done no earlier than `due_s`, which is by time.perf_counter()."""
+
+    inner: Ticket
+    begun_s: float
+    due_s: float
+
+    @property
+    def request(self) -> Request:  # type: ignore[override]
+        return self.inner.request
+
+    def done(self) -> bool:
+        return time.perf_counter() >= self.due_s and self.inner.done()
+
+    def wait(self) -> None:
+        time.sleep(max(0.0, self.due_s - time.perf_counter()))
+        self.inner.wait()
+
+    @property
+    def seconds(self) -> float:
+        return max(self.inner.seconds, self.due_s - self.begun_s) if self.done() else 0.0
+
+
+class LateEngine(IOEngine):
+    """A disk that serves requests of one kind one after the other, each in no less than DELAY_S."""
+
+    def __init__(self, inner: IOEngine, kind: str) -> None:
+        self.name, self._inner, self._kind, self._free_s = inner.name, inner, kind, 0.0
+
+    def _late(self, kind: str, ticket: Ticket) -> Ticket:
+        begun_s = time.perf_counter()
+        if kind == self._kind:
+            self._free_s = max(self._free_s, begun_s) + DELAY_S
+            return LateTicket(ticket, begun_s, self._free_s)
+        return ticket
+
+    def open(self, path: str, *, create: bool = False, writable: bool = True) -> File:
+        return self._inner.open(path, create=create, writable=writable)
+
+    def read(self, file: File, offset: int, into: memoryview, *options: Any, **named: Any) -> Ticket:
+        return self._late("read", self._inner.read(file, offset, into, *options, **named))
+
+    def write(self, file: File, offset: int, data: memoryview) -> Ticket:
+        return self._late("write", self._inner.write(file, offset, data))
+
+    def sync(self, file: File) -> Ticket:
+        return self._inner.sync(file)
+
+    def in_flight(self) -> list[tuple[Request, float]]:
+        return self._inner.in_flight()
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def report_of(swap_path: Path, model: nn.Module) -> StepReport:
+    with tiered(model, swap_path, ("nvme", "nvme"), zero={"sub_group_size": 1 << 14}) as engine:
+        train(engine, batch, 3)
+        engine.flush()
+        assert engine.step_report is not None
+        return engine.step_report
+
+
+@pytest.mark.parametrize("kind", ["read", "write"])
+def test_a_slow_disk(kind: str, swap_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def select(*args: Any, **options: Any) -> Selection:
+        selection = select_engine(*args, **options)
+        return replace(selection, engine=LateEngine(selection.engine, kind))
+
+    monkeypatch.setattr(assembly, "select_engine", select)
+    assert report_of(swap_path, ParityGPT()).bound_by.startswith(f"disk {kind} (")
+
+
+def test_a_slow_update(swap_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    update = NativeRule.update
+
+    def slow(rule: NativeRule, runs: Any) -> None:
+        time.sleep(DELAY_S)
+        update(rule, runs)
+
+    monkeypatch.setattr(NativeRule, "update", slow)
+    assert report_of(swap_path, ParityGPT()).bound_by.startswith("update (")
+
+
+def test_a_slow_model(swap_path: Path) -> None:
+    model = ParityGPT()
+    model.register_forward_pre_hook(lambda *_: time.sleep(0.3))
+    report = report_of(swap_path, model)
+    assert report.bound_by.startswith("compute (") and report.seconds["forward"] > 0.3
+    assert sum(report.seconds.values()) == pytest.approx(report.wall_s, rel=0.05)
+
+
+@pytest.mark.parametrize("update", ["overlapped", "delayed"])
+def test_causes_sum_to_the_wall_time(update: str, swap_path: Path) -> None:
+    with tiered(ParityGPT(), swap_path, ("nvme", "nvme"), runtime={"update": update, "delay_start_step": 1}) as engine:
+        for _ in range(4):
+            began_s = time.perf_counter()
+            train(engine, batch, 1)
+            wall_s = time.perf_counter() - began_s
+            report = engine.step_report
+            assert report is not None and sum(report.seconds.values()) == pytest.approx(report.wall_s, rel=0.05)
+            assert report.wall_s == pytest.approx(wall_s, rel=0.2, abs=0.02)
