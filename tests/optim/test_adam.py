@@ -188,10 +188,14 @@ def test_denormal_moments_are_kept(kernel: UpdateKernel) -> None:
 def test_torchs_own_code_gives_the_same_bits(kernel: UpdateKernel, state_dtype: torch.dtype, remainder: bool) -> None:
     rules = [AdamRule(decoupled=True, kernel=k, state_dtype=state_dtype) for k in (kernel, None)]
     numel = (1 << 17) + 77  # more than a chunk
-    parameter, low = split_master(wild(numel, 2.0))
-    master = low if remainder else join_master(parameter, low)
+    values = wild(numel, 2.0)
+    values[::7] = with_ties(values[::7])
+    parameter, low, mark = split_master(values)
     hyper = {"lr": torch.tensor(0.01), "amsgrad": True, "weight_decay": 0.1}
-    runs = [make_run(rule, master.clone(), hyper, parameter.clone()) for rule in rules]
+    runs = [make_run(rule, low.clone() if remainder else values.clone(), hyper, parameter.clone()) for rule in rules]
+    if remainder:
+        for run in runs:
+            set_marks(run, mark)
     for _ in range(4):
         grad = wild(numel)
         for rule, run in zip(rules, runs, strict=True):
@@ -207,20 +211,49 @@ def test_torchs_own_code_gives_the_same_bits(kernel: UpdateKernel, state_dtype: 
         assert same_bits(array, fallback.state[name])
 
 
-def test_remainder_is_the_fp32_master_bit_for_bit(kernel: UpdateKernel) -> None:
-    rule = AdamRule(decoupled=False, kernel=kernel)
+def with_ties(values: torch.Tensor) -> torch.Tensor:
+    """The same, moved to lie exactly between two bf16 numbers."""
+    return ((values.view(torch.int32) & -0x10000) | 0x8000).view(torch.float32)
+
+
+def set_marks(run: Run, mark: torch.Tensor) -> None:
+    run.state["exp_avg_sq"].copy_(torch.where(mark, -run.state["exp_avg_sq"], run.state["exp_avg_sq"]))
+
+
+def test_a_split_master_is_its_rounded_parameter_and_comes_back_bit_for_bit() -> None:
+    halves = torch.arange(1 << 16, dtype=torch.int32) << 16
+    for low in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF):  # around every bf16 number, both ties of each
+        master = (halves | low).view(torch.float32)
+        parameter, remainder, mark = split_master(master)
+        assert same_bits(parameter, master.bfloat16())
+        assert same_bits(join_master(parameter, remainder, mark), master)
+        assert low == 0x8000 or not mark.any()
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_remainder_is_the_fp32_master_bit_for_bit(kernel: UpdateKernel, native: bool, decoupled: bool) -> None:
+    """Ties too, before the step and after it: a step of 0 leaves each where it is, to be rounded once more."""
+    rule = AdamRule(decoupled=decoupled, kernel=kernel if native else None)
     numel, hyper = 10_007, {"lr": 0.05, "weight_decay": 0.1}
-    parameter, low = split_master(wild(numel))
-    plain = make_run(rule, join_master(parameter, low), hyper, parameter.clone())
+    values = wild(numel)
+    values[::2] = with_ties(values[::2])
+    parameter, low, mark = split_master(values)
+    assert 0.2 * numel < mark.sum() < 0.3 * numel
+    plain = make_run(rule, values.clone(), hyper, parameter.clone())
     joined = make_run(rule, low, hyper, parameter)
-    for _ in range(30):
+    set_marks(joined, mark)
+    for step in range(30):
+        plain.hyper = joined.hyper = {**hyper, "lr": 0.05 if step % 3 == 2 else 0.0}
         plain.grad = wild(numel).bfloat16()
         joined.grad = plain.grad.clone()
         rule.update([plain, joined])
         assert joined.out is not None and plain.out is not None
-        assert same_bits(join_master(joined.out, joined.master), plain.master)
-        ties = (plain.master.view(torch.int32) & 0xFFFF) == 0x8000
-        assert same_bits(joined.out[~ties], plain.out[~ties])
+        assert same_bits(joined.out, plain.out)
+        mark = joined.state["exp_avg_sq"].signbit()
+        assert same_bits(join_master(joined.out, joined.master, mark), plain.master)
+        assert same_bits(joined.state["exp_avg_sq"].abs(), plain.state["exp_avg_sq"])
+        assert same_bits(joined.state["exp_avg"], plain.state["exp_avg"])
 
 
 def test_bf16_moments_follow_fp32_ones(kernel: UpdateKernel) -> None:

@@ -54,7 +54,7 @@ struct tz_hyper {
     float grad_scale, l2, decay, weight1, beta2, weight2, root2, eps, rate;
 };
 
-/* master: float, or the int16 remainders of TZ_REMAINDER with `out` the other half. out: may be NULL. */
+/* master: float, or the int16 remainders of TZ_REMAINDER (Adam alone) with `out` the other half. out: may be NULL. */
 struct tz_run {
     void *master;
     const void *grad;

@@ -29,7 +29,8 @@ class Dtype(enum.IntEnum):
     BFLOAT16 = 1
     FLOAT16 = 2
     REMAINDER = 3
-    """Of a master: int16 that is added to its bfloat16 `out`, taken as the high half of 32 bits."""
+    """Of Adam's master: int16 that is added to its bfloat16 `out`, taken as the high half of 32 bits; the sign of the
+    second moment tells ties apart."""
 
 
 class Rule(enum.IntEnum):

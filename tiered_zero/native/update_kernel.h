@@ -28,6 +28,8 @@
 #define to_bf16_random NAME(to_bf16_random)
 #define load NAME(load)
 #define store NAME(store)
+#define load_mark NAME(load_mark)
+#define store_mark NAME(store_mark)
 #define load_master NAME(load_master)
 #define store_master NAME(store_master)
 #define load_gradient NAME(load_gradient)
@@ -160,14 +162,40 @@ KERNEL void store(void *base, int64_t i, int type, vf x) {
     memcpy((uint16_t *)base + i, &h, sizeof h);
 }
 
-/* TZ_REMAINDER: the master is (out << 16) + the signed 16-bit remainder. */
+/* TZ_REMAINDER, for Adam alone: the master is (out << 16) + the signed 16-bit remainder + the mark, 0 or 0x10000. The mark
+ * is the sign of the second moment, which is none of its own: see optim/formats.py. */
+KERNEL vu load_mark(const struct tz_run *r, int64_t i) {
+    if (r->hyper->state_type == TZ_F32) {
+        vu bits;
+        memcpy(&bits, (const uint32_t *)r->state[1] + i, sizeof bits);
+        return (bits >> 15) & 0x10000;
+    }
+    vh half;
+    memcpy(&half, (const uint16_t *)r->state[1] + i, sizeof half);
+    return (__builtin_convertvector(half, vu) << 1) & 0x10000;
+}
+
+KERNEL void store_mark(const struct tz_run *r, int64_t i, vu mark) {
+    if (r->hyper->state_type == TZ_F32) {
+        vu bits;
+        memcpy(&bits, (const uint32_t *)r->state[1] + i, sizeof bits);
+        bits = (bits & 0x7fffffff) | (mark << 15);
+        memcpy((uint32_t *)r->state[1] + i, &bits, sizeof bits);
+        return;
+    }
+    vh half;
+    memcpy(&half, (const uint16_t *)r->state[1] + i, sizeof half);
+    half = (half & 0x7fff) | __builtin_convertvector(mark >> 1, vh);
+    memcpy((uint16_t *)r->state[1] + i, &half, sizeof half);
+}
+
 KERNEL vf load_master(const struct tz_run *r, int64_t i) {
     if (r->hyper->master_type == TZ_F32) return load(r->master, i, TZ_F32);
     vh high, low;
     memcpy(&high, (const uint16_t *)r->out + i, sizeof high);
     memcpy(&low, (const uint16_t *)r->master + i, sizeof low);
     vu wide = __builtin_convertvector(low, vu);
-    return (vf)((__builtin_convertvector(high, vu) << 16) + ((wide ^ 0x8000) - 0x8000));
+    return (vf)((__builtin_convertvector(high, vu) << 16) + ((wide ^ 0x8000) - 0x8000) + load_mark(r, i));
 }
 
 KERNEL void store_master(const struct tz_run *r, int64_t i, vf x) {
@@ -177,9 +205,10 @@ KERNEL void store_master(const struct tz_run *r, int64_t i, vf x) {
         return;
     }
     vu bits = choose(x == x, (vu)x, (vu){0} + 0x7fc00000);
-    vh high = __builtin_convertvector((bits + 0x8000) >> 16, vh), low = __builtin_convertvector(bits & 0xffff, vh);
+    vh high = __builtin_convertvector(to_bf16(x), vh), low = __builtin_convertvector(bits & 0xffff, vh);
     memcpy((uint16_t *)r->out + i, &high, sizeof high);
     memcpy((uint16_t *)r->master + i, &low, sizeof low);
+    store_mark(r, i, (vu)((bits & 0x1ffff) == 0x8000) & 0x10000);
 }
 
 /* The gradient as the rule sees it: in float, scaled, turned for ascent, with L2 decay. */
@@ -217,9 +246,13 @@ KERNEL void accumulate(const struct tz_run *r, int64_t from, int64_t to, float *
         vf g = load_gradient(r, i), top = g, sum;
         if (h->rule == TZ_ADAM) {
             top = lerp(load(r->state[0], i, h->state_type), g, h->weight1);
-            sum = fma_(g * h->weight2, g, load(r->state[1], i, h->state_type) * h->beta2);
+            vf square = load(r->state[1], i, h->state_type);
+            if (h->master_type == TZ_REMAINDER) square = (vf)((vu)square & 0x7fffffff);
+            vu mark = h->master_type == TZ_REMAINDER ? load_mark(r, i) : (vu){0};
+            sum = fma_(g * h->weight2, g, square * h->beta2);
             store_state(r, 0, i, top);
             store_state(r, 1, i, sum);
+            if (h->master_type == TZ_REMAINDER) store_mark(r, i, mark);
             if (h->flags & TZ_AMSGRAD) {
                 sum = larger(load(r->state[2], i, h->state_type), sum);
                 store_state(r, 2, i, sum);
@@ -327,6 +360,8 @@ TARGET static double NAME(receive)(const struct tz_copy *c, int64_t from, int64_
 #undef to_bf16_random
 #undef load
 #undef store
+#undef load_mark
+#undef store_mark
 #undef load_master
 #undef store_master
 #undef load_gradient

@@ -21,6 +21,8 @@ class AdamRule(NativeRule):
     scalar: step.
     """
 
+    unsigned_field = "exp_avg_sq"
+
     def __init__(
         self, *, decoupled: bool, kernel: UpdateKernel | None, state_dtype: torch.dtype = torch.float32
     ) -> None:

@@ -1,12 +1,14 @@
 """How master weights and state may rest in 16 bits: exactly, as `bf16_remainder`, or lossy, as bf16 moments.
 
-`bf16_remainder` keeps a fp32 master as its bf16 parameter and 16 more bits, 4 bytes for both instead of 6:
+[Note: bf16 and remainder] A fp32 master as its bf16 parameter and 16 more bits, 4 bytes for both instead of 6:
 
-    master = (bits of the parameter << 16) + remainder, a signed 16-bit number
+    master = (bits of the parameter << 16) + remainder + (mark << 16)
 
-The parameter is the master rounded to nearest, and the master loses nothing. One that lies exactly between two bf16
-numbers is rounded away from zero where torch rounds to even: with ties to even, an even parameter would stand for
-65,537 masters, one more than 16 bits tell apart. Infinities stay; every NaN becomes the same one.
+The parameter is the master rounded to nearest, ties to even, as in every other format, and the master loses nothing.
+The remainder is a signed 16-bit number: the low half of the master. One bit is missing, for an even parameter stands
+for 65,537 masters, both ties beside it included. The mark is that bit: set where a tie lies above (in magnitude) the
+even parameter that it was rounded to. It rests in the sign of Adam's second moment, which is never negative.
+Infinities stay; every NaN becomes the same one.
 """
 
 from __future__ import annotations
@@ -17,17 +19,15 @@ _NAN = 0x7FC00000
 _WORD = 0xFFFFFFFF
 
 
-def split_master(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """fp32 -> (bf16 parameter, int16 remainder), each of the same shape."""
+def split_master(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """fp32 -> (bf16 parameter, int16 remainder, bool mark), each of the same shape."""
     bits = torch.where(master.isnan(), _NAN, master.view(torch.int32))
-    low = bits.to(torch.int16)  # the low half
-    high = ((bits - low.to(torch.int32)) >> 16).to(torch.int16)
-    return high.view(torch.bfloat16), low
+    return bits.view(torch.float32).to(torch.bfloat16), bits.to(torch.int16), (bits & 0x1FFFF) == 0x8000
 
 
-def join_master(parameter: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
+def join_master(parameter: torch.Tensor, remainder: torch.Tensor, mark: torch.Tensor) -> torch.Tensor:
     """The fp32 master, bit for bit."""
-    high = parameter.view(torch.int16).to(torch.int32) << 16
+    high = (parameter.view(torch.int16).to(torch.int32) + mark) << 16
     return (high + remainder.to(torch.int32)).view(torch.float32)
 
 

@@ -65,8 +65,8 @@ class _Batch:
 class NativeRule(UpdateRule):
     """An elementwise rule on the native kernel. Runs on the CPU go there in one call, all others through torch.
 
-    A run's master is fp32, or the int16 remainders of its bf16 `out` (formats.py). State arrays are fp32, or bf16
-    with stochastic rounding, which is lossy. The scalars are those of TorchRule, with plain numbers for 0-d tensors.
+    A run's master is fp32, or, where the rule has an `unsigned_field`, the int16 remainders of its bf16 `out`
+    ([Note: bf16 and remainder]). State arrays are fp32, or bf16 with stochastic rounding, which is lossy. The scalars are those of TorchRule, with plain numbers for 0-d tensors.
     """
 
     elementwise = True
@@ -219,7 +219,8 @@ class NativeRule(UpdateRule):
             or not all(map(torch.Tensor.is_contiguous, itertools.chain(*columns)))
             or not all(map(_IS_CPU, itertools.chain(outs, *states)))
             or not set(map(_DTYPE, itertools.chain(*states))) <= {self.state_dtype}
-            or (hyper.master_type == Dtype.REMAINDER and (not outs or hyper.out_type != Dtype.BFLOAT16))
+            or (hyper.master_type == Dtype.REMAINDER and not (outs and hyper.out_type == Dtype.BFLOAT16))
+            or (hyper.master_type == Dtype.REMAINDER and self.unsigned_field is None)
         ):
             raise _misfit(runs)
 
@@ -240,17 +241,25 @@ class NativeRule(UpdateRule):
         for start in range(0, run.master.numel(), chunk):
             part = slice(start, start + chunk)
             kept, out = run.master[part], None if run.out is None else run.out[part]
-            master = join_master(out, kept) if joined and out is not None else kept
             state = {name: array[part].float() for name, array in run.state.items()}
-            copied = None if joined else out
+            master, copied = kept, out
+            if joined:
+                marked = run.state[self.unsigned_field or ""][part]
+                assert out is not None, "remainders come with their parameters"
+                master, copied = join_master(out, kept, marked.signbit()), None
+                state[self.unsigned_field or ""] = marked.float().abs()
             scalars = self._torch_scalars(run.scalars)
             self._reference.update([Run(master, run.grad[part], state, scalars, hyper, copied, run.grad_scale)])
-            if joined and out is not None:
-                for target, half in zip((out, kept), split_master(master), strict=True):
-                    target.copy_(half)
-            if lossy:
-                for which, name in enumerate(self._array_names(hyper)):
+            for which, name in enumerate(self._array_names(hyper)):
+                if lossy:
                     run.state[name][part].copy_(round_randomly(state[name], seed + which))
+                elif joined:
+                    run.state[name][part].copy_(state[name])
+            if joined and out is not None:
+                *halves, mark = split_master(master)
+                for target, half in zip((out, kept), halves, strict=True):
+                    target.copy_(half)
+                marked.copy_(torch.where(mark, -marked.abs(), marked.abs()))
         run.scalars = self._next_scalars(hyper, run.scalars)
 
     def _find_torch_bits(self) -> bool:

@@ -26,7 +26,7 @@ class Run:
     For an elementwise rule: [n] slices, cut anywhere, merged over parameter borders. For any other rule: one whole
     parameter in its own shape.
 
-    `master`: fp32, updated in place. `grad`: fp32, bf16 or fp16, same shape, already reduced; may be overwritten.
+    `master`: fp32, updated in place; or the int16 remainders of `out`, which then holds the old parameter. `grad`: fp32, bf16 or fp16, same shape, already reduced; may be overwritten.
     `state`: arrays of `StateField`s, updated in place; all zero before the first step (see `UpdateRule.init_state`).
     `scalars`: 0-d state (step counts and the like), replaced by the rule; empty before the first step.
     `hyper`: the live param group without "params". `out`: [same shape] the 16-bit parameter to write, or None.
@@ -50,6 +50,10 @@ class UpdateRule(ABC):
     elementwise: bool
     """True where element i of an output depends on element i of the inputs only, so that runs may be cut anywhere."""
 
+    unsigned_field: str | None = None
+    """A state array that is never negative, where the rule can work beside a mark in its signs ([Note: bf16 and
+    remainder])."""
+
     @abstractmethod
     def state_fields(self, shape: tuple[int, ...], hyper: Mapping[str, Any]) -> list[StateField]:
         """The state arrays (not the scalars) of a run of `shape`. Raises ModelError for a rule that cannot be split."""
@@ -57,6 +61,10 @@ class UpdateRule(ABC):
     @abstractmethod
     def init_state(self, run: Run) -> None:
         """Fill `run.state` with the rule's starting values where those are not zero. Called once a run, at birth."""
+
+    def announce(self) -> None:
+        """Log what runs the update, where there is something to say."""
+        return
 
     def close(self) -> None:
         """End what the rule runs on."""
