@@ -32,6 +32,7 @@ from tiered_zero.io.select import select_engine
 from tiered_zero.io.watch import install_signal_dump
 from tiered_zero.layout.flat import FlatEntry, ParamSpec, Unit
 from tiered_zero.layout.subgroups import SubGroup, cut_subgroups
+from tiered_zero.layout.swap_bytes import AUTO_SUB_GROUP_NUMEL
 from tiered_zero.layout.units import UnitRules, find_units, list_params
 from tiered_zero.native.update import UpdateKernel
 from tiered_zero.optim.adam import AdamRule
@@ -41,10 +42,11 @@ from tiered_zero.optim.in_backward import BackwardStart
 from tiered_zero.optim.intake import group_params, make_optimizer, make_scheduler, restored_on_error
 from tiered_zero.optim.lion import Lion
 from tiered_zero.optim.masters import Masters
-from tiered_zero.optim.native_rule import NativeRule, open_kernel
+from tiered_zero.optim.native_rule import open_kernel
 from tiered_zero.optim.policy import BarrierPolicy, DelayedPolicy, OverlappedPolicy, UpdatePolicy
 from tiered_zero.optim.rule import UpdateRule
 from tiered_zero.optim.single_state import AdagradRule, LionRule, SgdRule
+from tiered_zero.optim.state_format import check_params, format_rule, master_format
 from tiered_zero.optim.state_layout import StateLayout
 from tiered_zero.optim.stepper import StreamingStepper
 from tiered_zero.optim.torch_rule import TorchRule
@@ -68,11 +70,6 @@ from tiered_zero.tiers.nvme import NvmeTier
 from tiered_zero.tiers.tier import Tier
 
 logger = logging.getLogger("tiered_zero")
-
-AUTO_SUB_GROUP_NUMEL = 1 << 22
-"""Elements of a sub-group that nobody sized: 48 MiB of fp32 Adam state, enough for full disk rate with three on their
-way.
-"""
 
 TIER_OF_DEVICE = {"none": "device", "cpu": "host", "nvme": "nvme"}
 
@@ -117,13 +114,15 @@ def draft_run(
         ),
     )
     source = make_optimizer(config.optimizer, model, optimizer, model_parameters)
-    rule = make_rule(config, source)
+    state_format = config.tiered_zero.state_format
+    rule, masters = format_rule(state_format, make_rule(config, source)), master_format(state_format)
     group_of = group_params(source, specs)
     size = zero.sub_group_size if "sub_group_size" in zero.model_fields_set else AUTO_SUB_GROUP_NUMEL
     subgroups = cut_subgroups(units, group_of, size, rule.elementwise)
-    layouts = [StateLayout(subgroup, rule, source.param_groups) for subgroup in subgroups]
+    layouts = [StateLayout(subgroup, rule, source.param_groups, masters) for subgroup in subgroups]
     wishes = make_wishes(config, device_limit)
     tiers = place_params(units, wishes)
+    check_params(masters, units, tiers, wishes.optimizer_tier)
     needs = [SubGroupNeed(layout.nbytes, _staged_out_nbytes(layout.subgroup, tiers, wishes)) for layout in layouts]
     return Draft(config, model, specs, units, source, rule, layouts, make_plan(units, needs, wishes))
 
@@ -172,8 +171,7 @@ def build(draft: Draft, lr_scheduler: Any = None) -> Engine:
             logger.warning("%s", line)
         resources.callback(draft.rule.close)
         torch.ones(1).sqrt()  # MKL's first square root is not safe among threads (pytorch#188792): take it alone
-        if isinstance(draft.rule, NativeRule):
-            draft.rule.announce()
+        draft.rule.announce()
         tiers = _Tiers(draft, runtime, resources)
         inventory = Inventory()
         for unit in draft.units:
@@ -190,7 +188,7 @@ def build(draft: Draft, lr_scheduler: Any = None) -> Engine:
             slot = tier.reserve(f"state/{layout.subgroup.index}", layout.nbytes, "state")
             inventory.place(layout.subgroup, "state", Home(tier, slot))
         masters = Masters(draft.layouts, inventory, tiers.state_staging)
-        keeper = HomeKeeper(inventory, tiers.param_staging, masters.follow)
+        keeper = HomeKeeper(inventory, tiers.param_staging, masters.follow, masters.need_params)
         limits = PagerLimits(plan.live_nbytes, plan.prefetch_numel, plan.reuse_numel, plan.most_live_nbytes)
         pager = Pager(runtime, inventory, keeper, limits)
         resources.callback(pager.close)
@@ -468,6 +466,7 @@ def make_wishes(config: Config, device_limit: tuple[int, str] | None) -> Wishes:
         param.buffer_size if "buffer_size" in param.model_fields_set else None,
         param.buffer_count if "buffer_count" in param.model_fields_set else None,
         zero.offload_optimizer.buffer_count if "buffer_count" in zero.offload_optimizer.model_fields_set else None,
+        settings.state_format,
     )
 
 

@@ -111,6 +111,8 @@ def read_settings(config: Any) -> tuple[Any, str]:
         state_arrays=arrays,
         whole_parameters=whole,
         delayed=own.get("update") == "delayed",
+        state_format=own.get("state_format", default="fp32"),
+        sub_group_numel=zero.count("sub_group_size", default=formulas.AUTO_SUB_GROUP_NUMEL) or 1_000_000_000,
     )
     return settings, "" if name else formulas.NO_OPTIMIZER
 

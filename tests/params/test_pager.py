@@ -41,7 +41,7 @@ class World:
         self.runtime = make_runtime(seed=None)
         self.inventory = Inventory()
         self.changed: list[int] = []
-        keeper = HomeKeeper(self.inventory, None, lambda unit, flat: self.changed.append(unit.index))
+        keeper = HomeKeeper(self.inventory, None, lambda unit, flat, old: self.changed.append(unit.index))
         live_nbytes = live * N * 4 if live < FREE else FREE
         self.pager = Pager(self.runtime, self.inventory, keeper, PagerLimits(live_nbytes, prefetch * N, reuse * N))
         self.units: list[Unit] = []

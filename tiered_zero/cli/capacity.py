@@ -10,6 +10,7 @@ import click
 
 from tiered_zero.config import Config, load
 from tiered_zero.layout.swap_bytes import (
+    AUTO_SUB_GROUP_NUMEL,
     NO_OPTIMIZER,
     GPTShape,
     SwapNeed,
@@ -89,6 +90,8 @@ def swap_need(config: Config, shape: GPTShape) -> tuple[SwapNeed, SwapSettings]:
         state_arrays=arrays,
         whole_parameters=whole_parameters,
         delayed=config.tiered_zero.update == "delayed",
+        state_format=config.tiered_zero.state_format,
+        sub_group_numel=zero.sub_group_size if "sub_group_size" in zero.model_fields_set else AUTO_SUB_GROUP_NUMEL,
     )
     return (gpt_need(shape, settings) if counted else _planned_need(config, shape)), settings
 

@@ -241,7 +241,12 @@ class RuntimeSection(Section):
     )
     trace: str | None = Field(None, description="file for a Chrome trace of every step; null: none")
     report: str | None = Field(None, description="file for one JSON line a step (seconds, bytes, rates); null: none")
-    state_format: str = Field("fp32", description="how optimizer state is stored; fp32: 4 bytes a value")
+    state_format: Literal["fp32", "bf16_remainder", "lossy_bf16_moments", "lossy_8bit_moments"] = Field(
+        "fp32",
+        description="how Adam's masters and moments are stored: fp32, 12 bytes a parameter besides itself; "
+        "bf16_remainder, 10, the same bits (bfloat16 parameters are half of their masters); lossy_bf16_moments, 8, and "
+        "lossy_8bit_moments, 6.25, which change numbers",
+    )
 
 
 class BatchSizes(NamedTuple):
@@ -279,7 +284,6 @@ class Config(Section):
     def _sections_agree(self) -> Config:
         _check_precision(self)
         _check_offload(self.zero_optimization)
-        _check_not_yet(self.tiered_zero)
         return self
 
     @property
@@ -324,16 +328,4 @@ def _check_offload(zero: ZeroSection) -> None:
             raise ConfigError(
                 f"zero_optimization.{name}.nvme_path: expected a directory for device nvme; found "
                 f"{section.nvme_path!r}. Give the path of a directory on a local disk."
-            )
-
-
-_NOT_YET = {"state_format": "fp32"}
-"""Settings of which only one value runs so far."""
-
-
-def _check_not_yet(runtime: RuntimeSection) -> None:
-    for name, works in _NOT_YET.items():
-        if (found := getattr(runtime, name)) != works:
-            raise ConfigError(
-                f"tiered_zero.{name}: expected {works}, the only one so far; found {found!r}. Write {works}."
             )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 PAGE_NBYTES = 4096
@@ -20,6 +20,14 @@ CUT_NUMEL = PAGE_NBYTES // 2
 """Flats end and sub-groups cut at multiples of this many elements: a page even in 16 bit, so that any tier can write a
 cut part.
 """
+
+AUTO_SUB_GROUP_NUMEL = 1 << 22
+"""Elements of a sub-group that nobody sized: 48 MiB of fp32 Adam state, enough for full disk rate with three on their
+way.
+"""
+
+QUANTIZED_BLOCK_NUMEL = PARAM_ALIGNMENT_NBYTES // 4
+"""Moments of 8 bits that share a scale. Every parameter, in 16 bits too, starts at one, and every cut falls between two."""
 
 MAX_UNIT_NUMEL = 1 << 28
 """A quarter of a billion elements: half a GiB in 16 bit, far past the size at which any link is at full rate."""
@@ -163,8 +171,8 @@ def gpt_of_size(num_wanted: float) -> GPTShape:
 class SwapSettings:
     """What of a config decides the bytes on NVMe. `param_paths`, `state_paths`: empty where the device is not nvme.
 
-    `itemsize`: of a compute parameter. `persistence_numel`: 0 where parameters are not paged. `state_arrays`: fp32
-    arrays a parameter, see `count_state_arrays`; with `whole_parameters` each is a page-aligned array of its own.
+    `itemsize`: of a compute parameter. `persistence_numel`: 0 where parameters are not paged. `state_arrays`: arrays a
+    parameter, see `count_state_arrays`; with `whole_parameters` each is a page-aligned array of its own.
     """
 
     itemsize: int
@@ -177,15 +185,20 @@ class SwapSettings:
     state_arrays: int = 2
     whole_parameters: bool = False
     delayed: bool = False
+    state_format: str = "fp32"
+    sub_group_numel: int = AUTO_SUB_GROUP_NUMEL
 
 
 @dataclass(frozen=True)
 class SwapNeed:
-    """Bytes by kind, as the plan has them. `param_back`: the second home of the delayed update."""
+    """Bytes by kind, as the plan has them. `param_back`: the second home of the delayed update. `param_reads`: of each
+    parameter in a step, for forward, for backward and, where masters are made of them, for the update.
+    """
 
     param: int = 0
     param_back: int = 0
     state: int = 0
+    param_reads: int = field(default=2, compare=False)
 
     @property
     def total(self) -> int:
@@ -198,8 +211,8 @@ class SwapNeed:
 
     @property
     def read_a_step(self) -> int:
-        """Masters and state once, parameters for forward and for backward."""
-        return 2 * self.param + self.state
+        """Masters and state once, parameters as often as they are read."""
+        return self.param_reads * self.param + self.state
 
 
 NO_OPTIMIZER = "the config names no optimizer; two fp32 arrays a parameter are assumed, as Adam has them"
@@ -223,7 +236,7 @@ def count_state_arrays(name: str, params: Mapping[str, Any]) -> tuple[int, bool]
 
 def gpt_need(shape: GPTShape, settings: SwapSettings) -> SwapNeed:
     """What layout/units.py, optim/state_layout.py and plan/planner.py come to for the built-in GPT, to the byte."""
-    param = state = persistent_numel = 0
+    param = state = elements = persistent_numel = 0
     room = settings.max_host_param_numel
     for numels in _groups(shape, settings.unit_cap_numel):
         units: dict[bool, list[int]] = {}
@@ -236,19 +249,38 @@ def gpt_need(shape: GPTShape, settings: SwapSettings) -> SwapNeed:
         for persistent, members in units.items():
             stop = param_starts(members, settings.itemsize)[-1] + members[-1]
             padded = flat_numel(stop, settings.itemsize)
-            state += 4 * padded
             if settings.whole_parameters:
+                state += 4 * padded
                 state += settings.state_arrays * sum(align_up(4 * numel, PAGE_NBYTES) for numel in members)
             else:
-                state += settings.state_arrays * 4 * padded
+                elements += padded
             if persistent:
                 continue
             if sum(members) <= room:
                 room -= sum(members)
             else:
                 param += padded * settings.itemsize
+    state += _elementwise_nbytes(elements, settings)
     param = param if settings.param_paths else 0
-    return SwapNeed(param, param if settings.delayed else 0, state if settings.state_paths else 0)
+    reads = 3 if settings.state_format == "bf16_remainder" else 2
+    return SwapNeed(param, param if settings.delayed else 0, state if settings.state_paths else 0, reads)
+
+
+_STATE_ITEMSIZES = {"fp32": (4, 4), "bf16_remainder": (2, 4), "lossy_bf16_moments": (4, 2), "lossy_8bit_moments": (4, 1)}
+"""state_format -> bytes of a master, and of an element of a state array."""
+
+
+def _elementwise_nbytes(elements: int, settings: SwapSettings) -> int:
+    """Masters and state of sub-groups that are cut anywhere: all but the last are full."""
+    master, array = _STATE_ITEMSIZES[settings.state_format]
+    size = max(CUT_NUMEL, align_up(settings.sub_group_numel, CUT_NUMEL))
+    total = 0
+    for numel, count in ((size, elements // size), (elements % size, 1)):
+        one = align_up(array * numel, PAGE_NBYTES)
+        if settings.state_format == "lossy_8bit_moments":
+            one += align_up(4 * numel // QUANTIZED_BLOCK_NUMEL, PAGE_NBYTES)
+        total += count * (master * numel + settings.state_arrays * one)
+    return total
 
 
 def _groups(shape: GPTShape, given_cap: int | None) -> list[list[int]]:

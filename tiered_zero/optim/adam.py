@@ -31,6 +31,15 @@ class AdamRule(NativeRule):
         defaults = kind([torch.zeros(1)]).defaults
         super().__init__(TorchRule(kind, {}), defaults, kernel, state_dtype)
 
+    def with_state(self, state_dtype: torch.dtype) -> AdamRule:
+        """The same rule on the same kernel, with its moments in `state_dtype`."""
+        return AdamRule(decoupled=self.decoupled, kernel=self._kernel, state_dtype=state_dtype)
+
+    @staticmethod
+    def seed_of(step: float) -> int:
+        """Of the stochastic rounding of a step's first array; the next have the next numbers."""
+        return int(step) * 0x9E3779B1 & 0xFFFFFFFF
+
     def _array_names(self, hyper: Mapping[str, Any]) -> tuple[str, ...]:
         return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if hyper["amsgrad"] else ("exp_avg", "exp_avg_sq")
 
@@ -47,7 +56,7 @@ class AdamRule(NativeRule):
         return Hyper(
             rule=Rule.ADAM,
             flags=flags,
-            seed=int(step) * 0x9E3779B1 & 0xFFFFFFFF,
+            seed=self.seed_of(step),
             l2=weight_decay,
             decay=float(1 - lr * weight_decay) if self.decoupled else 1.0,
             weight1=float(1 - beta1),

@@ -31,13 +31,21 @@ def join_master(parameter: torch.Tensor, remainder: torch.Tensor, mark: torch.Te
     return (high + remainder.to(torch.int32)).view(torch.float32)
 
 
+def hash_noise(values: torch.Tensor, seed: int) -> torch.Tensor:
+    """16 random bits for each fp32 value, int32, as in the native kernel: a hash of the value and the seed, not of a
+    position, so that no cut changes it. The seed differs from step to step and from array to array."""
+    noise = values.view(torch.int32) ^ _signed(seed)
+    noise = (noise ^ ((noise >> 16) & 0xFFFF)) * _signed(0x85EBCA6B)
+    noise = (noise ^ ((noise >> 13) & 0x7FFFF)) * _signed(0xC2B2AE35)
+    return (noise ^ (noise >> 16)) & 0xFFFF
+
+
 def round_randomly(values: torch.Tensor, seed: int) -> torch.Tensor:
-    """fp32 -> bf16 by stochastic rounding, with the noise of the native kernel: a hash of the value and the seed,
-    not of a position, so that no cut changes it. The seed differs from step to step and from array to array."""
-    bits = values.view(torch.int32).to(torch.int64) & _WORD
-    noise = bits ^ (seed & _WORD)
-    noise = ((noise ^ (noise >> 16)) * 0x85EBCA6B) & _WORD
-    noise = ((noise ^ (noise >> 13)) * 0xC2B2AE35) & _WORD
-    noise = (noise ^ (noise >> 16)) & 0xFFFF
-    rounded = ((bits + noise) >> 16).to(torch.int16).view(torch.bfloat16)
+    """fp32 -> bf16 by stochastic rounding."""
+    rounded = ((values.view(torch.int32) + hash_noise(values, seed)) >> 16).to(torch.int16).view(torch.bfloat16)
     return torch.where(values.isfinite(), rounded, values.to(torch.bfloat16))
+
+
+def _signed(word: int) -> int:
+    """The int32 of 32 bits."""
+    return ((word & _WORD) ^ 0x80000000) - 0x80000000

@@ -9,8 +9,9 @@ import torch
 from tiered_zero.hardware.staging import StagingPool
 from tiered_zero.layout.flat import Unit
 from tiered_zero.layout.subgroups import Segment
+from tiered_zero.optim.master_format import Parts
 from tiered_zero.optim.state_layout import StateLayout
-from tiered_zero.tiers.inventory import Home, Inventory
+from tiered_zero.tiers.inventory import Inventory
 from tiered_zero.tiers.slots import read_slot, write_slot
 
 
@@ -22,33 +23,49 @@ class Masters:
         self._inventory = inventory
         self._staging = staging
 
+    @property
+    def need_params(self) -> bool:
+        """Whether `follow` needs the parameters as they were."""
+        return any(layout.masters.needs_params for layout in self._layouts)
+
     def store(self, unit: Unit, flat: torch.Tensor) -> None:
         """First values: `flat` [P] fp32 on the CPU."""
-        for home, segment in self._segments(unit):
-            part = flat[segment.unit_start : segment.unit_start + segment.numel]
-            write_slot(home, 4 * segment.start, part, self._staging)
+        for layout, segment in self._segments(unit):
+            self._write(layout, segment, layout.masters.split(_part(flat, segment)))
 
-    def follow(self, unit: Unit, flat: torch.Tensor) -> None:
+    def follow(self, unit: Unit, flat: torch.Tensor, old: torch.Tensor | None = None) -> None:
         """`flat` [P] of the unit's dtype on the CPU was set by hand: masters that round to something else take its
-        value.
+        value. `old`: [P], what it was before, where that is needed.
         """
-        for home, segment in self._segments(unit):
-            new = flat[segment.unit_start : segment.unit_start + segment.numel]
-            master = read_slot(home, 4 * segment.start, 4 * segment.numel, self._staging).view(torch.float32)
-            changed = master.to(new.dtype) != new  # a NaN differs from everything, and is taken over
-            if changed.any():
-                write_slot(home, 4 * segment.start, torch.where(changed, new.to(torch.float32), master), self._staging)
+        for layout, segment in self._segments(unit):
+            before = None if old is None else _part(old, segment)
+            if parts := layout.masters.follow(self._read(layout, segment), _part(flat, segment), before):
+                self._write(layout, segment, parts)
 
-    def read(self, unit: Unit) -> torch.Tensor:
-        """[P] fp32 on the CPU; zeros where no sub-group holds the unit."""
+    def read(self, unit: Unit, params: torch.Tensor | None = None) -> torch.Tensor:
+        """[P] fp32 on the CPU; zeros where no sub-group holds the unit. `params`: [P], where they are needed."""
         flat = torch.zeros(unit.numel)
-        for home, segment in self._segments(unit):
-            part = read_slot(home, 4 * segment.start, 4 * segment.numel, self._staging).view(torch.float32)
-            flat[segment.unit_start : segment.unit_start + segment.numel] = part
+        for layout, segment in self._segments(unit):
+            own = None if params is None else _part(params, segment)
+            _part(flat, segment).copy_(layout.masters.join(self._read(layout, segment), own))
         return flat
 
-    def _segments(self, unit: Unit) -> Iterator[tuple[Home, Segment]]:
+    def _read(self, layout: StateLayout, segment: Segment) -> list[torch.Tensor]:
+        home = self._inventory.home(layout.subgroup, "state")
+        spans = layout.master_spans(segment)
+        return [read_slot(home, start, nbytes, self._staging).view(dtype) for start, nbytes, dtype in spans]
+
+    def _write(self, layout: StateLayout, segment: Segment, parts: Parts) -> None:
+        home = self._inventory.home(layout.subgroup, "state")
+        for part, (start, _, _) in zip(parts, layout.master_spans(segment), strict=True):
+            write_slot(home, start, part, self._staging)
+
+    def _segments(self, unit: Unit) -> Iterator[tuple[StateLayout, Segment]]:
         for layout in self._layouts:
             for segment in layout.subgroup.segments:
                 if segment.unit.index == unit.index:
-                    yield self._inventory.home(layout.subgroup, "state"), segment
+                    yield layout, segment
+
+
+def _part(flat: torch.Tensor, segment: Segment) -> torch.Tensor:
+    return flat[segment.unit_start : segment.unit_start + segment.numel]

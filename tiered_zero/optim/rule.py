@@ -12,11 +12,14 @@ import torch
 
 @dataclass(frozen=True)
 class StateField:
-    """One array of optimizer state over a run of parameters. `shape` is in elements."""
+    """One array of optimizer state over a run of parameters. `shape` is in elements; of an elementwise rule's array, one
+    is for `block_numel` neighbouring parameters.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    block_numel: int = 1
 
 
 @dataclass

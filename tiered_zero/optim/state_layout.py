@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from tiered_zero.layout.subgroups import Piece, SubGroup
+from tiered_zero.layout.subgroups import Piece, Segment, SubGroup
+from tiered_zero.optim.master_format import FullMasters, MasterFormat
 from tiered_zero.optim.rule import StateField, UpdateRule
 from tiered_zero.sizes import PAGE_NBYTES, align_up
 
@@ -25,26 +26,36 @@ class StateArray:
 
 
 class StateLayout:
-    """The slot of a sub-group: fp32 masters [numel], then each state array, every one at a page's start.
+    """The slot of a sub-group: masters [numel], then each state array, every one at a page's start.
+
+    `masters`: how they rest. Where that takes a state array besides, it is the first after them, and `master_nbytes`,
+    which a slot holds from birth, counts both.
 
     For an elementwise rule each array spans the sub-group, so that a run is a slice of it; a field that only some param
     groups have exists for all. For any other rule each piece (a whole parameter) has its own arrays.
     """
 
-    def __init__(self, subgroup: SubGroup, rule: UpdateRule, groups: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(
+        self,
+        subgroup: SubGroup,
+        rule: UpdateRule,
+        groups: Sequence[Mapping[str, Any]],
+        masters: MasterFormat | None = None,
+    ) -> None:
         self.subgroup = subgroup
-        self.master_nbytes = 4 * subgroup.numel
+        self.masters = masters or FullMasters()
+        self.master_nbytes = sum(dtype.itemsize for dtype in self.masters.dtypes) * subgroup.numel
         self.arrays: list[StateArray] = []
         self._arrays_of: defaultdict[int | None, list[StateArray]] = defaultdict(list)
         self.fields_of_group: dict[int, tuple[str, ...]] = {}
-        self._end = self.master_nbytes
+        self._end = self.masters.dtypes[0].itemsize * subgroup.numel
         if rule.elementwise:
             merged: dict[str, StateField] = {}
             for group in sorted({piece.group for piece in subgroup.pieces}):
                 fields = rule.state_fields((subgroup.numel,), groups[group])
                 self.fields_of_group[group] = tuple(field.name for field in fields)
                 merged.update({field.name: field for field in fields})
-            for field in merged.values():
+            for field in sorted(merged.values(), key=lambda field: field.name != rule.unsigned_field):
                 self._append(field, None)
         else:
             for index, piece in enumerate(subgroup.pieces):
@@ -59,16 +70,29 @@ class StateLayout:
         self._end += align_up(prod(field.shape) * field.dtype.itemsize, PAGE_NBYTES)
 
     def master(self, raw: torch.Tensor) -> torch.Tensor:
-        """[numel] fp32 view of `raw`, the slot's bytes."""
-        return raw[: self.master_nbytes].view(torch.float32)
+        """[numel] view of `raw`, the slot's bytes: `Run.master` of all its elements."""
+        dtype = self.masters.dtypes[0]
+        return raw[: dtype.itemsize * self.subgroup.numel].view(dtype)
+
+    def master_spans(self, segment: Segment) -> list[tuple[int, int, torch.dtype]]:
+        """Where a segment's masters are: (first byte in the slot, bytes, dtype) of each of the format's arrays."""
+        spans, start = [], 0
+        for dtype in self.masters.dtypes:
+            spans.append((start + dtype.itemsize * segment.start, dtype.itemsize * segment.numel, dtype))
+            start += dtype.itemsize * self.subgroup.numel
+        return spans
 
     def state(self, raw: torch.Tensor, piece: Piece, start: int, stop: int) -> dict[str, torch.Tensor]:
         """State views of elements [start, stop) of the sub-group (elementwise), or of `piece` in its own shapes."""
         shared = [array for array in self._arrays_of[None] if array.field.name in self.fields_of_group[piece.group]]
         own = self._arrays_of[piece.index]
-        return {array.field.name: _view(raw, array)[start:stop] for array in shared} | {
+        return {array.field.name: _view(raw, array)[_part(array.field, start, stop)] for array in shared} | {
             array.field.name: _view(raw, array).view(array.field.shape) for array in own
         }
+
+
+def _part(field: StateField, start: int, stop: int) -> slice:
+    return slice(start // field.block_numel, -(-stop // field.block_numel))
 
 
 def _view(raw: torch.Tensor, array: StateArray) -> torch.Tensor:

@@ -53,13 +53,13 @@ class Window:
 @dataclass
 class Work:
     """One sub-group on its way. `raw`: [n] uint8, its state, in place or staged. `lease`: staged state, then the staged
-    16-bit parameters. `read`: the transfer that fills the state."""
+    16-bit parameters. `reads`: the transfers that fill the state and, where masters need them, the parameters."""
 
     subgroup: SubGroup
     layout: StateLayout
     raw: torch.Tensor
     lease: Lease | None
-    read: Event | None
+    reads: list[Event] = field(default_factory=list)
     outs: list[torch.Tensor] = field(default_factory=list)
     writes: list[Event] = field(default_factory=list)
 
@@ -113,7 +113,8 @@ class StreamingStepper:
                     opened.append(work)
                 if opened:
                     work = opened[0]
-                    self._wait(work.read, "wait_state", work.subgroup)
+                    for event in work.reads:
+                        self._wait(event, "wait_state", work.subgroup)
                     self._update(work, job)
                     self._write(work, job)
                     written.append(opened.popleft())
@@ -143,7 +144,7 @@ class StreamingStepper:
     def _abandon(self, works: Sequence[Work]) -> None:
         """After a failure: what still uses the staging buffers ends, well or badly, and the buffers go back."""
         for work in works:
-            for event in (work.read, *work.writes):
+            for event in (*work.reads, *work.writes):
                 with suppress(Exception):
                     self._wait(event, "wait_state", work.subgroup)
             if work.lease is not None:
@@ -154,22 +155,39 @@ class StreamingStepper:
         home = self._inventory.home(layout.subgroup, "state")
         raw = home.tier.view(home.slot)
         lease: Lease | None = None
-        read: Event | None = None
         if raw is None or self._out_nbytes(job, layout.subgroup):
             assert self._staging is not None, "staged sub-groups are planned with staging buffers"
             lease = self._staging.lease_nowait(self._staging_nbytes(job, layout), f"sub-group {layout.subgroup.index}")
             if lease is None:
                 return None
+        staged = raw is None
         if raw is None:
             assert lease is not None
             raw = lease.tensor[: layout.nbytes]
-            stored = layout.nbytes if layout.subgroup.index in self._born else layout.master_nbytes
-            try:
-                read = home.tier.read(home.slot, Window(raw[:stored], lease.memory[:stored]))
-            except BaseException:
-                lease.release()
-                raise
-        return Work(layout.subgroup, layout, raw, lease, read)
+        work = Work(layout.subgroup, layout, raw, lease)
+        try:
+            if staged and lease is not None:
+                stored = layout.nbytes if layout.subgroup.index in self._born else layout.master_nbytes
+                work.reads.append(home.tier.read(home.slot, Window(raw[:stored], lease.memory[:stored])))
+            if layout.masters.needs_params:
+                self._read_params(work, job)
+        except BaseException:
+            self._abandon([work])
+            raise
+        return work
+
+    def _read_params(self, work: Work, job: UpdateJob) -> None:
+        """The old parameters to where the new ones will stand; they are there already where those replace them."""
+        for segment, window in self._staged_outs(work, job):
+            home = self._inventory.find(segment.unit, "param")
+            if home is None:
+                continue  # on the device, and updated there
+            if window is not None:
+                work.reads.append(home.tier.read(home.slot, window, segment.unit_start * segment.unit.dtype.itemsize))
+            elif job.param_kind != "param":
+                old, new = (self._out_view(kind, work.subgroup, segment) for kind in ("param", job.param_kind))
+                assert old is not None and new is not None, "both homes of a unit are on one tier"
+                new.copy_(old)
 
     def _update(self, work: Work, job: UpdateJob) -> None:
         for segment in work.subgroup.segments:
@@ -183,7 +201,7 @@ class StreamingStepper:
             self._give_birth(work, job)
         runs: list[Run] = []
         members: list[list[Piece]] = []
-        master = layout.master(work.raw)
+        master, settle = layout.master(work.raw), layout.masters.settle
         work.outs = self._make_outs(work, job)
         for segment, out in zip(work.subgroup.segments, work.outs, strict=True):
             grad = gradients.flat(segment.unit)[segment.unit_start : segment.unit_start + segment.numel]
@@ -196,9 +214,9 @@ class StreamingStepper:
                 runs.append(run)
                 members.append(pieces)
                 # what is not stepped (padding, no gradient) stays what its master says
-                out[position:first].copy_(master[segment.start + position : segment.start + first])
+                settle(master[segment.start + position : segment.start + first], out[position:first])
                 position = last
-            out[position:].copy_(master[segment.start + position : segment.stop])
+            settle(master[segment.start + position : segment.stop], out[position:])
         self._rule.update(runs)
         for run, pieces in zip(runs, members, strict=True):
             self._scalars.update(dict.fromkeys(((work.subgroup.index, piece.index) for piece in pieces), run.scalars))
@@ -251,13 +269,13 @@ class StreamingStepper:
         return state_nbytes + self._out_nbytes(job, layout.subgroup)
 
     def _out_nbytes(self, job: UpdateJob, subgroup: SubGroup) -> int:
-        return sum(_nbytes(s) for s in subgroup.segments if self._out_view(job, subgroup, s) is None)
+        return sum(_nbytes(s) for s in subgroup.segments if self._out_view(job.param_kind, subgroup, s) is None)
 
-    def _out_view(self, job: UpdateJob, subgroup: SubGroup, segment: Segment) -> torch.Tensor | None:
+    def _out_view(self, param_kind: str, subgroup: SubGroup, segment: Segment) -> torch.Tensor | None:
         """The parameters' final place, [numel] of their dtype, where the update can write it directly."""
         unit = segment.unit
         on_device = self._updates_on_device(subgroup)
-        home = self._inventory.find(unit, job.param_kind)
+        home = self._inventory.find(unit, param_kind)
         if home is None:
             return self._slice(self._device_flat(unit), segment) if on_device else None
         raw = home.tier.view(home.slot)
@@ -275,7 +293,7 @@ class StreamingStepper:
         home = self._inventory.home(work.subgroup, "state")
         start = work.layout.nbytes if home.tier.view(home.slot) is None else 0
         for segment in work.subgroup.segments:
-            if self._out_view(job, work.subgroup, segment) is not None:
+            if self._out_view(job.param_kind, work.subgroup, segment) is not None:
                 yield segment, None
                 continue
             assert work.lease is not None
@@ -287,7 +305,7 @@ class StreamingStepper:
         """Where the rule writes each segment's parameters: [numel] of the unit's dtype, beside the state."""
         outs = []
         for segment, window in self._staged_outs(work, job):
-            view = self._out_view(job, work.subgroup, segment)
+            view = self._out_view(job.param_kind, work.subgroup, segment)
             if view is None and self._updates_on_device(work.subgroup):
                 view = torch.empty(segment.numel, dtype=segment.unit.dtype, device=work.raw.device)
             elif view is None:

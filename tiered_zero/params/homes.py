@@ -15,15 +15,21 @@ from tiered_zero.tiers.slots import read_slot, write_slot
 class HomeKeeper:
     """Reads and writes a unit's parameters where they rest. Driver thread; blocks.
 
-    `on_change(unit, flat)`: what is derived from the parameters (the fp32 masters) must follow `flat` [P], on the CPU.
+    `on_change(unit, flat, old)`: what is derived from the parameters (the fp32 masters) must follow `flat` [P], on the
+    CPU. `compares`: it is given the values before, too; else None.
     """
 
     def __init__(
-        self, inventory: Inventory, staging: StagingPool | None, on_change: Callable[[Unit, torch.Tensor], None]
+        self,
+        inventory: Inventory,
+        staging: StagingPool | None,
+        on_change: Callable[[Unit, torch.Tensor, torch.Tensor | None], None],
+        compares: bool = False,
     ) -> None:
         self._inventory = inventory
         self._staging = staging
         self._on_change = on_change
+        self._compares = compares
 
     def read(self, unit: Unit) -> torch.Tensor:
         """[P] of the unit's dtype, a CPU tensor of the caller's own. The unit has a home off the device."""
@@ -33,9 +39,13 @@ class HomeKeeper:
         """First bytes: `flat` [P] of the unit's dtype, on the CPU, to the unit's home off the device."""
         write_slot(self._inventory.home(unit, "param"), 0, flat, self._staging)
 
-    def change(self, unit: Unit, flat: torch.Tensor) -> None:
+    def remember(self, unit: Unit, flat: torch.Tensor) -> torch.Tensor | None:
+        """What `change` will be given as `old`: a copy on the CPU of `flat` [P], on the device, before it is changed."""
+        return flat.to("cpu", copy=True) if self._compares and unit.trainable else None
+
+    def change(self, unit: Unit, flat: torch.Tensor, old: torch.Tensor | None) -> None:
         """`flat` [P], on the device or the CPU, becomes the unit's value; masters follow where it differs."""
         value = flat.to("cpu")
         if self._inventory.find(unit, "param") is not None:
             self.store(unit, value)
-        self._on_change(unit, value)
+        self._on_change(unit, value, old)

@@ -54,8 +54,9 @@ def _loan(pager: Pager, residency: Residency, modify: bool) -> Iterator[None]:
     pager.before_reading()
     pager.acquire(residency.unit)
     try:
+        old = pager.remember(residency.unit) if modify else None
         yield
         if modify:
-            pager.write_back(residency.unit)
+            pager.write_back(residency.unit, old)
     finally:
         pager.release(residency.unit)

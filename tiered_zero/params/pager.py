@@ -346,11 +346,15 @@ class Pager:
             if residency.num_lends == 0:  # `gathered` may be open around the forward that failed
                 self._evict(residency)
 
-    def write_back(self, unit: Unit) -> None:
+    def remember(self, unit: Unit) -> torch.Tensor | None:
+        """Somebody may change the lent parameters: what `write_back` needs of them as they are."""
+        return self._keeper.remember(unit, self._residencies[unit.index].storage.flat)
+
+    def write_back(self, unit: Unit, old: torch.Tensor | None) -> None:
         """Somebody changed the lent parameters: their home, and whatever was derived from them, must follow."""
         residency = self._residencies[unit.index]
         residency.version += 1
-        self._keeper.change(unit, residency.storage.flat)
+        self._keeper.change(unit, residency.storage.flat, old)
 
     # -- whole values ----------------------------------------------------------------------------------------------
 

@@ -42,6 +42,7 @@ class Wishes:
     staging_numel: int | None = None
     num_param_staging: int | None = None
     num_state_staging: int | None = None
+    state_format: str = "fp32"
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,7 @@ def make_plan(units: Sequence[Unit], needs: Sequence[SubGroupNeed], wishes: Wish
             gradients,
             "gradients" + (" (fp32 sums)" if wishes.sums_gradients else "") + (", twice" if wishes.delayed else ""),
         ),
-        PlanRow(wishes.optimizer_tier, "state", state, "master weights and optimizer state"),
+        PlanRow(wishes.optimizer_tier, "state", state, f"master weights and optimizer state ({wishes.state_format})"),
         PlanRow("host", "staging_param", _pool(param_staging), "parameter staging buffers"),
         PlanRow("host", "staging_state", _pool(state_staging), "optimizer staging buffers"),
         PlanRow("host", "staging_gradient", _pool(gradient_staging), "gradient staging buffer"),
