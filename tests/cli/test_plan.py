@@ -47,7 +47,7 @@ def test_seven_billion_parameters_are_planned_without_memory_for_them() -> None:
 def test_what_does_not_fit_is_shown_and_said() -> None:
     result = CliRunner().invoke(main, ["plan", CONFIG, "--model", "gpt:layers=1,hidden=4096"])
     assert result.exit_code == 1
-    assert "master weights and optimizer state" in result.stdout
+    assert "master weights and optimizer state (fp32)" in result.stdout
     errors = [line for line in result.stderr.splitlines() if line.startswith("Error: ")]
     assert len(errors) == 1 and "MiB of device memory" in errors[0]
 

@@ -387,8 +387,11 @@ class TestPlacement:
         assert load_with(fp16={"enabled": True}, bf16={"enabled": False}).param_dtype_name == "float16"
         assert load_with().param_dtype_name == "float32"
 
-    def test_not_yet(self) -> None:
-        assert "the only one so far" in refused(tiered_zero={"state_format": "bf16"})
+    def test_state_formats(self) -> None:
+        assert "expected 'fp32', 'bf16_remainder'" in refused(tiered_zero={"state_format": "bf16"})
+        assert not any("moments" in line for line in load_with(tiered_zero={"state_format": "bf16_remainder"}).notices)
+        for name in ("lossy_bf16_moments", "lossy_8bit_moments"):
+            assert any(name in line for line in load_with(tiered_zero={"state_format": name}).notices), "lossy is said"
 
 
 class TestOptimizer:

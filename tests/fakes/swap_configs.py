@@ -57,6 +57,8 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
         own["unit_size_cap"] = draw(st.integers(1, 500_000))
     if state["device"] != "none":
         own["update"] = draw(st.sampled_from(["overlapped", "barrier", "delayed"]))
+    if draw(st.booleans()):
+        own["state_format"] = draw(st.sampled_from(["fp32", "lossy_bf16_moments", "lossy_8bit_moments", "auto"]))
     precision = draw(st.sampled_from(["bf16", "bfloat16", "fp16", None]))
     amsgrad = draw(st.booleans())
     return {

@@ -52,6 +52,27 @@ def test_the_formulas_are_the_plan(shape: GPTShape, config: dict[str, Any]) -> N
     assert sum(directory.nbytes for directory in directory_needs(need, settings_of)) == plan.nbytes("nvme")
 
 
+@pytest.mark.parametrize("param", ["cpu", "nvme"])
+@pytest.mark.parametrize("update", ["overlapped", "delayed"])
+def test_the_formula_of_remainders(param: str, update: str) -> None:
+    config = {
+        "train_batch_size": 1,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"amsgrad": True}},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": {"device": param, "nvme_path": "a", "max_in_cpu": 0},
+            "offload_optimizer": {"device": "nvme", "nvme_path": "b"},
+            "stage3_param_persistence_threshold": 0,
+        },
+        "tiered_zero": {"state_format": "bf16_remainder", "update": update},
+    }
+    shape = GPTShape(layers=3, hidden=200, heads=1)
+    need, _ = swap_need(load(config), shape)
+    assert need == kinds(planned(config, shape))
+    assert need.state % 14 == 0 and need.read_a_step == 3 * need.param + need.state
+
+
 @pytest.mark.parametrize(("layers", "hidden"), [(1, 8192), (2, 16384)])
 def test_units_past_the_largest_size_are_cut_as_the_walk_cuts_them(layers: int, hidden: int) -> None:
     config = {

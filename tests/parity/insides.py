@@ -8,6 +8,7 @@ import torch
 
 import tiered_zero
 from tiered_zero.layout.flat import Unit
+from tiered_zero.optim.masters import Masters
 from tiered_zero.tiers.device import DeviceTier
 from tiered_zero.tiers.host import HostTier
 from tiered_zero.tiers.nvme import NvmeTier
@@ -28,6 +29,20 @@ def everything(engine: tiered_zero.Engine) -> dict[str, Any]:
         nbytes = layout.nbytes if index in stepper._born else layout.master_nbytes
         found[f"state {index}"] = read_slot(inventory.home(layout.subgroup, "state"), 0, nbytes, stepper._staging)
     return found
+
+
+def masters(engine: tiered_zero.Engine) -> dict[str, torch.Tensor]:
+    """Unit -> its fp32 masters, in whatever format they rest."""
+    engine.flush()
+    stepper, pager = engine._parts.policy._stepper, engine._parts.pager
+    found = Masters(stepper._layouts, stepper._inventory, stepper._staging)
+    values: dict[str, torch.Tensor] = {}
+    for residency in pager._residencies.values():
+        unit = residency.unit
+        if unit.trainable:
+            params = residency.storage.flat if pager.is_device_resident(unit) else pager._keeper.read(unit)
+            values[f"{unit.index} {unit.name}"] = found.read(unit, params)
+    return values
 
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from torch import nn
 import tiered_zero
 from tests.parity.models import LENGTH, VOCAB, ParityGPT
 from tiered_zero.demo.gpt import GPTConfig, build_gpt
+from tiered_zero.plan.planner import Plan
+from tiered_zero.sizes import PAGE_NBYTES
 from tiered_zero.store.stripes import DATA_NAME
 from tiered_zero.store.swap_dir import PREFIX
 
@@ -50,7 +53,49 @@ def test_a_run_takes_what_was_planned(
         },
         "tiered_zero": {"device": "cpu", "update": update, "delay_start_step": 0},
     }
-    with tiered_zero.initialize(model=models()[name], config=config)[0] as engine:
+    run_as_planned(models()[name], config, swap_path)
+
+
+NBYTES = {"fp32": 12, "bf16_remainder": 10, "lossy_bf16_moments": 8, "lossy_8bit_moments": 6}
+
+
+@pytest.mark.parametrize("update", ["overlapped", "delayed"])
+@pytest.mark.parametrize(("param", "optimizer"), [("cpu", "cpu"), ("cpu", "nvme"), ("nvme", "nvme"), ("none", "none")])
+@pytest.mark.parametrize("state_format", NBYTES)
+def test_each_state_format_takes_what_was_planned(
+    swap_path: Path, state_format: str, param: str, optimizer: str, update: str
+) -> None:
+    if optimizer == "none":
+        update = "barrier"
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": {"device": param, "nvme_path": str(swap_path), "max_in_cpu": 5_000},
+            "offload_optimizer": {"device": optimizer, "nvme_path": str(swap_path)},
+            "stage3_param_persistence_threshold": 0,
+            "sub_group_size": 50_000,
+        },
+        "tiered_zero": {"device": "cpu", "update": update, "delay_start_step": 0, "state_format": state_format},
+    }
+    plan = run_as_planned(models()["gpt"], config, swap_path)
+    (row,) = (row for row in plan.rows if row.kind == "state")
+    gradients = next(row.nbytes for row in plan.rows if row.kind == "gradient")
+    elements = gradients // (4 if update == "delayed" else 2)
+    sizes = [min(51_200, elements - start) for start in range(0, elements, 51_200)]
+    scales = sum(-(-size // 8 // PAGE_NBYTES) * PAGE_NBYTES - size // 8 for size in sizes)  # to whole pages
+    codes = sum(-size % PAGE_NBYTES for size in sizes)
+    more = 2 * (elements // 8 + scales + codes) if state_format == "lossy_8bit_moments" else 0
+    assert row.nbytes == NBYTES[state_format] * elements + more
+    assert state_format in row.what
+
+
+def run_as_planned(model: nn.Module, config: dict[str, Any], swap_path: Path) -> Plan:
+    """Two steps: planned is allocated is measured, byte for byte, on every tier."""
+    accumulation = config.get("gradient_accumulation_steps", 1)
+    with tiered_zero.initialize(model=model, config=config)[0] as engine:
         tokens = torch.randint(VOCAB, (2, LENGTH))
         for _ in range(2 * accumulation):
             engine.backward(engine(tokens, tokens))
@@ -65,3 +110,4 @@ def test_a_run_takes_what_was_planned(
         files = [file.stat() for file in swap_path.glob(f"{PREFIX}*/{DATA_NAME}")]
         assert sum(status.st_size for status in files) == engine.plan.nbytes("nvme")
         assert all(0 <= 512 * status.st_blocks - status.st_size <= 64 << 10 for status in files)  # the extent tree's
+        return engine.plan

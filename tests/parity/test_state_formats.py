@@ -1,0 +1,163 @@
+"""bf16_remainder gives the bits of fp32 in 12 bytes a parameter; the lossy formats train, and no cut changes their bits.
+
+The model's first values are ties between two bf16 numbers in every third element, and one param group never moves, so
+that its masters stay ties: where formats round them apart, losses and weights show it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tiered_zero
+from tests.parity.insides import masters
+from tests.parity.models import LENGTH, VOCAB, ParityGPT, batch
+from tests.parity.trainers import adamw, assert_same_bits, follow, num_different, tiered, train
+from tiered_zero.demo.gpt import GPTConfig, build_gpt
+
+BF16 = {"bf16": {"enabled": True}}
+UNCHECKED = {"bf16": {"enabled": True, "check_grad_overflow": False}}
+PLACEMENTS = [("cpu", "cpu"), ("nvme", "nvme"), ("cpu", "nvme"), ("nvme", "cpu")]
+LOSSY = ("lossy_bf16_moments", "lossy_8bit_moments")
+Script = Callable[[Any], list[Any]]
+
+
+def build() -> ParityGPT:
+    torch.manual_seed(0)
+    model = ParityGPT()
+    with torch.no_grad():
+        for param in model.parameters():
+            if param.requires_grad:
+                bits = param.view(-1).view(torch.int32)[::3]
+                bits.copy_((bits & -0x10000) | 0x8000)
+    return model
+
+
+def still_in_part(model: torch.nn.Module) -> torch.optim.Optimizer:
+    params = [param for param in model.parameters() if param.requires_grad]
+    return torch.optim.AdamW([{"params": params[::2]}, {"params": params[1::2], "lr": 0.0}], lr=3e-3, amsgrad=True)
+
+
+def data(number: int) -> tuple[Any, ...]:
+    return (*batch(number), number % 5 == 1)
+
+
+def course(engine: tiered_zero.Engine, accumulation: int) -> list[Any]:
+    """Eight steps: one is skipped, weights are set by hand after another, and looked at after a third."""
+    seen: list[Any] = []
+    for number in range(8):
+        for micro in range(accumulation):
+            loss = engine(*data(number * accumulation + micro))
+            engine.backward(loss * float("inf") if number == 3 and micro == 0 else loss)
+            engine.step()
+            seen.append(loss.detach())
+        if number == 4:
+            changed = [engine.module.tokens.weight, engine.module.never_used, engine.module.blocks[0].out.weight]
+            with tiered_zero.gathered(changed, modify=True), torch.no_grad():
+                for param in changed:
+                    param[::2, 1] = 0.3
+        if number == 5:
+            seen += [value.clone() for value in engine.module.state_dict().values()]
+    assert engine.skipped_steps == 1
+    return [*seen, *masters(engine).values()]
+
+
+def run(script: Script, path: Path, state_format: str, placement: tuple[str, str], *options: Any, **top: Any) -> Any:
+    runtime = {"state_format": state_format, "delay_start_step": 2, **top.pop("runtime", {})}
+    return follow(script, tiered(build(), path, placement, still_in_part, *options, runtime=runtime, **{**BF16, **top}))
+
+
+@pytest.mark.parametrize("update", ["barrier", "overlapped", "delayed"])
+@pytest.mark.parametrize(("accumulation", "clipping"), [(1, 0.5), (2, 0.0)])
+def test_remainders_give_the_bits_of_fp32(update: str, accumulation: int, clipping: float, swap_path: Path) -> None:
+    script, runtime = partial(course, accumulation=accumulation), {"update": update}
+    expected = run(script, swap_path, "fp32", ("cpu", "cpu"), accumulation, clipping, runtime=runtime)
+    for placement in PLACEMENTS + ([("none", "none")] if update != "delayed" else []):
+        found = run(script, swap_path, "bf16_remainder", placement, accumulation, clipping, runtime=runtime)
+        assert_same_bits(expected, found)
+
+
+@pytest.mark.parametrize("runtime", [{}, {"debug_delay_seed": 1, "debug_poison": True}], ids=["plain", "delays"])
+@pytest.mark.parametrize("placement", [("cpu", "nvme"), ("nvme", "nvme")], ids="-".join)
+def test_updates_that_begin_in_backward_too(placement: tuple[str, str], runtime: dict[str, Any], swap_path: Path) -> None:
+    script = partial(train, data=data, steps=5)
+    expected = run(script, swap_path, "fp32", placement, **UNCHECKED)
+    assert_same_bits(expected, run(script, swap_path, "bf16_remainder", placement, runtime=runtime, **UNCHECKED))
+
+
+def test_torchs_own_code_joins_them_as_well(swap_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIERED_ZERO_NATIVE_DIR", str(tmp_path))
+    script = partial(course, accumulation=1)
+    expected = run(script, swap_path, "fp32", ("cpu", "cpu"))
+    assert_same_bits(expected, run(script, swap_path, "bf16_remainder", ("nvme", "nvme")))
+
+
+@pytest.mark.parametrize("state_format", LOSSY)
+def test_no_cut_and_no_placement_changes_the_bits_of_a_lossy_format(state_format: str, swap_path: Path) -> None:
+    script = partial(course, accumulation=1)
+    records = [
+        run(script, swap_path, state_format, placement, 1, 0.5, zero={"sub_group_size": size})
+        for placement, size in ((("cpu", "cpu"), None), (("nvme", "nvme"), 2048), (("cpu", "nvme"), 6000))
+    ]
+    for record in records[1:]:
+        assert_same_bits(records[0], record)
+    exact = run(script, swap_path, "fp32", ("cpu", "cpu"), 1, 0.5)
+    assert num_different(exact, records[0]) > 10, "lossy"
+
+
+@pytest.mark.parametrize(("state_format", "tolerance"), [("lossy_bf16_moments", 0.02), ("lossy_8bit_moments", 0.03)])
+def test_a_gpt_learns_as_well_with_lossy_moments(state_format: str, tolerance: float, swap_path: Path) -> None:
+    """The mean loss of the last ten of 100 steps, relative to fp32's."""
+    losses = {}
+    for name in ("fp32", state_format):
+        torch.manual_seed(0)
+        model = build_gpt(GPTConfig(layers=2, hidden=64, vocab=VOCAB, context=LENGTH))
+        with tiered(model, swap_path, ("cpu", "cpu"), adamw, runtime={"state_format": name}, **BF16) as engine:
+            seen = []
+            for number in range(100):
+                loss = engine(*batch(number, 4))
+                engine.backward(loss)
+                engine.step()
+                seen.append(loss.item())
+        losses[name] = sum(seen[-10:]) / 10
+        assert losses[name] < 0.5 * seen[0], "it learns at all"
+    assert losses[state_format] == pytest.approx(losses["fp32"], rel=tolerance)
+
+
+def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=0.1, momentum=0.9)
+
+
+def fused(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], fused=True)
+
+
+@pytest.mark.parametrize(
+    ("state_format", "placement", "options", "message"),
+    [
+        ("bf16_remainder", ("cpu", "cpu"), {"bf16": {}}, "expected bfloat16 parameters.*float32"),
+        ("bf16_remainder", ("cpu", "cpu"), {"bf16": {}, "fp16": {"enabled": True}}, "expected bfloat16.*float16"),
+        ("bf16_remainder", ("none", "cpu"), {}, "on the device and its optimizer does not.*offload_param.device to cpu"),
+        ("bf16_remainder", ("cpu", "none"), {}, "off the device and its optimizer on it"),
+        (
+            "bf16_remainder",
+            ("nvme", "nvme"),
+            {"zero": {"stage3_param_persistence_threshold": 40}},
+            "stage3_param_persistence_threshold to 0",
+        ),
+        *((name, ("cpu", "cpu"), {"make_optimizer": sgd}, "with SGD") for name in ("bf16_remainder", *LOSSY)),
+        ("lossy_8bit_moments", ("cpu", "cpu"), {"make_optimizer": fused}, "without fused"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_with_a_way_out(
+    state_format: str, placement: tuple[str, str], options: dict[str, Any], message: str, swap_path: Path
+) -> None:
+    given = {**BF16, **options, "runtime": {"state_format": state_format}}
+    with pytest.raises(tiered_zero.ConfigError, match=message):
+        tiered(ParityGPT(), swap_path, placement, **given)
+    assert not any(swap_path.iterdir())
