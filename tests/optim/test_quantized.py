@@ -3,17 +3,47 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from tiered_zero.layout.swap_bytes import QUANTIZED_BLOCK_NUMEL
+from tiered_zero.native.update import UpdateKernel
+from tiered_zero.optim import native_rule, quantized
 from tiered_zero.optim.adam import AdamRule
-from tiered_zero.optim.quantized import QuantizedAdam, decode, encode
+from tiered_zero.optim.quantized import QuantizedAdam
 from tiered_zero.optim.rule import Run
 
 HYPER: dict[str, Any] = {"lr": 0.01, "amsgrad": True}
+
+
+@pytest.fixture(params=["scalar", "best", "torch"])
+def kernel(request: pytest.FixtureRequest, library: Path) -> Iterator[UpdateKernel | None]:
+    if request.param == "torch":
+        yield None
+        return
+    level = "scalar" if request.param == "scalar" else None
+    kernel = UpdateKernel(library, level, num_threads=3, root=native_rule.find_torch_root())
+    yield kernel
+    kernel.close()
+
+
+def encode(
+    values: torch.Tensor, dtype: torch.dtype, seed: int, kernel: UpdateKernel | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    codes = torch.empty(values.numel(), dtype=dtype)
+    scales = torch.empty(-(-values.numel() // QUANTIZED_BLOCK_NUMEL))
+    quantized.encode(codes, scales, values.clone(), seed, kernel)
+    return codes, scales
+
+
+def decode(codes: torch.Tensor, scales: torch.Tensor, kernel: UpdateKernel | None = None) -> torch.Tensor:
+    values = torch.empty(codes.numel())
+    quantized.decode(codes, scales, values, kernel)
+    return values
 
 
 def wild(numel: int) -> torch.Tensor:
@@ -28,10 +58,12 @@ def largest(values: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("dtype", "codes", "power"), [(torch.int8, 127, 2), (torch.uint8, 255, 4)])
-def test_a_value_comes_back_as_a_neighbour(dtype: torch.dtype, codes: int, power: int) -> None:
+def test_a_value_comes_back_as_a_neighbour(
+    kernel: UpdateKernel | None, dtype: torch.dtype, codes: int, power: int
+) -> None:
     values = wild(10_007) if dtype is torch.int8 else wild(10_007).abs()
     values[::13] = 0.0
-    found = decode(*encode(values, dtype, 7))
+    found = decode(*encode(values, dtype, 7, kernel), kernel)
     root = (values.abs() / largest(values)) ** (1 / power)
     steps = ((found.abs() / largest(values)) ** (1 / power) - root) * codes
     assert steps.abs().max() < 1.01
@@ -41,21 +73,33 @@ def test_a_value_comes_back_as_a_neighbour(dtype: torch.dtype, codes: int, power
     assert torch.equal(found[at_top], values[at_top]), "a block's largest is exact"
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8])
+def test_the_kernel_has_the_bits_of_torch(kernel: UpdateKernel | None, dtype: torch.dtype) -> None:
+    values = wild(10_007) if dtype is torch.int8 else wild(10_007).abs()
+    values[::13], values[4000:4064], values[9000:] = 0.0, 1e-41, 0.0
+    for index, special in enumerate((float("nan"), float("inf"), 1e-45, 3e38)):
+        values[100 * index] = special
+    ours, theirs = encode(values, dtype, 0xFFFFFFFF, kernel), encode(values, dtype, 0xFFFFFFFF, None)
+    assert torch.equal(ours[0], theirs[0])
+    assert torch.equal(ours[1].nan_to_num(7), theirs[1].nan_to_num(7))
+    assert torch.equal(decode(*ours, kernel).nan_to_num(7), decode(*theirs).nan_to_num(7))
+
+
 def test_rounding_is_unbiased_in_the_root() -> None:
     value = torch.tensor([1.0, 0.4] + [0.0] * (QUANTIZED_BLOCK_NUMEL - 2)) ** 4
-    roots = [decode(*encode(value, torch.uint8, seed))[1] ** 0.25 for seed in range(4000)]
+    roots = [decode(*encode(value, torch.uint8, seed, None))[1] ** 0.25 for seed in range(4000)]
     assert sum(roots) / 4000 == pytest.approx(0.4 + 0.0, abs=3 * 0.5 / 255 / 4000**0.5)
     assert len({float(root) for root in roots}) <= 2
 
 
-def test_a_second_moment_never_becomes_zero_and_a_nan_stays_one() -> None:
+def test_a_second_moment_never_becomes_zero_and_a_nan_stays_one(kernel: UpdateKernel | None) -> None:
     values = torch.full((64,), 1e-30)
     values[0] = 1.0
-    assert bool((decode(*encode(values, torch.uint8, 1)) > 0)[:32].all())
+    assert bool((decode(*encode(values, torch.uint8, 1, kernel), kernel) > 0)[:32].all())
     values[40] = float("nan")
-    found = decode(*encode(values, torch.uint8, 1))
+    found = decode(*encode(values, torch.uint8, 1, kernel), kernel)
     assert found[32:].isnan().any() and found[:32].isfinite().all(), "in its own block"
-    assert torch.equal(decode(*encode(torch.zeros(64), torch.int8, 1)), torch.zeros(64))
+    assert torch.equal(decode(*encode(torch.zeros(64), torch.int8, 1, kernel), kernel), torch.zeros(64))
 
 
 def make_run(rule: QuantizedAdam, master: torch.Tensor) -> Run:
@@ -75,15 +119,18 @@ def cut(run: Run, places: list[int]) -> list[Run]:
     return pieces
 
 
-def test_no_cut_between_blocks_changes_a_bit() -> None:
-    rule = QuantizedAdam(AdamRule(decoupled=True, kernel=None))
-    master = wild((1 << 17) + 77)  # more than two chunks
-    whole, parts = make_run(rule, master.clone()), make_run(rule, master.clone())
+def test_neither_a_cut_between_blocks_nor_the_kernel_changes_a_bit(
+    kernel: UpdateKernel | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quantized, "_CHUNK_NUMEL", 1 << 14)
+    rule, reference = (QuantizedAdam(AdamRule(decoupled=True, kernel=k)) for k in (kernel, None))
+    master = wild((1 << 16) + 77)
+    whole, parts = make_run(reference, master.clone()), make_run(rule, master.clone())
     for step in range(3):
-        whole.grad = wild(master.numel()).bfloat16()
+        whole.grad = wild(master.numel())  # fp32: with the roots of torch
         parts.grad = whole.grad.clone()
         pieces = cut(parts, [1, 2, 700, 2048 + step])
-        rule.update([whole])
+        reference.update([whole])
         rule.update(pieces)
         parts.scalars = pieces[0].scalars
     assert torch.equal(whole.master, parts.master) and whole.scalars == parts.scalars == {"step": 3.0}

@@ -1,4 +1,4 @@
-"""bf16_remainder gives the bits of fp32 in 12 bytes a parameter; the lossy formats train, and no cut changes their bits.
+"""bf16_remainder has the bits of fp32 in 12 bytes a parameter; the lossy formats train, and no cut changes their bits.
 
 The model's first values are ties between two bf16 numbers in every third element, and one param group never moves, so
 that its masters stay ties: where formats round them apart, losses and weights show it.
@@ -84,7 +84,9 @@ def test_remainders_give_the_bits_of_fp32(update: str, accumulation: int, clippi
 
 @pytest.mark.parametrize("runtime", [{}, {"debug_delay_seed": 1, "debug_poison": True}], ids=["plain", "delays"])
 @pytest.mark.parametrize("placement", [("cpu", "nvme"), ("nvme", "nvme")], ids="-".join)
-def test_updates_that_begin_in_backward_too(placement: tuple[str, str], runtime: dict[str, Any], swap_path: Path) -> None:
+def test_updates_that_begin_in_backward_too(
+    placement: tuple[str, str], runtime: dict[str, Any], swap_path: Path
+) -> None:
     script = partial(train, data=data, steps=5)
     expected = run(script, swap_path, "fp32", placement, **UNCHECKED)
     assert_same_bits(expected, run(script, swap_path, "bf16_remainder", placement, runtime=runtime, **UNCHECKED))
@@ -142,7 +144,12 @@ def fused(model: torch.nn.Module) -> torch.optim.Optimizer:
     [
         ("bf16_remainder", ("cpu", "cpu"), {"bf16": {}}, "expected bfloat16 parameters.*float32"),
         ("bf16_remainder", ("cpu", "cpu"), {"bf16": {}, "fp16": {"enabled": True}}, "expected bfloat16.*float16"),
-        ("bf16_remainder", ("none", "cpu"), {}, "on the device and its optimizer does not.*offload_param.device to cpu"),
+        (
+            "bf16_remainder",
+            ("none", "cpu"),
+            {},
+            "on the device and its optimizer does not.*offload_param.device to cpu",
+        ),
         ("bf16_remainder", ("cpu", "none"), {}, "off the device and its optimizer on it"),
         (
             "bf16_remainder",

@@ -119,7 +119,7 @@ _PARALLEL = "one rank: the model is not split"
 _MOVES = "units, the recorded order and stage3_max_live_parameters decide when parameters move"
 _CHECKPOINT = "checkpoints are written by one rank, in their own format"
 _DS_ONLY = "steers a part of DeepSpeed that does not exist here"
-_STATES = "master weights and optimizer state are kept in fp32"
+_STATES = "tiered_zero.state_format says how master weights and optimizer state are kept"
 
 
 def _no_effect(section: str, why: str, **defaults: Any) -> list[Key]:

@@ -27,7 +27,7 @@ way.
 """
 
 QUANTIZED_BLOCK_NUMEL = PARAM_ALIGNMENT_NBYTES // 4
-"""Moments of 8 bits that share a scale. Every parameter, in 16 bits too, starts at one, and every cut falls between two."""
+"""Moments of 8 bits that share a scale. Every parameter starts with a block, in any dtype; cuts fall between two."""
 
 MAX_UNIT_NUMEL = 1 << 28
 """A quarter of a billion elements: half a GiB in 16 bit, far past the size at which any link is at full rate."""
@@ -266,7 +266,12 @@ def gpt_need(shape: GPTShape, settings: SwapSettings) -> SwapNeed:
     return SwapNeed(param, param if settings.delayed else 0, state if settings.state_paths else 0, reads)
 
 
-_STATE_ITEMSIZES = {"fp32": (4, 4), "bf16_remainder": (2, 4), "lossy_bf16_moments": (4, 2), "lossy_8bit_moments": (4, 1)}
+_STATE_ITEMSIZES = {
+    "fp32": (4, 4),
+    "bf16_remainder": (2, 4),
+    "lossy_bf16_moments": (4, 2),
+    "lossy_8bit_moments": (4, 1),
+}
 """state_format -> bytes of a master, and of an element of a state array."""
 
 

@@ -40,6 +40,7 @@ enum { TZ_STATES = 3, TZ_MAX_THREADS = 256 };
 /* In elements: what passes through the arithmetic at least; what stays in the first cache between its two parts; where runs
  * are cut; the smallest and the largest piece that a thread takes. */
 enum { TZ_GROUP = 16, TZ_BLOCK = 256, TZ_LINE = 64, TZ_FEWEST = 4 << 10, TZ_PIECE = 64 << 10 };
+enum { TZ_SHARED = 32 }; /* moments of 8 bits that have one scale */
 
 /* What a step applies to every element: computed in double by the caller and rounded to float once, as torch does.
  * adam     weight1 = 1 - beta1, beta2, weight2 = 1 - beta2, root2 = sqrt(1 - beta2^t), eps, rate = -lr / (1 - beta1^t),
@@ -62,6 +63,17 @@ struct tz_run {
     void *state[TZ_STATES];
     int64_t numel;
     const struct tz_hyper *hyper;
+};
+
+/* One array of 8-bit moments and the floats that they stand for. codes: int8 if is_signed. scales: one for TZ_SHARED of
+ * them. table: of a code, taken as a byte, what it is to its scale. */
+struct tz_moments {
+    uint8_t *codes;
+    float *scales, *values;
+    const float *table;
+    int64_t numel;
+    int32_t is_signed, encode;
+    uint32_t seed, reserved;
 };
 
 /* target: NULL for a scan alone. */
@@ -103,16 +115,18 @@ typedef int tz_set_threads(int num_threads);
 
 typedef void tz_advance(const struct tz_run *, int64_t, int64_t, tz_root *);
 typedef double tz_receive(const struct tz_copy *, int64_t, int64_t);
+typedef void tz_convert(const struct tz_moments *, int64_t, int64_t);
 static const struct {
     tz_advance *advance;
     tz_receive *receive;
+    tz_convert *convert;
 } kernels[TZ_LEVELS] = {
-    [TZ_SCALAR] = {advance_scalar, receive_scalar},
+    [TZ_SCALAR] = {advance_scalar, receive_scalar, convert_scalar},
 #if defined(__x86_64__)
-    [TZ_AVX2] = {advance_avx2, receive_avx2},
-    [TZ_AVX512] = {advance_avx512, receive_avx512},
+    [TZ_AVX2] = {advance_avx2, receive_avx2, convert_avx2},
+    [TZ_AVX512] = {advance_avx512, receive_avx512, convert_avx512},
 #elif defined(__aarch64__)
-    [TZ_NEON] = {advance_neon, receive_neon},
+    [TZ_NEON] = {advance_neon, receive_neon, convert_neon},
 #endif
 };
 
@@ -363,6 +377,29 @@ API int tz_update_batch(struct tz_pool *pool, const struct tz_run *runs, int64_t
     struct update update = {runs, num_runs, piece, starts, level, root, set_threads};
     run(pool, update_piece, &update, (total + piece - 1) / piece);
     free(starts);
+    return 0;
+}
+
+/* ---- Moments of 8 bits ---- */
+
+struct conversion {
+    const struct tz_moments *moments;
+    int level;
+};
+
+static void convert_piece(void *context, int64_t index) {
+    const struct conversion *x = context;
+    int64_t from = index * TZ_FEWEST, to = from + TZ_FEWEST < x->moments->numel ? from + TZ_FEWEST : x->moments->numel;
+    unsigned mode = keep_denormals();
+    kernels[x->level].convert(x->moments, from, to);
+    restore_denormals(mode);
+}
+
+/* Decodes or encodes one array. Returns 0; -2: the level is not supported here. */
+API int tz_convert_moments(struct tz_pool *pool, const struct tz_moments *moments, int level) {
+    if (!tz_supported(level)) return -2;
+    struct conversion conversion = {moments, level};
+    run(pool, convert_piece, &conversion, (moments->numel + TZ_FEWEST - 1) / TZ_FEWEST);
     return 0;
 }
 

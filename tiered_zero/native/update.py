@@ -65,6 +65,17 @@ class Hyper(ctypes.Structure):
     )
 
 
+class Moments(ctypes.Structure):
+    """One array of 8-bit moments, for `UpdateKernel.convert`: addresses as in update.c, and what to do."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("codes", "scales", "values", "table")),
+        ("numel", ctypes.c_int64),
+        *((name, ctypes.c_int32) for name in ("is_signed", "encode")),
+        *((name, ctypes.c_uint32) for name in ("seed", "reserved")),
+    )
+
+
 class MklRoot(NamedTuple):
     """Addresses of MKL's VMSSQRT_ and MKL_Set_Num_Threads_Local."""
 
@@ -129,6 +140,7 @@ class UpdateKernel:
             ("tz_pool_open", pointer, [integer]),
             ("tz_pool_close", None, [pointer]),
             ("tz_update_batch", integer, [pointer, pointer, count, integer, pointer, pointer]),
+            ("tz_convert_moments", integer, [pointer, pointer, integer]),
             ("tz_copy_norm", integer, [pointer, pointer, count, pointer, integer]),
         ):
             function = getattr(self._library, name)
@@ -163,6 +175,10 @@ class UpdateKernel:
         self._check(
             self._library.tz_update_batch(self._pool, table, num_runs, LEVELS[self.level], *(self.root or (None, None)))
         )
+
+    def convert(self, moments: Moments) -> None:
+        """Decode `values` from codes and scales, or encode them. The caller vouches for the memory, as in `update`."""
+        self._check(self._library.tz_convert_moments(self._pool, ctypes.byref(moments), LEVELS[self.level]))
 
     def copy_norm(self, receptions: Sequence[Reception]) -> list[float]:
         """Copy, add or scan each array in one pass, and return the sum of squares of each, finite if and only if every

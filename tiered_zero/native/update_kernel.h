@@ -320,6 +320,50 @@ TARGET static void NAME(advance)(const struct tz_run *run, int64_t from, int64_t
     }
 }
 
+/* Elements [from, to) of 8-bit moments, from a block's start, to or from floats: see optim/quantized.py. Plain loops over a
+ * block, of which the compiler makes vectors. */
+TARGET static void NAME(convert)(const struct tz_moments *q, int64_t from, int64_t to) {
+    for (int64_t begin = from; begin < to; begin += TZ_SHARED) {
+        int64_t n = begin + TZ_SHARED < to ? TZ_SHARED : to - begin;
+        uint8_t *restrict codes = q->codes + begin;
+        float *restrict values = q->values + begin, *scale = q->scales + begin / TZ_SHARED;
+        if (!q->encode) {
+            const float *restrict table = q->table, most = *scale;
+            for (int64_t i = 0; i < n; i++) values[i] = table[codes[i]] * most;
+            continue;
+        }
+        uint32_t bits[TZ_SHARED] = {0}, largest = 0, seed = q->seed;
+        int32_t whole[TZ_SHARED], is_signed = q->is_signed;
+        memcpy(bits, values, n * sizeof *values);
+        for (int i = 0; i < TZ_SHARED; i++) {
+            uint32_t magnitude = bits[i] & 0x7fffffff;
+            largest = magnitude > largest ? magnitude : largest; /* a NaN is larger than all */
+        }
+        memcpy(scale, &largest, sizeof *scale);
+        float most = *scale < 0x1p-126f ? 0x1p-126f : *scale, top = is_signed ? 127.0f : 255.0f, root[TZ_SHARED];
+        for (int i = 0; i < TZ_SHARED; i += LANES) {
+            vu word;
+            memcpy(&word, bits + i, sizeof word);
+            vf share = root_((vf)(word & 0x7fffffff) / most);
+            store(root, i, TZ_F32, is_signed ? share : root_(share));
+        }
+        for (int i = 0; i < TZ_SHARED; i++) {
+            uint32_t noise = bits[i] ^ seed;
+            noise = (noise ^ (noise >> 16)) * 0x85ebca6bu;
+            noise = (noise ^ (noise >> 13)) * 0xc2b2ae35u;
+            noise = (noise ^ (noise >> 16)) & 0xffff;
+            float code = root[i] * top + (float)(int32_t)noise * 0x1p-16f;
+            code = code >= 0 ? code : 0; /* not so for a NaN */
+            whole[i] = (int32_t)(code <= top ? code : top);
+        }
+        if (is_signed)
+            for (int i = 0; i < TZ_SHARED; i++) whole[i] = (int32_t)bits[i] < 0 ? -whole[i] : whole[i];
+        else /* none but a zero becomes zero, or the next step would divide by nothing */
+            for (int i = 0; i < TZ_SHARED; i++) whole[i] |= (bits[i] & 0x7fffffff) && !whole[i];
+        for (int64_t i = 0; i < n; i++) codes[i] = (uint8_t)whole[i];
+    }
+}
+
 /* Copies (or adds, or neither) n elements, a multiple of TZ_GROUP, and returns the sum of their squares: sixteen sums in
  * double whatever the level, joined in one order. No square of a float overflows a double, so the result is finite if and
  * only if every element is. */

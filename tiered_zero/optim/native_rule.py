@@ -39,6 +39,7 @@ _LOG = logging.getLogger("tiered_zero")
 _DTYPES = {torch.float32: Dtype.FLOAT32, torch.bfloat16: Dtype.BFLOAT16, torch.float16: Dtype.FLOAT16}
 _MASTER_DTYPES = {torch.float32: Dtype.FLOAT32, torch.int16: Dtype.REMAINDER}
 _CHUNK_NUMEL = 1 << 17
+_DEVICE_CHUNK_NUMEL = 1 << 22
 _PROBE_NUMEL = 1 << 21
 _TRIAL_NUMEL = 1031
 _NBYTES_PER_ELEMENT = 28
@@ -66,7 +67,8 @@ class NativeRule(UpdateRule):
     """An elementwise rule on the native kernel. Runs on the CPU go there in one call, all others through torch.
 
     A run's master is fp32, or, where the rule has an `unsigned_field`, the int16 remainders of its bf16 `out`
-    ([Note: bf16 and remainder]). State arrays are fp32, or bf16 with stochastic rounding, which is lossy. The scalars are those of TorchRule, with plain numbers for 0-d tensors.
+    ([Note: bf16 and remainder]). State arrays are fp32, or bf16 with stochastic rounding, which is lossy. The scalars
+    are those of TorchRule, with plain numbers for 0-d tensors.
     """
 
     elementwise = True
@@ -92,6 +94,11 @@ class NativeRule(UpdateRule):
         self._root_flag = Flag(0)
         self._rate: float | None = None
         self.torch_bits = kernel is None or self._find_torch_bits()
+
+    @property
+    def kernel(self) -> UpdateKernel | None:
+        """For what else it can do; None for torch alone."""
+        return self._kernel
 
     @abstractmethod
     def _array_names(self, hyper: Mapping[str, Any]) -> tuple[str, ...]:
@@ -237,7 +244,9 @@ class NativeRule(UpdateRule):
         hyper = {**self._defaults, **run.hyper}
         joined, lossy = run.master.dtype is torch.int16, self.state_dtype is not torch.float32
         seed = self._kernel_hyper(hyper, run.scalars).seed
-        chunk = _CHUNK_NUMEL if joined or lossy else max(1, run.master.numel())
+        chunk = _CHUNK_NUMEL if run.master.is_cpu else _DEVICE_CHUNK_NUMEL
+        if not joined and not lossy:
+            chunk = max(1, run.master.numel())
         for start in range(0, run.master.numel(), chunk):
             part = slice(start, start + chunk)
             kept, out = run.master[part], None if run.out is None else run.out[part]

@@ -8,14 +8,26 @@ from typing import Any, final
 import torch
 
 from tiered_zero.layout.swap_bytes import QUANTIZED_BLOCK_NUMEL
+from tiered_zero.native.update import Moments, UpdateKernel
 from tiered_zero.optim.adam import AdamRule
 from tiered_zero.optim.formats import hash_noise
 from tiered_zero.optim.rule import Run, StateField, UpdateRule
 
-_CHUNK_NUMEL = 1 << 16
-_SIGNED = 127.0
-_UNSIGNED = 255.0
+_CHUNK_NUMEL = 1 << 19
+_DEVICE_CHUNK_NUMEL = 1 << 22
+_SIGNED = 127
+_UNSIGNED = 255
 _TINY = torch.finfo(torch.float32).tiny
+
+
+def _decoded_bytes() -> dict[torch.dtype, torch.Tensor]:
+    """What each code, taken as a byte, is to its scale: [256] fp32. One table for torch and for the kernel."""
+    code = torch.arange(256, dtype=torch.float64)
+    signed = torch.where(code < 128, code, code - 256) / _SIGNED
+    return {torch.int8: (signed * signed.abs()).float(), torch.uint8: (code / _UNSIGNED).pow(4).float()}
+
+
+_TABLES = _decoded_bytes()
 
 
 @final
@@ -34,6 +46,7 @@ class QuantizedAdam(UpdateRule):
     def __init__(self, inner: AdamRule) -> None:
         self.name = inner.name
         self._inner = inner
+        self._floats: dict[str, torch.Tensor] = {}
 
     def state_fields(self, shape: tuple[int, ...], hyper: Mapping[str, Any]) -> list[StateField]:
         names = [field.name for field in self._inner.state_fields(shape, hyper)]
@@ -48,8 +61,9 @@ class QuantizedAdam(UpdateRule):
     def update(self, runs: Sequence[Run]) -> None:
         for run in runs:
             scalars = run.scalars
-            for start in range(0, run.master.numel(), _CHUNK_NUMEL):
-                scalars = self._update_chunk(run, start, start + _CHUNK_NUMEL)
+            chunk = _CHUNK_NUMEL if run.master.is_cpu else _DEVICE_CHUNK_NUMEL
+            for start in range(0, run.master.numel(), chunk):
+                scalars = self._update_chunk(run, start, min(start + chunk, run.master.numel()))
             run.scalars = scalars
 
     def announce(self) -> None:
@@ -61,43 +75,68 @@ class QuantizedAdam(UpdateRule):
     def _update_chunk(self, run: Run, start: int, stop: int) -> dict[str, Any]:
         part = slice(start, stop)
         blocks = slice(start // QUANTIZED_BLOCK_NUMEL, -(-stop // QUANTIZED_BLOCK_NUMEL))
-        names = [name for name in run.state if _scale(name) in run.state]
-        state = {name: decode(run.state[name][part], run.state[_scale(name)][blocks]) for name in names}
+        kernel = self._inner.kernel if run.master.is_cpu else None
+        arrays = {
+            name: (array[part], run.state[_scale(name)][blocks], self._scratch(name, array, stop - start))
+            for name, array in run.state.items()
+            if _scale(name) in run.state
+        }
+        for array in arrays.values():
+            decode(*array, kernel)
+        state = {name: values for name, (_, _, values) in arrays.items()}
         out = None if run.out is None else run.out[part]
-        chunk = Run(
-            run.master[part], run.grad[part], state, dict(run.scalars), run.hyper, out, run.grad_scale
-        )
+        chunk = Run(run.master[part], run.grad[part], state, dict(run.scalars), run.hyper, out, run.grad_scale)
         self._inner.update([chunk])
-        for which, name in enumerate(names):
-            seed = self._inner.seed_of(chunk.scalars["step"]) + which
-            codes, scales = encode(state[name], run.state[name].dtype, seed)
-            run.state[name][part] = codes
-            run.state[_scale(name)][blocks] = scales
+        seed = self._inner.seed_of(chunk.scalars["step"])
+        for which, array in enumerate(arrays.values()):
+            encode(*array, seed + which, kernel)
         return chunk.scalars
 
-
-def decode(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """[n] int8 (signed squares) or uint8 (fourth powers), and a scale a block -> [n] fp32."""
-    values = codes.to(torch.float32)
-    if codes.dtype is torch.int8:
-        values.div_(_SIGNED)
-        values.mul_(values.abs())
-    else:
-        values.div_(_UNSIGNED).square_().square_()
-    return values.mul_(_spread(scales, values.numel()))
+    def _scratch(self, name: str, array: torch.Tensor, numel: int) -> torch.Tensor:
+        """[numel] fp32 for one chunk; kept, so that it stays in the cache."""
+        kept = self._floats.get(name)
+        if kept is None or kept.numel() < numel or kept.device != array.device:
+            kept = self._floats[name] = torch.empty(numel, device=array.device)
+        return kept[:numel]
 
 
-def encode(values: torch.Tensor, dtype: torch.dtype, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """[n] fp32 -> (codes, scales), with noise of each value and `seed`."""
-    padded = torch.nn.functional.pad(values.abs(), (0, -values.numel() % QUANTIZED_BLOCK_NUMEL))
-    scales = padded.view(-1, QUANTIZED_BLOCK_NUMEL).amax(1)
-    share = values.abs().div_(_spread(scales, values.numel()).clamp_(min=_TINY)).nan_to_num_(0.0)
-    noise = hash_noise(values, seed).to(torch.float32).div_(1 << 16)
-    if dtype is torch.int8:
-        codes = share.sqrt_().mul_(_SIGNED).add_(noise).floor_().clamp_(max=_SIGNED)
-        return codes.copysign_(values).to(dtype), scales
-    codes = share.sqrt_().sqrt_().mul_(_UNSIGNED).add_(noise).floor_().clamp_(max=_UNSIGNED)
-    return torch.where(values != 0, codes.clamp_(min=1.0), 0.0).to(dtype), scales
+def decode(codes: torch.Tensor, scales: torch.Tensor, values: torch.Tensor, kernel: UpdateKernel | None) -> None:
+    """[n] int8 (signed squares) or uint8 (fourth powers), and a scale a block -> `values` [n] fp32."""
+    if kernel is not None:
+        kernel.convert(_moments(codes, scales, values))
+        return
+    table = _TABLES[codes.dtype].to(codes.device)
+    values.copy_(table[codes.view(torch.uint8).to(torch.int64)]).mul_(_spread(scales, values.numel()))
+
+
+def encode(
+    codes: torch.Tensor, scales: torch.Tensor, values: torch.Tensor, seed: int, kernel: UpdateKernel | None
+) -> None:
+    """`values` -> codes and scales, with noise of each value and `seed`. The kernel gives the same bits."""
+    if kernel is not None:
+        kernel.convert(_moments(codes, scales, values, seed & 0xFFFFFFFF, encode=True))
+        return
+    signed = codes.dtype is torch.int8
+    top = _SIGNED if signed else _UNSIGNED
+    magnitude = values.abs()
+    padded = torch.nn.functional.pad(magnitude, (0, -values.numel() % QUANTIZED_BLOCK_NUMEL))
+    scales.copy_(padded.view(-1, QUANTIZED_BLOCK_NUMEL).amax(1))
+    root = _exact_root(magnitude / _spread(scales, values.numel()).clamp_(min=_TINY))
+    noise = hash_noise(values, seed).to(torch.float32) / (1 << 16)
+    found = (root if signed else _exact_root(root)).mul_(top).add_(noise).nan_to_num_(0.0).clamp_(max=top).floor_()
+    codes.copy_(found.copysign_(values) if signed else torch.where(values != 0, found.clamp_(min=1.0), 0.0))
+
+
+def _exact_root(values: torch.Tensor) -> torch.Tensor:
+    """The fp32 root, correctly rounded, which torch's own is not ([Note: bits of torch])."""
+    return values.to(torch.float64).sqrt_().to(torch.float32)
+
+
+def _moments(
+    codes: torch.Tensor, scales: torch.Tensor, values: torch.Tensor, seed: int = 0, encode: bool = False
+) -> Moments:
+    addresses = (tensor.data_ptr() for tensor in (codes, scales, values, _TABLES[codes.dtype]))
+    return Moments(*addresses, values.numel(), codes.dtype is torch.int8, encode, seed)
 
 
 def _spread(scales: torch.Tensor, numel: int) -> torch.Tensor:

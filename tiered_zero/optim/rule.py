@@ -12,8 +12,8 @@ import torch
 
 @dataclass(frozen=True)
 class StateField:
-    """One array of optimizer state over a run of parameters. `shape` is in elements; of an elementwise rule's array, one
-    is for `block_numel` neighbouring parameters.
+    """One array of optimizer state over a run of parameters. `shape` is in elements; those of an elementwise rule stand
+    for `block_numel` neighbouring parameters each.
     """
 
     name: str
@@ -29,7 +29,8 @@ class Run:
     For an elementwise rule: [n] slices, cut anywhere, merged over parameter borders. For any other rule: one whole
     parameter in its own shape.
 
-    `master`: fp32, updated in place; or the int16 remainders of `out`, which then holds the old parameter. `grad`: fp32, bf16 or fp16, same shape, already reduced; may be overwritten.
+    `master`: fp32, updated in place; or the int16 remainders of `out`, which then holds the old parameter.
+    `grad`: fp32, bf16 or fp16, same shape, already reduced; may be overwritten.
     `state`: arrays of `StateField`s, updated in place; all zero before the first step (see `UpdateRule.init_state`).
     `scalars`: 0-d state (step counts and the like), replaced by the rule; empty before the first step.
     `hyper`: the live param group without "params". `out`: [same shape] the 16-bit parameter to write, or None.

@@ -28,9 +28,9 @@ def format_rule(name: str, rule: UpdateRule) -> UpdateRule:
         return rule
     if not isinstance(rule, AdamRule):
         raise ConfigError(
-            f"tiered_zero.state_format: expected fp32 with {rule.name} as it is given; found {name!r}. The other formats "
-            "know the two moments of Adam and AdamW, stepped by the project's own rule: without fused, foreach, "
-            'capturable and differentiable, and without state of former steps. Write "fp32", or change the optimizer.'
+            f"tiered_zero.state_format: expected fp32 with {rule.name} as it is given; found {name!r}. The others are "
+            "made of the moments of Adam and AdamW, stepped by the project's own rule: without fused, foreach, "
+            "capturable and differentiable, and without state of former steps. Write fp32, or change the optimizer."
         )
     if name == "lossy_bf16_moments":
         return rule.with_state(torch.bfloat16)
@@ -48,8 +48,8 @@ def check_params(masters: MasterFormat, units: Iterable[Unit], tiers: Mapping[in
             continue
         if unit.dtype != torch.bfloat16:
             raise ConfigError(
-                "tiered_zero.state_format bf16_remainder: expected bfloat16 parameters, whose bits are the upper half of "
-                f"the fp32 master; found {str(unit.dtype).removeprefix('torch.')} ({unit.entries[0].param.name}). Set "
+                "tiered_zero.state_format bf16_remainder: expected bfloat16 parameters, half of each fp32 master; "
+                f"found {str(unit.dtype).removeprefix('torch.')} ({unit.entries[0].param.name}). Set "
                 "bf16.enabled, or write fp32."
             )
         if (tiers[unit.index] == "device") != (optimizer_tier == "device"):

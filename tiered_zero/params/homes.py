@@ -40,7 +40,7 @@ class HomeKeeper:
         write_slot(self._inventory.home(unit, "param"), 0, flat, self._staging)
 
     def remember(self, unit: Unit, flat: torch.Tensor) -> torch.Tensor | None:
-        """What `change` will be given as `old`: a copy on the CPU of `flat` [P], on the device, before it is changed."""
+        """Before `flat` [P], on the device, is changed: what `change` needs as `old`, a copy on the CPU or nothing."""
         return flat.to("cpu", copy=True) if self._compares and unit.trainable else None
 
     def change(self, unit: Unit, flat: torch.Tensor, old: torch.Tensor | None) -> None:
