@@ -98,6 +98,9 @@ def read_settings(config: Any) -> tuple[Any, str]:
     if counted is None and state.get("device") == "nvme":
         raise ValueError(f"optimizer.type {name!r} is not known here; `tiered-zero swap capacity` can try it")
     arrays, whole = counted or (0, False)
+    state_format = own.get("state_format", default="fp32")
+    if state_format not in formulas.STATE_ITEMSIZES:
+        raise ValueError(f"tiered_zero.state_format is one of {', '.join(formulas.STATE_ITEMSIZES)}")
     prefixed = ("stage3_param_persistence_threshold", "param_persistence_threshold")
     prefixed_max = ("stage3_model_persistence_threshold", "model_persistence_threshold")
     settings = formulas.SwapSettings(
@@ -111,7 +114,7 @@ def read_settings(config: Any) -> tuple[Any, str]:
         state_arrays=arrays,
         whole_parameters=whole,
         delayed=own.get("update") == "delayed",
-        state_format=own.get("state_format", default="fp32"),
+        state_format=state_format,
         sub_group_numel=zero.count("sub_group_size", default=formulas.AUTO_SUB_GROUP_NUMEL) or 1_000_000_000,
     )
     return settings, "" if name else formulas.NO_OPTIMIZER

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import HealthCheck, assume, example, given, settings
@@ -13,9 +13,11 @@ from tests.fakes.swap_configs import configs, shapes
 from tiered_zero.assembly import draft_run
 from tiered_zero.cli.capacity import swap_need
 from tiered_zero.config import load
+from tiered_zero.config.schema import RuntimeSection
 from tiered_zero.demo import gpt
 from tiered_zero.errors import ConfigError
 from tiered_zero.layout.swap_bytes import (
+    STATE_ITEMSIZES,
     GPTShape,
     SwapNeed,
     SwapSettings,
@@ -50,6 +52,10 @@ def test_the_formulas_are_the_plan(shape: GPTShape, config: dict[str, Any]) -> N
     need, settings_of = swap_need(load(config), shape)
     assert need == kinds(plan) and need.total == plan.nbytes("nvme")
     assert sum(directory.nbytes for directory in directory_needs(need, settings_of)) == plan.nbytes("nvme")
+
+
+def test_every_state_format_has_a_formula() -> None:
+    assert get_args(RuntimeSection.model_fields["state_format"].annotation) == tuple(STATE_ITEMSIZES)
 
 
 @pytest.mark.parametrize("param", ["cpu", "nvme"])

@@ -14,6 +14,10 @@ from hypothesis import strategies as st
 from tests.fakes.units import make_unit
 from tiered_zero.layout.flat import Unit
 from tiered_zero.layout.subgroups import SubGroup, cut_subgroups
+from tiered_zero.layout.swap_bytes import QUANTIZED_BLOCK_NUMEL
+from tiered_zero.optim.adam import AdamRule
+from tiered_zero.optim.master_format import RemainderMasters
+from tiered_zero.optim.quantized import QuantizedAdam
 from tiered_zero.optim.rule import Run, StateField, UpdateRule
 from tiered_zero.optim.state_layout import StateLayout
 from tiered_zero.optim.torch_rule import TorchRule
@@ -106,6 +110,35 @@ def test_bytes_an_element(optimizer: type[torch.optim.Optimizer], per_element: i
     source = optimizer([torch.nn.Parameter(torch.zeros(1))], lr=0.1)  # type: ignore[call-arg]
     layout = StateLayout(subgroup, TorchRule.from_optimizer(source), source.param_groups)
     assert layout.nbytes == per_element * subgroup.numel
+
+
+def test_remainders_come_first_and_the_array_with_their_marks_next() -> None:
+    (subgroup,) = subgroups_of(
+        [make_unit(0, [3000], torch.bfloat16), make_unit(1, [5000], torch.bfloat16)], {}, 10**6, True
+    )
+    layout = StateLayout(subgroup, AdamRule(decoupled=True, kernel=None), [{}], RemainderMasters())
+    numel, (_, second) = subgroup.numel, subgroup.segments
+    assert {array.field.name: array.offset for array in layout.arrays} == {
+        "exp_avg_sq": 2 * numel,
+        "exp_avg": 6 * numel,
+    }
+    assert (layout.master_nbytes, layout.nbytes) == (6 * numel, 10 * numel)
+    assert layout.master(torch.zeros(layout.nbytes, dtype=torch.uint8)).shape == (numel,)
+    assert layout.master_spans(second) == [
+        (2 * second.start, 2 * second.numel, torch.int16),
+        (2 * numel + 4 * second.start, 4 * second.numel, torch.float32),
+    ]
+
+
+def test_a_scale_for_each_block_of_a_parameter_and_none_for_two() -> None:
+    (subgroup,) = subgroups_of([make_unit(0, [1, 100, 31, 64, 3000])], {}, 10**6, True)
+    layout = StateLayout(subgroup, QuantizedAdam(AdamRule(decoupled=True, kernel=None)), [{}])
+    raw = torch.zeros(layout.nbytes, dtype=torch.uint8)
+    for number, piece in enumerate(subgroup.pieces, start=1):
+        scales = layout.state(raw, piece, piece.start, piece.stop)["exp_avg_scale"]
+        assert scales.numel() == -(-piece.numel // QUANTIZED_BLOCK_NUMEL)
+        assert not scales.any(), "another parameter's"
+        scales.fill_(number)
 
 
 def test_ten_thousand_whole_parameters_are_found_quickly() -> None:

@@ -17,6 +17,7 @@ from tiered_zero.hardware.staging import StagingPool
 from tiered_zero.layout.flat import ParamSpec, Unit
 from tiered_zero.layout.subgroups import cut_subgroups
 from tiered_zero.layout.swap_bytes import CUT_NUMEL
+from tiered_zero.optim.master_format import MasterFormat, Parts
 from tiered_zero.optim.rule import Run, StateField, UpdateRule
 from tiered_zero.optim.state_layout import StateLayout
 from tiered_zero.optim.stepper import StreamingStepper, UpdateJob
@@ -55,6 +56,24 @@ class Momentum(UpdateRule):
             run.master.sub_(run.hyper["lr"] * run.state["m"])
             if run.out is not None:
                 run.out.copy_(run.master)
+
+
+class Joined(MasterFormat):
+    """fp32 masters that say they need the parameters; they leave what is not stepped as it was read."""
+
+    dtypes = (torch.float32,)
+    needs_params = True
+
+    def split(self, master: torch.Tensor) -> Parts:
+        raise NotImplementedError
+
+    def join(self, parts: Parts, params: torch.Tensor | None) -> torch.Tensor:
+        raise NotImplementedError
+
+    def follow(self, parts: Parts, new: torch.Tensor, old: torch.Tensor | None) -> Parts | None:
+        raise NotImplementedError
+
+    def settle(self, master: torch.Tensor, out: torch.Tensor) -> None: ...
 
 
 class Gradients:
@@ -96,6 +115,7 @@ class World:
         params_away: bool = False,
         elementwise: bool = True,
         groups: Mapping[str, int] | None = None,
+        masters: MasterFormat | None = None,
     ) -> None:
         self.units = list(units)
         self.tier = SlowTier(latency=latency)
@@ -114,7 +134,7 @@ class World:
             slot = tier.reserve(f"u{unit.index}", unit.nbytes, "param")
             self.inventory.place(unit, "param", Home(tier, slot))
         subgroups = cut_subgroups(self.units, self.group_of, size_numel, elementwise)
-        self.layouts = [StateLayout(subgroup, self.rule, self.hyper) for subgroup in subgroups]
+        self.layouts = [StateLayout(subgroup, self.rule, self.hyper, masters) for subgroup in subgroups]
         for layout in self.layouts:
             slot = self.tier.reserve(f"s{layout.subgroup.index}", layout.nbytes, "state")
             self.inventory.place(layout.subgroup, "state", Home(self.tier, slot))
@@ -212,6 +232,36 @@ def test_at_the_end_everything_is_written_and_every_buffer_back() -> None:
     world.step()
     assert sum(what == "write done" for what, _ in world.tier.log) == sum(what == "write" for what, _ in world.tier.log)
     assert world.staging.num_free == world.staging.count
+
+
+# -- parameters that are read ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("latency", [0, 3])
+def test_parameters_that_masters_need_are_read_ahead_with_the_state(latency: int) -> None:
+    world = six(latency=latency, params_away=True, masters=Joined())
+    world.tier.contents["u0"].copy_(torch.arange(world.tier.contents["u0"].numel()) % 251)
+    padding = world.tier.contents["u0"][2 * world.units[0].entries[0].stop :].clone()
+    world.step()
+    world.check()
+    assert torch.equal(world.tier.contents["u0"][-padding.numel() :], padding), "what was not stepped is what was read"
+    reads = [index for index, entry in enumerate(world.tier.log) if entry == ("read", "u0")]
+    updates = [index for index, entry in enumerate(world.tier.log) if entry[0] == "update"]
+    assert len(reads) == len(updates) == 6
+    assert all(ahead < now for ahead, now in zip(reads[1:], updates[:-1], strict=True)), "i+1 before update i"
+
+
+@pytest.mark.parametrize("how", ["failing", "refusing"])
+@pytest.mark.parametrize("latency", [0, LATE])
+def test_a_parameter_that_cannot_be_read_raises_and_gives_every_buffer_back(how: str, latency: int) -> None:
+    world = six(latency=latency, params_away=True, masters=Joined())
+    world.step()
+    before = {name: raw.clone() for name, raw in world.tier.contents.items()}
+    getattr(world.tier, how).add(("read", "u0"))
+    with pytest.raises(TransferError, match="read of u0"):
+        world.step()
+    assert world.staging.num_free == world.staging.count
+    assert all(torch.equal(raw, before[name]) for name, raw in world.tier.contents.items())
 
 
 # -- the numbers -------------------------------------------------------------------------------------------------------

@@ -134,6 +134,7 @@ def test_comments_are_read_as_by_the_package(text: str) -> None:
             (),
             "optimizer.type 'Odd' is not known here",
         ),
+        ({"tiered_zero": {"state_format": "int4"}}, (), "tiered_zero.state_format is one of fp32, bf16_remainder"),
         ({}, ("--tbw", "0"), "above zero"),
         ({}, ("--model", "gpt:layers=0"), "sizes of at least 1"),
         ({}, ("--params", "1e7"), "not allowed with"),

@@ -266,7 +266,7 @@ def gpt_need(shape: GPTShape, settings: SwapSettings) -> SwapNeed:
     return SwapNeed(param, param if settings.delayed else 0, state if settings.state_paths else 0, reads)
 
 
-_STATE_ITEMSIZES = {
+STATE_ITEMSIZES = {
     "fp32": (4, 4),
     "bf16_remainder": (2, 4),
     "lossy_bf16_moments": (4, 2),
@@ -277,7 +277,7 @@ _STATE_ITEMSIZES = {
 
 def _elementwise_nbytes(elements: int, settings: SwapSettings) -> int:
     """Masters and state of sub-groups that are cut anywhere: all but the last are full."""
-    master, array = _STATE_ITEMSIZES[settings.state_format]
+    master, array = STATE_ITEMSIZES[settings.state_format]
     size = max(CUT_NUMEL, align_up(settings.sub_group_numel, CUT_NUMEL))
     total = 0
     for numel, count in ((size, elements // size), (elements % size, 1)):
