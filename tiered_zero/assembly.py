@@ -188,7 +188,8 @@ def build(draft: Draft, lr_scheduler: Any = None) -> Engine:
             slot = tier.reserve(f"state/{layout.subgroup.index}", layout.nbytes, "state")
             inventory.place(layout.subgroup, "state", Home(tier, slot))
         masters = Masters(draft.layouts, inventory, tiers.state_staging)
-        keeper = HomeKeeper(inventory, tiers.param_staging, masters.follow, masters.need_params)
+        cuts = masters.cuts if masters.need_params else None
+        keeper = HomeKeeper(inventory, tiers.param_staging, masters.follow, cuts)
         limits = PagerLimits(plan.live_nbytes, plan.prefetch_numel, plan.reuse_numel, plan.most_live_nbytes)
         pager = Pager(runtime, inventory, keeper, limits)
         resources.callback(pager.close)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import tiered_zero
-from tests.parity.insides import masters
+from tests.parity.insides import masters, unverified_nbytes
 from tests.parity.models import LENGTH, VOCAB, ParityGPT, batch
 from tests.parity.trainers import adamw, assert_same_bits, follow, num_different, tiered, train
 from tiered_zero.demo.gpt import GPTConfig, build_gpt
@@ -168,3 +168,16 @@ def test_what_cannot_be_done_is_refused_with_a_way_out(
     with pytest.raises(tiered_zero.ConfigError, match=message):
         tiered(ParityGPT(), swap_path, placement, **given)
     assert not any(swap_path.iterdir())
+
+
+def test_parameters_read_by_the_update_are_verified(swap_path: Path) -> None:
+    """At birth and by hand they are written in the cuts in which they are read: a rotten one cannot become a master."""
+    runtime = {"state_format": "bf16_remainder"}
+    with tiered(build(), swap_path, ("nvme", "nvme"), adamw, runtime=runtime, **BF16) as engine:
+        for number in range(3):
+            engine.backward(engine(*batch(number)))
+            engine.step()
+            with tiered_zero.gathered(engine.module.tokens.weight, modify=True), torch.no_grad():
+                engine.module.tokens.weight[0] += 0.5
+        engine.flush()
+        assert unverified_nbytes(engine, "param") == 0

@@ -28,6 +28,10 @@ class Masters:
         """Whether `follow` needs the parameters as they were."""
         return any(layout.masters.needs_params for layout in self._layouts)
 
+    def cuts(self, unit: Unit) -> list[int]:
+        """First element of each part of the unit that a sub-group has."""
+        return [segment.unit_start for _, segment in self._segments(unit)]
+
     def store(self, unit: Unit, flat: torch.Tensor) -> None:
         """First values: `flat` [P] fp32 on the CPU."""
         for layout, segment in self._segments(unit):

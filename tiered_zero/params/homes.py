@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import torch
 
@@ -16,7 +17,8 @@ class HomeKeeper:
     """Reads and writes a unit's parameters where they rest. Driver thread; blocks.
 
     `on_change(unit, flat, old)`: what is derived from the parameters (the fp32 masters) must follow `flat` [P], on the
-    CPU. `compares`: it is given the values before, too; else None.
+    CPU. `cuts(unit)`: where masters are made of parameters, the first elements of the parts in which the update reads
+    them; they are written in the same parts, which is how their reads are verified, and `on_change` is given `old`.
     """
 
     def __init__(
@@ -24,12 +26,12 @@ class HomeKeeper:
         inventory: Inventory,
         staging: StagingPool | None,
         on_change: Callable[[Unit, torch.Tensor, torch.Tensor | None], None],
-        compares: bool = False,
+        cuts: Callable[[Unit], Sequence[int]] | None = None,
     ) -> None:
         self._inventory = inventory
         self._staging = staging
         self._on_change = on_change
-        self._compares = compares
+        self._cuts = cuts
 
     def read(self, unit: Unit) -> torch.Tensor:
         """[P] of the unit's dtype, a CPU tensor of the caller's own. The unit has a home off the device."""
@@ -37,11 +39,14 @@ class HomeKeeper:
 
     def store(self, unit: Unit, flat: torch.Tensor) -> None:
         """First bytes: `flat` [P] of the unit's dtype, on the CPU, to the unit's home off the device."""
-        write_slot(self._inventory.home(unit, "param"), 0, flat, self._staging)
+        starts = sorted({0, *(self._cuts(unit) if self._cuts is not None else ())})
+        for start, stop in pairwise([*starts, unit.numel]):
+            home, offset = self._inventory.home(unit, "param"), start * unit.dtype.itemsize
+            write_slot(home, offset, flat[start:stop], self._staging)
 
     def remember(self, unit: Unit, flat: torch.Tensor) -> torch.Tensor | None:
         """Before `flat` [P], on the device, is changed: what `change` needs as `old`, a copy on the CPU or nothing."""
-        return flat.to("cpu", copy=True) if self._compares and unit.trainable else None
+        return flat.to("cpu", copy=True) if self._cuts is not None and unit.trainable else None
 
     def change(self, unit: Unit, flat: torch.Tensor, old: torch.Tensor | None) -> None:
         """`flat` [P], on the device or the CPU, becomes the unit's value; masters follow where it differs."""
