@@ -183,6 +183,17 @@ CASES: dict[str, Case] = {
         r"(?s)of device memory; 1\.0 KiB is allowed \(tiered_zero\.device_mem.*\n  device: .*paged",
         {"tiered_zero": {"device_memory_limit": "1KiB"}},
     ),
+    "state limits too small": Case(
+        PlanError,
+        r"(?s)optimizer state on tier nvme; 16\.0 KiB is allowed \(tiered_zero\.state_limits\.nvme\), \d+ bytes too "
+        r"little.*\n  nvme: ",
+        {"tiered_zero": {"state_limits": {"device": "8KiB", "nvme": "16KiB"}}},
+    ),
+    "a delayed update of state on the device": Case(
+        ConfigError,
+        r"tiered_zero\.update: delayed needs the whole optimizer off the device.*found offload_optimizer\.ratio 0\.5",
+        {"zero_optimization": {"offload_optimizer": {"ratio": 0.5}}, "tiered_zero": {"update": "delayed"}},
+    ),
     # the optimizer
     "LBFGS": Case(
         ModelError,

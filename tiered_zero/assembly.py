@@ -31,8 +31,8 @@ from tiered_zero.io.preflight import preflight_directory
 from tiered_zero.io.select import select_engine
 from tiered_zero.io.watch import install_signal_dump
 from tiered_zero.layout.flat import FlatEntry, ParamSpec, Unit
-from tiered_zero.layout.subgroups import SubGroup, cut_subgroups
-from tiered_zero.layout.swap_bytes import AUTO_SUB_GROUP_NUMEL
+from tiered_zero.layout.subgroups import cut_subgroups
+from tiered_zero.layout.swap_bytes import AUTO_SUB_GROUP_NUMEL, TIERS, is_split
 from tiered_zero.layout.units import UnitRules, find_units, list_params
 from tiered_zero.native.update import UpdateKernel
 from tiered_zero.optim.adam import AdamRule
@@ -55,7 +55,8 @@ from tiered_zero.params.hooks import ModuleHooks
 from tiered_zero.params.materialize import Materializer, WeightFiles
 from tiered_zero.params.pager import Pager, PagerLimits
 from tiered_zero.params.storage import lender_of
-from tiered_zero.plan.planner import Plan, SubGroupNeed, Wishes, back_tier, gradient_nbytes, make_plan, place_params
+from tiered_zero.plan.planner import Plan, SubGroupNeed, Wishes, back_tier, gradient_nbytes, make_plan
+from tiered_zero.sizes import format_nbytes
 from tiered_zero.store.swap_dir import SwapDir
 from tiered_zero.store.swap_store import SwapStore
 from tiered_zero.telemetry.ledger import Ledger
@@ -118,13 +119,14 @@ def draft_run(
     rule, masters = format_rule(state_format, make_rule(config, source)), master_format(state_format)
     group_of = group_params(source, specs)
     size = zero.sub_group_size if "sub_group_size" in zero.model_fields_set else AUTO_SUB_GROUP_NUMEL
-    subgroups = cut_subgroups(units, group_of, size, rule.elementwise)
-    layouts = [StateLayout(subgroup, rule, source.param_groups, masters) for subgroup in subgroups]
     wishes = make_wishes(config, device_limit)
-    tiers = place_params(units, wishes)
-    check_params(masters, units, tiers, wishes.optimizer_tier)
-    needs = [SubGroupNeed(layout.nbytes, _staged_out_nbytes(layout.subgroup, tiers, wishes)) for layout in layouts]
-    return Draft(config, model, specs, units, source, rule, layouts, make_plan(units, needs, wishes))
+    apart = is_split(wishes.optimizer_tier, wishes.ratio, wishes.state_limits)
+    subgroups = cut_subgroups(units, group_of, size, rule.elementwise, apart)
+    layouts = [StateLayout(subgroup, rule, source.param_groups, masters) for subgroup in subgroups]
+    needs = [SubGroupNeed(layout.nbytes, layout.subgroup.parts, layout.subgroup.embedding) for layout in layouts]
+    plan = make_plan(units, needs, wishes)
+    check_params(masters, subgroups, plan.param_tiers, plan.state_tiers)
+    return Draft(config, model, specs, units, source, rule, layouts, plan)
 
 
 def _check_params(specs: Mapping[nn.Parameter, ParamSpec]) -> None:
@@ -167,7 +169,7 @@ def build(draft: Draft, lr_scheduler: Any = None) -> Engine:
         )
         resources.callback(accelerator.close)
         runtime = Runtime(accelerator, ledger, Recorder())
-        for line in (*config.notices, *warnings):
+        for line in (*config.notices, *warnings, *_unused_tiers(draft)):
             logger.warning("%s", line)
         resources.callback(draft.rule.close)
         torch.ones(1).sqrt()  # MKL's first square root is not safe among threads (pytorch#188792): take it alone
@@ -184,7 +186,7 @@ def build(draft: Draft, lr_scheduler: Any = None) -> Engine:
                 slot = back.reserve(f"param_back/{unit.index}", unit.nbytes, "param_back")
                 inventory.place(unit, "param_back", Home(back, slot))
         for layout in draft.layouts:
-            tier = tiers.for_state()
+            tier = tiers.for_state(plan.state_tiers[layout.subgroup.index])
             slot = tier.reserve(f"state/{layout.subgroup.index}", layout.nbytes, "state")
             inventory.place(layout.subgroup, "state", Home(tier, slot))
         masters = Masters(draft.layouts, inventory, tiers.state_staging)
@@ -255,7 +257,6 @@ class _Tiers:
             resources.callback(tier.close)
         self._param_paths = zero.offload_param.nvme_paths
         self._state_paths = zero.offload_optimizer.nvme_paths
-        self._state_tier = plan.optimizer_tier
 
     def for_params(self, name: str) -> Tier | None:
         """None: the unit lives on the device, in its own storage."""
@@ -263,8 +264,8 @@ class _Tiers:
             return None
         return self.host if name == "host" else self._nvme[self._param_paths]
 
-    def for_state(self) -> Tier:
-        return {"device": self.device, "host": self.host}.get(self._state_tier) or self._nvme[self._state_paths]
+    def for_state(self, name: str) -> Tier:
+        return {"device": self.device, "host": self.host}.get(name) or self._nvme[self._state_paths]
 
     @staticmethod
     def _nvme_needs(config: Config, plan: Plan) -> dict[tuple[str, ...], int]:
@@ -376,12 +377,11 @@ def _settle_unit(
 
 def _make_gradients(draft: Draft, tiers: _Tiers, runtime: Runtime) -> GradientStore:
     plan = draft.plan
-    on_device = plan.gradient_tier == "device"
-    tier: Tier = tiers.device if on_device else tiers.host
     homes: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
     members: dict[nn.Parameter, tuple[Unit, FlatEntry]] = {}
     for unit in draft.units:
         if unit.trainable:
+            tier: Tier = tiers.device if plan.gradient_tiers[unit.index] == "device" else tiers.host
             dtype = torch.float32 if plan.sums_gradients else unit.dtype
             flats: list[torch.Tensor] = []
             for copy in ("gradient", "gradient_spare")[: 2 if plan.delayed else 1]:
@@ -391,14 +391,17 @@ def _make_gradients(draft: Draft, tiers: _Tiers, runtime: Runtime) -> GradientSt
                 flats.append(typed_view(raw, dtype, unit.numel).zero_())
             homes[unit.index] = (flats[0], flats[1] if plan.delayed else None)
             members.update(zip(draft.params_of(unit), ((unit, entry) for entry in unit.entries), strict=True))
+    on_device = frozenset(index for index, tier in plan.gradient_tiers.items() if tier == "device")
     return GradientStore(members, homes, runtime, on_device, plan.in_flight_nbytes, tiers.gradient_staging)
 
 
 def _make_policy(
     draft: Draft, inventory: Inventory, runtime: Runtime, pager: Pager, gradients: GradientStore, tiers: _Tiers
 ) -> UpdatePolicy:
-    """Where an update takes nothing but the device's own time, nothing is gained by running it beside compute: with the
-    optimizer on the device, and with the CPU as the device unless state comes from a disk."""
+    """Where an update takes nothing but the device's own time, nothing is gained by running it beside compute: with all
+    state on the device, and with the CPU as the device unless state comes from a disk. See [Note: State on several
+    tiers].
+    """
     settings, groups = draft.config.tiered_zero, draft.source.param_groups
     stepper = StreamingStepper(
         draft.layouts, draft.rule, inventory, runtime, tiers.state_staging, lambda unit: pager.storage(unit).flat
@@ -407,15 +410,15 @@ def _make_policy(
         params = {spec.name: param for param, spec in draft.specs.items()}
         stepper.take_over(carry_over(draft.source, draft.layouts, params, inventory, tiers.state_staging))
     units = list({s.unit.index: s.unit for layout in draft.layouts for s in layout.subgroup.segments}.values())
-    state_tier = draft.plan.optimizer_tier
-    competes = state_tier == "device" or (state_tier == "host" and runtime.accelerator.shares_cores)
+    tiers_used = set(draft.plan.state_tiers)
+    competes = tiers_used == {"device"} or (runtime.accelerator.shares_cores and "nvme" not in tiers_used)
     if settings.update == "barrier" or (competes and not draft.plan.delayed):
         return BarrierPolicy(stepper, groups, pager.forget)
     config = draft.config
     judged = (
         config.gradient_clipping > 0 or config.fp16.enabled or (config.bf16.enabled and config.bf16.check_grad_overflow)
     )
-    in_backward = None if judged else BackwardStart(draft.layouts, gradients.seal)
+    in_backward = None if judged or "device" in tiers_used else BackwardStart(draft.layouts, gradients.seal)
     if not draft.plan.delayed:
         return OverlappedPolicy(stepper, groups, inventory, units, runtime, pager, in_backward)
     overlapped = OverlappedPolicy(stepper, groups, inventory, units, runtime, pager)
@@ -440,12 +443,8 @@ def compute_dtype(config: Config, dtype: torch.dtype) -> torch.dtype:
 
 def make_wishes(config: Config, device_limit: tuple[int, str] | None) -> Wishes:
     zero, settings = config.zero_optimization, config.tiered_zero
-    if settings.update == "delayed" and zero.offload_optimizer.device == "none":
-        raise ConfigError(
-            "tiered_zero.update: delayed needs the optimizer off the device, where its update can run beside compute; "
-            "found offload_optimizer.device none. Set it to cpu or nvme, or take overlapped."
-        )
-    param = zero.offload_param
+    _check_delayed(config)
+    param, state = zero.offload_param, zero.offload_optimizer
     limits: dict[str, tuple[int, str]] = {}
     if settings.device_memory_limit is not None:
         limits["device"] = (settings.device_memory_limit, "tiered_zero.device_memory_limit")
@@ -456,7 +455,7 @@ def make_wishes(config: Config, device_limit: tuple[int, str] | None) -> Wishes:
         limits["host"] = (settings.host_memory_limit, "tiered_zero.host_memory_limit")
     return Wishes(
         TIER_OF_DEVICE[param.device],
-        TIER_OF_DEVICE[zero.offload_optimizer.device],
+        TIER_OF_DEVICE[state.device],
         limits,
         config.gradient_accumulation_steps > 1,
         settings.update == "delayed",
@@ -466,9 +465,41 @@ def make_wishes(config: Config, device_limit: tuple[int, str] | None) -> Wishes:
         param.max_in_cpu,
         param.buffer_size if "buffer_size" in param.model_fields_set else None,
         param.buffer_count if "buffer_count" in param.model_fields_set else None,
-        zero.offload_optimizer.buffer_count if "buffer_count" in zero.offload_optimizer.model_fields_set else None,
+        state.buffer_count if "buffer_count" in state.model_fields_set else None,
         settings.state_format,
+        state.ratio,
+        settings.state_limits.by_tier,
     )
+
+
+def _unused_tiers(draft: Draft) -> list[str]:
+    """A line for each setting that lets a part of the state rest on a faster tier where no sub-group fits."""
+    offload, used = draft.config.zero_optimization.offload_optimizer, draft.plan.state_tiers
+    asked = {f"tiered_zero.state_limits.{tier}": tier for tier in draft.config.tiered_zero.state_limits.by_tier}
+    if offload.ratio < 1:
+        asked["zero_optimization.offload_optimizer.ratio"] = "device"
+    smallest = format_nbytes(min((layout.nbytes for layout in draft.layouts), default=0))
+    return [
+        f"{name}: no sub-group rests on tier {tier}, for the smallest needs {smallest}. Lower "
+        "zero_optimization.sub_group_size, or give more room."
+        for name, tier in asked.items()
+        if tier not in used and any(TIERS.index(tier) < TIERS.index(other) for other in used)
+    ]
+
+
+def _check_delayed(config: Config) -> None:
+    state, settings = config.zero_optimization.offload_optimizer, config.tiered_zero
+    if settings.update != "delayed":
+        return
+    found = "offload_optimizer.device none" if state.device == "none" else ""
+    found = found or (f"offload_optimizer.ratio {state.ratio:g}" if state.ratio < 1 else "")
+    found = found or ("tiered_zero.state_limits.device" if settings.state_limits.device else "")
+    if found:
+        raise ConfigError(
+            "tiered_zero.update: delayed needs the whole optimizer off the device, where its update can run beside "
+            f"compute; found {found}. Set offload_optimizer.device to cpu or nvme with ratio 1 and without "
+            "tiered_zero.state_limits.device, or take overlapped."
+        )
 
 
 def _make_observers(
@@ -513,13 +544,6 @@ def make_rule(config: Config, source: Optimizer) -> UpdateRule:
         return TorchRule.from_optimizer(source)
     make = natives.get(type(source))
     return make(open_kernel()) if make is not None else TorchRule.from_optimizer(source)
-
-
-def _staged_out_nbytes(subgroup: SubGroup, tiers: dict[int, str], wishes: Wishes) -> int:
-    """16-bit parameters of a sub-group that the update cannot write where they belong. See StreamingStepper."""
-    on_device = wishes.optimizer_tier == "device"
-    in_place = "device" if on_device else "host"
-    return sum(s.numel * s.unit.dtype.itemsize for s in subgroup.segments if tiers[s.unit.index] != in_place)
 
 
 def _nvme_paths(config: Config) -> set[str]:

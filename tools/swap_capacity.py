@@ -116,6 +116,8 @@ def read_settings(config: Any) -> tuple[Any, str]:
         delayed=own.get("update") == "delayed",
         state_format=state_format,
         sub_group_numel=zero.count("sub_group_size", default=formulas.AUTO_SUB_GROUP_NUMEL) or 1_000_000_000,
+        ratio=float(state.get("ratio", default=1.0)),
+        state_limits=_limits(own.section("state_limits")),
     )
     return settings, "" if name else formulas.NO_OPTIMIZER
 
@@ -128,6 +130,19 @@ def _paths(section: Tree, name: str) -> tuple[str, ...]:
     if not paths:
         raise ValueError(f"zero_optimization.{name}.nvme_path is missing")
     return paths
+
+
+def _limits(section: Tree) -> dict[str, int]:
+    """Tier -> bytes: a number, or text such as "1.5GiB"."""
+    given = {tier: str(section.get(tier, default="")).lower().replace(" ", "") for tier in formulas.TIERS}
+    parsed = {tier: re.fullmatch(r"([0-9.e+]+?)(?:([kmgt])(i?)b?|b?)", text) for tier, text in given.items() if text}
+    limits = {}
+    for tier, match in parsed.items():
+        if match is None:
+            raise ValueError(f"tiered_zero.state_limits.{tier}: {given[tier]!r} is no size")
+        number, unit, binary = match.groups()
+        limits[tier] = int(float(number) * (1024 if binary else 1000) ** (" kmgt".index(unit) if unit else 0))
+    return limits
 
 
 def main() -> int:

@@ -37,6 +37,23 @@ def test_the_demo_fits_and_its_state_is_master_weights_and_two_moments() -> None
     assert {row["tier"] for row in values["rows"] if row["kind"] == "state"} == {"nvme"}
 
 
+def test_state_is_counted_on_each_of_its_tiers(tmp_path: Path) -> None:
+    values = json.loads(Path(CONFIG).read_text())
+    values["tiered_zero"]["state_limits"] = {"host": "8MiB"}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    tiers = {
+        row["tier"]: row["nbytes"]
+        for row in plan_json(str(tmp_path / "config.json"))[1]["rows"]
+        if row["kind"] == "state"
+    }
+    assert tiers.keys() == {"host", "nvme"} and 0 < tiers["host"] <= 8 << 20
+    assert sum(tiers.values()) == state_nbytes(plan_json(CONFIG)[1])
+    values["tiered_zero"]["state_limits"]["nvme"] = tiers["nvme"] - 1
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    code, found = plan_json(str(tmp_path / "config.json"))
+    assert code == 1 and "state_limits.nvme), 1 bytes too little" in found["problem"]
+
+
 def test_seven_billion_parameters_are_planned_without_memory_for_them() -> None:
     code, values = plan_json(CONFIG, "--params", "7e9")
     assert values["num_parameters"] == pytest.approx(7e9, rel=0.02)

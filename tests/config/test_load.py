@@ -366,6 +366,42 @@ class TestPlacement:
             said = any("honoured at stage 0" in line for line in loaded.notices)
             assert said == (stage == 0 and optimizer != "none")
 
+    @pytest.mark.parametrize(("value", "ratio"), [(0.25, 0.25), ("0.5", 0.5), (0, 0.0), ("auto", 1.0), (None, 1.0)])
+    def test_ratio(self, value: object, ratio: float) -> None:
+        offload = load_with(zero_optimization={"offload_optimizer": {"device": "cpu", "ratio": value}})
+        assert offload.zero_optimization.offload_optimizer.ratio == ratio
+
+    @pytest.mark.parametrize("value", [-0.1, 1.5, float("nan"), "half", True])
+    def test_no_ratio(self, value: object) -> None:
+        text = refused(zero_optimization={"offload_optimizer": {"device": "cpu", "ratio": value}})
+        assert text.startswith("zero_optimization.offload_optimizer.ratio: expected")
+
+    def test_state_limits(self) -> None:
+        zero = {"offload_optimizer": {"device": "nvme", "nvme_path": "/a"}}
+        limits = {"nvme": "1TiB", "device": 4096, "host": "auto"}
+        loaded = load_with(zero_optimization=zero, tiered_zero={"state_limits": limits})
+        assert list(loaded.tiered_zero.state_limits.by_tier.items()) == [("device", 4096), ("nvme", 1 << 40)]
+        assert load_with().tiered_zero.state_limits.by_tier == {}
+        text = refused(zero_optimization=zero, tiered_zero={"state_limits": {"cpu": 1}})
+        assert text.startswith("tiered_zero.state_limits.cpu: expected a key that is known")
+        text = refused(zero_optimization=zero, tiered_zero={"state_limits": {"host": 0}})
+        assert text.startswith("tiered_zero.state_limits.host: expected a size above zero")
+
+    @pytest.mark.parametrize(("device", "tier"), [("none", "host"), ("none", "nvme"), ("cpu", "nvme")])
+    def test_a_limit_on_a_tier_without_state(self, device: str, tier: str) -> None:
+        text = refused(
+            zero_optimization={"offload_optimizer": {"device": device}}, tiered_zero={"state_limits": {tier: "1GiB"}}
+        )
+        assert text.startswith(f"tiered_zero.state_limits.{tier}: expected offload_optimizer.device")
+        assert f"found '{device}'" in text
+
+    def test_one_word_on_what_stays_on_the_device(self) -> None:
+        text = refused(
+            zero_optimization={"offload_optimizer": {"device": "cpu", "ratio": 0.5}},
+            tiered_zero={"state_limits": {"device": "1GiB"}},
+        )
+        assert "offload_optimizer.ratio, tiered_zero.state_limits.device: expected one of them" in text
+
     @pytest.mark.parametrize(
         ("given", "expected"),
         [("/a", ("/a",)), ("/a, /b,", ("/a", "/b")), (["/a", "/b"], ("/a", "/b")), ("", ()), (None, ())],

@@ -11,6 +11,15 @@ from tiered_zero.layout.swap_bytes import GPTShape
 PATHS = st.sampled_from(["swap", "a, b", "a,b,c", ["x"], ["b", "a"]])
 
 
+SIZES = st.one_of(
+    st.integers(1, 30_000_000),
+    st.tuples(st.sampled_from(["1", "1.5", "20", "300"]), st.sampled_from(["KiB", "kb", " MB", "MiB", "G", "gib"])).map(
+        "".join
+    ),
+)
+"""Bytes, or text."""
+
+
 @st.composite
 def shapes(draw: st.DrawFn) -> GPTShape:
     hidden = draw(st.integers(1, 300))
@@ -57,6 +66,13 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
         own["unit_size_cap"] = draw(st.integers(1, 500_000))
     if state["device"] != "none":
         own["update"] = draw(st.sampled_from(["overlapped", "barrier", "delayed"]))
+        limits = own["state_limits"] = {}
+        if draw(st.booleans()):
+            limits["host"] = draw(st.one_of(SIZES, st.just("auto")))
+        if own["update"] != "delayed" and draw(st.booleans()):
+            state["ratio"] = draw(st.one_of(st.floats(0, 1), st.sampled_from(["0.5", 0, 1, "auto", None])))
+        elif own["update"] != "delayed" and draw(st.booleans()):
+            limits["device"] = draw(SIZES)
     if draw(st.booleans()):
         own["state_format"] = draw(st.sampled_from(["fp32", "lossy_bf16_moments", "lossy_8bit_moments", "auto"]))
     precision = draw(st.sampled_from(["bf16", "bfloat16", "fp16", None]))

@@ -54,7 +54,8 @@ class World:
         homes = {unit.index: (flat(unit), flat(unit) if spare else None) for unit in units}
         arena = HostArena(MIB, self.runtime.accelerator, False, self.runtime.ledger)
         staging = StagingPool(arena, 8192, 1, "staging", self.runtime.recorder, 5.0)
-        self.store = GradientStore(members, homes, self.runtime, on_device, in_flight, staging)
+        resident = frozenset(homes) if on_device else frozenset()
+        self.store = GradientStore(members, homes, self.runtime, resident, in_flight, staging)
 
     def give(self, param: nn.Parameter, grad: torch.Tensor) -> None:
         param.grad = grad

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -103,6 +105,67 @@ def test_piece_starts_match_the_flat() -> None:
             for piece in segment.pieces:
                 in_unit = segment.unit_start + piece.start - segment.start
                 assert in_unit == starts[piece.param.name] + piece.param_start
+
+
+@st.composite
+def with_embeddings(draw: st.DrawFn) -> tuple[list[Unit], dict[str, int]]:
+    """The same, with some parameters as embeddings."""
+    units, group_of = draw(layouts())
+    marked = [
+        replace(
+            unit,
+            entries=tuple(replace(e, param=replace(e.param, embedding=draw(st.booleans()))) for e in unit.entries),
+        )
+        for unit in units
+    ]
+    return marked, group_of
+
+
+@given(layout=with_embeddings(), size_numel=st.integers(1, 30_000), elementwise=st.booleans())
+def test_embeddings_are_cut_apart_but_for_their_pages(
+    layout: tuple[list[Unit], dict[str, int]], size_numel: int, elementwise: bool
+) -> None:
+    units, group_of = layout
+    together = cut_subgroups(units, group_of, size_numel, elementwise)
+    cut = cut_subgroups(units, group_of, size_numel, elementwise, apart=True)
+    assert sum(subgroup.numel for subgroup in cut) == sum(subgroup.numel for subgroup in together)
+    assert not any(subgroup.embedding for subgroup in together)
+    limit = -(-size_numel // CUT_NUMEL) * CUT_NUMEL
+    assert all(subgroup.numel <= limit or not elementwise for subgroup in cut)
+    for subgroup in cut:
+        assert subgroup.embedding == any(piece.param.embedding for piece in subgroup.pieces)
+        assert len({segment.unit.index for segment in subgroup.segments}) == len(subgroup.segments), (
+            "no cut for nothing"
+        )
+        if subgroup.embedding and elementwise:
+            for piece in subgroup.pieces:
+                pages = {place // CUT_NUMEL for place in (piece.start, piece.stop - 1)}
+                near = {
+                    page
+                    for other in subgroup.pieces
+                    if other.param.embedding
+                    for page in range(other.start // CUT_NUMEL, (other.stop - 1) // CUT_NUMEL + 1)
+                }
+                assert pages <= near, f"{piece.param.name} has pages of its own among embeddings"
+
+
+@given(layout=with_embeddings(), size_numel=st.integers(1, 30_000), elementwise=st.booleans())
+def test_pieces_tile_parameters_also_where_embeddings_are_apart(
+    layout: tuple[list[Unit], dict[str, int]], size_numel: int, elementwise: bool
+) -> None:
+    units, group_of = layout
+
+    def parts(apart: bool) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for subgroup in cut_subgroups(units, group_of, size_numel, elementwise, apart):
+            for piece in subgroup.pieces:
+                assert piece.param_start == found.get(piece.param.name, 0)
+                found[piece.param.name] = piece.param_start + piece.numel
+            assert [piece.index for piece in subgroup.pieces] == list(range(len(subgroup.pieces)))
+            assert subgroup.parts == {segment.unit.index: segment.numel for segment in subgroup.segments}
+        return found
+
+    assert parts(True) == parts(False)
 
 
 @pytest.mark.parametrize("elementwise", [True, False])

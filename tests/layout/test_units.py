@@ -39,6 +39,14 @@ class Stack(nn.Module):
         self.head = nn.Linear(width, 32, bias=False)
 
 
+def test_embeddings_are_known_by_their_module() -> None:
+    model = nn.Sequential(Stack(), nn.EmbeddingBag(8, 16))
+    model[0].head.weight = model[0].embed.weight
+    specs = list_params(model, lambda dtype: dtype)
+    assert [spec.name for spec in specs.values() if spec.embedding] == ["0.embed.weight", "1.weight"]
+    assert not any(spec.embedding for spec in list_params(Block(), lambda dtype: dtype).values())
+
+
 def test_a_block_is_a_unit() -> None:
     units = units_of(Stack())
     assert [unit.module for unit in units] == ["embed", *(f"blocks.{i}" for i in range(6)), "norm", "head"]

@@ -33,10 +33,37 @@ def models() -> dict[str, nn.Module]:
     return {"gpt": build_gpt(shape), "parity": ParityGPT()}  # the second with frozen, tied and unused parameters
 
 
+SPLITS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "device and host": ({"device": "cpu", "ratio": 0.5}, {}),
+    "device and nvme": ({"device": "nvme", "ratio": 0.7}, {}),
+    "host and nvme": ({"device": "nvme"}, {"state_limits": {"host": "1MiB"}}),
+    "all three": ({"device": "nvme"}, {"state_limits": {"device": "500KiB", "host": "300KiB", "nvme": "1GiB"}}),
+}
+"""Further keys of offload_optimizer and of tiered_zero."""
+
+
 @pytest.mark.parametrize("name", ["gpt", "parity"])
 @pytest.mark.parametrize(("param", "optimizer", "mode"), CASES)
 def test_a_run_takes_what_was_planned(
     swap_path: Path, name: str, param: str, optimizer: str, mode: tuple[str, int]
+) -> None:
+    assert_planned(swap_path, name, param, mode, {"device": optimizer}, {})
+
+
+SPLIT_CASES = [("host and nvme", "delayed", 1), *((split, "overlapped", 2) for split in SPLITS)]
+
+
+@pytest.mark.parametrize("name", ["gpt", "parity"])
+@pytest.mark.parametrize("param", DEVICES)
+@pytest.mark.parametrize(("split", "update", "accumulation"), SPLIT_CASES)
+def test_state_on_several_tiers_takes_what_was_planned(
+    swap_path: Path, name: str, param: str, split: str, update: str, accumulation: int
+) -> None:
+    assert_planned(swap_path, name, param, (update, accumulation), *SPLITS[split])
+
+
+def assert_planned(
+    swap_path: Path, name: str, param: str, mode: tuple[str, int], optimizer: dict[str, Any], own: dict[str, Any]
 ) -> None:
     update, accumulation = mode
     config = {
@@ -47,11 +74,11 @@ def test_a_run_takes_what_was_planned(
         "zero_optimization": {
             "stage": 3,
             "offload_param": {"device": param, "nvme_path": str(swap_path), "max_in_cpu": 5_000},
-            "offload_optimizer": {"device": optimizer, "nvme_path": str(swap_path)},
+            "offload_optimizer": {"nvme_path": str(swap_path), **optimizer},
             "stage3_param_persistence_threshold": 128,
-            "sub_group_size": 50_000,
+            "sub_group_size": 50_000 if name == "gpt" else 5000,
         },
-        "tiered_zero": {"device": "cpu", "update": update, "delay_start_step": 0},
+        "tiered_zero": {"device": "cpu", "update": update, "delay_start_step": 0, **own},
     }
     run_as_planned(models()[name], config, swap_path)
 

@@ -50,7 +50,10 @@ def rows(plan: Plan) -> dict[tuple[str, str], int]:
     return {(row.tier, row.kind): row.nbytes for row in plan.rows}
 
 
-NEEDS = [SubGroupNeed(40 * PAGE_NBYTES, 8 * PAGE_NBYTES), SubGroupNeed(24 * PAGE_NBYTES, 2 * PAGE_NBYTES)]
+NEEDS = [
+    SubGroupNeed(40 * PAGE_NBYTES, {0: 4 * K, 1: 7 * K}),
+    SubGroupNeed(24 * PAGE_NBYTES, {1: 3 * K, 2: 6 * K, 3: 2 * K}),
+]
 
 
 @pytest.mark.parametrize(("param_tier", "optimizer_tier", "sums"), [*itertools.product(TIERS, TIERS, [False, True])])
@@ -73,12 +76,18 @@ def test_every_row_of_every_placement(param_tier: str, optimizer_tier: str, sums
     if gradient_tier == "host":
         expected["device", "gradient_in_flight"] = 2 * 10 * K
         expected["host", "staging_gradient"] = 2 * 7 * K
-    staged = 8 * PAGE_NBYTES + (40 * PAGE_NBYTES if optimizer_tier == "nvme" else 0)
-    expected["host", "staging_state"] = min(len(NEEDS), NUM_STATE_STAGING) * staged
-    assert rows(plan) == expected
+    in_place = "device" if optimizer_tier == "device" else "host"
+    out = [11 * K * (param_tier != in_place), 9 * K * (param_tier != in_place) + 2 * K * (in_place != "device")]
+    staged = [
+        2 * numel + (need.state_nbytes if optimizer_tier == "nvme" else 0)
+        for numel, need in zip(out, NEEDS, strict=True)
+    ]
+    expected["host", "staging_state"] = min(sum(map(bool, staged)), NUM_STATE_STAGING) * max(staged)
+    assert rows(plan) == {key: nbytes for key, nbytes in expected.items() if nbytes}
     for tier in TIERS:
         assert plan.nbytes(tier) == sum(nbytes for (where, _), nbytes in expected.items() if where == tier)
-    assert plan.gradient_tier == gradient_tier
+    assert plan.state_tiers == [optimizer_tier] * 2
+    assert plan.gradient_tiers == dict.fromkeys(range(4), gradient_tier)
     assert {unit.index: plan.param_tiers[unit.index] for unit in some_units()} == {
         0: param_tier, 1: param_tier, 2: param_tier, 3: "device", 4: param_tier
     }  # fmt: skip
@@ -98,7 +107,7 @@ def test_the_delayed_update_keeps_gradients_and_trainable_parameters_twice(param
 
 
 def test_updates_in_place_need_no_staging() -> None:
-    needs = [SubGroupNeed(PAGE_NBYTES, 0)]
+    needs = [SubGroupNeed(PAGE_NBYTES, {0: K})]
     assert "staging_state" not in {row.kind for row in make_plan(some_units(), needs, wishes()).rows}
     plan = make_plan(some_units(), needs, wishes(optimizer_tier="nvme"))
     assert plan.state_staging == (PAGE_NBYTES, 1), "one sub-group never needs two buffers"
@@ -106,7 +115,7 @@ def test_updates_in_place_need_no_staging() -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 7])
 def test_buffer_counts_of_the_user_are_honoured(count: int) -> None:
-    needs = [SubGroupNeed(PAGE_NBYTES, 0)] * 5
+    needs = [SubGroupNeed(PAGE_NBYTES, {0: K})] * 5
     plan = make_plan(some_units(), needs, wishes("nvme", "nvme", num_param_staging=count, num_state_staging=count))
     assert plan.param_staging[1] == count
     assert plan.state_staging[1] == min(count, 5)
@@ -128,6 +137,96 @@ def test_a_buffer_smaller_than_a_parameter_is_refused_with_the_least_size() -> N
     nbytes, _ = make_plan(some_units(), [], wishes("nvme", staging_numel=100 * K)).param_staging
     assert nbytes == 2 * 10 * K, "never more than the largest unit"
     make_plan(some_units(), [], wishes("host", staging_numel=1))  # without effect where nothing is staged
+
+
+# -- state on several tiers --------------------------------------------------------------------------------------------
+
+
+def spread() -> tuple[list[Unit], list[SubGroupNeed]]:
+    """Four units of K fp32 elements, the last an embedding, in halves: eight sub-groups of 12 bytes an element."""
+    units = [make_unit(index, [K]) for index in range(4)]
+    return units, [SubGroupNeed(6 * K, {index // 2: K // 2}, index >= 6) for index in range(8)]
+
+
+def test_fast_tiers_are_filled_with_embeddings_and_then_in_the_order_of_the_forward() -> None:
+    units, needs = spread()
+    plan = make_plan(units, needs, wishes("host", "nvme", state_limits={"device": 18 * K, "host": 23 * K}))
+    assert plan.state_tiers == ["device", *["host"] * 3, *["nvme"] * 2, *["device"] * 2]
+    assert plan.gradient_tiers == {0: "host", 1: "host", 2: "host", 3: "device"}
+    found = rows(plan)
+    assert [found[tier, "state"] for tier in TIERS] == [18 * K, 18 * K, 12 * K]
+    assert [found.get((tier, "gradient"), 0) for tier in TIERS] == [4 * K, 12 * K, 0]
+    assert found["host", "staging_state"] == NUM_STATE_STAGING * 6 * K
+
+
+@pytest.mark.parametrize("param_tier", TIERS)
+def test_what_an_update_cannot_write_in_place_is_staged(param_tier: str) -> None:
+    units, needs = spread()
+    plan = make_plan(units, needs, wishes(param_tier, "host", state_limits={"device": 6 * K}))
+    assert plan.state_tiers == [*["host"] * 6, "device", "host"]
+    count = {"device": 7, "host": 1, "nvme": 8}[param_tier]
+    assert plan.state_staging == (2 * K, min(count, NUM_STATE_STAGING))
+
+
+@pytest.mark.parametrize("sums", [False, True])
+def test_gradients_that_go_back_to_the_device_are_planned(sums: bool) -> None:
+    big = make_unit(0, [8 * K], torch.bfloat16)
+    needs = [SubGroupNeed(84 * K, {0: 7 * K}), SubGroupNeed(12 * K, {0: K})]
+    plan = make_plan([big], needs, wishes("host", "host", sums_gradients=sums, state_limits={"device": 84 * K}))
+    assert plan.gradient_tiers == {0: "host"}, "a unit that is split"
+    assert plan.in_flight_nbytes == max(16 * K, 7 * K * (4 if sums else 2))
+
+
+SIZED = st.lists(st.tuples(st.integers(1, 50), st.booleans()), min_size=1, max_size=30)
+
+
+@given(sized=SIZED, ratio=st.floats(0, 1), last=st.sampled_from(["host", "nvme"]))
+def test_the_ratio_is_kept_to_within_one_sub_group(sized: list[tuple[int, bool]], ratio: float, last: str) -> None:
+    needs = [SubGroupNeed(PAGE_NBYTES * pages, {}, embedding) for pages, embedding in sized]
+    plan = make_plan([], needs, wishes("host", last, ratio=ratio))
+    total = sum(need.state_nbytes for need in needs)
+    kept = (1 - ratio) * total
+    away = [need.state_nbytes for need, tier in zip(needs, plan.state_tiers, strict=True) if tier != "device"]
+    assert sum(away) >= ratio * total - 1 and (not away or kept - (total - sum(away)) < min(away) + 1)
+    assert set(plan.state_tiers) <= {"device", last}
+    if ratio == 0:
+        assert set(plan.state_tiers) == {"device"}
+
+
+@given(sized=SIZED, device=st.integers(0, 800), host=st.integers(0, 800), last=st.sampled_from(["host", "nvme"]))
+def test_limits_are_never_passed_and_embeddings_are_the_last_to_leave(
+    sized: list[tuple[int, bool]], device: int, host: int, last: str
+) -> None:
+    needs = [SubGroupNeed(pages, {}, embedding) for pages, embedding in sized]
+    plan = make_plan([], needs, wishes("host", last, state_limits={"device": device, "host": host}))
+    held = {tier: plan.nbytes(tier, "state") for tier in TIERS}
+    assert held["device"] <= device and (last == "host" or held["host"] <= host)
+    assert sum(held.values()) == sum(pages for pages, _ in sized)
+    for need, tier in zip(needs, plan.state_tiers, strict=True):
+        if tier != "device":  # nothing that is needed later took its place
+            before = [n for n, t in zip(needs, plan.state_tiers, strict=True) if t == "device" and n.embedding]
+            others = [n for n, t in zip(needs, plan.state_tiers, strict=True) if t == "device" and not n.embedding]
+            room = (
+                device
+                - sum(n.state_nbytes for n in before)
+                - (0 if need.embedding else sum(n.state_nbytes for n in others))
+            )
+            assert need.state_nbytes > room
+    if last == "host" and held["host"] > host:
+        with pytest.raises(PlanError, match=rf"state_limits.host\), {held['host'] - host} bytes too little"):
+            plan.check()
+    else:
+        plan.check()
+
+
+def test_the_last_tiers_limit_is_a_bound() -> None:
+    units, needs = spread()
+    make_plan(units, needs, wishes("host", "nvme", state_limits={"nvme": 48 * K})).check()
+    plan = make_plan(units, needs, wishes("host", "nvme", state_limits={"nvme": 48 * K - 1}))
+    with pytest.raises(PlanError) as caught:
+        plan.check()
+    assert "on tier nvme" in str(caught.value) and "(tiered_zero.state_limits.nvme), 1 bytes too" in str(caught.value)
+    assert plan.text in str(caught.value)
 
 
 # -- the window --------------------------------------------------------------------------------------------------------
@@ -224,9 +323,9 @@ def test_a_tier_too_small_by_one_byte_is_refused_with_the_table(tier: str) -> No
 @pytest.mark.parametrize(
     ("changes", "needs", "advice"),
     [
-        ({"optimizer_tier": "nvme"}, [SubGroupNeed(MIB, MIB)], "Lower zero_optimization.sub_group_size"),
+        ({"optimizer_tier": "nvme"}, [SubGroupNeed(MIB, {})], "Lower zero_optimization.sub_group_size"),
         ({"param_tier": "nvme", "num_param_staging": 9}, [], "Lower zero_optimization.offload_param.buffer_count"),
-        ({"optimizer_tier": "host"}, [SubGroupNeed(MIB, 0)], "Move it to nvme"),
+        ({"optimizer_tier": "host"}, [SubGroupNeed(MIB, {})], "Move it to nvme"),
     ],
 )
 def test_the_advice_names_the_setting_that_helps(
@@ -264,10 +363,14 @@ def runs(draw: st.DrawFn) -> tuple[list[Unit], Wishes]:
     return units, wishes(draw(st.sampled_from(TIERS)), draw(st.sampled_from(TIERS)), sums_gradients=draw(st.booleans()))
 
 
+def needs_of(units: list[Unit]) -> list[SubGroupNeed]:
+    return [SubGroupNeed(12 * unit.numel, {unit.index: unit.numel}) for unit in units if unit.trainable]
+
+
 @given(run=runs())
 def test_a_longer_model_needs_no_less_anywhere(run: tuple[list[Unit], Wishes]) -> None:
     units, wished = run
-    whole, part = make_plan(units, NEEDS, wished), make_plan(units[:-1], NEEDS, wished)
+    whole, part = make_plan(units, needs_of(units), wished), make_plan(units[:-1], needs_of(units[:-1]), wished)
     for tier in TIERS:
         assert whole.nbytes(tier) >= part.nbytes(tier)
 
@@ -275,10 +378,10 @@ def test_a_longer_model_needs_no_less_anywhere(run: tuple[list[Unit], Wishes]) -
 @given(run=runs())
 def test_every_byte_of_the_model_rests_on_one_tier(run: tuple[list[Unit], Wishes]) -> None:
     units, wished = run
-    plan = make_plan(units, NEEDS, wished)
+    plan = make_plan(units, needs_of(units), wished)
     assert sum(plan.nbytes(tier, "param") for tier in TIERS) == sum(unit.nbytes for unit in units)
-    assert sum(plan.nbytes(tier, "state") for tier in TIERS) == sum(need.state_nbytes for need in NEEDS)
-    once = make_plan(units, NEEDS, replace(wished, sums_gradients=False))
+    assert sum(plan.nbytes(tier, "state") for tier in TIERS) == sum(need.state_nbytes for need in needs_of(units))
+    once = make_plan(units, needs_of(units), replace(wished, sums_gradients=False))
     assert sum(once.nbytes(tier, "gradient") for tier in TIERS) == sum(unit.nbytes for unit in units if unit.trainable)
     assert all(row.nbytes > 0 for row in plan.rows)
 
@@ -287,15 +390,15 @@ def test_every_byte_of_the_model_rests_on_one_tier(run: tuple[list[Unit], Wishes
 def test_a_larger_device_gets_no_smaller_window(run: tuple[list[Unit], Wishes], limits: list[int]) -> None:
     units, wished = run
     small, large = (
-        make_plan(units, NEEDS, replace(wished, limits={"device": (limit, "")})) for limit in sorted(limits)
+        make_plan(units, needs_of(units), replace(wished, limits={"device": (limit, "")})) for limit in sorted(limits)
     )
-    assert small.live_nbytes <= large.live_nbytes <= make_plan(units, NEEDS, wished).live_nbytes
+    assert small.live_nbytes <= large.live_nbytes <= make_plan(units, needs_of(units), wished).live_nbytes
 
 
 @given(run=runs())
 def test_offloading_further_takes_nothing_more_of_the_device(run: tuple[list[Unit], Wishes]) -> None:
     units, wished = run
-    on_host = make_plan(units, NEEDS, replace(wished, param_tier="host"))
-    on_nvme = make_plan(units, NEEDS, replace(wished, param_tier="nvme"))
+    on_host = make_plan(units, needs_of(units), replace(wished, param_tier="host"))
+    on_nvme = make_plan(units, needs_of(units), replace(wished, param_tier="nvme"))
     assert on_host.nbytes("device") == on_nvme.nbytes("device")
     assert on_nvme.nbytes("host", "param") == 0

@@ -92,6 +92,8 @@ def swap_need(config: Config, shape: GPTShape) -> tuple[SwapNeed, SwapSettings]:
         delayed=config.tiered_zero.update == "delayed",
         state_format=config.tiered_zero.state_format,
         sub_group_numel=zero.sub_group_size if "sub_group_size" in zero.model_fields_set else AUTO_SUB_GROUP_NUMEL,
+        ratio=state.ratio,
+        state_limits=config.tiered_zero.state_limits.by_tier,
     )
     return (gpt_need(shape, settings) if counted else _planned_need(config, shape)), settings
 

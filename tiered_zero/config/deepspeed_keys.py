@@ -221,7 +221,6 @@ OTHERS: tuple[Key, ...] = (
         pipeline_write=False,
     ),
     *_no_effect("zero_optimization.offload_optimizer.", "state is born in its place", fast_init=False),
-    *_no_effect("zero_optimization.offload_optimizer.", "the whole state rests on the device named", ratio=1.0),
     *_no_effect("zero_optimization.offload_optimizer.", "threads follow affinity and cgroup", cpuadam_cores_perc=0.8),
     # Refused: ignoring these would change numbers.
     _refused("amp", "apex mixed precision is not here; use bf16 or fp16"),

@@ -97,6 +97,13 @@ class OffloadOptimizerSection(_OffloadSection):
 
     buffer_count: Whole = Field(4, ge=1, description="staging buffers for sub-groups on their way from and to nvme")
     pin_memory: bool = Field(True, description="host memory of master weights and state is pinned")
+    ratio: Number = Field(
+        1.0,
+        ge=0,
+        le=1,
+        description="share of master weights and state that leaves the device, to within one sub-group; embeddings "
+        "stay first; without effect where device is none",
+    )
 
 
 class ZeroSection(Section):
@@ -204,6 +211,27 @@ class SchedulerSection(Section):
     )
 
 
+class StateLimitsSection(Section):
+    """How much of master weights and optimizer state may rest on each tier. On faster tiers than the one that
+    offload_optimizer.device names it fills the limit; there it is a bound. Embeddings are the first to rest on a faster
+    tier, then what the next forward needs first.
+    """
+
+    device: Nbytes = Field(
+        None, description="most bytes of master weights and state on the device; null: what offload_optimizer says"
+    )
+    host: Nbytes = Field(
+        None, description="most bytes of master weights and state in host memory; null: with device nvme none"
+    )
+    nvme: Nbytes = Field(None, description="most bytes of master weights and state on nvme; null: no bound")
+
+    @property
+    def by_tier(self) -> dict[str, int]:
+        """Tier -> bytes, fastest first, of those that are set."""
+        given = {"device": self.device, "host": self.host, "nvme": self.nvme}
+        return {tier: nbytes for tier, nbytes in given.items() if nbytes is not None}
+
+
 class RuntimeSection(Section):
     """Our own settings; DeepSpeed ignores the section."""
 
@@ -216,6 +244,7 @@ class RuntimeSection(Section):
     host_memory_limit: Nbytes = Field(
         None, description='most host memory to use: bytes, or text such as "8GiB"; null: what machine and cgroup leave'
     )
+    state_limits: StateLimitsSection = StateLimitsSection()
     io_engine: Literal["auto", "native", "threads", "aiofiles"] = Field(
         "auto", description="how files are read and written; auto tries in the swap directory and takes the best"
     )
@@ -284,6 +313,7 @@ class Config(Section):
     def _sections_agree(self) -> Config:
         _check_precision(self)
         _check_offload(self.zero_optimization)
+        _check_state_limits(self.zero_optimization.offload_optimizer, self.tiered_zero.state_limits)
         return self
 
     @property
@@ -328,4 +358,18 @@ def _check_offload(zero: ZeroSection) -> None:
             raise ConfigError(
                 f"zero_optimization.{name}.nvme_path: expected a directory for device nvme; found "
                 f"{section.nvme_path!r}. Give the path of a directory on a local disk."
+            )
+
+
+def _check_state_limits(state: OffloadOptimizerSection, limits: StateLimitsSection) -> None:
+    if state.ratio < 1 and limits.device is not None:
+        raise ConfigError(
+            "zero_optimization.offload_optimizer.ratio, tiered_zero.state_limits.device: expected one of them, for "
+            f"both say how much stays on the device; found ratio {state.ratio:g} and a limit. Leave one out."
+        )
+    for tier, devices in (("host", ("cpu", "nvme")), ("nvme", ("nvme",))):
+        if tier in limits.by_tier and state.device not in devices:
+            raise ConfigError(
+                f"tiered_zero.state_limits.{tier}: expected offload_optimizer.device {' or '.join(devices)} with it; "
+                f"found {state.device!r}. Name the slowest tier there, or leave the limit out."
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -38,6 +38,7 @@ class UnitGradients:
     unit: Unit
     flat: torch.Tensor
     spare: torch.Tensor | None
+    on_device: bool
     present: set[int] = field(default_factory=set)
     arrived: set[int] = field(default_factory=set)
     norms: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -45,7 +46,7 @@ class UnitGradients:
     sealed: bool = False
 
     def share(self) -> UnitShare:
-        return UnitShare(self.flat, frozenset(self.present), self.last)
+        return UnitShare(self.flat, frozenset(self.present), self.last, self.on_device)
 
     def clear(self) -> None:
         self.last = None
@@ -58,7 +59,8 @@ class UnitGradients:
 class GradientStore:
     """Takes each gradient from autograd and adds it up at its unit's home, on the device or in host memory.
 
-    `homes`: unit index -> the flat that its gradients rest in, and a spare one if steps overlap. `in_flight_nbytes`:
+    `homes`: unit index -> the flat that its gradients rest in, and a spare one if steps overlap. `on_device`: indices
+    of the units with a home on the device, whose sums run on compute. `in_flight_nbytes`:
     gradients that may wait on the device for their way to the host; autograd waits for the oldest when there are more.
     Driver or autograd's thread; copies and sums to the host run on the reduce lane.
     """
@@ -68,13 +70,15 @@ class GradientStore:
         params: Mapping[nn.Parameter, tuple[Unit, FlatEntry]],
         homes: Mapping[int, tuple[torch.Tensor, torch.Tensor | None]],
         runtime: Runtime,
-        on_device: bool,
+        on_device: frozenset[int],
         in_flight_nbytes: int,
         staging: StagingPool | None,
     ) -> None:
         self._params = dict(params)
-        self._units = {unit.index: UnitGradients(unit, *homes[unit.index]) for unit, _ in self._params.values()}
-        self._on_device = on_device
+        self._units = {
+            unit.index: UnitGradients(unit, *homes[unit.index], unit.index in on_device)
+            for unit, _ in self._params.values()
+        }
         self._staging = staging
         self._accelerator = runtime.accelerator
         self._recorder = runtime.recorder
@@ -82,7 +86,8 @@ class GradientStore:
         self._in_flight_nbytes = in_flight_nbytes
         self._in_flight: deque[tuple[Event, int]] = deque()
         self._waiting_nbytes = 0
-        self._extra_nbytes = 0
+        self._extra_nbytes: Counter[str] = Counter()
+        """Tier -> bytes that the plan does not hold, see `_promote`."""
         self.measuring = True
         """Whether a gradient that arrives may be the last of its parameter in this step, so that its norm is taken."""
         self.before_take: Callable[[Unit], None] = lambda unit: None
@@ -117,7 +122,7 @@ class GradientStore:
         gradients.arrived.add(entry.param.index)
         target = gradients.flat[entry.start : entry.stop]
         source = grad.contiguous().view(-1)
-        if self._on_device:
+        if gradients.on_device:
             target.copy_(source) if first else target.add_(source)
         else:
             self._send(gradients, entry.param, target, source, first)
@@ -175,8 +180,9 @@ class GradientStore:
 
     def close(self) -> None:
         self._units.clear()
-        self._ledger.discharge("device" if self._on_device else "host", "gradient_sums", self._extra_nbytes)
-        self._extra_nbytes = 0
+        for tier, nbytes in self._extra_nbytes.items():
+            self._ledger.discharge(tier, "gradient_sums", nbytes)
+        self._extra_nbytes.clear()
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
@@ -235,7 +241,7 @@ class GradientStore:
         """A second gradient for a parameter in a step planned without sums (several backwards): 16-bit sums would
         round.
         """
-        tier = "device" if self._on_device else "host"
+        tier = "device" if gradients.on_device else "host"
         nbytes = 4 * gradients.unit.numel * (1 if gradients.spare is None else 2)
         if not self._extra_nbytes:
             logger.warning(
@@ -246,7 +252,7 @@ class GradientStore:
                 gradients.unit.name,
             )
         self._ledger.charge(tier, "gradient_sums", nbytes)
-        self._extra_nbytes += nbytes
+        self._extra_nbytes[tier] += nbytes
         self.wait()
         gradients.flat = gradients.flat.to(torch.float32)
         if gradients.spare is not None:

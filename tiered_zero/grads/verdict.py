@@ -43,6 +43,9 @@ def judge(
     if not gradients:
         return Verdict(True, 0.0, 1.0 / loss_scale)
     norms = [known_norms[spec.index] if spec.index in known_norms else norm_of(grad) for spec, grad in gradients]
+    if len({norm.device for norm in norms}) > 1:  # some gradients rest on the device: their norms come in one copy
+        come = iter(torch.stack([norm for norm in norms if norm.device.type != "cpu"]).cpu())
+        norms = [norm if norm.device.type == "cpu" else next(come) for norm in norms]
     total = torch.linalg.vector_norm(torch.stack(norms), 2)
     if loss_scale != 1.0:
         total = total / loss_scale

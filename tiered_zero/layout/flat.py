@@ -15,7 +15,8 @@ from tiered_zero.layout.swap_bytes import flat_numel, param_starts
 class ParamSpec:
     """One parameter by identity. `name`: its first fully qualified name; `aliases`: the others (tied weights).
 
-    `dtype`: on the device. `index`: its place in `model.parameters()`.
+    `dtype`: on the device. `index`: its place in `model.parameters()`. `embedding`: the table of an nn.Embedding, maybe
+    tied to an output head.
     """
 
     name: str
@@ -24,6 +25,7 @@ class ParamSpec:
     trainable: bool
     index: int
     aliases: tuple[str, ...] = ()
+    embedding: bool = False
 
     @property
     def numel(self) -> int:

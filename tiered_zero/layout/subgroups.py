@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from tiered_zero.layout.flat import ParamSpec, Unit
-from tiered_zero.layout.swap_bytes import CUT_NUMEL
-from tiered_zero.sizes import align_up
+from tiered_zero.layout.swap_bytes import cut_flats
 
 
 @dataclass(frozen=True)
@@ -51,56 +50,56 @@ class Segment:
 
 @dataclass(frozen=True)
 class SubGroup:
-    """`numel`: elements with padding, a multiple of a page in any dtype."""
+    """`numel`: elements with padding, a multiple of a page in any dtype. `embedding`: of embeddings, cut apart."""
 
     index: int
     segments: tuple[Segment, ...]
+    embedding: bool = False
 
     @cached_property
     def numel(self) -> int:
         return sum(segment.numel for segment in self.segments)
 
     @cached_property
+    def parts(self) -> dict[int, int]:
+        """Unit index -> elements of it."""
+        return {segment.unit.index: segment.numel for segment in self.segments}
+
+    @cached_property
     def pieces(self) -> tuple[Piece, ...]:
         return tuple(piece for segment in self.segments for piece in segment.pieces)
 
 
-def cut_subgroups(units: list[Unit], group_of: dict[str, int], size_numel: int, elementwise: bool) -> list[SubGroup]:
+def cut_subgroups(
+    units: list[Unit], group_of: dict[str, int], size_numel: int, elementwise: bool, apart: bool = False
+) -> list[SubGroup]:
     """Sub-groups of at most `size_numel` elements (rounded up to a page's worth) over trainable units that have a param
     group.
 
     `group_of`: parameter name -> param group; parameters that no group holds are not stepped. An elementwise rule may
     be cut inside a parameter; for any other rule cuts fall between units only, so a unit larger than the size is a
-    sub-group alone.
+    sub-group alone. `apart`: embeddings get sub-groups of their own, see `cut_flats`.
     """
-    limit = max(CUT_NUMEL, align_up(size_numel, CUT_NUMEL))
+    stepped = [u for u in units if u.trainable and any(entry.param.name in group_of for entry in u.entries)]
+    flats = [
+        (unit.numel, [(e.start, e.stop) for e in unit.entries if _is_stepped_embedding(e.param, group_of)])
+        for unit in stepped
+    ]
     subgroups: list[SubGroup] = []
-    segments: list[Segment] = []
-    filled = 0
-
-    def close() -> None:
-        nonlocal segments, filled
-        if segments:
-            subgroups.append(SubGroup(len(subgroups), tuple(segments)))
-        segments, filled = [], 0
-
-    for unit in units:
-        if not unit.trainable or not any(entry.param.name in group_of for entry in unit.entries):
-            continue
-        position = 0
-        if not elementwise and filled + unit.numel > limit:
-            close()
-        while position < unit.numel:
-            numel = min(limit - filled if elementwise else unit.numel, unit.numel - position)
-            first_index = sum(len(segment.pieces) for segment in segments)
-            pieces = _pieces(Segment(unit, position, filled, numel, ()), group_of, first_index)
-            segments.append(Segment(unit, position, filled, numel, pieces))
+    for cut in cut_flats(flats, size_numel, elementwise, apart):
+        segments: list[Segment] = []
+        num_pieces = filled = 0
+        for index, start, numel in cut.stretches:
+            bare = Segment(stepped[index], start, filled, numel, ())
+            segments.append(replace(bare, pieces=_pieces(bare, group_of, num_pieces)))
+            num_pieces += len(segments[-1].pieces)
             filled += numel
-            position += numel
-            if filled >= limit:
-                close()
-    close()
+        subgroups.append(SubGroup(len(subgroups), tuple(segments), cut.embedding))
     return subgroups
+
+
+def _is_stepped_embedding(param: ParamSpec, group_of: dict[str, int]) -> bool:
+    return param.embedding and param.numel > 0 and param.name in group_of
 
 
 def _pieces(segment: Segment, group_of: dict[str, int], first_index: int) -> tuple[Piece, ...]:

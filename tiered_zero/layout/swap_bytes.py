@@ -66,6 +66,102 @@ def unit_cap(total_numel: int, given: int | None) -> int:
     return given or min(MAX_UNIT_NUMEL, max(1, total_numel // 4))
 
 
+# Sub-groups, and the tiers of their state.
+
+TIERS = ("device", "host", "nvme")
+"""Fastest first."""
+
+
+@dataclass(frozen=True)
+class FlatSubGroup:
+    """`stretches`: (index of the flat, its first element, elements). `embedding`: of embeddings, where they are cut
+    apart.
+    """
+
+    stretches: tuple[tuple[int, int, int], ...]
+    embedding: bool = False
+
+
+def cut_flats(
+    flats: Sequence[tuple[int, Sequence[tuple[int, int]]]], size_numel: int, elementwise: bool, apart: bool
+) -> list[FlatSubGroup]:
+    """Sub-groups of at most `size_numel` elements (rounded up to a page's worth) over flats in their order.
+
+    `flats`: elements, and (start, stop) of each embedding in it. Cuts fall inside parameters if `elementwise`, else
+    between flats only, so that a larger flat is a sub-group alone. `apart`: embeddings share a sub-group with each
+    other and with what lies in the same page; where cuts fall between flats only, with the rest of their flat.
+    """
+    limit = max(CUT_NUMEL, align_up(size_numel, CUT_NUMEL))
+    subgroups: list[FlatSubGroup] = []
+    stretches: list[tuple[int, int, int]] = []
+    filled, kind = 0, False
+
+    def close() -> None:
+        nonlocal stretches, filled
+        if stretches:
+            subgroups.append(FlatSubGroup(tuple(stretches), kind))
+        stretches, filled = [], 0
+
+    for index, (flat, embeddings) in enumerate(flats):
+        for start, stop, embedding in _stretches(flat, embeddings if apart else (), elementwise):
+            if embedding != kind or (not elementwise and filled + stop - start > limit):
+                close()
+            kind = embedding
+            while start < stop:
+                numel = min(limit - filled, stop - start) if elementwise else stop - start
+                stretches.append((index, start, numel))
+                filled += numel
+                start += numel
+                if filled >= limit:
+                    close()
+    close()
+    return subgroups
+
+
+def _stretches(numel: int, embeddings: Sequence[tuple[int, int]], elementwise: bool) -> list[tuple[int, int, bool]]:
+    """(start, stop, holds embeddings) of the parts of a flat, at cuts that any tier can write."""
+    if not elementwise or not embeddings:
+        return [(0, numel, bool(embeddings))]
+    parts: list[tuple[int, int, bool]] = []
+    position = 0
+    for start, stop in embeddings:
+        start, stop = start // CUT_NUMEL * CUT_NUMEL, align_up(stop, CUT_NUMEL)
+        if parts and start <= position:
+            parts[-1] = (parts[-1][0], stop, True)
+        else:
+            parts += [(position, start, False), (start, stop, True)]
+        position = stop
+    return [part for part in [*parts, (position, numel, False)] if part[0] < part[1]]
+
+
+def is_split(last: str, ratio: float, limits: Mapping[str, int]) -> bool:
+    """Whether `place_state` may use more tiers than one."""
+    return last != "device" and (ratio < 1 or any(tier in limits for tier in TIERS[: TIERS.index(last)]))
+
+
+def place_state(subgroups: Sequence[tuple[int, bool]], last: str, ratio: float, limits: Mapping[str, int]) -> list[str]:
+    """The tier of each sub-group: as much as may rest on each faster tier than `last`, the others on `last`.
+
+    `subgroups`: bytes, and whether it holds embeddings. `ratio`: the share of all bytes that leaves the device.
+    `limits`: tier -> most bytes on it (on `last` the plan checks it). Embeddings come first, since their gradients are
+    the last of a backward and they the first of a forward; then what the next forward needs first.
+    """
+    total = sum(nbytes for nbytes, _ in subgroups)
+    room = {"device": round((1 - ratio) * total), **limits}
+    tiers = [last] * len(subgroups)
+    left = sorted(range(len(subgroups)), key=lambda index: (not subgroups[index][1], index))
+    for tier in TIERS[: TIERS.index(last)]:
+        free, passed = room.get(tier, 0), []
+        for index in left:
+            if subgroups[index][0] <= free:
+                tiers[index] = tier
+                free -= subgroups[index][0]
+            else:
+                passed.append(index)
+        left = passed
+    return tiers
+
+
 # Stripes.
 
 
@@ -172,7 +268,8 @@ class SwapSettings:
     """What of a config decides the bytes on NVMe. `param_paths`, `state_paths`: empty where the device is not nvme.
 
     `itemsize`: of a compute parameter. `persistence_numel`: 0 where parameters are not paged. `state_arrays`: arrays a
-    parameter, see `count_state_arrays`; with `whole_parameters` each is a page-aligned array of its own.
+    parameter, see `count_state_arrays`; with `whole_parameters` each is a page-aligned array of its own. `ratio`,
+    `state_limits`: see `place_state`.
     """
 
     itemsize: int
@@ -187,6 +284,8 @@ class SwapSettings:
     delayed: bool = False
     state_format: str = "fp32"
     sub_group_numel: int = AUTO_SUB_GROUP_NUMEL
+    ratio: float = 1.0
+    state_limits: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -236,34 +335,35 @@ def count_state_arrays(name: str, params: Mapping[str, Any]) -> tuple[int, bool]
 
 def gpt_need(shape: GPTShape, settings: SwapSettings) -> SwapNeed:
     """What layout/units.py, optim/state_layout.py and plan/planner.py come to for the built-in GPT, to the byte."""
-    param = state = elements = persistent_numel = 0
+    param = persistent_numel = 0
     room = settings.max_host_param_numel
-    for numels in _groups(shape, settings.unit_cap_numel):
-        units: dict[bool, list[int]] = {}
-        for numel in numels:
+    flats: list[tuple[int, list[tuple[int, int]]]] = []
+    members_of: list[list[int]] = []
+    for group in _groups(shape, settings.unit_cap_numel):
+        units: dict[bool, list[tuple[int, bool]]] = {}
+        for numel, embedding in group:
             persistent = (
                 numel <= settings.persistence_numel and persistent_numel + numel <= settings.max_persistent_numel
             )
             persistent_numel += numel if persistent else 0
-            units.setdefault(persistent, []).append(numel)
-        for persistent, members in units.items():
-            stop = param_starts(members, settings.itemsize)[-1] + members[-1]
-            padded = flat_numel(stop, settings.itemsize)
-            if settings.whole_parameters:
-                state += 4 * padded
-                state += settings.state_arrays * sum(align_up(4 * numel, PAGE_NBYTES) for numel in members)
-            else:
-                elements += padded
+            units.setdefault(persistent, []).append((numel, embedding))
+        for persistent, entries in units.items():
+            members = [numel for numel, _ in entries]
+            starts = param_starts(members, settings.itemsize)
+            padded = flat_numel(starts[-1] + members[-1], settings.itemsize)
+            spans = [(starts[i], starts[i] + numel) for i, (numel, embedding) in enumerate(entries) if embedding]
+            flats.append((padded, spans))
+            members_of.append(members)
             if persistent:
                 continue
             if sum(members) <= room:
                 room -= sum(members)
             else:
                 param += padded * settings.itemsize
-    state += _elementwise_nbytes(elements, settings)
     param = param if settings.param_paths else 0
+    state = _nvme_state(flats, members_of, settings) if settings.state_paths else 0
     reads = 3 if settings.state_format == "bf16_remainder" else 2
-    return SwapNeed(param, param if settings.delayed else 0, state if settings.state_paths else 0, reads)
+    return SwapNeed(param, param if settings.delayed else 0, state, reads)
 
 
 STATE_ITEMSIZES = {
@@ -275,28 +375,48 @@ STATE_ITEMSIZES = {
 """state_format -> bytes of a master, and of an element of a state array."""
 
 
-def _elementwise_nbytes(elements: int, settings: SwapSettings) -> int:
-    """Masters and state of sub-groups that are cut anywhere: all but the last are full."""
+def _nvme_state(
+    flats: Sequence[tuple[int, Sequence[tuple[int, int]]]], members_of: Sequence[Sequence[int]], settings: SwapSettings
+) -> int:
+    """Of an optimizer whose last tier is nvme. `members_of`: elements of the parameters of each flat."""
+    apart = is_split("nvme", settings.ratio, settings.state_limits)
+    if not apart and not settings.whole_parameters:  # cut anywhere: all sub-groups but the last are full
+        size = max(CUT_NUMEL, align_up(settings.sub_group_numel, CUT_NUMEL))
+        count, rest = divmod(sum(numel for numel, _ in flats), size)
+        return count * _state_nbytes(size, (), settings) + _state_nbytes(rest, (), settings)
+    sized = []
+    for subgroup in cut_flats(flats, settings.sub_group_numel, not settings.whole_parameters, apart):
+        numel = sum(numel for _, _, numel in subgroup.stretches)
+        members = [member for index, _, _ in subgroup.stretches for member in members_of[index]]
+        sized.append((_state_nbytes(numel, members, settings), subgroup.embedding))
+    tiers = place_state(sized, "nvme", settings.ratio, settings.state_limits)
+    return sum(nbytes for index, (nbytes, _) in enumerate(sized) if tiers[index] == "nvme")
+
+
+def _state_nbytes(numel: int, members: Sequence[int], settings: SwapSettings) -> int:
+    """Of a sub-group; with `whole_parameters` its parameters have `members` elements."""
+    if settings.whole_parameters:
+        return 4 * numel + settings.state_arrays * sum(align_up(4 * member, PAGE_NBYTES) for member in members)
     master, array = STATE_ITEMSIZES[settings.state_format]
-    size = max(CUT_NUMEL, align_up(settings.sub_group_numel, CUT_NUMEL))
-    total = 0
-    for numel, count in ((size, elements // size), (elements % size, 1)):
-        one = align_up(array * numel, PAGE_NBYTES)
-        if settings.state_format == "lossy_8bit_moments":
-            one += align_up(4 * numel // QUANTIZED_BLOCK_NUMEL, PAGE_NBYTES)
-        total += count * (master * numel + settings.state_arrays * one)
-    return total
+    one = align_up(array * numel, PAGE_NBYTES)
+    if settings.state_format == "lossy_8bit_moments":
+        one += align_up(4 * numel // QUANTIZED_BLOCK_NUMEL, PAGE_NBYTES)
+    return master * numel + settings.state_arrays * one
 
 
-def _groups(shape: GPTShape, given_cap: int | None) -> list[list[int]]:
-    """Elements of the parameters of each group that the walk of layout/units.py stops at, in its order."""
-    before, block, after = shape.leaves
+def _groups(shape: GPTShape, given_cap: int | None) -> list[list[tuple[int, bool]]]:
+    """Elements of the parameters of each group that the walk of layout/units.py stops at, in its order, and whether
+    each is an embedding.
+    """
+    before, block, after = ([[(numel, False) for numel in leaf] for leaf in leaves] for leaves in shape.leaves)
+    before = [[(numel, True) for numel, _ in leaf] for leaf in before]
     total = shape.num_parameters
     cap = unit_cap(total, given_cap)
-    whole_block = [[numel for leaf in block for numel in leaf]]
+    whole_block = [[entry for leaf in block for entry in leaf]]
     if shape.layers == 1 and total <= cap:
-        return [[numel for group in before + whole_block + after for numel in group]]
-    return before + (whole_block if sum(whole_block[0]) <= cap else block) * shape.layers + after
+        return [[entry for group in before + whole_block + after for entry in group]]
+    whole = sum(numel for numel, _ in whole_block[0]) <= cap
+    return before + (whole_block if whole else block) * shape.layers + after
 
 
 # Directories and drives.

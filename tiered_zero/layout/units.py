@@ -46,8 +46,11 @@ def list_params(model: nn.Module, cast: Callable[[torch.dtype], torch.dtype]) ->
         raise ModelError(
             "The model has no parameters; there is nothing to train. Pass the torch.nn.Module to be trained."
         )
+    embeddings = {module.weight for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))}
     return {
-        param: ParamSpec(first, tuple(param.shape), cast(param.dtype), param.requires_grad, index, tuple(others))
+        param: ParamSpec(
+            first, tuple(param.shape), cast(param.dtype), param.requires_grad, index, tuple(others), param in embeddings
+        )
         for index, (param, (first, *others)) in enumerate(names.items())
     }
 

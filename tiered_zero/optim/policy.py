@@ -11,6 +11,12 @@ backward in such a step, or a look at weights before step(), is refused, for it 
 exact steps the update of step i runs while forward and backward of step i+1 compute with the parameters from before
 it: theta(i+1) = update(theta(i), gradient at theta(i-1)). New 16-bit parameters are written behind the scenes and
 gradients are double-buffered, so neither side sees the other's half-done work; the next step() publishes.
+
+[Note: State on several tiers]
+Sub-groups whose state rests on the device are updated by the driver inside step(), in compute's own order: nothing is
+gained by running them later, for compute would wait for itself, and no stream has to be ordered after another. The
+others follow as above, but do not begin in backward. `delayed` is refused with such state, and where all state is on
+the device `barrier` is taken.
 """
 
 from __future__ import annotations
@@ -177,7 +183,12 @@ class OverlappedPolicy(UpdatePolicy):
                 self._publish(unit, opened.job)
             opened.finish(gradients)
             return
-        job = UpdateJob(gradients, grad_scale, freeze_groups(self._groups), {})
+        groups = freeze_groups(self._groups)
+        on_device: bool | None = None
+        if self._stepper.has_device_state:  # [Note: State on several tiers]
+            self._step(UpdateJob(gradients, grad_scale, groups, {}, on_device=True))
+            on_device = False
+        job = UpdateJob(gradients, grad_scale, groups, {}, on_device=on_device)
         for unit in self._units:
             self._publish(unit, job)
         self._start(job)

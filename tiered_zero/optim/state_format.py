@@ -10,12 +10,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
 from tiered_zero.errors import ConfigError
-from tiered_zero.layout.flat import Unit
+from tiered_zero.layout.subgroups import SubGroup
 from tiered_zero.optim.adam import AdamRule
 from tiered_zero.optim.master_format import FullMasters, MasterFormat, RemainderMasters
 from tiered_zero.optim.quantized import QuantizedAdam
@@ -41,21 +41,22 @@ def master_format(name: str) -> MasterFormat:
     return RemainderMasters() if name == "bf16_remainder" else FullMasters()
 
 
-def check_params(masters: MasterFormat, units: Iterable[Unit], tiers: Mapping[int, str], optimizer_tier: str) -> None:
+def check_params(
+    masters: MasterFormat, subgroups: Iterable[SubGroup], param_tiers: Mapping[int, str], state_tiers: Sequence[str]
+) -> None:
     """Raises ConfigError for parameters of which no master can be made where the update runs."""
-    for unit in units:
-        if not masters.needs_params or not unit.trainable:
-            continue
+    held = ((segment.unit, state_tiers[subgroup.index]) for subgroup in subgroups for segment in subgroup.segments)
+    for unit, state_tier in held if masters.needs_params else ():
         if unit.dtype != torch.bfloat16:
             raise ConfigError(
                 "tiered_zero.state_format bf16_remainder: expected bfloat16 parameters, half of each fp32 master; "
                 f"found {str(unit.dtype).removeprefix('torch.')} ({unit.entries[0].param.name}). Set "
                 "bf16.enabled, or write fp32."
             )
-        if (tiers[unit.index] == "device") != (optimizer_tier == "device"):
+        if (param_tiers[unit.index] == "device") != (state_tier == "device"):
             place, cure = (
                 ("on the device and its optimizer does not", _OFF_THE_DEVICE)
-                if tiers[unit.index] == "device"
+                if param_tiers[unit.index] == "device"
                 else ("off the device and its optimizer on it", "set offload_optimizer.device to cpu or nvme")
             )
             raise ConfigError(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -30,7 +31,8 @@ class UpdateJob:
     `groups`: the param groups' values as they were when the step was taken. `param_kind`: which home of a unit takes
     the new parameters ("param", or "param_back" behind the scenes). `publications`: unit index -> what to complete when
     the unit's parameters are written. `every_subgroup`: also those without a gradient, whose parameters are written
-    anew. `queue`: sub-groups that become ready one by one; None: all those with a gradient are.
+    anew. `queue`: sub-groups that become ready one by one; None: all those with a gradient are. `on_device`: only those
+    whose state rests on the device (True) or does not (False); the others count as written.
     """
 
     gradients: StepGradients
@@ -40,6 +42,7 @@ class UpdateJob:
     param_kind: str = "param"
     every_subgroup: bool = False
     queue: ReadyQueue | None = None
+    on_device: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,11 @@ class StreamingStepper:
         self._scalars: dict[tuple[int, int], dict[str, Any]] = {}
         self._born: set[int] = set()
 
+    @cached_property
+    def has_device_state(self) -> bool:
+        """Whether the state of some sub-group rests on the device. Homes of state never change."""
+        return any(self._updates_on_device(layout.subgroup) for layout in self._layouts)
+
     def take_over(self, scalars: Mapping[tuple[int, int], dict[str, Any]]) -> None:
         """State that was written to the sub-groups' homes beforehand: (sub-group, piece) -> its scalars."""
         self._scalars.update(scalars)
@@ -107,6 +115,8 @@ class StreamingStepper:
         opened: deque[Work] = deque()
         written: deque[Work] = deque()
         try:
+            for skipped in queue.take_skipped():
+                progress.count(skipped.subgroup)
             while opened or written or queue.wait():
                 while (layout := queue.peek()) is not None and (work := self._open_nowait(job, layout)) is not None:
                     queue.take(layout)
@@ -124,8 +134,8 @@ class StreamingStepper:
                     self._finish(written[0], progress)
                     written.popleft()
                     must_wait = False
-            for layout in queue.take_skipped():
-                progress.count(layout.subgroup)
+            for skipped in queue.take_skipped():
+                progress.count(skipped.subgroup)
         except BaseException as error:
             progress.fail(error)
             self._abandon([*opened, *written])
@@ -136,6 +146,8 @@ class StreamingStepper:
         skipped: list[StateLayout] = []
         for layout in self._layouts:
             todo = job.every_subgroup or has_gradient(layout.subgroup, job.gradients)
+            if job.on_device is not None:
+                todo &= self._updates_on_device(layout.subgroup) == job.on_device
             (ready if todo else skipped).append(layout)
         queue = ReadyQueue(ready, skipped)
         queue.close()
@@ -192,10 +204,34 @@ class StreamingStepper:
     def _update(self, work: Work, job: UpdateJob) -> None:
         for segment in work.subgroup.segments:
             job.gradients.land(segment.unit)
-        with self._runtime.recorder.span("update", "update", f"sub-group {work.subgroup.index}"):
-            self._step_runs(work, job)
+        with (
+            self._runtime.recorder.span("update", "update", f"sub-group {work.subgroup.index}"),
+            self._gradients(work, job.gradients) as grads,
+        ):
+            self._step_runs(work, job, grads)
 
-    def _step_runs(self, work: Work, job: UpdateJob) -> None:
+    @contextmanager
+    def _gradients(self, work: Work, gradients: StepGradients) -> Iterator[list[torch.Tensor]]:
+        """Each segment's gradients, beside the state. Those of a unit whose state is split over tiers rest in host
+        memory: for the part on the device they go back there, into the room of gradients in flight, all landed by now.
+        """
+        segments = work.subgroup.segments
+        grads = [self._slice(gradients.flat(segment.unit), segment) for segment in segments]
+        on_device = self._updates_on_device(work.subgroup)
+        away = [i for i, segment in enumerate(segments) if on_device and not gradients.on_device(segment.unit)]
+        if not away:
+            yield grads
+            return
+        nbytes = sum(grads[index].nbytes for index in away)
+        self._runtime.ledger.charge("device", "gradient_in_flight", nbytes)
+        try:
+            for index in away:
+                grads[index] = grads[index].to(work.raw.device, copy=True)
+            yield grads
+        finally:
+            self._runtime.ledger.discharge("device", "gradient_in_flight", nbytes)
+
+    def _step_runs(self, work: Work, job: UpdateJob, grads: Sequence[torch.Tensor]) -> None:
         layout, gradients = work.layout, job.gradients
         if work.subgroup.index not in self._born:
             self._give_birth(work, job)
@@ -203,8 +239,7 @@ class StreamingStepper:
         members: list[list[Piece]] = []
         master, settle = layout.master(work.raw), layout.masters.settle
         work.outs = self._make_outs(work, job)
-        for segment, out in zip(work.subgroup.segments, work.outs, strict=True):
-            grad = gradients.flat(segment.unit)[segment.unit_start : segment.unit_start + segment.numel]
+        for segment, out, grad in zip(work.subgroup.segments, work.outs, grads, strict=True):
             position = 0  # in the segment, as are `first` and `last`
             for pieces in self._stretches(work, segment, gradients):
                 first, last = pieces[0].start - segment.start, pieces[-1].stop - segment.start

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from tiered_zero.errors import ConfigError, PlanError
 from tiered_zero.layout.flat import Unit
+from tiered_zero.layout.swap_bytes import TIERS, place_state
 from tiered_zero.plan.rows import PlanRow, format_table
 from tiered_zero.sizes import MIB, PAGE_NBYTES, align_up, format_nbytes
 
@@ -27,7 +28,8 @@ class Wishes:
 
     `param_tier`, `optimizer_tier`: "device", "host" or "nvme". `max_host_param_numel`: with nvme, elements of paged
     parameters that rest in host memory instead. `limits`: tier -> (bytes, the name of the setting or fact that says
-    so).
+    so). `ratio`: the share of the optimizer's bytes that leaves the device. `state_limits`: tier -> most bytes of state
+    on it; what may not rest on a faster tier rests on `optimizer_tier`.
     """
 
     param_tier: str
@@ -43,28 +45,34 @@ class Wishes:
     num_param_staging: int | None = None
     num_state_staging: int | None = None
     state_format: str = "fp32"
+    ratio: float = 1.0
+    state_limits: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class SubGroupNeed:
-    """`state_nbytes`: its slot, masters and state. `out_nbytes`: its 16-bit parameters where they are staged."""
+    """`state_nbytes`: its slot, masters and state. `parts`: unit index -> its elements of the unit. `embedding`: it
+    goes to faster tiers before others.
+    """
 
     state_nbytes: int
-    out_nbytes: int
+    parts: Mapping[int, int]
+    embedding: bool = False
 
 
 @dataclass(frozen=True)
 class Plan:
     """Every size and placement of a run. `param_tiers`: unit index -> tier, "device" for those that never leave it.
 
-    `live_nbytes`: bytes of paged units on the device at once; `most_live_nbytes`: as many as the config allows, for
-    code that uses more units at the same time than a forward of nested modules does. `in_flight_nbytes`: gradients on
-    their way to the host.
+    `state_tiers`: sub-group index -> tier. `gradient_tiers`: trainable unit -> "device" where all its state rests
+    there, so that gradients and update stay there too, else "host". `live_nbytes`: bytes of paged units on the device
+    at once; `most_live_nbytes`: as many as the config allows, for code that uses more units at the same time than a
+    forward of nested modules does. `in_flight_nbytes`: gradients on their way to the host.
     """
 
     param_tiers: Mapping[int, str]
-    optimizer_tier: str
-    gradient_tier: str
+    state_tiers: Sequence[str]
+    gradient_tiers: Mapping[int, str]
     live_nbytes: int
     prefetch_numel: int
     reuse_numel: int
@@ -77,6 +85,7 @@ class Plan:
     most_live_nbytes: int = 0
     rows: tuple[PlanRow, ...] = ()
     limits: Mapping[str, tuple[int, str]] = field(default_factory=dict)
+    state_limits: Mapping[str, int] = field(default_factory=dict)
 
     def nbytes(self, tier: str, kind: str | None = None) -> int:
         """Planned bytes of a tier, or of one kind on it."""
@@ -102,6 +111,17 @@ class Plan:
                 f"({source}). "
                 f"Largest: {largest.what} {format_nbytes(largest.nbytes)}. {_advice(tier, largest.kind)}\n{self.text}"
             )
+        for tier, most in self.state_limits.items():
+            needed = self.nbytes(tier, "state")
+            if needed > most:
+                slower = (
+                    "let more rest on a faster tier" if tier == "nvme" else "name a slower tier in offload_optimizer"
+                )
+                raise PlanError(
+                    f"The plan puts {format_nbytes(needed)} of master weights and optimizer state on tier {tier}; "
+                    f"{format_nbytes(most)} is allowed (tiered_zero.state_limits.{tier}), {needed - most} bytes too "
+                    f"little. Raise it, or {slower}.\n{self.text}"
+                )
 
 
 def make_plan(units: Sequence[Unit], needs: Sequence[SubGroupNeed], wishes: Wishes) -> Plan:
@@ -111,21 +131,28 @@ def make_plan(units: Sequence[Unit], needs: Sequence[SubGroupNeed], wishes: Wish
     resident = [unit for unit in units if tiers[unit.index] == "device"]
     trainable = [unit for unit in units if unit.trainable]
     on_nvme = [unit for unit in paged if tiers[unit.index] == "nvme"]
-    gradient_tier = "device" if wishes.optimizer_tier == "device" else "host"
+    sized = [(need.state_nbytes, need.embedding) for need in needs]
+    state_tiers = place_state(sized, wishes.optimizer_tier, wishes.ratio, wishes.state_limits)
+    gradient_tiers = _place_gradients(trainable, needs, state_tiers, wishes.optimizer_tier)
     copies = 2 if wishes.delayed else 1
-    gradients = copies * sum(gradient_nbytes(unit, wishes.sums_gradients) for unit in trainable)
-    state = sum(need.state_nbytes for need in needs)
-    in_flight = max((unit.nbytes for unit in trainable), default=0) if gradient_tier == "host" else 0
-    fixed = _total(resident) + in_flight + (gradients + state if wishes.optimizer_tier == "device" else 0)
+    gradients = dict.fromkeys(TIERS, 0)
+    for unit in trainable:
+        gradients[gradient_tiers[unit.index]] += copies * gradient_nbytes(unit, wishes.sums_gradients)
+    state = dict.fromkeys(TIERS, 0)
+    for need, tier in zip(needs, state_tiers, strict=True):
+        state[tier] += need.state_nbytes
+    to_host = [unit for unit in trainable if gradient_tiers[unit.index] == "host"]
+    back = _back_on_device_nbytes(to_host, needs, state_tiers, wishes.sums_gradients)
+    in_flight = max([back, *(unit.nbytes for unit in to_host)])
+    fixed = _total(resident) + in_flight + gradients["device"] + state["device"]
     room = wishes.limits.get("device", (1 << 62, ""))[0] - fixed
     live = _live_nbytes(paged, wishes, room)
     most_live = min(room, wishes.max_live_numel * max((unit.dtype.itemsize for unit in paged), default=0))
     param_staging = _param_staging(on_nvme, wishes)
-    state_staging = _state_staging(needs, wishes)
-    largest_param = max((e.param.numel * u.dtype.itemsize for u in trainable for e in u.entries), default=0)
-    gradient_staging = (
-        (min(largest_param, MAX_AUTO_STAGING_NBYTES), 1) if gradient_tier == "host" and trainable else (0, 0)
-    )
+    itemsizes = {unit.index: unit.dtype.itemsize for unit in units}
+    state_staging = _state_staging(needs, state_tiers, tiers, itemsizes, wishes)
+    largest_param = max((e.param.numel * u.dtype.itemsize for u in to_host for e in u.entries), default=0)
+    gradient_staging = (min(largest_param, MAX_AUTO_STAGING_NBYTES), 1) if to_host else (0, 0)
     rows = [
         PlanRow("device", "param", _total(resident), "parameters that stay on the device"),
         PlanRow("device", "param_window", live, "paged parameters in use, fetched ahead or kept"),
@@ -133,21 +160,27 @@ def make_plan(units: Sequence[Unit], needs: Sequence[SubGroupNeed], wishes: Wish
         PlanRow("host", "param", _total(u for u in paged if tiers[u.index] == "host"), "parameters"),
         PlanRow("nvme", "param", _total(on_nvme), "parameters"),
         *(_back_rows(trainable, tiers) if wishes.delayed else ()),
-        PlanRow(
-            gradient_tier,
-            "gradient",
-            gradients,
-            "gradients" + (" (fp32 sums)" if wishes.sums_gradients else "") + (", twice" if wishes.delayed else ""),
+        *(
+            PlanRow(
+                tier,
+                "gradient",
+                nbytes,
+                "gradients" + (" (fp32 sums)" if wishes.sums_gradients else "") + (", twice" if wishes.delayed else ""),
+            )
+            for tier, nbytes in gradients.items()
         ),
-        PlanRow(wishes.optimizer_tier, "state", state, f"master weights and optimizer state ({wishes.state_format})"),
+        *(
+            PlanRow(tier, "state", nbytes, f"master weights and optimizer state ({wishes.state_format})")
+            for tier, nbytes in state.items()
+        ),
         PlanRow("host", "staging_param", _pool(param_staging), "parameter staging buffers"),
         PlanRow("host", "staging_state", _pool(state_staging), "optimizer staging buffers"),
         PlanRow("host", "staging_gradient", _pool(gradient_staging), "gradient staging buffer"),
     ]
     return Plan(
         tiers,
-        wishes.optimizer_tier,
-        gradient_tier,
+        state_tiers,
+        gradient_tiers,
         live,
         wishes.prefetch_numel,
         wishes.reuse_numel,
@@ -160,6 +193,33 @@ def make_plan(units: Sequence[Unit], needs: Sequence[SubGroupNeed], wishes: Wish
         max(live, min(_total(paged), most_live)),
         tuple(row for row in rows if row.nbytes),
         dict(wishes.limits),
+        dict(wishes.state_limits),
+    )
+
+
+def _place_gradients(
+    trainable: Sequence[Unit], needs: Sequence[SubGroupNeed], state_tiers: Sequence[str], last: str
+) -> dict[int, str]:
+    """Unit index -> tier, see Plan. A unit that no sub-group holds follows the last tier."""
+    tiers_of: dict[int, set[str]] = {}
+    for need, tier in zip(needs, state_tiers, strict=True):
+        for index in need.parts:
+            tiers_of.setdefault(index, set()).add(tier)
+    return {u.index: "device" if tiers_of.get(u.index, {last}) == {"device"} else "host" for u in trainable}
+
+
+def _back_on_device_nbytes(
+    to_host: Sequence[Unit], needs: Sequence[SubGroupNeed], state_tiers: Sequence[str], sums: bool
+) -> int:
+    """Gradients of a unit that is split over tiers go back for the update on the device, a sub-group at a time."""
+    itemsizes = {unit.index: 4 if sums else unit.dtype.itemsize for unit in to_host}
+    return max(
+        (
+            sum(numel * itemsizes.get(index, 0) for index, numel in need.parts.items())
+            for need, tier in zip(needs, state_tiers, strict=True)
+            if tier == "device"
+        ),
+        default=0,
     )
 
 
@@ -247,11 +307,23 @@ def _param_staging(on_nvme: Sequence[Unit], wishes: Wishes) -> tuple[int, int]:
     return align_up(size, PAGE_NBYTES), wishes.num_param_staging or NUM_PARAM_STAGING
 
 
-def _state_staging(needs: Sequence[SubGroupNeed], wishes: Wishes) -> tuple[int, int]:
-    staged = [need.out_nbytes + (need.state_nbytes if wishes.optimizer_tier == "nvme" else 0) for need in needs]
-    if not any(staged):
-        return 0, 0
-    return max(staged), min(len(needs), wishes.num_state_staging or NUM_STATE_STAGING)
+def _state_staging(
+    needs: Sequence[SubGroupNeed],
+    state_tiers: Sequence[str],
+    param_tiers: Mapping[int, str],
+    itemsizes: Mapping[int, int],
+    wishes: Wishes,
+) -> tuple[int, int]:
+    """State that is not updated in place, and 16-bit parameters that the update cannot write where they belong. See
+    StreamingStepper.
+    """
+    staged = []
+    for need, tier in zip(needs, state_tiers, strict=True):
+        in_place = "device" if tier == "device" else "host"
+        out = sum(numel * itemsizes[i] for i, numel in need.parts.items() if param_tiers[i] != in_place)
+        staged.append(out + (need.state_nbytes if tier == "nvme" else 0))
+    count = sum(nbytes > 0 for nbytes in staged)
+    return (max(staged), min(count, wishes.num_state_staging or NUM_STATE_STAGING)) if count else (0, 0)
 
 
 def _pool(staging: tuple[int, int]) -> int:

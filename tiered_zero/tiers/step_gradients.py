@@ -12,11 +12,13 @@ from tiered_zero.layout.flat import ParamSpec, Unit
 
 @dataclass(frozen=True)
 class UnitShare:
-    """`flat`: [P], in place. `present`: parameters (by index) that have a gradient. `last`: its landing on the host."""
+    """`flat`: [P], in place. `present`: parameters (by index) that have a gradient. `last`: its landing on the host.
+    `on_device`: it rests on the device."""
 
     flat: torch.Tensor
     present: frozenset[int]
     last: Event | None
+    on_device: bool = False
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,9 @@ class StepGradients:
 
     def flat(self, unit: Unit) -> torch.Tensor:
         return self.shares[unit.index].flat
+
+    def on_device(self, unit: Unit) -> bool:
+        return self.shares[unit.index].on_device
 
     def has(self, unit: Unit, param: ParamSpec) -> bool:
         """Whether autograd gave this parameter a gradient in this step."""

@@ -1,0 +1,65 @@
+"""State on several tiers beside a real device: the overlapped update is ordered as the one inside step() is."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import tiered_zero
+
+pytestmark = pytest.mark.gpu
+
+WIDTH = 512
+
+
+class Tower(nn.Module):
+    """An embedding, eight layers and the tied head: large enough for updates to take longer than their launch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(4096, WIDTH)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(8))
+        self.head = nn.Linear(WIDTH, 4096, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = x + layer(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
+
+
+def weights_after(update: str, param: str, clipping: float, swap: Path, device: str) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_clipping": clipping,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": {"device": param, "nvme_path": str(swap), "max_in_cpu": 0},
+            "offload_optimizer": {"device": "nvme", "nvme_path": str(swap), "ratio": 0.4},
+            "stage3_param_persistence_threshold": WIDTH,
+            "sub_group_size": 100_000,
+        },
+        "tiered_zero": {"device": device, "update": update, "state_limits": {"host": "4MiB"}},
+    }
+    with tiered_zero.initialize(model=Tower(), config=config)[0] as engine:
+        assert set(engine.plan.state_tiers) == {"device", "host", "nvme"}
+        for number in range(12):
+            generator = torch.Generator().manual_seed(number)
+            tokens = torch.randint(4096, (4, 64), generator=generator).to(engine.device)
+            engine.backward(engine(tokens))
+            engine.step()
+        return {name: value.cpu() for name, value in engine.module.state_dict().items()}
+
+
+@pytest.mark.parametrize("clipping", [0.0, 0.5])
+@pytest.mark.parametrize("param", ["none", "cpu", "nvme"])
+def test_overlapped_has_the_bits_of_barrier(param, clipping, tmp_path, device="cuda"):
+    barrier, overlapped = (
+        weights_after(update, param, clipping, tmp_path, device) for update in ("barrier", "overlapped")
+    )
+    assert all(torch.equal(barrier[name], overlapped[name]) for name in barrier)

@@ -1,0 +1,232 @@
+"""State on several tiers at once: the bits of plain PyTorch, whatever part of it rests where."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from tests.parity.models import ParityGPT, batch, groups
+from tests.parity.trainers import Plain, Record, assert_same_bits, follow, tiered, train
+from tiered_zero.errors import ConfigError
+from tiered_zero.optim.stepper import StreamingStepper
+
+OPTIMIZERS = {
+    "adamw": lambda model: torch.optim.AdamW(groups(model), lr=3e-3),
+    "adafactor": lambda model: torch.optim.Adafactor([p for p in model.parameters() if p.requires_grad]),
+    "rmsprop": lambda model: torch.optim.RMSprop(groups(model), lr=1e-3, centered=True),
+}
+
+SUB_GROUP = 12 * 2048
+"""Bytes of the smallest sub-group under AdamW: a master and two moments."""
+
+MIXTURES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "device+host": ("cpu", {"ratio": 0.6}, {}),
+    "device+nvme": ("nvme", {}, {"state_limits": {"device": 7 * SUB_GROUP}}),
+    "host+nvme": ("nvme", {}, {"state_limits": {"host": "150KiB", "nvme": "1GiB"}}),
+    "device+host+nvme": ("nvme", {"ratio": 0.8}, {"state_limits": {"host": 5 * SUB_GROUP}}),
+    "all on device": ("nvme", {"ratio": 0}, {}),
+}
+"""(offload_optimizer.device, further keys of offload_optimizer, of tiered_zero)."""
+
+RUNS = [
+    ("none", "overlapped", 1, 0.0),
+    ("cpu", "overlapped", 3, 0.5),
+    ("nvme", "overlapped", 1, 0.5),
+    ("nvme", "overlapped", 3, 0.0),
+    ("none", "barrier", 3, 0.0),
+    ("cpu", "barrier", 1, 0.5),
+]
+"""(offload_param.device, update, accumulation, clipping)."""
+
+
+def build() -> ParityGPT:
+    torch.manual_seed(0)
+    return ParityGPT()
+
+
+def data(number: int) -> tuple[Any, ...]:
+    return (*batch(number), number % 5 == 1)
+
+
+def split(swap_path: Any, mixture: str, param: str = "cpu", optimizer: str = "adamw", **options: Any) -> Any:
+    """An engine, its state spread as the mixture says, a block a unit of several sub-groups. `options`: of `tiered`."""
+    device, offload, own = MIXTURES[mixture]
+    zero = {"offload_optimizer": {"device": device, "nvme_path": str(swap_path), **offload}, **options.pop("zero", {})}
+    runtime = {"unit_size_cap": 20_000, **own, **options.pop("runtime", {})}
+    return tiered(build(), swap_path, (param, device), OPTIMIZERS[optimizer], zero=zero, runtime=runtime, **options)
+
+
+@functools.cache
+def reference(optimizer: str, accumulation: int, clipping: float, backwards: int = 1) -> Record:
+    trainer = Plain(build(), OPTIMIZERS[optimizer], accumulation, clipping)
+    return follow(lambda own: train(own, data, 6, accumulation, backwards), trainer)
+
+
+def tiers_used(engine: Any) -> set[str]:
+    return set(engine.plan.state_tiers)
+
+
+@pytest.mark.parametrize(("param", "update", "accumulation", "clipping"), RUNS)
+@pytest.mark.parametrize("mixture", MIXTURES)
+def test_six_steps_give_the_bits_of_plain_torch(
+    mixture: str, param: str, update: str, accumulation: int, clipping: float, swap_path: Any
+) -> None:
+    engine = split(swap_path, mixture, param, accumulation=accumulation, clipping=clipping, runtime={"update": update})
+    wanted = {"device"} if mixture == "all on device" else set(mixture.split("+"))
+    assert tiers_used(engine) == wanted
+    found = follow(lambda own: train(own, data, 6, accumulation), engine)
+    assert_same_bits(reference("adamw", accumulation, clipping), found)
+    assert not any(swap_path.iterdir())
+
+
+@pytest.mark.parametrize("mixture", ["device+nvme", "host+nvme", "device+host+nvme"])
+@pytest.mark.parametrize(
+    ("sub_group", "persistence", "unit_cap", "backwards"),
+    [(5000, 100, None, 1), (2048, 10**6, None, 2), (2048, 0, 3000, 1), (20_000, 40, 3000, 1)],
+)
+def test_cuts_persistent_parameters_and_units_of_any_size(
+    mixture: str, sub_group: int, persistence: int, unit_cap: int | None, backwards: int, swap_path: Any
+) -> None:
+    zero = {"sub_group_size": sub_group, "stage3_param_persistence_threshold": persistence}
+    engine = split(swap_path, mixture, "nvme", clipping=0.5, zero=zero, runtime={"unit_size_cap": unit_cap})
+    found = follow(lambda own: train(own, data, 6, 1, backwards), engine)
+    assert_same_bits(reference("adamw", 1, 0.5, backwards), found)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("mixture", MIXTURES)
+def test_half_precision_has_the_bits_of_any_other_placement(mixture: str, precision: str, swap_path: Any) -> None:
+    top = {precision: {"enabled": True}}
+
+    def script(trainer: Any) -> list[Any]:
+        return train(trainer, data, 6, 2)
+
+    whole = tiered(build(), swap_path, ("cpu", "nvme"), OPTIMIZERS["adamw"], 2, 0.5, **top)
+    expected = follow(script, whole)
+    assert_same_bits(expected, follow(script, split(swap_path, mixture, accumulation=2, clipping=0.5, **top)))
+
+
+@pytest.mark.parametrize("ratio", [0.9, 0.55, 0.4, 0.1])
+def test_the_ratio_is_what_rests_off_the_device(ratio: float, swap_path: Any) -> None:
+    offload = {"device": "nvme", "nvme_path": str(swap_path), "ratio": ratio}
+    with tiered(build(), swap_path, zero={"offload_optimizer": offload}) as engine:
+        state = {tier: kinds["state"]["now"] for tier, kinds in engine.memory_report().items() if "state" in kinds}
+        assert state.keys() == {"device", "nvme"}
+        assert 0 <= state["nvme"] - ratio * sum(state.values()) < SUB_GROUP
+
+
+def test_embeddings_come_first_and_a_unit_may_be_split(swap_path: Any) -> None:
+    """The embedding is one sub-group, so the first block follows it; its gradients leave the device and come back."""
+    with split(swap_path, "device+nvme") as engine:
+        plan, layouts = engine.plan, engine._parts.policy._stepper._layouts
+        (first,) = [layout.subgroup for layout in layouts if layout.subgroup.embedding]
+        assert {piece.param.name for piece in first.pieces} == {"tokens.weight"}
+        assert plan.state_tiers[first.index] == "device"
+        others = [layout.subgroup.index for layout in layouts if not layout.subgroup.embedding]
+        assert [plan.state_tiers[index] for index in others] == ["device"] * 6 + ["nvme"] * (len(others) - 6)
+        tiers_of: dict[int, set[str]] = {}
+        for layout in layouts:
+            for segment in layout.subgroup.segments:
+                tiers_of.setdefault(segment.unit.index, set()).add(plan.state_tiers[layout.subgroup.index])
+        assert {"device", "nvme"} in tiers_of.values()
+        assert {index for index, tier in plan.gradient_tiers.items() if tier == "device"} == {
+            index for index, tiers in tiers_of.items() if tiers == {"device"}
+        }
+        charged: list[int] = []
+        charge = engine._parts.runtime.ledger.charge
+        engine._parts.policy._stepper._runtime.ledger.charge = lambda tier, kind, nbytes: (
+            charged.append(nbytes) if (tier, kind) == ("device", "gradient_in_flight") else None,
+            charge(tier, kind, nbytes),
+        )
+        train(engine, batch, 1)
+        assert charged[-1] == 4 * 2048, "a sub-group's gradients of the unit that is split"
+
+
+@pytest.mark.parametrize("optimizer", ["rmsprop", "adafactor"])
+@pytest.mark.parametrize("mixture", MIXTURES)
+def test_a_rule_of_torchs_own(mixture: str, optimizer: str, swap_path: Any) -> None:
+    """The second needs whole parameters, so that sub-groups are cut between units."""
+    engine = split(swap_path, mixture, optimizer=optimizer)
+    assert len(tiers_used(engine)) > (mixture != "all on device")
+    found = follow(lambda own: train(own, data, 6), engine)
+    assert_same_bits(reference(optimizer, 1, 0.0), found)
+
+
+def test_what_rests_on_the_device_waits_for_nothing_else(swap_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Units whose state is on the device are published while the first update elsewhere has not even begun."""
+    begin = threading.Event()
+    update = StreamingStepper._update
+
+    def late(self: StreamingStepper, work: Any, job: Any) -> None:
+        assert self._updates_on_device(work.subgroup) or begin.wait(10)
+        update(self, work, job)
+
+    monkeypatch.setattr(StreamingStepper, "_update", late)
+    with split(swap_path, "device+nvme") as engine:
+        inventory, tiers = engine._parts.pager._inventory, engine.plan.gradient_tiers
+        units = [residency.unit for residency in engine._parts.pager._residencies.values() if residency.unit.trainable]
+        engine.backward(engine(*batch(0)))
+        engine.step()
+        for unit in units:
+            if tiers[unit.index] == "device":
+                inventory.published(unit).wait()
+        done = {unit.name for unit in units if inventory.published(unit).done()}
+        begin.set()
+        assert {"tokens:float32"} < done < {unit.name for unit in units}
+        assert done >= {unit.name for unit in units if tiers[unit.index] == "device"}
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("clipping", [0.0, 0.5])
+@pytest.mark.parametrize("mixture", list(MIXTURES)[:4])
+def test_under_random_delays(mixture: str, clipping: float, seed: int, swap_path: Any) -> None:
+    own = {"debug_delay_seed": seed, "debug_poison": True}
+    engine = split(swap_path, mixture, "nvme", clipping=clipping, runtime=own)
+    assert_same_bits(reference("adamw", 1, clipping), follow(lambda trainer: train(trainer, data, 6), engine))
+
+
+def test_the_delayed_update_is_the_same_on_host_and_nvme_together(swap_path: Any) -> None:
+    own = {"update": "delayed", "delay_start_step": 2}
+    whole = tiered(build(), swap_path, ("cpu", "cpu"), OPTIMIZERS["adamw"], runtime=own)
+    expected = follow(lambda trainer: train(trainer, data, 8), whole)
+    engine = split(swap_path, "host+nvme", runtime=own)
+    assert tiers_used(engine) == {"host", "nvme"}
+    assert_same_bits(expected, follow(lambda trainer: train(trainer, data, 8), engine))
+
+
+def test_a_setting_that_moves_nothing_is_said(swap_path: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with split(swap_path, "device+host", zero={"sub_group_size": 10**9}) as engine:
+        assert tiers_used(engine) == {"device", "host"}, "the embedding is a sub-group of its own"
+        assert not caplog.records
+    offload = {"device": "cpu", "ratio": 0.99}
+    with tiered(
+        build(), swap_path, ("cpu", "cpu"), zero={"offload_optimizer": offload, "sub_group_size": 10**9}
+    ) as engine:
+        assert tiers_used(engine) == {"host"}
+    assert [r.getMessage() for r in caplog.records if "offload_optimizer.ratio: no sub-group" in r.getMessage()]
+
+
+@pytest.mark.parametrize("mixture", ["device+host", "device+nvme", "device+host+nvme"])
+def test_the_delayed_update_refuses_state_on_the_device(mixture: str, swap_path: Any) -> None:
+    with pytest.raises(ConfigError, match=r"delayed needs the whole optimizer off the device.*found .*(ratio|limits)"):
+        split(swap_path, mixture, runtime={"update": "delayed"})
+    assert not any(swap_path.iterdir())
+
+
+@pytest.mark.parametrize("state_format", ["bf16_remainder", "lossy_bf16_moments", "lossy_8bit_moments"])
+@pytest.mark.parametrize("mixture", ["device+nvme", "host+nvme"])
+def test_a_state_format_has_its_bits_on_any_mixture(mixture: str, state_format: str, swap_path: Any) -> None:
+    top = {"bf16": {"enabled": True}}
+    own = {"state_format": state_format}
+    if state_format == "bf16_remainder" and "device" in mixture:
+        with pytest.raises(ConfigError, match="expected parameters where the update can read them"):
+            split(swap_path, mixture, runtime=own, **top)
+        return
+    whole = tiered(build(), swap_path, ("cpu", "cpu"), OPTIMIZERS["adamw"], runtime=own, **top)
+    expected = follow(lambda trainer: train(trainer, data, 6), whole)
+    engine = split(swap_path, mixture, runtime=own, **top)
+    assert_same_bits(expected, follow(lambda trainer: train(trainer, data, 6), engine))
