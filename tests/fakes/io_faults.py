@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import final
 
 from tiered_zero.errors import TransferError
@@ -80,16 +81,17 @@ class FaultyEngine(IOEngine):
     def open(self, path: str, *, create: bool = False, writable: bool = True) -> File:
         return self.inner.open(path, create=create, writable=writable)
 
-    def read(self, file: File, offset: int, into: memoryview) -> Ticket:
+    def read(self, file: File, offset: int, into: memoryview, *, urgent: bool = False) -> Ticket:
         fault, request = self._admit("read", file, offset, into.nbytes)
+        read = partial(self.inner.read, file, offset, urgent=urgent)
         if fault is None:
-            return self._passed(self.inner.read(file, offset, into))
+            return self._passed(read(into))
         if fault.effect == "flip":
-            return _FlippedTicket(self, self.inner.read(file, offset, into), into, fault.at)
+            return _FlippedTicket(self, read(into), into, fault.at)
         if fault.effect == "stall":
-            return _StalledTicket(self, request, lambda: self.inner.read(file, offset, into))
+            return _StalledTicket(self, request, lambda: read(into))
         if fault.effect == "short":
-            self.inner.read(file, offset, into[: _half(into, file)]).wait()
+            read(into[: _half(into, file)]).wait()
         return self._failed(fault, request)
 
     def write(self, file: File, offset: int, data: memoryview) -> Ticket:

@@ -74,14 +74,15 @@ class SyncEngine(IOEngine):
         self.operations.append(("create" if create else "open", path))
         return SyncFile(path, os.open(path, flags, 0o600))
 
-    def read(self, file: File, offset: int, into: memoryview) -> Ticket:
+    def read(self, file: File, offset: int, into: memoryview, *, urgent: bool = False) -> Ticket:
         def work() -> None:
             data = os.pread(file.fd, len(into), offset)
             if len(data) != len(into):
                 raise TransferError(f"{file.path}: {len(data)} of {len(into)} bytes at offset {offset}")
             into[:] = data
 
-        return self._submit(Request("read", file.path, offset, len(into)), ("read", file.path, offset, len(into)), work)
+        request = Request("read", file.path, offset, len(into), urgent)
+        return self._submit(request, ("read", file.path, offset, len(into)), work)
 
     def write(self, file: File, offset: int, data: memoryview) -> Ticket:
         request = Request("write", file.path, offset, len(data))

@@ -209,6 +209,21 @@ def sync_behind_a_slow_write(scene: Scene) -> str:
 
 
 @case
+def urgent_read_in_a_deep_queue(scene: Scene) -> str:
+    """every read takes 10 ms, and an urgent one comes behind 40 that are not"""
+    scene.arm("read", 0, "stall", 10)
+    plain = [scene.engine.read(scene.file, 0, memoryview(mmap(-1, NBYTES))) for _ in range(40)]
+    urgent = scene.engine.read(scene.file, 0, scene.into[:BLOCK_NBYTES], urgent=True)
+    urgent.wait()
+    num_left = sum(not ticket.done() for ticket in plain)
+    for ticket in plain:
+        ticket.wait()
+    return (
+        "came first" if num_left > 30 and scene.into[:BLOCK_NBYTES] == scene.data[:BLOCK_NBYTES] else f"{num_left} left"
+    )
+
+
+@case
 def stalled(scene: Scene) -> str:
     """a read hangs for 1.5 s where 0.3 s are allowed"""
     scene.engine.io_timeout_s = 0.3

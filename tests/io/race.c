@@ -25,6 +25,7 @@ static void *submit_and_wait(void *argument)
             request->nbytes = kind == 1 ? 0 : NUM_NBYTES;
             request->memory = kind == 0 ? data : back;
             request->alignment = 1;
+            request->urgent = kind == 2 && turn % 2;
             tz_submit(pool, request);
             if (kind == 1) {
                 while (!tz_wait(pool, request, 1000))

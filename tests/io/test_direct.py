@@ -90,6 +90,31 @@ def test_a_wait_lets_other_threads_run(native_dir: Path) -> None:
     engine.close()
 
 
+def test_urgent_reads_are_claimed_before_all_that_no_worker_has(tmp_path: Path, swap_path: Path) -> None:
+    include = f"-I{DIRECT_IO_SOURCE.parent}"
+    library_path = compile_shared(ROOT / "tests/io/gated_reads.c", tmp_path / "gated_reads.so", include)
+    library = ctypes.CDLL(str(library_path))
+    num_noted = ctypes.c_int.in_dll(library, "num_noted")
+    settings = IOSettings(block_size=4096, queue_depth=1)
+    engine = NativeEngine(direct=False, alignment=1, settings=settings, io_timeout_s=20.0, library_path=library_path)
+    path = swap_path / "data"
+    path.write_bytes(bytes(16 * 4096))
+    file = engine.open(str(path))
+    tickets = [engine.write(file, 0, pages(4096)), engine.sync(file)]
+    tickets += [engine.read(file, number * 4096, pages(2 * 4096)) for number in (0, 2)]
+    while not num_noted.value:
+        time.sleep(0.001)
+    tickets += [engine.read(file, number * 4096, pages(2 * 4096), urgent=True) for number in (8, 10)]
+    tickets += [engine.read(file, 4 * 4096, pages(4096)), engine.write(file, 0, pages(4096)), engine.sync(file)]
+    ctypes.c_int.in_dll(library, "gate_is_open").value = 1
+    for ticket in tickets:
+        ticket.wait()
+    noted = (ctypes.c_long * num_noted.value).in_dll(library, "noted")
+    assert [offset // 4096 for offset in noted] == [0, 8, 9, 10, 11, 1, 2, 3, 4]
+    file.close()
+    engine.close()
+
+
 def test_thousands_of_small_requests(native_dir: Path, swap_path: Path) -> None:
     engine = build(native_dir)
     file = engine.open(str(swap_path / "data"), create=True)

@@ -40,6 +40,7 @@ EXPECTED = {
     "eagain_for_ever": r"read of 8192 bytes .* (EAGAIN|EIO) .*\(16 calls\)",
     "truncated": r"read of 40960 bytes .* met the end of the file: .* the file has 39960 bytes",
     "sync_behind_a_slow_write": "synced after it",
+    "urgent_read_in_a_deep_queue": "came first",
     "stalled": r"read of 8192 bytes .* made no progress for 0\.3 s .*\n.*: 1 requests in flight\n.* 8192 bytes at 0 ",
 }
 

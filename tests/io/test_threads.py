@@ -73,6 +73,35 @@ def test_the_queue_does_not_drain_between_requests(
         file.close()
 
 
+def test_urgent_reads_are_taken_before_all_that_no_worker_has(
+    build: Build, swap_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offsets: list[int] = []
+    gate = threading.Event()
+    real = os.preadv
+
+    def preadv(fd: int, views: list[memoryview], offset: int) -> int:
+        offsets.append(offset // 4096)
+        gate.wait(5.0)
+        return real(fd, views, offset)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    path = swap_path / "data"
+    path.write_bytes(bytes(32 * 4096))
+    engine = build(queue_depth=1)
+    file = engine.open(str(path))
+    tickets = [engine.read(file, 0, pages(16 * 4096)), engine.read(file, 16 * 4096, pages(4096))]
+    while not offsets:
+        time.sleep(0.001)
+    tickets += [engine.read(file, number * 4096, pages(2 * 4096), urgent=True) for number in (20, 22)]
+    tickets.append(engine.read(file, 24 * 4096, pages(4096)))
+    gate.set()
+    for ticket in tickets:
+        ticket.wait()
+    assert offsets == [0, 20, 22, 8, 16, 24]
+    file.close()
+
+
 def test_a_sync_comes_after_the_writes_before_it(
     build: Build, swap_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

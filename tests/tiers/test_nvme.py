@@ -121,3 +121,18 @@ def test_chunks_with_free_buffers_are_read_before_the_lane_reaches_them(swap_pat
         event.wait()
         assert num_reads == 2, "one for each free buffer"
         assert torch.equal(out, data)
+
+
+@pytest.mark.parametrize("num_buffers", [1, 2])  # chunks are read from the lane too, and not only at once
+def test_fetches_are_urgent_and_reads_of_state_are_not(swap_path: Path, num_buffers: int) -> None:
+    engine = SyncEngine(held=[])
+    with open_rig("nvme", swap_path, num_buffers=num_buffers, engine=engine) as rig:
+        home, data = fill(rig, "a", 4)
+        assert engine.held is not None
+        engine.held.clear()
+        rig.tier.fetch(home.slot, torch.zeros_like(data)).wait()
+        with rig.buffers.lease(PAGE_NBYTES) as lease:
+            rig.tier.read(home.slot, lease).wait()
+            rig.tier.write(home.slot, lease).wait()
+        kinds = [(ticket.request.kind, ticket.request.urgent) for ticket in engine.held]
+        assert kinds == [("read", True)] * 4 + [("read", False), ("write", False)]

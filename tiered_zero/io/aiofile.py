@@ -11,7 +11,7 @@ from typing import Any, final
 from tiered_zero.errors import ConfigError
 from tiered_zero.io.disk_file import DiskFile, transfer_error
 from tiered_zero.io.engine import IOSettings
-from tiered_zero.io.pieces import Piece, PieceEngine, Progress
+from tiered_zero.io.pieces import Piece, PieceEngine, PieceQueue, Progress
 
 
 @final
@@ -30,6 +30,7 @@ class AiofilesEngine(PieceEngine):
         except ImportError as error:
             raise ConfigError(f"the package aiofiles cannot be imported ({error})") from error
         super().__init__(direct=direct, alignment=alignment, settings=settings, io_timeout_s=io_timeout_s)
+        self._queues: dict[DiskFile, PieceQueue] = {}  # under the engine's lock
         self._locks: dict[DiskFile, asyncio.Lock] = {}
         self._handles: dict[DiskFile, Any] = {}
         self._executor = ThreadPoolExecutor(settings.num_workers, thread_name_prefix="tiered-zero-aiofiles")
@@ -41,11 +42,15 @@ class AiofilesEngine(PieceEngine):
         return self.settings.block_nbytes * self.settings.queue_depth
 
     def _enqueue(self, piece: Piece) -> None:
-        asyncio.run_coroutine_threadsafe(self._run(piece), self._loop)
+        self._queues.setdefault(piece.ticket.file, PieceQueue()).put(piece)
+        asyncio.run_coroutine_threadsafe(self._run_next(piece.ticket.file), self._loop)
 
-    async def _run(self, piece: Piece) -> None:
+    async def _run_next(self, file: DiskFile) -> None:
+        """The file's next piece: called once for each."""
         error: BaseException | None = None
-        async with self._locks.setdefault(piece.ticket.file, asyncio.Lock()):
+        async with self._locks.setdefault(file, asyncio.Lock()):
+            with self._lock:
+                piece = self._queues[file].take()
             if self.begin(piece):
                 try:
                     await self._carry_out(piece)
@@ -87,6 +92,7 @@ class AiofilesEngine(PieceEngine):
     def _settle(self, file: DiskFile | None) -> bool:
         settled = super()._settle(file)
         if settled and file is not None:
+            self._queues.pop(file, None)
             self._locks.pop(file, None)
             self._handles.pop(file, None)
         return settled

@@ -33,6 +33,7 @@ class _Request(ctypes.Structure):
         ("memory", ctypes.c_void_p),
         ("alignment", ctypes.c_int32),
         ("drop_pages", ctypes.c_int32),
+        ("urgent", ctypes.c_int32),
         ("num_unclaimed", ctypes.c_int64),
         ("num_running", ctypes.c_int32),
         ("num_blockers", ctypes.c_int32),
@@ -105,6 +106,7 @@ class NativeTicket(DiskTicket):
             memory=memory_address(view),
             alignment=file.alignment,
             drop_pages=not file.direct,
+            urgent=request.urgent,
         )
         self._error: TransferError | None = None
 

@@ -74,10 +74,10 @@ class DiskEngine(IOEngine):
         fd = open_descriptor(path, create=create, writable=writable, direct=self.direct)
         return DiskFile(path, fd, alignment=self.alignment, direct=self.direct, settle=self._settle)
 
-    def read(self, file: File, offset: int, into: memoryview) -> Ticket:
+    def read(self, file: File, offset: int, into: memoryview, *, urgent: bool = False) -> Ticket:
         if into.readonly:
             raise TransferError(f"read at offset {offset} of {file.path}: the memory to read into is read-only")
-        return self._submit("read", file, offset, into)
+        return self._submit("read", file, offset, into, urgent)
 
     def write(self, file: File, offset: int, data: memoryview) -> Ticket:
         return self._submit("write", file, offset, data)
@@ -117,11 +117,11 @@ class DiskEngine(IOEngine):
     def _stop(self, idle: bool) -> None:
         """End the workers; `idle` is False if some are stuck in a system call and must be abandoned."""
 
-    def _submit(self, kind: str, file: File, offset: int, data: memoryview) -> Ticket:
+    def _submit(self, kind: str, file: File, offset: int, data: memoryview, urgent: bool = False) -> Ticket:
         assert isinstance(file, DiskFile), f"{file} was not opened by an engine on disk files"
         self._check_usable(file)
         view = data.cast("B") if data.nbytes else memoryview(b"")
-        request = Request(kind, file.path, offset, view.nbytes)
+        request = Request(kind, file.path, offset, view.nbytes, urgent)
         if file.alignment > 1 and view.nbytes:
             _check_aligned(request, view, file.alignment)
         return self._start(kind, file, request, view)

@@ -41,13 +41,14 @@ class IOSettings:
 class Request:
     """What one ticket was asked for: for error texts and the in-flight table.
 
-    `kind`: "read", "write" or "sync". `offset`, `nbytes`: bytes (0 for a sync).
+    `kind`: "read", "write" or "sync". `offset`, `nbytes`: bytes (0 for a sync). `urgent`: of a read.
     """
 
     kind: str
     path: str
     offset: int
     nbytes: int
+    urgent: bool = False
 
 
 class File(ABC):
@@ -104,7 +105,10 @@ class IOEngine(ABC):
         """Open (or create, mode 0600, O_EXCL|O_NOFOLLOW) a data file. Raises TransferError."""
 
     @abstractmethod
-    def read(self, file: File, offset: int, into: memoryview) -> Ticket: ...
+    def read(self, file: File, offset: int, into: memoryview, *, urgent: bool = False) -> Ticket:
+        """`urgent`: somebody waits for it now. It goes before all requests that are not; blocks that a worker has taken
+        go on. The others wait for as long as there are urgent ones: the caller bounds these.
+        """
 
     @abstractmethod
     def write(self, file: File, offset: int, data: memoryview) -> Ticket: ...

@@ -6,6 +6,7 @@ import errno
 import threading
 import time
 from abc import abstractmethod
+from collections import deque
 from dataclasses import dataclass
 from typing import final
 
@@ -117,6 +118,22 @@ class Piece:
     ticket: PieceTicket
     offset: int
     view: memoryview
+
+
+@final
+class PieceQueue:
+    """Pieces that no worker has taken yet: the urgent ones, then the others, both in the order in which they came. The
+    caller sees to it that one thread at a time is in it."""
+
+    def __init__(self) -> None:
+        self._urgent: deque[Piece] = deque()
+        self._others: deque[Piece] = deque()
+
+    def put(self, piece: Piece) -> None:
+        (self._urgent if piece.ticket.request.urgent else self._others).append(piece)
+
+    def take(self) -> Piece:
+        return (self._urgent or self._others).popleft()
 
 
 class PieceEngine(DiskEngine):

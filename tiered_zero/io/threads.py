@@ -11,7 +11,7 @@ from typing import final
 from tiered_zero.errors import ConfigError
 from tiered_zero.io.disk_file import transfer_error
 from tiered_zero.io.engine import IOSettings
-from tiered_zero.io.pieces import Piece, PieceEngine, Progress
+from tiered_zero.io.pieces import Piece, PieceEngine, PieceQueue, Progress
 
 _MAX_BLOCKS_A_CALL = 8
 
@@ -31,7 +31,8 @@ class ThreadsEngine(PieceEngine):
         if not (hasattr(os, "preadv") and hasattr(os, "pwritev")):
             raise ConfigError("this platform has no preadv and pwritev")
         super().__init__(direct=direct, alignment=alignment, settings=settings, io_timeout_s=io_timeout_s)
-        self._queue: SimpleQueue[Piece | None] = SimpleQueue()
+        self._queue = PieceQueue()  # under the engine's lock
+        self._calls: SimpleQueue[bool] = SimpleQueue()  # True for each piece that was put there, False to end a worker
         self._workers = [
             threading.Thread(target=self._work, name=f"tiered-zero-io-{index}", daemon=True)
             for index in range(settings.num_workers)
@@ -46,14 +47,15 @@ class ThreadsEngine(PieceEngine):
 
     def _enqueue(self, piece: Piece) -> None:
         self._queue.put(piece)
+        self._calls.put(True)
 
     def _work(self) -> None:
-        while self._run(self._queue.get()):
-            pass  # no name here holds on to a finished piece, and with it to its memory
+        while self._calls.get():
+            self._run()  # no name here holds on to a finished piece, and with it to its memory
 
-    def _run(self, piece: Piece | None) -> bool:
-        if piece is None:
-            return False
+    def _run(self) -> None:
+        with self._lock:
+            piece = self._queue.take()
         error: BaseException | None = None
         if self.begin(piece):
             try:
@@ -61,11 +63,10 @@ class ThreadsEngine(PieceEngine):
             except BaseException as failure:  # whatever it is, it belongs to the ticket and must not end the worker
                 error = failure
         self.end(piece, error)
-        return True
 
     def _stop(self, idle: bool) -> None:
         for _ in self._workers:
-            self._queue.put(None)
+            self._calls.put(False)
         for worker in self._workers if idle else ():
             worker.join()
 

@@ -1,9 +1,9 @@
 /* A pool of threads that moves blocks between memory and files; bound with ctypes by tiered_zero/io/direct.py.
  *
- * A request of any size is one tz_submit and one tz_wait. The pool keeps the unfinished requests in one list, in the
- * order in which they came. A free worker takes the next unclaimed block of the oldest request that has one, so that
- * the device's queue drains neither between requests nor between files. A sync waits until the writes to its
- * descriptor that stand before it in the list are finished.
+ * A request of any size is one tz_submit and one tz_wait. The pool keeps the unfinished requests in one list: urgent
+ * reads, then all others, both in the order in which they came. A free worker takes the next unclaimed block of the
+ * first request that has one, so that the device's queue drains neither between requests nor between files. A sync
+ * waits until the writes to its descriptor that stand before it in the list are finished.
  *
  * Everything is guarded by the pool's one mutex, except for the system calls themselves and `finished`: that is stored
  * last (release), after which the pool does not touch the request again, and its owner may free it.
@@ -34,6 +34,7 @@ typedef struct tz_request {
     char *memory;
     int32_t alignment;  /* of O_DIRECT; 1 if buffered */
     int32_t drop_pages; /* buffered: ask for the pages to be dropped from the cache */
+    int32_t urgent;     /* of a read: its blocks are claimed before those of all that are not */
     /* The pool's, until `finished`. */
     int64_t num_unclaimed; /* bytes that no worker has taken yet; a sync counts as one byte */
     int32_t num_running;   /* blocks in system calls */
@@ -163,6 +164,19 @@ static void finish(tz_pool *pool, tz_request *request)
     request->finished_ns = now_ns();
     __atomic_store_n(&request->finished, 1, __ATOMIC_RELEASE);
     pthread_cond_broadcast(&pool->done);
+}
+
+/* Mutex held. Writes and syncs keep their order. */
+static void enlist(tz_pool *pool, tz_request *request)
+{
+    tz_request *next = NULL;
+    if (request->urgent)
+        for (next = pool->first; next && next->urgent;)
+            next = next->next;
+    request->next = next;
+    request->previous = next ? next->previous : pool->last;
+    *(request->previous ? &request->previous->next : &pool->first) = request;
+    *(next ? &next->previous : &pool->last) = request;
 }
 
 /* Mutex held. At most num_threads requests before the answer are fully claimed. */
@@ -295,9 +309,7 @@ void tz_submit(tz_pool *pool, tz_request *request)
         for (tz_request *earlier = pool->first; earlier; earlier = earlier->next)
             request->num_blockers += earlier->kind == TZ_WRITE && earlier->fd == request->fd;
     }
-    request->previous = pool->last;
-    *(pool->last ? &pool->last->next : &pool->first) = request;
-    pool->last = request;
+    enlist(pool, request);
     if (!request->num_unclaimed)
         finish(pool, request); /* a request for nothing */
     else if (request->num_unclaimed > pool->block_nbytes)

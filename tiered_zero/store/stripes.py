@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, final
 
@@ -109,8 +110,8 @@ class StripedFiles:
         piece = next(self.stripes.pieces(offset, 1))
         return self._files[piece.file_index].path, piece.file_offset
 
-    def read(self, offset: int, into: memoryview) -> list[Ticket]:
-        return self._submit(self._engine.read, offset, into)
+    def read(self, offset: int, into: memoryview, *, urgent: bool = False) -> list[Ticket]:
+        return self._submit(partial(self._engine.read, urgent=urgent), offset, into)
 
     def write(self, offset: int, data: memoryview) -> list[Ticket]:
         return self._submit(self._engine.write, offset, data)

@@ -171,11 +171,11 @@ class SwapStore:
         """Bytes read without a checksum over them, by category; see the package's text for when that is."""
         return self._counts("unverified")
 
-    def read(self, record: Record, into: memoryview, offset: int = 0) -> Ticket:
+    def read(self, record: Record, into: memoryview, offset: int = 0, *, urgent: bool = False) -> Ticket:
         """Fill `into` from the record's byte `offset`; both in whole pages, the memory page-aligned.
 
-        `wait()` raises TransferError, or CorruptionError when the bytes are not those written. Raises StoreError here
-        for bytes that were never written.
+        `urgent`: see IOEngine.read. `wait()` raises TransferError, or CorruptionError when the bytes are not those
+        written. Raises StoreError here for bytes that were never written.
         """
         self._check()
         into = memoryview(into).cast("B")
@@ -184,7 +184,9 @@ class SwapStore:
         checks = [] if self._checksums == "off" else [r for r in ranges if r.digest is not None]
         checks = [r for r in checks if offset <= r.start and r.end <= end]
         runs = join(Range(max(r.start, offset), min(r.end, end), r.slot, None) for r in ranges)
-        return self._start("read", record, into, offset, runs, partial(self._end_read, record, into, offset, checks))
+        submit = partial(self._files.read, urgent=urgent)
+        settle = partial(self._end_read, record, into, offset, checks)
+        return self._start("read", submit, record, into, offset, runs, settle)
 
     def write(self, record: Record, data: memoryview, offset: int = 0) -> Ticket:
         """Write `data` at the record's byte `offset`; both in whole pages, the memory page-aligned.
@@ -205,9 +207,8 @@ class SwapStore:
         hashing = Once(compute)
         if self._checksums != "off":
             self._hashing.submit(hashing.run)
-        return self._start(
-            "write", record, data, offset, runs, partial(self._end_write, record, offset, hashing, written)
-        )
+        settle = partial(self._end_write, record, offset, hashing, written)
+        return self._start("write", self._files.write, record, data, offset, runs, settle)
 
     def commit(self, step: int, metadata: Mapping[str, Any]) -> None:
         """Make all committed records, as written so far, the durable state `step`. `metadata`: JSON only.
@@ -284,6 +285,7 @@ class SwapStore:
     def _start(
         self,
         kind: str,
+        submit: Callable[[int, memoryview], list[Ticket]],
         record: Record,
         memory: memoryview,
         offset: int,
@@ -291,7 +293,6 @@ class SwapStore:
         settle: Callable[[Exception | None], None],
     ) -> Ticket:
         """Submit the runs of one request and have the ticket settled even if nobody waits for it."""
-        submit = self._files.read if kind == "read" else self._files.write
         addresses = [record.offsets[run.slot] + run.start for run in runs]
         request = Request(kind, *self._files.locate(addresses[0]), len(memory))
         parts: list[Ticket] = []

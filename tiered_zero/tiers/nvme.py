@@ -107,7 +107,8 @@ class NvmeTier(Tier):
 
         Chunks whose buffer is free are read at once; the job takes buffers for the others. While a job with such chunks
         is queued, later fetches take no buffer either, so a buffer is only ever waited for behind jobs ahead on the
-        lane.
+        lane. The reads are urgent, unlike those of the state: compute waits for them, and the prefetch limit bounds
+        them, so that the state's wait no longer than it takes to read that much.
         """
         target = as_bytes(out)
         record = self._records[slot.name]
@@ -123,7 +124,7 @@ class NvmeTier(Tier):
                         chunk.lease = self._staging.lease_nowait(align_up(chunk.part.numel(), PAGE_NBYTES), record.name)
                     chunks.append(chunk)
                     if chunk.lease:
-                        chunk.read = self._read(record, chunk.lease.memory, offset)
+                        chunk.read = self._read(record, chunk.lease.memory, offset, urgent=True)
                 deferred = chunks[-1].lease is None
                 self._deferred += deferred
             before = [self._accelerator.record_compute()] + ([after] if after else [])
@@ -141,7 +142,7 @@ class NvmeTier(Tier):
                 nbytes = align_up(chunk.part.numel(), PAGE_NBYTES)
                 lease = chunk.lease or self._staging.lease(nbytes, record.name, lane="gather")
                 with lease:
-                    read = chunk.read or self._read(record, lease.memory, chunk.offset)
+                    read = chunk.read or self._read(record, lease.memory, chunk.offset, urgent=True)
                     with self._recorder.span("gather", "wait_param", record.name):
                         read.wait()
                     with self._recorder.span("gather", "fetch", record.name, chunk.part.numel()):
@@ -151,8 +152,8 @@ class NvmeTier(Tier):
             with self._lock:
                 self._deferred -= deferred
 
-    def _read(self, record: Record, into: memoryview, offset: int) -> TicketEvent:
-        return TicketEvent(self._store.read(record, into, offset), record.name, self._recorder)
+    def _read(self, record: Record, into: memoryview, offset: int, *, urgent: bool = False) -> TicketEvent:
+        return TicketEvent(self._store.read(record, into, offset, urgent=urgent), record.name, self._recorder)
 
     def close(self) -> None:
         """The records end with their store."""
