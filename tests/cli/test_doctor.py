@@ -25,7 +25,8 @@ from tiered_zero.sizes import GIB
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = [
     "engine native", "engine threads", "engine aiofiles", "O_DIRECT", "file system", "free space", "host memory",
-    "cgroup memory", "memlock limit", "processors", "C compiler", "update kernel", "torch", "CUDA", "pinned memory",
+    "cgroup memory", "memlock limit", "huge pages", "processors", "C compiler", "update kernel", "torch", "CUDA",
+    "pinned memory",
 ]  # fmt: skip
 
 

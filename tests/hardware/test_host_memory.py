@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tiered_zero.errors import BudgetError
 from tiered_zero.hardware.cpu import CpuAccelerator
 from tiered_zero.hardware.host_memory import HostArena
+from tiered_zero.hardware.probe import huge_pages
 from tiered_zero.sizes import MIB, PAGE_NBYTES, align_up
 from tiered_zero.telemetry.ledger import Ledger
 
@@ -177,8 +178,9 @@ def test_closing_gives_the_memory_back(ledger):
         assert _resident_nbytes() - before < 8 * MIB
 
 
-def test_a_forked_child_does_not_have_the_pages(arena):
-    """So that a child's copy-on-write cannot take a page from under a direct read that is in flight."""
+def test_a_forked_child_does_not_have_the_pages_and_they_may_be_huge(arena):
+    """So that a child's copy-on-write cannot take a page from under a direct read that is in flight, and so that direct
+    transfers pin few pages."""
     slot = arena.take(PAGE_NBYTES, "a")
     with open("/proc/self/smaps") as smaps:
         text = smaps.read()
@@ -189,6 +191,7 @@ def test_a_forked_child_does_not_have_the_pages(arena):
         if int(span.split("-")[0], 16) <= slot.tensor.data_ptr() < int(span.split("-")[1], 16)
     ]
     assert len(inside) == 1 and "dc" in inside[0].split()
+    assert huge_pages() is None or "hg" in inside[0].split()
 
 
 def _mappings(smaps):

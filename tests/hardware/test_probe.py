@@ -7,6 +7,7 @@ import pytest
 from tiered_zero.hardware.probe import (
     available_host_nbytes,
     cgroup_memory_limit_nbytes,
+    huge_pages,
     memlock_nbytes,
     num_cpus,
     probe_machine,
@@ -121,3 +122,13 @@ def test_this_machine():
     assert 1 <= facts.num_cpus <= (os.cpu_count() or 1)
     assert 0 < facts.available_host_nbytes <= facts.total_host_nbytes
     assert facts.torch_version
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [("[always] madvise never", "always"), ("always [madvise] never", "madvise"), ("always madvise [never]", "never")],
+)
+def test_the_huge_pages_in_force_stand_in_brackets(tree, tmp_path, text, found):
+    assert huge_pages(tmp_path) is None
+    tree[0]("kernel/mm/transparent_hugepage/enabled", text)
+    assert huge_pages(tmp_path) == found

@@ -45,7 +45,7 @@ def test_large_requests_take_few_calls_and_small_ones_one_each(
     engine = build()
     file = engine.open(str(swap_path / "data"), create=True)
     engine.write(file, 0, pages(4096 * 64)).wait()
-    assert sizes == [4096 * 8] * 8
+    assert sizes == [4096 * 4] * 16
     sizes.clear()
     for ticket in [engine.write(file, 0, pages(4096 * 2)) for _ in range(5)]:
         ticket.wait()
@@ -90,7 +90,7 @@ def test_urgent_reads_are_taken_before_all_that_no_worker_has(
     path.write_bytes(bytes(32 * 4096))
     engine = build(queue_depth=1)
     file = engine.open(str(path))
-    tickets = [engine.read(file, 0, pages(16 * 4096)), engine.read(file, 16 * 4096, pages(4096))]
+    tickets = [engine.read(file, 0, pages(8 * 4096)), engine.read(file, 16 * 4096, pages(4096))]
     while not offsets:
         time.sleep(0.001)
     tickets += [engine.read(file, number * 4096, pages(2 * 4096), urgent=True) for number in (20, 22)]
@@ -98,7 +98,7 @@ def test_urgent_reads_are_taken_before_all_that_no_worker_has(
     gate.set()
     for ticket in tickets:
         ticket.wait()
-    assert offsets == [0, 20, 22, 8, 16, 24]
+    assert offsets == [0, 20, 22, 4, 16, 24]
     file.close()
 
 

@@ -36,7 +36,7 @@ from tiered_zero.store.swap_dir import SwapDir
 
 BLOCKS = (256 * KIB, 512 * KIB, MIB, 2 * MIB, 4 * MIB)
 DEPTHS = (4, 8, 16, 32)
-DEFAULT = (MIB, 8)
+DEFAULT = (IOSettings.block_size, IOSettings.queue_depth)
 
 WANTED_NBYTES = GIB
 """The file: larger than what most drives cache."""

@@ -16,6 +16,7 @@ except ImportError:  # not a POSIX system
 
 PROC = Path("/proc")
 CGROUP = Path("/sys/fs/cgroup")
+SYSTEM = Path("/sys")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,15 @@ def memlock_nbytes() -> int | None:
         return None
     soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return None if soft == resource.RLIM_INFINITY else soft
+
+
+def huge_pages(system: Path = SYSTEM) -> str | None:
+    """Whether memory lies in transparent huge pages: "always", "madvise" (where asked for), "never"; None: not known.
+
+    /sys/kernel/mm/transparent_hugepage/enabled: all words, the one in force in brackets.
+    """
+    words = _read_text(system / "kernel" / "mm" / "transparent_hugepage" / "enabled").split()
+    return next((word.strip("[]") for word in words if word.startswith("[")), None)
 
 
 def _cgroup_folders(proc: Path, cgroup: Path, controller: str) -> Iterator[Path]:

@@ -13,7 +13,7 @@ from tiered_zero.io.disk_file import transfer_error
 from tiered_zero.io.engine import IOSettings
 from tiered_zero.io.pieces import Piece, PieceEngine, PieceQueue, Progress
 
-_MAX_BLOCKS_A_CALL = 8
+_MAX_BLOCKS_A_CALL = 4
 
 
 @final

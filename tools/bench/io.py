@@ -3,8 +3,11 @@
     python tools/bench/io.py --dir /mnt/nvme --out records/io.jsonl
 
 On one file in one run: fio (direct=1) at the best of a grid of its I/O engines, block sizes and depths, then each of
-our engines at the best of the same blocks and depths, in turns, so that a disk whose speed wanders wanders for all.
-Reading, writing, and half of each; and ours again while the main thread runs a pure Python loop. GB/s are 10**9.
+our engines at the best of the same blocks and depths. Reading, writing, and half of each; and ours again while the main
+thread runs a pure Python loop. Both work from memory in huge pages. GB/s are 10**9.
+
+A disk's speed wanders. So fio is measured before and after each measurement of ours, which is held against the mean of
+these two; `ratio_to_fio` is the median of that over the rounds, `ratio_of_medians` what the plain medians give.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -35,6 +39,12 @@ from tools.bench.record import append_record
 
 FIO_MODES = {"read": "read", "write": "write", "mixed": "readwrite"}
 FIO_ENGINES = ("psync", "libaio", "io_uring")
+NUM_IN_FLIGHT = 8
+"""Requests of 16 MiB. Beside Python a thread gets its turn after 5 ms or later; a disk of 6 GB/s moves 32 MiB in that
+time, and with 4 of them on their way it was seen to run dry."""
+
+HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+"""fio has its buffers from malloc; glibc 2.35 and later asks for huge pages (madvise) if told so."""
 
 
 class Way(NamedTuple):
@@ -61,7 +71,9 @@ class Bench(NamedTuple):
         command += [f"--filename={self.path}", f"--rw={FIO_MODES[mode]}", f"--runtime={self.seconds}"]
         command += [f"--ioengine={way.engine}", f"--bs={way.block_nbytes}", f"--iodepth={depth}"]
         command += [f"--numjobs={num_jobs}", f"--size={part_nbytes}", f"--offset_increment={part_nbytes}"]
-        out = subprocess.run([*command, "--output-format=json"], check=True, capture_output=True, text=True).stdout
+        command += ["--iomem_align=2m", "--output-format=json"]
+        environment = {**os.environ, **HUGE_PAGES}
+        out = subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
         (job,) = json.loads(out[out.index("{") :])["jobs"]
         return float(job["read"]["bw_bytes"] + job["write"]["bw_bytes"]) / 1e9
 
@@ -73,7 +85,8 @@ class Bench(NamedTuple):
             io_timeout_s=60.0,
         )
         try:
-            return measure_rate(engine, self.path, self.nbytes, mode, self.seconds) / 1e9
+            rate = measure_rate(engine, self.path, self.nbytes, mode, self.seconds, num_in_flight=NUM_IN_FLIGHT)
+            return rate / 1e9
         finally:
             engine.close()
 
@@ -99,30 +112,39 @@ def best(ways: Iterable[Way], measure: Callable[[Way], float]) -> Way:
     return max(rates, key=lambda way: rates[way])
 
 
+class Comparison(NamedTuple):
+    """By series: its best way; GB/s of each measurement; of ours, their ratios to fio right before and after each."""
+
+    ways: dict[str, Way]
+    samples: dict[str, list[float]]
+    ratios: dict[str, list[float]]
+
+
 def compare(
     bench: Bench, grid: list[tuple[int, int]], engines: list[str], num_rounds: int, with_fio: bool
-) -> tuple[dict[str, Way], dict[str, list[float]]]:
-    """(series -> its best way, series -> GB/s of each round)."""
-    ways: dict[str, Way] = {}
-    series: dict[str, Callable[[], float]] = {}
+) -> Comparison:
+    ways, samples, ratios = found = Comparison({}, defaultdict(list), defaultdict(list))
+    ours: dict[str, dict[str, Callable[[], float]]] = {mode: {} for mode in MODES}
     quick = bench._replace(seconds=bench.seconds / 3)
     for mode in MODES:
         if with_fio:
-            name = f"fio {mode}"
-            ways[name] = best(
-                (Way(engine, *point) for engine in FIO_ENGINES for point in grid), partial(quick.fio, mode)
-            )
-            series[name] = partial(bench.fio, mode, ways[name])
+            candidates = (Way(engine, *point) for engine in FIO_ENGINES for point in grid)
+            ways[f"fio {mode}"] = best(candidates, partial(quick.fio, mode))
         for engine in engines:
             name = f"{engine} {mode}"
             ways[name] = best((Way(engine, *point) for point in grid), partial(quick.ours, mode))
-            series[name] = partial(bench.ours, mode, ways[name])
-            series[f"{name} beside Python"] = partial(beside_python, series[name])
-    samples: dict[str, list[float]] = {name: [] for name in series}
-    for _ in range(num_rounds):
-        for name, measure in series.items():
+            idle = ours[mode][name] = partial(bench.ours, mode, ways[name])
+            ours[mode][f"{name} beside Python"] = partial(beside_python, idle)
+    for _, mode in itertools.product(range(num_rounds), MODES):
+        fio = samples[f"fio {mode}"] if with_fio else []
+        measure_fio = partial(bench.fio, mode, ways.get(f"fio {mode}"))
+        fio += [measure_fio()] if with_fio else []
+        for name, measure in ours[mode].items():
             samples[name].append(measure())
-    return ways, samples
+            if with_fio:
+                fio.append(measure_fio())
+                ratios[name].append(samples[name][-1] / statistics.mean(fio[-2:]))
+    return found
 
 
 def main() -> None:
@@ -148,19 +170,19 @@ def main() -> None:
         fill_file(path, options.nbytes)
         bench = Bench(path, options.nbytes, options.seconds, selection)
         grid = list(itertools.product(options.blocks, options.depths))
-        ways, samples = compare(bench, grid, options.engines, options.rounds, not options.smoke)
+        ways, samples, ratios = compare(bench, grid, options.engines, options.rounds, not options.smoke)
 
     medians = {name: statistics.median(values) for name, values in samples.items()}
     bound = {mode: medians.get(f"fio {mode}") for mode in MODES}
-    ratios = {}
+    to_fio = {name: round(statistics.median(values), 3) for name, values in ratios.items()}
+    of_medians = {name: round(medians[name] / medians[f"fio {name.split()[1]}"], 3) for name in ratios}
     for name, median in medians.items():
-        fio = bound[name.split()[1]]
-        ratios[name] = round(median / fio, 3) if fio else None
         way = ways[name.removesuffix(" beside Python")]
-        of_fio = f"{median / fio:6.1%} of fio" if fio else ""
-        print(f"{name:<30} {median:6.2f} GB/s  {of_fio:<14} {way.engine} {way.block_nbytes // KIB} KiB x {way.depth}")
+        of_fio = f"{to_fio[name]:4.0%} of fio, {of_medians[name]:4.0%} by medians" if name in ratios else ""
+        print(f"{name:<28} {median:5.2f} GB/s  {of_fio:<28}  {way.engine} {way.block_nbytes // KIB} KiB x {way.depth}")
     if options.out:
-        extra = {"unit": "GB/s", "ways": {name: way._asdict() for name, way in ways.items()}, "ratio_to_fio": ratios}
+        extra = {"unit": "GB/s", "ways": {name: way._asdict() for name, way in ways.items()}}
+        extra |= {"ratio_to_fio": to_fio, "ratio_of_medians": of_medians}
         access = {"direct": selection.direct, "alignment": selection.alignment, "reasons": selection.reasons}
         arguments = {key: value for key, value in vars(options).items() if key not in ("dir", "out")}
         append_record(options.out, "io", arguments, samples, bound, **extra, **access)
