@@ -16,14 +16,15 @@ def engine() -> FaultyEngine:
     return FaultyEngine(ThreadsEngine(direct=False, alignment=1, settings=IOSettings(), io_timeout_s=20.0))
 
 
+@pytest.mark.parametrize("one_memory", [False, True])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.usefixtures("no_leaks")
-def test_each_mode_has_a_rate(swap_path: Path, mode: str) -> None:
+def test_each_mode_has_a_rate(swap_path: Path, mode: str, one_memory: bool) -> None:
     path = swap_path / "data"
     fill_file(str(path), 4 * MIB)
     before = path.read_bytes()
     counting = engine()
-    rate = measure_rate(counting, str(path), 4 * MIB, mode, 0.05)
+    rate = measure_rate(counting, str(path), 4 * MIB, mode, 0.05, one_memory=one_memory)
     reads, writes = counting.count("read"), counting.count("write")
     assert rate > 0.0 and {"read": not writes, "write": not reads, "mixed": abs(reads - writes) <= 1}[mode]
     assert rate <= (reads + writes) * MIB / 0.05

@@ -59,17 +59,20 @@ def measure_rate(
     *,
     request_nbytes: int = 16 * MIB,
     num_in_flight: int = 4,
+    one_memory: bool = False,
 ) -> float:
     """Bytes/s of an existing file's first `nbytes`, read, written, or half and half ("mixed"), over and over.
 
     Keeps `num_in_flight` requests on their way for `seconds`, as the tiers do, and counts what was completed. Written
-    are random bytes. The memory is like the runtime's. Raises TransferError.
+    are random bytes. The memory is like the runtime's. `one_memory`: all requests share it, so that it is as small as a
+    request and may stay in the processor's cache. Raises TransferError.
     """
     request_nbytes = min(request_nbytes, nbytes // num_in_flight // PAGE_NBYTES * PAGE_NBYTES)
-    free = deque(_map(request_nbytes) for _ in range(num_in_flight))
+    memories = [_map(request_nbytes) for _ in range(1 if one_memory else num_in_flight)]
     random = os.urandom(request_nbytes)
-    for memory in free:
+    for memory in memories:
         memory[:] = random
+    free = deque(memories * (num_in_flight // len(memories)))
     file = engine.open(path)
     acts = [act for name, act in (("read", engine.read), ("write", engine.write)) if mode in (name, "mixed")]
     offsets = range(0, nbytes - request_nbytes + 1, request_nbytes)
