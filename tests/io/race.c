@@ -60,6 +60,7 @@ int main(int num_arguments, char **arguments)
         pthread_join(threads[index], NULL);
     num_wrong += !tz_failed(pool);
     tz_pool_close(pool, 0);
+    tz_pool_free(pool);
     if (num_wrong)
         fprintf(stderr, "%d wrong\n", num_wrong);
     return num_wrong != 0;

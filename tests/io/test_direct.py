@@ -1,6 +1,7 @@
 """What only the native engine shows: its library, and its rate beside a busy interpreter."""
 
 import ctypes
+import gc
 import shutil
 import subprocess
 import threading
@@ -113,6 +114,26 @@ def test_urgent_reads_are_claimed_before_all_that_no_worker_has(tmp_path: Path, 
     assert [offset // 4096 for offset in noted] == [0, 8, 9, 10, 11, 1, 2, 3, 4]
     file.close()
     engine.close()
+
+
+def test_the_pool_lives_as_long_as_a_ticket_that_may_ask_it(native_dir: Path, swap_path: Path) -> None:
+    engine = build(native_dir)
+    freed: list[object] = []
+    free_pool = engine.library.free_pool
+    engine.library.free_pool = freed.append
+    pool = engine.pool
+    file = engine.open(str(swap_path / "data"), create=True)
+    ticket = engine.write(file, 0, pages(4096))
+    file.close()
+    engine.close()
+    del engine, file
+    gc.collect()
+    assert not freed
+    ticket.wait()  # looks there for the last sign of life
+    del ticket
+    gc.collect()
+    assert freed == [pool]
+    free_pool(pool)
 
 
 def test_thousands_of_small_requests(native_dir: Path, swap_path: Path) -> None:

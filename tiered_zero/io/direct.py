@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+import weakref
 from pathlib import Path
 from typing import Final, final
 
@@ -65,6 +66,8 @@ class _Library:
         self.open_pool.argtypes = [ctypes.c_int32, ctypes.c_int64, ctypes.POINTER(ctypes.c_void_p)]
         self.close_pool = releasing.tz_pool_close
         self.close_pool.argtypes, self.close_pool.restype = [pool, ctypes.c_int32], None
+        self.free_pool = holding.tz_pool_free
+        self.free_pool.argtypes, self.free_pool.restype = [pool], None
         self.submit = holding.tz_submit
         self.submit.argtypes, self.submit.restype = [pool, request], None
         self.wait = releasing.tz_wait
@@ -200,3 +203,5 @@ class NativeEngine(DiskEngine):
         if not idle:
             _abandoned.append((self, list(self._unfinished)))
         self.library.close_pool(self.pool, not idle)
+        if idle:  # freed with the last ticket, which holds its engine: a thread may be about to ask the pool for one
+            weakref.finalize(self, self.library.free_pool, self.pool).atexit = False

@@ -254,8 +254,11 @@ void tz_pool_close(tz_pool *pool, int32_t abandon)
         else
             pthread_join(pool->threads[index], NULL);
     }
-    if (abandon)
-        return;
+}
+
+/* Of a pool that was closed and not abandoned, once nobody is in a call with it or will be. */
+void tz_pool_free(tz_pool *pool)
+{
     pthread_cond_destroy(&pool->work);
     pthread_cond_destroy(&pool->done);
     pthread_mutex_destroy(&pool->mutex);
@@ -291,10 +294,12 @@ int32_t tz_pool_open(int32_t num_threads, int64_t block_nbytes, tz_pool **result
     }
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     pthread_attr_destroy(&small_stack);
-    if (code)
+    if (code) {
         tz_pool_close(pool, 0);
-    else
+        tz_pool_free(pool);
+    } else {
         *result = pool;
+    }
     return code;
 }
 
@@ -319,7 +324,7 @@ void tz_submit(tz_pool *pool, tz_request *request)
     pthread_mutex_unlock(&pool->mutex);
 }
 
-/* 1 once finished, else 0 after `timeout_ns`. A finished request needs no pool any more. */
+/* 1 once finished, else 0 after `timeout_ns`. A finished request needs no worker any more. */
 int32_t tz_wait(tz_pool *pool, tz_request *request, int64_t timeout_ns)
 {
     if (__atomic_load_n(&request->finished, __ATOMIC_ACQUIRE))
