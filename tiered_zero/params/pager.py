@@ -483,7 +483,7 @@ class Pager:
                 continue
             wanted.add(index)
             budget -= residency.unit.numel
-            if budget < 0:
+            if budget < 0 or not self._may_fetch_ahead(residency.unit):
                 return
             if residency.state is UnitState.AWAY:
                 new_nbytes = 0 if residency.storage.is_full else residency.unit.nbytes
@@ -497,6 +497,13 @@ class Pager:
                 if self._live_nbytes + new_nbytes > self._limits.live_nbytes:
                     return  # somebody still views what was given up
                 self._fetch(residency)
+
+    def _may_fetch_ahead(self, unit: Unit) -> bool:
+        """Not while its update needs more of this backward: everything behind it on the gather lane would wait too, and
+        backward may need some of that to go on.
+        """
+        publication = self._inventory.published(unit)
+        return unit.index not in self._withheld or publication is None or publication.done()
 
     def _evictable(self) -> list[Residency]:
         """Units with bytes that nobody is using, least recently used first."""
