@@ -8,6 +8,8 @@ import logging
 import os
 import subprocess
 import sys
+import threading
+import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -452,6 +454,46 @@ def test_an_engine_that_nobody_holds_ends(swap_path: Path) -> None:
     del engine
     gc.collect()
     assert ended() is None
+    assert os.listdir(swap_path) == []
+    assert held() <= before
+
+
+def test_an_engine_that_its_own_lane_finds_forgotten_ends(swap_path: Path) -> None:
+    """Garbage is collected where some is made: here on the optimizer lane, while an update waits there."""
+    build(swap_path).close()
+    before = held()
+    engine = build(swap_path)
+    forgotten = threading.Event()
+    gc.disable()
+    try:
+        lane = engine._parts.runtime.accelerator.lane("optimizer")
+        lane.submit(lambda: gc.collect() if forgotten.wait(10) else None)
+        run_step(engine, 0)
+        engine.itself = engine  # only the collector finds it
+        del engine, lane
+        forgotten.set()
+        deadline_s = time.monotonic() + 5
+        while os.listdir(swap_path) or not held() <= before:
+            assert time.monotonic() < deadline_s, f"left: {os.listdir(swap_path)}, {held() - before}"
+            time.sleep(0.01)
+    finally:
+        gc.enable()
+
+
+@placements
+def test_an_interrupted_close_leaves_nothing(placement: tuple[str, str], swap_path: Path, monkeypatch: Any) -> None:
+    """Ctrl-C while close() waits for an update that is running: that ends, and everything is freed."""
+    build(swap_path, placement).close()
+    before = held()
+    engine = build(swap_path, placement, tiered_zero={"update": "overlapped", "debug_delay_seed": 1})
+    run_step(engine, 0)
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine._parts.policy, "flush", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.close()
     assert os.listdir(swap_path) == []
     assert held() <= before
 

@@ -209,6 +209,7 @@ def build(draft: Draft, lr_scheduler: Any = None) -> Engine:
         gradients.on_unit_complete = complete
         gradients.before_take = pager.await_update
         pager.before_reading = policy.flush
+        resources.callback(accelerator.close)  # first of all: what lanes still do ends before its memory goes
         engine = Engine(
             Parts(
                 config,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
@@ -70,7 +71,7 @@ class Engine:
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        self._end = weakref.finalize(self, _end_run, parts.policy, parts.resources)  # at exit too: threads run
+        self._end = weakref.finalize(self, _end_forgotten_run, parts.policy, parts.resources)  # at exit too
         self._phase = Phase.IDLE
         self._micro_steps = 0
         self._closed = False
@@ -271,7 +272,8 @@ class Engine:
         has raised yet."""
         if not self._closed:
             self._closed = True
-            self._end()
+            self._end.detach()
+            _end_run(self._parts.policy, self._parts.resources)
             if not self._told:
                 self._parts.policy.check()
 
@@ -386,12 +388,21 @@ class Engine:
 
 
 def _end_run(policy: UpdatePolicy, resources: ExitStack) -> None:
-    policy.abort()
-    try:
-        policy.flush()
-    except Exception as error:
-        logger.error("the last update was not completed: %s", error)
-    resources.close()
+    with resources:  # which ends lanes first: also where the user interrupts the wait, nothing goes from under a job
+        policy.abort()
+        try:
+            policy.flush()
+        except Exception as error:
+            logger.error("the last update was not completed: %s", error)
+
+
+def _end_forgotten_run(policy: UpdatePolicy, resources: ExitStack) -> None:
+    """Nobody holds the engine any more, or the interpreter exits. Garbage is collected on any thread, perhaps on a lane
+    of this run, which cannot wait for itself: so only the main thread ends the run at once."""
+    if threading.current_thread() is threading.main_thread():
+        _end_run(policy, resources)
+    else:
+        threading.Thread(target=_end_run, args=(policy, resources), name="tiered_zero end").start()
 
 
 def _count_tokens(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:

@@ -14,9 +14,10 @@ from tests.fakes.slow_tier import SlowTier
 from tests.fakes.tier_rig import make_runtime
 from tests.fakes.units import flat_of, make_params, make_unit
 from tiered_zero.errors import BudgetError, ModelError, ParameterAwayError, TransferError
+from tiered_zero.hardware.accelerator import Event
 from tiered_zero.layout.flat import Unit
 from tiered_zero.params.homes import HomeKeeper
-from tiered_zero.params.pager import Pager, PagerLimits, UnitState
+from tiered_zero.params.pager import Pager, PagerLimits, SavedView, UnitState
 from tiered_zero.params.storage import AwayParameter
 from tiered_zero.tiers.inventory import Home, Inventory, Publication
 from tiered_zero.tiers.tier import as_bytes
@@ -166,6 +167,7 @@ def test_backward_finds_the_saved_view_wherever_the_bytes_are() -> None:
     storage = world.pager.storage(world.units[0])
     with world.pager.frame(world.units):
         saved = world.pager.pack(world.params[0][0].detach().view(-1))
+    assert isinstance(saved, SavedView)
     assert not storage.is_full
     world.pager.phase = "backward"
     found = world.pager.unpack(saved)
@@ -387,6 +389,25 @@ def test_evicting_a_prefetch_that_failed_says_nothing() -> None:
     world.use(0)
     world.pager.forget()
     assert world.live_pages == 0
+
+
+def test_memory_stays_while_a_transfer_still_writes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in the wait for a unit: the transfer goes on, and is waited for before its target is given up."""
+    world = World([1])
+    world.pager.phase = "forward"
+    accelerator = world.runtime.accelerator
+    wait = accelerator.wait_on_compute
+
+    def interrupted(event: Event) -> None:
+        monkeypatch.setattr(accelerator, "wait_on_compute", wait)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(accelerator, "wait_on_compute", interrupted)
+    with pytest.raises(KeyboardInterrupt), world.pager.frame([world.units[0]]):
+        pass
+    assert world.tier.log == [("fetch", "u0"), ("fetch done", "u0")]
+    assert world.live_pages == 0
+    world.use(0)
 
 
 def test_close_keeps_what_lives_on_the_device_and_ends_the_rest() -> None:

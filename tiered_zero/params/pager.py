@@ -437,13 +437,13 @@ class Pager:
             self._fetch(residency)
         self.await_update(residency.unit)
         if residency.fetch is not None:
-            fetch, residency.fetch = residency.fetch, None
             try:
                 with self._recorder.span("compute", "wait_param", residency.unit.name):
-                    self._accelerator.wait_on_compute(fetch)
+                    self._accelerator.wait_on_compute(residency.fetch)
             except BaseException:
-                self._evict(residency)  # what arrived is not the unit
+                self._evict(residency)  # what arrived is not the unit; where the wait was interrupted, it still arrives
                 raise
+            residency.fetch = None
         residency.state = UnitState.LENT
         residency.storage.expose()
         self._prefetch(residency)
