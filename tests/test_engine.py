@@ -396,6 +396,26 @@ def _read_homes(engine: tiered_zero.Engine) -> dict[str, Tensor]:
     return found
 
 
+@pytest.mark.parametrize("update", ["barrier", "overlapped"])
+def test_gradients_are_dropped_whole_or_not_at_all(update: str, swap_path: Path) -> None:
+    """zero_grad() between backward and step(): with some of the gradients in an update already, it is refused."""
+    with build(swap_path, tiered_zero={"update": update}) as engine:
+        run_step(engine, 0)
+        before = weights(engine)
+        engine.backward(engine(batch(1)).square().mean())
+        if update == "overlapped":
+            with pytest.raises(ModelError, match="dropped before step.*begun in backward.*barrier"):
+                engine.zero_grad()
+            engine.step()
+            assert not same(before, weights(engine))
+        else:
+            engine.zero_grad()
+            engine.step()
+            assert same(before, weights(engine))
+        engine.zero_grad()
+        run_step(engine, 2)
+
+
 # -- the end -----------------------------------------------------------------------------------------------------------
 
 

@@ -252,7 +252,9 @@ class Engine:
         self._parts.policy.flush()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of this step's backward passes so far."""
+        """Drop the gradients of this step's backward passes so far. Raises ModelError where updates have begun from
+        them."""
+        self._parts.policy.check_untouched("Gradients are dropped")
         self._parts.gradients.drop()
 
     def abort_step(self) -> None:

@@ -79,6 +79,10 @@ class UpdatePolicy(ABC):
                 "before. Start again from the last checkpoint."
             ) from self.failure
 
+    def check_untouched(self, act: str) -> None:
+        """Raises ModelError where the update of a step that is not taken yet has begun, and `act` comes too late."""
+        return
+
     def begin_backward(self) -> None:
         """The only backward of a step begins: units may be updated as they are completed."""
         return
@@ -206,13 +210,16 @@ class OverlappedPolicy(UpdatePolicy):
                 'clipped or checked. Set "tiered_zero": {"update": "barrier"} to be able to leave a step out'
             )
 
-    def flush(self) -> None:
+    def check_untouched(self, act: str) -> None:
         if self._open is not None:
             self.check()
             raise ModelError(
-                "Weights are looked at before step(), but their update has begun in backward, as it does "
-                'where nothing is clipped or checked. Call step() first, or set "tiered_zero": {"update": "barrier"}.'
+                f"{act} before step(), but their update has begun in backward, as it does where nothing is clipped or "
+                'checked. Call step() first, or set "tiered_zero": {"update": "barrier"}.'
             )
+
+    def flush(self) -> None:
+        self.check_untouched("Weights are looked at")
         self._join(self._runtime)
         self.check()
 
