@@ -404,7 +404,7 @@ def test_gradients_are_dropped_whole_or_not_at_all(update: str, swap_path: Path)
         before = weights(engine)
         engine.backward(engine(batch(1)).square().mean())
         if update == "overlapped":
-            with pytest.raises(ModelError, match="dropped before step.*begun in backward.*barrier"):
+            with pytest.raises(ModelError, match=r"dropped before step.*begun in backward.*barrier"):
                 engine.zero_grad()
             engine.step()
             assert not same(before, weights(engine))
