@@ -14,6 +14,7 @@ from tests.fakes.units import make_unit
 from tiered_zero.errors import ConfigError, PlanError
 from tiered_zero.layout.flat import Unit
 from tiered_zero.plan.planner import (
+    AUTO_STATE_STAGING_NBYTES,
     MAX_AUTO_STAGING_NBYTES,
     NUM_PARAM_STAGING,
     NUM_STATE_STAGING,
@@ -82,7 +83,10 @@ def test_every_row_of_every_placement(param_tier: str, optimizer_tier: str, sums
         2 * numel + (need.state_nbytes if optimizer_tier == "nvme" else 0)
         for numel, need in zip(out, NEEDS, strict=True)
     ]
-    expected["host", "staging_state"] = min(sum(map(bool, staged)), NUM_STATE_STAGING) * max(staged)
+    count = max(NUM_STATE_STAGING, AUTO_STATE_STAGING_NBYTES // max(*staged, 1))
+    expected["host", "staging_state"] = min(sum(map(bool, staged)), count) * max(staged)
+        sum(map(bool, staged)), max(NUM_STATE_STAGING, AUTO_STATE_STAGING_NBYTES // max(staged))
+    ) * max(staged)
     assert rows(plan) == {key: nbytes for key, nbytes in expected.items() if nbytes}
     for tier in TIERS:
         assert plan.nbytes(tier) == sum(nbytes for (where, _), nbytes in expected.items() if where == tier)
@@ -156,7 +160,7 @@ def test_fast_tiers_are_filled_with_embeddings_and_then_in_the_order_of_the_forw
     found = rows(plan)
     assert [found[tier, "state"] for tier in TIERS] == [18 * K, 18 * K, 12 * K]
     assert [found.get((tier, "gradient"), 0) for tier in TIERS] == [4 * K, 12 * K, 0]
-    assert found["host", "staging_state"] == NUM_STATE_STAGING * 6 * K
+    assert found["host", "staging_state"] == 5 * 6 * K, "a buffer for each that is staged"
 
 
 @pytest.mark.parametrize("param_tier", TIERS)
@@ -165,7 +169,7 @@ def test_what_an_update_cannot_write_in_place_is_staged(param_tier: str) -> None
     plan = make_plan(units, needs, wishes(param_tier, "host", state_limits={"device": 6 * K}))
     assert plan.state_tiers == [*["host"] * 6, "device", "host"]
     count = {"device": 7, "host": 1, "nvme": 8}[param_tier]
-    assert plan.state_staging == (2 * K, min(count, NUM_STATE_STAGING))
+    assert plan.state_staging == (2 * K, count)
 
 
 @pytest.mark.parametrize("sums", [False, True])

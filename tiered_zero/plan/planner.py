@@ -16,7 +16,10 @@ MAX_AUTO_STAGING_NBYTES = 16 * MIB
 
 NUM_PARAM_STAGING = 4
 NUM_STATE_STAGING = 3
-"""One sub-group is read, one updated, one written."""
+"""At least: one sub-group is read, one updated, one written."""
+
+AUTO_STATE_STAGING_NBYTES = 168 * MIB
+"""Of state on its way, where nobody counted buffers: what keeps the disk busy while an update or a wait takes long."""
 
 WINDOW_UNITS = 3
 """Paged units on the device at once: the one in use, the one that is fetched, the one that is given up."""
@@ -323,7 +326,10 @@ def _state_staging(
         out = sum(numel * itemsizes[i] for i, numel in need.parts.items() if param_tiers[i] != in_place)
         staged.append(out + (need.state_nbytes if tier == "nvme" else 0))
     count = sum(nbytes > 0 for nbytes in staged)
-    return (max(staged), min(count, wishes.num_state_staging or NUM_STATE_STAGING)) if count else (0, 0)
+    if not count:
+        return 0, 0
+    auto = max(NUM_STATE_STAGING, AUTO_STATE_STAGING_NBYTES // max(staged))
+    return max(staged), min(count, wishes.num_state_staging or auto)
 
 
 def _pool(staging: tuple[int, int]) -> int:
