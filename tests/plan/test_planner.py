@@ -85,8 +85,6 @@ def test_every_row_of_every_placement(param_tier: str, optimizer_tier: str, sums
     ]
     count = max(NUM_STATE_STAGING, AUTO_STATE_STAGING_NBYTES // max(*staged, 1))
     expected["host", "staging_state"] = min(sum(map(bool, staged)), count) * max(staged)
-        sum(map(bool, staged)), max(NUM_STATE_STAGING, AUTO_STATE_STAGING_NBYTES // max(staged))
-    ) * max(staged)
     assert rows(plan) == {key: nbytes for key, nbytes in expected.items() if nbytes}
     for tier in TIERS:
         assert plan.nbytes(tier) == sum(nbytes for (where, _), nbytes in expected.items() if where == tier)
