@@ -18,7 +18,7 @@ Never: no callback runs on a worker, no worker touches torch, two requests are o
 
 tools/bench/io.py holds the native engine against fio. io_uring is left out of it, by measurement: on a virtio disk,
 with 2 MiB x 8 and memory in huge pages, one ring with registered buffers takes 4.5 ms of CPU time a GB where the pool
-takes 9, a gain of 1..3% of a core, but moves 1..15% less alone and 5..20% less beside a busy thread: all blocks wait for
-the one thread's turn. It also wants memory registered beforehand, within the memlock limit. Huge pages do more than it
-was meant to do: without them the pool takes 47..58 ms a GB, and a ring 25, both at half of the rate.
+takes 9, a gain of 1..3% of a core, but moves 1..15% less alone and 5..20% less beside a busy thread: all blocks wait
+for the one thread's turn. It also wants memory registered beforehand, within the memlock limit. Huge pages do more than
+it was meant to do: without them the pool takes 47..58 ms a GB, and a ring 25, both at half of the rate.
 """

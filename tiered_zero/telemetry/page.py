@@ -117,6 +117,17 @@ def _memory(steps: Sequence[StepReport]) -> str:
 def _timeline(timeline: Timeline | None) -> str:
     if timeline is None or not timeline.spans:
         return _figure("A step's timeline", NOT_RECORDED)
+    left_out = max(0, len(timeline.spans) - MAX_BARS)
+    note = (
+        f"The {left_out:,} shortest spans are left out."
+        if left_out
+        else "Names are drawn where they fit; others on hovering."
+    )
+    return _figure(f"Timeline of step {timeline.step}", f'<div class="wide">{draw_timeline(timeline)}</div>', "", note)
+
+
+def draw_timeline(timeline: Timeline) -> str:
+    """The step's longest spans as an SVG: a row for each lane, and more where its spans overlap."""
     longest = sorted(timeline.spans, key=lambda span: span.start_s - span.end_s)[:MAX_BARS]
     layout, began_s = RowLayout(), min(span.start_s for span in longest)
     scale, unit = _seconds_unit(max(span.end_s for span in longest) - began_s)
@@ -129,15 +140,8 @@ def _timeline(timeline: Timeline | None) -> str:
         style = style_of(span.kind if is_wait(span.kind) or span.lane == DRIVER_LANE else span.lane)
         tip = f"{span.lane}: {span.name} ({span.kind}), {end - start:.3g} {unit}{moved}"
         bars.append(Bar(rows.index(place), start, end, style, span.name, tip))
-    left_out = len(timeline.spans) - len(longest)
-    note = (
-        f"The {left_out:,} shortest spans are left out."
-        if left_out
-        else "Names are drawn where they fit; others on hovering."
-    )
     names = [name if index == 0 else f"{name} ({index + 1})" for name, index in rows]
-    chart = f'<div class="wide">{timeline_chart("Timeline", unit, names, bars)}</div>'
-    return _figure(f"Timeline of step {timeline.step}", chart, "", note)
+    return timeline_chart("Timeline", unit, names, bars)
 
 
 def _plan(run: Run) -> str:
