@@ -149,6 +149,84 @@ def test_changes_without_modify_are_lost(placement, swap_path):
         assert engine.module.state_dict()["blocks.0.out.weight"].abs().sum() > 0
 
 
+@pytest.mark.parametrize("placement", PLACEMENTS, ids="-".join)
+def test_other_memory_for_a_parameter_inside_gathered(placement, swap_path):
+    """`param.data = ...`, which user code prefers to writing in place: kept with `modify`."""
+
+    def script(trainer):
+        seen = train(trainer, batch, 2)
+        weight = trainer.module.blocks[0].out.weight
+        if isinstance(trainer, Plain):
+            weight.data = weight.data * 0.5
+        else:
+            with tiered_zero.gathered(weight, modify=True):
+                weight.data = weight.data * 0.5
+        return seen + train(trainer, batch, 3)
+
+    assert_same_bits(
+        follow(script, Plain(build(), adamw)), follow(script, tiered(build(), swap_path, placement, adamw))
+    )
+
+
+class Clamping(ParityGPT):
+    """Changes a weight in its forward where `way` says how, as max-norm constraints do."""
+
+    way = ""
+
+    def forward(self, *args):
+        weight = self.norm.weight
+        if self.way == "in place":
+            with torch.no_grad():
+                weight.clamp_(0.5, 0.9)
+        elif self.way == "other memory":
+            weight.data = weight.data.clamp(0.5, 0.9)
+        return super().forward(*args)
+
+
+@pytest.mark.parametrize("update", ["barrier", "overlapped"])
+@pytest.mark.parametrize("way", ["in place", "other memory"])
+@pytest.mark.parametrize("placement", [*FAR, ("none", "cpu")], ids="-".join)
+def test_changes_that_would_be_lost_are_refused(placement, way, update, swap_path):
+    """The next update writes what the masters say: a change that they do not know is told of in the same step."""
+    torch.manual_seed(0)
+    with tiered(Clamping(), swap_path, placement, adamw, 1, 0.5, runtime={"update": update}) as engine:
+        train(engine, batch, 2)
+        before = engine.module.state_dict()
+        engine.module.way = way
+        with pytest.raises(tiered_zero.ModelError, match=r"norm\.weight were changed.*modify=True"):
+            train(engine, batch, 1)
+        engine.module.way = ""
+        engine.abort_step()
+        if placement[0] != "none":
+            assert all(torch.equal(value, before[name]) for name, value in engine.module.state_dict().items())
+            train(engine, batch, 2)
+
+
+@pytest.mark.parametrize("update", ["barrier", "overlapped"])
+def test_a_change_between_steps_of_what_lives_on_the_device_is_refused(update, swap_path):
+    """As loops do with a temperature: small parameters persist there, and may be read between steps."""
+    zero = {"stage3_param_persistence_threshold": 100}
+    torch.manual_seed(0)
+    with tiered(ParityGPT(), swap_path, zero=zero, clipping=0.5, runtime={"update": update}) as engine:
+        train(engine, batch, 2)
+        with torch.no_grad():
+            engine.module.norm.weight.clamp_(0.5, 0.9)
+        with pytest.raises(tiered_zero.ModelError, match=r"norm\.weight were changed.*modify=True"):
+            train(engine, batch, 1)
+
+
+@pytest.mark.parametrize("placement", FAR, ids="-".join)
+def test_a_parameter_that_thaws_later_is_refused(placement, swap_path):
+    """It has no optimizer state, and its gradient would go nowhere."""
+    with tiered(build(), swap_path, placement, adamw) as engine:
+        train(engine, batch, 1)
+        engine.module.scale.requires_grad_(True)
+        with pytest.raises(tiered_zero.ModelError, match=r"scale requires a gradient, but was frozen"):
+            engine(*batch(0))
+        engine.module.scale.requires_grad_(False)
+        train(engine, batch, 1)
+
+
 def test_an_exception_inside_gathered_keeps_nothing_and_lends_nothing(swap_path):
     with tiered(build(), swap_path, make_optimizer=adamw) as engine:
         before = everything(engine)

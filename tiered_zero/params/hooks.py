@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from tiered_zero.errors import ModelError
 from tiered_zero.layout.flat import Unit
 from tiered_zero.params.lending import lend
 from tiered_zero.params.pager import Pager
@@ -38,6 +39,7 @@ class ModuleHooks:
             self._watch_forward(modules[name], tuple(owned))
         for module in model.modules():
             self._watch_state_dict(module)
+        self._frozen = {name: param for name, param in model.named_parameters() if not param.requires_grad}
         for param in model.parameters():
             if param.requires_grad:
                 self._handles.append(param.register_post_accumulate_grad_hook(on_gradient))  # type: ignore[no-untyped-call]
@@ -50,8 +52,19 @@ class ModuleHooks:
     @contextmanager
     def saving_views(self) -> Iterator[None]:
         """While open, autograd saves views of flats by name instead of by address."""
+        self._check_frozen()
+        self._pager.refuse_changes()
         with saved_tensors_hooks(self._pager.pack, self._pager.unpack):
             yield
+
+    def _check_frozen(self) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            thawed = next((name for name, param in self._frozen.items() if param.requires_grad), None)
+        if thawed is not None:
+            raise ModelError(
+                f"Parameter {thawed} requires a gradient, but was frozen when the run started: it has no optimizer "
+                "state, and would never be updated. Freeze parameters that shall wait after tiered_zero.initialize()."
+            )
 
     def _watch_forward(self, module: nn.Module, units: tuple[Unit, ...]) -> None:
         pager = self._pager

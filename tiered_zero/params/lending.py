@@ -59,4 +59,5 @@ def _loan(pager: Pager, residency: Residency, modify: bool) -> Iterator[None]:
         if modify:
             pager.write_back(residency.unit, old)
     finally:
+        pager.drop_changes(residency.unit)
         pager.release(residency.unit)

@@ -45,8 +45,8 @@ class Residency:
     """What the pager knows of one unit. `fetch`: the transfer that fills it, until compute has waited for it.
 
     `num_lends`: running modules and lenders that use it; with none it may still be LENT, held for the rest of its
-    backward.
-    `clock`: when it was last used. `version`: how often its values have changed, for graphs that saved earlier ones.
+    backward. `clock`: when it was last used. `version`: how often its values have changed, for graphs that saved
+    earlier ones. `is_changed`: its bytes on the device are no longer its home's.
     """
 
     unit: Unit
@@ -56,6 +56,7 @@ class Residency:
     num_lends: int = 0
     clock: int = 0
     version: int = 0
+    is_changed: bool = False
     params: dict[nn.Parameter, int] = field(default_factory=dict)
 
 
@@ -127,6 +128,7 @@ class Pager:
         """While a state_dict is taken: the unit read last, and its flat. Its parameters are asked for in a row."""
         self._copying_depth = 0
         self._withheld: set[int] = set()
+        self._refusal: ModelError | None = None
         self._told_excess = False
         self._closed = False
         self._noticed_backward = False
@@ -179,8 +181,8 @@ class Pager:
     def enter_frame(self, units: Sequence[Unit]) -> None:
         if not self._frames:
             self._end_copying()  # a state_dict that its own hooks broke off is not going on any more
-        frame = Frame()
-        self._frames.append(frame)
+        self._frames.append(frame := Frame())
+        self.refuse_changes()
         for unit in units:
             self.acquire(unit)
             frame.lent.append(self._residencies[unit.index])
@@ -241,7 +243,7 @@ class Pager:
             return saved
         self._in_backward()
         residency = self._residencies[saved.unit_index]
-        if residency.version != saved.version:
+        if residency.unit.index not in self._withheld and residency.version != saved.version:
             raise ModelError(
                 f"Backward needs weights of {residency.unit.name} as its forward saw them, and they have changed since "
                 "(by a step, or by hand). Call backward before step(), or forward again after it."
@@ -289,10 +291,12 @@ class Pager:
         for residency in self._residencies.values():
             if residency.unit.trainable:
                 self._forget(residency)
+        self.refuse_changes()
 
     def _forget(self, residency: Residency) -> None:
         residency.version += 1
         if self.is_device_resident(residency.unit):
+            self._look_for_change(residency)
             return
         if residency.num_lends:
             raise ModelError(
@@ -309,8 +313,8 @@ class Pager:
                 continue  # what was fetched of those since waits for their updates, which may wait for this step
             self._forget(residency)
             if self.is_device_resident(residency.unit):
-                residency.state = UnitState.READY
-                residency.storage.hide()
+                self._guard(residency)
+        self.refuse_changes()
 
     def withhold_unit(self, unit: Unit) -> bool:
         """The unit's update begins while backward goes on, so nobody may see it before the step is taken. False, with
@@ -320,8 +324,7 @@ class Pager:
         if residency.storage.is_viewed or (residency.num_lends and not resident):
             return False
         if resident:
-            residency.state = UnitState.READY
-            residency.storage.hide()
+            self._guard(residency)
         else:
             self._evict(residency)
         residency.version += 1
@@ -354,9 +357,22 @@ class Pager:
         """Somebody changed the lent parameters: their home, and whatever was derived from them, must follow."""
         residency = self._residencies[unit.index]
         residency.version += 1
+        residency.storage.take_back(keep=True)
         self._keeper.change(unit, residency.storage.flat, old)
 
     # -- whole values ----------------------------------------------------------------------------------------------
+
+    def drop_changes(self, unit: Unit) -> None:
+        """A loan ends without `modify`: what was changed of the parameters is lost, and they are read again."""
+        residency = self._residencies[unit.index]
+        if residency.num_lends == 1:
+            residency.is_changed |= residency.storage.end_change() is not None
+
+    def refuse_changes(self) -> None:
+        """Raises ModelError where parameters were changed past their homes since the last call."""
+        refusal, self._refusal = self._refusal, None
+        if refusal is not None:
+            raise refusal
 
     def residency(self, param: nn.Parameter) -> Residency | None:
         return self._by_param.get(param)
@@ -499,9 +515,7 @@ class Pager:
                 self._fetch(residency)
 
     def _may_fetch_ahead(self, unit: Unit) -> bool:
-        """Not while its update needs more of this backward: everything behind it on the gather lane would wait too, and
-        backward may need some of that to go on.
-        """
+        """Not while its update waits for backward, which may wait for what stands behind it on the lane."""
         publication = self._inventory.published(unit)
         return unit.index not in self._withheld or publication is None or publication.done()
 
@@ -542,8 +556,7 @@ class Pager:
         """Nobody uses the unit any more: guard it, and keep the bytes only if they are expected again soon."""
         if residency.state is not UnitState.LENT or self.is_device_resident(residency.unit):
             return
-        residency.state = UnitState.READY
-        residency.storage.hide()
+        self._guard(residency)
         distance = 0
         for _, index in self._schedule.upcoming():
             if index == residency.unit.index:
@@ -553,9 +566,24 @@ class Pager:
             distance += self._residencies[index].unit.numel
         self._evict(residency)
 
+    def _guard(self, residency: Residency) -> None:
+        """LENT -> READY; AWAY where the bytes are not the unit's any more."""
+        self._look_for_change(residency)
+        residency.state = UnitState.READY
+        residency.storage.hide()
+        if residency.is_changed:
+            self._evict(residency)
+
+    def _look_for_change(self, residency: Residency) -> None:
+        """A lent unit that was changed while nobody asked for it: that is lost, and `refuse_changes` tells of it."""
+        if residency.state is UnitState.LENT and (refusal := residency.storage.end_change()) is not None:
+            self._refusal, residency.is_changed = refusal, True
+
     def _evict(self, residency: Residency) -> None:
         if not residency.storage.is_full or self.is_device_resident(residency.unit):
             return
+        self._look_for_change(residency)
+        residency.is_changed = False
         if residency.fetch is not None:  # the transfer still writes these bytes; if it failed, nobody used them
             with suppress(Exception):
                 self._accelerator.wait_on_compute(residency.fetch)

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from tiered_zero.errors import ParameterAwayError
+from tiered_zero.errors import ModelError, ParameterAwayError
 from tiered_zero.layout.flat import Unit
 
 
@@ -132,6 +132,7 @@ class FlatStorage:
         self._device = device
         self._params = tuple(params)
         self._classes = tuple(type(param) for param in params)
+        self._versions = [0] * len(self._params)
         for param in params:
             _lenders[param] = lender
         self._take_storage()
@@ -174,6 +175,38 @@ class FlatStorage:
         """The bytes are valid: plain parameters from now on."""
         for param, own in zip(self._params, self._classes, strict=True):
             param.__class__ = own
+        self._versions = [param._version for param in self._params]
+
+    def end_change(self) -> ModelError | None:
+        """The refusal of what happened to a parameter since it was exposed: it was written to in place, or given other
+        memory (`param.data = ...`), which is taken from it. Writes through `param.data` leave no trace, and are not
+        seen."""
+        for entry, param, version in zip(self.unit.entries, self._params, self._versions, strict=True):
+            if param._version != version or param.untyped_storage()._cdata != self.key:
+                self.take_back(keep=False)
+                return ModelError(
+                    f"The values of parameter {entry.param.name} were changed in forward or between steps, but not at "
+                    "its home on the tiers: the next update would undo that. Change parameters between steps, inside "
+                    "`with tiered_zero.gathered(param, modify=True):`."
+                )
+        return None
+
+    def take_back(self, keep: bool) -> None:
+        """Parameters are views of the flat again, and unchanged from now on. `keep`: values of those that were given
+        other memory are copied into it. Raises ModelError for one of another shape."""
+        for entry, param in zip(self.unit.entries, self._params, strict=True):
+            if param.untyped_storage()._cdata == self.key:
+                continue
+            if keep and param.shape != entry.param.shape:
+                raise ModelError(
+                    f"Parameter {entry.param.name} was given data of shape {tuple(param.shape)}; its place on the "
+                    f"tiers holds {entry.param.shape}. Make a new engine for a model of another shape."
+                )
+            own = self.flat[entry.start : entry.stop].view(entry.param.shape)
+            if keep:
+                own.copy_(param.data)
+            param.data = own
+        self._versions = [param._version for param in self._params]
 
     def hide(self) -> None:
         """The bytes are not to be used: guard every parameter."""
