@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from tiered_zero.config.schema import Config
-from tiered_zero.errors import LatchedError, ModelError, NonFiniteError
+from tiered_zero.errors import LatchedError, ModelError, NonFiniteError, TieredZeroError
 from tiered_zero.grads.accumulator import GradientStore
 from tiered_zero.grads.loss_scaler import LossScaler
 from tiered_zero.grads.verdict import Verdict, judge
@@ -249,7 +249,11 @@ class Engine:
 
     def flush(self) -> None:
         """Return when every update so far is made. Reading weights does this by itself."""
-        self._parts.policy.flush()
+        try:
+            self._parts.policy.flush()
+        except BaseException:
+            self._told = True
+            raise
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of this step's backward passes so far. Raises ModelError where updates have begun from
@@ -384,8 +388,10 @@ class Engine:
             raise ModelError("This engine is closed; its tiers are gone. Make another with tiered_zero.initialize().")
         try:
             self._parts.policy.check()
-        except LatchedError:
-            self._told = True
+        except LatchedError as latched:
+            told, self._told = self._told, True
+            if not told and isinstance(latched.__cause__, TieredZeroError):
+                raise latched.__cause__ from None  # what happened, once; from then on that it has
             raise
 
 

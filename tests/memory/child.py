@@ -38,7 +38,7 @@ def make_engine(swap: str, layers: int) -> tiered_zero.Engine:
             "stage3_param_persistence_threshold": 0,
             "sub_group_size": 400_000,
             "offload_param": {**offload, "max_in_cpu": 0},
-            "offload_optimizer": offload,
+            "offload_optimizer": {**offload, "buffer_count": 4},  # as many as both depths can use
         },
         "tiered_zero": {"device": "cpu"},
     }

@@ -16,7 +16,7 @@ from tiered_zero.sizes import PAGE_NBYTES
 _SLICE_S = 0.25
 """A wait returns to Python this often, so that signal handlers run (Ctrl-C, SIGUSR1) and stalls are seen."""
 
-_LOOK_S = 0.05
+_LOOK_S = 0.005
 """The least that a wait takes for a request that hangs: it may be coming just now."""
 
 
