@@ -6,6 +6,7 @@ import signal
 os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 import gc
+import logging
 import random
 import shutil
 import tempfile
@@ -35,10 +36,12 @@ if threading.current_thread() is threading.main_thread():
 
 
 @pytest.fixture(autouse=True)
-def _seeded() -> None:
+def _fresh() -> Iterator[None]:
     random.seed(0)
     numpy.random.seed(0)
     torch.manual_seed(0)
+    yield
+    logging.getLogger("tiered_zero").setLevel(logging.NOTSET)  # commands that ran in this process have set it
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,7 @@
     python tools/readme_tables.py            # rewrite README.md between its markers
     python tools/readme_tables.py --check    # exit 1 where README.md differs from the records
 
-The last record of each name in records/*.jsonl counts.
+The last record of each name in records/*.jsonl counts; of a step's, the last for each number of tokens and clipping.
 """
 
 from __future__ import annotations
@@ -21,18 +21,20 @@ RECORDS = ROOT / "tools" / "bench" / "records"
 MARKERS = re.compile(r"(<!-- records:begin -->\n).*?(<!-- records:end -->)", re.DOTALL)
 
 
-def last_records() -> dict[str, dict[str, Any]]:
+def last_records() -> dict[tuple[Any, ...], dict[str, Any]]:
+    """(name, tokens, clipping) -> record."""
     records = {}
     for path in sorted(RECORDS.glob("*.jsonl")):
         for line in path.read_text().splitlines():
             record = json.loads(line)
-            records[record["name"]] = record
+            arguments = record["arguments"]
+            records[record["name"], arguments.get("tokens", 0), arguments.get("clip", 0.0)] = record
     return records
 
 
-def render(records: dict[str, dict[str, Any]]) -> str:
-    parts = [table for name, table in TABLES.items() if name in records for table in [table(records[name])]]
-    return "\n".join(parts)
+def render(records: dict[tuple[Any, ...], dict[str, Any]]) -> str:
+    order = sorted(records, key=lambda key: (list(TABLES).index(key[0]), *key[1:]))
+    return "\n".join(TABLES[key[0]](records[key]) for key in order)
 
 
 def head(record: dict[str, Any], title: str) -> str:

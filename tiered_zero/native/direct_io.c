@@ -217,6 +217,15 @@ static void work_on(tz_pool *pool, tz_request *request)
         finish(pool, request);
 }
 
+/* For a second at most, then look again: glibc before 2.41 can lose a signal (its bug 25847). */
+static void wait_for_work(tz_pool *pool)
+{
+    struct timespec until;
+    clock_gettime(CLOCK_MONOTONIC, &until);
+    until.tv_sec++;
+    pthread_cond_timedwait(&pool->work, &pool->mutex, &until);
+}
+
 static void *work(void *argument)
 {
     tz_pool *pool = argument;
@@ -228,7 +237,7 @@ static void *work(void *argument)
         else if (pool->stopping)
             break;
         else
-            pthread_cond_wait(&pool->work, &pool->mutex);
+            wait_for_work(pool);
     }
     pthread_mutex_unlock(&pool->mutex);
     return NULL;
@@ -277,7 +286,7 @@ int32_t tz_pool_open(int32_t num_threads, int64_t block_nbytes, tz_pool **result
     pthread_condattr_init(&monotonic);
     pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
     pthread_mutex_init(&pool->mutex, NULL);
-    pthread_cond_init(&pool->work, NULL);
+    pthread_cond_init(&pool->work, &monotonic);
     pthread_cond_init(&pool->done, &monotonic);
     pthread_condattr_destroy(&monotonic);
 

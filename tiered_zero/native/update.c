@@ -20,6 +20,7 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 #include <unistd.h>
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -179,6 +180,19 @@ static void work(struct job *job) {
     for (int64_t i; (i = atomic_fetch_add(&job->next, 1)) < job->num_pieces;) job->piece(job->context, i);
 }
 
+/* pthread_cond_wait for a tenth of a second at most, after which callers look again: glibc before 2.41 can lose a signal
+ * (its bug 25847), and a step would stand still for ever. */
+static void wait_briefly(pthread_cond_t *condition, pthread_mutex_t *lock) {
+    struct timespec until;
+    clock_gettime(CLOCK_REALTIME, &until);
+    until.tv_nsec += 100000000;
+    if (until.tv_nsec >= 1000000000) {
+        until.tv_nsec -= 1000000000;
+        until.tv_sec++;
+    }
+    pthread_cond_timedwait(condition, lock, &until);
+}
+
 static void *worker(void *argument) {
     struct seat *seat = argument;
     struct tz_pool *pool = seat->pool;
@@ -249,7 +263,7 @@ static void run(struct tz_pool *pool, void (*piece)(void *, int64_t), void *cont
     work(&job);
     pthread_mutex_lock(&pool->lock);
     pool->job = NULL; /* who has not woken by now need not */
-    while (pool->busy) pthread_cond_wait(&pool->finished, &pool->lock);
+    while (pool->busy) wait_briefly(&pool->finished, &pool->lock);
     pthread_mutex_unlock(&pool->lock);
     atomic_store(&pool->holder, 0);
 }
