@@ -105,9 +105,10 @@ class Engine:
         try:
             with parts.runtime.recorder.span("compute", "forward"), parts.pager.frame(), parts.hooks.saving_views():
                 return parts.module(*args, **kwargs)
-        except BaseException:
-            self._told = True
+        except BaseException as error:
             parts.pager.abort()
+            if (first := self._tell(error)) is not error:
+                raise first from None
             raise
         finally:
             self._enter(Phase.IDLE)
@@ -134,9 +135,10 @@ class Engine:
         try:
             with parts.runtime.recorder.span("compute", "backward"), parts.hooks.saving_views():
                 scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
-        except BaseException:
-            self._told = True
+        except BaseException as error:
             self.abort_step()
+            if (first := self._tell(error)) is not error:
+                raise first from None
             raise
         finally:
             parts.gradients.end_backward()
@@ -389,10 +391,13 @@ class Engine:
         try:
             self._parts.policy.check()
         except LatchedError as latched:
-            told, self._told = self._told, True
-            if not told and isinstance(latched.__cause__, TieredZeroError):
-                raise latched.__cause__ from None  # what happened, once; from then on that it has
-            raise
+            raise self._tell(latched) from None
+
+    def _tell(self, error: BaseException) -> BaseException:
+        """What to raise for `error`: of a failure that nobody was told of yet, what happened; later, that it has."""
+        told, self._told = self._told, True
+        cause = error.__cause__
+        return cause if not told and isinstance(error, LatchedError) and isinstance(cause, TieredZeroError) else error
 
 
 def _end_run(policy: UpdatePolicy, resources: ExitStack) -> None:

@@ -87,9 +87,10 @@ def test_the_memory_of_a_finished_request_is_let_go(build_engine: BuildEngine, s
     engine = build_engine()
     file = engine.open(str(swap_path / "data"), create=True)
     data = pages(30000, PATTERN)
-    tickets = [engine.write(file, 0, data), engine.read(file, 0, data)]
-    for ticket in tickets:
-        ticket.wait()
+    tickets = []
+    for act in (engine.write, engine.read):  # one after the other: nothing orders them in flight
+        tickets.append(act(file, 0, data))
+        tickets[-1].wait()
     short = engine.read(file, 20000, data)
     with pytest.raises(TransferError):
         short.wait()

@@ -158,6 +158,7 @@ class PieceEngine(DiskEngine):
         starts = range(0, request.nbytes, step)
         ticket = PieceTicket(self, file, request, num_pieces=1 if kind == "sync" else len(starts))
         with self._lock:
+            self.latch.check()  # again: a write that has failed since cannot be made durable
             if kind == "sync":
                 ticket.blockers = {
                     earlier
