@@ -8,7 +8,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -25,39 +25,47 @@ _NO_LOG_FLUSH = ctypes.c_uint32(2)
 
 @contextmanager
 def mounted(kind: str, directory: Path) -> Iterator[Path]:
-    """An empty file system of a kind; what it needs lies in `directory`."""
+    """An empty, small file system of a kind, made in `directory`: a test that fills it fills nothing else."""
     if os.geteuid() != 0 or shutil.which("mount") is None:
-        pytest.skip(f"a real {kind} needs root and mount; the faults injected by a wrapper still run")
-    point, image = directory / "mounted", directory / "image"
-    point.mkdir()
+        pytest.skip(f"a real {kind} needs root and mount; the faults injected without one still run")
+    with ExitStack() as below:
+        if kind == "overlay":  # as large as what lies under it
+            (under := directory / "under").mkdir()
+            directory = below.enter_context(mounted("ext4", under))
+        command = _mount_command(kind, directory)
+        (point := directory / "mounted").mkdir()
+        made = subprocess.run([*command, str(point)], check=False, capture_output=True, text=True)
+        if made.returncode:
+            pytest.skip(f"{kind} cannot be mounted here: {made.stderr.strip()}")
+        try:
+            os.chmod(point, 0o700)
+            shutil.rmtree(point / "lost+found", ignore_errors=True)
+            yield point
+        finally:
+            subprocess.run(["umount", "--lazy", str(point)], check=True)  # a test that failed has files open there
+
+
+def _mount_command(kind: str, directory: Path) -> list[str]:
+    """Make what is to be mounted; the command lacks the mount point."""
     if kind in IN_MEMORY:
-        command = ["mount", *IN_MEMORY[kind], str(point)]
-    elif kind == "overlay":
+        return ["mount", *IN_MEMORY[kind]]
+    if kind == "overlay":
         for part in ("lower", "upper", "work"):
             (directory / part).mkdir()
         options = ",".join(f"{part}dir={directory / part}" for part in ("lower", "upper", "work"))
-        command = ["mount", "-t", "overlay", "-o", options, "overlay", str(point)]
-    else:
-        make = "mkfs.ext4" if kind == "fuse" else f"mkfs.{kind}"
-        for program in [make, *(["fuse2fs"] if kind == "fuse" else [])]:
-            if shutil.which(program) is None:
-                pytest.skip(f"{program} is not installed; the faults injected by a wrapper still run")
-        image.touch(0o600)
-        os.truncate(image, IMAGE_MIB[kind] << 20)
-        # pages as blocks: else so small a disk is cut into groups, and each file into several extents
-        options = ["-b", "4096"] if make == "mkfs.ext4" else []
-        subprocess.run([make, "-q", *options, str(image)], check=True, capture_output=True)
-        # -s: fuse2fs takes one request at a time; by default it mixes up those that come at once
-        command = (["fuse2fs", "-s"] if kind == "fuse" else ["mount", "-o", "loop"]) + [str(image), str(point)]
-    made = subprocess.run(command, check=False, capture_output=True, text=True)
-    if made.returncode:
-        pytest.skip(f"{kind} cannot be mounted here: {made.stderr.strip()}")
-    try:
-        os.chmod(point, 0o700)
-        shutil.rmtree(point / "lost+found", ignore_errors=True)
-        yield point
-    finally:
-        subprocess.run(["umount", "--lazy", str(point)], check=True)  # a test that failed has files open there
+        return ["mount", "-t", "overlay", "-o", options, "overlay"]
+    make = "mkfs.ext4" if kind == "fuse" else f"mkfs.{kind}"
+    for program in [make, *(["fuse2fs"] if kind == "fuse" else [])]:
+        if shutil.which(program) is None:
+            pytest.skip(f"{program} is not installed; the faults injected without it still run")
+    image = directory / "image"
+    image.touch(0o600)
+    os.truncate(image, IMAGE_MIB[kind] << 20)
+    # pages as blocks: else so small a disk is cut into groups, and each file into several extents
+    options = ["-b", "4096"] if make == "mkfs.ext4" else []
+    subprocess.run([make, "-q", *options, str(image)], check=True, capture_output=True)
+    # -s: fuse2fs takes one request at a time; by default it mixes up those that come at once
+    return [*(["fuse2fs", "-s"] if kind == "fuse" else ["mount", "-o", "loop"]), str(image)]
 
 
 def shut_down(point: Path) -> None:

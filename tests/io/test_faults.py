@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.fakes.file_systems import mounted
 from tests.io.conftest import BuildEngine, pages, takes_direct
 from tests.io.fault_cases import CASES
 from tests.native_build import ROOT, compile_shared
@@ -118,40 +119,10 @@ def test_a_directory_removed_in_mid_run(build_engine: BuildEngine, swap_path: Pa
     file.close()
 
 
-IMAGE_MIB = {"ext4": 32, "xfs": 304, "btrfs": 128, "fuse": 32}
-
-
 @pytest.fixture(params=["ext4", "xfs", "btrfs", "fuse", "tmpfs", "overlay"])
 def real_fs(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
-    """A small file system of each kind, mounted; where one cannot be had, the reason is said."""
-    kind: str = request.param
-    if os.geteuid() != 0 or shutil.which("mount") is None:
-        pytest.skip(f"a real {kind} needs root and mount; the faults by LD_PRELOAD still run")
-    point, image = tmp_path / "mounted", tmp_path / "image"
-    point.mkdir()
-    if kind == "tmpfs":
-        command = ["mount", "-t", "tmpfs", "-o", "size=32m", "tmpfs", str(point)]
-    elif kind == "overlay":
-        parts = [tmp_path / part for part in ("lower", "upper", "work")]
-        for part in parts:
-            part.mkdir()
-        options = ",".join(f"{part.name}dir={part}" for part in parts)
-        command = ["mount", "-t", "overlay", "-o", options, "overlay", str(point)]
-    else:
-        programs = {"fuse": ("mkfs.ext4", "fuse2fs")}.get(kind, (f"mkfs.{kind}",))
-        if missing := [program for program in programs if shutil.which(program) is None]:
-            pytest.skip(f"{missing[0]} is not installed; the faults by LD_PRELOAD still run")
-        image.touch(0o600)
-        os.truncate(image, IMAGE_MIB[kind] << 20)
-        subprocess.run([programs[0], "-q", str(image)], check=True, capture_output=True)
-        # -s: fuse2fs takes one request at a time; by default it mixes up those that come at once.
-        command = ["fuse2fs", "-s"] if kind == "fuse" else ["mount", "-o", "loop"]
-        command += [str(image), str(point)]
-    made = subprocess.run(command, check=False, capture_output=True, text=True)
-    if made.returncode:
-        pytest.skip(f"{kind} cannot be mounted here: {made.stderr.strip()}")
-    yield point
-    subprocess.run(["umount", "--lazy", str(point)], check=True)  # lazy: a test that failed has files open there
+    with mounted(request.param, tmp_path) as point:
+        yield point
 
 
 def test_a_real_file_system_takes_an_engine_and_runs_full(
@@ -173,14 +144,13 @@ def test_a_real_file_system_takes_an_engine_and_runs_full(
     too_much = free_nbytes + (1 << 30)
     with pytest.raises(TransferError, match=rf"cannot reserve .*\({too_much} bytes\).*(ENOSPC|EFBIG)"):
         big.allocate(too_much)
-    if free_nbytes < 1 << 30:  # not on the overlay, which is as large as what lies under it
-        # Behind our back: bytes that were never reserved. A buffered write may come to light with the sync only.
-        with pytest.raises(TransferError, match="ENOSPC"):
-            for offset in range(0, too_much, 4 << 20):
-                engine.write(big, offset, data).wait()
-            engine.sync(big).wait()
-        with pytest.raises(TransferError, match="ENOSPC"):
-            engine.read(file, 0, into)
+    # Behind our back: bytes that were never reserved. A buffered write may come to light with the sync only.
+    with pytest.raises(TransferError, match="ENOSPC"):
+        for offset in range(0, too_much, 4 << 20):
+            engine.write(big, offset, data).wait()
+        engine.sync(big).wait()
+    with pytest.raises(TransferError, match="ENOSPC"):
+        engine.read(file, 0, into)
     for opened in (file, big):
         opened.close()
     engine.close()
