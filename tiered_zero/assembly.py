@@ -19,6 +19,7 @@ from tiered_zero.engine import Engine, Parts
 from tiered_zero.errors import ConfigError, ModelError, StoreError
 from tiered_zero.grads.accumulator import GradientStore
 from tiered_zero.grads.loss_scaler import LossScaler
+from tiered_zero.grads.norms import NormTaker
 from tiered_zero.hardware.accelerator import Accelerator
 from tiered_zero.hardware.host_memory import HostArena, return_free_memory, typed_view
 from tiered_zero.hardware.probe import available_host_nbytes
@@ -393,7 +394,8 @@ def _make_gradients(draft: Draft, tiers: _Tiers, runtime: Runtime) -> GradientSt
             homes[unit.index] = (flats[0], flats[1] if plan.delayed else None)
             members.update(zip(draft.params_of(unit), ((unit, entry) for entry in unit.entries), strict=True))
     on_device = frozenset(index for index, tier in plan.gradient_tiers.items() if tier == "device")
-    return GradientStore(members, homes, runtime, on_device, plan.in_flight_nbytes, tiers.gradient_staging)
+    norms = NormTaker(draft.rule.kernel or open_kernel())
+    return GradientStore(members, homes, runtime, on_device, plan.in_flight_nbytes, tiers.gradient_staging, norms)
 
 
 def _make_policy(

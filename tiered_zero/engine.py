@@ -312,8 +312,7 @@ class Engine:
     def _take_step(self) -> None:
         parts = self._parts
         parts.gradients.wait()
-        gradients = parts.gradients
-        verdict = judge(gradients.present(), self.loss_scale, self.config.gradient_clipping, gradients.norms())
+        verdict = judge(parts.gradients.norms(), self.loss_scale, self.config.gradient_clipping)
         self._verdict = verdict
         self.global_steps += 1
         try:

@@ -181,9 +181,8 @@ def test_fast_math_is_refused(tmp_path: Path) -> None:
 def convert(kernel: UpdateKernel, source: torch.Tensor, target_dtype: torch.dtype) -> torch.Tensor:
     codes = {dtype: code for code, dtype in DTYPES.items()}
     target = torch.empty(source.shape, dtype=target_dtype)
-    kernel.copy_norm(
-        [Reception(source.data_ptr(), codes[source.dtype], source.numel(), target.data_ptr(), codes[target_dtype])]
-    )
+    types = codes[source.dtype], codes[target_dtype]
+    kernel.copy_norm(Reception(source.data_ptr(), target.data_ptr(), source.numel(), *types), fused_tail=False)
     return target
 
 
@@ -206,48 +205,50 @@ def test_numbers_are_rounded_to_16_bits_as_torch_rounds_them(kernels: list[Updat
         assert torch.equal(bits(convert(kernel, source, dtype)), bits(source.to(dtype))), kernel.level
 
 
+def norm(kernel: UpdateKernel, source: torch.Tensor, dtype: Dtype, fused_tail: bool = True) -> float:
+    return kernel.copy_norm(Reception(source.data_ptr(), None, source.numel(), dtype), fused_tail=fused_tail)
+
+
 @pytest.mark.parametrize("source_type", [Dtype.FLOAT32, Dtype.BFLOAT16, Dtype.FLOAT16])
-def test_norm_is_exact_enough_and_the_same_everywhere(kernels: list[UpdateKernel], source_type: Dtype) -> None:
-    source = (torch.randn(200_003) * 100).to(DTYPES[source_type])[3:]
-    found = {kernel.norm_scan(source.data_ptr(), source_type, source.numel()) for kernel in kernels}
-    assert len(found) == 1
-    assert math.isclose(found.pop(), source.double().square().sum().item(), rel_tol=1e-12)
+@pytest.mark.parametrize("fused_tail", [True, False])
+def test_the_norm_is_the_same_everywhere(kernels: list[UpdateKernel], source_type: Dtype, fused_tail: bool) -> None:
+    for numel in (0, 1, 7, 8, 13, 16, 31, 200_003):
+        source = (torch.randn(numel + 3) * 100).to(DTYPES[source_type])[3:]
+        found = {norm(kernel, source, source_type, fused_tail) for kernel in kernels}
+        assert len(found) == 1
+        assert math.isclose(found.pop(), source.double().norm().item(), rel_tol=1e-4)
 
 
 @pytest.mark.parametrize("bad", [float("inf"), -float("inf"), float("nan")])
 def test_one_bad_element_anywhere_is_found(kernels: list[UpdateKernel], bad: float) -> None:
     numel = (1 << 16) + 37
     for place in (0, 15, 16, 40_000, (1 << 16) - 1, 1 << 16, numel - 1):
-        source = torch.full((numel,), 3e38, dtype=torch.bfloat16)
+        source = torch.full((numel,), 3e16, dtype=torch.bfloat16)
         for kernel in kernels:
-            source[place] = 3e38
-            assert math.isfinite(kernel.norm_scan(source.data_ptr(), Dtype.BFLOAT16, numel))
+            source[place] = 3e16
+            assert math.isfinite(norm(kernel, source, Dtype.BFLOAT16))
             source[place] = bad
-            assert not math.isfinite(kernel.norm_scan(source.data_ptr(), Dtype.BFLOAT16, numel))
+            assert not math.isfinite(norm(kernel, source, Dtype.BFLOAT16))
 
 
-def test_receiving_copies_adds_and_measures_in_one_call(kernels: list[UpdateKernel]) -> None:
+@pytest.mark.parametrize("numel", [0, 1, 15, 16, 17, 1009])
+def test_receiving_copies_or_adds_and_measures_in_one_call(kernels: list[UpdateKernel], numel: int) -> None:
     for kernel in kernels:
-        gradient, total = torch.randn(1009).bfloat16(), torch.randn(1009)
-        copied, expected = torch.zeros(1009, dtype=torch.bfloat16), total + gradient.float()
-        sums = kernel.copy_norm(
-            [
-                Reception(gradient.data_ptr(), Dtype.BFLOAT16, 1009, copied.data_ptr(), Dtype.BFLOAT16),
-                Reception(0, Dtype.FLOAT32, 0),
-                Reception(gradient.data_ptr(), Dtype.BFLOAT16, 1009, total.data_ptr(), Dtype.FLOAT32, add=True),
-            ]
-        )
-        assert torch.equal(copied, gradient) and torch.equal(total, expected)
-        assert sums[1] == 0.0
-        for found, tensor in ((sums[0], gradient), (sums[2], expected)):
-            assert math.isclose(found, tensor.double().square().sum().item(), rel_tol=1e-12)
+        gradient, total = torch.randn(numel).bfloat16(), torch.randn(numel)
+        space, expected = torch.zeros(numel + 1, dtype=torch.bfloat16), total + gradient.float()
+        copy = Reception(gradient.data_ptr(), space.data_ptr(), numel, Dtype.BFLOAT16, Dtype.BFLOAT16)
+        assert kernel.copy_norm(copy, fused_tail=True) == norm(kernel, gradient, Dtype.BFLOAT16)
+        assert torch.equal(space[:-1], gradient) and space[-1] == 0, "and nothing behind it"
+        sums = Reception(gradient.data_ptr(), total.data_ptr(), numel, Dtype.BFLOAT16, Dtype.FLOAT32, True)
+        assert kernel.copy_norm(sums, fused_tail=True) == norm(kernel, expected, Dtype.FLOAT32)
+        assert torch.equal(total, expected)
 
 
 def test_what_overflows_when_it_is_stored_is_not_finite(kernels: list[UpdateKernel]) -> None:
     source, target = torch.full((20,), 1e5), torch.zeros(20, dtype=torch.float16)
     for kernel in kernels:
-        reception = Reception(source.data_ptr(), Dtype.FLOAT32, 20, target.data_ptr(), Dtype.FLOAT16)
-        assert kernel.copy_norm([reception]) == [math.inf]
+        reception = Reception(source.data_ptr(), target.data_ptr(), 20, Dtype.FLOAT32, Dtype.FLOAT16)
+        assert kernel.copy_norm(reception, fused_tail=True) == math.inf
 
 
 def test_denormals_are_kept_whatever_the_caller_does_to_its_own(library: Path) -> None:

@@ -6,13 +6,12 @@ import logging
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch import nn
 
 from tiered_zero.errors import ModelError
-from tiered_zero.grads.verdict import norm_of
+from tiered_zero.grads.norms import NormTaker
 from tiered_zero.hardware.accelerator import Event
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.hardware.staging import StagingPool
@@ -73,6 +72,7 @@ class GradientStore:
         on_device: frozenset[int],
         in_flight_nbytes: int,
         staging: StagingPool | None,
+        norms: NormTaker,
     ) -> None:
         self._params = dict(params)
         self._units = {
@@ -80,6 +80,7 @@ class GradientStore:
             for unit, _ in self._params.values()
         }
         self._staging = staging
+        self._norms = norms
         self._accelerator = runtime.accelerator
         self._recorder = runtime.recorder
         self._ledger = runtime.ledger
@@ -174,9 +175,11 @@ class GradientStore:
         ]
         return sorted(found, key=lambda item: item[0].index)
 
-    def norms(self) -> dict[int, torch.Tensor]:
-        """Parameter index -> norm, 0-d fp32 on the CPU, where it was taken when the gradient arrived."""
-        return {index: norm for gradients in self._units.values() for index, norm in gradients.norms.items()}
+    def norms(self) -> Sequence[tuple[ParamSpec, torch.Tensor]]:
+        """Parameters with a gradient and its norm, 0-d fp32, in the order of `model.parameters()`; those that were not
+        taken when the gradient arrived are taken now."""
+        known = {index: norm for gradients in self._units.values() for index, norm in gradients.norms.items()}
+        return [(spec, known[spec.index] if spec.index in known else self._norms.of(g)) for spec, g in self.present()]
 
     def close(self) -> None:
         self._units.clear()
@@ -192,19 +195,21 @@ class GradientStore:
         accelerator = self._accelerator
         nbytes = source.nbytes
         measuring = self.measuring
-        if first and target.dtype == source.dtype:
-            job = partial(accelerator.copy, target, source, finish=measuring)
-        else:
-            job = partial(self._add, target, source, first)
         self._land(max(0, self._in_flight_nbytes - nbytes))
         self._ledger.charge("device", "gradient_in_flight", nbytes)
 
         def send() -> None:
             with self._recorder.span("reduce", "reduce", spec.name, nbytes):
-                job()
                 gradients.norms.pop(spec.index, None)
-                if measuring:  # while the bytes are in cache; see verdict.py
-                    gradients.norms[spec.index] = norm_of(target)
+                norm: torch.Tensor | None = None
+                if self._norms.receives(target, source):
+                    norm = self._norms.receive(target, source, add=not first)
+                elif first and target.dtype == source.dtype:
+                    accelerator.copy(target, source, finish=measuring)
+                else:
+                    self._add(target, source, first)
+                if measuring:
+                    gradients.norms[spec.index] = self._norms.of(target) if norm is None else norm
 
         after = [accelerator.record_compute()]
         event = accelerator.lane("reduce").submit(send, after=after, holds=[source], waits=False)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import torch
 
@@ -23,35 +22,24 @@ class Verdict:
     first_bad: str | None = None
 
 
-def norm_of(grad: torch.Tensor) -> torch.Tensor:
-    """0-d fp32, L2: what clip_grad_norm_ takes of one parameter's gradient. Not finite if an element is not."""
-    norm: torch.Tensor = torch.linalg.vector_norm(grad, 2, dtype=torch.float32)
-    return norm
+def judge(norms: Sequence[tuple[ParamSpec, torch.Tensor]], loss_scale: float, max_norm: float) -> Verdict:
+    """The arithmetic of torch.nn.utils.clip_grad_norm_, from each parameter's norm on: the norm of the norms, in fp32.
 
-
-def judge(
-    gradients: Sequence[tuple[ParamSpec, torch.Tensor]],
-    loss_scale: float,
-    max_norm: float,
-    known_norms: Mapping[int, torch.Tensor] = MappingProxyType({}),
-) -> Verdict:
-    """The arithmetic of torch.nn.utils.clip_grad_norm_: a norm per parameter, then the norm of the norms, all in fp32.
-
-    `gradients`: [numel] each, scaled by `loss_scale`, in the order of `model.parameters()`. `max_norm`: 0 does not
-    clip. `known_norms`: parameter index -> its norm, where it was taken already.
+    `norms`: 0-d fp32, of gradients scaled by `loss_scale`, in the order of `model.parameters()`. `max_norm`: 0 does not
+    clip.
     """
-    if not gradients:
+    if not norms:
         return Verdict(True, 0.0, 1.0 / loss_scale)
-    norms = [known_norms[spec.index] if spec.index in known_norms else norm_of(grad) for spec, grad in gradients]
-    if len({norm.device for norm in norms}) > 1:  # some gradients rest on the device: their norms come in one copy
-        come = iter(torch.stack([norm for norm in norms if norm.device.type != "cpu"]).cpu())
-        norms = [norm if norm.device.type == "cpu" else next(come) for norm in norms]
-    total = torch.linalg.vector_norm(torch.stack(norms), 2)
+    values = [norm for _, norm in norms]
+    if len({norm.device for norm in values}) > 1:  # some gradients rest on the device: their norms come in one copy
+        come = iter(torch.stack([norm for norm in values if norm.device.type != "cpu"]).cpu())
+        values = [norm if norm.device.type == "cpu" else next(come) for norm in values]
+    total = torch.linalg.vector_norm(torch.stack(values), 2)
     if loss_scale != 1.0:
         total = total / loss_scale
     scale = torch.clamp(max_norm / (total + 1e-6), max=1.0).item() if max_norm > 0 else 1.0
     bad = None
     if not torch.isfinite(total):
-        named = (spec.name for (spec, _), norm in zip(gradients, norms, strict=True) if not torch.isfinite(norm))
-        bad = next(named, gradients[0][0].name)
+        named = (spec.name for (spec, _), norm in zip(norms, values, strict=True) if not torch.isfinite(norm))
+        bad = next(named, norms[0][0].name)
     return Verdict(bad is None, total.item(), scale / loss_scale, bad)

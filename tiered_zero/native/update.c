@@ -91,6 +91,12 @@ typedef void tz_root(const int32_t *n, const float *a, float *y, const int64_t *
 typedef int tz_set_threads(int num_threads);
 #define TZ_ROOT_MODE (0x2 | 0x140000 | 0x100)
 
+static const int widths[] = {[TZ_F32] = 4, [TZ_BF16] = 2, [TZ_F16] = 2, [TZ_REMAINDER] = 2};
+
+static inline void *at(const void *base, int64_t i, int type) { return base ? (char *)base + i * widths[type] : NULL; }
+
+typedef float tz_eight __attribute__((vector_size(32)));
+
 #define LEVEL scalar
 #define LANES 4
 #define TARGET
@@ -115,7 +121,7 @@ typedef int tz_set_threads(int num_threads);
 #endif
 
 typedef void tz_advance(const struct tz_run *, int64_t, int64_t, tz_root *);
-typedef double tz_receive(const struct tz_copy *, int64_t, int64_t);
+typedef float tz_receive(const struct tz_copy *, int);
 typedef void tz_convert(const struct tz_moments *, int64_t, int64_t);
 static const struct {
     tz_advance *advance;
@@ -317,10 +323,6 @@ struct update {
     tz_set_threads *set_threads;
 };
 
-static const int widths[] = {[TZ_F32] = 4, [TZ_BF16] = 2, [TZ_F16] = 2, [TZ_REMAINDER] = 2};
-
-static inline void *at(const void *base, int64_t i, int type) { return base ? (char *)base + i * widths[type] : NULL; }
-
 /* The last elements of a run pass through the same code in a padded copy. */
 static void advance_tail(const struct update *u, const struct tz_run *r, int64_t from, int64_t n) {
     const struct tz_hyper *h = r->hyper;
@@ -417,61 +419,14 @@ API int tz_convert_moments(struct tz_pool *pool, const struct tz_moments *moment
     return 0;
 }
 
-/* ---- Received gradients: blocks of one size, whatever the number of threads, so that sums are the same. ---- */
+/* ---- Received gradients ---- */
 
-struct reception {
-    const struct tz_copy *copies;
-    int64_t num_copies;
-    const int64_t *starts; /* first block of each copy, and the end */
-    double *sums;          /* a block */
-    int level;
-};
-
-static void receive_piece(void *context, int64_t index) {
-    const struct reception *x = context;
-    int64_t k = find(x->starts, x->num_copies, index), from = (index - x->starts[k]) * TZ_PIECE;
-    const struct tz_copy *c = &x->copies[k];
-    int64_t to = from + TZ_PIECE < c->numel ? from + TZ_PIECE : c->numel, whole = to - (to - from) % TZ_GROUP;
-    unsigned mode = keep_denormals();
-    double sum = kernels[x->level].receive(c, from, whole);
-    if (whole < to) {
-        float source[TZ_GROUP] = {0}, target[TZ_GROUP] = {0};
-        int64_t n = to - whole;
-        struct tz_copy padded = *c;
-        padded.source = source;
-        padded.target = c->target ? target : NULL;
-        memcpy(source, at(c->source, whole, c->source_type), n * widths[c->source_type]);
-        if (c->target) memcpy(target, at(c->target, whole, c->target_type), n * widths[c->target_type]);
-        sum += kernels[x->level].receive(&padded, 0, TZ_GROUP);
-        if (c->target) memcpy(at(c->target, whole, c->target_type), target, n * widths[c->target_type]);
-    }
-    x->sums[index] = sum;
-    restore_denormals(mode);
-}
-
-/* Copies, adds or scans; sums[i]: the sum of squares of what lies in the target (else the source) of copies[i], finite if
- * and only if all of it is. The same bits for any level and number of threads. Returns as tz_update_batch. */
-API int tz_copy_norm(struct tz_pool *pool, const struct tz_copy *copies, int64_t num_copies, double *sums, int level) {
+/* Copies, adds or scans an array on the calling thread. norm: of what then lies in the target (else in the source), with
+ * the same bits at any level; not finite if an element is not. Returns as tz_convert_moments. */
+API int tz_copy_norm(const struct tz_copy *copy, int fused_tail, float *norm, int level) {
     if (!tz_supported(level)) return -2;
-    int64_t *starts = malloc((num_copies + 1) * sizeof *starts), total = 0;
-    if (!starts) return -1;
-    for (int64_t i = 0; i < num_copies; i++) {
-        starts[i] = total;
-        total += (copies[i].numel + TZ_PIECE - 1) / TZ_PIECE;
-    }
-    starts[num_copies] = total;
-    double *blocks = malloc((total + 1) * sizeof *blocks);
-    if (!blocks) {
-        free(starts);
-        return -1;
-    }
-    struct reception reception = {copies, num_copies, starts, blocks, level};
-    run(pool, receive_piece, &reception, total);
-    for (int64_t i = 0; i < num_copies; i++) {
-        sums[i] = 0;
-        for (int64_t k = starts[i]; k < starts[i + 1]; k++) sums[i] += blocks[k];
-    }
-    free(blocks);
-    free(starts);
+    unsigned mode = keep_denormals();
+    *norm = kernels[level].receive(copy, fused_tail);
+    restore_denormals(mode);
     return 0;
 }

@@ -83,21 +83,10 @@ class MklRoot(NamedTuple):
     set_threads: int
 
 
-class Reception(NamedTuple):
-    """One array for `copy_norm`. `source`, `target`: addresses; a target of 0 asks for a scan alone.
+class Reception(ctypes.Structure):
+    """One array for `UpdateKernel.copy_norm`. `source`, `target`: addresses; without a target it is scanned. `add`: to
+    what the target holds, instead of replacing it. Types are `Dtype`s."""
 
-    With `add`, source is added to the target instead of replacing it.
-    """
-
-    source: int
-    source_type: Dtype
-    numel: int
-    target: int = 0
-    target_type: Dtype = Dtype.FLOAT32
-    add: bool = False
-
-
-class _Copy(ctypes.Structure):
     _fields_ = (
         ("source", ctypes.c_void_p),
         ("target", ctypes.c_void_p),
@@ -141,7 +130,7 @@ class UpdateKernel:
             ("tz_pool_close", None, [pointer]),
             ("tz_update_batch", integer, [pointer, pointer, count, integer, pointer, pointer]),
             ("tz_convert_moments", integer, [pointer, pointer, integer]),
-            ("tz_copy_norm", integer, [pointer, pointer, count, pointer, integer]),
+            ("tz_copy_norm", integer, [pointer, integer, pointer, integer]),
         ):
             function = getattr(self._library, name)
             function.restype, function.argtypes = result, arguments
@@ -180,23 +169,17 @@ class UpdateKernel:
         """Decode `values` from codes and scales, or encode them. The caller vouches for the memory, as in `update`."""
         self._check(self._library.tz_convert_moments(self._pool, ctypes.byref(moments), LEVELS[self.level]))
 
-    def copy_norm(self, receptions: Sequence[Reception]) -> list[float]:
-        """Copy, add or scan each array in one pass, and return the sum of squares of each, finite if and only if every
-        element is (of what the target then holds; without one, of the source).
+    def copy_norm(self, reception: Reception, *, fused_tail: bool) -> float:
+        """Copy, add or scan an array in one pass on the calling thread, and return the L2 norm of what the target then
+        holds (without one, of the source), taken in fp32 in the order of ATen's vector_norm.
 
-        Summed in float64 over blocks of a fixed size: independent of level and threads, and within 1e-12 of exact, but
-        neither torch's order nor the same for other cuts. Exact parity with torch's clipping needs torch's own norm.
+        `fused_tail`: whether that was compiled with FMA. The caller vouches for the memory, as in `update`.
         """
-        copies = (_Copy * len(receptions))(
-            *(_Copy(r.source, r.target or None, r.numel, r.source_type, r.target_type, r.add) for r in receptions)
+        norm = ctypes.c_float()
+        self._check(
+            self._library.tz_copy_norm(ctypes.byref(reception), fused_tail, ctypes.byref(norm), LEVELS[self.level])
         )
-        sums = (ctypes.c_double * len(receptions))()
-        self._check(self._library.tz_copy_norm(self._pool, copies, len(receptions), sums, LEVELS[self.level]))
-        return list(sums)
-
-    def norm_scan(self, source: int, source_type: Dtype, numel: int) -> float:
-        """Squared norm of one array in one read; finite if and only if every element is."""
-        return self.copy_norm([Reception(source, source_type, numel)])[0]
+        return norm.value
 
     def close(self) -> None:
         """End the threads. Idempotent; the kernel must not be used after it. A kernel that is let go closes itself."""

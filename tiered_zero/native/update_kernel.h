@@ -14,7 +14,6 @@
 #define KERNEL static inline __attribute__((always_inline)) TARGET
 
 #define vf NAME(vf)
-#define vd NAME(vd)
 #define vu NAME(vu)
 #define vs NAME(vs)
 #define vh NAME(vh)
@@ -28,6 +27,7 @@
 #define to_bf16_random NAME(to_bf16_random)
 #define load NAME(load)
 #define store NAME(store)
+#define pass NAME(pass)
 #define load_mark NAME(load_mark)
 #define store_mark NAME(store_mark)
 #define load_master NAME(load_master)
@@ -43,7 +43,6 @@
 typedef float vf __attribute__((vector_size(LANES * 4)));
 typedef uint32_t vu __attribute__((vector_size(LANES * 4)));
 typedef int32_t vs __attribute__((vector_size(LANES * 4)));
-typedef double vd __attribute__((vector_size(LANES * 8)));
 typedef uint16_t vh __attribute__((vector_size(LANES * 2)));
 
 KERNEL vf splat(float x) { return x - (vf){0}; } /* minus, so that -0.0 stays -0.0 */
@@ -364,33 +363,51 @@ TARGET static void NAME(convert)(const struct tz_moments *q, int64_t from, int64
     }
 }
 
-/* Copies (or adds, or neither) n elements, a multiple of TZ_GROUP, and returns the sum of their squares: sixteen sums in
- * double whatever the level, joined in one order. No square of a float overflows a double, so the result is finite if and
- * only if every element is. */
-TARGET static double NAME(receive)(const struct tz_copy *c, int64_t from, int64_t to) {
-    vd sums[TZ_GROUP / LANES] = {{0}};
-    for (int64_t i = from; i < to; i += TZ_GROUP) {
+/* Copies, adds or neither; returns what then lies at `at`, in float: it may have overflowed when it was stored. */
+KERNEL vf pass(const struct tz_copy *c, int64_t at) {
+    vf x = load(c->source, at, c->source_type);
+    if (!c->target) return x;
+    if (c->add) x = load(c->target, at, c->target_type) + x;
+    store(c->target, at, c->target_type, x);
+    return load(c->target, at, c->target_type);
+}
+
+/* Passes the whole array, and returns the root of the sum of squares in the order in which ATen's vector_norm takes it,
+ * whatever the level: eight running sums, joined one by one, then what is left over, of which GCC has fused all behind
+ * the last four where it compiled ATen for processors with FMA (`fused_tail`). */
+TARGET static float NAME(receive)(const struct tz_copy *c, int fused_tail) {
+    tz_eight sums = {0};
+    int64_t whole = c->numel - c->numel % TZ_GROUP, left = c->numel - whole;
+    for (int64_t i = 0; i < whole; i += TZ_GROUP) {
+        vf squares[TZ_GROUP / LANES];
         for (int k = 0; k < TZ_GROUP / LANES; k++) {
-            int64_t at = i + k * LANES;
-            vf x = load(c->source, at, c->source_type);
-            if (c->target) {
-                if (c->add) x = load(c->target, at, c->target_type) + x;
-                store(c->target, at, c->target_type, x);
-                x = load(c->target, at, c->target_type); /* what was stored is what counts: it may have overflowed */
-            }
-            vd wide = __builtin_convertvector(x, vd);
-            sums[k] += wide * wide;
+            vf x = pass(c, i + k * LANES);
+            squares[k] = x * x;
         }
+        tz_eight halves[2];
+        memcpy(halves, squares, sizeof halves);
+        sums += halves[0];
+        sums += halves[1];
     }
-    double total = 0;
-    for (int k = 0; k < TZ_GROUP; k++) total += sums[k / LANES][k % LANES];
-    return total;
+    float source[TZ_GROUP] = {0}, target[TZ_GROUP] = {0}, x[TZ_GROUP];
+    struct tz_copy rest = *c;
+    rest.source = source;
+    rest.target = c->target ? target : NULL;
+    memcpy(source, at(c->source, whole, c->source_type), left * widths[c->source_type]);
+    if (c->target) memcpy(target, at(c->target, whole, c->target_type), left * widths[c->target_type]);
+    for (int k = 0; k < TZ_GROUP; k += LANES) store(x, k, TZ_F32, pass(&rest, k));
+    if (c->target) memcpy(at(c->target, whole, c->target_type), target, left * widths[c->target_type]);
+    int64_t first = left / 8 * 8, fused = fused_tail ? first + (left - first) / 4 * 4 : left;
+    for (int64_t i = 0; i < first; i++) sums[i] += x[i] * x[i];
+    float total = sums[0];
+    for (int k = 1; k < 8; k++) total += sums[k];
+    for (int64_t i = first; i < left; i++) total = i < fused ? total + x[i] * x[i] : __builtin_fmaf(x[i], x[i], total);
+    return __builtin_sqrtf(total);
 }
 
 #undef PASTE_
 #undef PASTE
 #undef vf
-#undef vd
 #undef vu
 #undef vs
 #undef vh
@@ -404,6 +421,7 @@ TARGET static double NAME(receive)(const struct tz_copy *c, int64_t from, int64_
 #undef to_bf16_random
 #undef load
 #undef store
+#undef pass
 #undef load_mark
 #undef store_mark
 #undef load_master

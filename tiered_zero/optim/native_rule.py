@@ -97,7 +97,6 @@ class NativeRule(UpdateRule):
 
     @property
     def kernel(self) -> UpdateKernel | None:
-        """For what else it can do; None for torch alone."""
         return self._kernel
 
     @abstractmethod

@@ -55,6 +55,10 @@ class QuantizedAdam(UpdateRule):
             StateField(_scale(name), scales, torch.float32, QUANTIZED_BLOCK_NUMEL) for name in names
         ]
 
+    @property
+    def kernel(self) -> UpdateKernel | None:
+        return self._inner.kernel
+
     def init_state(self, run: Run) -> None:
         """Zeros."""
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from tiered_zero.native.update import UpdateKernel
+
 
 @dataclass(frozen=True)
 class StateField:
@@ -57,6 +59,11 @@ class UpdateRule(ABC):
     unsigned_field: str | None = None
     """A state array that is never negative, where the rule can work beside a mark in its signs ([Note: bf16 and
     remainder])."""
+
+    @property
+    def kernel(self) -> UpdateKernel | None:
+        """What it runs on, for what else that can do; None for torch alone."""
+        return None
 
     @abstractmethod
     def state_fields(self, shape: tuple[int, ...], hyper: Mapping[str, Any]) -> list[StateField]:

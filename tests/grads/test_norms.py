@@ -1,0 +1,60 @@
+"""Norms of gradients have torch's bits, whatever takes them, and come with a copy or a sum in one pass."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from tiered_zero.grads.norms import NormTaker
+from tiered_zero.native.update import UpdateKernel
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SIZES = (0, 1, 5, 12, 17, 5_000, 200_003)
+
+
+@pytest.fixture
+def norms(library: Path) -> NormTaker:
+    return NormTaker(UpdateKernel(library))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("numel", SIZES)
+def test_they_have_the_bits_of_torch(numel: int, dtype: torch.dtype, norms: NormTaker) -> None:
+    for scale in (1e-3, 1.0, 30.0):
+        grad = (torch.randn(numel) * scale).to(dtype)
+        expected = torch.linalg.vector_norm(grad, 2, dtype=torch.float32)
+        assert torch.equal(NormTaker(None).of(grad), expected)
+        assert torch.equal(norms.of(grad), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("numel", SIZES)
+def test_a_copy_brings_every_bit_and_the_same_norm(numel: int, dtype: torch.dtype, norms: NormTaker) -> None:
+    target, source = torch.empty(numel, dtype=dtype), torch.randn(numel).to(dtype)
+    if norms.receives(target, source):  # always, where torch is a build for x86
+        assert torch.equal(norms.receive(target, source, add=False), norms.of(source))
+        assert torch.equal(target, source)
+        total = source.float() + source.float()
+        target = source.float()
+        assert torch.equal(norms.receive(target, source, add=True), norms.of(total))
+        assert torch.equal(target, total)
+
+
+def test_the_kernel_takes_them_here(norms: NormTaker) -> None:
+    """On x86 with torch's own wheels; elsewhere torch may take them."""
+    assert norms.receives(torch.ones(3), torch.ones(3)) or torch.backends.cpu.get_cpu_capability() not in (
+        "AVX2",
+        "AVX512",
+    )
+    assert not NormTaker(None).receives(torch.ones(3), torch.ones(3))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_not_finite_shows(bad: float, dtype: torch.dtype, norms: NormTaker) -> None:
+    source = torch.ones(100_000).to(dtype)
+    source[77_777] = bad
+    assert not math.isfinite(norms.of(source).item()) and not math.isfinite(NormTaker(None).of(source).item())

@@ -1,0 +1,66 @@
+"""The L2 norm of one gradient, with torch's bits, in the pass that brings it to its home where there is a kernel."""
+
+from __future__ import annotations
+
+from typing import final
+
+import torch
+
+from tiered_zero.native.update import Dtype, Reception, UpdateKernel
+
+_DTYPES = {torch.float32: Dtype.FLOAT32, torch.bfloat16: Dtype.BFLOAT16, torch.float16: Dtype.FLOAT16}
+_fused_tails: dict[str, bool | None] = {}
+"""Level of the kernel -> how ATen's vector_norm was compiled, or None where the kernel does not give its bits."""
+
+
+@final
+class NormTaker:
+    """What `clip_grad_norm_` takes of one parameter's gradient, 0-d fp32, beside it. Not finite if an element is not.
+
+    torch converts 16-bit gradients in a pass of their own and adds in another; the kernel gives the same bits in one.
+    Whether it does is tried once; where not (ARM, another compiler), torch is taken. Any thread.
+    """
+
+    def __init__(self, kernel: UpdateKernel | None) -> None:
+        self._kernel = None
+        if kernel is not None:
+            if kernel.level not in _fused_tails:
+                _fused_tails[kernel.level] = _find_fused_tail(kernel)
+            if (fused_tail := _fused_tails[kernel.level]) is not None:
+                self._kernel, self._fused_tail = kernel, fused_tail
+
+    def of(self, grad: torch.Tensor) -> torch.Tensor:
+        """`grad`: [n] contiguous."""
+        if self._kernel is None or not grad.is_cpu or grad.dtype not in _DTYPES:
+            norm: torch.Tensor = torch.linalg.vector_norm(grad, 2, dtype=torch.float32)
+            return norm
+        return self._run(self._kernel, _reception(grad, None, False))
+
+    def receives(self, target: torch.Tensor, source: torch.Tensor) -> bool:
+        """Whether `receive` takes these."""
+        return self._kernel is not None and all(x.is_cpu and x.dtype in _DTYPES for x in (target, source))
+
+    def receive(self, target: torch.Tensor, source: torch.Tensor, add: bool) -> torch.Tensor:
+        """`source` [n] -> `target` [n]: copied, or added in the target's dtype; the norm of what it then holds."""
+        assert self._kernel is not None and target.numel() == source.numel(), "as `receives` says"
+        return self._run(self._kernel, _reception(source, target, add))
+
+    def _run(self, kernel: UpdateKernel, reception: Reception) -> torch.Tensor:
+        return torch.tensor(kernel.copy_norm(reception, fused_tail=self._fused_tail), dtype=torch.float32)
+
+
+def _reception(source: torch.Tensor, target: torch.Tensor | None, add: bool) -> Reception:
+    target_type = _DTYPES[torch.float32 if target is None else target.dtype]
+    address = None if target is None else target.data_ptr()
+    return Reception(source.data_ptr(), address, source.numel(), _DTYPES[source.dtype], target_type, add)
+
+
+def _find_fused_tail(kernel: UpdateKernel) -> bool | None:
+    generator = torch.Generator().manual_seed(0)
+    grads = [torch.randn(numel, generator=generator) for numel in (*range(1, 40), 1001, 4099) for _ in range(25)]
+    expected = [torch.linalg.vector_norm(grad).item() for grad in grads]
+    for fused_tail in (True, False):
+        found = (kernel.copy_norm(_reception(grad, None, False), fused_tail=fused_tail) for grad in grads)
+        if all(norm == want for norm, want in zip(found, expected, strict=True)):
+            return fused_tail
+    return None
