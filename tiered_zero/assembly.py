@@ -54,7 +54,8 @@ from tiered_zero.optim.torch_rule import TorchRule
 from tiered_zero.params.homes import HomeKeeper
 from tiered_zero.params.hooks import ModuleHooks
 from tiered_zero.params.materialize import Materializer, WeightFiles
-from tiered_zero.params.pager import Pager, PagerLimits
+from tiered_zero.params.pager import Pager
+from tiered_zero.params.residency import PagerLimits
 from tiered_zero.params.storage import lender_of
 from tiered_zero.plan.planner import Plan, SubGroupNeed, Wishes, back_tier, gradient_nbytes, make_plan
 from tiered_zero.sizes import format_nbytes

@@ -7,6 +7,9 @@ GIB = 1 << 30
 PAGE_NBYTES = 4096
 """Alignment of every extent, arena slot and O_DIRECT request: it serves 512-byte and 4Kn devices alike."""
 
+HUGE_PAGE_NBYTES = 2 * MIB
+"""Of x86 and most ARM systems. What is larger is asked for in such pages, aligned to them."""
+
 _UNITS = {"": 1, "b": 1, "k": 10**3, "kb": 10**3, "kib": KIB, "m": 10**6, "mb": 10**6, "mib": MIB}
 _UNITS |= {"g": 10**9, "gb": 10**9, "gib": GIB, "t": 10**12, "tb": 10**12, "tib": 1 << 40}
 

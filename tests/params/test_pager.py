@@ -17,13 +17,14 @@ from tiered_zero.errors import BudgetError, ModelError, ParameterAwayError, Tran
 from tiered_zero.hardware.accelerator import Event
 from tiered_zero.layout.flat import Unit
 from tiered_zero.params.homes import HomeKeeper
-from tiered_zero.params.pager import Pager, PagerLimits, SavedView, UnitState
+from tiered_zero.params.pager import Pager
+from tiered_zero.params.residency import PagerLimits, SavedView, UnitState
 from tiered_zero.params.storage import AwayParameter
 from tiered_zero.tiers.inventory import Home, Inventory, Publication
 from tiered_zero.tiers.tier import as_bytes
 
 N = 2048
-FREE = 1 << 62
+FREE = 1 << 30
 
 
 class World:

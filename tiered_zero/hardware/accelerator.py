@@ -17,6 +17,8 @@ from dataclasses import dataclass
 
 import torch
 
+from tiered_zero.hardware.window import Place
+
 
 @dataclass(frozen=True, slots=True)
 class MemoryFigures:
@@ -103,6 +105,15 @@ class Accelerator(ABC):
     @abstractmethod
     def prepare(self, flat: torch.Tensor) -> None:
         """`flat` on the device has just been given memory, whose content is undefined: poisoned in debug mode."""
+
+    def reserve_place(self, nbytes: int, window_nbytes: int) -> Place | None:
+        """Addresses for a flat that comes and goes, beside others, at most `window_nbytes` at once; None where the
+        device's allocator is to give it memory."""
+        return None
+
+    def host_pages(self, flat: torch.Tensor) -> memoryview | None:
+        """The whole pages that begin with `flat` on the device, where the disk can write to them without a copy."""
+        return None
 
     @abstractmethod
     def poison(self, flat: torch.Tensor) -> None:

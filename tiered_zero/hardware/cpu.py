@@ -13,7 +13,8 @@ import torch
 from tiered_zero.hardware.accelerator import Event, MemoryFigures
 from tiered_zero.hardware.lanes import DeviceMarker, JobEvent, LaneAccelerator, Pace, Work, WorkerLane, runs_on_lane
 from tiered_zero.hardware.probe import available_host_nbytes
-from tiered_zero.sizes import align_up
+from tiered_zero.hardware.window import Place, Window
+from tiered_zero.sizes import HUGE_PAGE_NBYTES, align_up
 
 logger = logging.getLogger("tiered_zero")
 
@@ -39,8 +40,8 @@ def copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
 
 def advise_huge_pages(memory: torch.Tensor) -> None:
     """Ask the system to back the whole huge pages inside of `memory`, on the CPU, with such. Advice only; Linux."""
-    start, end = align_up(memory.data_ptr(), _HUGE_NBYTES), memory.data_ptr() + memory.nbytes
-    nbytes = (end - start) // _HUGE_NBYTES * _HUGE_NBYTES
+    start, end = align_up(memory.data_ptr(), HUGE_PAGE_NBYTES), memory.data_ptr() + memory.nbytes
+    nbytes = (end - start) // HUGE_PAGE_NBYTES * HUGE_PAGE_NBYTES
     if nbytes > 0 and _madvise is not None:
         _madvise(start, nbytes, mmap.MADV_HUGEPAGE)
 
@@ -53,7 +54,6 @@ def _find_madvise() -> Callable[[int, int, int], int] | None:
 
 
 _madvise = _find_madvise()
-_HUGE_NBYTES = 2 << 20
 
 
 @final
@@ -75,6 +75,8 @@ class CpuAccelerator(LaneAccelerator):
         self._delay_seed = delay_seed
         self.shares_cores = delay_seed is None
         self._told_pin = False
+        self._window: Window | None = None
+        self._pages: dict[int, memoryview] = {}
 
     def _build_lane(self, name: str) -> WorkerLane:
         pace = None if self._delay_seed is None else Pace(self._delay_seed, name)
@@ -83,9 +85,23 @@ class CpuAccelerator(LaneAccelerator):
     def record_compute(self) -> JobEvent:
         return JobEvent.launched()
 
+    def reserve_place(self, nbytes: int, window_nbytes: int) -> Place | None:
+        try:
+            self._window = self._window or Window(window_nbytes)
+            place = self._window.reserve(nbytes)
+        except OSError as error:
+            logger.info("paged parameters get memory from malloc each time: %s", error)
+            return None
+        self._pages[place.tensor.data_ptr()] = place.memory
+        return place
+
+    def host_pages(self, flat: torch.Tensor) -> memoryview | None:
+        return self._pages.get(flat.data_ptr())
+
     def prepare(self, flat: torch.Tensor) -> None:
         """A unit's memory comes and goes twice a step: in huge pages that costs a few faults, not thousands."""
-        advise_huge_pages(flat)
+        if flat.data_ptr() not in self._pages:
+            advise_huge_pages(flat)
         super().prepare(flat)
 
     def wait_on_compute(self, event: Event) -> None:
@@ -93,6 +109,11 @@ class CpuAccelerator(LaneAccelerator):
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, finish: bool = False) -> None:
         copy_bytes(target, source)
+
+    def close(self) -> None:
+        super().close()
+        self._window = None
+        self._pages.clear()
 
     def total_memory_nbytes(self) -> int:
         return available_host_nbytes() if self._memory_limit_nbytes is None else self._memory_limit_nbytes

@@ -7,7 +7,8 @@ from contextlib import ExitStack, contextmanager
 
 from torch import nn
 
-from tiered_zero.params.pager import Pager, Residency
+from tiered_zero.params.pager import Pager
+from tiered_zero.params.residency import Residency
 from tiered_zero.params.storage import ClosedEngine, lender_of
 
 

@@ -6,93 +6,21 @@ import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from enum import Enum, auto
 
 import torch
 from torch import nn
 
 from tiered_zero.errors import BudgetError, ModelError, ParameterAwayError
-from tiered_zero.hardware.accelerator import Event
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.layout.flat import Unit
 from tiered_zero.params.homes import HomeKeeper
+from tiered_zero.params.residency import Frame, PagerLimits, Residency, SavedView, UnitState
 from tiered_zero.params.schedule import Schedule
 from tiered_zero.params.storage import ClosedEngine, FlatStorage
 from tiered_zero.sizes import format_nbytes
 from tiered_zero.tiers.inventory import Inventory
 
 logger = logging.getLogger("tiered_zero")
-
-
-class UnitState(Enum):
-    """AWAY: no bytes on the device; they rest at the unit's home. READY: bytes are there or on their way, but
-    parameters are
-    guarded (prefetched, or kept for reuse). LENT: compute may use them; parameters are plain."""
-
-    AWAY = auto()
-    READY = auto()
-    LENT = auto()
-
-
-# A unit's bytes leave only while nobody holds a view of them (`FlatStorage.is_viewed`): a node that runs, a tensor that
-# a checkpointed region has recomputed, an output that is a slice of a weight. So neither eviction nor a wrong guess can
-# pull memory from under a computation; at worst the budget is passed, which raises.
-
-
-@dataclass
-class Residency:
-    """What the pager knows of one unit. `fetch`: the transfer that fills it, until compute has waited for it.
-
-    `num_lends`: running modules and lenders that use it; with none it may still be LENT, held for the rest of its
-    backward. `clock`: when it was last used. `version`: how often its values have changed, for graphs that saved
-    earlier ones. `is_changed`: its bytes on the device are no longer its home's.
-    """
-
-    unit: Unit
-    storage: FlatStorage
-    state: UnitState = UnitState.AWAY
-    fetch: Event | None = None
-    num_lends: int = 0
-    clock: int = 0
-    version: int = 0
-    is_changed: bool = False
-    params: dict[nn.Parameter, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class PagerLimits:
-    """`live_nbytes`: planned bytes of paged units on the device at once. `most_live_nbytes`: those that are allowed
-    where code uses more units at the same time (a checkpointed region of many blocks, `gathered`). `prefetch_numel`:
-    most elements fetched ahead of use. `reuse_numel`: a unit expected again within this many elements is kept, room
-    permitting."""
-
-    live_nbytes: int
-    prefetch_numel: int
-    reuse_numel: int
-    most_live_nbytes: int = 0
-
-
-@dataclass
-class Frame:
-    """A running module or lender. `lent`: stay for its whole length. `demanded`: by functions called in it; any of them
-    goes when room is short and nobody views it, and comes back when the next function is called with it."""
-
-    lent: list[Residency] = field(default_factory=list)
-    demanded: list[Residency] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class SavedView:
-    """What autograd keeps instead of a view of a flat: which unit in which version, and the view's geometry in
-    elements."""
-
-    unit_index: int
-    version: int
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
 
 
 class Pager:
@@ -138,9 +66,12 @@ class Pager:
 
     def adopt(self, unit: Unit, params: Sequence[nn.Parameter]) -> FlatStorage:
         """Turn `params` into views of one flat of this unit; their former bytes go. Returns the empty storage."""
+        place = None
         if self._inventory.find(unit, "param") is None:
             self._ledger.charge("device", "param", unit.nbytes)
-        storage = FlatStorage(unit, params, self._accelerator.device, self)
+        else:
+            place = self._accelerator.reserve_place(unit.nbytes, self._limits.live_nbytes)
+        storage = FlatStorage(unit, params, self._accelerator.device, self, place)
         residency = Residency(unit, storage, params={param: i for i, param in enumerate(params)})
         self._residencies[unit.index] = residency
         self._by_storage[storage.key] = residency

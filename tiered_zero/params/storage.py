@@ -2,6 +2,7 @@
 
 The parameters of a unit are views of `flat`. `storage.resize_(0)` gives the memory back while every view keeps its
 shape, dtype and place in autograd's graphs; a later `resize_` and copy brings the bytes back under the same views.
+With the CPU as the device the storage is a place in a window instead (hardware/window.py): it stays, its memory goes.
 PyTorch itself does not notice a read of an empty storage (it crashes or returns garbage), so while a unit is away its
 parameters carry the class `AwayParameter`, whose `__torch_function__` stands between them and every operator. While the
 unit is lent they are plain `Parameter`s again and cost nothing.
@@ -17,6 +18,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tiered_zero.errors import ModelError, ParameterAwayError
+from tiered_zero.hardware.window import Place
 from tiered_zero.layout.flat import Unit
 
 
@@ -122,13 +124,22 @@ def _parameters_in(value: Any) -> Iterator[nn.Parameter]:
 
 
 class FlatStorage:
-    """The device memory of one unit. `flat`: [P] of the unit's dtype; its storage is empty or full, never in between.
+    """The device memory of one unit. `flat`: [P] of the unit's dtype; it has no memory or all of it, never a part.
 
     Driver thread.
     """
 
-    def __init__(self, unit: Unit, params: Sequence[nn.Parameter], device: torch.device, lender: Lender) -> None:
+    def __init__(
+        self,
+        unit: Unit,
+        params: Sequence[nn.Parameter],
+        device: torch.device,
+        lender: Lender,
+        place: Place | None = None,
+    ) -> None:
+        """`place`: where the flat lies; None: the device's allocator gives it memory each time."""
         self.unit = unit
+        self._place = place
         self._device = device
         self._params = tuple(params)
         self._classes = tuple(type(param) for param in params)
@@ -140,13 +151,17 @@ class FlatStorage:
 
     def _take_storage(self) -> None:
         """A new one, empty, under all parameters."""
-        self.flat = torch.empty(self.unit.numel, dtype=self.unit.dtype, device=self._device)
+        if self._place is not None:
+            self.flat = self._place.tensor.view(self.unit.dtype)
+        else:
+            self.flat = torch.empty(self.unit.numel, dtype=self.unit.dtype, device=self._device)
         self._bytes = self.flat.untyped_storage()
         with torch._C.DisableTorchFunctionSubclass():
             for entry, param in zip(self.unit.entries, self._params, strict=True):
                 param.data = self.flat[entry.start : entry.stop].view(entry.param.shape)
         self._num_own_uses = torch._C._storage_Use_Count(self.key)
-        self._bytes.resize_(0)
+        if self._place is None:
+            self._bytes.resize_(0)
 
     @property
     def is_viewed(self) -> bool:
@@ -155,18 +170,23 @@ class FlatStorage:
 
     @property
     def is_full(self) -> bool:
-        return self._bytes.nbytes() != 0
+        return self._bytes.nbytes() != 0 if self._place is None else self._place.is_full
 
     def fill(self) -> None:
         """Give the flat memory; its content is undefined until a transfer has written it."""
-        self._bytes.resize_(self.unit.nbytes)
+        if self._place is not None:
+            self._place.fill()
+        else:
+            self._bytes.resize_(self.unit.nbytes)
 
     def empty(self) -> None:
         """Give the memory back. Every view keeps its shape; autograd's version counters do not move.
 
         A storage that NumPy has looked at can never be resized again; it is given up for another, with another key.
         """
-        if self._bytes.resizable():
+        if self._place is not None:
+            self._place.empty()
+        elif self._bytes.resizable():
             self._bytes.resize_(0)
         else:
             self._take_storage()

@@ -112,6 +112,8 @@ class NvmeTier(Tier):
         """
         target = as_bytes(out)
         record = self._records[slot.name]
+        if (pages := self._accelerator.host_pages(target)) is not None:
+            return self._fetch_in_place(record, pages, target, after)
         ready = after is None or after.done()
         if ready and after:
             after.wait()  # a failed update fails here, before any buffer is taken
@@ -132,6 +134,26 @@ class NvmeTier(Tier):
             return self._accelerator.lane("gather").submit(job, after=before, holds=[target])
         except BaseException:
             _give_back(chunks)
+            raise
+
+    def _fetch_in_place(self, record: Record, pages: memoryview, target: torch.Tensor, after: Event | None) -> Event:
+        """One read, of whole pages, to where the unit is used."""
+        ready = after is None or after.done()
+        if ready and after:
+            after.wait()
+        read = self._read(record, pages, 0, urgent=True) if ready else None
+
+        def job() -> None:
+            with self._recorder.span("gather", "fetch", record.name, target.numel()):
+                (read or self._read(record, pages, 0, urgent=True)).wait()
+
+        before = [self._accelerator.record_compute()] + ([after] if after else [])
+        try:
+            return self._accelerator.lane("gather").submit(job, after=before, holds=[target])
+        except BaseException:
+            if read is not None:
+                with suppress(TieredZeroError):
+                    read.wait()
             raise
 
     def _land(self, record: Record, chunks: list[_Chunk], deferred: bool) -> None:

@@ -1,0 +1,123 @@
+"""Memory for the units that come and go where the CPU is the device: whole huge pages change places, and stay.
+
+malloc gives a large block back to the system when it is freed, and the system clears it page by page when it is asked
+for again: on the machine where this was measured, a virtual one, that took several times as long as to read the unit
+from its disk. Here each unit has addresses of its own for good, without memory behind them. The memory is moved under
+them in huge pages (mremap(2), which moves an entry of the page table, not bytes), and away again into a store of such
+pages. So it never falls into pieces, and the disk can write to it directly, for it begins at a page.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from typing import Any, final
+
+import torch
+
+from tiered_zero.sizes import HUGE_PAGE_NBYTES, PAGE_NBYTES, align_up
+
+_MAYMOVE, _FIXED, _DONTUNMAP = 1, 2, 4
+_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
+_FAILED = ctypes.c_void_p(-1).value
+_MAX_STORED = 4096
+"""Pages in the store, at most: each is an entry of its own in the process's table of mappings."""
+
+
+@final
+class Window:
+    """Places for units, and up to `nbytes` of huge pages that are kept while no unit has them. Driver thread.
+
+    Raises OSError where the system cannot move pages (not Linux, before 5.7).
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._libc = _bind()
+        num_pages = min(nbytes // HUGE_PAGE_NBYTES, _MAX_STORED)
+        self._store = _map((num_pages + 1) * HUGE_PAGE_NBYTES)
+        start = align_up(_address(self._store), HUGE_PAGE_NBYTES)
+        self._vacant = [start + index * HUGE_PAGE_NBYTES for index in range(num_pages)]
+        self._stored: list[int] = []
+        if self._vacant:  # try it: onto itself is refused, so onto the spare page behind
+            self._move(start, start + num_pages * HUGE_PAGE_NBYTES)
+
+    def reserve(self, nbytes: int) -> Place:
+        """Addresses for a unit, empty."""
+        return Place(self, nbytes)
+
+    def bring(self, address: int, num_pages: int) -> None:
+        """Huge pages from the store under the addresses from `address` on, as many as there are; the system gives the
+        others when they are touched."""
+        for index in range(min(num_pages, len(self._stored))):
+            page = self._stored.pop()
+            self._move(page, address + index * HUGE_PAGE_NBYTES)
+            self._vacant.append(page)
+
+    def take(self, address: int, nbytes: int) -> None:
+        """What lies under these addresses: huge pages into the store as far as it has room, the rest to the system."""
+        for index in range(min(nbytes // HUGE_PAGE_NBYTES, len(self._vacant))):
+            page = self._vacant.pop()
+            self._move(address + index * HUGE_PAGE_NBYTES, page)
+            self._stored.append(page)
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED | _MAP_NORESERVE
+        size = align_up(nbytes, PAGE_NBYTES)
+        if self._libc.mmap(address, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0) == _FAILED:
+            raise OSError(ctypes.get_errno(), "mmap of memory for units")
+        self.advise(address, size)
+
+    def advise(self, address: int, nbytes: int) -> None:
+        """Huge pages; and none for a forked child, whose copy-on-write would take pages from under a read in flight
+        (open(2), O_DIRECT notes)."""
+        for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTFORK):
+            self._libc.madvise(address, nbytes, advice)  # advice only
+
+    def _move(self, page: int, to: int) -> None:
+        """A huge page; nothing is left behind under its old address, which stays ours."""
+        size = HUGE_PAGE_NBYTES
+        if self._libc.mremap(page, size, size, _MAYMOVE | _FIXED | _DONTUNMAP, to) == _FAILED:
+            raise OSError(ctypes.get_errno(), "mremap of memory for units")
+
+
+@final
+class Place:
+    """A unit's addresses. `tensor`: [nbytes] uint8; `memory`: the same as whole pages. What is in them is undefined
+    after `fill`, and zeros after `empty`, until something is written. The mapping ends with its last view."""
+
+    def __init__(self, window: Window, nbytes: int) -> None:
+        self._window = window
+        self._nbytes = align_up(max(nbytes, 1), PAGE_NBYTES)
+        mapping = _map(align_up(self._nbytes, HUGE_PAGE_NBYTES) + HUGE_PAGE_NBYTES)
+        start = -_address(mapping) % HUGE_PAGE_NBYTES
+        self._address_of_first = _address(mapping) + start
+        self.memory = memoryview(mapping)[start : start + self._nbytes]
+        self.tensor = torch.frombuffer(mapping, dtype=torch.uint8, offset=start, count=nbytes)
+        self.is_full = False
+        window.advise(self._address_of_first, self._nbytes)
+
+    def fill(self) -> None:
+        self._window.bring(self._address_of_first, self._nbytes // HUGE_PAGE_NBYTES)
+        self.is_full = True
+
+    def empty(self) -> None:
+        self._window.take(self._address_of_first, self._nbytes)
+        self.is_full = False
+
+
+def _map(nbytes: int) -> mmap.mmap:
+    return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
+
+
+def _address(mapping: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+
+
+def _bind() -> Any:
+    libc = ctypes.CDLL(None, use_errno=True)
+    pointer, size, integer = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    try:
+        libc.mremap.restype, libc.mremap.argtypes = pointer, [pointer, size, size, integer, pointer]
+        libc.mmap.restype, libc.mmap.argtypes = pointer, [pointer, size, integer, integer, integer, ctypes.c_ssize_t]
+        libc.madvise.argtypes = [pointer, size, integer]
+    except AttributeError as error:
+        raise OSError("this system has no mremap") from error
+    return libc
