@@ -203,6 +203,8 @@ def build(draft: Draft, lr_scheduler: Any = None) -> Engine:
         hooks = ModuleHooks(draft.model, draft.units, pager, gradients.take)
         resources.callback(hooks.remove)
         policy = _make_policy(draft, inventory, runtime, pager, gradients, tiers)
+        resources.callback(policy.forget_ahead)
+        masters.before_change = policy.forget_ahead
 
         def complete(unit: Unit) -> None:
             pager.finish_gradients(unit)

@@ -234,6 +234,72 @@ def test_at_the_end_everything_is_written_and_every_buffer_back() -> None:
     assert world.staging.num_free == world.staging.count
 
 
+# -- ahead of the step -------------------------------------------------------------------------------------------------
+
+
+def reads(world: World) -> list[str]:
+    return [name for what, name in world.tier.log if what == "read"]
+
+
+def test_what_the_last_step_began_with_is_read_ahead_once() -> None:
+    world = six(num_buffers=4, latency=LATE, params_away=True)
+    world.stepper.read_ahead()
+    assert not reads(world), "nothing is known before the first step"
+    world.step()
+    world.tier.log.clear()
+    world.stepper.read_ahead()
+    world.stepper.read_ahead()
+    assert reads(world) == ["s0", "s1", "s2"] and world.staging.num_free == 1, "a buffer is left to others"
+    world.step()
+    assert sorted(reads(world)) == [f"s{index}" for index in range(6)], "none is read twice"
+    assert world.staging.num_free == world.staging.count
+    world.check()
+
+
+@pytest.mark.parametrize("num_buffers", [2, 3, 4])
+def test_another_order_than_expected_takes_the_buffers_back(num_buffers: int) -> None:
+    units = [make_unit(index, [CUT_NUMEL - 50]) for index in range(4)]
+    world = World(units, num_buffers=num_buffers, latency=LATE)
+    world.step()
+    world.stepper.read_ahead()
+    world.step(Gradients(world, [unit.entries[0].param for unit in units[:3]]))
+    assert world.staging.num_free == world.staging.count
+    world.check()
+    world.stepper.read_ahead()
+    assert reads(world)[-1] == "s3", "the last step's order counts"
+    world.step()
+    world.check()
+
+
+def test_state_that_changes_is_read_again() -> None:
+    world = six(num_buffers=4)
+    world.step()
+    world.stepper.read_ahead()
+    world.stepper.forget_ahead()
+    assert world.staging.num_free == world.staging.count
+    layout = world.layouts[0]
+    layout.master(world.tier.contents["s0"]).fill_(3.0)
+    for segment in layout.subgroup.segments:
+        world.masters[segment.unit.index][segment.unit_start : segment.unit_start + segment.numel] = 3.0
+    world.stepper.read_ahead()
+    world.step()
+    world.check()
+
+
+def test_a_failed_read_ahead_fails_the_step_or_nobody() -> None:
+    world = six(num_buffers=4, latency=LATE)
+    world.step()
+    before = {name: raw.clone() for name, raw in world.tier.contents.items()}
+    world.tier.failing.add(("read", "s1"))
+    world.stepper.read_ahead()
+    world.stepper.forget_ahead()
+    world.stepper.read_ahead()
+    with pytest.raises(TransferError, match="read of s1"):
+        world.step()
+    assert world.staging.num_free == world.staging.count
+    assert torch.equal(world.tier.contents["s1"], before["s1"])
+
+
 # -- parameters that are read ------------------------------------------------------------------------------------------
 
 

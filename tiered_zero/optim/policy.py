@@ -84,8 +84,8 @@ class UpdatePolicy(ABC):
         return
 
     def begin_backward(self) -> None:
-        """The only backward of a step begins: units may be updated as they are completed."""
-        return
+        """The only backward of a step begins: its state may be read, and units may be updated as they are completed."""
+        self._read_ahead()
 
     def complete_unit(self, unit: Unit) -> None:
         """Every gradient of the unit has come."""
@@ -102,6 +102,18 @@ class UpdatePolicy(ABC):
     def skip(self) -> None:
         """The step is skipped: it has no update of its own, but an earlier one becomes visible."""
         self.flush()
+
+    def forget_ahead(self) -> None:
+        """State is about to change outside of a step, or the engine ends: nothing that was read ahead is used."""
+        if self._is_idle():
+            self._stepper.forget_ahead()
+
+    def _read_ahead(self) -> None:
+        if self._is_idle() and self.failure is None:
+            self._stepper.read_ahead()
+
+    def _is_idle(self) -> bool:
+        return self._running is None or self._running.done()
 
     def _join(self, runtime: Runtime) -> bool:
         """Wait for the update under way; False without one. Raises its error, once: then `check` does."""
@@ -167,8 +179,10 @@ class OverlappedPolicy(UpdatePolicy):
 
     def begin_backward(self) -> None:
         if self._in_backward is None:
+            self._read_ahead()
             return
         self.flush()
+        self._read_ahead()
         self._open = OpenUpdate(self._in_backward, freeze_groups(self._groups))
         self._start(self._open.job)
 
@@ -255,6 +269,9 @@ class DelayedPolicy(UpdatePolicy):
         self._runtime = runtime
         self._reveal = reveal
         self._num_applied = 0
+
+    def begin_backward(self) -> None:
+        """An update runs beside it, and the disk has no time to spare."""
 
     def apply(self, gradients: StepGradients, grad_scale: float) -> None:
         self._num_applied += 1

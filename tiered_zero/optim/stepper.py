@@ -91,6 +91,10 @@ class StreamingStepper:
         self._device_flat = device_flat
         self._scalars: dict[tuple[int, int], dict[str, Any]] = {}
         self._born: set[int] = set()
+        self._order: list[StateLayout] = []
+        """As the last step began them, those that pass through a staging buffer."""
+        self._ahead: dict[int, Work] = {}
+        """Sub-group -> what `read_ahead` has begun, the soonest first."""
 
     @cached_property
     def has_device_state(self) -> bool:
@@ -102,6 +106,25 @@ class StreamingStepper:
         self._scalars.update(scalars)
         self._born.update(index for index, _ in scalars)
 
+    # -- ahead of the step ---------------------------------------------------------------------------------------------
+
+    def read_ahead(self) -> None:
+        """Start to read what the last step began with, as far as staging buffers are free, all but one: the next step
+        will most likely begin with it too. While no step runs.
+        """
+        if self._staging is None or self._ahead:
+            return
+        for layout in self._order[: max(0, self._staging.num_free - 1)]:
+            if (work := self._open_nowait("param", layout)) is None:
+                return
+            self._ahead[layout.subgroup.index] = work
+
+    def forget_ahead(self) -> None:
+        """What was read ahead is not, or not any more, what the next step needs. While no step runs."""
+        works = list(self._ahead.values())
+        self._ahead.clear()
+        self._abandon(works)
+
     # -- the step ------------------------------------------------------------------------------------------------------
 
     def step(self, job: UpdateJob) -> None:
@@ -112,15 +135,18 @@ class StreamingStepper:
         """
         queue = job.queue or self._queue_all(job)
         progress = _Progress(job.publications, [layout.subgroup for layout in self._layouts])
+        order: list[StateLayout] = []
         opened: deque[Work] = deque()
         written: deque[Work] = deque()
         try:
             for skipped in queue.take_skipped():
                 progress.count(skipped.subgroup)
             while opened or written or queue.wait():
-                while (layout := queue.peek()) is not None and (work := self._open_nowait(job, layout)) is not None:
+                while (layout := queue.peek()) is not None and (work := self._open(job, layout)) is not None:
                     queue.take(layout)
                     opened.append(work)
+                    if work.lease is not None:
+                        order.append(layout)
                 if opened:
                     work = opened[0]
                     for event in work.reads:
@@ -140,6 +166,10 @@ class StreamingStepper:
             progress.fail(error)
             self._abandon([*opened, *written])
             raise
+        finally:
+            if not job.on_device:  # the sub-groups that are staged are still to come
+                self.forget_ahead()
+                self._order = order
 
     def _queue_all(self, job: UpdateJob) -> ReadyQueue:
         ready: list[StateLayout] = []
@@ -162,14 +192,25 @@ class StreamingStepper:
             if work.lease is not None:
                 work.lease.release()
 
-    def _open_nowait(self, job: UpdateJob, layout: StateLayout) -> Work | None:
-        """Start a sub-group's read; None while no staging buffer is free."""
+    def _open(self, job: UpdateJob, layout: StateLayout) -> Work | None:
+        """A sub-group with its read under way; None while no staging buffer is free."""
+        if job.param_kind != "param":
+            self.forget_ahead()
+        elif (work := self._ahead.pop(layout.subgroup.index, None)) is not None:
+            return work
+        while (work := self._open_nowait(job.param_kind, layout)) is None and self._ahead:
+            _, last = self._ahead.popitem()  # another order than last time: what waits for later makes room
+            self._abandon([last])
+        return work
+
+    def _open_nowait(self, param_kind: str, layout: StateLayout) -> Work | None:
         home = self._inventory.home(layout.subgroup, "state")
         raw = home.tier.view(home.slot)
         lease: Lease | None = None
-        if raw is None or self._out_nbytes(job, layout.subgroup):
+        if raw is None or self._out_nbytes(param_kind, layout.subgroup):
             assert self._staging is not None, "staged sub-groups are planned with staging buffers"
-            lease = self._staging.lease_nowait(self._staging_nbytes(job, layout), f"sub-group {layout.subgroup.index}")
+            nbytes = self._staging_nbytes(param_kind, layout)
+            lease = self._staging.lease_nowait(nbytes, f"sub-group {layout.subgroup.index}")
             if lease is None:
                 return None
         staged = raw is None
@@ -182,22 +223,22 @@ class StreamingStepper:
                 stored = layout.nbytes if layout.subgroup.index in self._born else layout.master_nbytes
                 work.reads.append(home.tier.read(home.slot, Window(raw[:stored], lease.memory[:stored])))
             if layout.masters.needs_params:
-                self._read_params(work, job)
+                self._read_params(work, param_kind)
         except BaseException:
             self._abandon([work])
             raise
         return work
 
-    def _read_params(self, work: Work, job: UpdateJob) -> None:
+    def _read_params(self, work: Work, param_kind: str) -> None:
         """The old parameters to where the new ones will stand; they are there already where those replace them."""
-        for segment, window in self._staged_outs(work, job):
+        for segment, window in self._staged_outs(work, param_kind):
             home = self._inventory.find(segment.unit, "param")
             if home is None:
                 continue  # on the device, and updated there
             if window is not None:
                 work.reads.append(home.tier.read(home.slot, window, segment.unit_start * segment.unit.dtype.itemsize))
-            elif job.param_kind != "param":
-                old, new = (self._out_view(kind, work.subgroup, segment) for kind in ("param", job.param_kind))
+            elif param_kind != "param":
+                old, new = (self._out_view(kind, work.subgroup, segment) for kind in ("param", param_kind))
                 assert old is not None and new is not None, "both homes of a unit are on one tier"
                 new.copy_(old)
 
@@ -297,14 +338,14 @@ class StreamingStepper:
 
     # -- parameters out ------------------------------------------------------------------------------------------------
 
-    def _staging_nbytes(self, job: UpdateJob, layout: StateLayout) -> int:
+    def _staging_nbytes(self, param_kind: str, layout: StateLayout) -> int:
         """What one staging buffer must hold for this sub-group."""
         home = self._inventory.home(layout.subgroup, "state")
         state_nbytes = layout.nbytes if home.tier.view(home.slot) is None else 0
-        return state_nbytes + self._out_nbytes(job, layout.subgroup)
+        return state_nbytes + self._out_nbytes(param_kind, layout.subgroup)
 
-    def _out_nbytes(self, job: UpdateJob, subgroup: SubGroup) -> int:
-        return sum(_nbytes(s) for s in subgroup.segments if self._out_view(job.param_kind, subgroup, s) is None)
+    def _out_nbytes(self, param_kind: str, subgroup: SubGroup) -> int:
+        return sum(_nbytes(s) for s in subgroup.segments if self._out_view(param_kind, subgroup, s) is None)
 
     def _out_view(self, param_kind: str, subgroup: SubGroup, segment: Segment) -> torch.Tensor | None:
         """The parameters' final place, [numel] of their dtype, where the update can write it directly."""
@@ -323,12 +364,12 @@ class StreamingStepper:
     def _updates_on_device(self, subgroup: SubGroup) -> bool:
         return self._inventory.home(subgroup, "state").tier.name == "device"
 
-    def _staged_outs(self, work: Work, job: UpdateJob) -> Iterator[tuple[Segment, Window | None]]:
+    def _staged_outs(self, work: Work, param_kind: str) -> Iterator[tuple[Segment, Window | None]]:
         """Each segment with its part of the lease, or None where it is written in place."""
         home = self._inventory.home(work.subgroup, "state")
         start = work.layout.nbytes if home.tier.view(home.slot) is None else 0
         for segment in work.subgroup.segments:
-            if self._out_view(job.param_kind, work.subgroup, segment) is not None:
+            if self._out_view(param_kind, work.subgroup, segment) is not None:
                 yield segment, None
                 continue
             assert work.lease is not None
@@ -339,7 +380,7 @@ class StreamingStepper:
     def _make_outs(self, work: Work, job: UpdateJob) -> list[torch.Tensor]:
         """Where the rule writes each segment's parameters: [numel] of the unit's dtype, beside the state."""
         outs = []
-        for segment, window in self._staged_outs(work, job):
+        for segment, window in self._staged_outs(work, job.param_kind):
             view = self._out_view(job.param_kind, work.subgroup, segment)
             if view is None and self._updates_on_device(work.subgroup):
                 view = torch.empty(segment.numel, dtype=segment.unit.dtype, device=work.raw.device)
@@ -356,7 +397,7 @@ class StreamingStepper:
             assert work.lease is not None
             nbytes = work.layout.nbytes
             work.writes.append(home.tier.write(home.slot, Window(work.raw, work.lease.memory[:nbytes])))
-        for (segment, window), out in zip(self._staged_outs(work, job), work.outs, strict=True):
+        for (segment, window), out in zip(self._staged_outs(work, job.param_kind), work.outs, strict=True):
             if window is not None:
                 self._send(work, job, segment, window, out)
 

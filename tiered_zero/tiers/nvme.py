@@ -142,9 +142,10 @@ class NvmeTier(Tier):
         if ready and after:
             after.wait()
         read = self._read(record, pages, 0, urgent=True) if ready else None
+        nbytes = target.numel()
 
-        def job() -> None:
-            with self._recorder.span("gather", "fetch", record.name, target.numel()):
+        def job() -> None:  # without `target`: the error of one that failed must not keep its memory from others
+            with self._recorder.span("gather", "fetch", record.name, nbytes):
                 (read or self._read(record, pages, 0, urgent=True)).wait()
 
         before = [self._accelerator.record_compute()] + ([after] if after else [])
