@@ -1,6 +1,7 @@
 """Modules in any order, any number of times, or not at all: prefetching guesses, and a wrong guess changes no bit."""
 
 import random
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import tiered_zero
 from tests.parity.insides import Traffic, param_slots
 from tests.parity.models import HIDDEN, LENGTH, VOCAB, Block, batch
 from tests.parity.trainers import Plain, assert_parity, assert_same_bits, follow, tiered, train
@@ -92,6 +94,26 @@ def test_several_forwards_before_one_backward(num_forwards, zero, swap_path):
         return seen
 
     assert_parity(Stack, script, swap_path, zero=zero)
+
+
+@pytest.mark.parametrize(("clipping", "update"), [(0.5, "overlapped"), (0.0, "barrier")])
+def test_weights_set_while_the_state_of_the_step_is_being_read(clipping, update, swap_path):
+    """State is read ahead in backward; what is changed by hand between backward and step() counts all the same."""
+
+    def script(trainer):
+        seen = []
+        for step in range(5):
+            loss = trainer(*batch(step))
+            trainer.backward(loss)
+            weights = list(trainer.module.parameters())
+            with tiered_zero.gathered(weights, modify=True) if step % 2 else nullcontext(), torch.no_grad():
+                for weight in weights if step % 2 else ():
+                    weight.mul_(0.75)
+            trainer.step()
+            seen.append(loss.detach())
+        return seen
+
+    assert_parity(Stack, script, swap_path, clipping=clipping, runtime={"update": update})
 
 
 @pytest.mark.parametrize(
