@@ -50,7 +50,6 @@ def initialize(
     draft = draft_run(settings, model, optimizer, model_parameters)
     collectives = Collectives()
     collectives.ensure_process_group(dist_init_required)
-    engine = build(draft, lr_scheduler)
     loader = None
     if training_data is not None:
         loader = DataLoader(
@@ -59,4 +58,5 @@ def initialize(
             collate_fn=collate_fn,
             drop_last=settings.dataloader_drop_last,
         )
+    engine = build(draft, lr_scheduler)
     return engine, engine.optimizer, loader, engine.lr_scheduler

@@ -54,6 +54,7 @@ from tiered_zero.optim.torch_rule import TorchRule
 from tiered_zero.params.homes import HomeKeeper
 from tiered_zero.params.hooks import ModuleHooks
 from tiered_zero.params.materialize import Materializer, WeightFiles
+from tiered_zero.params.originals import Originals
 from tiered_zero.params.pager import Pager
 from tiered_zero.params.residency import PagerLimits
 from tiered_zero.params.storage import lender_of
@@ -160,7 +161,8 @@ def build(draft: Draft, lr_scheduler: Any = None) -> Engine:
     if weights is not None:
         warnings += weights.check(draft.model, draft.specs)
     scaler = LossScaler.from_config(config.fp16) if config.fp16.enabled else None
-    with restored_on_error(draft.source.param_groups), ExitStack() as resources:
+    with restored_on_error(draft.source.param_groups), ExitStack() as unfinished:
+        resources = unfinished.enter_context(ExitStack())
         engine_step: list[Callable[[], None]] = []
         handle = TieredOptimizer(draft.source, lambda: engine_step[0]())
         scheduler = make_scheduler(lr_scheduler, config.scheduler, handle, draft.source)
@@ -194,10 +196,13 @@ def build(draft: Draft, lr_scheduler: Any = None) -> Engine:
         masters = Masters(draft.layouts, inventory, tiers.state_staging)
         cuts = masters.cuts if masters.need_params else None
         keeper = HomeKeeper(inventory, tiers.param_staging, masters.follow, cuts)
+        originals = Originals(draft.model, draft.specs)
+        resources.callback(originals.restore)
         limits = PagerLimits(plan.live_nbytes, plan.prefetch_numel, plan.reuse_numel, plan.most_live_nbytes)
         pager = Pager(runtime, inventory, keeper, limits)
         resources.callback(pager.close)
-        _give_birth(draft, weights, pager, keeper, masters, inventory, accelerator)
+        resources.callback(accelerator.close)  # where birth is interrupted, lanes end before the parameters go
+        _give_birth(draft, weights, originals, pager, keeper, masters, inventory, accelerator)
         gradients = _make_gradients(draft, tiers, runtime)
         resources.callback(gradients.close)
         hooks = ModuleHooks(draft.model, draft.units, pager, gradients.take)
@@ -228,10 +233,14 @@ def build(draft: Draft, lr_scheduler: Any = None) -> Engine:
                 policy,
                 runtime,
                 _make_observers(draft, handle, runtime, resources),
-                resources.pop_all(),
+                resources,
             )
         )
         engine_step.append(engine.step)
+        draft.source.state.clear()
+        originals.drop()
+        unfinished.pop_all()
+    return_free_memory()
     return engine
 
 
@@ -334,6 +343,7 @@ def _weigh(paths: Sequence[Path], engine: IOEngine, nbytes: int) -> list[float]:
 def _give_birth(
     draft: Draft,
     weights: WeightFiles | None,
+    originals: Originals,
     pager: Pager,
     keeper: HomeKeeper,
     masters: Masters,
@@ -349,8 +359,11 @@ def _give_birth(
         materializer.fill(prefix, [param for own in params.values() for param in own])
         for unit in units:
             _settle_unit(unit, params[unit.index], pager, keeper, masters, inventory)
+            if inventory.find(unit, "param") is None:
+                originals.give_up(params[unit.index])
         del params
         return_free_memory()
+    materializer.fill_buffers()  # also beside parameters that are all tied to another module's
     for module in draft.model.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
             dtype = compute_dtype(draft.config, buffer.dtype)
@@ -393,12 +406,21 @@ def _make_gradients(draft: Draft, tiers: _Tiers, runtime: Runtime) -> GradientSt
                 slot = tier.reserve(f"{copy}/{unit.index}", gradient_nbytes(unit, plan.sums_gradients), "gradient")
                 raw = tier.view(slot)
                 assert raw is not None, "gradients rest where they can be addressed"
-                flats.append(typed_view(raw, dtype, unit.numel).zero_())
+                flats.append(flat := typed_view(raw, dtype, unit.numel))
+                _zero_padding(flat, unit)
             homes[unit.index] = (flats[0], flats[1] if plan.delayed else None)
             members.update(zip(draft.params_of(unit), ((unit, entry) for entry in unit.entries), strict=True))
     on_device = frozenset(index for index, tier in plan.gradient_tiers.items() if tier == "device")
     norms = NormTaker(draft.rule.kernel or open_kernel())
     return GradientStore(members, homes, runtime, on_device, plan.in_flight_nbytes, tiers.gradient_staging, norms)
+
+
+def _zero_padding(flat: torch.Tensor, unit: Unit) -> None:
+    """Between entries and after the last. The rest is written before it is read, and takes no memory until then."""
+    stops = [0, *(entry.stop for entry in unit.entries)]
+    starts = [*(entry.start for entry in unit.entries), unit.numel]
+    for stop, start in zip(stops, starts, strict=True):
+        flat[stop:start] = 0
 
 
 def _make_policy(

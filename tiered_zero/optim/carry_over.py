@@ -27,7 +27,7 @@ def carry_over(
     inventory: Inventory,
     staging: StagingPool | None,
 ) -> Scalars:
-    """Write the arrays of `source.state`, bit for bit, to the homes of the sub-groups, and empty it.
+    """Write the arrays of `source.state`, bit for bit, to the homes of the sub-groups.
 
     `params`: by name. A sub-group of which no parameter has state is left unborn. Driver thread; blocks. Raises
     ModelError for state that is not as the optimizer's class makes it.
@@ -52,7 +52,6 @@ def carry_over(
             scalars[layout.subgroup.index, piece.index] = last
         home = inventory.home(layout.subgroup, "state")
         write_slot(home, layout.master_nbytes, raw[layout.master_nbytes :], staging)
-    source.state.clear()
     return scalars
 
 

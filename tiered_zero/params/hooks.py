@@ -30,6 +30,14 @@ class ModuleHooks:
         self._pager = pager
         self._handles: list[Any] = []
         self._outermost = ExitStack()
+        self._frozen = {name: param for name, param in model.named_parameters() if not param.requires_grad}
+        try:
+            self._install(model, units, on_gradient)
+        except BaseException:
+            self.remove()
+            raise
+
+    def _install(self, model: nn.Module, units: Sequence[Unit], on_gradient: GradientSink) -> None:
         modules = dict(model.named_modules())
         by_module: dict[str, list[Unit]] = defaultdict(list)
         for unit in units:
@@ -39,7 +47,6 @@ class ModuleHooks:
             self._watch_forward(modules[name], tuple(owned))
         for module in model.modules():
             self._watch_state_dict(module)
-        self._frozen = {name: param for name, param in model.named_parameters() if not param.requires_grad}
         for param in model.parameters():
             if param.requires_grad:
                 self._handles.append(param.register_post_accumulate_grad_hook(on_gradient))  # type: ignore[no-untyped-call]

@@ -57,6 +57,12 @@ def lender_of(param: nn.Parameter) -> Lender | None:
     return _lenders.get(param)  # type: ignore[no-untyped-call,no-any-return]
 
 
+def release_param(param: nn.Parameter, own: type[nn.Parameter]) -> None:
+    """Nobody pages the parameter any more; it is of its `own` class again."""
+    param.__class__ = own
+    _lenders.pop(param, None)  # type: ignore[no-untyped-call]
+
+
 # What may be asked of a parameter whose bytes are elsewhere: everything that is not its bytes.
 _BYTE_PROPERTIES = frozenset({"data", "T", "H", "mT", "mH", "real", "imag"})
 _METADATA_METHODS = frozenset(
@@ -253,10 +259,9 @@ class FlatStorage:
         if not self.is_full:
             self.orphan_params()
             return
-        self.expose()
-        for param in self._params:
+        for param, own in zip(self._params, self._classes, strict=True):
+            release_param(param, own)
             param.data = param.data.clone()
-            _lenders.pop(param, None)  # type: ignore[no-untyped-call]
 
     def orphan_params(self) -> None:
         """At the engine's end: parameters whose bytes ended with their tier stay guarded, and hold nothing of the
