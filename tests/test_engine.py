@@ -369,6 +369,36 @@ def test_a_failed_write_latches(update: str, swap_path: Path) -> None:
     assert os.listdir(swap_path) == []
 
 
+@pytest.mark.parametrize("update", ["barrier", "overlapped"])
+@pytest.mark.parametrize("first", ["forward", "backward", "step", "flush"])
+def test_whoever_meets_a_failure_first_tells_what_happened(first: str, update: str, swap_path: Path) -> None:
+    """However many refusals lie around it; its own cause stays. From then on every call says that it has happened."""
+    with build(swap_path, ("cpu", "cpu"), tiered_zero={"update": update}) as engine:
+        run_step(engine, 0)
+        loss = engine(batch(1)).sum()
+        if first == "step":
+            engine.backward(loss)
+        engine.flush()
+        happened = TransferError("write of 4096 bytes")
+        happened.__cause__ = OSError(5, "Input/output error")
+        refusal = LatchedError("The swap store failed earlier")
+        refusal.__cause__ = happened
+        engine._parts.policy.failure = refusal
+        calls = {
+            "forward": lambda: engine(batch(1)),
+            "backward": lambda: engine.backward(loss),
+            "step": engine.step,
+            "flush": engine.flush,
+        }
+        with pytest.raises(TransferError) as caught:
+            calls[first]()
+        assert caught.value is happened
+        assert isinstance(happened.__cause__, OSError)
+        for call in calls.values():
+            with pytest.raises(LatchedError, match="An update failed"):
+                call()
+
+
 def test_a_failed_read_before_the_update_leaves_the_weights(swap_path: Path) -> None:
     barrier = {"update": "barrier"}
     with faulty_disks() as disks, build(swap_path, ("cpu", "nvme"), tiered_zero=barrier) as engine:

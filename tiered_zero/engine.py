@@ -6,8 +6,8 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from types import TracebackType
@@ -101,17 +101,9 @@ class Engine:
         if not (torch.is_grad_enabled() and parts.module.training):
             parts.policy.prepare_evaluation()
         self._tokens += _count_tokens(args, kwargs) if torch.is_grad_enabled() else 0
-        self._enter(Phase.FORWARD)
-        try:
-            with parts.runtime.recorder.span("compute", "forward"), parts.pager.frame(), parts.hooks.saving_views():
-                return parts.module(*args, **kwargs)
-        except BaseException as error:
-            parts.pager.abort()
-            if (first := self._tell(error)) is not error:
-                raise first from None
-            raise
-        finally:
-            self._enter(Phase.IDLE)
+        passing = self._passing(Phase.FORWARD, parts.pager.abort)
+        with self._telling(), passing, parts.pager.frame(), parts.hooks.saving_views():
+            return parts.module(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> torch.Tensor:
         """Backward of `loss`, divided by the accumulation steps and multiplied by the loss scale. Returns the loss as
@@ -131,18 +123,11 @@ class Engine:
         self._num_backwards += 1
         if boundary and self._num_backwards == 1 and self._one_backward_each and self.global_steps and not retain_graph:
             parts.policy.begin_backward()
-        self._enter(Phase.BACKWARD)
         try:
-            with parts.runtime.recorder.span("compute", "backward"), parts.hooks.saving_views():
+            with self._telling(), self._passing(Phase.BACKWARD, self.abort_step), parts.hooks.saving_views():
                 scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
-        except BaseException as error:
-            self.abort_step()
-            if (first := self._tell(error)) is not error:
-                raise first from None
-            raise
         finally:
             parts.gradients.end_backward()
-            self._enter(Phase.IDLE)
         return loss
 
     def step(self) -> None:
@@ -156,16 +141,13 @@ class Engine:
         self._num_backwards = 0
         if not boundary:
             return
-        with self._parts.runtime.recorder.span("compute", "step"):
+        with self._telling(), self._parts.runtime.recorder.span("compute", "step"):
             self._phase = Phase.STEP
             try:
                 self._take_step()
-                self._told = False
-            except BaseException:
-                self._told = True
-                raise
             finally:
                 self._phase = Phase.IDLE
+        self._told = False
         self._finish_report()
 
     # -- questions -----------------------------------------------------------------------------------------------------
@@ -251,11 +233,8 @@ class Engine:
 
     def flush(self) -> None:
         """Return when every update so far is made. Reading weights does this by itself."""
-        try:
+        with self._telling():
             self._parts.policy.flush()
-        except BaseException:
-            self._told = True
-            raise
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of this step's backward passes so far. Raises ModelError where updates have begun from
@@ -302,11 +281,21 @@ class Engine:
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
-    def _enter(self, phase: Phase) -> None:
+    @contextmanager
+    def _passing(self, phase: Phase, abort: Callable[[], None]) -> Iterator[None]:
+        """Forward or backward goes on inside. `abort`: what an exception asks for."""
         pager = self._parts.pager
         self._phase = phase
         pager.phase = phase.value
-        if phase is Phase.IDLE:
+        try:
+            with self._parts.runtime.recorder.span("compute", phase.value):
+                yield
+        except BaseException:
+            abort()
+            raise
+        finally:
+            self._phase = Phase.IDLE
+            pager.phase = Phase.IDLE.value
             pager.end_pass()
 
     def _take_step(self) -> None:
@@ -387,16 +376,27 @@ class Engine:
     def _check_usable(self) -> None:
         if self._closed:
             raise ModelError("This engine is closed; its tiers are gone. Make another with tiered_zero.initialize().")
-        try:
+        with self._telling():
             self._parts.policy.check()
-        except LatchedError as latched:
-            raise self._tell(latched) from None
 
-    def _tell(self, error: BaseException) -> BaseException:
-        """What to raise for `error`: of a failure that nobody was told of yet, what happened; later, that it has."""
-        told, self._told = self._told, True
-        cause = error.__cause__
-        return cause if not told and isinstance(error, LatchedError) and isinstance(cause, TieredZeroError) else error
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        """What is raised inside is told to the user: of a failure that nobody was told of yet, what happened; later,
+        that it has (LatchedError)."""
+        try:
+            yield
+        except BaseException as error:
+            told, self._told = self._told, True
+            if told or (cause := _what_happened(error)) is error:
+                raise
+            raise cause from cause.__cause__
+
+
+def _what_happened(error: BaseException) -> BaseException:
+    """The failure that latched whatever refuses to go on; `error` itself where that is no refusal."""
+    while isinstance(error, LatchedError) and isinstance(error.__cause__, TieredZeroError):
+        error = error.__cause__
+    return error
 
 
 def _end_run(policy: UpdatePolicy, resources: ExitStack) -> None:
