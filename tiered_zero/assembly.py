@@ -51,6 +51,7 @@ from tiered_zero.optim.state_format import check_params, format_rule, master_for
 from tiered_zero.optim.state_layout import StateLayout
 from tiered_zero.optim.stepper import StreamingStepper
 from tiered_zero.optim.torch_rule import TorchRule
+from tiered_zero.params.gradient_watch import GradientWatch
 from tiered_zero.params.homes import HomeKeeper
 from tiered_zero.params.hooks import ModuleHooks
 from tiered_zero.params.materialize import Materializer, WeightFiles
@@ -205,6 +206,13 @@ def build(draft: Draft, lr_scheduler: Any = None) -> Engine:
         _give_birth(draft, weights, originals, pager, keeper, masters, inventory, accelerator)
         gradients = _make_gradients(draft, tiers, runtime)
         resources.callback(gradients.close)
+        trainable = [unit for unit in draft.units if unit.trainable]
+        gradient_watch = GradientWatch(
+            [param for unit in trainable for param in draft.params_of(unit)],
+            [pager.storage(unit) for unit in trainable if pager.is_device_resident(unit)],
+            gradients.holds,
+        )
+        resources.callback(gradient_watch.close)
         hooks = ModuleHooks(draft.model, draft.units, pager, gradients.take)
         resources.callback(hooks.remove)
         policy = _make_policy(draft, inventory, runtime, pager, gradients, tiers)
@@ -230,6 +238,7 @@ def build(draft: Draft, lr_scheduler: Any = None) -> Engine:
                 pager,
                 hooks,
                 gradients,
+                gradient_watch,
                 policy,
                 runtime,
                 _make_observers(draft, handle, runtime, resources),

@@ -24,6 +24,7 @@ from tiered_zero.grads.verdict import Verdict, judge
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.optim.handle import TieredOptimizer
 from tiered_zero.optim.policy import UpdatePolicy
+from tiered_zero.params.gradient_watch import GradientWatch
 from tiered_zero.params.hooks import ModuleHooks
 from tiered_zero.params.pager import Pager
 from tiered_zero.plan.planner import Plan
@@ -56,6 +57,7 @@ class Parts:
     pager: Pager
     hooks: ModuleHooks
     gradients: GradientStore
+    gradient_watch: GradientWatch
     policy: UpdatePolicy
     runtime: Runtime
     observers: list[Callable[[StepReport], None]]
@@ -128,6 +130,7 @@ class Engine:
                 scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
         finally:
             parts.gradients.end_backward()
+        parts.gradient_watch.begin()
         return loss
 
     def step(self) -> None:
@@ -285,6 +288,7 @@ class Engine:
     def _passing(self, phase: Phase, abort: Callable[[], None]) -> Iterator[None]:
         """Forward or backward goes on inside. `abort`: what an exception asks for."""
         pager = self._parts.pager
+        self._parts.gradient_watch.end()
         self._phase = phase
         pager.phase = phase.value
         try:
@@ -300,6 +304,7 @@ class Engine:
 
     def _take_step(self) -> None:
         parts = self._parts
+        parts.gradient_watch.end()
         parts.gradients.wait()
         verdict = judge(parts.gradients.norms(), self.loss_scale, self.config.gradient_clipping)
         self._verdict = verdict

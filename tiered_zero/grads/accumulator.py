@@ -130,6 +130,11 @@ class GradientStore:
         if len(gradients.arrived) == len(unit.entries):
             self.on_unit_complete(unit)
 
+    def holds(self, param: nn.Parameter) -> bool:
+        """Whether a gradient of the parameter was taken in this step."""
+        unit, entry = self._params[param]
+        return unit.index in self._units and entry.param.index in self._units[unit.index].present
+
     def end_backward(self) -> None:
         for gradients in self._units.values():
             gradients.arrived.clear()

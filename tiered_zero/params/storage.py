@@ -72,6 +72,44 @@ _METADATA_METHODS = frozenset(
 )
 
 
+_on_grad_asked: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_grad: Any = torch.Tensor.grad  # the descriptor
+
+
+def on_grad_asked(param: nn.Parameter, answer: Callable[[nn.Parameter], None] | None) -> None:
+    """`answer(param)` is called where somebody reads `param.grad` while the parameter is of a class of ours."""
+    if answer is None:
+        _on_grad_asked.pop(param, None)  # type: ignore[no-untyped-call]
+    else:
+        _on_grad_asked[param] = answer
+
+
+class WatchedParameter(nn.Parameter):
+    """A parameter whose gradient the run has taken. Bytes are there, and operators take it for a plain one."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __new__(cls, data: torch.Tensor, requires_grad: bool = True) -> Any:
+        return nn.Parameter(data, requires_grad)  # a copy is nobody's
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        if (answer := _on_grad_asked.get(self)) is not None:  # type: ignore[no-untyped-call]
+            answer(self)
+        with torch._C.DisableTorchFunctionSubclass():
+            return _grad.__get__(self)  # type: ignore[no-any-return]
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            _grad.__set__(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            _grad.__delete__(self)
+
+
 class AwayParameter(nn.Parameter):
     """A parameter whose bytes rest on another tier. Shape, dtype, grad and hooks work; bytes are lent or refused."""
 
@@ -96,6 +134,8 @@ class AwayParameter(nn.Parameter):
                 lender.demand([param, *others], getattr(func, "__name__", str(func)))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **keywords)
+
+    grad = WatchedParameter.grad
 
     def __format__(self, spec: str) -> str:
         return super().__format__(spec) if spec else repr(self)  # type: ignore[no-untyped-call]
@@ -238,6 +278,17 @@ class FlatStorage:
         """The bytes are not to be used: guard every parameter."""
         for param in self._params:
             param.__class__ = AwayParameter
+
+    def watch_grads(self) -> None:
+        """Until `unwatch_grads`, or until the parameters are hidden, who reads their gradients is noticed."""
+        for param, own in zip(self._params, self._classes, strict=True):
+            if type(param) is own:
+                param.__class__ = WatchedParameter
+
+    def unwatch_grads(self) -> None:
+        for param, own in zip(self._params, self._classes, strict=True):
+            if type(param) is WatchedParameter:
+                param.__class__ = own  # type: ignore[assignment]
 
     @property
     def key(self) -> int:
