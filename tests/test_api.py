@@ -20,12 +20,7 @@ from tiered_zero.optim.lr import WarmupLR
 ADAMW = {"optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture

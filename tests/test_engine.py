@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +30,7 @@ PLACEMENTS = (("none", "none"), ("cpu", "cpu"), ("nvme", "nvme"))
 placements = pytest.mark.parametrize("placement", PLACEMENTS, ids=lambda pair: "-".join(pair))
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Model(nn.Module):

@@ -3,11 +3,10 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = ROOT / "build/faults/runs.jsonl"
@@ -18,12 +17,8 @@ _told: dict[str, list[dict[str, str]]] = {}
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """The models are so small that two threads would wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def _tiny(one_thread: None) -> None:
+    """See `one_thread`."""
 
 
 @pytest.fixture

@@ -23,11 +23,9 @@ CONFIGS = sorted((ROOT / "configs").glob("notebook_*.json"))
 
 
 @pytest.fixture
-def run_script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def run_script(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> Iterator[Any]:
     """(script, arguments) -> the names that it defines. Its engine, which it leaves open, is closed after the test."""
     engines = []
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the model is so small that two would wait for each other
 
     def run(name: str, *arguments: str) -> dict[str, Any]:
         monkeypatch.setattr(sys, "argv", [name, *arguments])
@@ -39,7 +37,6 @@ def run_script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     yield run
     for engine in engines:
         engine.close()
-    torch.set_num_threads(num_threads)
 
 
 def check_training(names: dict[str, Any], output: str) -> None:

@@ -18,12 +18,7 @@ NUM_STEPS = 8
 METRICS = (3.0, 2.0, 2.5, 2.5, 2.5, 2.5, 1.0, 1.5)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 SCHEDULERS: dict[str, Callable[[Optimizer], LRScheduler]] = {

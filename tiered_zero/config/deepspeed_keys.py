@@ -100,8 +100,8 @@ SCHEDULERS: Mapping[str, Mapping[str, Any]] = {
 OPTIMIZERS: Mapping[str, str] = {"adam": "Adam", "adamw": "AdamW", "adagrad": "Adagrad", "lion": "Lion", "sgd": "SGD"}
 """Names that are matched without regard to case; any other type is a class of torch.optim, spelled as there."""
 
-_COMPRESSED = "it sends compressed gradients, which changes numbers; use AdamW"
-_MUP = "its learning rates are scaled for muP by width; pass your own optimizer to initialize() instead"
+_COMPRESSED = "it compresses gradients between ranks, and another optimizer in its place would change the numbers"
+_MUP = "it needs the mup package and a model built with it; pass your own optimizer to initialize(optimizer=...)"
 REFUSED_OPTIMIZERS: Mapping[str, str] = {
     "onebitadam": _COMPRESSED,
     "zerooneadam": _COMPRESSED,
@@ -109,8 +109,11 @@ REFUSED_OPTIMIZERS: Mapping[str, str] = {
     "muadam": _MUP,
     "muadamw": _MUP,
     "musgd": _MUP,
-    "lamb": "torch.optim has no LAMB; pass your own optimizer to initialize() instead",
-    "muon": "DeepSpeed's Muon mixes two rules by parameter; pass your own optimizer to initialize() instead",
+    "lamb": "torch.optim has no LAMB; pass an instance of one to initialize(optimizer=...)",
+    "muon": (
+        "DeepSpeed's Muon steps marked matrices with Muon and the rest with Adam, which torch's does not; pass "
+        "torch.optim.Muon over your matrices to initialize(optimizer=...)"
+    ),
 }
 
 _ONE_RANK = "one rank: nothing to gather or to reduce"

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch.optim import Optimizer
 
+from tiered_zero.config.deepspeed_keys import REFUSED_OPTIMIZERS
 from tiered_zero.errors import ConfigError
 from tiered_zero.optim.lion import Lion
 from tiered_zero.optim.torch_rule import REFUSED
@@ -26,21 +27,7 @@ _CLASSES: dict[str, type[Optimizer]] = {
     if isinstance(kind, type) and issubclass(kind, Optimizer) and kind is not Optimizer
 } | {"lion": Lion}
 
-_COMPRESSED = "it compresses gradients between ranks, and another optimizer in its place would change the numbers"
-_MUP = "it needs the mup package and a model built with it"
-_REFUSED_NAMES = {
-    "onebitadam": _COMPRESSED,
-    "zerooneadam": _COMPRESSED,
-    "onebitlamb": _COMPRESSED,
-    "muadam": _MUP,
-    "muadamw": _MUP,
-    "musgd": _MUP,
-    "lamb": "torch.optim has no LAMB. Pass an instance of one to initialize(optimizer=...), or use AdamW",
-    "muon": (
-        "DeepSpeed's Muon steps marked matrices with Muon and the rest with Adam, which torch's does not. Pass "
-        "torch.optim.Muon over your matrices to initialize(optimizer=...)"
-    ),
-} | {kind.__name__.lower(): reason for kind, reason in REFUSED.items()}
+_REFUSED_NAMES = {**REFUSED_OPTIMIZERS, **{kind.__name__.lower(): reason for kind, reason in REFUSED.items()}}
 
 _DECOUPLED = (Lion, torch.optim.Adafactor)
 _FLAG_OR_NULL = (".foreach", ".fused")
