@@ -21,7 +21,7 @@ FLOORS = (
     "store",
     "tiers",
     "params | grads | optim | activations",
-    "checkpoint",
+    "checkpoint | draft",
     "engine",
     "assembly",
     "api",

@@ -10,8 +10,9 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
-from tiered_zero.assembly import build, draft_run
+from tiered_zero.assembly import build
 from tiered_zero.config.load import load
+from tiered_zero.draft import draft_run
 from tiered_zero.engine import Engine
 from tiered_zero.errors import ConfigError, ModelError
 from tiered_zero.hardware.collectives import Collectives

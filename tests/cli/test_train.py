@@ -17,12 +17,12 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
-from tiered_zero.assembly import draft_run
 from tiered_zero.cli import train as command
 from tiered_zero.cli.main import main
 from tiered_zero.config import load
 from tiered_zero.config.json_file import read_json
 from tiered_zero.demo.gpt import GPTConfig, build_gpt
+from tiered_zero.draft import draft_run
 from tiered_zero.errors import LatchedError
 from tiered_zero.sizes import format_nbytes
 from tiered_zero.telemetry.report import StepReport, build_step_report

@@ -10,11 +10,11 @@ from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
 from tests.fakes.swap_configs import configs, shapes
-from tiered_zero.assembly import draft_run
 from tiered_zero.cli.capacity import swap_need
 from tiered_zero.config import load
 from tiered_zero.config.schema import RuntimeSection
 from tiered_zero.demo import gpt
+from tiered_zero.draft import draft_run
 from tiered_zero.errors import ConfigError
 from tiered_zero.layout.swap_bytes import (
     STATE_ITEMSIZES,

@@ -6,12 +6,12 @@ import json
 
 import click
 
-from tiered_zero.assembly import draft_run
 from tiered_zero.cli.console import STDOUT
 from tiered_zero.cli.options import CONFIG_FILE, DEMO_MODEL, JSON_OPTION, parse_model, parse_size
 from tiered_zero.cli.tables import plan_table
 from tiered_zero.config import load
 from tiered_zero.demo.gpt import GPTConfig, build_gpt, num_parameters
+from tiered_zero.draft import draft_run
 from tiered_zero.errors import PlanError
 
 

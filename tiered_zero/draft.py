@@ -1,0 +1,190 @@
+"""A run on paper: its units, sub-groups and plan, from a config and a model, before a byte is allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from tiered_zero.config.schema import Config
+from tiered_zero.errors import ConfigError, ModelError
+from tiered_zero.hardware.probe import available_host_nbytes
+from tiered_zero.layout.flat import ParamSpec, Unit
+from tiered_zero.layout.subgroups import cut_subgroups
+from tiered_zero.layout.swap_bytes import AUTO_SUB_GROUP_NUMEL, TIERS, is_split
+from tiered_zero.layout.units import UnitRules, find_units, list_params
+from tiered_zero.native.update import UpdateKernel
+from tiered_zero.optim.adam import AdamRule
+from tiered_zero.optim.intake import group_params, make_optimizer
+from tiered_zero.optim.lion import Lion
+from tiered_zero.optim.native_rule import open_kernel
+from tiered_zero.optim.rule import UpdateRule
+from tiered_zero.optim.single_state import AdagradRule, LionRule, SgdRule
+from tiered_zero.optim.state_format import check_params, format_rule, master_format
+from tiered_zero.optim.state_layout import StateLayout
+from tiered_zero.optim.torch_rule import TorchRule
+from tiered_zero.params.storage import lender_of
+from tiered_zero.plan.planner import Plan, SubGroupNeed, Wishes, make_plan
+from tiered_zero.sizes import format_nbytes
+
+TIER_OF_DEVICE = {"none": "device", "cpu": "host", "nvme": "nvme"}
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Everything that can be known before a byte is allocated."""
+
+    config: Config
+    model: nn.Module
+    specs: dict[nn.Parameter, ParamSpec]
+    units: list[Unit]
+    source: Optimizer
+    rule: UpdateRule
+    layouts: list[StateLayout]
+    plan: Plan
+
+    def params_of(self, unit: Unit) -> list[nn.Parameter]:
+        by_index = {spec.index: param for param, spec in self.specs.items()}
+        return [by_index[entry.param.index] for entry in unit.entries]
+
+
+def draft_run(
+    config: Config,
+    model: nn.Module,
+    optimizer: Optimizer | Callable[[Any], Optimizer] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    device_limit: tuple[int, str] | None = None,
+) -> Draft:
+    """Lay the model out and plan its bytes. Reads no parameter's bytes; raises ConfigError and ModelError."""
+    zero = config.zero_optimization
+    specs = list_params(model, lambda dtype: compute_dtype(config, dtype))
+    _check_params(specs)
+    units = find_units(
+        model,
+        specs,
+        UnitRules(
+            config.tiered_zero.unit_size_cap,
+            zero.stage3_param_persistence_threshold if zero.offload_param.device != "none" else 0,
+            zero.stage3_model_persistence_threshold,
+            cast=lambda dtype: compute_dtype(config, dtype),
+        ),
+    )
+    source = make_optimizer(config.optimizer, model, optimizer, model_parameters)
+    state_format = config.tiered_zero.state_format
+    rule, masters = format_rule(state_format, make_rule(config, source)), master_format(state_format)
+    group_of = group_params(source, specs)
+    size = zero.sub_group_size if "sub_group_size" in zero.model_fields_set else AUTO_SUB_GROUP_NUMEL
+    wishes = make_wishes(config, device_limit)
+    apart = is_split(wishes.optimizer_tier, wishes.ratio, wishes.state_limits)
+    subgroups = cut_subgroups(units, group_of, size, rule.elementwise, apart)
+    layouts = [StateLayout(subgroup, rule, source.param_groups, masters) for subgroup in subgroups]
+    needs = [SubGroupNeed(layout.nbytes, layout.subgroup.parts, layout.subgroup.embedding) for layout in layouts]
+    plan = make_plan(units, needs, wishes)
+    check_params(masters, subgroups, plan.param_tiers, plan.state_tiers)
+    return Draft(config, model, specs, units, source, rule, layouts, plan)
+
+
+def _check_params(specs: Mapping[nn.Parameter, ParamSpec]) -> None:
+    for param, spec in specs.items():
+        if lender_of(param) is not None:
+            raise ModelError(
+                f"Parameter {spec.name} belongs to an engine already, open or closed. Use that engine; or build the "
+                "model anew and load the state_dict() that was taken before the engine was closed."
+            )
+        if spec.trainable and spec.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise ModelError(
+                f"Parameter {spec.name} is {spec.dtype}; trainable ones are float32, bfloat16 or float16. Convert it "
+                "(model.float()), or set requires_grad=False for it."
+            )
+    if not any(spec.trainable for spec in specs.values()):
+        raise ModelError(
+            "No parameter of the model requires a gradient; there is nothing to train. Set requires_grad=True."
+        )
+
+
+def compute_dtype(config: Config, dtype: torch.dtype) -> torch.dtype:
+    """What a tensor of `dtype` is on the device: 16 bit if the config says so and it is a float; else as it is."""
+    wanted: torch.dtype = getattr(torch, config.param_dtype_name)
+    return wanted if dtype.is_floating_point and wanted != torch.float32 else dtype
+
+
+def make_wishes(config: Config, device_limit: tuple[int, str] | None) -> Wishes:
+    zero, settings = config.zero_optimization, config.tiered_zero
+    _check_delayed(config)
+    param, state = zero.offload_param, zero.offload_optimizer
+    limits: dict[str, tuple[int, str]] = {}
+    if settings.device_memory_limit is not None:
+        limits["device"] = (settings.device_memory_limit, "tiered_zero.device_memory_limit")
+    elif device_limit is not None:
+        limits["device"] = device_limit
+    limits["host"] = (available_host_nbytes(), "what this machine and its cgroup have free")
+    if settings.host_memory_limit is not None and settings.host_memory_limit <= limits["host"][0]:
+        limits["host"] = (settings.host_memory_limit, "tiered_zero.host_memory_limit")
+    return Wishes(
+        TIER_OF_DEVICE[param.device],
+        TIER_OF_DEVICE[state.device],
+        limits,
+        config.gradient_accumulation_steps > 1,
+        settings.update == "delayed",
+        zero.stage3_max_live_parameters,
+        zero.stage3_prefetch_bucket_size,
+        zero.stage3_max_reuse_distance,
+        param.max_in_cpu,
+        param.buffer_size if "buffer_size" in param.model_fields_set else None,
+        param.buffer_count if "buffer_count" in param.model_fields_set else None,
+        state.buffer_count if "buffer_count" in state.model_fields_set else None,
+        settings.state_format,
+        state.ratio,
+        settings.state_limits.by_tier,
+    )
+
+
+def _check_delayed(config: Config) -> None:
+    state, settings = config.zero_optimization.offload_optimizer, config.tiered_zero
+    if settings.update != "delayed":
+        return
+    found = "offload_optimizer.device none" if state.device == "none" else ""
+    found = found or (f"offload_optimizer.ratio {state.ratio:g}" if state.ratio < 1 else "")
+    found = found or ("tiered_zero.state_limits.device" if settings.state_limits.device else "")
+    if found:
+        raise ConfigError(
+            "tiered_zero.update: delayed needs the whole optimizer off the device, where its update can run beside "
+            f"compute; found {found}. Set offload_optimizer.device to cpu or nvme with ratio 1 and without "
+            "tiered_zero.state_limits.device, or take overlapped."
+        )
+
+
+def unused_tiers(draft: Draft) -> list[str]:
+    """A line for each setting that lets a part of the state rest on a faster tier where no sub-group fits."""
+    offload, used = draft.config.zero_optimization.offload_optimizer, draft.plan.state_tiers
+    asked = {f"tiered_zero.state_limits.{tier}": tier for tier in draft.config.tiered_zero.state_limits.by_tier}
+    if offload.ratio < 1:
+        asked["zero_optimization.offload_optimizer.ratio"] = "device"
+    smallest = format_nbytes(min((layout.nbytes for layout in draft.layouts), default=0))
+    return [
+        f"{name}: no sub-group rests on tier {tier}, for the smallest needs {smallest}. Lower "
+        "zero_optimization.sub_group_size, or give more room."
+        for name, tier in asked.items()
+        if tier not in used and any(TIERS.index(tier) < TIERS.index(other) for other in used)
+    ]
+
+
+def make_rule(config: Config, source: Optimizer) -> UpdateRule:
+    """The native kernel for what it covers (for tensors on a GPU it takes torch's code); else torch's own class."""
+    natives: dict[type, Callable[[UpdateKernel | None], UpdateRule]] = {
+        torch.optim.AdamW: lambda kernel: AdamRule(decoupled=True, kernel=kernel),
+        torch.optim.Adam: lambda kernel: AdamRule(decoupled=False, kernel=kernel),
+        torch.optim.SGD: SgdRule,
+        torch.optim.Adagrad: AdagradRule,
+        Lion: LionRule,
+    }
+    options = ("fused", "foreach", "capturable", "differentiable")
+    plain = not any(group.get(option) for group in source.param_groups for option in options)
+    if not plain or source.state:
+        return TorchRule.from_optimizer(source)
+    make = natives.get(type(source))
+    return make(open_kernel()) if make is not None else TorchRule.from_optimizer(source)
