@@ -16,7 +16,7 @@ from tests.parity.models import ParityGPT, batch
 from tests.parity.trainers import tiered, train
 from tiered_zero.demo.gpt import GPTConfig, build_gpt
 
-HIDDEN = 256
+HIDDEN = 512
 
 
 def resident_nbytes(peak: bool = False) -> int:
@@ -38,7 +38,7 @@ def make_engine(swap: str, layers: int) -> tiered_zero.Engine:
             "stage3_param_persistence_threshold": 0,
             "sub_group_size": 400_000,
             "offload_param": {**offload, "max_in_cpu": 0},
-            "offload_optimizer": {**offload, "buffer_count": 4},  # as many as both depths can use
+            "offload_optimizer": offload,
         },
         "tiered_zero": {"device": "cpu"},
     }
