@@ -171,8 +171,10 @@ class _Tiers:
         config, plan = draft.config, draft.plan
         zero = config.zero_optimization
         self._stores: dict[tuple[str, ...], SwapStore] = {}
+        engines: list[IOEngine] = []
         for paths, nbytes in self._nvme_needs(config, plan).items():
-            self._stores[paths] = _open_store(config, paths, nbytes, type(draft.model).__name__, runtime, resources)
+            self._stores[paths], engine = _open_store(config, paths, nbytes, type(draft.model).__name__, resources)
+            engines.append(engine)
         pin = zero.offload_param.pin_memory or zero.offload_optimizer.pin_memory
         accelerator = runtime.accelerator
         self.arena = HostArena(plan.nbytes("host"), accelerator, pin and accelerator.name == "cuda", runtime.ledger)
@@ -180,6 +182,10 @@ class _Tiers:
         self.param_staging = self._pool(plan.param_staging, "staging_param", runtime, resources)
         self.state_staging = self._pool(plan.state_staging, "staging_state", runtime, resources)
         self.gradient_staging = self._pool(plan.gradient_staging, "staging_gradient", runtime, resources)
+        staged = [pool.memory for pool in (self.param_staging, self.state_staging) if pool is not None]
+        for line in {engine.register(memory): None for engine in engines for memory in staged}:
+            if line:
+                logger.info("%s", line)
         self.host = HostTier(self.arena, runtime)
         self.device = DeviceTier(accelerator, runtime.ledger)
         resources.callback(self.device.close)
@@ -221,8 +227,8 @@ class _Tiers:
 
 
 def _open_store(
-    config: Config, paths: tuple[str, ...], nbytes: int, model: str, runtime: Runtime, resources: ExitStack
-) -> SwapStore:
+    config: Config, paths: tuple[str, ...], nbytes: int, model: str, resources: ExitStack
+) -> tuple[SwapStore, IOEngine]:
     directory = SwapDir.create([Path(path) for path in paths], model=model)
     resources.callback(directory.remove)
     aio = config.aio
@@ -231,6 +237,7 @@ def _open_store(
         prefer=config.tiered_zero.io_engine,
         settings=IOSettings(aio.block_size, aio.queue_depth, aio.intra_op_parallelism),
         io_timeout_s=config.tiered_zero.io_timeout_s,
+        io_uring=config.tiered_zero.io_uring,
     )
     resources.callback(selection.engine.close)
     resources.callback(install_signal_dump([selection.engine]).close)
@@ -240,7 +247,7 @@ def _open_store(
     checksums = config.tiered_zero.checksums
     store = SwapStore(directory, selection.engine, capacity_nbytes=nbytes, checksums=checksums, weights=weights)
     resources.callback(store.close)
-    return store
+    return store, selection.engine
 
 
 def on_one_drive(paths: Sequence[Path]) -> bool:

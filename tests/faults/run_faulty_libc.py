@@ -26,6 +26,7 @@ from tests.fakes.faulty_runs import (
     train,
     weights_after,
 )
+from tiered_zero.io.select import config_of
 
 LIBC = ctypes.CDLL(None)
 Fault = tuple[str, int, str, int]
@@ -83,7 +84,7 @@ class Watch:
 
 def run(swap_path: Path, name: str, policy: str, fault: Fault, num_steps: int) -> str:
     hangs = fault[2] == "stall"
-    runtime = {"io_engine": name, "io_timeout_s": TIMEOUT_S if hangs else 20.0}
+    runtime = {**config_of(name), "io_timeout_s": TIMEOUT_S if hangs else 20.0}
     engine = build(swap_path, policy, runtime=runtime)
     try:
         first = train(engine, 2)

@@ -7,7 +7,8 @@
  *   "short"  it moves at most `argument` bytes (through O_DIRECT: it moves more, and reports these)
  *   "stall"  it sleeps `argument` milliseconds first
  *   "flip"   it moves all, and bit 0 of the byte `argument` is flipped on the way
- * faulty_libc_count() is the number of calls seen since. The variants of one call (pread, preadv2, read, ...) are one.
+ * faulty_libc_count() is the number of calls seen since. The variants of one call (pread, preadv2, read, a request
+ * through io_uring, ...) are one.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -73,11 +74,10 @@ static void stall(void)
 typedef ssize_t (*plain)(int, void *, size_t);
 typedef ssize_t (*positioned)(int, void *, size_t, off_t);
 
-static ssize_t move(const char *which, int fd, char *memory, size_t nbytes, off_t offset)
+/* A call that is befallen by `what`. */
+static ssize_t move_as(const char *what, const char *which, int fd, char *memory, size_t nbytes, off_t offset)
 {
     int reads = strcmp(which, "read") == 0;
-    char what[16];
-    struck(which, fd, what);
     if (!strcmp(what, "fail")) {
         errno = (int)argument;
         return -1;
@@ -108,6 +108,13 @@ static ssize_t move(const char *which, int fd, char *memory, size_t nbytes, off_
     if (flips && reads)
         memory[argument] ^= 1;
     return moved > (ssize_t)shown ? (ssize_t)shown : moved;
+}
+
+static ssize_t move(const char *which, int fd, char *memory, size_t nbytes, off_t offset)
+{
+    char what[16];
+    struck(which, fd, what);
+    return move_as(what, which, fd, memory, nbytes, offset);
 }
 
 /* The engines pass one piece of memory in each call. */
@@ -173,3 +180,5 @@ int posix_fallocate(int fd, off_t offset, off_t nbytes)
 {
     return posix_fallocate64(fd, offset, nbytes);
 }
+
+#include "faulty_ring.h"

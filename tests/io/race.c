@@ -1,4 +1,6 @@
-/* Built with -fsanitize=thread: several threads submit to one pool, wait, poll and free their requests. */
+/* Built with -fsanitize=thread: several threads submit to one pool, wait, poll and free their requests.
+ *
+ *     race FILE threads|io_uring */
 #include "direct_io.c"
 #include <stdio.h>
 #include <string.h>
@@ -8,11 +10,12 @@ enum { NUM_THREADS = 4, NUM_TURNS = 200, NUM_NBYTES = 64 * 1024 };
 static tz_pool *pool;
 static int fd;
 static int num_wrong;
+static char longlived[NUM_THREADS * NUM_NBYTES] __attribute__((aligned(4096)));
 
 static void *submit_and_wait(void *argument)
 {
     long index = (long)argument;
-    char *data = malloc(NUM_NBYTES), *back = malloc(NUM_NBYTES);
+    char *data = malloc(NUM_NBYTES), *back = longlived + index * NUM_NBYTES;
     for (int turn = 0; turn < NUM_TURNS; turn++) {
         memset(data, (int)index + turn, NUM_NBYTES);
         memset(back, 0, NUM_NBYTES);
@@ -45,20 +48,23 @@ static void *submit_and_wait(void *argument)
             __atomic_add_fetch(&num_wrong, 1, __ATOMIC_RELAXED);
     }
     free(data);
-    free(back);
     return NULL;
 }
 
 int main(int num_arguments, char **arguments)
 {
     pthread_t threads[NUM_THREADS];
-    if (num_arguments != 2 || (fd = open(arguments[1], O_RDWR | O_CREAT, 0600)) < 0 || tz_pool_open(3, 4096, &pool))
+    if (num_arguments != 3 || (fd = open(arguments[1], O_RDWR | O_CREAT, 0600)) < 0)
         return 2;
+    int has_ring = strcmp(arguments[2], "io_uring") == 0;
+    if (has_ring ? tz_pool_open_ring(3, 4096, &pool) : tz_pool_open(3, 4096, &pool))
+        return 3;
     for (long index = 0; index < NUM_THREADS; index++)
         pthread_create(&threads[index], NULL, submit_and_wait, (void *)index);
+    int registered = tz_register(pool, longlived, sizeof longlived); /* while requests in it are on their way */
     for (int index = 0; index < NUM_THREADS; index++)
         pthread_join(threads[index], NULL);
-    num_wrong += !tz_failed(pool);
+    num_wrong += !tz_failed(pool) + (registered != (has_ring ? 0 : ENOSYS));
     tz_pool_close(pool, 0);
     tz_pool_free(pool);
     if (num_wrong)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.io.conftest import pages
+from tests.io.conftest import io_uring_refusal, pages
 from tests.native_build import DIRECT_IO_SOURCE, ROOT, compile_shared
 from tiered_zero.errors import ConfigError
 from tiered_zero.io.direct import NativeEngine, _Request, load_library
@@ -40,7 +40,7 @@ def test_a_library_of_another_version_is_refused(tmp_path: Path) -> None:
         text.replace("    int32_t finished;\n} tz_request;", "    int32_t finished, more, yet;\n} tz_request;")
     )
     with pytest.raises(ConfigError, match="another version"):
-        load_library(compile_shared(source, tmp_path / "other.so"))
+        load_library(compile_shared(source, tmp_path / "other.so", f"-I{DIRECT_IO_SOURCE.parent}"))
 
 
 def test_the_request_is_laid_out_as_in_c(native_dir: Path, tmp_path: Path) -> None:
@@ -150,8 +150,11 @@ def test_thousands_of_small_requests(native_dir: Path, swap_path: Path) -> None:
     engine.close()
 
 
-def test_under_the_thread_sanitizer(tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["threads", "io_uring"])
+def test_under_the_thread_sanitizer(tmp_path: Path, native_dir: Path, way: str) -> None:
     """A C program that submits from several threads, with syncs and failures between, built with -fsanitize=thread."""
+    if way == "io_uring" and (refusal := io_uring_refusal(native_dir)):
+        pytest.skip(refusal)
     program = tmp_path / "race"
     compiler = shutil.which("cc") or pytest.skip("no C compiler on this machine")
     command = [compiler, "-g", "-O1", "-fsanitize=thread", "-pthread", "-I", str(ROOT / "tiered_zero/native")]
@@ -161,7 +164,7 @@ def test_under_the_thread_sanitizer(tmp_path: Path) -> None:
     if made.returncode:
         pytest.skip(f"no thread sanitizer here: {made.stderr.strip()[:200]}")
     ran = subprocess.run(
-        [str(program), str(tmp_path / "data")], check=False, capture_output=True, text=True, timeout=60
+        [str(program), str(tmp_path / "data"), way], check=False, capture_output=True, text=True, timeout=60
     )
     if "unexpected memory mapping" in ran.stderr:
         pytest.skip("the thread sanitizer does not run on this kernel")

@@ -5,6 +5,7 @@ odd. What each fault gave is written to build/faults/io.jsonl.
 """
 
 import errno
+import itertools
 import json
 import os
 import re
@@ -18,12 +19,12 @@ from pathlib import Path
 import pytest
 
 from tests.fakes.file_systems import mounted
-from tests.io.conftest import BuildEngine, pages, takes_direct
-from tests.io.fault_cases import CASES
+from tests.io.conftest import BuildEngine, io_uring_faults_refusal, io_uring_refusal, pages, takes_direct
+from tests.io.fault_cases import CASES, RING_CASES
 from tests.native_build import ROOT, compile_shared
 from tiered_zero.errors import TransferError
 from tiered_zero.io.preflight import preflight_directory
-from tiered_zero.io.select import ENGINES, select_engine
+from tiered_zero.io.select import BUILDERS, select_engine
 
 EXPECTED = {
     "eio_on_read": r"read of 40960 bytes .* wanted \d+ bytes, got 0: EIO \(.*\); .* free there\. The device reported",
@@ -43,6 +44,11 @@ EXPECTED = {
     "sync_behind_a_slow_write": "synced after it",
     "urgent_read_in_a_deep_queue": "came first",
     "stalled": r"read of 8192 bytes .* made no progress for 0\.3 s .*\n.*: 1 requests in flight\n.* 8192 bytes at 0 ",
+    "enter_fails_for_ever": r"read of 40960 bytes .* wanted 8192 bytes, got 0: ENOMEM",
+    "enter_fails_a_few_times": "intact",
+    "register_fails": r"io_uring: 40\.0 KiB of memory are not registered.* ENOMEM .*raise ulimit -l.*; intact",
+    "setup_fails": r"native: off: (it is not allowed here, .*io_uring_disabled is \d\): EPERM|without O_DIRECT)",
+    "others_go_on_beside_a_stalled_read": "they were done before it; intact",
 }
 
 
@@ -60,7 +66,8 @@ def outcomes(native_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict
             stdout=subprocess.PIPE,
             text=True,
         )
-        for name in ENGINES
+        for name in BUILDERS
+        if name != "io_uring" or not io_uring_faults_refusal(native_dir)
     ]
     try:
         lines = [line for child in children for line in child.communicate(timeout=100)[0].splitlines()]
@@ -76,9 +83,15 @@ def outcomes(native_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict
     return {(row["engine"], row["access"], row["case"]): row["came"] for row in rows}
 
 
-@pytest.mark.parametrize("case", list(CASES))
-@pytest.mark.parametrize("engine", list(ENGINES))
-def test_a_failing_system_call(outcomes: dict[tuple[str, str, str], str], engine: str, case: str) -> None:
+@pytest.mark.parametrize(
+    ("engine", "case"),
+    [*itertools.product(BUILDERS, CASES), *itertools.product(["io_uring"], RING_CASES)],
+)
+def test_a_failing_system_call(
+    outcomes: dict[tuple[str, str, str], str], native_dir: Path, engine: str, case: str
+) -> None:
+    if engine == "io_uring" and (refusal := io_uring_faults_refusal(native_dir)):
+        pytest.skip(refusal)
     came = {access: text for (name, access, key), text in outcomes.items() if (name, key) == (engine, case)}
     assert "buffered" in came
     for access, text in came.items():
@@ -125,13 +138,16 @@ def real_fs(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
         yield point
 
 
+@pytest.mark.parametrize("io_uring", [False, True], ids=["threads", "io_uring"])
 def test_a_real_file_system_takes_an_engine_and_runs_full(
-    real_fs: Path, native_dir: Path, monkeypatch: pytest.MonkeyPatch
+    real_fs: Path, native_dir: Path, monkeypatch: pytest.MonkeyPatch, io_uring: bool
 ) -> None:
     monkeypatch.setenv("TIERED_ZERO_NATIVE_DIR", str(native_dir))
+    if io_uring and (refusal := io_uring_refusal(native_dir)):
+        pytest.skip(refusal)
     preflight_directory(real_fs)
-    selection = select_engine(real_fs)
-    assert selection.engine.name == "native"
+    selection = select_engine(real_fs, io_uring=io_uring)
+    assert selection.engine.name == "native" and selection.io_uring.startswith("on" if io_uring else "off")
     engine = selection.engine
     file, big = (engine.open(str(real_fs / name), create=True) for name in ("data", "big"))
     file.allocate(4 << 20)

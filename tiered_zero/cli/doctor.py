@@ -98,7 +98,7 @@ def _directory(directory: Path) -> Iterator[Finding]:
 
 def _engines(directory: Path) -> Iterator[Finding]:
     direct: Selection | None = None
-    why_buffered = ""
+    why_buffered = about_ring = ""
     for name in ENGINES:
         if name == "native" and find_library("_direct_io") is None:
             yield Finding("engine native", BAD, "its library was not built", _build_fix())
@@ -109,13 +109,18 @@ def _engines(directory: Path) -> Iterator[Finding]:
             yield Finding(f"engine {name}", BAD, str(error).rpartition(" is off: ")[2])
             continue
         selection.engine.close()
+        if name == "native":
+            about_ring = selection.io_uring
         if selection.direct:
             direct = direct or selection
             access = f"O_DIRECT at {selection.alignment}"
         else:
-            access, why_buffered = "buffered", selection.reasons[-2].rpartition(" is off: ")[2]
+            why_not = [reason for reason in selection.reasons if " with O_DIRECT " in reason]
+            access, why_buffered = "buffered", why_not[-1].rpartition(" is off: ")[2]
         found = f"{access}: a write in {directory} was read back intact"
         yield Finding(f"engine {name}", GOOD if selection.direct else POOR, found)
+    if about_ring:
+        yield Finding("io_uring", GOOD, f"the native engine has it {about_ring}")
     if direct:
         yield Finding("O_DIRECT", GOOD, f"works, aligned to {direct.alignment} bytes")
     elif why_buffered:

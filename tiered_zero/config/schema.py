@@ -248,6 +248,11 @@ class RuntimeSection(Section):
     io_engine: Literal["auto", "native", "threads", "aiofiles"] = Field(
         "auto", description="how files are read and written; auto tries in the swap directory and takes the best"
     )
+    io_uring: Literal["auto"] | bool = Field(
+        "auto",
+        description="whether the native engine goes through io_uring instead of threads; auto tries both in the swap "
+        "directory and takes the faster one",
+    )
     io_timeout_s: Number = Field(60.0, gt=0, description="seconds after which a stalled request is an error")
     checksums: Literal["off", "sample", "all"] = Field("all", description="which swapped chunks are verified when read")
     update: Literal["barrier", "overlapped", "delayed"] = Field(
@@ -314,6 +319,7 @@ class Config(Section):
         _check_precision(self)
         _check_offload(self.zero_optimization)
         _check_state_limits(self.zero_optimization.offload_optimizer, self.tiered_zero.state_limits)
+        _check_io_uring(self.tiered_zero)
         return self
 
     @property
@@ -359,6 +365,14 @@ def _check_offload(zero: ZeroSection) -> None:
                 f"zero_optimization.{name}.nvme_path: expected a directory for device nvme; found "
                 f"{section.nvme_path!r}. Give the path of a directory on a local disk."
             )
+
+
+def _check_io_uring(runtime: RuntimeSection) -> None:
+    if runtime.io_uring is True and runtime.io_engine not in ("auto", "native"):
+        raise ConfigError(
+            f"tiered_zero.io_uring: expected io_engine auto or native with it; found {runtime.io_engine!r}. Leave one "
+            "of the two out."
+        )
 
 
 def _check_state_limits(state: OffloadOptimizerSection, limits: StateLimitsSection) -> None:

@@ -81,6 +81,11 @@ class StagingPool:
         self._closed = False
 
     @property
+    def memory(self) -> memoryview:
+        """All buffers, one behind the other."""
+        return self._slot.memory
+
+    @property
     def num_free(self) -> int:
         return len(self._free)
 

@@ -1,8 +1,10 @@
-"""The engine `native`: the thread pool of native/direct_io.c, bound with ctypes."""
+"""The engine `native`: the pool of native/direct_io.c, its threads or its io_uring, bound with ctypes."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import errno
 import os
 import threading
 import weakref
@@ -14,10 +16,12 @@ from tiered_zero.io.disk_engine import DiskEngine, DiskTicket
 from tiered_zero.io.disk_file import DiskFile, end_of_file_error, errno_text, memory_address, transfer_error
 from tiered_zero.io.engine import IOSettings, Request
 from tiered_zero.native import LIBRARY_DIR_VARIABLE, find_library
+from tiered_zero.sizes import format_nbytes
 
 _KINDS: Final = {"read": 0, "write": 1, "sync": 2}
 _END_OF_FILE: Final = -1
 _NS: Final = 1_000_000_000
+_DISABLED: Final = Path("/proc/sys/kernel/io_uring_disabled")
 
 _abandoned: list[object] = []
 """Pools with a worker stuck in a system call, and their tickets: the kernel may still write to their memory."""
@@ -64,6 +68,10 @@ class _Library:
             raise ConfigError(f"{path} was built from another version of direct_io.c; install tiered_zero again")
         self.open_pool = holding.tz_pool_open
         self.open_pool.argtypes = [ctypes.c_int32, ctypes.c_int64, ctypes.POINTER(ctypes.c_void_p)]
+        self.open_ring = holding.tz_pool_open_ring
+        self.open_ring.argtypes = self.open_pool.argtypes
+        self.register = releasing.tz_register
+        self.register.argtypes = [pool, ctypes.c_void_p, ctypes.c_int64]
         self.close_pool = releasing.tz_pool_close
         self.close_pool.argtypes, self.close_pool.restype = [pool, ctypes.c_int32], None
         self.free_pool = holding.tz_pool_free
@@ -91,6 +99,20 @@ def load_library(path: Path | None = None) -> _Library:
         return _Library(found)
     except (OSError, AttributeError) as error:
         raise ConfigError(f"its library cannot be loaded: {error}") from error
+
+
+def _why_no_ring(code: int) -> str:
+    """The kernel's refusal in words."""
+    if code == errno.ENOSYS:
+        return f"this kernel has none, or one before Linux 5.6: {errno_text(code)}"
+    if code in (errno.EPERM, errno.EACCES):
+        setting = ""
+        with contextlib.suppress(OSError):
+            setting = f" (kernel.io_uring_disabled is {_DISABLED.read_text().strip()})"
+        return (
+            f"it is not allowed here, by the kernel's settings or the container's seccomp{setting}: {errno_text(code)}"
+        )
+    return f"a ring cannot be set up: {errno_text(code)}"
 
 
 @final
@@ -148,7 +170,7 @@ class NativeTicket(DiskTicket):
 @final
 class NativeEngine(DiskEngine):
     """One call submits a request and one waits for it, whatever its size; in between its workers need no GIL, so that
-    the rate holds beside Python code that computes."""
+    the rate holds beside Python code that computes. `io_uring`: one thread with a ring instead of a thread a block."""
 
     name = "native"
 
@@ -159,6 +181,7 @@ class NativeEngine(DiskEngine):
         alignment: int,
         settings: IOSettings,
         io_timeout_s: float,
+        io_uring: bool = False,
         library_path: Path | None = None,
     ) -> None:
         """`library_path`: of the shared object, instead of the one that the build made. Raises ConfigError."""
@@ -166,9 +189,26 @@ class NativeEngine(DiskEngine):
         self.library = load_library(library_path)
         self.pool = ctypes.c_void_p()
         self._lock = threading.Lock()
-        code = self.library.open_pool(settings.num_workers, settings.block_nbytes, ctypes.byref(self.pool))
+        self._registered: list[memoryview] = []
+        self.io_uring = io_uring
+        open_pool = self.library.open_ring if io_uring else self.library.open_pool
+        code = open_pool(settings.num_workers, settings.block_nbytes, ctypes.byref(self.pool))
+        if code and io_uring:
+            raise ConfigError(_why_no_ring(code))
         if code:
             raise ConfigError(f"its {settings.num_workers} threads cannot be started: {errno_text(code)}")
+
+    def register(self, memory: memoryview) -> str:
+        """A ring has the kernel pin the memory once, where RLIMIT_MEMLOCK or CAP_IPC_LOCK allow."""
+        if not self.io_uring:
+            return ""
+        size = format_nbytes(memory.nbytes)
+        self._registered.append(memory)  # kept mapped: the ring takes its addresses for these pages until it is closed
+        code = self.library.register(self.pool, memory_address(memory), memory.nbytes)
+        if not code:
+            return f"io_uring: {size} of memory are registered"
+        advice = "; raise ulimit -l, or give CAP_IPC_LOCK" if code in (errno.ENOMEM, errno.EPERM) else ""
+        return f"io_uring: {size} of memory are not registered, each transfer pins its own: {errno_text(code)}{advice}"
 
     def collect(self, ticket: NativeTicket) -> None:
         """Take a finished ticket out of the table; a failure latches. Any thread, more than once."""
@@ -203,5 +243,7 @@ class NativeEngine(DiskEngine):
         if not idle:
             _abandoned.append((self, list(self._unfinished)))
         self.library.close_pool(self.pool, not idle)
-        if idle:  # freed with the last ticket, which holds its engine: a thread may be about to ask the pool for one
+        if idle:
+            self._registered.clear()
+            # Freed with the last ticket, which holds its engine: a thread may be about to ask the pool for one.
             weakref.finalize(self, self.library.free_pool, self.pool).atexit = False

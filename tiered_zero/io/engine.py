@@ -121,6 +121,14 @@ class IOEngine(ABC):
     def sync(self, file: File) -> Ticket:
         """fdatasync after every write submitted before it has finished. A failure latches; it is never retried."""
 
+    def register(self, memory: memoryview) -> str:
+        """Tell of large memory that requests will lie in again and again; the engine holds it until it is gone itself.
+
+        Once, before such requests, by one thread. Returns what came of it, for the log; "" where nothing could. Nothing
+        else depends on it.
+        """
+        return ""
+
     @abstractmethod
     def in_flight(self) -> list[tuple[Request, float]]:
         """Requests not finished, each with its age in seconds."""

@@ -1,9 +1,12 @@
-/* A pool of threads that moves blocks between memory and files; bound with ctypes by tiered_zero/io/direct.py.
+/* A pool that moves blocks between memory and files; bound with ctypes by tiered_zero/io/direct.py.
  *
  * A request of any size is one tz_submit and one tz_wait. The pool keeps the unfinished requests in one list: urgent
  * reads, then all others, both in the order in which they came. A free worker takes the next unclaimed block of the
  * first request that has one, so that the device's queue drains neither between requests nor between files. A sync
  * waits until the writes to its descriptor that stand before it in the list are finished.
+ *
+ * The workers are threads in system calls, a block each; or one thread with an io_uring, which claims blocks by the
+ * same rules, has up to `depth` of them on their way, and takes what became of each through the same `settle`.
  *
  * Everything is guarded by the pool's one mutex, except for the system calls themselves and `finished`: that is stored
  * last (release), after which the pool does not touch the request again, and its owner may free it.
@@ -19,9 +22,11 @@
 #include <signal.h>
 #include <stdint.h>
 #include <stdlib.h>
+#include <sys/eventfd.h>
 #include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
+#include "ring.h"
 
 enum { TZ_READ = 0, TZ_WRITE = 1, TZ_SYNC = 2 };
 enum { TZ_END_OF_FILE = -1 }; /* as `error`: no errno says it */
@@ -48,6 +53,17 @@ typedef struct tz_request {
     int32_t finished;
 } tz_request;
 
+/* What a worker moves in one go, and how far it has come. */
+typedef struct {
+    tz_request *request; /* NULL: nothing */
+    int64_t start, wanted; /* bytes of the request; a sync's one byte stands for it */
+    int64_t got, from;     /* bytes of the block: moved, and where the try on its way begins */
+    int32_t num_tries;     /* since a byte was moved */
+    int32_t error;
+    int64_t file_nbytes;
+    int64_t pause[2]; /* in a ring: struct __kernel_timespec of the pause on its way */
+} block;
+
 typedef struct tz_pool {
     pthread_mutex_t mutex;
     pthread_cond_t work, done;
@@ -57,13 +73,17 @@ typedef struct tz_pool {
     int32_t num_syncs, num_threads;
     int32_t stopping;
     int32_t failed; /* a request has failed */
+    /* Of a ring: */
+    block *blocks;        /* [depth]; NULL if the workers are threads in system calls */
+    int32_t depth;        /* blocks on their way at once */
+    int32_t event_fd;     /* wakes the worker */
+    int32_t asleep;       /* the worker is in the kernel, or on its way there, and has room for a block */
+    int32_t ring_code;    /* of opening it; -1 until then */
+    char *register_memory; /* what the worker is asked to register; NULL when that is done */
+    int64_t register_nbytes;
+    int32_t register_code;
     pthread_t threads[];
 } tz_pool;
-
-typedef struct {
-    int32_t error;
-    int64_t got, file_nbytes;
-} outcome;
 
 /* CLOCK_MONOTONIC, which is Python's time.monotonic() on Linux. */
 static int64_t now_ns(void)
@@ -74,63 +94,85 @@ static int64_t now_ns(void)
 }
 
 /* 1 ms, doubled with each try up to 100 ms. */
+static int64_t pause_ns(int num_tries)
+{
+    return num_tries > 7 ? 100000000 : (int64_t)1000000 << (num_tries - 1);
+}
+
 static void pause_before_try(int num_tries)
 {
-    int64_t pause_ns = num_tries > 7 ? 100000000 : (int64_t)1000000 << (num_tries - 1);
-    struct timespec pause = {.tv_sec = 0, .tv_nsec = pause_ns};
+    struct timespec pause = {.tv_sec = 0, .tv_nsec = pause_ns(num_tries)};
     nanosleep(&pause, NULL);
 }
 
-/* Move one block. A short transfer is continued, with O_DIRECT from the last aligned offset before its end; EINTR,
- * EAGAIN and transfers of nothing are tried again, within bounds. */
-static outcome transfer(const tz_request *request, int64_t start, int64_t wanted)
+/* Where the next try begins: with O_DIRECT at the last aligned offset before the end of what was moved. */
+static void aim(block *block)
 {
-    outcome result = {0, 0, 0};
-    char *memory = request->memory + start;
-    int64_t offset = request->offset + start;
-    for (int num_tries = 0; result.got < wanted;) {
-        int64_t from = result.got - result.got % request->alignment;
-        ssize_t moved = request->kind == TZ_READ
-                            ? pread(request->fd, memory + from, (size_t)(wanted - from), offset + from)
-                            : pwrite(request->fd, memory + from, (size_t)(wanted - from), offset + from);
-        int code = moved < 0 ? errno : EIO;
-        if (moved >= 0 && from + moved > result.got) {
-            result.got = from + moved;
-            num_tries = 0;
-            continue;
-        }
-        if (moved < 0 && code != EINTR && code != EAGAIN) {
-            result.error = code;
-            return result;
-        }
-        struct stat status;
-        if (moved >= 0 && request->kind == TZ_READ && fstat(request->fd, &status) == 0 &&
-            offset + result.got >= status.st_size) {
-            result.error = TZ_END_OF_FILE;
-            result.file_nbytes = status.st_size;
-            return result;
-        }
-        if (++num_tries >= MAX_TRIES) {
-            result.error = code;
-            return result;
-        }
-        pause_before_try(num_tries);
-    }
-    if (request->drop_pages)
-        (void)posix_fadvise(request->fd, offset, wanted, POSIX_FADV_DONTNEED); /* advice only */
-    return result;
+    block->from = block->got - block->got % block->request->alignment;
 }
 
-static outcome carry_out(const tz_request *request, int64_t start, int64_t wanted)
+/* Take in what one try gave: bytes moved, or -errno. 1 once the block is done, well or badly; else it is tried again,
+ * after a pause if `num_tries`. A short transfer is continued; EINTR, EAGAIN and transfers of nothing are tried again,
+ * within bounds; a sync is tried once. */
+static int settle(block *block, int64_t moved)
 {
-    outcome result = {0, 0, 0};
-    if (request->kind != TZ_SYNC)
-        return transfer(request, start, wanted);
-    if (fdatasync(request->fd) != 0)
-        result.error = errno;
-    else if (request->drop_pages)
-        (void)posix_fadvise(request->fd, 0, 0, POSIX_FADV_DONTNEED);
-    return result;
+    const tz_request *request = block->request;
+    if (request->kind == TZ_SYNC) {
+        block->error = moved < 0 ? (int32_t)-moved : 0;
+        return 1;
+    }
+    if (moved >= 0 && block->from + moved > block->got) {
+        block->got = block->from + moved;
+        block->num_tries = 0;
+        return block->got >= block->wanted;
+    }
+    int32_t code = moved < 0 ? (int32_t)-moved : EIO;
+    struct stat status;
+    if (moved >= 0 && request->kind == TZ_READ && fstat(request->fd, &status) == 0 &&
+        request->offset + block->start + block->got >= status.st_size) {
+        block->error = TZ_END_OF_FILE;
+        block->file_nbytes = status.st_size;
+        return 1;
+    }
+    if ((moved < 0 && code != EINTR && code != EAGAIN) || ++block->num_tries >= MAX_TRIES) {
+        block->error = code;
+        return 1;
+    }
+    return 0;
+}
+
+/* Buffered, and done: what is on its way to the disk, or was read, need not stay in memory. Advice only. */
+static void drop_pages(const block *block)
+{
+    const tz_request *request = block->request;
+    int all = request->kind == TZ_SYNC;
+    if (request->drop_pages && !block->error)
+        (void)posix_fadvise(request->fd, all ? 0 : request->offset + block->start, all ? 0 : block->wanted,
+                            POSIX_FADV_DONTNEED);
+}
+
+static int64_t try_once(const block *block)
+{
+    const tz_request *request = block->request;
+    char *memory = request->memory + block->start + block->from;
+    size_t nbytes = (size_t)(block->wanted - block->from);
+    off_t offset = request->offset + block->start + block->from;
+    int64_t moved = request->kind == TZ_SYNC   ? fdatasync(request->fd)
+                    : request->kind == TZ_READ ? pread(request->fd, memory, nbytes, offset)
+                                               : pwrite(request->fd, memory, nbytes, offset);
+    return moved < 0 ? -errno : moved;
+}
+
+static void carry_out(block *block)
+{
+    for (;;) {
+        aim(block);
+        if (settle(block, try_once(block)))
+            break;
+        if (block->num_tries)
+            pause_before_try(block->num_tries);
+    }
+    drop_pages(block);
 }
 
 static void set_error(tz_request *request, const tz_request *cause)
@@ -188,33 +230,47 @@ static tz_request *first_claimable(const tz_pool *pool)
     return request;
 }
 
-/* Mutex held on entry and on return, not while the block moves. */
-static void work_on(tz_pool *pool, tz_request *request)
+/* Mutex held. The next block of a request that has one. */
+static block claim(tz_pool *pool, tz_request *request)
 {
-    int64_t start = request->kind == TZ_SYNC ? 0 : request->nbytes - request->num_unclaimed;
-    int64_t wanted = request->num_unclaimed < pool->block_nbytes ? request->num_unclaimed : pool->block_nbytes;
-    outcome result = {0, 0, 0};
-    request->num_unclaimed -= wanted;
+    block next = {.request = request};
+    next.start = request->kind == TZ_SYNC ? 0 : request->nbytes - request->num_unclaimed;
+    next.wanted = request->num_unclaimed < pool->block_nbytes ? request->num_unclaimed : pool->block_nbytes;
+    request->num_unclaimed -= next.wanted;
     request->num_running++;
     request->moved_ns = pool->moved_ns = now_ns();
-    if (!request->error) {
-        pthread_mutex_unlock(&pool->mutex);
-        result = carry_out(request, start, wanted);
-        pthread_mutex_lock(&pool->mutex);
-    }
+    return next;
+}
+
+/* Mutex held. The block is done; maybe the last touch of its request. */
+static void conclude(tz_pool *pool, const block *block)
+{
+    tz_request *request = block->request;
     request->moved_ns = pool->moved_ns = now_ns();
     request->num_running--;
-    if (result.error) {
-        tz_request cause = {.error = result.error,
-                            .error_offset = request->offset + start,
-                            .error_wanted = request->kind == TZ_SYNC ? 0 : wanted,
-                            .error_got = result.got,
-                            .file_nbytes = result.file_nbytes};
+    if (block->error) {
+        tz_request cause = {.error = block->error,
+                            .error_offset = request->offset + block->start,
+                            .error_wanted = request->kind == TZ_SYNC ? 0 : block->wanted,
+                            .error_got = block->got,
+                            .file_nbytes = block->file_nbytes};
         set_error(request, &cause);
         request->num_unclaimed = 0; /* the blocks not yet begun are not begun */
     }
     if (!request->num_unclaimed && !request->num_running)
         finish(pool, request);
+}
+
+/* Mutex held on entry and on return, not while the block moves. */
+static void work_on(tz_pool *pool, tz_request *request)
+{
+    block block = claim(pool, request);
+    if (!request->error) {
+        pthread_mutex_unlock(&pool->mutex);
+        carry_out(&block);
+        pthread_mutex_lock(&pool->mutex);
+    }
+    conclude(pool, &block);
 }
 
 /* For a second at most, then look again: glibc before 2.41 can lose a signal (its bug 25847). */
@@ -243,6 +299,8 @@ static void *work(void *argument)
     return NULL;
 }
 
+#include "ring_worker.h"
+
 /* So that the binding can refuse a library that was built from another version of this file. */
 int64_t tz_request_nbytes(void)
 {
@@ -256,6 +314,7 @@ void tz_pool_close(tz_pool *pool, int32_t abandon)
     pthread_mutex_lock(&pool->mutex);
     pool->stopping = 1;
     pthread_cond_broadcast(&pool->work);
+    wake(pool, 1);
     pthread_mutex_unlock(&pool->mutex);
     for (int32_t index = 0; index < pool->num_threads; index++) {
         if (abandon)
@@ -271,15 +330,17 @@ void tz_pool_free(tz_pool *pool)
     pthread_cond_destroy(&pool->work);
     pthread_cond_destroy(&pool->done);
     pthread_mutex_destroy(&pool->mutex);
+    if (pool->blocks)
+        close(pool->event_fd);
+    free(pool->blocks);
     free(pool);
 }
 
-/* 0 and *result, or an errno. The threads block all signals: those are for the program's own threads. */
-int32_t tz_pool_open(int32_t num_threads, int64_t block_nbytes, tz_pool **result)
+static tz_pool *new_pool(int32_t num_threads, int64_t block_nbytes)
 {
     tz_pool *pool = calloc(1, sizeof(tz_pool) + (size_t)num_threads * sizeof(pthread_t));
     if (!pool)
-        return ENOMEM;
+        return NULL;
     pool->block_nbytes = block_nbytes;
     pool->moved_ns = now_ns();
     pthread_condattr_t monotonic;
@@ -289,7 +350,12 @@ int32_t tz_pool_open(int32_t num_threads, int64_t block_nbytes, tz_pool **result
     pthread_cond_init(&pool->work, &monotonic);
     pthread_cond_init(&pool->done, &monotonic);
     pthread_condattr_destroy(&monotonic);
+    return pool;
+}
 
+/* 0 or an errno. The threads block all signals: those are for the program's own threads. */
+static int start_threads(tz_pool *pool, int32_t num_threads, void *(*worker)(void *))
+{
     pthread_attr_t small_stack;
     pthread_attr_init(&small_stack);
     pthread_attr_setstacksize(&small_stack, STACK_NBYTES);
@@ -298,17 +364,72 @@ int32_t tz_pool_open(int32_t num_threads, int64_t block_nbytes, tz_pool **result
     pthread_sigmask(SIG_SETMASK, &all, &before);
     int code = 0;
     while (!code && pool->num_threads < num_threads) {
-        code = pthread_create(&pool->threads[pool->num_threads], &small_stack, work, pool);
+        code = pthread_create(&pool->threads[pool->num_threads], &small_stack, worker, pool);
         pool->num_threads += code == 0;
     }
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     pthread_attr_destroy(&small_stack);
+    return code;
+}
+
+static int32_t opened(tz_pool *pool, int code, tz_pool **result)
+{
     if (code) {
         tz_pool_close(pool, 0);
         tz_pool_free(pool);
     } else {
         *result = pool;
     }
+    return code;
+}
+
+/* 0 and *result, or an errno. */
+int32_t tz_pool_open(int32_t num_threads, int64_t block_nbytes, tz_pool **result)
+{
+    tz_pool *pool = new_pool(num_threads, block_nbytes);
+    return pool ? opened(pool, start_threads(pool, num_threads, work), result) : ENOMEM;
+}
+
+/* The same with one thread and an io_uring, `depth` blocks on their way at once. */
+int32_t tz_pool_open_ring(int32_t depth, int64_t block_nbytes, tz_pool **result)
+{
+    tz_pool *pool = new_pool(1, block_nbytes);
+    if (!pool)
+        return ENOMEM;
+    pool->depth = depth;
+    pool->ring_code = -1;
+    pool->event_fd = eventfd(0, EFD_CLOEXEC);
+    int code = pool->event_fd < 0 ? errno : 0;
+    if (!code && !(pool->blocks = calloc((size_t)depth, sizeof(block)))) {
+        close(pool->event_fd);
+        code = ENOMEM;
+    }
+    if (!code)
+        code = start_threads(pool, 1, work_ring);
+    if (!code) {
+        pthread_mutex_lock(&pool->mutex);
+        while (pool->ring_code < 0)
+            pthread_cond_wait(&pool->done, &pool->mutex);
+        code = pool->ring_code;
+        pthread_mutex_unlock(&pool->mutex);
+    }
+    return opened(pool, code, result);
+}
+
+/* Have a ring's worker register memory that is used for long; 0, or the errno that says why it goes on without.
+ * ENOSYS: this pool has no ring. The memory stays mapped until the pool is closed. One caller at a time. */
+int32_t tz_register(tz_pool *pool, char *memory, int64_t nbytes)
+{
+    if (!pool->blocks)
+        return ENOSYS;
+    pthread_mutex_lock(&pool->mutex);
+    pool->register_memory = memory;
+    pool->register_nbytes = nbytes;
+    wake(pool, 1);
+    while (pool->register_memory)
+        pthread_cond_wait(&pool->done, &pool->mutex);
+    int32_t code = pool->register_code;
+    pthread_mutex_unlock(&pool->mutex);
     return code;
 }
 
@@ -330,6 +451,7 @@ void tz_submit(tz_pool *pool, tz_request *request)
         pthread_cond_broadcast(&pool->work);
     else
         pthread_cond_signal(&pool->work);
+    wake(pool, 0);
     pthread_mutex_unlock(&pool->mutex);
 }
 
