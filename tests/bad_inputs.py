@@ -118,6 +118,11 @@ CASES: dict[str, Case] = {
     "unknown key of ours": Case(
         ConfigError, r"tiered_zero\.io_engin: .*io_engine\?", {"tiered_zero": {"io_engin": "threads"}}
     ),
+    "io_uring for an engine that has none": Case(
+        ConfigError,
+        r"^tiered_zero\.io_uring: expected io_engine auto or native with it; found 'threads'",
+        {"tiered_zero": {"io_engine": "threads", "io_uring": True}},
+    ),
     "wrong type": Case(
         ConfigError,
         r"^train_micro_batch_size_per_gpu: expected a whole number; found 'many'",

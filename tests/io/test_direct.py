@@ -2,10 +2,13 @@
 
 import ctypes
 import gc
+import os
 import shutil
 import subprocess
 import threading
 import time
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -53,15 +56,28 @@ def test_the_request_is_laid_out_as_in_c(native_dir: Path, tmp_path: Path) -> No
     assert found == [getattr(_Request, name).offset for name in fields]
 
 
-def build(native_dir: Path, block_size: int = 1 << 20, queue_depth: int = 8) -> NativeEngine:
-    settings = IOSettings(block_size=block_size, queue_depth=queue_depth)
-    path = native_dir / "_direct_io.so"
-    return NativeEngine(direct=False, alignment=1, settings=settings, io_timeout_s=20.0, library_path=path)
+Build = Callable[..., NativeEngine]
 
 
-def test_its_workers_need_no_python(native_dir: Path, swap_path: Path) -> None:
+@pytest.fixture(params=[False, True], ids=["threads", "io_uring"])
+def build(request: pytest.FixtureRequest, native_dir: Path) -> Build:
+    """Of both ways."""
+    if request.param and (refusal := io_uring_refusal(native_dir)):
+        pytest.skip(refusal)
+
+    def build(block_size: int = 1 << 20, queue_depth: int = 8) -> NativeEngine:
+        settings = IOSettings(block_size=block_size, queue_depth=queue_depth)
+        path = native_dir / "_direct_io.so"
+        return NativeEngine(
+            direct=False, alignment=1, settings=settings, io_timeout_s=20.0, io_uring=request.param, library_path=path
+        )
+
+    return build
+
+
+def test_its_workers_need_no_python(build: Build, swap_path: Path) -> None:
     """A request ends though nobody gives the GIL away."""
-    engine = build(native_dir, block_size=4096)
+    engine = build(block_size=4096)
     file = engine.open(str(swap_path / "data"), create=True)
     ticket = engine.write(file, 0, pages(1 << 20, b"no GIL"))
     ctypes.PyDLL(None).usleep(900_000)  # PyDLL: the GIL is held while it sleeps
@@ -71,8 +87,8 @@ def test_its_workers_need_no_python(native_dir: Path, swap_path: Path) -> None:
     engine.close()
 
 
-def test_a_wait_lets_other_threads_run(native_dir: Path) -> None:
-    engine = build(native_dir)
+def test_a_wait_lets_other_threads_run(build: Build) -> None:
+    engine = build()
     never = _Request()
     turns: list[int] = []
     stop = threading.Event()
@@ -116,8 +132,8 @@ def test_urgent_reads_are_claimed_before_all_that_no_worker_has(tmp_path: Path, 
     engine.close()
 
 
-def test_the_pool_lives_as_long_as_a_ticket_that_may_ask_it(native_dir: Path, swap_path: Path) -> None:
-    engine = build(native_dir)
+def test_the_pool_lives_as_long_as_a_ticket_that_may_ask_it(build: Build, swap_path: Path) -> None:
+    engine = build()
     freed: list[object] = []
     free_pool = engine.library.free_pool
     engine.library.free_pool = freed.append
@@ -136,8 +152,62 @@ def test_the_pool_lives_as_long_as_a_ticket_that_may_ask_it(native_dir: Path, sw
     free_pool(pool)
 
 
-def test_thousands_of_small_requests(native_dir: Path, swap_path: Path) -> None:
-    engine = build(native_dir)
+def test_long_lived_memory_is_registered_with_a_ring(build: Build, swap_path: Path) -> None:
+    """Requests inside it, outside of it and across its end all carry the right bytes."""
+    engine = build(block_size=8192)
+    memory = pages(10 * 8192, b"registered, and not")
+    inside, across = memory[8192 : 5 * 8192], memory[3 * 8192 + 4096 :]
+    said = engine.register(memory[: 5 * 8192])
+    assert said == ("io_uring: 40.0 KiB of memory are registered" if engine.io_uring else "")
+    expected = bytes(memory)
+    file = engine.open(str(swap_path / "data"), create=True)
+    engine.write(file, 0, memory).wait()
+    assert (swap_path / "data").read_bytes() == expected
+    for part in (inside, across, memory):
+        at = len(memory) - len(part) if part is across else 8192 if part is inside else 0
+        part[:] = bytes(len(part))
+        engine.read(file, at, part).wait()
+        assert memory == expected
+    file.close()
+    engine.close()
+    mapping = weakref.ref(memory.obj)
+    del memory, inside, across, part
+    assert mapping() is None, "held by an engine that is closed"
+
+
+def test_more_memory_than_the_table_holds_is_said_and_used_all_the_same(build: Build, swap_path: Path) -> None:
+    engine = build(block_size=4096)
+    parts = [pages(4096, bytes([number])) for number in range(70)]
+    said = [engine.register(part) for part in parts]
+    if engine.io_uring:
+        assert said[63] == "io_uring: 4.0 KiB of memory are registered" and "not registered" in said[64]
+    file = engine.open(str(swap_path / "data"), create=True)
+    for ticket in [engine.write(file, number * 4096, part) for number, part in enumerate(parts)]:
+        ticket.wait()
+    assert (swap_path / "data").read_bytes() == b"".join(map(bytes, parts))
+    file.close()
+    engine.close()
+
+
+@pytest.mark.usefixtures("no_leaks")
+def test_a_ring_needs_one_thread_and_gives_back_its_descriptors(build: Build, swap_path: Path) -> None:
+    def count(what: str) -> int:
+        return len(os.listdir(f"/proc/self/{what}"))
+
+    threads, descriptors = count("task"), count("fd")
+    engine = build(queue_depth=6)
+    assert count("task") - threads == (1 if engine.io_uring else 6)
+    file = engine.open(str(swap_path / "data"), create=True)
+    engine.write(file, 0, pages(1 << 22)).wait()
+    file.close()
+    engine.close()
+    del engine, file
+    gc.collect()
+    assert count("fd") == descriptors
+
+
+def test_thousands_of_small_requests(build: Build, swap_path: Path) -> None:
+    engine = build()
     file = engine.open(str(swap_path / "data"), create=True)
     data = pages(5000 * 1024, bytes(range(256)))
     begun_s = time.monotonic()
