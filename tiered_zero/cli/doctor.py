@@ -121,6 +121,8 @@ def _engines(directory: Path) -> Iterator[Finding]:
         yield Finding(f"engine {name}", GOOD if selection.direct else POOR, found)
     if about_ring:
         yield Finding("io_uring", GOOD, f"the native engine has it {about_ring}")
+    else:
+        yield Finding("io_uring", BAD, "only the native engine uses it, see above")
     if direct:
         yield Finding("O_DIRECT", GOOD, f"works, aligned to {direct.alignment} bytes")
     elif why_buffered:

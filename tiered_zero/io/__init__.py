@@ -13,12 +13,12 @@ Never: no callback runs on a worker, no worker touches torch, two requests are o
     disk_file.py    an open file, and the text of a failure
     pieces.py       what the two Python engines share: pieces of a request, short transfers, syncs after writes
     threads.py  aiofile.py  direct.py (the native engine)
-    select.py       the choice, by trying;  preflight.py: what is wrong with a directory
+    select.py       the choice, by trying;  ring_choice.py: threads or io_uring
+    preflight.py    what is wrong with a directory
     measure.py      the rate of an engine on a disk;  watch.py: what is in flight, as text and by signal
 
-tools/bench/io.py holds the native engine against fio. io_uring is left out of it, by measurement: on a virtio disk,
-with 2 MiB x 8 and memory in huge pages, one ring with registered buffers takes 4.5 ms of CPU time a GB where the pool
-takes 9, a gain of 1..3% of a core, but moves 1..15% less alone and 5..20% less beside a busy thread: all blocks wait
-for the one thread's turn. It also wants memory registered beforehand, within the memlock limit. Huge pages do more than
-it was meant to do: without them the pool takes 47..58 ms a GB, and a ring 25, both at half of the rate.
+The native engine's pool is threads in system calls, or one thread with an io_uring: with 2 MiB x 8 and memory in huge
+pages it takes half of the CPU time (4.5 ms a GB, not 9) for 0.93..1.04 of the rate on an idle machine, but has one
+turn where threads have many, and falls to 0.6..0.9 beside busy processors. So it is timed against them, not presumed.
+tools/bench/io.py holds both against fio. Without huge pages the pool takes 47..58 ms a GB, and a ring 25, at half rate.
 """

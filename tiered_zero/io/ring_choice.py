@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import secrets
 import threading
@@ -12,15 +13,18 @@ from typing import Final, NamedTuple
 from tiered_zero.errors import TransferError
 from tiered_zero.io.direct import NativeEngine
 from tiered_zero.io.engine import IOSettings
-from tiered_zero.io.measure import fill_file, measure_rate
+from tiered_zero.io.measure import measure_rate
 from tiered_zero.sizes import MIB, align_up, format_nbytes
 
 _LEAST_NBYTES, _MOST_NBYTES = 16 * MIB, 32 * MIB
 _NUM_IN_FLIGHT: Final = 4
 _NUM_SLICES: Final = 3
 _SLICE_S: Final = 0.02
-_PATIENCE_S: Final = 0.25
-"""Longer than this to write the trial's file: the disk is too slow to be timed in passing, and threads are as good."""
+_ENOUGH_S: Final = 0.15
+"""No further slices after this."""
+
+_PATIENCE_S: Final = 0.05
+"""Longer than this to write the trial's file: the disk is too slow to be timed in passing, and threads keep up."""
 
 
 class Rates(NamedTuple):
@@ -73,11 +77,13 @@ def _time(directory: str, threads: NativeEngine, ring: NativeEngine) -> Rates:
     path = os.path.join(directory, f".tiered-zero-probe-{secrets.token_hex(8)}")
     best = {threads: 0.0, ring: 0.0}
     try:
+        took_s = _fill(threads, path, nbytes)
+        if took_s > _PATIENCE_S:
+            return Rates(untimed=f"the disk took {took_s:.1g} s to write {format_nbytes(nbytes)}: threads keep up")
         begun_s = time.perf_counter()
-        fill_file(path, nbytes)
-        if time.perf_counter() - begun_s > _PATIENCE_S:
-            return Rates(untimed=f"the disk is too slow to time it in {_PATIENCE_S:g} s")
-        for _ in range(_NUM_SLICES):
+        for number in range(_NUM_SLICES):
+            if number and time.perf_counter() - begun_s > _ENOUGH_S:
+                break
             for engine in best:
                 rate = measure_rate(
                     engine, path, nbytes, "mixed", _SLICE_S,
@@ -90,3 +96,17 @@ def _time(directory: str, threads: NativeEngine, ring: NativeEngine) -> Rates:
         with contextlib.suppress(OSError):
             os.unlink(path)
     return Rates(best[threads], best[ring])
+
+
+def _fill(engine: NativeEngine, path: str, nbytes: int) -> float:
+    """Create a file of random bytes, for blocks never written are read without the disk. Seconds of the writing."""
+    random = memoryview(mmap.mmap(-1, MIB))
+    random[:] = os.urandom(MIB)
+    file = engine.open(path, create=True)
+    try:
+        begun_s = time.perf_counter()
+        for ticket in [engine.write(file, offset, random) for offset in range(0, nbytes, MIB)]:
+            ticket.wait()
+        return time.perf_counter() - begun_s
+    finally:
+        file.close()
