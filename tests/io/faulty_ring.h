@@ -1,7 +1,7 @@
 /* The same faults in requests that go through io_uring; part of faulty_libc.c.
  *
- * An entry that a fault strikes is taken out of the ring before the kernel sees it, and a NOP put in its place, or for a
- * stall a read of a timer, so that the ring itself goes on. When that completes, the fault's effect is had by the call
+ * An entry that a fault strikes is taken out of the ring before the kernel sees it, and a NOP put in its place, or for
+ * a stall a read of a timer, so that the ring itself goes on. When that completes, the fault's effect is had by the call
  * that the entry stood for, and its outcome written into the completion. "setup", "enter" and "register" can fail too.
  *
  * Completions must come while the thread is in io_uring_enter and at no other time (IORING_SETUP_DEFER_TASKRUN). The

@@ -200,10 +200,10 @@ class NativeEngine(DiskEngine):
 
     def register(self, memory: memoryview) -> str:
         """A ring has the kernel pin the memory once, where RLIMIT_MEMLOCK or CAP_IPC_LOCK allow."""
-        if not self.io_uring:
+        if not self.io_uring or self._closed:
             return ""
         size = format_nbytes(memory.nbytes)
-        self._registered.append(memory)  # kept mapped: the ring takes its addresses for these pages until it is closed
+        self._registered.append(memoryview(memory))  # stays mapped: its addresses mean these pages to the ring
         code = self.library.register(self.pool, memory_address(memory), memory.nbytes)
         if not code:
             return f"io_uring: {size} of memory are registered"

@@ -16,7 +16,8 @@ class IOSettings:
     `block_size`: bytes that one system call moves. native: as it stands; threads: a call takes up to 4 neighbouring
     blocks of a large request, for fewer trips through the GIL; aiofiles: a call takes `queue_depth` blocks.
     `queue_depth` x `intra_op_parallelism`: the number of workers, that is of calls on their way at once, in all
-    engines; more than 32 is cut to 32, because 32 blocks of 1 MiB already fill the fastest array of drives.
+    engines (with io_uring: of blocks, from one worker); more than 32 is cut to 32, because 32 blocks of 1 MiB already
+    fill the fastest array of drives.
     `single_submit`, `overlap_events`: without effect. They steer how libaio is fed in batches; here workers take the
     next block whenever they are free, across requests and files, so that nothing is batched and nothing drains.
 

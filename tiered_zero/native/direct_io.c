@@ -221,7 +221,7 @@ static void enlist(tz_pool *pool, tz_request *request)
     *(next ? &next->previous : &pool->last) = request;
 }
 
-/* Mutex held. At most num_threads requests before the answer are fully claimed. */
+/* Mutex held. At most as many requests before the answer are fully claimed as blocks can be on their way. */
 static tz_request *first_claimable(const tz_pool *pool)
 {
     tz_request *request = pool->first;
