@@ -76,8 +76,9 @@ def test_a_real_disk_is_timed(direct_path: Path) -> None:
 
 
 def test_a_disk_that_cannot_be_timed_keeps_threads(direct_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*arguments: object, **options: object) -> float:
-        raise TransferError("read of 1 bytes failed: EIO")
+    def fail(engine: NativeEngine, **options: object) -> float:
+        engine.latch.set(error := TransferError("read of 1 bytes failed: EIO"))
+        raise error
 
     monkeypatch.setattr(ring_choice, "measure_rate", fail)
     selection = select_engine(direct_path)

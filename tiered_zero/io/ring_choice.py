@@ -6,7 +6,6 @@ then, when its one thread waits for a turn where of several threads some have th
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import mmap
 import os
@@ -14,10 +13,11 @@ import secrets
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from typing import Final, NamedTuple
 
-from tiered_zero.errors import TransferError
+from tiered_zero.errors import ConfigError, TransferError
 from tiered_zero.io.direct import NativeEngine
 from tiered_zero.io.engine import IOSettings
 from tiered_zero.io.measure import measure_rate
@@ -61,13 +61,17 @@ def known_rates(directory: str, settings: IOSettings) -> Rates | None:
     return _known.get(_key(directory, settings))
 
 
-def compare_rates(directory: str, threads: NativeEngine, ring: NativeEngine) -> Rates:
-    """Time two idle engines of the same settings on a file there (mode 0600, removed), about 0.2 s in all, once for
-    each file system and settings. A disk that is full or slow is no error: the reason is the answer."""
-    key = _key(directory, threads.settings)
+def compare_rates(directory: str, like: NativeEngine) -> Rates:
+    """Time engines of both kinds and the settings of `like` on a file there (mode 0600, removed), about 0.2 s in all,
+    once for each file system and settings. A disk that is full or slow or fails is no error: that is the answer."""
+    key = _key(directory, like.settings)
     with _lock:
         if key not in _known:
-            _known[key] = _time(directory, threads, ring)
+            try:
+                with closing(like.another(io_uring=False)) as threads, closing(like.another(io_uring=True)) as ring:
+                    _known[key] = _time(directory, threads, ring)
+            except (ConfigError, TransferError, OSError) as error:
+                _known[key] = Rates(untimed=f"it cannot be timed there: {error}")
         return _known[key]
 
 
@@ -76,6 +80,7 @@ def _key(directory: str, settings: IOSettings) -> Key:
 
 
 def _time(directory: str, threads: NativeEngine, ring: NativeEngine) -> Rates:
+    """Raises OSError, TransferError."""
     settings = threads.settings
     nbytes = min(align_up(settings.block_nbytes * settings.num_workers, MIB), _MOST_NBYTES)
     nbytes = max(nbytes, _LEAST_NBYTES)
@@ -99,16 +104,14 @@ def _time(directory: str, threads: NativeEngine, ring: NativeEngine) -> Rates:
                     worst = rates
                 if not rates.ring_wins:
                     break
-    except (OSError, TransferError) as error:
-        return Rates(untimed=f"it cannot be timed there: {error}")
     finally:
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             os.unlink(path)
     assert worst is not None
     return worst
 
 
-@contextlib.contextmanager
+@contextmanager
 def _busy_processors() -> Iterator[None]:
     """While this is open a thread for each computes, without the GIL."""
     ended = threading.Event()

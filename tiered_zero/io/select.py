@@ -131,7 +131,7 @@ def _with_ring(
     if wanted is True:
         threads.close()
         return ring, "on: tiered_zero.io_uring is true"
-    measured = [compare_rates(directory, threads, ring) for directory in directories]
+    measured = [compare_rates(directory, ring) for directory in directories]
     decisive = min(measured, key=lambda rates: (rates.ring_wins, rates.ring - rates.threads))
     if decisive.ring_wins:
         threads.close()
@@ -142,13 +142,7 @@ def _with_ring(
 
 def _open_ring(like: NativeEngine, directories: Sequence[str]) -> NativeEngine:
     """Raises ConfigError, TransferError."""
-    ring = NativeEngine(
-        direct=like.direct,
-        alignment=like.alignment,
-        settings=like.settings,
-        io_timeout_s=like.io_timeout_s,
-        io_uring=True,
-    )
+    ring = like.another(io_uring=True)
     try:
         _try_all(ring, directories)
     except TransferError:
