@@ -17,8 +17,9 @@ Never: no callback runs on a worker, no worker touches torch, two requests are o
     preflight.py    what is wrong with a directory
     measure.py      the rate of an engine on a disk;  watch.py: what is in flight, as text and by signal
 
-The native engine's pool is threads in system calls, or one thread with an io_uring: with 2 MiB x 8 and memory in huge
-pages it takes half of the CPU time (4.5 ms a GB, not 9) for 0.93..1.04 of the rate on an idle machine, but has one
-turn where threads have many, and falls to 0.6..0.9 beside busy processors. So it is timed against them, not presumed.
-tools/bench/io.py holds both against fio. Without huge pages the pool takes 47..58 ms a GB, and a ring 25, at half rate.
+The native engine's pool is threads in system calls, or one thread with an io_uring. With 2 MiB x 8 and memory in huge
+pages a ring takes 4..5 ms of CPU time a GB where threads take 7..9, for 0.88..1.04 of their rate on an idle machine;
+registered memory changes neither. But it has one turn where threads have many, and falls to 0.6..0.95 beside busy
+processors: so it is timed against them, not presumed. tools/bench/io.py holds both against fio. Without huge pages
+threads take 47..58 ms a GB, and a ring 25, both at half of the rate.
 """
