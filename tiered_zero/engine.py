@@ -123,10 +123,11 @@ class Engine:
         boundary = self.is_gradient_accumulation_boundary()
         parts.gradients.measuring = boundary
         self._num_backwards += 1
-        if boundary and self._num_backwards == 1 and self._one_backward_each and self.global_steps and not retain_graph:
-            parts.policy.begin_backward()
+        only = self._num_backwards == 1 and self._one_backward_each and not retain_graph
         try:
             with self._telling(), self._passing(Phase.BACKWARD, self.abort_step), parts.hooks.saving_views():
+                if boundary and only and self.global_steps:
+                    parts.policy.begin_backward()
                 scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
         finally:
             parts.gradients.end_backward()

@@ -93,7 +93,7 @@ class UpdatePolicy(ABC):
 
     def abort(self) -> None:
         """The step is given up. Raises nothing; sets `failure` where that is too late."""
-        return
+        self.forget_ahead()
 
     def prepare_evaluation(self) -> None:
         """A forward begins that shall see every update. Exact policies wait for what is used, as in training."""
@@ -213,6 +213,7 @@ class OverlappedPolicy(UpdatePolicy):
 
     def abort(self) -> None:
         if self._open is None:
+            super().abort()
             return
         opened, self._open = self._open, None
         begun = opened.give_up()
