@@ -10,6 +10,7 @@ import psutil
 import pytest
 import torch
 
+from tiered_zero.hardware import window as window_module
 from tiered_zero.hardware.cpu import CpuAccelerator
 from tiered_zero.hardware.window import Window
 from tiered_zero.sizes import HUGE_PAGE_NBYTES, MIB, PAGE_NBYTES
@@ -77,6 +78,50 @@ def test_memory_is_moved_not_cleared() -> None:
     first.empty()
     second.fill()
     assert second.tensor.eq(7).all()
+
+
+def test_a_store_that_begins_inside_of_a_huge_page_stays_within_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the system puts a mapping depends on its version: what lies behind this one is somebody else's."""
+    around = mmap.mmap(-1, 8 * HUGE_PAGE_NBYTES)
+    start = -window_module._address(around) % HUGE_PAGE_NBYTES + PAGE_NBYTES
+    ends: list[int] = []
+
+    def inside(nbytes: int) -> memoryview:
+        ends.append(start + nbytes)
+        around[start + nbytes :] = b"\x5a" * (len(around) - start - nbytes)
+        return memoryview(around)[start : start + nbytes]
+
+    monkeypatch.setattr(window_module, "_map", inside)
+    Window(HUGE_PAGE_NBYTES)
+    assert around[ends[0] :].count(b"\x5a") == len(around) - ends[0]
+
+
+def test_pages_that_are_kept_make_room_for_units_that_are_smaller_than_a_page() -> None:
+    window = Window(32 * MIB)
+    large = window.reserve(32 * MIB)
+    small = [window.reserve(HUGE_PAGE_NBYTES - PAGE_NBYTES) for _ in range(16)]
+    before = resident_nbytes()
+    for places in ([large], small, [large]):
+        for place in places:
+            place.fill()
+            place.tensor.fill_(1)
+            assert resident_nbytes() - before < 36 * MIB
+        for place in places:
+            place.empty()
+
+
+def test_a_closed_accelerator_keeps_no_pages_for_places_that_are_still_held() -> None:
+    accelerator = CpuAccelerator()
+    places = [place for _ in range(2) if (place := accelerator.reserve_place(16 * MIB, 32 * MIB)) is not None]
+    before = resident_nbytes()
+    for place in places:
+        place.fill()
+        place.tensor.fill_(1)
+    places[0].empty()
+    accelerator.close()
+    places[1].empty()
+    assert len(places) == 2 and resident_nbytes() - before < 4 * MIB
+    accelerator.close()
 
 
 def test_views_keep_their_memory_when_the_window_is_gone() -> None:

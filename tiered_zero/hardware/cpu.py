@@ -112,6 +112,8 @@ class CpuAccelerator(LaneAccelerator):
 
     def close(self) -> None:
         super().close()
+        if self._window is not None:
+            self._window.close()  # places hold it for as long as somebody holds them
         self._window = None
         self._pages.clear()
 

@@ -26,7 +26,8 @@ _MAX_STORED = 4096
 
 @final
 class Window:
-    """Places for units, and up to `nbytes` of huge pages that are kept while no unit has them. Driver thread.
+    """Places for units, and huge pages that are kept while no unit has them, as far as `nbytes` go beside those that
+    are full. Driver thread.
 
     Raises OSError where the system cannot move pages (not Linux, before 5.7).
     """
@@ -34,10 +35,12 @@ class Window:
     def __init__(self, nbytes: int) -> None:
         self._libc = _bind()
         num_pages = min(nbytes // HUGE_PAGE_NBYTES, _MAX_STORED)
-        self._store = _map((num_pages + 1) * HUGE_PAGE_NBYTES)
+        self._store = _map((num_pages + 2) * HUGE_PAGE_NBYTES)  # two more: one is lost where it begins inside of a page
         start = align_up(_address(self._store), HUGE_PAGE_NBYTES)
         self._vacant = [start + index * HUGE_PAGE_NBYTES for index in range(num_pages)]
         self._stored: list[int] = []
+        self._nbytes = nbytes
+        self._used_nbytes = 0
         if self._vacant:  # try it: onto itself is refused, so onto the spare page behind
             self._move(start, start + num_pages * HUGE_PAGE_NBYTES)
 
@@ -45,20 +48,29 @@ class Window:
         """Addresses for a unit, empty."""
         return Place(self, nbytes)
 
-    def bring(self, address: int, num_pages: int) -> None:
+    def close(self) -> None:
+        """What is stored goes to the system, and so does from now on what places are emptied of. Idempotent."""
+        self._vacant.clear()
+        self._stored.clear()
+        self._store.close()
+
+    def bring(self, address: int, nbytes: int) -> None:
         """Huge pages from the store under the addresses from `address` on, as many as there are; the system gives the
-        others when they are touched."""
-        for index in range(min(num_pages, len(self._stored))):
-            page = self._stored.pop()
-            self._move(page, address + index * HUGE_PAGE_NBYTES)
-            self._vacant.append(page)
+        others when they are touched, and takes from the store what would be too much beside them."""
+        for index in range(min(nbytes // HUGE_PAGE_NBYTES, len(self._stored))):
+            self._move(self._stored[-1], address + index * HUGE_PAGE_NBYTES)
+            self._vacant.append(self._stored.pop())
+        self._used_nbytes += nbytes
+        while self._stored and len(self._stored) * HUGE_PAGE_NBYTES + self._used_nbytes > self._nbytes:
+            self._libc.madvise(self._stored[-1], HUGE_PAGE_NBYTES, mmap.MADV_DONTNEED)
+            self._vacant.append(self._stored.pop())
 
     def take(self, address: int, nbytes: int) -> None:
         """What lies under these addresses: huge pages into the store as far as it has room, the rest to the system."""
         for index in range(min(nbytes // HUGE_PAGE_NBYTES, len(self._vacant))):
-            page = self._vacant.pop()
-            self._move(address + index * HUGE_PAGE_NBYTES, page)
-            self._stored.append(page)
+            self._move(address + index * HUGE_PAGE_NBYTES, self._vacant[-1])
+            self._stored.append(self._vacant.pop())
+        self._used_nbytes -= nbytes
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED | _MAP_NORESERVE
         size = align_up(nbytes, PAGE_NBYTES)
         if self._libc.mmap(address, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0) == _FAILED:
@@ -95,7 +107,7 @@ class Place:
         window.advise(self._address_of_first, self._nbytes)
 
     def fill(self) -> None:
-        self._window.bring(self._address_of_first, self._nbytes // HUGE_PAGE_NBYTES)
+        self._window.bring(self._address_of_first, self._nbytes)
         self.is_full = True
 
     def empty(self) -> None:
