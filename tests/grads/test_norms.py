@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tiered_zero.grads import norms as norms_module
 from tiered_zero.grads.norms import NormTaker
 from tiered_zero.native.update import UpdateKernel
 
@@ -58,3 +59,16 @@ def test_what_is_not_finite_shows(bad: float, dtype: torch.dtype, norms: NormTak
     source = torch.ones(100_000).to(dtype)
     source[77_777] = bad
     assert not math.isfinite(norms.of(source).item()) and not math.isfinite(NormTaker(None).of(source).item())
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_torchs_defaults_do_not_matter(device: str, library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(norms_module, "_fused_tails", {})
+    expected = torch.linalg.vector_norm(grad := torch.randn(1001))
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device(device):
+            norm = NormTaker(UpdateKernel(library)).of(grad)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(norm, expected)

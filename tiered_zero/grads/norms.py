@@ -46,7 +46,7 @@ class NormTaker:
         return self._run(self._kernel, _reception(source, target, add))
 
     def _run(self, kernel: UpdateKernel, reception: Reception) -> torch.Tensor:
-        return torch.tensor(kernel.copy_norm(reception, fused_tail=self._fused_tail), dtype=torch.float32)
+        return torch.tensor(kernel.copy_norm(reception, fused_tail=self._fused_tail), dtype=torch.float32, device="cpu")
 
 
 def _reception(source: torch.Tensor, target: torch.Tensor | None, add: bool) -> Reception:
@@ -57,7 +57,8 @@ def _reception(source: torch.Tensor, target: torch.Tensor | None, add: bool) -> 
 
 def _find_fused_tail(kernel: UpdateKernel) -> bool | None:
     generator = torch.Generator().manual_seed(0)
-    grads = [torch.randn(numel, generator=generator) for numel in (*range(1, 40), 1001, 4099) for _ in range(25)]
+    numels = [numel for numel in (*range(1, 40), 1001, 4099) for _ in range(25)]
+    grads = [torch.randn(numel, generator=generator, dtype=torch.float32, device="cpu") for numel in numels]
     expected = [torch.linalg.vector_norm(grad).item() for grad in grads]
     for fused_tail in (True, False):
         found = (kernel.copy_norm(_reception(grad, None, False), fused_tail=fused_tail) for grad in grads)
