@@ -370,6 +370,22 @@ def test_a_failed_fetch_raises_and_leaves_nothing_behind(how: str) -> None:
     world.use(0)
 
 
+def test_no_unit_gets_memory_that_a_failed_fetch_may_still_write_to() -> None:
+    """A read that is stuck in the disk is raised after a while, and its buffer is not forgotten by the disk."""
+    world = World([512, 512])
+    storage = world.pager.storage(world.units[0])
+    world.use(0)
+    storage.fill()
+    assert storage.flat.isnan().all(), "memory is kept from unit to unit, poisoned here"
+    storage.empty()
+    world.tier.failing.add(("fetch", "u1"))
+    with pytest.raises(TransferError):
+        world.pager.acquire(world.units[1])
+    storage.fill()
+    assert not storage.flat.any(), "what the fetch was given went to the system"
+    storage.empty()
+
+
 def test_a_prefetch_that_failed_raises_where_the_unit_is_used() -> None:
     world = World([1, 1], prefetch=1)
     world.pager.phase = "forward"

@@ -65,9 +65,10 @@ class Window:
             self._libc.madvise(self._stored[-1], HUGE_PAGE_NBYTES, mmap.MADV_DONTNEED)
             self._vacant.append(self._stored.pop())
 
-    def take(self, address: int, nbytes: int) -> None:
-        """What lies under these addresses: huge pages into the store as far as it has room, the rest to the system."""
-        for index in range(min(nbytes // HUGE_PAGE_NBYTES, len(self._vacant))):
+    def take(self, address: int, nbytes: int, keep: bool) -> None:
+        """What lies under these addresses: huge pages into the store as far as it has room, the rest to the system.
+        `keep`: False gives the system everything."""
+        for index in range(min(nbytes // HUGE_PAGE_NBYTES, len(self._vacant)) if keep else 0):
             self._move(address + index * HUGE_PAGE_NBYTES, self._vacant[-1])
             self._stored.append(self._vacant.pop())
         self._used_nbytes -= nbytes
@@ -110,8 +111,9 @@ class Place:
         self._window.bring(self._address_of_first, self._nbytes)
         self.is_full = True
 
-    def empty(self) -> None:
-        self._window.take(self._address_of_first, self._nbytes)
+    def empty(self, keep: bool = True) -> None:
+        """`keep`: False where something may still write to this memory, so that no other place may get it."""
+        self._window.take(self._address_of_first, self._nbytes, keep)
         self.is_full = False
 
 

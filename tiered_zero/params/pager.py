@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -515,9 +515,12 @@ class Pager:
             return
         self._look_for_change(residency)
         residency.is_changed = False
+        arrived = True
         if residency.fetch is not None:  # the transfer still writes these bytes; if it failed, nobody used them
-            with suppress(Exception):
+            try:
                 self._accelerator.wait_on_compute(residency.fetch)
+            except Exception:
+                arrived = False  # a read that is stuck may write later
             residency.fetch = None
         residency.state = UnitState.AWAY
         residency.storage.hide()
@@ -525,7 +528,7 @@ class Pager:
             return
         self._accelerator.poison(residency.storage.flat)
         key = residency.storage.key
-        residency.storage.empty()
+        residency.storage.empty(keep=arrived)
         self._by_storage[residency.storage.key] = self._by_storage.pop(key)
         self._live_nbytes -= residency.unit.nbytes
         self._ledger.discharge("device", "param_window", residency.unit.nbytes)

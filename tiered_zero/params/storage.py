@@ -225,13 +225,14 @@ class FlatStorage:
         else:
             self._bytes.resize_(self.unit.nbytes)
 
-    def empty(self) -> None:
-        """Give the memory back. Every view keeps its shape; autograd's version counters do not move.
+    def empty(self, keep: bool = True) -> None:
+        """Give the memory back. Every view keeps its shape; autograd's version counters do not move. `keep`: False
+        where a transfer may still write to it: no other unit gets it.
 
         A storage that NumPy has looked at can never be resized again; it is given up for another, with another key.
         """
         if self._place is not None:
-            self._place.empty()
+            self._place.empty(keep)
         elif self._bytes.resizable():
             self._bytes.resize_(0)
         else:
