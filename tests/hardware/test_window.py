@@ -63,7 +63,8 @@ def test_more_than_the_window_is_lent_and_goes_back_to_the_system() -> None:
     for number, place in enumerate(places):
         place.fill()
         place.tensor.fill_(number)
-    assert all(place.tensor.eq(number).all() for number, place in enumerate(places))
+    # a sample: what malloc keeps of larger temporaries would count below
+    assert all(place.tensor[::PAGE_NBYTES].eq(number).all() for number, place in enumerate(places))
     for place in places:
         place.empty()
     assert resident_nbytes() - before < 10 * MIB
