@@ -158,3 +158,21 @@ def test_a_file_is_read_into_a_place_without_a_copy(swap_path: Path) -> None:
         assert file.readinto(place.memory) == 4 * MIB
     assert torch.equal(place.tensor[:256], torch.arange(256, dtype=torch.uint8))
     assert isinstance(place.memory.obj, mmap.mmap)
+
+
+def test_where_no_page_moves_any_more_the_system_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    window = Window(8 * MIB)
+    places = [window.reserve(4 * MIB) for _ in range(2)]
+    places[0].fill()
+    places[0].tensor.fill_(1)
+    places[0].empty()
+
+    def refused(*_: object) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(window.__class__, "_move", refused)
+    for place in places:
+        place.fill()
+        place.tensor.fill_(2)
+        assert place.tensor.eq(2).all()
+        place.empty()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+from contextlib import suppress
 from typing import Any, final
 
 import torch
@@ -57,9 +58,10 @@ class Window:
     def bring(self, address: int, nbytes: int) -> None:
         """Huge pages from the store under the addresses from `address` on, as many as there are; the system gives the
         others when they are touched, and takes from the store what would be too much beside them."""
-        for index in range(min(nbytes // HUGE_PAGE_NBYTES, len(self._stored))):
-            self._move(self._stored[-1], address + index * HUGE_PAGE_NBYTES)
-            self._vacant.append(self._stored.pop())
+        with suppress(OSError):  # no more mappings are to be had: then the system gives the rest too
+            for index in range(min(nbytes // HUGE_PAGE_NBYTES, len(self._stored))):
+                self._move(self._stored[-1], address + index * HUGE_PAGE_NBYTES)
+                self._vacant.append(self._stored.pop())
         self._used_nbytes += nbytes
         while self._stored and len(self._stored) * HUGE_PAGE_NBYTES + self._used_nbytes > self._nbytes:
             self._libc.madvise(self._stored[-1], HUGE_PAGE_NBYTES, mmap.MADV_DONTNEED)
@@ -68,9 +70,10 @@ class Window:
     def take(self, address: int, nbytes: int, keep: bool) -> None:
         """What lies under these addresses: huge pages into the store as far as it has room, the rest to the system.
         `keep`: False gives the system everything."""
-        for index in range(min(nbytes // HUGE_PAGE_NBYTES, len(self._vacant)) if keep else 0):
-            self._move(address + index * HUGE_PAGE_NBYTES, self._vacant[-1])
-            self._stored.append(self._vacant.pop())
+        with suppress(OSError):  # and takes the rest
+            for index in range(min(nbytes // HUGE_PAGE_NBYTES, len(self._vacant)) if keep else 0):
+                self._move(address + index * HUGE_PAGE_NBYTES, self._vacant[-1])
+                self._stored.append(self._vacant.pop())
         self._used_nbytes -= nbytes
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED | _MAP_NORESERVE
         size = align_up(nbytes, PAGE_NBYTES)
