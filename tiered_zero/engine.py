@@ -281,6 +281,11 @@ class Engine:
         """What the engine does not have is the module's (as user code written for DeepSpeed expects)."""
         if name.startswith("_"):
             raise AttributeError(name)
+        if name in ("save_checkpoint", "load_checkpoint", "save_16bit_model"):
+            raise AttributeError(
+                f"There is no {name}() yet. engine.module.state_dict() gives CPU tensors from any tier; load weights "
+                "into the model before tiered_zero.initialize()."
+            )
         return getattr(self._parts.module, name)
 
     # -- inside --------------------------------------------------------------------------------------------------------

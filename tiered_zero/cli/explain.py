@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 import click
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from tiered_zero.config import load
@@ -30,7 +30,8 @@ def explain(config: str, as_json: bool, world_size: int) -> None:
     if as_json:
         click.echo(json.dumps({"keys": [asdict(row) for row in rows], "notices": loaded.notices}, indent=2))
         return
-    table = Table("key", "value", "source", "effect", title=config, title_justify="left")
+    columns = [Column(name, overflow="fold") for name in ("key", "value", "source", "effect")]
+    table = Table(*columns, title=config, title_justify="left")
     for row in rows:
         effect = row.effect if row.fate.value == "honoured" else f"{row.fate.value}: {row.effect}"
         # Text, not markup: values and paths may hold square brackets.

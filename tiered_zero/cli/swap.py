@@ -138,7 +138,10 @@ def _print_table(columns: tuple[str, ...], rows: list[Any]) -> None:
     table = Table()
     for column in columns:
         table.add_column(
-            column, no_wrap=column == "run", justify="right" if column in ("bytes", "runs", "age") else "left"
+            column,
+            no_wrap=column == "run",
+            overflow="fold",
+            justify="right" if column in ("bytes", "runs", "age") else "left",
         )
     for row in rows:
         table.add_row(*(cell if isinstance(cell, Text) else Text(cell) for cell in row))

@@ -93,9 +93,11 @@ def train(
             code = INTERRUPTED if isinstance(stop, KeyboardInterrupt) else TERMINATED
         finally:
             engine.close()
-    show(totals.report(), as_json, {"config": config, "model": str(model), "interrupted": bool(code)})
+    if progress.done or as_json:
+        show(totals.report(), as_json, {"config": config, "model": str(model), "interrupted": bool(code)})
     if code:
-        click.echo(f"Stopped after {progress.done} of {steps} steps; loss {progress.loss:.3f}.", err=True)
+        loss_text = f"; loss {progress.loss:.3f}" if progress.done else ""
+        click.echo(f"Stopped after {progress.done} of {steps} steps{loss_text}.", err=True)
         ctx.exit(code)
 
 

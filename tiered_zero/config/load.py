@@ -287,6 +287,12 @@ def _finish(config: Config, reading: Reading) -> None:
             f"optimizer {config.optimizer.type} runs as {config.optimizer.algorithm}, as in DeepSpeed; "
             "optimizer.params.adam_w_mode false gives L2 decay"
         )
+    if (
+        config.optimizer is not None
+        and config.optimizer.algorithm == "AdamW"
+        and _leaves_decay(config.optimizer.params)
+    ):
+        reading.notices.append("optimizer.params.weight_decay 0 by default, as in DeepSpeed; torch's AdamW has 0.01")
     zero = config.zero_optimization
     if zero.stage == 0 and zero.offload_optimizer.device != "none":
         reading.notices.append(
@@ -299,6 +305,10 @@ def _finish(config: Config, reading: Reading) -> None:
             f"tiered_zero.state_format {config.tiered_zero.state_format} rounds Adam's moments: numbers are not fp32's"
         )
     config._reading = reading
+
+
+def _leaves_decay(params: Mapping[str, Any]) -> bool:
+    return params.get("weight_decay", "auto") == "auto" and params.get("torch_adam", "auto") in (False, "auto")
 
 
 def _describe(error: ValidationError) -> str:

@@ -72,7 +72,8 @@ typedef struct tz_pool {
     int64_t moved_ns; /* when any block last started or ended */
     int32_t num_syncs, num_threads;
     int32_t stopping;
-    int32_t failed; /* a request has failed */
+    int32_t failed;     /* a request has failed */
+    tz_request lost;    /* the outcome of the first write that has failed */
     /* Of a ring: */
     block *blocks;        /* [depth]; NULL if the workers are threads in system calls */
     int32_t depth;        /* blocks on their way at once */
@@ -201,6 +202,8 @@ static void finish(tz_pool *pool, tz_request *request)
     pool->num_syncs -= request->kind == TZ_SYNC;
     if (request->error)
         __atomic_store_n(&pool->failed, 1, __ATOMIC_RELEASE);
+    if (request->kind == TZ_WRITE)
+        set_error(&pool->lost, request);
     *(request->previous ? &request->previous->next : &pool->first) = request->next;
     *(request->next ? &request->next->previous : &pool->last) = request->previous;
     request->finished_ns = now_ns();
@@ -443,6 +446,9 @@ void tz_submit(tz_pool *pool, tz_request *request)
         pool->num_syncs++;
         for (tz_request *earlier = pool->first; earlier; earlier = earlier->next)
             request->num_blockers += earlier->kind == TZ_WRITE && earlier->fd == request->fd;
+        set_error(request, &pool->lost); /* perhaps just now: what was not written cannot be made durable */
+        if (request->error)
+            request->num_unclaimed = 0;
     }
     enlist(pool, request);
     if (!request->num_unclaimed)

@@ -175,7 +175,7 @@ class NativeRule(UpdateRule):
         if report["params_per_s"] * _NBYTES_PER_ELEMENT < _SLOW_FRACTION * measure_copy_rate():
             _LOG.warning(
                 "%s reaches less than a quarter of this machine's memory rate (%s). See that no low level is forced "
-                "(TIERED_ZERO_UPDATE_LEVEL) and that the process may use more cores.",
+                "(TIERED_ZERO_UPDATE_LEVEL), that the process may use more cores, and that no other keeps them busy.",
                 self.name,
                 where,
             )

@@ -343,11 +343,18 @@ def _total(units: Iterable[Unit]) -> int:
 
 def _advice(tier: str, kind: str) -> str:
     if kind == "staging_state":
-        return "Lower zero_optimization.sub_group_size."
+        return "Lower zero_optimization.sub_group_size, or raise tiered_zero.host_memory_limit."
     if kind == "staging_param":
         return "Lower zero_optimization.offload_param.buffer_count or buffer_size."
+    if tier == "device" and kind == "param":
+        return (
+            "Offload more (offload_param), or lower zero_optimization.stage3_param_persistence_threshold where "
+            "small parameters stay."
+        )
+    if tier == "device" and kind in ("param_window", "gradient_in_flight"):
+        return "Lower tiered_zero.unit_size_cap, or raise tiered_zero.device_memory_limit."
     if tier == "device":
-        return "Offload more (offload_param, offload_optimizer), or lower tiered_zero.unit_size_cap."
+        return "Offload more (offload_param, offload_optimizer), or raise tiered_zero.device_memory_limit."
     if tier == "host":
         return "Move it to nvme (offload_param, offload_optimizer, max_in_cpu), or raise tiered_zero.host_memory_limit."
     return "Free space there, or name a larger disk in nvme_path."
