@@ -23,7 +23,8 @@ from tiered_zero.optim.state_layout import StateLayout
 from tiered_zero.optim.stepper import StreamingStepper, UpdateJob
 from tiered_zero.sizes import MIB
 from tiered_zero.tiers.host import HostTier
-from tiered_zero.tiers.inventory import Home, Inventory, Publication
+from tiered_zero.tiers.inventory import Home, Inventory
+from tiered_zero.tiers.publication import Publication
 
 LATE = 10**9
 """A latency at which transfers are done only when they are waited for."""

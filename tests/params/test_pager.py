@@ -20,7 +20,8 @@ from tiered_zero.params.homes import HomeKeeper
 from tiered_zero.params.pager import Pager
 from tiered_zero.params.residency import PagerLimits, SavedView, UnitState
 from tiered_zero.params.storage import AwayParameter
-from tiered_zero.tiers.inventory import Home, Inventory, Publication
+from tiered_zero.tiers.inventory import Home, Inventory
+from tiered_zero.tiers.publication import Publication
 from tiered_zero.tiers.tier import as_bytes
 
 N = 2048

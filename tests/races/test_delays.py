@@ -20,8 +20,8 @@ from tests.parity.trainers import PLACEMENTS, Plain, Record, adamw, follow, same
 from tiered_zero.errors import TieredZeroError
 from tiered_zero.grads.accumulator import GradientStore
 from tiered_zero.hardware.cpu import CpuAccelerator
-from tiered_zero.tiers.inventory import Publication
 from tiered_zero.tiers.nvme import TicketEvent
+from tiered_zero.tiers.publication import Publication
 
 NUM_SCHEDULES = 200
 NUM_CHUNKS = 10

@@ -35,7 +35,8 @@ from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.layout.flat import Unit
 from tiered_zero.optim.in_backward import BackwardStart, OpenUpdate
 from tiered_zero.optim.stepper import StreamingStepper, UpdateJob
-from tiered_zero.tiers.inventory import Inventory, Publication
+from tiered_zero.tiers.inventory import Inventory
+from tiered_zero.tiers.publication import Publication
 from tiered_zero.tiers.step_gradients import StepGradients
 
 

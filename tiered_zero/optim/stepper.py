@@ -19,7 +19,8 @@ from tiered_zero.layout.subgroups import Piece, Segment, SubGroup
 from tiered_zero.optim.ready import ReadyQueue
 from tiered_zero.optim.rule import Run, UpdateRule
 from tiered_zero.optim.state_layout import StateLayout
-from tiered_zero.tiers.inventory import Inventory, Publication
+from tiered_zero.tiers.inventory import Inventory
+from tiered_zero.tiers.publication import Publication
 from tiered_zero.tiers.step_gradients import StepGradients
 from tiered_zero.tiers.tier import as_bytes
 
@@ -140,7 +141,7 @@ class StreamingStepper:
         written: deque[Work] = deque()
         try:
             for skipped in queue.take_skipped():
-                progress.count(skipped.subgroup)
+                progress.count_skipped(skipped.subgroup)
             while opened or written or queue.wait():
                 while (layout := queue.peek()) is not None and (work := self._open(job, layout)) is not None:
                     queue.take(layout)
@@ -153,6 +154,7 @@ class StreamingStepper:
                         self._wait(event, "wait_state", work.subgroup)
                     self._update(work, job)
                     self._write(work, job)
+                    progress.count_made(work.subgroup)
                     written.append(opened.popleft())
                 # with nothing else to do, or no buffer free, one write is waited for; otherwise they are only looked at
                 must_wait = not opened
@@ -161,7 +163,7 @@ class StreamingStepper:
                     written.popleft()
                     must_wait = False
             for skipped in queue.take_skipped():
-                progress.count(skipped.subgroup)
+                progress.count_skipped(skipped.subgroup)
         except BaseException as error:
             progress.fail(error)
             self._abandon([*opened, *written])
@@ -412,6 +414,8 @@ class StreamingStepper:
         if home is not None:
             offset = segment.unit_start * segment.unit.dtype.itemsize
             work.writes.append(home.tier.write(home.slot, window, offset))
+            if (publication := job.publications.get(segment.unit.index)) is not None:
+                publication.hand_over(offset, window.tensor, accelerator.copy)
             return
         target = as_bytes(self._slice(self._device_flat(segment.unit), segment))
         event = accelerator.lane("update").submit(
@@ -425,7 +429,7 @@ class StreamingStepper:
             self._wait(event, "wait_state", work.subgroup)
         if work.lease is not None:
             work.lease.release()
-        progress.count(work.subgroup)
+        progress.count_written(work.subgroup)
 
     def _wait(self, event: Event | None, cause: str, subgroup: SubGroup) -> None:
         if event is not None:
@@ -434,20 +438,33 @@ class StreamingStepper:
 
 
 class _Progress:
-    """Completes a unit's publication when the last sub-group with a part of it is written."""
+    """A unit's publication is made, and complete, when the last sub-group with a part of the unit is."""
 
     def __init__(self, publications: Mapping[int, Publication], subgroups: Sequence[SubGroup]) -> None:
         self._publications = publications
-        self._missing = Counter(segment.unit.index for subgroup in subgroups for segment in subgroup.segments)
+        self._unmade = Counter(segment.unit.index for subgroup in subgroups for segment in subgroup.segments)
+        self._unwritten = self._unmade.copy()
         for index, publication in list(publications.items()):  # the driver adds to them meanwhile
-            if not self._missing[index]:
+            if not self._unwritten[index]:
                 publication.complete()
 
-    def count(self, subgroup: SubGroup) -> None:
+    def count_skipped(self, subgroup: SubGroup) -> None:
+        self.count_made(subgroup)
+        self.count_written(subgroup)
+
+    def count_made(self, subgroup: SubGroup) -> None:
+        for publication in self._ended(self._unmade, subgroup):
+            publication.finish_making()
+
+    def count_written(self, subgroup: SubGroup) -> None:
+        for publication in self._ended(self._unwritten, subgroup):
+            publication.complete()
+
+    def _ended(self, missing: Counter[int], subgroup: SubGroup) -> Iterator[Publication]:
         for segment in subgroup.segments:
-            self._missing[segment.unit.index] -= 1
-            if not self._missing[segment.unit.index] and segment.unit.index in self._publications:
-                self._publications[segment.unit.index].complete()
+            missing[segment.unit.index] -= 1
+            if not missing[segment.unit.index] and segment.unit.index in self._publications:
+                yield self._publications[segment.unit.index]
 
     def fail(self, error: BaseException) -> None:
         for publication in list(self._publications.values()):

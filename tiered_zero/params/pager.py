@@ -271,6 +271,13 @@ class Pager:
         elif publication is not None:
             publication.wait()  # done: returns at once, or raises
 
+    def _await_making(self, unit: Unit) -> None:
+        """The same until the unit's new parameters are computed: what fetches them knows how they come here."""
+        publication = self._inventory.published(unit)
+        if publication is not None and not publication.done():
+            with self._recorder.span("compute", "wait_update", unit.name):
+                publication.wait_made()
+
     def abort(self) -> None:
         """After an exception: no module runs any more, so every frame ends."""
         while self._frames:
@@ -382,9 +389,12 @@ class Pager:
             return residency
         if residency.state is UnitState.AWAY:
             self._fetch(residency)
-        self.await_update(residency.unit)
-        if residency.fetch is not None:
+        self._prefetch(residency)  # before the wait: an update under way then has where to put what it makes
+        if residency.fetch is None:
+            self.await_update(residency.unit)
+        else:
             try:
+                self._await_making(residency.unit)
                 with self._recorder.span("compute", "wait_param", residency.unit.name):
                     self._accelerator.wait_on_compute(residency.fetch)
             except BaseException:
@@ -393,7 +403,6 @@ class Pager:
             residency.fetch = None
         residency.state = UnitState.LENT
         residency.storage.expose()
-        self._prefetch(residency)
         return residency
 
     def _check_open(self, unit: Unit) -> None:

@@ -19,6 +19,7 @@ from tiered_zero.sizes import PAGE_NBYTES, align_up
 from tiered_zero.store.manifest import Record
 from tiered_zero.store.swap_store import SwapStore
 from tiered_zero.telemetry.spans import Recorder
+from tiered_zero.tiers.publication import Publication
 from tiered_zero.tiers.tier import HostBuffer, Slot, Tier, as_bytes
 
 
@@ -102,7 +103,7 @@ class NvmeTier(Tier):
         record = self._records[slot.name]
         return TicketEvent(self._store.write(record, data.memory, offset), slot.name, self._recorder)
 
-    def fetch(self, slot: Slot, out: torch.Tensor, after: Event | None = None) -> Event:
+    def fetch(self, slot: Slot, out: torch.Tensor, after: Publication | None = None) -> Event:
         """One job on the gather lane carries all chunks, each at most one staging buffer: disk -> buffer -> device.
 
         Chunks whose buffer is free are read at once; the job takes buffers for the others. While a job with such chunks
@@ -136,19 +137,26 @@ class NvmeTier(Tier):
             _give_back(chunks)
             raise
 
-    def _fetch_in_place(self, record: Record, pages: memoryview, target: torch.Tensor, after: Event | None) -> Event:
-        """One read, of whole pages, to where the unit is used."""
-        ready = after is None or after.done()
-        if ready and after:
-            after.wait()
-        read = self._read(record, pages, 0, urgent=True) if ready else None
+    def _fetch_in_place(
+        self, record: Record, pages: memoryview, target: torch.Tensor, after: Publication | None
+    ) -> Event:
+        """Whole pages, from the disk to where the unit is used; an update under way brings what it still makes."""
         nbytes = target.numel()
+        read: Event | None = None
+        if after is None or after.done():
+            if after is not None:
+                after.wait()
+            read = self._read(record, pages, 0, urgent=True)
+        else:
+            after.receive(target)
 
         def job() -> None:  # without `target`: the error of one that failed must not keep its memory from others
+            rest = after.take_rest() if after is not None and read is None else []
             with self._recorder.span("gather", "fetch", record.name, nbytes):
-                (read or self._read(record, pages, 0, urgent=True)).wait()
+                for event in [read] if read else [self._read(record, pages[a:b], a, urgent=True) for a, b in rest]:
+                    event.wait()
 
-        before = [self._accelerator.record_compute()] + ([after] if after else [])
+        before = [self._accelerator.record_compute()]
         try:
             return self._accelerator.lane("gather").submit(job, after=before, holds=[target])
         except BaseException:

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from tiered_zero.hardware.accelerator import Event
+from tiered_zero.tiers.publication import Publication
 
 
 class HostBuffer(Protocol):
@@ -60,11 +61,11 @@ class Tier(ABC):
         """All of `data` -> slot bytes from `offset` on. `data` is the tier's until the event is done."""
 
     @abstractmethod
-    def fetch(self, slot: Slot, out: torch.Tensor, after: Event | None = None) -> Event:
+    def fetch(self, slot: Slot, out: torch.Tensor, after: Publication | None = None) -> Event:
         """The whole slot -> `out`, a contiguous device tensor of at most as many bytes, on the gather lane.
 
         Starts after what compute has launched so far, since `out` may be memory that compute has just given up, and
-        after `after`: the update that is still writing the slot.
+        after `after`: the update that is still writing the slot, or that hands `out` what it makes.
         """
 
     @abstractmethod
