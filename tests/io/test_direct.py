@@ -201,6 +201,7 @@ def test_a_ring_needs_one_thread_and_gives_back_its_descriptors(build: Build, sw
     engine.write(file, 0, pages(1 << 22)).wait()
     file.close()
     engine.close()
+    assert count("fd") == descriptors, "at once, and not with the engine's last ticket"
     del engine, file
     gc.collect()
     assert count("fd") == descriptors

@@ -310,6 +310,14 @@ int64_t tz_request_nbytes(void)
     return (int64_t)sizeof(tz_request);
 }
 
+/* The pool outlives its threads while tickets are asked about; its descriptor need not. */
+static void close_event(tz_pool *pool)
+{
+    if (pool->event_fd >= 0)
+        close(pool->event_fd);
+    pool->event_fd = -1;
+}
+
 /* End the workers once their blocks are done. `abandon`: do not wait for them, because some are stuck in a system
  * call; what they use, the pool and its unfinished requests, must then stay where it is for good. */
 void tz_pool_close(tz_pool *pool, int32_t abandon)
@@ -325,6 +333,8 @@ void tz_pool_close(tz_pool *pool, int32_t abandon)
         else
             pthread_join(pool->threads[index], NULL);
     }
+    if (!abandon)
+        close_event(pool);
 }
 
 /* Of a pool that was closed and not abandoned, once nobody is in a call with it or will be. */
@@ -333,8 +343,7 @@ void tz_pool_free(tz_pool *pool)
     pthread_cond_destroy(&pool->work);
     pthread_cond_destroy(&pool->done);
     pthread_mutex_destroy(&pool->mutex);
-    if (pool->blocks)
-        close(pool->event_fd);
+    close_event(pool);
     free(pool->blocks);
     free(pool);
 }
@@ -346,6 +355,7 @@ static tz_pool *new_pool(int32_t num_threads, int64_t block_nbytes)
         return NULL;
     pool->block_nbytes = block_nbytes;
     pool->moved_ns = now_ns();
+    pool->event_fd = -1;
     pthread_condattr_t monotonic;
     pthread_condattr_init(&monotonic);
     pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
@@ -403,10 +413,8 @@ int32_t tz_pool_open_ring(int32_t depth, int64_t block_nbytes, tz_pool **result)
     pool->ring_code = -1;
     pool->event_fd = eventfd(0, EFD_CLOEXEC);
     int code = pool->event_fd < 0 ? errno : 0;
-    if (!code && !(pool->blocks = calloc((size_t)depth, sizeof(block)))) {
-        close(pool->event_fd);
+    if (!code && !(pool->blocks = calloc((size_t)depth, sizeof(block))))
         code = ENOMEM;
-    }
     if (!code)
         code = start_threads(pool, 1, work_ring);
     if (!code) {

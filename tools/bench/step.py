@@ -7,10 +7,10 @@ On one model in one run, each case in a process of its own, in turns:
   plain       plain PyTorch: bf16 forward and backward, torch.optim.AdamW on fp32 masters, weights copied back
   plain fp32  plain PyTorch, all of it in fp32
   P/O U       tiered_zero: parameters rest on P, masters and state on O (device, cpu, nvme), the update policy is U
-The bounds are measured before, between and after the rounds: memory by a triad, the disk through the engine that the
-runs choose; the best of all counts. A case's bound is the largest of compute, update at memory speed, and its own bytes
-at disk speed. Peak memory is the
-resident set beyond that of a process which has imported torch and transformers.
+The bounds are measured before and after every placement's run: memory by a triad, the disk through the engine that the
+runs choose; the better of the two counts for this run, since a shared machine's disk is not equally fast all the time.
+A case's bound is the largest of compute, update at memory speed, and its own bytes at disk speed; the median over the
+rounds. Peak memory is the resident set beyond that of a process which has imported torch and transformers.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ MODELS: dict[str, dict[str, int]] = {
 DRAM_NBYTES_PER_PARAMETER = 28
 """AdamW: read a bf16 gradient, fp32 master and two moments (14), write the three and a bf16 parameter (14)."""
 
+NUM_WARM_UP = 2
 SECTIONS = {"device": "none", "cpu": "cpu", "nvme": "nvme"}
 UPDATES = ("barrier", "overlapped", "delayed")
 MIB = 1 << 20
@@ -71,7 +72,8 @@ class Task:
 
 @dataclass
 class Result:
-    """`seconds`: each measured step. `read_nbytes`, `written_nbytes`: of the last step, on the disk."""
+    """`seconds`: each measured step. `read_nbytes`, `written_nbytes`: on the disk, the mean of these steps.
+    `disk_busy`: the part of their time in which it read, or that in which it wrote, whichever is more."""
 
     num_parameters: int = 0
     seconds: list[float] = field(default_factory=list)
@@ -79,6 +81,7 @@ class Result:
     peak_device_nbytes: int | None = None
     read_nbytes: int = 0
     written_nbytes: int = 0
+    disk_busy: float | None = None
     bound_by: str = ""
     overlap: float | None = None
 
@@ -87,7 +90,7 @@ class Result:
 
 
 def measure_task(task: Task) -> Result:
-    """Two steps to warm up (state is born in the first, the order of use is known after it), then the measured ones."""
+    """Steps to warm up (state is born in the first, the order of use is known after it), then the measured ones."""
     base_nbytes = resident_nbytes("VmRSS")
     reset_peak()
     torch.manual_seed(0)
@@ -97,7 +100,7 @@ def measure_task(task: Task) -> Result:
     result = Result()
     prepare = prepare_placement if "/" in task.case else prepare_plain
     step, end = prepare(task, config, tokens, device, result)
-    for _ in range(2):
+    for _ in range(NUM_WARM_UP):
         step()
     for _ in range(task.steps):
         synchronize(device)
@@ -166,6 +169,7 @@ def prepare_plain(task: Task, config: Any, tokens: torch.Tensor, device: torch.d
 
 def prepare_placement(task: Task, config: Any, tokens: torch.Tensor, device: torch.device, result: Result) -> Steps:
     import tiered_zero
+    from tiered_zero.telemetry.report import StepReport
 
     with torch.device("meta"):
         model = transformers.GPT2LMHeadModel(config)
@@ -173,16 +177,23 @@ def prepare_placement(task: Task, config: Any, tokens: torch.Tensor, device: tor
     result.num_parameters = sum(param.numel() for param in model.parameters())
     engine, *_ = tiered_zero.initialize(model=model, config=make_config(task))
 
+    reports: list[StepReport] = []
+
     def step() -> None:
         engine.backward(engine(input_ids=tokens, labels=tokens).loss)
         engine.step()
+        assert engine.step_report is not None
+        reports.append(engine.step_report)
 
     def end() -> None:
-        report = engine.step_report
-        assert report is not None
-        result.read_nbytes = report.link_nbytes.get("disk read", 0)
-        result.written_nbytes = report.link_nbytes.get("disk write", 0)
-        result.bound_by, result.overlap = report.bound_by, report.overlap
+        measured = reports[NUM_WARM_UP:]
+        result.read_nbytes, result.written_nbytes = (
+            sum(report.link_nbytes.get(f"disk {way}", 0) for report in measured) // len(measured)
+            for way in ("read", "write")
+        )
+        busy_s = max(sum(report.busy_s.get(f"disk {way}", 0.0) for report in measured) for way in ("read", "write"))
+        result.disk_busy = busy_s / sum(report.wall_s for report in measured)
+        result.bound_by, result.overlap = reports[-1].bound_by, reports[-1].overlap
         engine.close()
 
     return step, end
@@ -258,11 +269,14 @@ def measure_disk(directory: str, nbytes: int, seconds: float) -> dict[str, float
 
 
 def bound_of(result: Result, compute_s: float, triad: float, disk: Mapping[str, float]) -> dict[str, float]:
-    """Seconds by resource that a step takes at least. Reads and writes that share a disk are bound together too."""
+    """Seconds by resource that a step takes at least. Reads and writes share the disk: as many bytes of both go at the
+    mixed rate, which is measured half and half, and what one has more than the other at its own."""
     read, written = result.read_nbytes, result.written_nbytes
     bounds = {"compute": compute_s, "DRAM": DRAM_NBYTES_PER_PARAMETER * result.num_parameters / triad}
     if read or written:
-        bounds["disk"] = max(read / disk["read"], written / disk["write"], (read + written) / disk["mixed"])
+        both, way = min(read, written), "read" if read > written else "write"
+        mixed_s = 2 * both / disk["mixed"] + abs(read - written) / disk[way]
+        bounds["disk"] = max(read / disk["read"], written / disk["write"], mixed_s)
     return bounds
 
 
@@ -357,42 +371,49 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         return {}
     from tools.bench.record import append_record
 
-    triads: list[float] = []
-    disks: list[dict[str, float]] = []
+    rates: list[dict[str, float]] = []
     results: dict[str, Result] = {}
+    bounds: dict[str, list[dict[str, float]]] = {}
     with tempfile.TemporaryDirectory(prefix="bench-step-", dir=options.dir) as directory:
 
-        def measure_bounds() -> None:
-            triads.append(measure_triad(MIB if options.smoke else 256 * MIB))
-            disks.append(measure_disk(directory, (8 if options.smoke else 2048) * MIB, 0.1 if options.smoke else 2.0))
+        def measure_rates() -> dict[str, float]:
+            rates.append({"triad": measure_triad(MIB if options.smoke else 256 * MIB)})
+            rates[-1] |= measure_disk(directory, (8 if options.smoke else 2048) * MIB, 0.1 if options.smoke else 1.0)
+            return rates[-1]
 
-        measure_bounds()
-        for _ in range(options.rounds):
-            for task in list_tasks(options, directory):
-                found = run_task(task)
-                earlier = results.get(task.name)
-                found.seconds = (earlier.seconds if earlier else []) + found.seconds
-                results[task.name] = found
-            measure_bounds()
-    triad = max(triads)
-    disk = {mode: max(rates[mode] for rates in disks) for mode in disks[0]}
+        for task in list_tasks(options, directory) * options.rounds:
+            placed = "/" in task.case
+            before = measure_rates() if placed else {}
+            found = run_task(task)
+            if placed:
+                after = measure_rates()
+                best = {name: max(rate, after[name]) for name, rate in before.items()}
+                compute_s = statistics.median(results["compute"].seconds)
+                bounds.setdefault(task.name, []).append(bound_of(found, compute_s, best["triad"], best))
+            earlier = results.get(task.name)
+            found.seconds = (earlier.seconds if earlier else []) + found.seconds
+            results[task.name] = found
     seconds = {name: statistics.median(result.seconds) for name, result in results.items()}
-    bounds = {
-        name: bound_of(result, seconds["compute"], triad, disk) for name, result in results.items() if "/" in name
+    bound_s = {
+        name: {resource: statistics.median(each[resource] for each in found) for resource in found[0]}
+        for name, found in bounds.items()
     }
     ratios = {name: each / seconds["plain"] for name, each in seconds.items()}
-    show(results, bounds, ratios)
+    show(results, bound_s, ratios)
     report = {
         "unit": "s",
         "ratios_to_plain": ratios,
-        "ratios_to_bound": {name: seconds[name] / max(each.values()) for name, each in bounds.items()},
-        "bounds_s": bounds,
+        "ratios_to_bound": {name: seconds[name] / max(each.values()) for name, each in bound_s.items()},
+        "bounds_s": bound_s,
         "results": {name: {k: v for k, v in vars(each).items() if k != "seconds"} for name, each in results.items()},
     }
     if options.out:
         shape = {key: value for key, value in vars(options).items() if key not in ("out", "task", "dir")}
         samples = {name: result.seconds for name, result in results.items()}
-        measured = {"triad_bytes_per_s": triad, **{f"disk_{mode}_bytes_per_s": rate for mode, rate in disk.items()}}
+        measured = {
+            f"{'' if name == 'triad' else 'disk_'}{name}_bytes_per_s": statistics.median(each[name] for each in rates)
+            for name in rates[0]
+        }
         append_record(options.out, "step", shape, samples, measured, **report)
     return report
 
