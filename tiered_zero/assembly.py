@@ -20,7 +20,7 @@ from tiered_zero.grads.accumulator import GradientStore
 from tiered_zero.grads.loss_scaler import LossScaler
 from tiered_zero.grads.norms import NormTaker
 from tiered_zero.hardware.accelerator import Accelerator
-from tiered_zero.hardware.host_memory import HostArena, return_free_memory, typed_view
+from tiered_zero.hardware.host_memory import HostArena, passing_zeros, return_free_memory, typed_view
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.hardware.select import build_accelerator
 from tiered_zero.hardware.staging import StagingPool
@@ -301,11 +301,11 @@ def _give_birth(
 def _settle_unit(
     unit: Unit, params: Sequence[nn.Parameter], pager: Pager, keeper: HomeKeeper, masters: Masters, inventory: Inventory
 ) -> None:
-    flat = torch.zeros(unit.numel, dtype=unit.dtype)
+    flat = passing_zeros((unit.numel,), unit.dtype)
     for entry, param in zip(unit.entries, params, strict=True):
         flat[entry.start : entry.stop] = param.detach().reshape(-1)
     if unit.trainable:
-        master = flat.to(torch.float32)
+        master = passing_zeros((unit.numel,), torch.float32).copy_(flat)
         if unit.dtype != torch.float32:
             for entry, param in zip(unit.entries, params, strict=True):
                 master[entry.start : entry.stop] = param.detach().reshape(-1)

@@ -40,7 +40,7 @@ def make_engine(swap: str, layers: int) -> tiered_zero.Engine:
             "offload_param": {**offload, "max_in_cpu": 0},
             "offload_optimizer": offload,
         },
-        "tiered_zero": {"device": "cpu"},
+        "tiered_zero": {"device": "cpu", "io_uring": False},  # a ring pins what is staged: at every depth, or at none
     }
     model = build_gpt(GPTConfig(layers=layers, hidden=HIDDEN, vocab=256, context=32))
     return tiered_zero.initialize(model=model, config=config)[0]

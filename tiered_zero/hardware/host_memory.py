@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import ctypes
 import logging
+import math
 import mmap
 import threading
 from dataclasses import dataclass
@@ -18,6 +19,9 @@ from tiered_zero.sizes import PAGE_NBYTES, align_up, format_nbytes
 from tiered_zero.telemetry.ledger import Ledger
 
 logger = logging.getLogger("tiered_zero")
+
+_MAPPED_NBYTES = 128 * 1024
+"""malloc, too, gives blocks from this size on a mapping of their own, until the first of them is freed."""
 
 
 @final
@@ -52,6 +56,19 @@ def return_free_memory() -> None:
     """
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(0)
+
+
+def passing_zeros(shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros on the CPU that are needed for a moment; large ones in a mapping of their own.
+
+    Values that come and go one after another, while small blocks stay between them, make malloc's heap grow by their
+    sum; what is allocated in the holes later makes them resident, up to all of it.
+    """
+    nbytes = math.prod(shape) * dtype.itemsize
+    if nbytes < _MAPPED_NBYTES:
+        return torch.zeros(shape, dtype=dtype)
+    mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(mapping, dtype=dtype).view(shape)
 
 
 def typed_view(raw: torch.Tensor, dtype: torch.dtype, numel: int) -> torch.Tensor:

@@ -24,6 +24,7 @@ from safetensors import safe_open
 from torch import nn
 
 from tiered_zero.errors import ModelError
+from tiered_zero.hardware.host_memory import passing_zeros
 from tiered_zero.layout.flat import ParamSpec
 
 _NUM_NAMED = 5
@@ -227,15 +228,23 @@ def _holding(stand_in: nn.Module, owners: Mapping[str, nn.Module], tensors: Sequ
 
 
 def _give_memory(param: nn.Parameter, name: str) -> None:
-    value = nn.Parameter(torch.empty_like(param, device="cpu"), param.requires_grad)
-    value.__dict__.update(param.__dict__)  # what others have noted on it; a swap would take it away
-    try:
-        torch.utils.swap_tensors(param, value)  # type: ignore[no-untyped-call]
-    except RuntimeError as error:
+    """As `torch.utils.swap_tensors` does, which also refuses where there are weak references: those stay good."""
+    if _is_held(param):
         raise ModelError(
-            f"{name} was built on the meta device and cannot be given memory ({error}), as in torch.nn's recurrent "
-            "modules. Build its module on the CPU (under torch.device('cpu'))."
-        ) from error
+            f"{name} was built on the meta device and cannot be given memory, for something else holds it, like the "
+            "graph of a tensor computed from it. Build its module on the CPU (under torch.device('cpu'))."
+        )
+    value = nn.Parameter(passing_zeros(param.shape, param.dtype), param.requires_grad)
+    torch._C._swap_tensor_impl(param, value)
+
+
+def _is_held(param: nn.Parameter) -> bool:
+    """By anything besides its Python object and the node that takes its gradients."""
+    count = param._use_count()  # type: ignore[attr-defined]
+    if count == 2 and param.requires_grad:
+        torch.autograd.graph.get_gradient_edge(param)  # which makes the node if there is none: then it was not that
+        count = param._use_count() - 1  # type: ignore[attr-defined]
+    return bool(count > 1)
 
 
 def _names(spec: ParamSpec) -> tuple[str, ...]:
