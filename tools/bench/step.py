@@ -7,10 +7,9 @@ On one model in one run, each case in a process of its own, in turns:
   plain       plain PyTorch: bf16 forward and backward, torch.optim.AdamW on fp32 masters, weights copied back
   plain fp32  plain PyTorch, all of it in fp32
   P/O U       tiered_zero: parameters rest on P, masters and state on O (device, cpu, nvme), the update policy is U
-The bounds are measured before and after every placement's run: memory by a triad, the disk through the engine that the
-runs choose; the better of the two counts for this run, since a shared machine's disk is not equally fast all the time.
-A case's bound is the largest of compute, update at memory speed, and its own bytes at disk speed; the median over the
-rounds. Peak memory is the resident set beyond that of a process which has imported torch and transformers.
+The bounds are measured before every placement's run and at the end: memory by a triad, the disk through the engine that
+the runs choose; the best of all counts. A case's bound is the largest of compute, update at memory speed, and its own
+bytes at disk speed. Peak memory is the resident set beyond that of a process which has imported torch and transformers.
 """
 
 from __future__ import annotations
@@ -373,30 +372,27 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
 
     rates: list[dict[str, float]] = []
     results: dict[str, Result] = {}
-    bounds: dict[str, list[dict[str, float]]] = {}
     with tempfile.TemporaryDirectory(prefix="bench-step-", dir=options.dir) as directory:
 
-        def measure_rates() -> dict[str, float]:
+        def measure_rates() -> None:
+            os.sync()  # what the last run's removal still has to write is not the disk's fault
             rates.append({"triad": measure_triad(MIB if options.smoke else 256 * MIB)})
             rates[-1] |= measure_disk(directory, (8 if options.smoke else 2048) * MIB, 0.1 if options.smoke else 1.0)
-            return rates[-1]
 
         for task in list_tasks(options, directory) * options.rounds:
-            placed = "/" in task.case
-            before = measure_rates() if placed else {}
+            if "/" in task.case:
+                measure_rates()
             found = run_task(task)
-            if placed:
-                after = measure_rates()
-                best = {name: max(rate, after[name]) for name, rate in before.items()}
-                compute_s = statistics.median(results["compute"].seconds)
-                bounds.setdefault(task.name, []).append(bound_of(found, compute_s, best["triad"], best))
             earlier = results.get(task.name)
             found.seconds = (earlier.seconds if earlier else []) + found.seconds
             results[task.name] = found
+        measure_rates()
+    best = {name: max(each[name] for each in rates) for name in rates[0]}
     seconds = {name: statistics.median(result.seconds) for name, result in results.items()}
     bound_s = {
-        name: {resource: statistics.median(each[resource] for each in found) for resource in found[0]}
-        for name, found in bounds.items()
+        name: bound_of(result, seconds["compute"], best["triad"], best)
+        for name, result in results.items()
+        if "/" in name
     }
     ratios = {name: each / seconds["plain"] for name, each in seconds.items()}
     show(results, bound_s, ratios)
@@ -405,15 +401,13 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         "ratios_to_plain": ratios,
         "ratios_to_bound": {name: seconds[name] / max(each.values()) for name, each in bound_s.items()},
         "bounds_s": bound_s,
+        "rates_bytes_per_s": rates,
         "results": {name: {k: v for k, v in vars(each).items() if k != "seconds"} for name, each in results.items()},
     }
     if options.out:
         shape = {key: value for key, value in vars(options).items() if key not in ("out", "task", "dir")}
         samples = {name: result.seconds for name, result in results.items()}
-        measured = {
-            f"{'' if name == 'triad' else 'disk_'}{name}_bytes_per_s": statistics.median(each[name] for each in rates)
-            for name in rates[0]
-        }
+        measured = {f"{'' if name == 'triad' else 'disk_'}{name}_bytes_per_s": rate for name, rate in best.items()}
         append_record(options.out, "step", shape, samples, measured, **report)
     return report
 
