@@ -289,6 +289,13 @@ class Masked(nn.Module):
         self.register_buffer("mask", torch.ones(3))
 
 
+class Viewed(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        with torch.no_grad():
+            self.flat = self.weight.view(-1)
+
+
 class Squared(nn.Linear):
     def __init__(self) -> None:
         super().__init__(3, 3)
@@ -303,6 +310,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(3, 3))),
         r": 0\.parametrizations\.weight\.original0, 0\.parametrizations\.weight\.original1\.",
     ),
+    "a parameter that somebody views": (Viewed, r"weight was built on the meta device and cannot be given memory"),
     "a parameter that a graph holds": (Squared, r"weight was built on the meta device and cannot be given memory"),
 }
 

@@ -333,8 +333,11 @@ void tz_pool_close(tz_pool *pool, int32_t abandon)
         else
             pthread_join(pool->threads[index], NULL);
     }
-    if (!abandon)
+    if (!abandon) {
+        pthread_mutex_lock(&pool->mutex); /* who submits too late wakes nobody */
         close_event(pool);
+        pthread_mutex_unlock(&pool->mutex);
+    }
 }
 
 /* Of a pool that was closed and not abandoned, once nobody is in a call with it or will be. */

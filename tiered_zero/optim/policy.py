@@ -49,6 +49,9 @@ class UnitGuard(Protocol):
     def withhold_unit(self, unit: Unit) -> bool:
         """The same for one unit in backward; False, with nothing done, while somebody uses it."""
 
+    def readmit(self) -> None:
+        """The units withheld in backward are as they were: no update has begun."""
+
 
 class UpdatePolicy(ABC):
     """Runs updates. Called from the driver thread between backward and forward.
@@ -220,7 +223,11 @@ class OverlappedPolicy(UpdatePolicy):
         begun = opened.give_up()
         with suppress(Exception):
             self.flush()
-        if begun and self.failure is None:
+        if not begun:
+            for publication in opened.job.publications.values():
+                publication.complete()
+            self._guard.readmit()
+        elif self.failure is None:
             self.failure = LatchedError(
                 "backward broke off after some of the step's updates had begun, as they do there where nothing is "
                 'clipped or checked. Set "tiered_zero": {"update": "barrier"} to be able to leave a step out'

@@ -229,21 +229,26 @@ def _holding(stand_in: nn.Module, owners: Mapping[str, nn.Module], tensors: Sequ
 
 def _give_memory(param: nn.Parameter, name: str) -> None:
     """As `torch.utils.swap_tensors` does, which also refuses where there are weak references: those stay good."""
-    if _is_held(param):
-        raise ModelError(
-            f"{name} was built on the meta device and cannot be given memory, for something else holds it, like the "
-            "graph of a tensor computed from it. Build its module on the CPU (under torch.device('cpu'))."
-        )
     value = nn.Parameter(passing_zeros(param.shape, param.dtype), param.requires_grad)
-    torch._C._swap_tensor_impl(param, value)
+    try:
+        if _is_held(param):
+            raise RuntimeError("it is referred to more than once")
+        torch._C._swap_tensor_impl(param, value)
+    except RuntimeError as error:
+        raise ModelError(
+            f"{name} was built on the meta device and cannot be given memory, for something else holds it, like a view "
+            f"of it or the graph of a tensor computed from it ({error}). Build its module on the CPU (under "
+            "torch.device('cpu'))."
+        ) from error
 
 
 def _is_held(param: nn.Parameter) -> bool:
     """By anything besides its Python object and the node that takes its gradients."""
     count = param._use_count()  # type: ignore[attr-defined]
     if count == 2 and param.requires_grad:
-        torch.autograd.graph.get_gradient_edge(param)  # which makes the node if there is none: then it was not that
+        edge = torch.autograd.graph.get_gradient_edge(param)  # makes the node if there is none: then it was not that
         count = param._use_count() - 1  # type: ignore[attr-defined]
+        del edge
     return bool(count > 1)
 
 

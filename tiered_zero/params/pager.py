@@ -262,6 +262,10 @@ class Pager:
         self._withheld.add(unit.index)
         return True
 
+    def readmit(self) -> None:
+        """The updates that units were withheld for are given up, before they began."""
+        self._withheld.clear()
+
     def await_update(self, unit: Unit) -> None:
         """Block until the unit's last update is published; raise what made it fail."""
         publication = self._inventory.published(unit)
@@ -272,7 +276,8 @@ class Pager:
             publication.wait()  # done: returns at once, or raises
 
     def _await_making(self, unit: Unit) -> None:
-        """The same until the unit's new parameters are computed: what fetches them knows how they come here."""
+        """Block until the unit's new parameters are computed: its fetch knows how they come here. Raises what made that
+        fail, in so far as it has by then."""
         publication = self._inventory.published(unit)
         if publication is not None and not publication.done():
             with self._recorder.span("compute", "wait_update", unit.name):

@@ -66,6 +66,18 @@ def _give_back(chunks: list[_Chunk]) -> None:
                     chunk.read.wait()
 
 
+def _await_all(reads: list[Event]) -> None:
+    """Until none of them writes to its memory any more; raises the first error."""
+    errors: list[TieredZeroError] = []
+    for read in reads:
+        try:
+            read.wait()
+        except TieredZeroError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+
+
 class NvmeTier(Tier):
     """Slots are records of `store`. `staging` carries parameters on their way to the device."""
 
@@ -142,27 +154,33 @@ class NvmeTier(Tier):
     ) -> Event:
         """Whole pages, from the disk to where the unit is used; an update under way brings what it still makes."""
         nbytes = target.numel()
-        read: Event | None = None
-        if after is None or after.done():
+        reads: list[Event] = []
+        pending = None if after is None or after.done() else after
+        if pending is None:
             if after is not None:
                 after.wait()
-            read = self._read(record, pages, 0, urgent=True)
-        else:
-            after.receive(target)
+            reads.append(self._read(record, pages, 0, urgent=True))
 
         def job() -> None:  # without `target`: the error of one that failed must not keep its memory from others
-            rest = after.take_rest() if after is not None and read is None else []
+            rest = pending.take_rest() if pending is not None else []
             with self._recorder.span("gather", "fetch", record.name, nbytes):
-                for event in [read] if read else [self._read(record, pages[a:b], a, urgent=True) for a, b in rest]:
-                    event.wait()
+                try:
+                    for start, stop in rest:
+                        reads.append(self._read(record, pages[start:stop], start, urgent=True))
+                finally:
+                    _await_all(reads)
 
-        before = [self._accelerator.record_compute()]
         try:
-            return self._accelerator.lane("gather").submit(job, after=before, holds=[target])
+            if pending is not None:
+                pending.receive(target)
+            return self._accelerator.lane("gather").submit(
+                job, after=[self._accelerator.record_compute()], holds=[target]
+            )
         except BaseException:
-            if read is not None:
-                with suppress(TieredZeroError):
-                    read.wait()
+            if pending is not None:
+                pending.withdraw()
+            with suppress(TieredZeroError):
+                _await_all(reads)
             raise
 
     def _land(self, record: Record, chunks: list[_Chunk], deferred: bool) -> None:

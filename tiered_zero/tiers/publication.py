@@ -58,6 +58,11 @@ class Publication(Event):
         with self._lock:
             self._target, self._copied = target, []
 
+    def withdraw(self) -> None:
+        """Nobody will take the rest: the target is its owner's again."""
+        with self._lock:
+            self._target = None
+
     def take_rest(self) -> list[tuple[int, int]]:
         """Block until the unit is made; return which bytes of the target, from and to, it did not get. If there are
         any the unit is complete. Raises what made the update fail."""
