@@ -54,7 +54,8 @@ def step_table(record: dict[str, Any]) -> str:
     arguments, body = record["arguments"], []
     for name, seconds in record["median"].items():
         bounds = record["bounds_s"].get(name)
-        peak = record["results"][name]["peak_rss_nbytes"]
+        result = record["results"][name]
+        peak, busy = result["peak_rss_nbytes"], result["disk_busy"]
         body.append(
             [
                 name,
@@ -62,11 +63,12 @@ def step_table(record: dict[str, Any]) -> str:
                 f"{record['ratios_to_plain'][name]:.2f}",
                 f"{max(bounds.values()):.2f} ({max(bounds, key=bounds.__getitem__)})" if bounds else "",
                 f"{record['ratios_to_bound'][name]:.2f}" if bounds else "",
+                f"{busy:.0%}" if busy else "",
                 f"{peak / (1 << 20):.0f}" if peak else "",
             ]
         )
     title = f"A step of {arguments['model']}, bf16, {arguments['tokens']} tokens, clipping {arguments['clip']:g}"
-    columns = ["parameters/state, update", "s", "of plain", "bound s (by)", "of bound", "peak MiB beyond imports"]
+    columns = ["parameters/state, update", "s", "of plain", "bound s (by)", "of bound", "disk busy", "peak MiB beyond imports"]
     return head(record, title) + "\n" + rows(columns, body)
 
 
