@@ -92,7 +92,7 @@ class TestBatch:
 
     @pytest.mark.parametrize("given", [{}, {"gradient_accumulation_steps": 2}, {"train_batch_size": "auto"}])
     def test_too_few(self, given: dict[str, Any]) -> None:
-        with pytest.raises(ConfigError, match="expected a number for at least one of them, .*; found neither"):
+        with pytest.raises(ConfigError, match=r"expected a number for at least one of them, .*; found neither"):
             load(given)
 
     def test_a_contradiction_names_all_numbers(self) -> None:

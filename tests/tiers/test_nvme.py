@@ -15,10 +15,12 @@ from hypothesis import strategies as st
 from tests.fakes.sync_io import SyncEngine
 from tests.fakes.tier_rig import Rig, open_rig, random_bytes
 from tiered_zero.errors import LatchedError, TransferError
+from tiered_zero.hardware.accelerator import Event
 from tiered_zero.io.engine import IOSettings
 from tiered_zero.io.threads import ThreadsEngine
 from tiered_zero.sizes import PAGE_NBYTES
 from tiered_zero.tiers.inventory import Home
+from tiered_zero.tiers.publication import Publication
 from tiered_zero.tiers.slots import write_slot
 
 
@@ -136,3 +138,40 @@ def test_fetches_are_urgent_and_reads_of_state_are_not(swap_path: Path, num_buff
             rig.tier.write(home.slot, lease).wait()
         kinds = [(ticket.request.kind, ticket.request.urgent) for ticket in engine.held]
         assert kinds == [("read", True)] * 4 + [("read", False), ("write", False)]
+
+
+def receiving(rig: Rig) -> tuple[Publication, Event, torch.Tensor, torch.Tensor]:
+    """A fetch of four pages to where they are used, while an update of them is under way and has made the second.
+
+    Returns what it publishes, the fetch, its target, and what that should hold in the end.
+    """
+    home, expected = fill(rig, "a", 4)
+    place = rig.runtime.accelerator.reserve_place(expected.numel(), expected.numel())
+    assert place is not None
+    place.fill()
+    publication = Publication()
+    event = rig.tier.fetch(home.slot, place.tensor, publication)
+    expected[PAGE_NBYTES : 2 * PAGE_NBYTES] = made = random_bytes(PAGE_NBYTES)
+    publication.hand_over(PAGE_NBYTES, made, rig.runtime.accelerator.copy)
+    return publication, event, place.tensor, expected
+
+
+def test_what_an_update_hands_over_is_not_read(swap_path: Path) -> None:
+    kinds: list[str] = []
+    engine = SyncEngine(before=lambda kind, number: kinds.append(kind))
+    with open_rig("nvme", swap_path, engine=engine) as rig:
+        publication, event, target, expected = receiving(rig)
+        assert "read" not in kinds and not event.done()
+        publication.complete()
+        event.wait()
+        assert torch.equal(target, expected)
+        assert kinds.count("read") == 2, "before it and behind it"
+
+
+@pytest.mark.parametrize("bad_read", [1, 2])
+def test_a_failing_read_of_the_rest_raises_where_waited(swap_path: Path, bad_read: int) -> None:
+    with open_rig("nvme", swap_path, engine=failing_reads(bad_read)) as rig:
+        publication, event, _, _ = receiving(rig)
+        publication.complete()
+        with pytest.raises(TransferError, match="the disk failed"):
+            event.wait()
