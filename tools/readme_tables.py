@@ -68,7 +68,8 @@ def step_table(record: dict[str, Any]) -> str:
             ]
         )
     title = f"A step of {arguments['model']}, bf16, {arguments['tokens']} tokens, clipping {arguments['clip']:g}"
-    columns = ["parameters/state, update", "s", "of plain", "bound s (by)", "of bound", "disk busy", "peak MiB beyond imports"]
+    columns = ["parameters/state, update", "s", "of plain", "bound s (by)", "of bound", "disk busy"]
+    columns.append("peak MiB beyond imports")
     return head(record, title) + "\n" + rows(columns, body)
 
 
