@@ -73,6 +73,8 @@ def test_a_failed_transfer(
 
         def arm(step: int, call: str) -> None:
             if (step, call) == (STEP, armed):
+                if (what, armed) == ("param", "forward"):
+                    engine.flush()  # what an update still makes is handed over, not read
                 disks[0].add(extent(engine, what).fault(kind, 1, effect))
 
         failure = train(engine, STEP + 3, before=arm)
