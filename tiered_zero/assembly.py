@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from tiered_zero.config.schema import Config
-from tiered_zero.draft import Draft, compute_dtype, unused_tiers
+from tiered_zero.draft import Draft, compute_dtype, smaller_sub_groups, unused_tiers
 from tiered_zero.engine import Engine, Parts
 from tiered_zero.errors import StoreError
 from tiered_zero.grads.accumulator import GradientStore
@@ -85,7 +85,7 @@ def build(draft: Draft, lr_scheduler: Any = None) -> Engine:
         )
         resources.callback(accelerator.close)
         runtime = Runtime(accelerator, ledger, Recorder())
-        for line in (*config.notices, *warnings, *unused_tiers(draft)):
+        for line in (*config.notices, *warnings, *smaller_sub_groups(config), *unused_tiers(draft)):
             logger.warning("%s", line)
         resources.callback(draft.rule.close)
         torch.ones(1).sqrt()  # MKL's first square root is not safe among threads (pytorch#188792): take it alone

@@ -15,7 +15,7 @@ from tiered_zero.errors import ConfigError, ModelError
 from tiered_zero.hardware.probe import available_host_nbytes
 from tiered_zero.layout.flat import ParamSpec, Unit
 from tiered_zero.layout.subgroups import cut_subgroups
-from tiered_zero.layout.swap_bytes import AUTO_SUB_GROUP_NUMEL, TIERS, is_split
+from tiered_zero.layout.swap_bytes import TIERS, is_split, sub_group_numel
 from tiered_zero.layout.units import UnitRules, find_units, list_params
 from tiered_zero.native.update import UpdateKernel
 from tiered_zero.optim.adam import AdamRule
@@ -77,7 +77,7 @@ def draft_run(
     state_format = config.tiered_zero.state_format
     rule, masters = format_rule(state_format, make_rule(config, source)), master_format(state_format)
     group_of = group_params(source, specs)
-    size = zero.sub_group_size if "sub_group_size" in zero.model_fields_set else AUTO_SUB_GROUP_NUMEL
+    size = sub_group_numel(zero.sub_group_size)
     wishes = make_wishes(config, device_limit)
     apart = is_split(wishes.optimizer_tier, wishes.ratio, wishes.state_limits)
     subgroups = cut_subgroups(units, group_of, size, rule.elementwise, apart)
@@ -156,6 +156,15 @@ def _check_delayed(config: Config) -> None:
             f"compute; found {found}. Set offload_optimizer.device to cpu or nvme with ratio 1 and without "
             "tiered_zero.state_limits.device, or take overlapped."
         )
+
+
+def smaller_sub_groups(config: Config) -> list[str]:
+    """A line where sub-groups hold less than the config gives them."""
+    zero = config.zero_optimization
+    numel = sub_group_numel(zero.sub_group_size)
+    if numel == zero.sub_group_size or "sub_group_size" not in zero.model_fields_set:
+        return []
+    return [f"zero_optimization.sub_group_size: {zero.sub_group_size} is a limit; sub-groups hold {numel} elements"]
 
 
 def unused_tiers(draft: Draft) -> list[str]:

@@ -8,8 +8,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from tests.fakes.units import make_unit
+from tiered_zero.config import load
+from tiered_zero.draft import draft_run, smaller_sub_groups
 from tiered_zero.layout.flat import Unit
 from tiered_zero.layout.subgroups import cut_subgroups
 from tiered_zero.layout.swap_bytes import CUT_NUMEL
@@ -173,3 +176,18 @@ def test_nothing_to_step_gives_no_subgroups(elementwise: bool) -> None:
     assert cut_subgroups([], {}, 1000, elementwise) == []
     assert cut_subgroups([make_unit(0, [10])], {}, 1000, elementwise) == []
     assert cut_subgroups([make_unit(0, [10], trainable=False)], {"u0.p0": 0}, 1000, elementwise) == []
+
+
+@pytest.mark.parametrize(
+    ("given_numel", "numel"),
+    [(10**12, 1 << 20), (10**9, 1 << 20), (10**8, 1 << 22), (1 << 21, 1 << 21), (None, 1 << 20)],
+)
+def test_a_limit_that_would_leave_nothing_to_overlap(given_numel: int | None, numel: int) -> None:
+    """DeepSpeed's 1e9 stands in most configs; a model of a few million elements is cut nevertheless, and it is said."""
+    zero = {} if given_numel is None else {"sub_group_size": given_numel}
+    config = load({"train_batch_size": 1, "optimizer": {"type": "Adam"}, "zero_optimization": zero})
+    draft = draft_run(config, nn.Linear(3000, 3000, device="meta"))
+    sizes = [layout.subgroup.numel for layout in draft.layouts]
+    assert max(sizes) == numel and len(sizes) > 1
+    told = [] if given_numel in (None, numel) else [f"{given_numel} is a limit; sub-groups hold {numel} elements"]
+    assert [line.partition(": ")[2] for line in smaller_sub_groups(config)] == told

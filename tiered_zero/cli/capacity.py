@@ -10,7 +10,6 @@ import click
 
 from tiered_zero.config import Config, load
 from tiered_zero.layout.swap_bytes import (
-    AUTO_SUB_GROUP_NUMEL,
     NO_OPTIMIZER,
     GPTShape,
     SwapNeed,
@@ -21,6 +20,7 @@ from tiered_zero.layout.swap_bytes import (
     gpt_need,
     gpt_of_size,
     parse_gpt,
+    sub_group_numel,
 )
 
 POSITIVE = click.FloatRange(min=0, min_open=True)
@@ -91,7 +91,7 @@ def swap_need(config: Config, shape: GPTShape) -> tuple[SwapNeed, SwapSettings]:
         whole_parameters=whole_parameters,
         delayed=config.tiered_zero.update == "delayed",
         state_format=config.tiered_zero.state_format,
-        sub_group_numel=zero.sub_group_size if "sub_group_size" in zero.model_fields_set else AUTO_SUB_GROUP_NUMEL,
+        sub_group_numel=sub_group_numel(zero.sub_group_size),
         ratio=state.ratio,
         state_limits=config.tiered_zero.state_limits.by_tier,
     )

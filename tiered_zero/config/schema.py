@@ -115,7 +115,9 @@ class ZeroSection(Section):
     offload_param: OffloadParamSection = OffloadParamSection()
     offload_optimizer: OffloadOptimizerSection = OffloadOptimizerSection()
     sub_group_size: Elements = Field(
-        1_000_000_000, ge=1, description="elements that the optimizer steps at once; staging memory grows with it"
+        1_000_000_000,
+        ge=1,
+        description="elements that the optimizer steps at once, at most: above some millions as many as stream well",
     )
     stage3_prefetch_bucket_size: Elements = Field(
         50_000_000, ge=0, description="elements fetched ahead of their use; 0 fetches on demand"
