@@ -199,12 +199,12 @@ def test_the_delayed_update_is_the_same_on_host_and_nvme_together(swap_path: Any
 
 
 def test_a_setting_that_moves_nothing_is_said(swap_path: Any, caplog: pytest.LogCaptureFixture) -> None:
-    with split(swap_path, "device+host", zero={"sub_group_size": 10**9}) as engine:
+    with split(swap_path, "device+host", zero={"sub_group_size": 1 << 22}) as engine:
         assert tiers_used(engine) == {"device", "host"}, "the embedding is a sub-group of its own"
         assert not caplog.records
     offload = {"device": "cpu", "ratio": 0.99}
     with tiered(
-        build(), swap_path, ("cpu", "cpu"), zero={"offload_optimizer": offload, "sub_group_size": 10**9}
+        build(), swap_path, ("cpu", "cpu"), zero={"offload_optimizer": offload, "sub_group_size": 1 << 22}
     ) as engine:
         assert tiers_used(engine) == {"host"}
     assert [r.getMessage() for r in caplog.records if "offload_optimizer.ratio: no sub-group" in r.getMessage()]

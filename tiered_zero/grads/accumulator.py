@@ -21,6 +21,11 @@ from tiered_zero.tiers.step_gradients import StepGradients, UnitShare
 
 logger = logging.getLogger("tiered_zero")
 
+NUM_KEPT = 4
+"""Gradients that have left and are not freed yet. Autograd's thread frees them, in order and some gradients late, so
+that every step meets the same heap: freed by the lane, whenever it came to it, they left holes of 25 MiB at times.
+"""
+
 SUM_CHUNK_NUMEL = 1 << 15
 """Sums on the reduce lane go in chunks of so many elements: few enough for torch to stay on the lane's one thread."""
 
@@ -85,7 +90,8 @@ class GradientStore:
         self._recorder = runtime.recorder
         self._ledger = runtime.ledger
         self._in_flight_nbytes = in_flight_nbytes
-        self._in_flight: deque[tuple[Event, int]] = deque()
+        self._in_flight: deque[tuple[Event, torch.Tensor]] = deque()
+        """Each gradient with the event of its arrival, kept until then and until NUM_KEPT follow."""
         self._waiting_nbytes = 0
         self._extra_nbytes: Counter[str] = Counter()
         """Tier -> bytes that the plan does not hold, see `_promote`."""
@@ -219,13 +225,15 @@ class GradientStore:
         after = [accelerator.record_compute()]
         event = accelerator.lane("reduce").submit(send, after=after, holds=[source], waits=False)
         gradients.last = event
-        self._in_flight.append((event, nbytes))
+        self._in_flight.append((event, source))
         self._waiting_nbytes += nbytes
 
     def _land(self, allowed_nbytes: int) -> None:
-        """Wait for the oldest gradients until at most `allowed_nbytes` are on their way."""
-        while self._in_flight and (self._waiting_nbytes > allowed_nbytes or self._in_flight[0][0].done()):
-            event, nbytes = self._in_flight.popleft()
+        """Wait for the oldest gradients until at most `allowed_nbytes` are on their way, and free what has landed."""
+        flying = self._in_flight
+        while flying and (self._waiting_nbytes > allowed_nbytes or (len(flying) > NUM_KEPT and flying[0][0].done())):
+            event, source = flying.popleft()
+            nbytes = source.nbytes
             self._waiting_nbytes -= nbytes
             try:
                 with self._recorder.span("compute", "wait_grad"):
