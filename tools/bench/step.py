@@ -49,15 +49,18 @@ DRAM_NBYTES_PER_PARAMETER = 28
 NUM_WARM_UP = 2
 SECTIONS = {"device": "none", "cpu": "cpu", "nvme": "nvme"}
 UPDATES = ("barrier", "overlapped", "delayed")
+CHECKSUMS = ("all", "sample", "off")
 MIB = 1 << 20
 
 
 @dataclass(frozen=True)
 class Task:
-    """What one process is to measure. `case`: compute, plain, plain fp32, or P/O. `clip`: 0 does not clip."""
+    """What one process is to measure. `case`: compute, plain, plain fp32, or P/O. `clip`: 0 does not clip.
+    `checksums`: which swapped chunks are verified."""
 
     case: str
     update: str
+    checksums: str
     model: str
     tokens: int
     steps: int
@@ -66,7 +69,8 @@ class Task:
 
     @property
     def name(self) -> str:
-        return f"{self.case} {self.update}".strip()
+        suffix = "" if self.checksums == CHECKSUMS[0] else f", checksums {self.checksums}"
+        return f"{self.case} {self.update}".strip() + suffix
 
 
 @dataclass
@@ -212,7 +216,7 @@ def make_config(task: Task) -> dict[str, Any]:
             "offload_param": {"device": params, "max_in_cpu": 0, **paths},
             "offload_optimizer": {"device": state, **paths},
         },
-        "tiered_zero": {"update": task.update, "delay_start_step": 1},
+        "tiered_zero": {"update": task.update, "delay_start_step": 1, "checksums": task.checksums},
     }
 
 
@@ -294,10 +298,15 @@ def run_task(task: Task) -> Result:
 
 
 def list_tasks(options: argparse.Namespace, directory: str) -> list[Task]:
-    cases = [("compute", ""), ("plain", ""), ("plain fp32", "")]
-    cases += [(placement, update) for placement in options.placements for update in options.update]
+    cases = [(case, "", CHECKSUMS[0]) for case in ("compute", "plain", "plain fp32")]
+    cases += [
+        (placement, update, checksums)
+        for placement in options.placements
+        for update in options.update
+        for checksums in (options.checksums if "nvme" in placement else CHECKSUMS[:1])
+    ]
     shape = (options.model, options.tokens, options.steps, options.clip, directory)
-    return [Task(case, update, *shape) for case, update in cases]
+    return [Task(*case, *shape) for case in cases]
 
 
 def show(results: Mapping[str, Result], bounds: Mapping[str, Mapping[str, float]], ratios: Mapping[str, float]) -> None:
@@ -353,6 +362,7 @@ def parse_options(arguments: list[str] | None) -> argparse.Namespace:
         help="pairs of device, cpu, nvme: parameters/state, separated by commas",
     )
     parser.add_argument("--update", type=names(UPDATES), default=["overlapped"], help=", ".join(UPDATES))
+    parser.add_argument("--checksums", type=names(CHECKSUMS), default=["all"], help=", ".join(CHECKSUMS))
     parser.add_argument("--dir", default=".", help="where the swap directory is made, and the disk measured")
     parser.add_argument("--out", help="append the record to this file of JSON lines")
     parser.add_argument("--smoke", action="store_true", help="seconds, on a tiny model: does it run?")
