@@ -159,12 +159,12 @@ def _check_delayed(config: Config) -> None:
 
 
 def smaller_sub_groups(config: Config) -> list[str]:
-    """A line where sub-groups hold less than the config gives them."""
-    zero = config.zero_optimization
-    numel = sub_group_numel(zero.sub_group_size)
-    if numel == zero.sub_group_size or "sub_group_size" not in zero.model_fields_set:
+    """A line where sub-groups are cut smaller than somebody asked for; DeepSpeed's default, 1e9, asks for nothing."""
+    given = config.zero_optimization.sub_group_size
+    numel = sub_group_numel(given)
+    if numel == given or given >= 1_000_000_000:
         return []
-    return [f"zero_optimization.sub_group_size: {zero.sub_group_size} is a limit; sub-groups hold {numel} elements"]
+    return [f"zero_optimization.sub_group_size: {given} is a limit; sub-groups are cut at {numel} elements"]
 
 
 def unused_tiers(draft: Draft) -> list[str]:

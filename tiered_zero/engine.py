@@ -129,6 +129,7 @@ class Engine:
                 if boundary and only and self.global_steps:
                     parts.policy.begin_backward()
                 scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+                parts.gradients.free_landed()
         finally:
             parts.gradients.end_backward()
         parts.gradient_watch.begin()
@@ -311,11 +312,11 @@ class Engine:
     def _take_step(self) -> None:
         parts = self._parts
         parts.gradient_watch.end()
-        parts.gradients.wait()
-        verdict = judge(parts.gradients.norms(), self.loss_scale, self.config.gradient_clipping)
-        self._verdict = verdict
-        self.global_steps += 1
         try:
+            parts.gradients.wait()
+            verdict = judge(parts.gradients.norms(), self.loss_scale, self.config.gradient_clipping)
+            self._verdict = verdict
+            self.global_steps += 1
             if self._may_update(verdict):
                 self._update(verdict)
             else:

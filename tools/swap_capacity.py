@@ -115,9 +115,7 @@ def read_settings(config: Any) -> tuple[Any, str]:
         whole_parameters=whole,
         delayed=own.get("update") == "delayed",
         state_format=state_format,
-        sub_group_numel=formulas.sub_group_numel(
-            zero.count("sub_group_size", default=0) or formulas.DEFAULT_SUB_GROUP_SIZE
-        ),
+        sub_group_numel=formulas.sub_group_numel(zero.count("sub_group_size", default=0) or 1_000_000_000),
         ratio=float(state.get("ratio", default=1.0)),
         state_limits=_limits(own.section("state_limits")),
     )

@@ -52,7 +52,7 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
     if draw(st.booleans()):
         zero[f"{prefix}model_persistence_threshold"] = draw(_counts(0, 50_000))
     if draw(st.booleans()):
-        zero["sub_group_size"] = draw(st.integers(1, 100_000))
+        zero["sub_group_size"] = draw(st.integers(1, 100_000) | st.sampled_from([0, 5_000_000, 10**9, "1e9", "auto"]))
     if param["device"] == "cpu" and draw(st.booleans()):
         zero["cpu_offload_param"] = True
     else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -16,7 +17,7 @@ from torch import nn
 from tests.fakes.tier_rig import make_runtime
 from tests.fakes.units import make_params, make_unit
 from tiered_zero.errors import ModelError
-from tiered_zero.grads.accumulator import SUM_CHUNK_NUMEL, GradientStore
+from tiered_zero.grads.accumulator import NUM_KEPT, SUM_CHUNK_NUMEL, GradientStore
 from tiered_zero.grads.norms import NormTaker
 from tiered_zero.hardware.host_memory import HostArena
 from tiered_zero.hardware.runtime import Runtime
@@ -189,6 +190,44 @@ def test_a_gradient_larger_than_the_room_goes_alone(runtime: Runtime) -> None:
         world.give(param, randn(1000))
     world.store.wait()
     assert runtime.ledger.by_kind()["device"]["gradient_in_flight"] == (0, 4000)
+
+
+@pytest.mark.parametrize("end", ["free_landed", "wait", "drop", "close"])
+def test_the_oldest_gradients_are_freed_first_and_the_last_at_the_end(end: str, runtime: Runtime) -> None:
+    world = World([make_unit(0, [1000] * 9)], runtime=runtime)
+    alive = []
+    for param in world.params[0]:
+        grad = randn(1000)
+        alive.append(weakref.ref(grad.untyped_storage()))
+        world.give(param, grad)
+        del grad
+        runtime.accelerator.synchronize()
+    assert [ref() is not None for ref in alive] == [False] * (9 - NUM_KEPT - 1) + [True] * (NUM_KEPT + 1)
+    getattr(world.store, end)()
+    assert not any(ref() for ref in alive)
+    assert runtime.ledger.by_kind()["device"]["gradient_in_flight"][0] == 0
+
+
+def test_gradients_that_fail_to_cross_are_forgotten_all(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World([make_unit(0, [1000] * 3)], runtime=runtime)
+    gate = threading.Event()
+    runtime.accelerator.lane("reduce").submit(gate.wait)
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError("the link is down")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(NormTaker, "receives", fail)
+        for param in world.params[0]:
+            world.give(param, randn(1000))
+        gate.set()
+        with pytest.raises(OSError, match="the link is down"):
+            world.store.drop()
+    assert world.sums() == {}
+    assert runtime.ledger.by_kind()["device"]["gradient_in_flight"][0] == 0
+    grad = randn(1000)
+    world.give(world.params[0][0], grad.clone())
+    assert torch.equal(world.sums()[0], grad)
 
 
 def test_sparse_gradients_are_refused_by_name(runtime: Runtime) -> None:

@@ -325,7 +325,11 @@ def test_a_tier_too_small_by_one_byte_is_refused_with_the_table(tier: str) -> No
 @pytest.mark.parametrize(
     ("changes", "needs", "advice"),
     [
-        ({"optimizer_tier": "nvme"}, [SubGroupNeed(MIB, {})], "Lower zero_optimization.sub_group_size"),
+        (
+            {"optimizer_tier": "nvme"},
+            [SubGroupNeed(MIB, {})],
+            "Set zero_optimization.offload_optimizer.buffer_count to 3",
+        ),
         ({"param_tier": "nvme", "num_param_staging": 9}, [], "Lower zero_optimization.offload_param.buffer_count"),
         ({"optimizer_tier": "host"}, [SubGroupNeed(MIB, {})], "Move it to nvme"),
     ],

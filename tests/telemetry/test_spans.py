@@ -89,14 +89,14 @@ def test_autograds_thread_waits_inside_mains_backward() -> None:
 
     def wait() -> None:
         with recorder.span("compute", "wait_param"):
-            time.sleep(0.02)
+            time.sleep(0.2)
 
     with recorder.span("compute", "backward"):
         thread = threading.Thread(target=wait)
         thread.start()
         thread.join()
     causes = recorder.take_totals().causes
-    assert causes["backward"] < 0.015 and causes["wait_param"] >= 0.02
+    assert causes["backward"] < 0.15 and causes["wait_param"] >= 0.2
 
 
 def test_failed_work_counts_no_bytes_but_its_time() -> None:

@@ -22,8 +22,8 @@ from tiered_zero.tiers.step_gradients import StepGradients, UnitShare
 logger = logging.getLogger("tiered_zero")
 
 NUM_KEPT = 4
-"""Gradients that have left and are not freed yet. Autograd's thread frees them, in order and some gradients late, so
-that every step meets the same heap: freed by the lane, whenever it came to it, they left holes of 25 MiB at times.
+"""Gradients, at most, that have landed and are not freed yet. Autograd's thread frees them, in order and some gradients
+late, so that every step meets the same heap: freed by the lane, whenever it came to it, they left holes of 25 MiB.
 """
 
 SUM_CHUNK_NUMEL = 1 << 15
@@ -91,8 +91,9 @@ class GradientStore:
         self._ledger = runtime.ledger
         self._in_flight_nbytes = in_flight_nbytes
         self._in_flight: deque[tuple[Event, torch.Tensor]] = deque()
-        """Each gradient with the event of its arrival, kept until then and until NUM_KEPT follow."""
-        self._waiting_nbytes = 0
+        """Each gradient with the event of its arrival."""
+        self._landed: deque[torch.Tensor] = deque()
+        """Gradients that are to be freed, the oldest first."""
         self._extra_nbytes: Counter[str] = Counter()
         """Tier -> bytes that the plan does not hold, see `_promote`."""
         self.measuring = True
@@ -141,6 +142,11 @@ class GradientStore:
         unit, entry = self._params[param]
         return unit.index in self._units and entry.param.index in self._units[unit.index].present
 
+    def free_landed(self) -> None:
+        """What a backward leaves on the device is what has not reached its home yet. Raises what failed on its way."""
+        self._land(self._in_flight_nbytes)
+        self._free(0, 0)
+
     def end_backward(self) -> None:
         for gradients in self._units.values():
             gradients.arrived.clear()
@@ -169,10 +175,17 @@ class GradientStore:
         return handed
 
     def drop(self) -> None:
-        """Forget this step's gradients; what is still on its way lands first."""
-        self.wait()
+        """Forget this step's gradients; what is still on its way lands first. Raises the first error of that."""
+        failure: BaseException | None = None
+        while self._in_flight or self._landed:
+            try:
+                self.wait()
+            except BaseException as error:
+                failure = failure or error
         for gradients in self._units.values():
             gradients.clear()
+        if failure is not None:
+            raise failure
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
@@ -193,6 +206,10 @@ class GradientStore:
         return [(spec, known[spec.index] if spec.index in known else self._norms.of(g)) for spec, g in self.present()]
 
     def close(self) -> None:
+        """Lanes have ended."""
+        self._landed.extend(source for _, source in self._in_flight)
+        self._in_flight.clear()
+        self._free(0, 0)
         self._units.clear()
         for tier, nbytes in self._extra_nbytes.items():
             self._ledger.discharge(tier, "gradient_sums", nbytes)
@@ -226,20 +243,27 @@ class GradientStore:
         event = accelerator.lane("reduce").submit(send, after=after, holds=[source], waits=False)
         gradients.last = event
         self._in_flight.append((event, source))
-        self._waiting_nbytes += nbytes
 
     def _land(self, allowed_nbytes: int) -> None:
-        """Wait for the oldest gradients until at most `allowed_nbytes` are on their way, and free what has landed."""
+        """Wait for the oldest gradients until at most `allowed_nbytes` are on their way or not freed yet."""
         flying = self._in_flight
-        while flying and (self._waiting_nbytes > allowed_nbytes or (len(flying) > NUM_KEPT and flying[0][0].done())):
+        flying_nbytes = sum(source.nbytes for _, source in flying)
+        while flying and (flying_nbytes > allowed_nbytes or flying[0][0].done()):
             event, source = flying.popleft()
-            nbytes = source.nbytes
-            self._waiting_nbytes -= nbytes
-            try:
-                with self._recorder.span("compute", "wait_grad"):
-                    event.wait()
-            finally:
-                self._ledger.discharge("device", "gradient_in_flight", nbytes)
+            flying_nbytes -= source.nbytes
+            self._landed.append(source)
+            with self._recorder.span("compute", "wait_grad"):
+                event.wait()
+        self._free(NUM_KEPT, allowed_nbytes - flying_nbytes)
+
+    def _free(self, num_kept: int, allowed_nbytes: int) -> None:
+        """Free the oldest of what has landed until at most so many, and so many bytes, are left."""
+        landed = self._landed
+        nbytes = sum(source.nbytes for source in landed)
+        while landed and (len(landed) > num_kept or nbytes > allowed_nbytes):
+            freed_nbytes = landed.popleft().nbytes
+            nbytes -= freed_nbytes
+            self._ledger.discharge("device", "gradient_in_flight", freed_nbytes)
 
     def _add(self, target: torch.Tensor, source: torch.Tensor, first: bool) -> None:
         """On the reduce lane: to host memory by way of a staging buffer, then into the fp32 sum."""

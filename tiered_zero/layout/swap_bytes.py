@@ -27,10 +27,9 @@ runs dry, and the next forward waits for less at a time; 48 MiB and three on the
 """
 
 MAX_SUB_GROUP_NUMEL = 1 << 22
-"""Elements of any sub-group: in larger ones too little moves beside an update."""
-
-DEFAULT_SUB_GROUP_SIZE = 1_000_000_000
-"""DeepSpeed's. It stands in most configs and would make one sub-group of a small model: it asks for nothing."""
+"""More than so many elements are not asked for: DeepSpeed's default, 1e9, stands in most configs, and would make one
+sub-group of a small model, with nothing to move beside its update.
+"""
 
 QUANTIZED_BLOCK_NUMEL = PARAM_ALIGNMENT_NBYTES // 4
 """Moments of 8 bits that share a scale. Every parameter starts with a block, in any dtype; cuts fall between two."""
@@ -382,8 +381,8 @@ STATE_ITEMSIZES = {
 
 
 def sub_group_numel(given: int) -> int:
-    """Elements of a sub-group, at most. `given`: zero_optimization.sub_group_size."""
-    return AUTO_SUB_GROUP_NUMEL if given >= DEFAULT_SUB_GROUP_SIZE else min(given, MAX_SUB_GROUP_NUMEL)
+    """Where sub-groups are cut. `given`: zero_optimization.sub_group_size."""
+    return given if given <= MAX_SUB_GROUP_NUMEL else AUTO_SUB_GROUP_NUMEL
 
 
 def _nvme_state(

@@ -343,7 +343,10 @@ def _total(units: Iterable[Unit]) -> int:
 
 def _advice(tier: str, kind: str) -> str:
     if kind == "staging_state":
-        return "Lower zero_optimization.sub_group_size, or raise tiered_zero.host_memory_limit."
+        return (
+            "Set zero_optimization.offload_optimizer.buffer_count to 3, then lower sub_group_size; or raise "
+            "tiered_zero.host_memory_limit."
+        )
     if kind == "staging_param":
         return "Lower zero_optimization.offload_param.buffer_count or buffer_size."
     if tier == "device" and kind == "param":

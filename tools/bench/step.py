@@ -6,7 +6,8 @@ On one model in one run, each case in a process of its own, in turns:
   compute     forward and backward alone, in bf16: a bound
   plain       plain PyTorch: bf16 forward and backward, torch.optim.AdamW on fp32 masters, weights copied back
   plain fp32  plain PyTorch, all of it in fp32
-  P/O U       tiered_zero: parameters rest on P, masters and state on O (device, cpu, nvme), the update policy is U
+  P/O U       tiered_zero: parameters rest on P, masters and state on O (device, cpu, nvme), the update policy is U;
+              checksums of all chunks are verified where nothing else is said
 The bounds are measured before every placement's run and at the end: memory by a triad, the disk through the engine that
 the runs choose; the best of all counts. A case's bound is the largest of compute, update at memory speed, and its own
 bytes at disk speed. Peak memory is the resident set beyond that of a process which has imported torch and transformers.
