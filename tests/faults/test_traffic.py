@@ -46,6 +46,15 @@ def step(engine: tiered_zero.Engine, number: int, micro_batches: int = 1) -> Non
     engine.flush()
 
 
+def nbytes_ahead(engine: tiered_zero.Engine) -> int:
+    """State that is read for the step to come, once it is there."""
+    works = list(engine._parts.policy._stepper._ahead._works.values())
+    for work in works:
+        for event in work.reads:
+            event.wait()
+    return sum(work.raw.numel() for work in works)
+
+
 @every_policy
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("accumulation", [1, 3])
@@ -60,13 +69,19 @@ def test_bytes_written_are_the_closed_form(accumulation: int, dtype: str, policy
         assert (2 if dtype == "bf16" else 4) == units[0][1]
         for number in range(4):
             written, read = Counter(store.nbytes_written), Counter(store.nbytes_read)
+            earlier = nbytes_ahead(engine)
             first = len(disk.requests)
             step(engine, number, accumulation)
             now = Counter(store.nbytes_written) - written
             assert now["state"] == states
             assert now["param"] + now["param_back"] == params
             # before its first step a sub-group has a master and no state yet
-            assert (Counter(store.nbytes_read) - read)["state"] == (states // ADAM_ARRAYS if number == 0 else states)
+            later = nbytes_ahead(engine)
+            now = Counter(store.nbytes_read) - read
+            if policy == "delayed" and number == 1:
+                earlier = 0  # the first step behind the scenes reads anew what was read for one that is not
+            assert now["state"] + earlier - later == (states // ADAM_ARRAYS if number == 0 else states)
+            assert later, "and the next step's first are read already"
             asked = sum(r.nbytes for r in disk.requests[first:] if r.kind == "write")
             assert asked == params + states, "what was asked of the disk is what was counted"
 

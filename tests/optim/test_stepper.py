@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from tiered_zero.layout.flat import ParamSpec, Unit
 from tiered_zero.layout.subgroups import cut_subgroups
 from tiered_zero.layout.swap_bytes import CUT_NUMEL
 from tiered_zero.optim.master_format import MasterFormat, Parts
+from tiered_zero.optim.ready import ReadyQueue
 from tiered_zero.optim.rule import Run, StateField, UpdateRule
 from tiered_zero.optim.state_layout import StateLayout
 from tiered_zero.optim.stepper import StreamingStepper, UpdateJob
@@ -184,8 +187,13 @@ class World:
                 part = slice(entry.start, entry.stop)
                 assert torch.equal(flat[part], self.masters[unit.index][part].to(unit.dtype))
 
+    def check_buffers(self) -> None:
+        """All are there once nothing is read ahead."""
+        self.stepper.forget_ahead()
+        assert self.staging.num_free == self.staging.count
+
     def at(self, what: str, name: str) -> int:
-        """When it happened, by its place in the log."""
+        """When it first happened, by its place in the log."""
         return self.tier.log.index((what, name))
 
 
@@ -232,29 +240,66 @@ def test_at_the_end_everything_is_written_and_every_buffer_back() -> None:
     world = six(latency=LATE, params_away=True)
     world.step()
     assert sum(what == "write done" for what, _ in world.tier.log) == sum(what == "write" for what, _ in world.tier.log)
-    assert world.staging.num_free == world.staging.count
+    world.check_buffers()
 
 
 # -- ahead of the step -------------------------------------------------------------------------------------------------
+
+
+def last(world: World, what: str, name: str) -> int:
+    return max(index for index, entry in enumerate(world.tier.log) if entry == (what, name))
+
+
+def wait_for(condition: Callable[[], bool], what: object) -> None:
+    deadline_s = time.monotonic() + 10.0
+    while not condition():
+        assert time.monotonic() < deadline_s, what
+        time.sleep(0.001)
 
 
 def reads(world: World) -> list[str]:
     return [name for what, name in world.tier.log if what == "read"]
 
 
-def test_what_the_last_step_began_with_is_read_ahead_once() -> None:
+def test_what_the_next_step_begins_with_is_read_at_the_end_of_this_one() -> None:
     world = six(num_buffers=4, latency=LATE, params_away=True)
     world.stepper.read_ahead()
     assert not reads(world), "nothing is known before the first step"
     world.step()
+    assert reads(world) == [f"s{index}" for index in (*range(6), 0, 1, 2)]
+    assert world.staging.num_free == 1, "a buffer is left to others"
+    for index in range(3):
+        assert world.tier.log.index(("write done", f"s{index}")) < last(world, "read", f"s{index}")
+    assert last(world, "read", "s0") < world.at("write done", "s5"), "while it still has writes of its own to do"
     world.tier.log.clear()
     world.stepper.read_ahead()
-    world.stepper.read_ahead()
-    assert reads(world) == ["s0", "s1", "s2"] and world.staging.num_free == 1, "a buffer is left to others"
+    assert not reads(world), "all that there is room for is read"
     world.step()
-    assert sorted(reads(world)) == [f"s{index}" for index in range(6)], "none is read twice"
-    assert world.staging.num_free == world.staging.count
+    assert reads(world) == [f"s{index}" for index in (3, 4, 5, 0, 1, 2)], "none is read twice"
     world.check()
+    world.check_buffers()
+
+
+def test_what_is_expected_is_read_while_gradients_are_waited_for() -> None:
+    """And a buffer that a write gives back meanwhile is used for the next."""
+    units = [make_unit(index, [CUT_NUMEL - 50]) for index in range(6)]
+    world = World(units, num_buffers=3)
+    world.step()
+    world.tier.log.clear()
+    queue = ReadyQueue()
+    stepping = threading.Thread(target=lambda: world.step(queue=queue), daemon=True)
+    stepping.start()
+    for index, layout in enumerate(world.layouts):
+        queue.add(layout)
+        wait_for(lambda index=index: ("write", f"s{index}") in world.tier.log, index)  # type: ignore[misc]
+        if index + 2 < len(units):
+            wait_for(lambda index=index: f"s{index + 2}" in reads(world), index)  # type: ignore[misc]
+    assert sorted(reads(world)) == ["s2", "s3", "s4", "s5"], "s0 and s1 at the end of the last step"
+    queue.close()
+    stepping.join(10.0)
+    assert not stepping.is_alive()
+    world.check()
+    world.check_buffers()
 
 
 @pytest.mark.parametrize("num_buffers", [2, 3, 4])
@@ -262,22 +307,32 @@ def test_another_order_than_expected_takes_the_buffers_back(num_buffers: int) ->
     units = [make_unit(index, [CUT_NUMEL - 50]) for index in range(4)]
     world = World(units, num_buffers=num_buffers, latency=LATE)
     world.step()
-    world.stepper.read_ahead()
     world.step(Gradients(world, [unit.entries[0].param for unit in units[:3]]))
-    assert world.staging.num_free == world.staging.count
-    world.check()
-    world.stepper.read_ahead()
     assert reads(world)[-1] == "s3", "the last step's order counts"
+    world.check()
     world.step()
     world.check()
+    world.check_buffers()
+
+
+def test_a_step_of_the_other_kind_reads_anew() -> None:
+    """What was opened for it has room for other parameters."""
+    world = six(num_buffers=4, params_away=True)
+    (unit,) = world.units
+    world.inventory.place(unit, "param_back", Home(world.tier, world.tier.reserve("b0", unit.nbytes, "param_back")))
+    world.step()
+    world.tier.log.clear()
+    world.step(every_subgroup=True, param_kind="param_back")
+    assert reads(world) == [f"s{index}" for index in (*range(6), 0, 1, 2)]
+    world.inventory.swap(unit, "param", "param_back")
+    world.check()
+    world.check_buffers()
 
 
 def test_state_that_changes_is_read_again() -> None:
     world = six(num_buffers=4)
     world.step()
-    world.stepper.read_ahead()
-    world.stepper.forget_ahead()
-    assert world.staging.num_free == world.staging.count
+    world.check_buffers()
     layout = world.layouts[0]
     layout.master(world.tier.contents["s0"]).fill_(3.0)
     for segment in layout.subgroup.segments:
@@ -291,6 +346,7 @@ def test_a_failed_read_ahead_fails_the_step_or_nobody() -> None:
     world = six(num_buffers=4, latency=LATE)
     world.step()
     before = {name: raw.clone() for name, raw in world.tier.contents.items()}
+    world.stepper.forget_ahead()
     world.tier.failing.add(("read", "s1"))
     world.stepper.read_ahead()
     world.stepper.forget_ahead()
@@ -314,7 +370,8 @@ def test_parameters_that_masters_need_are_read_ahead_with_the_state(latency: int
     assert torch.equal(world.tier.contents["u0"][-padding.numel() :], padding), "what was not stepped is what was read"
     reads = [index for index, entry in enumerate(world.tier.log) if entry == ("read", "u0")]
     updates = [index for index, entry in enumerate(world.tier.log) if entry[0] == "update"]
-    assert len(reads) == len(updates) == 6
+    assert len(updates) == 6 and len(reads) == 8, "two for the step after"
+    reads = reads[:6]
     assert all(ahead < now for ahead, now in zip(reads[1:], updates[:-1], strict=True)), "i+1 before update i"
 
 
@@ -323,6 +380,7 @@ def test_parameters_that_masters_need_are_read_ahead_with_the_state(latency: int
 def test_a_parameter_that_cannot_be_read_raises_and_gives_every_buffer_back(how: str, latency: int) -> None:
     world = six(latency=latency, params_away=True, masters=Joined())
     world.step()
+    world.stepper.forget_ahead()
     before = {name: raw.clone() for name, raw in world.tier.contents.items()}
     getattr(world.tier, how).add(("read", "u0"))
     with pytest.raises(TransferError, match="read of u0"):
@@ -439,6 +497,7 @@ def test_a_failing_transfer_raises_in_the_step_and_gives_every_buffer_back(
 ) -> None:
     world = six(latency=latency)
     world.step()
+    world.stepper.forget_ahead()
     before = {name: raw.clone() for name, raw in world.tier.contents.items()}
     getattr(world.tier, how).add((what, f"s{which}"))
     publications = {0: Publication()}

@@ -27,7 +27,9 @@ def everything(engine: tiered_zero.Engine) -> dict[str, Any]:
     for layout in stepper._layouts:
         index = layout.subgroup.index
         nbytes = layout.nbytes if index in stepper._born else layout.master_nbytes
-        found[f"state {index}"] = read_slot(inventory.home(layout.subgroup, "state"), 0, nbytes, stepper._staging)
+        found[f"state {index}"] = read_slot(
+            inventory.home(layout.subgroup, "state"), 0, nbytes, stepper._passage._staging
+        )
     return found
 
 
@@ -35,7 +37,7 @@ def masters(engine: tiered_zero.Engine) -> dict[str, torch.Tensor]:
     """Unit -> its fp32 masters, in whatever format they rest."""
     engine.flush()
     stepper, pager = engine._parts.policy._stepper, engine._parts.pager
-    found = Masters(stepper._layouts, stepper._inventory, stepper._staging)
+    found = Masters(stepper._layouts, stepper._passage._inventory, stepper._passage._staging)
     values: dict[str, torch.Tensor] = {}
     for residency in pager._residencies.values():
         unit = residency.unit

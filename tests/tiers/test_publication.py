@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -20,56 +21,77 @@ def part(value: int) -> torch.Tensor:
     return torch.full((PART,), value, dtype=torch.uint8)
 
 
+def values(target: torch.Tensor) -> list[int]:
+    """One of each part."""
+    return target.view(-1, PART)[:, 0].tolist()
+
+
 @pytest.mark.parametrize(
-    ("before", "after", "rest"),
-    [
-        ([], [0, 1, 2, 3], []),
-        ([], [2, 0, 3, 1], []),
-        ([0], [1, 2, 3], [(0, PART)]),
-        ([2, 0], [3, 1], [(0, PART), (2 * PART, 3 * PART)]),
-        ([3], [0, 2], [(PART, 2 * PART), (3 * PART, 4 * PART)]),
-        ([0, 1, 2, 3], [], [(0, 4 * PART)]),
-    ],
+    "order", [("receive", "make", "write"), ("make", "receive", "write"), ("make", "write", "receive")]
 )
-def test_a_target_gets_what_is_made_from_then_on_and_the_rest_is_named(
-    before: list[int], after: list[int], rest: list[tuple[int, int]]
-) -> None:
-    publication, target = Publication(), torch.zeros(4 * PART, dtype=torch.uint8)
-    for index in before:
-        publication.hand_over(index * PART, part(index + 1), copy)
-    publication.receive(target)
-    for index in after:
-        publication.hand_over(index * PART, part(index + 1), copy)
+def test_a_part_comes_by_copy_or_is_read_but_never_both(order: tuple[str, ...]) -> None:
+    """Part 0 is made early, part 1 is neither made nor written: the update leaves it as it was."""
+    publication, target = Publication(), torch.zeros(2 * PART, dtype=torch.uint8)
+    memory = part(7)
+    written: list[tuple[int, int]] = []
+    for what in order:
+        if what == "receive":
+            written = publication.receive(target)
+        elif what == "make":
+            publication.hand_over(0, memory, copy)
+        else:
+            publication.take_back(0, copy)
+            memory.fill_(9)  # somebody else's now
     publication.finish_making()
-    if rest:
-        publication.complete()
-    assert publication.take_rest() == rest
-    assert target.view(4, PART)[:, 0].tolist() == [index + 1 if index in after else 0 for index in range(4)]
+    assert publication.take_rest(copy) == [(PART, 2 * PART)]
+    if order[-1] == "receive":
+        assert written == [(0, PART)] and values(target) == [0, 0]
+    else:
+        assert written == [] and values(target) == [7, 0]
+    assert not publication.done(), "and none of it waits for the unit to be home"
 
 
-def test_what_was_received_is_usable_before_the_unit_is_home() -> None:
+def test_every_part_comes_one_way_or_the_other() -> None:
+    publication, target = Publication(), torch.zeros(4 * PART, dtype=torch.uint8)
+    parts = {index: part(index + 1) for index in range(4)}
+    for index in (2, 0):
+        publication.hand_over(index * PART, parts[index], copy)
+    publication.take_back(2 * PART, copy)
+    assert publication.receive(target) == [(2 * PART, 3 * PART)]
+    publication.hand_over(3 * PART, parts[3], copy)
+    assert values(target) == [0, 0, 0, 4], "at once"
+    publication.take_back(0, copy)
+    assert values(target) == [1, 0, 0, 4], "before its memory goes to others"
+    publication.hand_over(PART, parts[1], copy)
+    publication.finish_making()
+    assert publication.take_rest(copy) == []
+    assert values(target) == [1, 2, 0, 4]
+
+
+def test_taking_the_rest_waits_for_the_unit_to_be_made() -> None:
+    publication, target = Publication(), torch.zeros(2 * PART, dtype=torch.uint8)
+    publication.hand_over(0, part(1), copy)
+    publication.receive(target)
+    found: list[list[tuple[int, int]]] = []
+    waiting = threading.Thread(target=lambda: found.append(publication.take_rest(copy)), daemon=True)
+    waiting.start()
+    waiting.join(0.05)
+    assert waiting.is_alive() and not found
+    publication.hand_over(PART, part(2), copy)
+    publication.finish_making()
+    waiting.join(10)
+    assert found == [[]] and values(target) == [1, 2]
+
+
+def test_the_target_is_its_owners_again_once_the_rest_is_taken() -> None:
     publication, target = Publication(), torch.zeros(PART, dtype=torch.uint8)
     publication.receive(target)
     publication.hand_over(0, part(7), copy)
     publication.finish_making()
-    assert publication.take_rest() == [] and not publication.done()
+    publication.take_rest(copy)
     publication.hand_over(0, part(9), copy)
-    assert target.eq(7).all(), "the target is its owner's again"
-
-
-def test_the_rest_waits_for_the_unit_to_be_home() -> None:
-    publication = Publication()
-    publication.receive(torch.zeros(2 * PART, dtype=torch.uint8))
-    publication.hand_over(0, part(1), copy)
-    publication.finish_making()
-    found: list[list[tuple[int, int]]] = []
-    waiting = threading.Thread(target=lambda: found.append(publication.take_rest()), daemon=True)
-    waiting.start()
-    waiting.join(0.05)
-    assert waiting.is_alive() and not found
-    publication.complete()
-    waiting.join(10)
-    assert found == [[(PART, 2 * PART)]]
+    publication.take_back(0, copy)
+    assert values(target) == [7]
 
 
 def test_a_second_target_starts_anew() -> None:
@@ -77,11 +99,11 @@ def test_a_second_target_starts_anew() -> None:
     first, second = (torch.zeros(2 * PART, dtype=torch.uint8) for _ in range(2))
     publication.receive(first)
     publication.hand_over(0, part(1), copy)
-    publication.receive(second)
+    assert publication.receive(second) == []
     publication.hand_over(PART, part(2), copy)
-    publication.complete()
-    assert publication.take_rest() == [(0, PART)]
-    assert not second[:PART].any() and not first[PART:].any()
+    publication.finish_making()
+    assert publication.take_rest(copy) == []
+    assert values(second) == [1, 2] and values(first) == [1, 0]
 
 
 @pytest.mark.parametrize("made", [False, True])
@@ -91,7 +113,7 @@ def test_a_failure_reaches_who_waits_for_it_and_ends_the_copying(made: bool) -> 
     if made:
         publication.finish_making()
     publication.fail(RuntimeError("the disk broke"))
-    for wait in (publication.wait, publication.wait_made, publication.take_rest):
+    for wait in (publication.wait, publication.wait_made, partial(publication.take_rest, copy)):
         with pytest.raises(RuntimeError, match="the disk broke"):
             wait()
     publication.hand_over(0, part(1), copy)

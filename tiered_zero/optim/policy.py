@@ -134,12 +134,16 @@ class UpdatePolicy(ABC):
 
     def _step(self, job: UpdateJob) -> None:
         try:
+            if self.failure is not None:  # of the job before, which was still writing when this one was started
+                raise self.failure
             self._stepper.step(job)
         except BaseException as error:
             self.failure = error
             for publication in list(job.publications.values()):
                 publication.fail(error)
             raise
+        finally:
+            job.made.set()
 
 
 class BarrierPolicy(UpdatePolicy):
@@ -180,12 +184,13 @@ class OverlappedPolicy(UpdatePolicy):
         self._guard = guard
         self._in_backward = in_backward
         self._open: OpenUpdate | None = None
+        self._started: UpdateJob | None = None
 
     def begin_backward(self) -> None:
         if self._in_backward is None:
             self._read_ahead()
             return
-        self.flush()
+        self._await_made()
         self._read_ahead()
         self._open = OpenUpdate(self._in_backward, freeze_groups(self._groups))
         self._start(self._open.job)
@@ -246,6 +251,15 @@ class OverlappedPolicy(UpdatePolicy):
         self._join(self._runtime)
         self.check()
 
+    def _await_made(self) -> None:
+        """Block until the last update has no use for its gradients any more, though it may still write."""
+        self.check_untouched("Another backward begins")
+        if self._started is not None:
+            with self._runtime.recorder.span("compute", "wait_update"):
+                self._started.made.wait()
+        if self.failure is not None:
+            self.flush()
+
     def _publish(self, unit: Unit, job: UpdateJob) -> None:
         publication = job.publications[unit.index] = Publication()
         self._inventory.publish(unit, publication)
@@ -253,6 +267,7 @@ class OverlappedPolicy(UpdatePolicy):
             publication.fail(self.failure)
 
     def _start(self, job: UpdateJob) -> None:
+        self._started = job
         accelerator = self._runtime.accelerator
         after = [accelerator.record_compute()]
         self._running = accelerator.lane("optimizer").submit(partial(self._step, job), after=after)

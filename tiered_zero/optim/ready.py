@@ -18,14 +18,16 @@ class ReadyQueue:
 
     def __init__(self, ready: Iterable[StateLayout] = (), skipped: Iterable[StateLayout] = ()) -> None:
         self._changed = threading.Condition()
-        self._heap: list[tuple[int, StateLayout]] = [(layout.subgroup.index, layout) for layout in ready]
-        heapq.heapify(self._heap)
+        self._ready = {layout.subgroup.index: layout for layout in ready}
+        self._heap = sorted(self._ready)
+        """Their indices, and perhaps some that are taken."""
         self._skipped = list(skipped)
         self._closed = False
 
     def add(self, layout: StateLayout) -> None:
         with self._changed:
-            heapq.heappush(self._heap, (layout.subgroup.index, layout))
+            self._ready[layout.subgroup.index] = layout
+            heapq.heappush(self._heap, layout.subgroup.index)
             self._changed.notify()
 
     def skip(self, layout: StateLayout) -> None:
@@ -41,26 +43,37 @@ class ReadyQueue:
     def clear(self) -> None:
         """Give up what is not taken yet."""
         with self._changed:
-            self._heap.clear()
+            self._ready.clear()
 
     def peek(self) -> StateLayout | None:
         """The shallowest that is ready now."""
         with self._changed:
-            return self._heap[0][1] if self._heap else None
+            while self._heap and self._heap[0] not in self._ready:
+                heapq.heappop(self._heap)
+            return self._ready[self._heap[0]] if self._heap else None
 
     def take(self, layout: StateLayout) -> None:
         """Remove what `peek` gave; something shallower may have come before it since, or all have been given up."""
         with self._changed:
-            self._heap = [entry for entry in self._heap if entry[1] is not layout]
-            heapq.heapify(self._heap)
+            self._ready.pop(layout.subgroup.index, None)
+
+    def take_among(self, subgroups: Iterable[int]) -> list[StateLayout]:
+        """Remove and return those of these sub-groups that are ready, in the order given."""
+        with self._changed:
+            return [self._ready.pop(index) for index in subgroups if index in self._ready]
 
     def take_skipped(self) -> list[StateLayout]:
         with self._changed:
             skipped, self._skipped = self._skipped, []
             return skipped
 
-    def wait(self) -> bool:
-        """Block until a sub-group is ready (True), or the queue is closed and none is left (False)."""
+    def has_ended(self) -> bool:
+        """Closed, and everything that was ready is taken."""
         with self._changed:
-            self._changed.wait_for(lambda: self._heap or self._closed)
-            return bool(self._heap)
+            return self._closed and not self._ready
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Block until a sub-group is ready (True), or none is left in a closed queue or the time is up (False)."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._ready or self._closed, timeout_s)
+            return bool(self._ready)

@@ -162,7 +162,7 @@ class NvmeTier(Tier):
             reads.append(self._read(record, pages, 0, urgent=True))
 
         def job() -> None:  # without `target`: the error of one that failed must not keep its memory from others
-            rest = pending.take_rest() if pending is not None else []
+            rest = pending.take_rest(self._accelerator.copy) if pending is not None else []
             with self._recorder.span("gather", "fetch", record.name, nbytes):
                 try:
                     for start, stop in rest:
@@ -172,7 +172,8 @@ class NvmeTier(Tier):
 
         try:
             if pending is not None:
-                pending.receive(target)
+                for start, stop in pending.receive(target):
+                    reads.append(self._read(record, pages[start:stop], start, urgent=True))
             return self._accelerator.lane("gather").submit(
                 job, after=[self._accelerator.record_compute()], holds=[target]
             )
