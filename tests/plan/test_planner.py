@@ -95,6 +95,26 @@ def test_every_row_of_every_placement(param_tier: str, optimizer_tier: str, sums
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("largest", "limit", "count"),
+    [
+        (2, None, 12),  # small units: the least that keeps a disk busy
+        (30, None, 33),  # all of the largest, and one each that is read, updated, written
+        (30, 33 * 16 * 14 * MIB, 33),
+        (30, 20 * 16 * 14 * MIB, 20),  # no more than a part of the host's memory
+        (30, 5 * 16 * 14 * MIB, 12),
+        (80, None, 45),  # 640 MiB
+    ],
+)
+def test_a_whole_unit_is_staged_where_there_is_room(largest: int, limit: int | None, count: int) -> None:
+    sizes = [4, largest, *[1] * 60]
+    units = [make_unit(index, [size * MIB], torch.bfloat16) for index, size in enumerate(sizes)]
+    needs = [SubGroupNeed(12 * MIB, {unit.index: MIB}) for unit in units for _ in range(unit.numel // MIB)]
+    limits = {} if limit is None else {"host": (limit, "the test")}
+    plan = make_plan(units, needs, wishes("nvme", "nvme", limits=limits))
+    assert plan.state_staging == (14 * MIB, count)
+
+
 @pytest.mark.parametrize("param_tier", TIERS)
 def test_the_delayed_update_keeps_gradients_and_trainable_parameters_twice(param_tier: str) -> None:
     exact, late = (

@@ -25,9 +25,6 @@ from tiered_zero.tiers.inventory import Inventory
 from tiered_zero.tiers.publication import Publication
 from tiered_zero.tiers.step_gradients import StepGradients
 
-_LOOK_S = 0.002
-"""How often writes are looked at while gradients are waited for."""
-
 
 @dataclass(frozen=True)
 class UpdateJob:
@@ -126,8 +123,8 @@ class StreamingStepper:
                     written.append(opened.popleft())
                 if not opened and queue.has_ended():
                     job.made.set()
-                # where a write keeps all that is to be done from going on, it is waited for; else they are looked at
-                must_wait = not opened and (queue.peek() is not None or queue.has_ended())
+                # with nothing else to do, or no buffer free, one write is waited for; otherwise they are only looked at
+                must_wait = not opened
                 while written and (must_wait or all(event.done() for event in written[0].writes)):
                     self._passage.end(written[0])
                     if staged:
@@ -138,8 +135,6 @@ class StreamingStepper:
                     if queue.has_ended():
                         self._ahead.expect_next_step()
                     self._ahead.read()
-                if written and not opened:
-                    queue.wait(_LOOK_S)
             for skipped in queue.take_skipped():
                 progress.count_skipped(skipped.subgroup)
         except BaseException as error:

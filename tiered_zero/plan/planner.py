@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -20,6 +21,11 @@ NUM_STATE_STAGING = 3
 
 AUTO_STATE_STAGING_NBYTES = 168 * MIB
 """Of state on its way, where nobody counted buffers: what keeps the disk busy while an update or a wait takes long."""
+
+MAX_AUTO_STATE_STAGING_NBYTES = 640 * MIB
+MAX_AUTO_STATE_STAGING_SHARE = 16
+"""Up to so many bytes, and this part of the host's limit, where a whole unit is staged at once: that of a tied
+embedding, whose gradient is backward's last and whose update the next forward waits for first, is then read before."""
 
 WINDOW_UNITS = 3
 """Paged units on the device at once: the one in use, the one that is fetched, the one that is given up."""
@@ -328,7 +334,14 @@ def _state_staging(
     count = sum(nbytes > 0 for nbytes in staged)
     if not count:
         return 0, 0
-    auto = max(NUM_STATE_STAGING, AUTO_STATE_STAGING_NBYTES // max(staged))
+    of_unit: Counter[int] = Counter()
+    for need, nbytes in zip(needs, staged, strict=True):
+        for index, numel in need.parts.items():
+            of_unit[index] += nbytes * numel // sum(need.parts.values())
+    room = wishes.limits.get("host", (1 << 62, ""))[0] // MAX_AUTO_STATE_STAGING_SHARE
+    whole = max(of_unit.values(), default=0) + NUM_STATE_STAGING * max(staged)
+    wanted = min(whole, MAX_AUTO_STATE_STAGING_NBYTES, room)
+    auto = max(NUM_STATE_STAGING, max(AUTO_STATE_STAGING_NBYTES, wanted) // max(staged))
     return max(staged), min(count, wishes.num_state_staging or auto)
 
 
