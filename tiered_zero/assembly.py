@@ -128,14 +128,14 @@ def build(draft: Draft, lr_scheduler: Any = None) -> Engine:
         resources.callback(hooks.remove)
         policy = _make_policy(draft, inventory, runtime, pager, gradients, tiers)
         resources.callback(policy.forget_ahead)
-        masters.before_change = policy.forget_ahead
+        keeper.before_change = policy.settle
 
         def complete(unit: Unit) -> None:
             pager.finish_gradients(unit)
             policy.complete_unit(unit)
 
         gradients.on_unit_complete = complete
-        gradients.before_take = pager.await_update
+        gradients.before_take = pager.await_making
         pager.before_reading = policy.flush
         resources.callback(accelerator.close)  # first of all: what lanes still do ends before its memory goes
         engine = Engine(

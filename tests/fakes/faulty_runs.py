@@ -135,11 +135,12 @@ class Extent:
 
 def extent(engine: tiered_zero.Engine, what: str) -> Extent:
     """Of one record in the middle of the model: "param" (read now, written by the next update), "frozen" (parameters
-    that none writes), or "state". The store has one file."""
+    that none writes), or "state"; or the "last state" that is updated, the embedding's. The store has one file."""
     inventory, pager = engine._parts.pager._inventory, engine._parts.pager
-    if what == "state":
+    if what.endswith("state"):
         layouts = engine._parts.policy._stepper._layouts
-        home = inventory.home(layouts[len(layouts) // 2].subgroup, "state")
+        first = next(layout for layout in layouts if layout.subgroup.pieces[0].param.name == "tokens.weight")
+        home = inventory.home((layouts[len(layouts) // 2] if what == "state" else first).subgroup, "state")
     else:
         wanted = "<root>:float32:frozen" if what == "frozen" else "blocks.1.query_key_value:float32"
         unit = next(r.unit for r in pager._residencies.values() if r.unit.name == wanted)

@@ -101,3 +101,33 @@ def test_sigusr1_shows_a_stalled_step(
         assert not differing(reference(policy, 4), dict(engine.module.state_dict()))
     assert signal.getsignal(signal.SIGUSR1) == before
     tell("SIGUSR1 while a request stalls", f"{policy}; nvme/nvme", "the in-flight table on stderr; the step goes on")
+
+
+def test_a_step_does_not_wait_for_the_last_ones_writes(swap_path: Path) -> None:
+    """The state that is updated last is held up on its way to the disk. Forward takes the parameters that are not home
+    yet from the update, backward needs no state, and the update that it starts stands behind the one that still writes.
+    """
+    policy = "overlapped in backward"
+    with faulty_disks() as disks, build(swap_path, policy) as engine:
+        assert train(engine, 2) is None
+        engine.flush()
+        disks[0].add(extent(engine, "last state").fault("write", 1, "stall"))
+        assert train(engine, 4, first=2) is None
+        assert disks[0].stalled, "steps 2 and 3 were taken beside it"
+        disks[0].release()
+        assert train(engine, 6, first=4) is None
+        assert not differing(reference(policy, 6), dict(engine.module.state_dict()))
+
+
+def test_a_write_that_fails_after_the_next_backward_began_latches(
+    swap_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    policy = "overlapped in backward"
+    with faulty_disks(io_timeout_s=2.0) as disks, build(swap_path, policy) as engine:
+        assert train(engine, 2) is None
+        engine.flush()
+        disks[0].add(extent(engine, "last state").fault("write", 1, "stall"))
+        failure = train(engine, 5, first=2)
+        assert failure is not None and (failure.step, failure.call) == (4, "forward"), failure
+        check_aftermath(policy, engine, failure, swap_path)
+    assert not [text for text in caplog.messages if "nobody waited" in text]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -22,7 +22,6 @@ class Masters:
         self._layouts = layouts
         self._inventory = inventory
         self._staging = staging
-        self.before_change: Callable[[], None] = lambda: None
         """Called before state is written outside of a step: what has been read of it is old."""
 
     @property
@@ -43,7 +42,6 @@ class Masters:
         """`flat` [P] of the unit's dtype on the CPU was set by hand: masters that round to something else take its
         value. `old`: [P], what it was before, where that is needed.
         """
-        self.before_change()
         for layout, segment in self._segments(unit):
             before = None if old is None else _part(old, segment)
             if parts := layout.masters.follow(self._read(layout, segment), _part(flat, segment), before):

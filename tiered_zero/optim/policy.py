@@ -6,7 +6,8 @@
 forward needs the units; using a unit waits for that unit's publication and for nothing else. Update windows are
 nested (last gradient out, first forward in), so this order is optimal and exact. Where no verdict is needed (no
 clipping, no overflow check) a unit's update begins in backward, as soon as its last gradient has come; a second
-backward in such a step, or a look at weights before step(), is refused, for it would see both old and new.
+backward in such a step, or a look at weights before step(), is refused, for it would see both old and new. Such a
+backward begins once every update of the last step is computed; what that still writes goes on, ahead of what it starts.
 `delayed`: ZeRO-Offload's one-step delayed parameter update (Ren et al. 2021, section 5.2). After `delay_start_step`
 exact steps the update of step i runs while forward and backward of step i+1 compute with the parameters from before
 it: theta(i+1) = update(theta(i), gradient at theta(i-1)). New 16-bit parameters are written behind the scenes and
@@ -39,6 +40,9 @@ from tiered_zero.tiers.inventory import Inventory
 from tiered_zero.tiers.publication import Publication
 from tiered_zero.tiers.step_gradients import StepGradients
 
+_LOOK_S = 0.25
+"""How often it is looked at whether an update has failed."""
+
 
 class UnitGuard(Protocol):
     """Keeps compute from using units whose update is under way."""
@@ -64,7 +68,8 @@ class UpdatePolicy(ABC):
         self._stepper = stepper
         self._groups = groups
         self.failure: BaseException | None = None
-        self._running: Event | None = None
+        self._running: list[Event] = []
+        """Jobs on the lane, in order: one that still writes, and one behind it."""
 
     @abstractmethod
     def apply(self, gradients: StepGradients, grad_scale: float) -> None:
@@ -108,28 +113,39 @@ class UpdatePolicy(ABC):
         self.flush()
 
     def forget_ahead(self) -> None:
-        """State is about to change outside of a step, or the engine ends: nothing that was read ahead is used."""
+        """A step is given up, or the engine ends: nothing that was read ahead is used. Does nothing while an update
+        runs, which reads ahead itself."""
         if self._is_idle():
             self._stepper.forget_ahead()
+
+    def settle(self) -> None:
+        """State or parameters are about to be changed by hand: no update runs, and nothing is read ahead."""
+        self.flush()
+        self.forget_ahead()
 
     def _read_ahead(self) -> None:
         if self._is_idle() and self.failure is None:
             self._stepper.read_ahead()
 
     def _is_idle(self) -> bool:
-        return self._running is None or self._running.done()
+        return all(event.done() for event in self._running)
 
     def _join(self, runtime: Runtime) -> bool:
-        """Wait for the update under way; False without one. Raises its error, once: then `check` does."""
-        running = self._running
-        if running is None:
+        """Wait for the updates under way; False without any. Raises the first error, once: then `check` does."""
+        if not self._running:
             return False
+        errors: list[Exception] = []
         try:
             with runtime.recorder.span("compute", "wait_update"):
-                running.wait()
+                for event in self._running:
+                    try:
+                        event.wait()
+                    except Exception as error:
+                        errors.append(error)
         finally:
-            if running.done():  # else the wait was interrupted, and it goes on
-                self._running = None
+            self._running = [event for event in self._running if not event.done()]  # where the wait was interrupted
+        if errors:
+            raise errors[0]
         return True
 
     def _step(self, job: UpdateJob) -> None:
@@ -256,8 +272,9 @@ class OverlappedPolicy(UpdatePolicy):
         self.check_untouched("Another backward begins")
         if self._started is not None:
             with self._runtime.recorder.span("compute", "wait_update"):
-                self._started.made.wait()
-        if self.failure is not None:
+                while not (self._started.made.wait(_LOOK_S) or self._is_idle()):
+                    pass  # a lane that has failed never begins the job
+        if self._is_idle() or self.failure is not None:
             self.flush()
 
     def _publish(self, unit: Unit, job: UpdateJob) -> None:
@@ -270,7 +287,7 @@ class OverlappedPolicy(UpdatePolicy):
         self._started = job
         accelerator = self._runtime.accelerator
         after = [accelerator.record_compute()]
-        self._running = accelerator.lane("optimizer").submit(partial(self._step, job), after=after)
+        self._running.append(accelerator.lane("optimizer").submit(partial(self._step, job), after=after))
 
 
 class DelayedPolicy(UpdatePolicy):
@@ -295,7 +312,10 @@ class DelayedPolicy(UpdatePolicy):
         self._num_applied = 0
 
     def begin_backward(self) -> None:
-        """An update runs beside it, and the disk has no time to spare."""
+        """An update runs beside it, and reads ahead itself when it has no more to read."""
+
+    def _is_idle(self) -> bool:
+        return super()._is_idle() and self._exact._is_idle()
 
     def apply(self, gradients: StepGradients, grad_scale: float) -> None:
         self._num_applied += 1
@@ -305,7 +325,7 @@ class DelayedPolicy(UpdatePolicy):
         self.flush()
         groups = freeze_groups(self._groups)
         job = UpdateJob(gradients, grad_scale, groups, {}, param_kind="param_back", every_subgroup=True)
-        self._running = self._runtime.accelerator.lane("optimizer").submit(partial(self._step, job))
+        self._running.append(self._runtime.accelerator.lane("optimizer").submit(partial(self._step, job)))
 
     def prepare_evaluation(self) -> None:
         self.flush()

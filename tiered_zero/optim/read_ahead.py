@@ -33,7 +33,7 @@ class ReadAhead:
         self._expected: deque[StateLayout] = deque()
         """What may be read after these."""
         self._order: list[StateLayout] = []
-        """Of the last whole step: those that were read, as it began them."""
+        """Of the last step that read any: those, as it began them."""
         self._begun: set[int] = set()
         self._ended: list[StateLayout] = []
         self._all_begun = False
@@ -72,10 +72,10 @@ class ReadAhead:
 
     def forget(self) -> None:
         """State is about to change, or nothing comes as expected."""
-        works = list(self._works.values())
-        self._works.clear()
         self._expected = deque(self._order)
-        self._passage.abandon(works)
+        while self._works:
+            _, work = self._works.popitem()
+            self._passage.abandon([work])
 
     # -- what a step does ----------------------------------------------------------------------------------------------
 
@@ -112,7 +112,8 @@ class ReadAhead:
 
     def end_step(self) -> None:
         self.expect_next_step()
-        self._order = self._ended
+        if self._ended:  # else it was given up, or had nothing to read
+            self._order = self._ended
         self.read()
 
     def break_off(self) -> None:

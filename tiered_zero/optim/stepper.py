@@ -25,6 +25,9 @@ from tiered_zero.tiers.inventory import Inventory
 from tiered_zero.tiers.publication import Publication
 from tiered_zero.tiers.step_gradients import StepGradients
 
+_LOOK_S = 0.002
+"""How often writes are looked at while gradients are waited for."""
+
 
 @dataclass(frozen=True)
 class UpdateJob:
@@ -109,9 +112,8 @@ class StreamingStepper:
         if staged:
             self._ahead.begin_step(job.param_kind)
         try:
-            for skipped in queue.take_skipped():
-                progress.count_skipped(skipped.subgroup)
             while opened or written or queue.wait():
+                progress.count_skipped(queue.take_skipped())
                 self._open_ready(job, queue, opened)
                 if opened:
                     work = opened[0]
@@ -123,8 +125,9 @@ class StreamingStepper:
                     written.append(opened.popleft())
                 if not opened and queue.has_ended():
                     job.made.set()
-                # with nothing else to do, or no buffer free, one write is waited for; otherwise they are only looked at
-                must_wait = not opened
+                # a write is waited for where nothing goes on without its buffer, or nothing else is to come; otherwise
+                # they are only looked at
+                must_wait = not opened and (queue.peek() is not None or queue.has_ended())
                 while written and (must_wait or all(event.done() for event in written[0].writes)):
                     self._passage.end(written[0])
                     if staged:
@@ -135,8 +138,9 @@ class StreamingStepper:
                     if queue.has_ended():
                         self._ahead.expect_next_step()
                     self._ahead.read()
-            for skipped in queue.take_skipped():
-                progress.count_skipped(skipped.subgroup)
+                if written and not opened:
+                    queue.wait(_LOOK_S)
+            progress.count_skipped(queue.take_skipped())
         except BaseException as error:
             progress.fail(error)
             self._passage.abandon([*opened, *written])
@@ -278,9 +282,10 @@ class _Progress:
             if not self._unwritten[index]:
                 publication.complete()
 
-    def count_skipped(self, subgroup: SubGroup) -> None:
-        self.count_made(subgroup)
-        self.count_written(subgroup)
+    def count_skipped(self, layouts: Sequence[StateLayout]) -> None:
+        for layout in layouts:
+            self.count_made(layout.subgroup)
+            self.count_written(layout.subgroup)
 
     def count_made(self, subgroup: SubGroup) -> None:
         for publication in self._ended(self._unmade, subgroup):

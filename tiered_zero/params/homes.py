@@ -32,6 +32,8 @@ class HomeKeeper:
         self._staging = staging
         self._on_change = on_change
         self._cuts = cuts
+        self.before_change: Callable[[], None] = lambda: None
+        """Called before anything is written over: no update may be under way, nor what it needs be read already."""
 
     def read(self, unit: Unit) -> torch.Tensor:
         """[P] of the unit's dtype, a CPU tensor of the caller's own. The unit has a home off the device."""
@@ -50,6 +52,7 @@ class HomeKeeper:
 
     def change(self, unit: Unit, flat: torch.Tensor, old: torch.Tensor | None) -> None:
         """`flat` [P], on the device or the CPU, becomes the unit's value; masters follow where it differs."""
+        self.before_change()
         value = flat.to("cpu")
         if self._inventory.find(unit, "param") is not None:
             self.store(unit, value)

@@ -275,9 +275,9 @@ class Pager:
         elif publication is not None:
             publication.wait()  # done: returns at once, or raises
 
-    def _await_making(self, unit: Unit) -> None:
-        """Block until the unit's new parameters are computed: its fetch knows how they come here. Raises what made that
-        fail, in so far as it has by then."""
+    def await_making(self, unit: Unit) -> None:
+        """Block until the unit's new parameters are computed: its gradients are not needed any more, and a fetch knows
+        how they come here. Raises what made that fail, in so far as it has by then."""
         publication = self._inventory.published(unit)
         if publication is not None and not publication.done():
             with self._recorder.span("compute", "wait_update", unit.name):
@@ -395,11 +395,13 @@ class Pager:
         if residency.state is UnitState.AWAY:
             self._fetch(residency)
         self._prefetch(residency)  # before the wait: an update under way then has where to put what it makes
-        if residency.fetch is None:
+        if self.is_device_resident(residency.unit):
             self.await_update(residency.unit)
+        elif residency.fetch is None:  # fetched since its last update: what that still writes is its home
+            self.await_making(residency.unit)
         else:
             try:
-                self._await_making(residency.unit)
+                self.await_making(residency.unit)
                 with self._recorder.span("compute", "wait_param", residency.unit.name):
                     self._accelerator.wait_on_compute(residency.fetch)
             except BaseException:

@@ -324,7 +324,7 @@ def _state_staging(
     wishes: Wishes,
 ) -> tuple[int, int]:
     """State that is not updated in place, and 16-bit parameters that the update cannot write where they belong. See
-    StreamingStepper.
+    Passage.
     """
     staged = []
     for need, tier in zip(needs, state_tiers, strict=True):

@@ -58,6 +58,9 @@ class StoreTicket(Ticket):
         self._once = Once(lambda: settle(self._join()))
 
     def done(self) -> bool:
+        """What has arrived is settled here rather than when the settling thread gets to it; never waits for a disk."""
+        if not self._once.done() and all(part.done() for part in self._parts):
+            self._once.run()
         return self._once.done()
 
     def wait(self) -> None:

@@ -152,7 +152,7 @@ class NvmeTier(Tier):
     def _fetch_in_place(
         self, record: Record, pages: memoryview, target: torch.Tensor, after: Publication | None
     ) -> Event:
-        """Whole pages, from the disk to where the unit is used; an update under way brings what it still makes."""
+        """Whole pages, from the disk to where the unit is used; an update under way brings what it has not written."""
         nbytes = target.numel()
         reads: list[Event] = []
         pending = None if after is None or after.done() else after
@@ -162,13 +162,16 @@ class NvmeTier(Tier):
             reads.append(self._read(record, pages, 0, urgent=True))
 
         def job() -> None:  # without `target`: the error of one that failed must not keep its memory from others
-            rest = pending.take_rest(self._accelerator.copy) if pending is not None else []
-            with self._recorder.span("gather", "fetch", record.name, nbytes):
-                try:
+            try:
+                rest = pending.take_rest(self._accelerator.copy) if pending is not None else []
+                with self._recorder.span("gather", "fetch", record.name, nbytes):
                     for start, stop in rest:
                         reads.append(self._read(record, pages[start:stop], start, urgent=True))
-                finally:
                     _await_all(reads)
+            except BaseException:
+                with suppress(TieredZeroError):
+                    _await_all(reads)
+                raise
 
         try:
             if pending is not None:
