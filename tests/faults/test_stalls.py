@@ -131,3 +131,26 @@ def test_a_write_that_fails_after_the_next_backward_began_latches(
         assert failure is not None and (failure.step, failure.call) == (4, "forward"), failure
         check_aftermath(policy, engine, failure, swap_path)
     assert not [text for text in caplog.messages if "nobody waited" in text]
+
+
+def test_what_was_read_ahead_is_left_to_an_exact_update_that_still_runs(swap_path: Path) -> None:
+    """Updates are late from the fifth step on; one before that is held up while the driver forgets what was read."""
+    runtime = {"update": "delayed", "delay_start_step": 4}
+    with faulty_disks() as disks, build(swap_path, "delayed", runtime=runtime) as engine:
+        policy = engine._parts.policy
+        assert train(engine, 2) is None
+        engine.flush()
+        disks[0].add(extent(engine, "state").fault("write", 1, "stall"))
+        assert train(engine, 3, first=2) is None
+        deadline_s = time.monotonic() + 10
+        while not disks[0].stalled and time.monotonic() < deadline_s:
+            time.sleep(0.002)
+        time.sleep(0.05)  # what there is room for is read
+        ahead = dict(policy._stepper._ahead._works)
+        policy.forget_ahead()
+        assert ahead and policy._stepper._ahead._works == ahead, "an update runs"
+        disks[0].release()
+        engine.flush()
+        policy.forget_ahead()
+        assert not policy._stepper._ahead._works
+        assert train(engine, 7, first=3) is None

@@ -135,6 +135,17 @@ def test_a_frame_ends_by_an_exception_too() -> None:
     assert world.state(0) is UnitState.AWAY and world.pager.is_called_directly()
 
 
+def test_who_must_know_of_a_change_by_hand_does_before_anything_is_written() -> None:
+    world = World([1])
+    (unit,), keeper = world.units, world.pager._keeper
+    told: list[str] = []
+    keeper.before_change = lambda: told.append("before")
+    keeper.store = lambda unit, flat: told.append("store")  # type: ignore[method-assign]
+    with world.pager.frame([unit]):
+        world.pager.write_back(unit, None)
+    assert told == ["before", "store"] and world.changed == [0]
+
+
 # -- the three doors ---------------------------------------------------------------------------------------------------
 
 

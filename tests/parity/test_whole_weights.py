@@ -137,6 +137,26 @@ def test_changes_made_inside_gathered_are_kept(placement, swap_path):
     )
 
 
+def test_a_change_by_hand_between_backward_and_step_is_refused(swap_path):
+    """Where updates begin in backward the unit's own may have begun, from masters that know nothing of the change."""
+    with tiered(build(), swap_path, ("nvme", "nvme"), adamw) as engine:
+        train(engine, batch, 2)
+        weight = engine.module.blocks[1].out.weight
+        with (
+            pytest.raises(tiered_zero.ModelError, match=r"before step\(\)"),
+            tiered_zero.gathered(weight, modify=True),
+        ):
+            engine.backward(engine(*batch(2)))
+            with torch.no_grad():
+                weight.mul_(1.5)
+        engine.step()
+        found = dict(named_weights(engine.module))
+    with tiered(build(), swap_path, ("nvme", "nvme"), adamw) as engine:
+        train(engine, batch, 3)
+        expected = dict(named_weights(engine.module))
+    assert all(torch.equal(value, found[name]) for name, value in expected.items())
+
+
 @pytest.mark.parametrize("placement", FAR, ids="-".join)
 def test_changes_without_modify_are_lost(placement, swap_path):
     with tiered(build(), swap_path, placement, adamw) as engine:

@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 import pytest
 
 from tiered_zero.telemetry.ledger import TIERS
-from tiered_zero.telemetry.page import MAX_BARS, render_page
+from tiered_zero.telemetry.page import MAX_BARS, MAX_ROWS, draw_timeline, render_page
 from tiered_zero.telemetry.page_style import COLOURS, STYLE, style_of
 from tiered_zero.telemetry.report import CAUSES, StepReport
 from tiered_zero.telemetry.runlog import Run, RunHeader, Timeline
@@ -105,6 +105,17 @@ def test_a_timeline_of_many_spans_keeps_the_longest() -> None:
     page = render_page(run, "long")
     assert page.count("update: x") == MAX_BARS
     assert "The 5 shortest spans are left out." in page
+
+
+def test_a_timeline_begins_with_the_step_and_stays_low() -> None:
+    """Reads that were begun under the step before are drawn from its start on, and of many at a time only some."""
+    reads = [Span("disk read", f"r{i}", 8.0 + i / 100, 12.0 + i / 100, 0, "read") for i in range(20)]
+    early = Span("disk read", "early", 8.0, 9.0, 0, "read")
+    step = Span("compute", "forward", 10.0, 14.0, 0, "forward")
+    svg = draw_timeline(Timeline(1, [*reads, early, step]))
+    assert "early (read)" not in svg and svg.count("(read)") == MAX_ROWS
+    assert "disk read: r0 (read), 2 s" in svg and "r5 (read)" in svg and "r6 (read)" not in svg
+    assert "compute: forward (forward), 4 s" in svg
 
 
 @pytest.mark.parametrize("num_steps", [1, 2, 121, 5000])

@@ -125,6 +125,8 @@ class StreamingStepper:
                     written.append(opened.popleft())
                 if not opened and queue.has_ended():
                     job.made.set()
+                if staged:
+                    self._read_ahead(queue)
                 # a write is waited for where nothing goes on without its buffer, or nothing else is to come; otherwise
                 # they are only looked at
                 must_wait = not opened and (queue.peek() is not None or queue.has_ended())
@@ -134,10 +136,8 @@ class StreamingStepper:
                         self._ahead.note_ended(written[0])
                     progress.count_written(written.popleft().subgroup)
                     must_wait = False
-                if staged and queue.peek() is None:  # nothing that is ready needs the free buffers
-                    if queue.has_ended():
-                        self._ahead.expect_next_step()
-                    self._ahead.read()
+                if staged:
+                    self._read_ahead(queue)
                 if written and not opened:
                     queue.wait(_LOOK_S)
             progress.count_skipped(queue.take_skipped())
@@ -172,6 +172,13 @@ class StreamingStepper:
                 opened.append(work)
             elif opened or not self._ahead.give_way():
                 return
+
+    def _read_ahead(self, queue: ReadyQueue) -> None:
+        """Into buffers that nothing needs which is ready."""
+        if queue.peek() is None:
+            if queue.has_ended():
+                self._ahead.expect_next_step()
+            self._ahead.read()
 
     def _open_nowait(self, layout: StateLayout, param_kind: str) -> Work | None:
         return self._passage.open_nowait(layout, param_kind, born=layout.subgroup.index in self._born)

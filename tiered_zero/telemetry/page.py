@@ -27,6 +27,9 @@ from tiered_zero.telemetry.trace import RowLayout, by_start
 MAX_BARS = 4000
 """Of a timeline; the longest are drawn, so that the page stays small."""
 
+MAX_ROWS = 6
+"""Of a lane: a disk may have many requests at a time, of which so many are drawn."""
+
 
 def render_page(run: Run, title: str) -> str:
     """The page's text."""
@@ -123,19 +126,25 @@ def _timeline(timeline: Timeline | None) -> str:
         if left_out
         else "Names are drawn where they fit; others on hovering."
     )
+    note += f" Of one lane at most {MAX_ROWS} spans are drawn at a time."
     return _figure(f"Timeline of step {timeline.step}", f'<div class="wide">{draw_timeline(timeline)}</div>', "", note)
 
 
 def draw_timeline(timeline: Timeline) -> str:
-    """The step's longest spans as an SVG: a row for each lane, and more where its spans overlap."""
+    """The step's longest spans as an SVG: a row for each lane, and more where its spans overlap. What was begun before
+    the driver began the step is drawn from there on."""
     longest = sorted(timeline.spans, key=lambda span: span.start_s - span.end_s)[:MAX_BARS]
-    layout, began_s = RowLayout(), min(span.start_s for span in longest)
+    driver = [span for span in longest if span.lane == DRIVER_LANE]
+    began_s = min(span.start_s for span in driver or longest)
+    within = [span for span in longest if span.end_s > began_s]
+    layout = RowLayout()
     scale, unit = _seconds_unit(max(span.end_s for span in longest) - began_s)
-    placed = [(layout.place(span), span) for span in by_start(longest)]
+    placed = [(layout.place(span), span) for span in by_start(within)]
+    placed = [(place, span) for place, span in placed if place[1] < MAX_ROWS]
     rows = sorted({place for place, _ in placed}, key=lambda place: (layout.order(place[0]), place[1]))
     bars = []
     for place, span in placed:
-        start, end = (span.start_s - began_s) * scale, (span.end_s - began_s) * scale
+        start, end = (max(span.start_s, began_s) - began_s) * scale, (span.end_s - began_s) * scale
         moved = f", {format_nbytes(span.nbytes)}" if span.nbytes else ""
         style = style_of(span.kind if is_wait(span.kind) or span.lane == DRIVER_LANE else span.lane)
         tip = f"{span.lane}: {span.name} ({span.kind}), {end - start:.3g} {unit}{moved}"
