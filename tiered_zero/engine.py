@@ -321,6 +321,9 @@ class Engine:
                 self._update(verdict)
             else:
                 parts.policy.skip()
+        except BaseException:
+            parts.policy.abort()  # an update that began in backward is not half a step of the next
+            raise
         finally:
             parts.gradients.drop()
 

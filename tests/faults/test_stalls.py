@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.fakes.faulty_runs import (
+    NVME,
     POLICIES,
     build,
     check_aftermath,
@@ -103,12 +104,13 @@ def test_sigusr1_shows_a_stalled_step(
     tell("SIGUSR1 while a request stalls", f"{policy}; nvme/nvme", "the in-flight table on stderr; the step goes on")
 
 
-def test_a_step_does_not_wait_for_the_last_ones_writes(swap_path: Path) -> None:
+@pytest.mark.parametrize("placement", [NVME, ("cpu", "nvme")])
+def test_a_step_does_not_wait_for_the_last_ones_writes(placement: tuple[str, str], swap_path: Path) -> None:
     """The state that is updated last is held up on its way to the disk. Forward takes the parameters that are not home
     yet from the update, backward needs no state, and the update that it starts stands behind the one that still writes.
     """
     policy = "overlapped in backward"
-    with faulty_disks() as disks, build(swap_path, policy) as engine:
+    with faulty_disks() as disks, build(swap_path, policy, placement=placement) as engine:
         assert train(engine, 2) is None
         engine.flush()
         disks[0].add(extent(engine, "last state").fault("write", 1, "stall"))

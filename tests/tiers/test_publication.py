@@ -76,10 +76,12 @@ def test_taking_the_rest_waits_for_the_unit_to_be_made() -> None:
     waiting = threading.Thread(target=lambda: found.append(publication.take_rest(copy)), daemon=True)
     waiting.start()
     waiting.join(0.05)
-    assert waiting.is_alive() and not found
+    assert waiting.is_alive() and not found and not publication.making.done()
     publication.hand_over(PART, part(2), copy)
     publication.finish_making()
     waiting.join(10)
+    publication.making.wait()
+    assert publication.making.done() and not publication.done()
     assert found == [[]] and values(target) == [1, 2]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -11,8 +11,9 @@ import torch
 from tests.fakes.tier_rig import TIERS, Rig, open_rig, random_bytes
 from tiered_zero.sizes import PAGE_NBYTES
 from tiered_zero.tiers.inventory import Home
+from tiered_zero.tiers.publication import Publication
 from tiered_zero.tiers.slots import read_slot, write_slot
-from tiered_zero.tiers.tier import DoneEvent, Slot, as_bytes
+from tiered_zero.tiers.tier import Slot, as_bytes
 
 
 @pytest.fixture(params=TIERS)
@@ -80,15 +81,30 @@ def test_a_fetch_of_less_than_the_slot(rig: Rig) -> None:
     assert torch.equal(out, data[: out.numel()])
 
 
+def publish(rig: Rig, job: Callable[[], object]) -> Publication:
+    """What an update on its lane publishes."""
+    publication = Publication()
+
+    def update() -> None:
+        try:
+            job()
+        except RuntimeError as error:
+            publication.fail(error)
+        publication.complete()
+
+    rig.runtime.accelerator.lane("optimizer").submit(update)
+    return publication
+
+
 def test_a_fetch_waits_for_the_update_that_writes_the_slot(rig: Rig) -> None:
     slot = rig.tier.reserve("a", 3 * PAGE_NBYTES, "param")
     old, new = random_bytes(3 * PAGE_NBYTES), random_bytes(3 * PAGE_NBYTES)
     write(rig, slot, old)
-    update = rig.runtime.accelerator.lane("optimizer").submit(lambda: write(rig, slot, new))
+    update = publish(rig, lambda: write(rig, slot, new))
     out = torch.zeros_like(new)
     rig.tier.fetch(slot, out, after=update).wait()
     assert torch.equal(out, new)
-    rig.tier.fetch(slot, out.zero_(), after=DoneEvent()).wait()
+    rig.tier.fetch(slot, out.zero_(), after=update).wait()
     assert torch.equal(out, new)
 
 
@@ -99,7 +115,7 @@ def test_a_failed_update_fails_the_fetch_behind_it(rig: Rig) -> None:
     def fail() -> None:
         raise RuntimeError("the update failed")
 
-    update = rig.runtime.accelerator.lane("optimizer").submit(fail)
+    update = publish(rig, fail)
     out = torch.zeros(3 * PAGE_NBYTES, dtype=torch.uint8)
     with pytest.raises(RuntimeError, match="the update failed"):
         rig.tier.fetch(slot, out, after=update).wait()

@@ -22,7 +22,6 @@ class Masters:
         self._layouts = layouts
         self._inventory = inventory
         self._staging = staging
-        """Called before state is written outside of a step: what has been read of it is old."""
 
     @property
     def need_params(self) -> bool:

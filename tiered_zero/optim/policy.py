@@ -221,10 +221,10 @@ class OverlappedPolicy(UpdatePolicy):
             self.flush()
         self._guard.withhold()
         if self._open is not None:
-            opened, self._open = self._open, None
-            for unit in opened.missing(self._units):
-                self._publish(unit, opened.job)
-            opened.finish(gradients)
+            for unit in self._open.missing(self._units):
+                self._publish(unit, self._open.job)
+            self._open.finish(gradients)
+            self._open = None
             return
         groups = freeze_groups(self._groups)
         on_device: bool | None = None
@@ -242,17 +242,20 @@ class OverlappedPolicy(UpdatePolicy):
             return
         opened, self._open = self._open, None
         begun = opened.give_up()
-        with suppress(Exception):
-            self.flush()
-        if not begun:
-            for publication in opened.job.publications.values():
-                publication.complete()
-            self._guard.readmit()
-        elif self.failure is None:
-            self.failure = LatchedError(
-                "backward broke off after some of the step's updates had begun, as they do there where nothing is "
-                'clipped or checked. Set "tiered_zero": {"update": "barrier"} to be able to leave a step out'
-            )
+        try:
+            with suppress(Exception):
+                self.flush()
+        finally:
+            if not begun:
+                for publication in opened.job.publications.values():
+                    publication.complete()
+                self._guard.readmit()
+            elif self.failure is None:
+                self.failure = LatchedError(
+                    "backward or step() broke off after some of the step's updates had begun, as they do in backward "
+                    'where nothing is clipped or checked. Set "tiered_zero": {"update": "barrier"} to be able to leave '
+                    "a step out"
+                )
 
     def check_untouched(self, act: str) -> None:
         if self._open is not None:
@@ -285,6 +288,8 @@ class OverlappedPolicy(UpdatePolicy):
 
     def _start(self, job: UpdateJob) -> None:
         self._started = job
+        while self._running and self._running[0].done():
+            self._running.pop(0).wait()  # what it made fail, if anything, ends this one too
         accelerator = self._runtime.accelerator
         after = [accelerator.record_compute()]
         self._running.append(accelerator.lane("optimizer").submit(partial(self._step, job), after=after))

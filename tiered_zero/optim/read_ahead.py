@@ -73,9 +73,9 @@ class ReadAhead:
     def forget(self) -> None:
         """State is about to change, or nothing comes as expected."""
         self._expected = deque(self._order)
-        while self._works:
-            _, work = self._works.popitem()
+        for index, work in list(self._works.items()):
             self._passage.abandon([work])
+            del self._works[index]
 
     # -- what a step does ----------------------------------------------------------------------------------------------
 
@@ -112,8 +112,10 @@ class ReadAhead:
 
     def end_step(self) -> None:
         self.expect_next_step()
-        if self._ended:  # else it was given up, or had nothing to read
+        if self._ended:
             self._order = self._ended
+        else:  # it was given up, or had nothing to read
+            self._expected = deque(self._order)
         self.read()
 
     def break_off(self) -> None:

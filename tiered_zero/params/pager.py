@@ -301,7 +301,11 @@ class Pager:
         residency = self._residencies[unit.index]
         residency.version += 1
         residency.storage.take_back(keep=True)
-        self._keeper.change(unit, residency.storage.flat, old)
+        try:
+            self._keeper.change(unit, residency.storage.flat, old)
+        except BaseException:
+            residency.is_changed = True  # from its home, so that it is not kept
+            raise
 
     # -- whole values ----------------------------------------------------------------------------------------------
 

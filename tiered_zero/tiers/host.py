@@ -43,7 +43,7 @@ class HostTier(Tier):
     def fetch(self, slot: Slot, out: torch.Tensor, after: Publication | None = None) -> Event:
         target = as_bytes(out)
         source = self.view(slot)[: target.numel()]
-        events = [self._accelerator.record_compute()] + ([after] if after else [])
+        events = [self._accelerator.record_compute()] + ([after.making] if after else [])  # they are made in place
 
         def job() -> None:
             with self._recorder.span("gather", "fetch", slot.name, target.numel()):

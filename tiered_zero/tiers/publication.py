@@ -108,6 +108,14 @@ class Publication(Event):
             copy(self._target[start:stop], part)
             self._covered[start] = stop
 
+    @property
+    def making(self) -> Event:
+        """Done once the unit is made; `wait` is `wait_made`."""
+        return _Making(self)
+
+    def is_made(self) -> bool:
+        return self._made.is_set()
+
     def wait_made(self) -> None:
         """Block until all parameters are computed. Raises what made that fail."""
         self._made.wait()
@@ -121,3 +129,15 @@ class Publication(Event):
         self._complete.wait()
         if self._error is not None:
             raise self._error
+
+
+@final
+class _Making(Event):
+    def __init__(self, publication: Publication) -> None:
+        self._publication = publication
+
+    def done(self) -> bool:
+        return self._publication.is_made()
+
+    def wait(self) -> None:
+        self._publication.wait_made()
