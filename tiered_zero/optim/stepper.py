@@ -123,13 +123,14 @@ class StreamingStepper:
                     self._passage.write(work, job.publications)
                     progress.count_made(work.subgroup)
                     written.append(opened.popleft())
-                if not opened and queue.has_ended():
+                all_made = not opened and queue.has_ended()
+                if all_made:
                     job.made.set()
                 if staged:
                     self._read_ahead(queue)
                 # a write is waited for where nothing goes on without its buffer, or nothing else is to come; otherwise
                 # they are only looked at
-                must_wait = not opened and (queue.peek() is not None or queue.has_ended())
+                must_wait = all_made or (not opened and queue.peek() is not None)
                 while written and (must_wait or all(event.done() for event in written[0].writes)):
                     self._passage.end(written[0])
                     if staged:
