@@ -272,7 +272,7 @@ class NativeRule(UpdateRule):
 
     def _find_torch_bits(self) -> bool:
         """Three steps beside torch's own code on a thousand elements; keeps the square root that agrees."""
-        for self._root_flag in (Flag(0), Flag.TORCH_ROOT):
+        for self._root_flag in (Flag.TORCH_ROOT, Flag(0)):
             self.torch_bits = True  # else update() would not try the kernel
             ours, theirs = (
                 self._example_run(_TRIAL_NUMEL, torch.float32),
