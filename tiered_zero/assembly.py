@@ -90,6 +90,7 @@ def build(draft: Draft, lr_scheduler: Any = None) -> Engine:
         resources.callback(draft.rule.close)
         torch.ones(1).sqrt()  # MKL's first square root is not safe among threads (pytorch#188792): take it alone
         draft.rule.announce()
+        logger.info("%s", plan.update_policy.text)
         tiers = _Tiers(draft, runtime, resources)
         inventory = Inventory()
         for unit in draft.units:
@@ -353,10 +354,7 @@ def _zero_padding(flat: torch.Tensor, unit: Unit) -> None:
 def _make_policy(
     draft: Draft, inventory: Inventory, runtime: Runtime, pager: Pager, gradients: GradientStore, tiers: _Tiers
 ) -> UpdatePolicy:
-    """Where an update takes nothing but the device's own time, nothing is gained by running it beside compute: with all
-    state on the device, and with the CPU as the device unless state comes from a disk. See [Note: State on several
-    tiers].
-    """
+    """The policy that the plan has chosen. See [Note: State on several tiers]."""
     settings, groups = draft.config.tiered_zero, draft.source.param_groups
     stepper = StreamingStepper(
         draft.layouts, draft.rule, inventory, runtime, tiers.state_staging, lambda unit: pager.storage(unit).flat
@@ -365,16 +363,11 @@ def _make_policy(
         params = {spec.name: param for param, spec in draft.specs.items()}
         stepper.take_over(carry_over(draft.source, draft.layouts, params, inventory, tiers.state_staging))
     units = list({s.unit.index: s.unit for layout in draft.layouts for s in layout.subgroup.segments}.values())
-    tiers_used = set(draft.plan.state_tiers)
-    competes = tiers_used == {"device"} or (runtime.accelerator.shares_cores and "nvme" not in tiers_used)
-    if settings.update == "barrier" or (competes and not draft.plan.delayed):
+    choice = draft.plan.update_policy
+    if choice.policy == "barrier":
         return BarrierPolicy(stepper, groups, pager.forget)
-    config = draft.config
-    judged = (
-        config.gradient_clipping > 0 or config.fp16.enabled or (config.bf16.enabled and config.bf16.check_grad_overflow)
-    )
-    in_backward = None if judged or "device" in tiers_used else BackwardStart(draft.layouts, gradients.seal)
-    if not draft.plan.delayed:
+    in_backward = BackwardStart(draft.layouts, gradients.seal) if choice.optimizer_in_backward else None
+    if choice.policy == "overlapped":
         return OverlappedPolicy(stepper, groups, inventory, units, runtime, pager, in_backward)
     overlapped = OverlappedPolicy(stepper, groups, inventory, units, runtime, pager)
 
@@ -410,7 +403,11 @@ def _make_observers(
     for row in draft.plan.rows:
         planned.setdefault(row.tier, {})[row.kind] = row.nbytes
     num_parameters = sum(spec.numel for spec in draft.specs.values())
-    facts = {"update": settings.update, "device": str(runtime.accelerator.device), "rule": draft.rule.name}
+    facts = {
+        "update": draft.plan.update_policy.policy,
+        "device": str(runtime.accelerator.device),
+        "rule": draft.rule.name,
+    }
     header = RunHeader(type(draft.model).__name__, num_parameters, planned, facts)
     observer = RunObserver(runtime.recorder, header, settings.report, settings.trace)
     resources.callback(observer.close)

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from tiered_zero.config.schema import Config
 from tiered_zero.errors import ConfigError, ModelError
 from tiered_zero.hardware.probe import available_host_nbytes
+from tiered_zero.hardware.select import shares_cores
 from tiered_zero.layout.flat import ParamSpec, Unit
 from tiered_zero.layout.subgroups import cut_subgroups
 from tiered_zero.layout.swap_bytes import TIERS, is_split, sub_group_numel
@@ -128,19 +129,27 @@ def make_wishes(config: Config, device_limit: tuple[int, str] | None) -> Wishes:
         TIER_OF_DEVICE[param.device],
         TIER_OF_DEVICE[state.device],
         limits,
-        config.gradient_accumulation_steps > 1,
-        settings.update == "delayed",
-        zero.stage3_max_live_parameters,
-        zero.stage3_prefetch_bucket_size,
-        zero.stage3_max_reuse_distance,
-        param.max_in_cpu,
-        param.buffer_size if "buffer_size" in param.model_fields_set else None,
-        param.buffer_count if "buffer_count" in param.model_fields_set else None,
-        state.buffer_count if "buffer_count" in state.model_fields_set else None,
-        settings.state_format,
-        state.ratio,
-        settings.state_limits.by_tier,
+        sums_gradients=config.gradient_accumulation_steps > 1,
+        update=settings.update,
+        shares_cores=shares_cores(settings.device, settings.debug_delay_seed),
+        checks_gradients=_checks_gradients(config),
+        max_live_numel=zero.stage3_max_live_parameters,
+        prefetch_numel=zero.stage3_prefetch_bucket_size,
+        reuse_numel=zero.stage3_max_reuse_distance,
+        max_host_param_numel=param.max_in_cpu,
+        staging_numel=param.buffer_size if "buffer_size" in param.model_fields_set else None,
+        num_param_staging=param.buffer_count if "buffer_count" in param.model_fields_set else None,
+        num_state_staging=state.buffer_count if "buffer_count" in state.model_fields_set else None,
+        state_format=settings.state_format,
+        ratio=state.ratio,
+        state_limits=settings.state_limits.by_tier,
     )
+
+
+def _checks_gradients(config: Config) -> bool:
+    """Whether a step's update waits for a gradient check: the global norm for clipping, or a check for overflow."""
+    checks_bf16 = config.bf16.enabled and config.bf16.check_grad_overflow
+    return config.gradient_clipping > 0 or config.fp16.enabled or checks_bf16
 
 
 def _check_delayed(config: Config) -> None:

@@ -31,7 +31,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "unit_cap": (None, 3000),
     "prefetch": (None, 0, 4000),
     "max_live": (None, 0),
-    "update": (None, "barrier"),
+    "update": (None, "overlapped", "barrier"),
     "optimizer": tuple(OPTIMIZERS),
 }
 """Set row by row. None leaves the key out: the default, or "auto"."""

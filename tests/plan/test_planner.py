@@ -118,7 +118,7 @@ def test_a_whole_unit_is_staged_where_there_is_room(largest: int, limit: int | N
 @pytest.mark.parametrize("param_tier", TIERS)
 def test_the_delayed_update_keeps_gradients_and_trainable_parameters_twice(param_tier: str) -> None:
     exact, late = (
-        rows(make_plan(some_units(), NEEDS, wishes(param_tier, delayed=delayed))) for delayed in (False, True)
+        rows(make_plan(some_units(), NEEDS, wishes(param_tier, update=update))) for update in ("auto", "delayed")
     )
     back = 20 if param_tier == "nvme" else 22  # what stays on the device gets its second home in host memory
     expected = {**exact, ("host", "gradient"): 2 * exact["host", "gradient"]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import click
@@ -37,10 +38,12 @@ def plan(ctx: click.Context, config: str, model: GPTConfig | None, sized: GPTCon
         problem = str(error)
     if as_json:
         facts = {"model": str(shape), "num_parameters": num_parameters(shape), "problem": problem}
-        click.echo(json.dumps({**facts, "rows": planned.table()}))
+        policy = dataclasses.asdict(planned.update_policy)
+        click.echo(json.dumps({**facts, "update_policy": policy, "rows": planned.table()}))
     else:
         STDOUT.print(f"{num_parameters(shape):,} parameters: {shape}", highlight=False)
         STDOUT.print(plan_table(planned))
+        STDOUT.print(planned.update_policy.text, highlight=False)
     if problem:
         click.echo(f"Error: {problem.partition(chr(10))[0]}", err=True)
         ctx.exit(1)

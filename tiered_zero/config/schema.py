@@ -257,10 +257,10 @@ class RuntimeSection(Section):
     )
     io_timeout_s: Number = Field(60.0, gt=0, description="seconds after which a stalled request is an error")
     checksums: Literal["off", "sample", "all"] = Field("all", description="which swapped chunks are verified when read")
-    update: Literal["barrier", "overlapped", "delayed"] = Field(
-        "overlapped",
+    update: Literal["auto", "barrier", "overlapped", "delayed"] = Field(
+        "auto",
         description="when the update runs: inside step() (barrier), beside the next forward (overlapped; exact), or "
-        "one step late (delayed; changes numbers)",
+        "one step late (delayed; changes numbers); auto: overlapped where that saves time, else barrier",
     )
     delay_start_step: Whole = Field(40, ge=0, description="delayed update: steps that are exact first")
     unit_size_cap: Annotated[int | None, BeforeValidator(lambda value: None if value is None else whole(value))] = (

@@ -14,14 +14,25 @@ def build_accelerator(
     name: str = "auto", memory_limit_nbytes: int | None = None, poison: bool = False, delay_seed: int | None = None
 ) -> Accelerator:
     """`name`: "auto" (CUDA where torch finds it), "cpu", "cuda", "cuda:N". `delay_seed`: CPU. Raises ConfigError."""
+    device = find_device(name)
+    if device.type == "cpu":
+        return CpuAccelerator(memory_limit_nbytes, poison, delay_seed)
+    if delay_seed is not None:
+        raise ConfigError("seeded delays test the CPU accelerator; leave them out with tiered_zero.device cuda")
+    return CudaAccelerator(device, memory_limit_nbytes, poison)
+
+
+def find_device(name: str) -> torch.device:
+    """The device that `tiered_zero.device` names: "auto", "cpu", "cuda" or "cuda:N". Raises ConfigError."""
     try:
         device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
     except RuntimeError:
         device = None
     if device is None or device.type not in ("cpu", "cuda"):
         raise ConfigError(f"tiered_zero.device is one of auto, cpu, cuda or cuda:N, not {name!r}")
-    if device.type == "cpu":
-        return CpuAccelerator(memory_limit_nbytes, poison, delay_seed)
-    if delay_seed is not None:
-        raise ConfigError("seeded delays test the CPU accelerator; leave them out with tiered_zero.device cuda")
-    return CudaAccelerator(device, memory_limit_nbytes, poison)
+    return device
+
+
+def shares_cores(name: str, delay_seed: int | None) -> bool:
+    """Whether compute on that device takes the cores of the update: the CPU, unless delays simulate another machine."""
+    return find_device(name).type == "cpu" and delay_seed is None

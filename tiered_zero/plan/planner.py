@@ -10,6 +10,7 @@ from tiered_zero.errors import ConfigError, PlanError
 from tiered_zero.layout.flat import Unit
 from tiered_zero.layout.swap_bytes import TIERS, place_state
 from tiered_zero.plan.rows import PlanRow, format_table
+from tiered_zero.plan.update_policy import UpdateChoice, choose_update_policy
 from tiered_zero.sizes import MIB, PAGE_NBYTES, align_up, format_nbytes
 
 MAX_AUTO_STAGING_NBYTES = 16 * MIB
@@ -38,14 +39,17 @@ class Wishes:
     `param_tier`, `optimizer_tier`: "device", "host" or "nvme". `max_host_param_numel`: with nvme, elements of paged
     parameters that rest in host memory instead. `limits`: tier -> (bytes, the name of the setting or fact that says
     so). `ratio`: the share of the optimizer's bytes that leaves the device. `state_limits`: tier -> most bytes of state
-    on it; what may not rest on a faster tier rests on `optimizer_tier`.
+    on it; what may not rest on a faster tier rests on `optimizer_tier`. `update`, `shares_cores`, `checks_gradients`:
+    see `choose_update_policy`.
     """
 
     param_tier: str
     optimizer_tier: str
     limits: Mapping[str, tuple[int, str]]
     sums_gradients: bool = False
-    delayed: bool = False
+    update: str = "auto"
+    shares_cores: bool = False
+    checks_gradients: bool = False
     max_live_numel: int = 1 << 62
     prefetch_numel: int = 1 << 62
     reuse_numel: int = 1 << 62
@@ -90,11 +94,16 @@ class Plan:
     state_staging: tuple[int, int]
     gradient_staging: tuple[int, int]
     sums_gradients: bool
-    delayed: bool
+    update_policy: UpdateChoice
     most_live_nbytes: int = 0
     rows: tuple[PlanRow, ...] = ()
     limits: Mapping[str, tuple[int, str]] = field(default_factory=dict)
     state_limits: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def delayed(self) -> bool:
+        """Whether parameters and gradients are held twice, for the delayed update."""
+        return self.update_policy.policy == "delayed"
 
     def nbytes(self, tier: str, kind: str | None = None) -> int:
         """Planned bytes of a tier, or of one kind on it."""
@@ -143,7 +152,14 @@ def make_plan(units: Sequence[Unit], needs: Sequence[SubGroupNeed], wishes: Wish
     sized = [(need.state_nbytes, need.embedding) for need in needs]
     state_tiers = place_state(sized, wishes.optimizer_tier, wishes.ratio, wishes.state_limits)
     gradient_tiers = _place_gradients(trainable, needs, state_tiers, wishes.optimizer_tier)
-    copies = 2 if wishes.delayed else 1
+    update_policy = choose_update_policy(
+        wishes.update,
+        state_tiers=state_tiers,
+        shares_cores=wishes.shares_cores,
+        checks_gradients=wishes.checks_gradients,
+    )
+    delayed = update_policy.policy == "delayed"
+    copies = 2 if delayed else 1
     gradients = dict.fromkeys(TIERS, 0)
     for unit in trainable:
         gradients[gradient_tiers[unit.index]] += copies * gradient_nbytes(unit, wishes.sums_gradients)
@@ -168,13 +184,13 @@ def make_plan(units: Sequence[Unit], needs: Sequence[SubGroupNeed], wishes: Wish
         PlanRow("device", "gradient_in_flight", in_flight, "gradients on their way to host memory"),
         PlanRow("host", "param", _total(u for u in paged if tiers[u.index] == "host"), "parameters"),
         PlanRow("nvme", "param", _total(on_nvme), "parameters"),
-        *(_back_rows(trainable, tiers) if wishes.delayed else ()),
+        *(_back_rows(trainable, tiers) if delayed else ()),
         *(
             PlanRow(
                 tier,
                 "gradient",
                 nbytes,
-                "gradients" + (" (fp32 sums)" if wishes.sums_gradients else "") + (", twice" if wishes.delayed else ""),
+                "gradients" + (" (fp32 sums)" if wishes.sums_gradients else "") + (", twice" if delayed else ""),
             )
             for tier, nbytes in gradients.items()
         ),
@@ -198,7 +214,7 @@ def make_plan(units: Sequence[Unit], needs: Sequence[SubGroupNeed], wishes: Wish
         state_staging,
         gradient_staging,
         wishes.sums_gradients,
-        wishes.delayed,
+        update_policy,
         max(live, min(_total(paged), most_live)),
         tuple(row for row in rows if row.nbytes),
         dict(wishes.limits),

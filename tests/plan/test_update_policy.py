@@ -1,0 +1,59 @@
+"""Which update policy runs: what the plan resolves, what the run does, and what its records name."""
+
+import itertools
+import json
+
+import pytest
+
+from tests.parity.models import ParityGPT, batch
+from tests.parity.trainers import PLACEMENTS, tiered
+from tiered_zero.optim.policy import BarrierPolicy, DelayedPolicy, OverlappedPolicy
+from tiered_zero.plan.update_policy import choose_update_policy
+
+CLASSES = {"barrier": BarrierPolicy, "overlapped": OverlappedPolicy, "delayed": DelayedPolicy}
+ALL_TIERS = [{"device"}, {"host"}, {"nvme"}, {"device", "host"}, {"device", "nvme"}, {"host", "nvme"}]
+
+
+@pytest.mark.parametrize("shares_cores", [False, True])
+@pytest.mark.parametrize("tiers", ALL_TIERS, ids=lambda tiers: "+".join(sorted(tiers)))
+def test_a_request_is_honoured_wherever_the_policy_has_work_of_its_own(tiers, shares_cores):
+    for requested, checks in itertools.product(["barrier", "overlapped", "delayed"], [False, True]):
+        choice = choose_update_policy(requested, state_tiers=tiers, shares_cores=shares_cores, checks_gradients=checks)
+        on_device = requested == "overlapped" and tiers == {"device"}
+        assert choice.policy == ("barrier" if on_device else requested)
+        assert choice.reason in choice.text
+        in_backward = requested == "overlapped" and not checks and "device" not in tiers
+        assert choice.optimizer_in_backward == in_backward
+
+
+def test_auto_takes_barrier_where_nothing_would_be_gained():
+    def auto(*tiers, shares_cores):
+        choice = choose_update_policy("auto", state_tiers=tiers, shares_cores=shares_cores, checks_gradients=True)
+        return choice.policy
+
+    assert auto("host", shares_cores=True) == auto("device", shares_cores=False) == "barrier"
+    assert auto("host", shares_cores=False) == auto("nvme", shares_cores=True) == "overlapped"
+    assert auto("host", "nvme", shares_cores=True) == auto("device", "host", shares_cores=False) == "overlapped"
+
+
+@pytest.mark.parametrize(
+    ("placement", "update"),
+    [
+        (placement, update)
+        for placement, update in itertools.product(PLACEMENTS, [None, "barrier", "overlapped", "delayed"])
+        if update != "delayed" or placement[1] != "none"  # refused: all optimizer state is on the device
+    ],
+)
+def test_the_planned_policy_runs_and_is_what_the_record_names(placement, update, swap_path, tmp_path, caplog):
+    caplog.set_level("INFO", "tiered_zero")
+    report = tmp_path / "report.jsonl"
+    runtime = {"update": update, "report": str(report)}
+    with tiered(ParityGPT(), swap_path, placement, runtime=runtime) as engine:
+        choice = engine.plan.update_policy
+        assert type(engine._parts.policy) is CLASSES[choice.policy]
+        if update is not None and placement[1] != "none":
+            assert choice.policy == update, "a request is honoured"
+        engine.backward(engine(*batch(0)))
+        engine.step()
+    assert [line for line in caplog.messages if line.startswith("update policy:")] == [choice.text]
+    assert json.loads(report.read_text().splitlines()[0])["facts"]["update"] == choice.policy

@@ -1,0 +1,48 @@
+"""Which update policy runs, and why: decided with the plan, before anything is allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateChoice:
+    """`policy`: "barrier", "overlapped" or "delayed", as it runs. `reason`: why this one, in words.
+
+    `optimizer_in_backward`: updates start before `step()`, as soon as a unit's gradients are complete.
+    """
+
+    policy: str
+    reason: str
+    optimizer_in_backward: bool = False
+
+    @property
+    def text(self) -> str:
+        """One line for the log, the plan's table and the run's record."""
+        start = ", starting in backward" if self.optimizer_in_backward else ""
+        return f"update policy: {self.policy}{start} ({self.reason})"
+
+
+def choose_update_policy(
+    requested: str, *, state_tiers: Collection[str], shares_cores: bool, checks_gradients: bool
+) -> UpdateChoice:
+    """Resolve `tiered_zero.update`: "auto", "barrier", "overlapped" or "delayed".
+
+    `state_tiers`: the tiers that hold optimizer state. `shares_cores`: compute runs on the CPU, like the update.
+    `checks_gradients`: a global norm or a check for overflow comes before any update.
+
+    An update of state on the device takes compute's own time, so `barrier` runs there whatever is requested; where the
+    CPU is the device and no state comes from NVMe the same holds, but there a request for `overlapped` is honoured.
+    """
+    asked = f"tiered_zero.update is {requested}"
+    if requested in ("barrier", "delayed"):
+        return UpdateChoice(policy=requested, reason=asked)
+    if set(state_tiers) == {"device"}:
+        return UpdateChoice(policy="barrier", reason="all optimizer state is on the device, whose own time it takes")
+    if requested == "auto" and shares_cores and "nvme" not in state_tiers:
+        return UpdateChoice(policy="barrier", reason="the CPU is the device: an update beside compute shares its cores")
+    in_backward = not checks_gradients and "device" not in state_tiers
+    if requested == "auto":
+        asked = "exact, and runs beside compute or disk"
+    return UpdateChoice(policy="overlapped", reason=asked, optimizer_in_backward=in_backward)
