@@ -75,8 +75,10 @@ def build(draft: Draft, lr_scheduler: Any = None) -> Engine:
     scaler = LossScaler.from_config(config.fp16) if config.fp16.enabled else None
     with restored_on_error(draft.source.param_groups), ExitStack() as unfinished:
         resources = unfinished.enter_context(ExitStack())
-        engine_step: list[Callable[[], None]] = []
-        handle = TieredOptimizer(draft.source, lambda: engine_step[0]())
+        built: list[Engine] = []
+        handle = TieredOptimizer(
+            draft.source, lambda: built[0].step(), lambda set_to_none: built[0].zero_grad(set_to_none)
+        )
         scheduler = make_scheduler(lr_scheduler, config.scheduler, handle, draft.source)
         ledger = Ledger({tier: limit for tier, (limit, _) in plan.limits.items()})
         settings = config.tiered_zero
@@ -157,7 +159,7 @@ def build(draft: Draft, lr_scheduler: Any = None) -> Engine:
                 resources,
             )
         )
-        engine_step.append(engine.step)
+        built.append(engine)
         draft.source.state.clear()
         originals.drop()
         unfinished.pop_all()

@@ -133,6 +133,7 @@ def make_wishes(config: Config, device_limit: tuple[int, str] | None) -> Wishes:
         update=settings.update,
         shares_cores=shares_cores(settings.device, settings.debug_delay_seed),
         checks_gradients=_checks_gradients(config),
+        in_backward=settings.optimizer_in_backward,
         max_live_numel=zero.stage3_max_live_parameters,
         prefetch_numel=zero.stage3_prefetch_bucket_size,
         reuse_numel=zero.stage3_max_reuse_distance,

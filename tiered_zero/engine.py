@@ -242,10 +242,17 @@ class Engine:
             self._parts.policy.flush()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of this step's backward passes so far. Raises ModelError where updates have begun from
-        them."""
+        """Drop the gradients of this step's backward passes so far; `optimizer.zero_grad()` is the same.
+
+        Right after a `step()` that only counted a micro-batch nothing is dropped, because loops call `zero_grad()`
+        after every `step()`; `abort_step()` drops gradients there too. Raises ModelError where updates have begun from
+        the gradients."""
+        if self._micro_steps % self.gradient_accumulation_steps() and not self._num_backwards:
+            return
         self._parts.policy.check_untouched("Gradients are dropped")
         self._parts.gradients.drop()
+        self._num_backwards = 0
+        self._losses.clear()
 
     def abort_step(self) -> None:
         """Give this step up: drain transfers, empty units, drop gradients. Training goes on with the next forward."""

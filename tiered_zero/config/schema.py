@@ -262,6 +262,11 @@ class RuntimeSection(Section):
         description="when the update runs: inside step() (barrier), beside the next forward (overlapped; exact), or "
         "one step late (delayed; changes numbers); auto: overlapped where that saves time, else barrier",
     )
+    optimizer_in_backward: bool = Field(
+        True,
+        description="whether overlapped updates begin in backward where nothing is clipped or checked; false keeps "
+        "gradients readable and changeable (parameter.grad) until step()",
+    )
     delay_start_step: Whole = Field(40, ge=0, description="delayed update: steps that are exact first")
     unit_size_cap: Annotated[int | None, BeforeValidator(lambda value: None if value is None else whole(value))] = (
         Field(None, ge=1, description="most elements that are paged together; null: chosen from the model")

@@ -6,6 +6,7 @@ import logging
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,6 +26,9 @@ NUM_KEPT = 4
 """Gradients, at most, that have landed and are not freed yet. Autograd's thread frees them, in order and some gradients
 late, so that every step meets the same heap: freed by the lane, whenever it came to it, they left holes of 25 MiB.
 """
+
+GRAD_SLOT: Any = torch.Tensor.grad
+"""The descriptor of autograd's own gradient, past the `grad` property of guarded parameters."""
 
 SUM_CHUNK_NUMEL = 1 << 15
 """Sums on the reduce lane go in chunks of so many elements: few enough for torch to stay on the lane's one thread."""
@@ -120,7 +124,8 @@ class GradientStore:
             raise ModelError(
                 f"{entry.param.name} gets a gradient although the update of this step has begun: without clipping and "
                 "overflow checks updates begin in backward, when every gradient of a unit has come once. "
-                'Set "tiered_zero": {"update": "barrier"} for loops with several backward passes in some steps.'
+                'Set "tiered_zero": {"optimizer_in_backward": false} for loops with several backward passes in some '
+                "steps."
             )
         self.before_take(unit)
         first = entry.param.index not in gradients.present
@@ -175,7 +180,8 @@ class GradientStore:
         return handed
 
     def drop(self) -> None:
-        """Forget this step's gradients; what is still on its way lands first. Raises the first error of that."""
+        """Drop this step's gradients, also those that a broken backward left on parameters; what is still on its way
+        lands first. Raises the first error of that."""
         failure: BaseException | None = None
         for _ in range(len(self._in_flight) + 1):  # each failure ends one landing
             try:
@@ -184,6 +190,10 @@ class GradientStore:
                 failure = failure or error
         for gradients in self._units.values():
             gradients.clear()
+        with torch._C.DisableTorchFunctionSubclass():
+            for param in self._params:
+                if GRAD_SLOT.__get__(param) is not None:
+                    GRAD_SLOT.__set__(param, None)
         if failure is not None:
             raise failure
 

@@ -17,11 +17,12 @@ class TieredOptimizer(Optimizer):
     are the very dicts of `source` where the user brought an optimizer, so that schedulers built on that one still work.
     """
 
-    def __init__(self, source: Optimizer, step: Callable[[], None]) -> None:
+    def __init__(self, source: Optimizer, step: Callable[[], None], zero_grad: Callable[[bool], None]) -> None:
         super().__init__([{"params": list(group["params"])} for group in source.param_groups], dict(source.defaults))
         self.param_groups = source.param_groups
         self._source = source
         self._take_step = step
+        self._zero_grad = zero_grad
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """The same as `engine.step()`: counts a micro-batch, and updates at an accumulation boundary."""
@@ -38,7 +39,8 @@ class TieredOptimizer(Optimizer):
             optimizer._opt_called = True  # type: ignore[attr-defined]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing to do: gradients leave the parameters as they arrive, and are dropped when the step is taken."""
+        """The same as `engine.zero_grad()`."""
+        self._zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if hasattr(self, "_take_step"):

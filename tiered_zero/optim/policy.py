@@ -6,7 +6,8 @@
 forward needs the units; using a unit waits for that unit's publication and for nothing else. Update windows are
 nested (last gradient out, first forward in), so this order is optimal and exact. Where no verdict is needed (no
 clipping, no overflow check) a unit's update begins in backward, as soon as its last gradient has come; a second
-backward in such a step, or a look at weights before step(), is refused, for it would see both old and new. Such a
+backward in such a step, or a look at weights or gradients before step(), is refused, for it would see both old and new
+(`tiered_zero.optimizer_in_backward: false` allows them). Such a
 backward begins once every update of the last step is computed; what that still writes goes on, ahead of what it starts.
 `delayed`: ZeRO-Offload's one-step delayed parameter update (Ren et al. 2021, section 5.2). After `delay_start_step`
 exact steps the update of step i runs while forward and backward of step i+1 compute with the parameters from before
@@ -253,8 +254,8 @@ class OverlappedPolicy(UpdatePolicy):
             elif self.failure is None:
                 self.failure = LatchedError(
                     "backward or step() broke off after some of the step's updates had begun, as they do in backward "
-                    'where nothing is clipped or checked. Set "tiered_zero": {"update": "barrier"} to be able to leave '
-                    "a step out"
+                    'where nothing is clipped or checked. Set "tiered_zero": {"optimizer_in_backward": false} to be '
+                    "able to leave a step out"
                 )
 
     def check_untouched(self, act: str) -> None:
@@ -262,7 +263,8 @@ class OverlappedPolicy(UpdatePolicy):
             self.check()
             raise ModelError(
                 f"{act} before step(), but their update has begun in backward, as it does where nothing is clipped or "
-                'checked. Call step() first, or set "tiered_zero": {"update": "barrier"}.'
+                'checked. Call step() first, or set "tiered_zero": {"optimizer_in_backward": false} or {"update": '
+                '"barrier"}.'
             )
 
     def flush(self) -> None:

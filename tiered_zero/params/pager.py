@@ -392,7 +392,8 @@ class Pager:
         if residency.unit.index in self._withheld:
             raise ModelError(
                 f"Unit {residency.unit.name} is used before step(), but its update has begun in backward, as it does "
-                'where nothing is clipped or checked. Set "tiered_zero": {"update": "barrier"} for such a loop.'
+                'where nothing is clipped or checked. Set "tiered_zero": {"optimizer_in_backward": false} for such a '
+                "loop."
             )
         if residency.state is UnitState.LENT:
             return residency

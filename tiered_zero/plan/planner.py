@@ -39,8 +39,8 @@ class Wishes:
     `param_tier`, `optimizer_tier`: "device", "host" or "nvme". `max_host_param_numel`: with nvme, elements of paged
     parameters that rest in host memory instead. `limits`: tier -> (bytes, the name of the setting or fact that says
     so). `ratio`: the share of the optimizer's bytes that leaves the device. `state_limits`: tier -> most bytes of state
-    on it; what may not rest on a faster tier rests on `optimizer_tier`. `update`, `shares_cores`, `checks_gradients`:
-    see `choose_update_policy`.
+    on it; what may not rest on a faster tier rests on `optimizer_tier`. `update`, `shares_cores`, `checks_gradients`,
+    `in_backward`: see `choose_update_policy`.
     """
 
     param_tier: str
@@ -50,6 +50,7 @@ class Wishes:
     update: str = "auto"
     shares_cores: bool = False
     checks_gradients: bool = False
+    in_backward: bool = True
     max_live_numel: int = 1 << 62
     prefetch_numel: int = 1 << 62
     reuse_numel: int = 1 << 62
@@ -157,6 +158,7 @@ def make_plan(units: Sequence[Unit], needs: Sequence[SubGroupNeed], wishes: Wish
         state_tiers=state_tiers,
         shares_cores=wishes.shares_cores,
         checks_gradients=wishes.checks_gradients,
+        in_backward=wishes.in_backward,
     )
     delayed = update_policy.policy == "delayed"
     copies = 2 if delayed else 1

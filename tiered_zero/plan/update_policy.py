@@ -25,12 +25,18 @@ class UpdateChoice:
 
 
 def choose_update_policy(
-    requested: str, *, state_tiers: Collection[str], shares_cores: bool, checks_gradients: bool
+    requested: str,
+    *,
+    state_tiers: Collection[str],
+    shares_cores: bool,
+    checks_gradients: bool,
+    in_backward: bool = True,
 ) -> UpdateChoice:
     """Resolve `tiered_zero.update`: "auto", "barrier", "overlapped" or "delayed".
 
     `state_tiers`: the tiers that hold optimizer state. `shares_cores`: compute runs on the CPU, like the update.
-    `checks_gradients`: a global norm or a check for overflow comes before any update.
+    `checks_gradients`: a global norm or a check for overflow comes before any update. `in_backward`: updates may start
+    in backward, so that gradients cannot be read before `step()`.
 
     An update of state on the device takes compute's own time, so `barrier` runs there whatever is requested; where the
     CPU is the device and no state comes from NVMe the same holds, but there a request for `overlapped` is honoured.
@@ -42,7 +48,7 @@ def choose_update_policy(
         return UpdateChoice(policy="barrier", reason="all optimizer state is on the device, whose own time it takes")
     if requested == "auto" and shares_cores and "nvme" not in state_tiers:
         return UpdateChoice(policy="barrier", reason="the CPU is the device: an update beside compute shares its cores")
-    in_backward = not checks_gradients and "device" not in state_tiers
+    in_backward = in_backward and not checks_gradients and "device" not in state_tiers
     if requested == "auto":
         asked = "exact, and runs beside compute or disk"
     return UpdateChoice(policy="overlapped", reason=asked, optimizer_in_backward=in_backward)
