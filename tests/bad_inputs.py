@@ -161,7 +161,7 @@ CASES: dict[str, Case] = {
     ),
     # the swap directory
     "nvme_path missing": Case(
-        ConfigError, r"/none cannot be used: ENOENT .* Create it", spoil=lambda path: path / "none"
+        ConfigError, r"/none is missing and cannot be made: ENOENT .* Name", spoil=lambda path: Path("/proc/none")
     ),
     "nvme_path a file": Case(ConfigError, r"/file is a file, but must be a directory", spoil=_a_file),
     "nvme_path not writable": Case(

@@ -188,6 +188,23 @@ def test_nothing_is_logged_by_bad_input(swap_path: Path, caplog: pytest.LogCaptu
     assert [record for record in caplog.records if record.levelno > logging.INFO] == []
 
 
+@pytest.mark.parametrize("relative", [False, True])
+def test_a_missing_path_is_made_and_taken_back_where_the_run_does_not_start(
+    relative: bool, swap_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(swap_path)
+    path = Path("new/swap") if relative else swap_path / "new" / "swap"
+    bad = merged(good_config(path), {"tiered_zero": {"host_memory_limit": "16KiB"}})
+    with pytest.raises(PlanError):
+        tiered_zero.initialize(model=build_model(), config=bad)
+    assert os.listdir(swap_path) == []
+    tiered_zero.initialize(model=build_model(), config=good_config(path))[0].close()
+    assert [oct(made.stat().st_mode & 0o777) for made in (swap_path / "new", swap_path / "new/swap")] == ["0o700"] * 2
+    assert os.listdir(swap_path / "new" / "swap") == []
+    tiered_zero.initialize(model=build_model(), config=good_config(path))[0].close()
+    assert sum(record.message.startswith("Made the swap directory") for record in caplog.records) == 2
+
+
 def _made(path: Path) -> Path:
     path.mkdir(mode=0o700)
     return path

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from tiered_zero.config.schema import Config
-from tiered_zero.draft import Draft, compute_dtype, smaller_sub_groups, unused_tiers
+from tiered_zero.draft import Draft, compute_dtype, smaller_sub_groups, unused_tiers, wider_window
 from tiered_zero.engine import Engine, Parts
 from tiered_zero.errors import StoreError
 from tiered_zero.grads.accumulator import GradientStore
@@ -46,6 +46,7 @@ from tiered_zero.params.originals import Originals
 from tiered_zero.params.pager import Pager
 from tiered_zero.params.residency import PagerLimits
 from tiered_zero.plan.planner import Plan, back_tier, gradient_nbytes
+from tiered_zero.store.new_parents import make_missing
 from tiered_zero.store.swap_dir import SwapDir
 from tiered_zero.store.swap_store import SwapStore
 from tiered_zero.telemetry.ledger import Ledger
@@ -66,8 +67,17 @@ def build(draft: Draft, lr_scheduler: Any = None) -> Engine:
     """Allocate what the plan says, give every parameter its home, and join the parts. On failure nothing is left
     behind.
     """
+    with make_missing(_nvme_paths(draft.config)):
+        return _build(draft, lr_scheduler)
+
+
+def _build(draft: Draft, lr_scheduler: Any) -> Engine:
     config, plan = draft.config, draft.plan
-    warnings = [w for path in sorted(_nvme_paths(config)) for w in preflight_directory(path)]
+    warnings = [
+        w
+        for path in sorted({path for paths in _nvme_paths(config) for path in paths})
+        for w in preflight_directory(path)
+    ]
     plan.check()
     weights = WeightFiles(config.tiered_zero.weights) if config.tiered_zero.weights else None
     if weights is not None:
@@ -87,7 +97,8 @@ def build(draft: Draft, lr_scheduler: Any = None) -> Engine:
         )
         resources.callback(accelerator.close)
         runtime = Runtime(accelerator, ledger, Recorder())
-        for line in (*config.notices, *warnings, *smaller_sub_groups(config), *unused_tiers(draft)):
+        own = (*smaller_sub_groups(config), *wider_window(draft), *unused_tiers(draft))
+        for line in (*config.notices, *warnings, *own):
             logger.warning("%s", line)
         resources.callback(draft.rule.close)
         torch.ones(1).sqrt()  # MKL's first square root is not safe among threads (pytorch#188792): take it alone
@@ -416,7 +427,6 @@ def _make_observers(
     return [log, observer]
 
 
-def _nvme_paths(config: Config) -> set[str]:
+def _nvme_paths(config: Config) -> list[tuple[str, ...]]:
     zero = config.zero_optimization
-    sections = (zero.offload_param, zero.offload_optimizer)
-    return {path for section in sections if section.device == "nvme" for path in section.nvme_paths}
+    return [part.nvme_paths for part in (zero.offload_param, zero.offload_optimizer) if part.device == "nvme"]

@@ -177,6 +177,19 @@ def smaller_sub_groups(config: Config) -> list[str]:
     return [f"zero_optimization.sub_group_size: {given} is a limit; sub-groups are cut at {numel} elements"]
 
 
+def wider_window(draft: Draft) -> list[str]:
+    """A line where the parameters in use at once are more than stage3_max_live_parameters; 0 asks for just those."""
+    allowed = draft.config.zero_optimization.stage3_max_live_parameters
+    paged = [unit for unit in draft.units if draft.plan.param_tiers[unit.index] != "device"]
+    needed = draft.plan.live_nbytes // max((unit.dtype.itemsize for unit in paged), default=1)
+    if not paged or not 0 < allowed < needed:
+        return []
+    return [
+        f"zero_optimization.stage3_max_live_parameters: {allowed} is less than the {needed} elements that are in use "
+        "at once; those are kept on the device. Lower tiered_zero.unit_size_cap to need fewer."
+    ]
+
+
 def unused_tiers(draft: Draft) -> list[str]:
     """A line for each setting that lets a part of the state rest on a faster tier where no sub-group fits."""
     offload, used = draft.config.zero_optimization.offload_optimizer, draft.plan.state_tiers

@@ -5,7 +5,7 @@ class TieredZeroError(Exception):
     """Base of every error that tiered_zero raises on purpose."""
 
 
-class ConfigError(TieredZeroError):
+class ConfigError(TieredZeroError, ValueError):
     """The configuration cannot be honoured as written; raised before anything is allocated or written."""
 
 

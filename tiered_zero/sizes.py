@@ -1,5 +1,7 @@
 """Byte sizes: alignment, and the one way in which sizes are printed and parsed."""
 
+import math
+
 KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
@@ -32,12 +34,14 @@ def format_nbytes(nbytes: float) -> str:
 def parse_nbytes(text: str | int | float) -> int:
     """'1.5GiB', '512 MB', 4096 -> bytes. Raises ValueError on anything else."""
     if isinstance(text, (int, float)) and not isinstance(text, bool):
-        if text < 0 or text != int(text):
+        if not 0 <= text < math.inf or text != int(text):
             raise ValueError(f"a size in bytes must be a whole number >= 0, not {text}")
         return int(text)
     stripped = str(text).strip().lower().replace(" ", "")
     digits = stripped.rstrip("abcdefghijklmnopqrstuvwxyz")
     unit = stripped[len(digits) :]
-    if unit not in _UNITS:
-        raise ValueError(f"{text!r} is no size; write bytes, or a number with KiB, MiB, GiB, TiB")
-    return int(float(digits) * _UNITS[unit])
+    try:
+        nbytes = float(digits) * _UNITS[unit]
+        return int(nbytes)
+    except (KeyError, ValueError, OverflowError):
+        raise ValueError(f"{text!r} is no size; write bytes, or a number with KiB, MiB, GiB, TiB") from None

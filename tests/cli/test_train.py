@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import stat
 import subprocess
 import sys
 import time
@@ -200,31 +199,6 @@ def test_bad_input_is_refused_before_anything_is_made(run, arguments, code: int,
     assert (result.exit_code, engine) == (code, None)
     assert message in result.stderr
     assert sorted(os.listdir()) == before
-
-
-def nvme(path: str) -> dict[str, Any]:
-    return {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": path}}}
-
-
-def test_a_relative_swap_directory_is_made_and_said_once(run) -> None:  # type: ignore[no-untyped-def]
-    config = write_config(Path("config.json"), **nvme("a/swap,b"))
-    result, _ = run(config, *SMALL)
-    assert [line for line in result.stderr.splitlines() if line.startswith("Made")] == [
-        f"Made the swap directory {Path(path).resolve()}." for path in ("a/swap", "b")
-    ]
-    assert stat.S_IMODE(Path("a/swap").stat().st_mode) == 0o700
-    assert "Made" not in run(config, *SMALL)[0].stderr
-
-
-def test_no_other_path_is_made(run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    run(write_config(Path("config.json"), **nvme(str(tmp_path / "absolute"))), *SMALL)
-    assert not (tmp_path / "absolute").exists()
-    unused = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "nvme_path": "unused"}}}
-    run(write_config(Path("config.json"), **unused), *SMALL)
-    assert not Path("unused").exists()
-    Path("file").write_text("")
-    result, engine = run(write_config(Path("config.json"), **nvme("file/swap")), *SMALL)
-    assert (result.exit_code, engine) == (1, None) and "cannot be made: Not a directory" in result.stderr
 
 
 @pytest.mark.parametrize("name", ["gpt_device.json", "gpt_cpu.json", "gpt_nvme.json"])

@@ -107,24 +107,88 @@ def test_a_default_says_nothing(key: Key) -> None:
     assert not any("without effect" in line for line in config_with(key.path, key.default).notices)
 
 
-@pytest.mark.parametrize("key", of(Fate.REFUSED))
-def test_refused_with_the_reason(key: Key) -> None:
-    value: Any = {"enabled": True} if "." not in key.path else 2 if key.path.endswith("size") else "bf16"
-    if key.path == "managed_gradient_accumulation":
-        value = False
-    if False in key.allowed and True in key.allowed:
-        value = "sometimes"
-    with pytest.raises(ConfigError) as caught:
-        config_with(key.path, value)
-    assert str(caught.value).startswith(f"{key.path}: expected") and key.why in str(caught.value)
+NEUTRAL: dict[str, list[Any]] = {
+    "managed_gradient_accumulation": [True, 1, "true"],
+    "gradient_allreduce_op": ["mean", "sum"],
+    "optimizer.params.bias_correction": [True, 1, "true"],
+    "optimizer.params.fp32_optimizer_states": [True, 1, "true"],
+    "data_types.grad_accum_dtype": ["fp32", "float32"],
+    "sequence_parallel_size": [1],
+    "zero_optimization.mics_shard_size": [-1, 0],
+    "zero_optimization.zeropp_loco_param": [False, 0, "false", {}],
+}
+"""The values at which DeepSpeed does what is done here, where those are not `false` or a section that is off."""
+
+VALUES: list[Any] = [
+    False,
+    True,
+    0,
+    1,
+    -1,
+    2,
+    0.5,
+    "mean",
+    "sum",
+    "max",
+    "fp32",
+    "float32",
+    "bf16",
+    "true",
+    "false",
+    {},
+]
+VALUES += [[], [1], {"enabled": False, "inner": {"enabled": True}}, {"enabled": True}, {"enabled": 1}, {"inner": 1}]
+
+
+def asks(key: Key, value: Any) -> bool:
+    section = isinstance(key.default, dict)
+    neutral = NEUTRAL.get(key.path, [False, 0, "false", {}, VALUES[18]] if section else [False, 0, "false"])
+    return (type(value), value) not in [(type(one), one) for one in neutral]
 
 
 @pytest.mark.parametrize("key", of(Fate.REFUSED))
-@pytest.mark.parametrize("off", [None, "auto", {"enabled": False, "inner": {"enabled": True}}, {}])
-def test_switched_off_is_accepted(key: Key, off: Any) -> None:
-    config = config_with(key.path, off)
-    assert not any("without effect" in line for line in config.notices)
-    assert key.path in {row.path for row in config.explain()}
+def test_each_value_of_a_refused_key(key: Key) -> None:
+    section = key.path.rpartition(".")[0]
+    beside = {"enabled": True} if section in ("fp16", "bf16") else {}
+    for value in (None, "auto", *VALUES):
+        if value in (None, "auto") or not asks(key, value):
+            config = config_with(key.path, value, **beside)
+            assert not any("without effect" in line for line in config.notices)
+            row = next(row for row in config.explain() if row.path == key.path)
+            assert "refused" in row.effect and key.why in row.effect
+            continue
+        with pytest.raises(ConfigError) as caught:
+            config_with(key.path, value, **beside)
+        assert str(caught.value).startswith(f"{key.path}: expected") and key.why in str(caught.value)
+        if beside:  # in a section that is off DeepSpeed reads it and goes on
+            assert config_with(key.path, value).param_dtype_name == "float32"
+
+
+def test_a_default_of_true_is_refused_at_false() -> None:
+    for path in ("managed_gradient_accumulation", "optimizer.params.bias_correction"):
+        with pytest.raises(ConfigError, match=f"{path}: expected true or left out; found False"):
+            config_with(path, False)
+
+
+@pytest.mark.parametrize("value", [True, 1, 0, "true", "false"])
+def test_a_switch_may_be_a_number(value: Any) -> None:
+    config_with("zero_allow_untested_optimizer", value)
+
+
+@pytest.mark.parametrize("section", ["fp16", "bf16"])
+@pytest.mark.parametrize("off", [{}, {"enabled": False}, {"enabled": "auto"}, {"enabled": 0}])
+def test_a_section_that_is_off_may_hold_anything(section: str, off: Any) -> None:
+    unfit = {"loss_scale_window": 0, "hysteresis": 0, "initial_scale_power": 999}
+    unfit = unfit if section == "fp16" else {"check_grad_overflow": 3}
+    assert load({"train_batch_size": 8, section: {**off, **unfit}}).param_dtype_name == "float32"
+
+
+def test_an_offload_that_is_off_may_hold_anything() -> None:
+    param = {"device": "none", "buffer_count": 0, "buffer_size": 0, "nvme_path": None}
+    offload = config_with("zero_optimization.offload_param", param).zero_optimization.offload_param
+    assert (offload.buffer_count, offload.buffer_size) == (5, 100_000_000)
+    with pytest.raises(ConfigError, match="buffer_count"):
+        config_with("zero_optimization.offload_param", {**param, "device": "cpu"}, stage=3)
 
 
 @pytest.mark.parametrize("key", of(Fate.RENAMED))

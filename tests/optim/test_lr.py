@@ -58,7 +58,7 @@ def test_warmup_to_the_optimizers_rate() -> None:
     scheduler = build("WarmupLR", optimizer, warmup_num_steps=2)
     for _ in range(4):
         scheduler.step()
-    assert scheduler.get_last_lr() == [0.2, 0.2]  # the first group's, as in DeepSpeed
+    assert scheduler.get_last_lr() == [0.2, 0.4]  # each group's own, as in DeepSpeed
     scheduler = build("WarmupLR", adam(0.2, 0.4), warmup_max_lr=[1.0, 2.0], warmup_min_lr=[0.5, 1.5])
     assert scheduler.get_last_lr() == [0.5, 1.5]
 

@@ -274,10 +274,7 @@ def test_the_window_shrinks_to_the_device_limit_but_not_below_the_unit_in_use() 
 def test_max_live_parameters_caps_the_window() -> None:
     assert window(make_plan(some_units(), [], wishes(max_live_numel=12 * K))) == 2 * 12 * K
     assert window(make_plan(some_units(), [], wishes(max_live_numel=0))) == 2 * 10 * K, "0: the unit in use only"
-    with pytest.raises(
-        ConfigError, match=rf"stage3_max_live_parameters: {10 * K - 1} .*{10 * K} are needed at once \(u1\)"
-    ):
-        make_plan(some_units(), [], wishes(max_live_numel=10 * K - 1))
+    assert window(make_plan(some_units(), [], wishes(max_live_numel=10 * K - 1))) == 2 * 10 * K, "the unit in use fits"
 
 
 def test_a_module_inside_a_module_is_in_use_with_it() -> None:
@@ -287,8 +284,7 @@ def test_a_module_inside_a_module_is_in_use_with_it() -> None:
         make_unit(2, [3 * K], module="a.b"),
         make_unit(3, [4 * K], module="ab"),  # no relative of "a"
     ]
-    with pytest.raises(ConfigError, match=rf"{6 * K} are needed"):
-        make_plan(units, [], wishes(max_live_numel=6 * K - 1))
+    assert window(make_plan(units, [], wishes(max_live_numel=6 * K - 1))) == 4 * 6 * K
     assert window(make_plan(units, [], wishes(max_live_numel=6 * K))) == 4 * 6 * K
     assert window(make_plan(units, [], wishes())) == 4 * 10 * K
 

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -22,12 +21,11 @@ from tiered_zero.cli.main import INTERRUPTED
 from tiered_zero.cli.options import CONFIG_FILE, DEMO_MODEL, DEMO_STEPS, JSON_OPTION, parse_model
 from tiered_zero.cli.progress import TrainingProgress
 from tiered_zero.cli.tables import run_tables
-from tiered_zero.config import Config, load
+from tiered_zero.config import load
 from tiered_zero.config.json_file import read_json
 from tiered_zero.demo.corpus import NUM_BYTE_VALUES, Corpus, read_corpus
 from tiered_zero.demo.gpt import GPTConfig, build_gpt, num_parameters
 from tiered_zero.engine import Engine
-from tiered_zero.errors import ConfigError
 from tiered_zero.telemetry.ledger import TIERS
 from tiered_zero.telemetry.report import RunReport, RunTotals
 
@@ -75,7 +73,6 @@ def train(
     settings = overlay(read_json(config), batch, {"trace": trace, "report": report})
     resolved = load(settings)
     corpus = read_corpus(data)
-    make_swap_directories(resolved)
     code = 0
     with sigterm_exits():
         engine = open_engine(settings, model, seed)
@@ -129,25 +126,6 @@ def overlay(settings: Mapping[str, Any], batch: int | None, own: Mapping[str, st
     if given := {name: value for name, value in own.items() if value is not None}:
         result["tiered_zero"] = {**(result.get("tiered_zero") or {}), **given}
     return result
-
-
-def make_swap_directories(config: Config) -> None:
-    """A relative path that the config names and that is missing is made, so that a config works where it is unpacked.
-
-    An absolute one is left to the run, which refuses it: a path with a mistake must not fill the wrong disk.
-    """
-    zero = config.zero_optimization
-    for section in (zero.offload_param, zero.offload_optimizer):
-        for path in map(Path, section.nvme_paths if section.device == "nvme" else ()):
-            if path.is_absolute() or path.exists():
-                continue
-            try:
-                path.mkdir(mode=0o700, parents=True)
-            except OSError as error:
-                raise ConfigError(
-                    f"The swap directory {path} cannot be made: {error.strerror}. Name another."
-                ) from error
-            logger.info("Made the swap directory %s.", path.resolve())
 
 
 @contextmanager

@@ -17,6 +17,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from tiered_zero.config.values import switch
+
 
 class Fate(str, Enum):
     """What becomes of a key that a config file may hold."""
@@ -33,7 +35,7 @@ class Key:
 
     `default`: DeepSpeed's value when the key is absent; a key without effect must have its type. `to`: the path that a
     renamed key is read as. `quiet`: a spelling that DeepSpeed itself holds equal, not worth a notice. `allowed`: the
-    values at which a refused key asks for nothing (None and switched-off sections always do).
+    only values that a refused key takes, besides None and "auto"; a section (its default is a dict) may also be off.
     """
 
     path: str
@@ -130,7 +132,12 @@ def _no_effect(section: str, why: str, **defaults: Any) -> list[Key]:
 
 
 def _refused(path: str, why: str, *allowed: Any) -> Key:
-    return Key(path, Fate.REFUSED, why, allowed=(False, *allowed))
+    """`allowed`: every value that is taken; without any, only false."""
+    return Key(path, Fate.REFUSED, why, allowed=allowed or (False,))
+
+
+def _refused_sections(why: str, *names: str) -> list[Key]:
+    return [Key(name, Fate.REFUSED, why, default={}) for name in names]
 
 
 def _bare(*names: str) -> list[Key]:
@@ -159,7 +166,7 @@ OTHERS: tuple[Key, ...] = (
     *_bare("max_live_parameters", "max_reuse_distance", "gather_16bit_weights_on_model_save"),
     *_bare("module_granularity_threshold", "use_all_reduce_for_fetch_params", "allgather_sequential"),
     # Top level, without effect.
-    *_no_effect("", _ONE_RANK, prescale_gradients=False, gradient_predivide_factor=1.0, gradient_allreduce_op="mean"),
+    *_no_effect("", _ONE_RANK, prescale_gradients=False, gradient_predivide_factor=1.0),
     *_no_effect("", _ONE_RANK, communication_data_type=None, disable_allgather=False, sparse_gradients=False),
     *_no_effect("", _ONE_RANK, seq_parallel_communication_data_type="fp32", seq_parallel_comm_data_type="fp32"),
     *_no_effect("", _ONE_RANK, allgather_size=None, comms_logger={}),
@@ -226,16 +233,17 @@ OTHERS: tuple[Key, ...] = (
     *_no_effect("zero_optimization.offload_optimizer.", "state is born in its place", fast_init=False),
     *_no_effect("zero_optimization.offload_optimizer.", "threads follow affinity and cgroup", cpuadam_cores_perc=0.8),
     # Refused: ignoring these would change numbers.
-    _refused("amp", "apex mixed precision is not here; use bf16 or fp16"),
-    _refused("torch_autocast", "put torch.autocast into the model's forward, or use bf16 or fp16"),
-    _refused("compression_training", "it quantizes and prunes the model in training"),
-    _refused("quantize_training", "it quantizes the model in training"),
-    _refused("weight_quantization", "it quantizes the weights"),
-    _refused("progressive_layer_drop", "it drops layers in training"),
-    _refused("curriculum_learning", "it changes the order and the length of the data"),
-    _refused("data_efficiency", "it changes the order and the length of the data"),
-    _refused("hybrid_engine", "it replaces modules for generation"),
-    _refused("elasticity", "it would choose the batch size; write the batch size instead"),
+    *_refused_sections("apex mixed precision is not here; use bf16 or fp16", "amp"),
+    *_refused_sections("put torch.autocast into the model's forward, or use bf16 or fp16", "torch_autocast"),
+    *_refused_sections("it quantizes and prunes the model in training", "compression_training"),
+    *_refused_sections("it quantizes the model", "quantize_training", "weight_quantization"),
+    *_refused_sections("it drops layers in training", "progressive_layer_drop"),
+    *_refused_sections("it changes the order and the length of the data", "curriculum_learning", "data_efficiency"),
+    *_refused_sections("it replaces modules for generation", "hybrid_engine"),
+    *_refused_sections("it would choose the batch size; write the batch size instead", "elasticity"),
+    _refused(
+        "gradient_allreduce_op", "DeepSpeed takes no other either, and on one rank both are the same", "mean", "sum"
+    ),
     _refused("sequence_parallel_size", "the batch would be split over ranks; leave it out", 1),
     _refused("managed_gradient_accumulation", "every step() would be an update; set gradient_accumulation_steps", True),
     _refused("data_types.grad_accum_dtype", "gradients are summed in fp32; write fp32", "fp32", "float32"),
@@ -249,7 +257,7 @@ OTHERS: tuple[Key, ...] = (
     _refused("zero_optimization.zero_quantized_weights", "it quantizes weights on their way"),
     _refused("zero_optimization.zero_quantized_nontrainable_weights", "it quantizes weights on their way"),
     _refused("zero_optimization.zero_quantized_gradients", "it quantizes gradients on their way"),
-    _refused("zero_optimization.zeropp_loco_param", "it corrects quantized gradients, which are not here"),
+    _refused("zero_optimization.zeropp_loco_param", "it corrects quantized gradients, which are not here", False, {}),
     _refused("zero_optimization.mics_shard_size", "MiCS sharding needs ranks; leave it out", -1, 0),
     _refused("zero_optimization.zenflow", "it updates some gradients late; leave it out"),
     _refused("zero_optimization.offload_optimizer.super_offload", "its roll-back changes numbers; leave it out"),
@@ -288,9 +296,13 @@ def _honoured(schema: type[BaseModel], prefix: str) -> Iterator[Key]:
 
 def asks_for_something(key: Key, value: Any) -> bool:
     """Whether a key that is refused, or without effect, is at a value that would do something in DeepSpeed."""
-    if value is None or value == "auto" or (isinstance(value, dict) and not _switched_on(value)):
+    if value is None or value == "auto":
         return False
+    if isinstance(value, dict) and isinstance(key.default, dict):
+        return _switched_on(value)
     harmless = key.allowed if key.fate is Fate.REFUSED else (key.default,)
+    if any(isinstance(ok, bool) for ok in harmless):
+        value = switch(value)
     return not any(isinstance(value, bool) == isinstance(ok, bool) and value == ok for ok in harmless)
 
 
@@ -307,7 +319,7 @@ def has_type_of_default(key: Key, value: Any) -> bool:
     if value is None or key.default is None:
         return True
     if isinstance(key.default, bool):
-        return isinstance(value, bool)
+        return isinstance(switch(value), bool)
     if isinstance(key.default, (int, float)):
         return isinstance(value, (int, float, str)) and not isinstance(value, bool)
     return isinstance(value, type(key.default))

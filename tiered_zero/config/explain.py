@@ -120,7 +120,9 @@ def _live(key: Key, value: Any, given: bool, reading: Reading) -> KeyReport:
 
 def _idle(key: Key, value: Any, reading: Reading) -> KeyReport:
     written_as = reading.written_as(key.path)
-    why = f"switched off; on, it is refused: {key.why}" if key.fate is Fate.REFUSED else key.why
+    why = key.why
+    if key.fate is Fate.REFUSED:
+        why = f"{'switched off; on, it' if False in key.allowed else 'any other value'} is refused: {key.why}"
     if written_as:
         return KeyReport(key.path, value, "renamed", Fate.NO_EFFECT, f"{why} (written as {written_as})")
     return KeyReport(key.path, value, "file", Fate.NO_EFFECT, why)

@@ -25,7 +25,7 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
     try:
         with open(path, encoding="utf-8-sig") as file:
             text = file.read()
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(
             f"expected a JSON file; {os.fspath(path)}: {reason}. Give the path of a readable file."
@@ -38,11 +38,14 @@ def parse_json(text: str, name: str) -> dict[str, Any]:
     plain = _TRAILING_COMMA.sub(_blank, _COMMENT.sub(_blank, text))
     try:
         tree = json.loads(plain, object_pairs_hook=_object)
-    except (json.JSONDecodeError, RecursionError) as error:
+        if isinstance(tree, dict):
+            _refuse_twice(tree, "", name)
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, ConfigError):
+            raise
         raise ConfigError(f"expected JSON in {name}; {error}. Comments and trailing commas are fine.") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"expected a JSON object in {name}; found {type(tree).__name__}.")
-    _refuse_twice(tree, "", name)
     return tree
 
 

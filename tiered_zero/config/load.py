@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import operator
 import os
 from collections.abc import Mapping
@@ -25,13 +26,15 @@ from tiered_zero.config.deepspeed_keys import (
 from tiered_zero.config.explain import Reading
 from tiered_zero.config.json_file import read_json
 from tiered_zero.config.schema import Config
-from tiered_zero.config.values import number_or_same, whole
+from tiered_zero.config.values import number_or_same, shown, switch, whole
 from tiered_zero.errors import ConfigError
 
 _KEYS = table(Config)
 _HONOURED_SECTIONS = {path.rpartition(".")[0] for path, key in _KEYS.items() if key.fate is Fate.HONOURED}
 _HONOURED_SECTIONS |= {path.rpartition(".")[0] for path in _HONOURED_SECTIONS}
 _SECTIONS = _HONOURED_SECTIONS | {path.rpartition(".")[0] for path in _KEYS}
+_MAX_DEPTH = 64
+_MAX_BITS = 1024
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
@@ -63,14 +66,21 @@ def load(config: Mapping[str, Any] | str | os.PathLike[str] | None, args: object
     return result
 
 
-def _plain(node: Any, path: str) -> Any:
-    """A copy of plain dicts and lists, which the steps below change at will."""
+def _plain(node: Any, path: str, depth: int = 0) -> Any:
+    """A copy of plain dicts and lists, which the steps below change at will.
+
+    Raises ConfigError on what no key takes.
+    """
+    if depth > _MAX_DEPTH:
+        raise ConfigError(f"{path[:80]}...: expected at most {_MAX_DEPTH} objects one inside another. Flatten it.")
     if isinstance(node, Mapping):
         for name in node:
             if not isinstance(name, str):
-                raise ConfigError(f"{path}{name!r}: expected a string as key; found {type(name).__name__}.")
-        return {name: _plain(value, f"{path}{name}.") for name, value in node.items()}
-    return [_plain(item, path) for item in node] if isinstance(node, (list, tuple)) else node
+                raise ConfigError(f"{path}{shown(name)}: expected a string as key; found {type(name).__name__}.")
+        return {name: _plain(value, f"{path}{name}.", depth + 1) for name, value in node.items()}
+    if isinstance(node, int) and node.bit_length() > _MAX_BITS:
+        raise ConfigError(f"{path.rstrip('.')}: expected a number that a float can hold; found {shown(node)}.")
+    return [_plain(item, path, depth + 1) for item in node] if isinstance(node, (list, tuple)) else node
 
 
 # Renaming.
@@ -96,7 +106,7 @@ def _rename_one(tree: dict[str, Any], key: Key, reading: Reading) -> None:
     value = node.pop(name)
     if name in ("cpu_offload", "cpu_offload_param"):
         if not isinstance(value, bool) and value not in (None, "auto"):
-            raise ConfigError(f"{key.path}: expected true or false; found {value!r}. Use {key.to} instead.")
+            raise ConfigError(f"{key.path}: expected true or false; found {shown(value)}. Use {key.to} instead.")
         if value is not True:
             reading.without_effect[key.path] = value
             return
@@ -109,7 +119,9 @@ def _rename_one(tree: dict[str, Any], key: Key, reading: Reading) -> None:
         target = target[section]
     found = target.get(name)
     if found is not None and found != value and str(found) != str(value):  # 4 and "4" are one value
-        raise ConfigError(f"{key.path}, {key.to}: expected one value; found {value!r} and {found!r}. Keep {key.to}.")
+        raise ConfigError(
+            f"{key.path}, {key.to}: expected one value; found {shown(value)} and {shown(found)}. Keep {key.to}."
+        )
     target[name] = value
     reading.renamed.setdefault(key.to, key.path)
 
@@ -120,19 +132,20 @@ def _rename_one(tree: dict[str, Any], key: Key, reading: Reading) -> None:
 def _sort(node: dict[str, Any], prefix: str, reading: Reading) -> dict[str, Any]:
     """The honoured values of a section; everything else is recorded, or refused."""
     values: dict[str, Any] = {}
+    off = prefix in ("fp16.", "bf16.") and switch(node.get("enabled")) in (None, "auto", False)
     for name, value in node.items():
         path = prefix + name
         key = _KEYS.get(path)
         if key is None and path in _SECTIONS:
             if value is not None and not isinstance(value, dict):
-                raise ConfigError(f"{path}: expected an object; found {value!r}. Write its keys inside {{}}.")
+                raise ConfigError(f"{path}: expected an object; found {shown(value)}. Write its keys inside {{}}.")
             inner = _sort(value or {}, f"{path}.", reading)
             if path in _HONOURED_SECTIONS and value is not None:
                 values[name] = inner
         elif key is None:
-            raise ConfigError(f"{path}: expected a key that is known; found {name!r}. {_nearest(path)}")
+            raise ConfigError(f"{path}: expected a key that is known; found {shown(name)}. {_nearest(path)}")
         elif key.fate is not Fate.HONOURED:
-            _take_idle(key, value, reading)
+            _take_idle(key, value, reading, off)
         elif path in ("optimizer.params", "scheduler.params"):
             values[name] = _sort_params(path, value, reading)
         elif value == "auto" and key.default != "auto":
@@ -142,19 +155,21 @@ def _sort(node: dict[str, Any], prefix: str, reading: Reading) -> dict[str, Any]
     return values
 
 
-def _take_idle(key: Key, value: Any, reading: Reading) -> None:
-    if key.fate is Fate.REFUSED and asks_for_something(key, value):
-        raise ConfigError(f"{key.path}: expected it to be off or left out; found {value!r}. It is refused: {key.why}.")
+def _take_idle(key: Key, value: Any, reading: Reading, off: bool = False) -> None:
+    """`off`: the section around the key is, so that in DeepSpeed too the key does nothing."""
+    if key.fate is Fate.REFUSED and not off and asks_for_something(key, value):
+        taken = "it to be off" if False in key.allowed else " or ".join(map(json.dumps, key.allowed))
+        raise ConfigError(f"{key.path}: expected {taken} or left out; found {shown(value)}. It is refused: {key.why}.")
     if key.fate is Fate.NO_EFFECT and value != "auto" and not has_type_of_default(key, value):
         expected = type(key.default).__name__
-        raise ConfigError(f"{key.path}: expected a value such as {key.default!r} ({expected}); found {value!r}.")
+        raise ConfigError(f"{key.path}: expected a value such as {key.default!r} ({expected}); found {shown(value)}.")
     reading.without_effect[key.path] = value
 
 
 def _sort_params(path: str, params: Any, reading: Reading) -> dict[str, Any]:
     """Arguments of the optimizer or the schedule: numeric strings are numbers, "auto" is the default of the class."""
     if not isinstance(params, dict | None):
-        raise ConfigError(f"{path}: expected an object; found {params!r}. Write the arguments inside {{}}.")
+        raise ConfigError(f"{path}: expected an object; found {shown(params)}. Write the arguments inside {{}}.")
     values = {}
     for name, value in (params or {}).items():
         key = _KEYS.get(f"{path}.{name}")
@@ -166,7 +181,7 @@ def _sort_params(path: str, params: Any, reading: Reading) -> dict[str, Any]:
             try:
                 values[name] = number_or_same(value)
             except ValueError as error:
-                raise ConfigError(f"{path}.{name}: {error}; found {value!r}.") from None
+                raise ConfigError(f"{path}.{name}: {error}; found {shown(value)}.") from None
     return values
 
 
@@ -193,7 +208,7 @@ def _batch(values: dict[str, Any], world_size: int, reading: Reading) -> dict[st
         try:
             given[name] = None if name not in values else whole(values[name])
         except ValueError as error:
-            raise ConfigError(f"{name}: {error}; found {values[name]!r}.") from None
+            raise ConfigError(f"{name}: {error}; found {shown(values[name])}.") from None
         if (size := given[name]) is not None and size < 1:
             raise ConfigError(f"{name}: expected at least 1; found {size}.")
     train, micro, steps = (given[name] for name in _BATCH)
@@ -230,7 +245,7 @@ def _check_optimizer(section: dict[str, Any] | None) -> None:
         known = ", ".join(OPTIMIZERS.values())
         reason = REFUSED_OPTIMIZERS[name.lower()]
         raise ConfigError(
-            f"optimizer.type: expected {known} or a class of torch.optim; found {name!r}. Refused: {reason}."
+            f"optimizer.type: expected {known} or a class of torch.optim; found {shown(name)}. Refused: {reason}."
         )
 
 
@@ -247,7 +262,7 @@ def _check_scheduler(section: dict[str, Any] | None, reading: Reading) -> None:
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1) or list(known)
             raise ConfigError(
-                f"{path}: expected an argument of {section['type']}; found {name!r}. Did you mean {close[0]}?"
+                f"{path}: expected an argument of {section['type']}; found {shown(name)}. Did you mean {close[0]}?"
             )
         params[name] = _argument(path, value, known[name])
     for name, default in known.items():
@@ -267,11 +282,11 @@ def _argument(path: str, value: Any, default: Any) -> Any:
         if counts and value is not None:
             return whole(value)
     except ValueError as error:
-        raise ConfigError(f"{path}: {error}; found {value!r}.") from None
+        raise ConfigError(f"{path}: {error}; found {shown(value)}.") from None
     expected = (bool,) if isinstance(default, bool) else (str,) if default == "log" else (int, float, list, type(None))
     if not isinstance(value, expected) or (isinstance(value, bool) and bool not in expected):
         words = {bool: "true or false", str: '"log" or "linear"'}.get(expected[0], "a number")
-        raise ConfigError(f"{path}: expected {words}; found {value!r}.")
+        raise ConfigError(f"{path}: expected {words}; found {shown(value)}.")
     return value
 
 
@@ -319,7 +334,11 @@ def _describe(error: ValidationError) -> str:
             parts.pop()
         path = ".".join(parts) if ".".join(parts) in _KEYS else ".".join(str(part) for part in problem["loc"])
         expected = problem["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
-        found = repr(problem["input"])
+        found = shown(problem["input"])
+        rule = problem.get("ctx", {}).get("error")
+        if isinstance(rule, ConfigError):  # between keys, which says it all
+            lines.append(str(rule))
+            continue
         if problem["type"] == "missing":
             expected, found = "expected a value", "none"
         about = f" ({_KEYS[path].why})" if path in _KEYS else ""

@@ -5,15 +5,19 @@ Each description says what the key does and in which unit; `tiered-zero explain`
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
     PrivateAttr,
+    ValidationError,
     ValidationInfo,
+    ValidatorFunctionWrapHandler,
     WithJsonSchema,
     field_validator,
     model_validator,
@@ -51,9 +55,16 @@ def _paths(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+def _path(value: str) -> str:
+    if "\0" in os.fsencode(value).decode("latin-1"):
+        raise ValueError("expected a path; no file system takes the character NUL")
+    return value
+
+
 Whole = Annotated[int, BeforeValidator(whole)]
 Elements = Annotated[int, BeforeValidator(_elements)]
 Number = Annotated[float, BeforeValidator(number)]
+PathText = Annotated[str, AfterValidator(_path)]
 WholeOrNone = Annotated[int | None, BeforeValidator(lambda value: None if value is None else whole(value))]
 Nbytes = Annotated[int | None, BeforeValidator(_nbytes), WithJsonSchema({"type": ["integer", "string", "null"]})]
 Device = Literal["none", "cpu", "nvme"]
@@ -66,9 +77,24 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=False)
 
 
-class _OffloadSection(Section):
+class _SwitchedSection(Section):
+    """The first field is the switch. While it is off the other values do nothing, so one out of range is no error."""
+
+    @field_validator("*", mode="wrap")
+    @classmethod
+    def _ignore_while_off(cls, value: Any, validate: ValidatorFunctionWrapHandler, info: ValidationInfo) -> Any:
+        switch, name = next(iter(cls.model_fields)), info.field_name or ""
+        try:
+            return validate(value)
+        except ValidationError:
+            if name == switch or info.data.get(switch) not in (False, "none"):
+                raise
+            return cls.model_fields[name].default
+
+
+class _OffloadSection(_SwitchedSection):
     device: Device = Field("none", description="where it rests between uses: none (device), cpu (host memory), nvme")
-    nvme_path: str | tuple[str, ...] | None = Field(None, description=f"swap directories: {_PATH_LIST}")
+    nvme_path: PathText | tuple[PathText, ...] | None = Field(None, description=f"swap directories: {_PATH_LIST}")
 
     @property
     def nvme_paths(self) -> tuple[str, ...]:
@@ -148,7 +174,7 @@ class ZeroSection(Section):
         return 1_000_000_000
 
 
-class Fp16Section(Section):
+class Fp16Section(_SwitchedSection):
     """Half precision with loss scaling."""
 
     enabled: bool = Field(False, description="compute in float16, with fp32 master weights")
@@ -161,12 +187,12 @@ class Fp16Section(Section):
 
     @model_validator(mode="after")
     def _dynamic_scale_moves(self) -> Fp16Section:
-        if self.loss_scale == 0 and (self.loss_scale_window == 0 or self.min_loss_scale == 0):
+        if self.enabled and self.loss_scale == 0 and (self.loss_scale_window == 0 or self.min_loss_scale == 0):
             raise ValueError("expected loss_scale_window and min_loss_scale above 0 with a dynamic loss scale")
         return self
 
 
-class Bf16Section(Section):
+class Bf16Section(_SwitchedSection):
     """bfloat16 without loss scaling."""
 
     enabled: bool = Field(False, description="compute in bfloat16, with fp32 master weights")
@@ -277,11 +303,13 @@ class RuntimeSection(Section):
             None, description="seed of random delays on the CPU accelerator's streams, to find races; null: no delays"
         )
     )
-    weights: Annotated[tuple[str, ...] | None, BeforeValidator(_paths)] = Field(
+    weights: Annotated[tuple[PathText, ...] | None, BeforeValidator(_paths)] = Field(
         None, description="safetensors files with the weights of a model built on the meta device"
     )
-    trace: str | None = Field(None, description="file for a Chrome trace of every step; null: none")
-    report: str | None = Field(None, description="file for one JSON line a step (seconds, bytes, rates); null: none")
+    trace: PathText | None = Field(None, description="file for a Chrome trace of every step; null: none")
+    report: PathText | None = Field(
+        None, description="file for one JSON line a step (seconds, bytes, rates); null: none"
+    )
     state_format: Literal["fp32", "bf16_remainder", "lossy_bf16_moments", "lossy_8bit_moments"] = Field(
         "fp32",
         description="how Adam's masters and moments are stored: fp32, 12 bytes a parameter besides itself; "

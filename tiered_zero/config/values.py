@@ -22,12 +22,21 @@ def number(value: Any) -> float:
     return result
 
 
+def shown(value: Any) -> str:
+    """What an error quotes: repr, cut to a line; also of a number with too many digits to print."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):
+        return f"{type(value).__name__} too long to print"
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
 def whole(value: Any) -> int:
     """An int from an int, an integral float (1e9) or a string of either; digits are exact beyond 2**53."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     if isinstance(value, str) and value.strip().lstrip("+-").isdecimal():
-        return int(value)
+        return _int(value)
     try:
         result = number(value)
     except ValueError as error:
@@ -35,6 +44,14 @@ def whole(value: Any) -> int:
     if not result.is_integer():
         raise ValueError("expected a whole number")
     return int(result)
+
+
+def switch(value: Any) -> Any:
+    """DeepSpeed reads 0, 1 and their words as false and true; anything else is returned as it is."""
+    if not isinstance(value, (int, float, str)):
+        return value
+    words = {0: False, 1: True, "0": False, "1": True, "false": False, "true": True}
+    return words.get(value.lower() if isinstance(value, str) else value, value)
 
 
 def number_or_same(value: Any) -> Any:
@@ -51,4 +68,9 @@ def number_or_same(value: Any) -> Any:
         if "finite" in str(error):
             raise
         return value
-    return int(value) if value.strip().lstrip("+-").isdecimal() else parsed
+    return _int(value) if value.strip().lstrip("+-").isdecimal() else parsed
+
+
+def _int(digits: str) -> int:
+    number(digits)  # which has a range
+    return int(digits)

@@ -104,7 +104,7 @@ class LRRangeTest(Schedule):
 class _FromLowToHigh(Schedule):
     """lr = low + (high - low) * gamma; gamma is that of the warmup, then the subclass's. Before step 0: low.
 
-    Without `high` every group rises to the first group's rate, as in DeepSpeed.
+    Without `high` each group rises to its own rate, as in DeepSpeed.
     """
 
     def __init__(
@@ -117,7 +117,8 @@ class _FromLowToHigh(Schedule):
     ) -> None:
         self.optimizer = optimizer
         self._low = self._each_group("warmup_min_lr", low)
-        self._high = self._each_group("warmup_max_lr", optimizer.param_groups[0]["lr"] if high is None else high)
+        own = [float(group["lr"]) for group in optimizer.param_groups]
+        self._high = own if high is None else self._each_group("warmup_max_lr", high)
         self._warmup = warmup
         super().__init__(optimizer, last_batch_iteration)
 

@@ -298,14 +298,6 @@ def _live_nbytes(paged: Sequence[Unit], wishes: Wishes, room_nbytes: int) -> int
     window = _total(chain) + sum(others[: WINDOW_UNITS - 1])
     itemsize = max(unit.dtype.itemsize for unit in paged)
     allowed = min(window, wishes.max_live_numel * itemsize)
-    if 0 < wishes.max_live_numel * itemsize < _total(chain):
-        names = ", ".join(unit.name for unit in chain)
-        raise ConfigError(
-            f"zero_optimization.stage3_max_live_parameters: {wishes.max_live_numel} elements are allowed on the "
-            f"device, but "
-            f"{_total(chain) // itemsize} are needed at once ({names}). Raise it to that number, or lower "
-            "tiered_zero.unit_size_cap."
-        )
     return max(_total(chain), min(allowed, room_nbytes))
 
 

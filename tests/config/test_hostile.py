@@ -1,0 +1,133 @@
+"""Whatever a config holds, `load` gives a Config that can be explained, or a ConfigError. Run long with FUZZ=100000."""
+
+import copy
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tiered_zero.config import Config, load
+from tiered_zero.config.deepspeed_keys import table
+from tiered_zero.config.json_file import parse_json
+from tiered_zero.errors import ConfigError, TieredZeroError
+
+BASES = [json.loads(path.read_text()) for path in sorted((Path(__file__).parents[2] / "configs").glob("*.json"))]
+HUGE = 10**5000
+LONG = 1 + int(os.environ.get("FUZZ", "0"))
+
+
+def nested(depth: int) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for _ in range(depth):
+        tree = {"a": tree}
+    return tree
+
+
+def endless() -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    tree["a"] = tree
+    return tree
+
+
+SCALARS: list[Any] = [None, True, False, 0, 1, -1, 2, 0.5, 1e9, 1e308, float("nan"), float("inf"), HUGE, -HUGE, 2**63]
+SCALARS += [
+    "",
+    "auto",
+    "8",
+    "1e400",
+    "9" * 5000,
+    "-1",
+    "cpu",
+    "nvme",
+    "none",
+    "\0",
+    "a\0b",
+    "\ud800",
+    "1e400GiB",
+    "infGiB",
+]
+SCALARS += ["Adam", "OneCycle", "WarmupLR", "x" * 10_000, b"bytes", object(), {1, 2}, 1j]
+CONTAINERS: list[Any] = [[], {}, [1], [[]], ["auto"], {"enabled": True}, {"device": "nvme"}, {"": 1}, {1: 2}, (1, 2)]
+VALUES = st.sampled_from([*SCALARS, *CONTAINERS, nested(70), nested(3000), endless(), [HUGE]])
+PATHS = st.sampled_from(
+    [*table(Config), "a", "zero_optimization", "optimizer", "fp16", "aio", "tiered_zero", "scheduler"]
+)
+
+
+def put(tree: dict[str, Any], path: str, value: Any) -> None:
+    *sections, name = path.split(".")
+    for section in sections:
+        if not isinstance(tree.get(section), dict):
+            tree[section] = {}
+        tree = tree[section]
+    tree[name] = dict(value) if isinstance(value, dict) else value
+
+
+@settings(max_examples=300 * LONG, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(base=st.sampled_from(range(len(BASES))), changes=st.lists(st.tuples(PATHS, VALUES), min_size=1, max_size=4))
+def test_any_mutated_config(base: int, changes: list[tuple[str, Any]]) -> None:
+    tree = copy.deepcopy(BASES[base])
+    for path, value in changes:
+        put(tree, path, value)
+    try:
+        config = load(tree)
+    except ConfigError as error:
+        assert str(error) and len(str(error)) < 10_000
+        return
+    assert config.explain()
+    assert all(isinstance(line, str) for line in config.notices)
+
+
+@settings(max_examples=200 * LONG, deadline=None, derandomize=True)
+@given(
+    base=st.sampled_from(range(len(BASES))),
+    place=st.floats(0, 1),
+    text=st.one_of(
+        st.text(max_size=4), st.sampled_from(["[" * 5000, '{"a":' * 3000, "9" * 5000, "1e999", "NaN", "\0"])
+    ),
+    removed=st.integers(0, 6),
+)
+def test_any_mutated_text(base: int, place: float, text: str, removed: int) -> None:
+    whole = json.dumps(BASES[base], indent=1)
+    at = int(place * len(whole))
+    try:
+        assert load(parse_json(whole[:at] + text + whole[at + removed :], "a test")).explain()
+    except ConfigError as error:
+        assert str(error)
+
+
+@pytest.mark.parametrize(
+    ("sections", "text"),
+    [
+        ({"train_batch_size": HUGE}, "train_batch_size: expected a number that a float can hold; found int too long"),
+        ({"train_batch_size": "9" * 5000}, "train_batch_size: expected a finite number; found '999"),
+        ({"tiered_zero": {"host_memory_limit": float("inf")}}, "tiered_zero.host_memory_limit: "),
+        ({"tiered_zero": {"host_memory_limit": "1e400GiB"}}, "tiered_zero.host_memory_limit: '1e400GiB' is no size"),
+        (
+            {"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "a\0b"}}},
+            "zero_optimization.offload_optimizer.nvme_path: expected a path; no file system takes the character NUL",
+        ),
+        ({"tiered_zero": {"report": "\ud800"}}, "tiered_zero.report: "),
+        ({"compression_training": nested(3000)}, "expected at most 64 objects one inside another"),
+        ({"aio": endless()}, "expected at most 64 objects one inside another"),
+    ],
+)
+def test_hostile_values(sections: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load({"train_batch_size": 8, **sections})
+    assert text in str(caught.value)
+
+
+def test_a_config_error_is_a_value_error_and_ours() -> None:
+    with pytest.raises(ValueError, match="train_batch_size") as caught:
+        load({"train_batch_size": 0})
+    assert isinstance(caught.value, TieredZeroError)
+
+
+def test_a_path_that_no_file_can_have(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError):
+        load(f"{tmp_path}/a\0b")

@@ -1,0 +1,55 @@
+"""Make the swap paths that a config names and that do not exist yet."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from tiered_zero.errors import ConfigError
+from tiered_zero.io.disk_file import errno_text
+
+logger = logging.getLogger("tiered_zero")
+
+
+@contextmanager
+def make_missing(groups: Iterable[Sequence[str]]) -> Iterator[None]:
+    """Make the directories that are missing, with their parents (mode 0700); remove them again if the block raises.
+
+    `groups`: directories that are striped together. Where some of a group exist the missing one is left to the check
+    that follows, which refuses it: its disk may not be mounted. Raises ConfigError.
+    """
+    made: list[Path] = []
+    try:
+        for group in groups:
+            paths = [Path(path) for path in group]
+            if not any(path.exists() for path in paths if path not in made):
+                for path in paths:
+                    made += _make(path)
+        yield
+    except BaseException:
+        for path in reversed(made):
+            with suppress(OSError):  # somebody else's by now, or in use
+                path.rmdir()
+        raise
+
+
+def _make(path: Path) -> list[Path]:
+    """Returns what was made, outermost first."""
+    missing = [place for place in (path, *path.parents) if not place.exists()][::-1]
+    made: list[Path] = []
+    try:
+        for place in missing:
+            place.mkdir(mode=0o700)
+            made.append(place)
+    except OSError as error:
+        for place in reversed(made):
+            place.rmdir()
+        raise ConfigError(
+            f"nvme_path {path} is missing and cannot be made: {errno_text(error.errno or 0)}. Name a directory on the "
+            "disk that is to be swapped to."
+        ) from error
+    if made:
+        logger.warning("Made the swap directory %s.", path.resolve())
+    return made
