@@ -82,6 +82,7 @@ class Engine:
         self._num_backwards = 0  # since the last step()
         self._one_backward_each = True  # in every micro-batch so far
         self._skipped_in_a_row = 0
+        self._step_applied = False
         self._nonfinite_in_a_row = 0
         self._verdict: Verdict | None = None
         self._report: StepReport | None = None
@@ -141,6 +142,7 @@ class Engine:
         """
         self._check_usable()
         boundary = self.is_gradient_accumulation_boundary()
+        self._step_applied = False
         self._micro_steps += 1
         self._one_backward_each &= self._num_backwards == 1
         self._num_backwards = 0
@@ -214,8 +216,8 @@ class Engine:
         return (self._micro_steps + 1) % self.gradient_accumulation_steps() == 0
 
     def was_step_applied(self) -> bool:
-        """False where the last step was skipped because its gradients were not finite."""
-        return self.global_steps > 0 and self._skipped_in_a_row == 0
+        """Whether the last `step()` updated the weights: not within an accumulation, nor where it was skipped."""
+        return self._step_applied
 
     def memory_report(self) -> dict[str, dict[str, dict[str, int]]]:
         """tier -> kind -> {"now", "peak", "planned"} in bytes, of everything that the run has allocated."""
@@ -371,6 +373,7 @@ class Engine:
     def _update(self, verdict: Verdict) -> None:
         parts = self._parts
         parts.policy.apply(parts.gradients.hand_over(), verdict.grad_scale)
+        self._step_applied = True
         parts.optimizer.mark_stepped()
         if parts.lr_scheduler is not None:
             parts.lr_scheduler.step()
