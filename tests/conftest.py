@@ -22,7 +22,9 @@ import torch
 from hypothesis import settings
 
 from tests.native_build import UPDATE_SOURCE, compile_shared
+from tiered_zero.io.preflight import filesystem_type, is_local
 from tiered_zero.native import find_library
+from tiered_zero.store import runs
 
 torch.set_num_threads(2)  # the same order of sums on every machine, and more than one thread at work
 settings.register_profile("tiered_zero", deadline=None, derandomize=True, database=None)
@@ -62,8 +64,13 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture
-def swap_path(tmp_path: Path) -> Iterator[Path]:
-    """An empty directory, mode 0700, on a real disk: /tmp is memory on many machines, /var/tmp is not."""
+def swap_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty directory, mode 0700, on a real disk: /tmp is memory on many machines, /var/tmp is not.
+
+    Where all disks are shared ones no run is known to be dead; tests take them for local.
+    """
+    if not is_local(filesystem_type(tmp_path)):
+        monkeypatch.setattr(runs, "filesystem_type", lambda path: "ext4")
     with tempfile.TemporaryDirectory(dir="/var/tmp" if _in_memory(tmp_path) else tmp_path) as path:
         yield Path(path)
 

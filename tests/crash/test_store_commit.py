@@ -16,8 +16,9 @@ from tests.fakes.crash_disk import CrashDisk, Operation, RecordingOS, fates
 from tests.fakes.sync_io import SyncEngine
 from tiered_zero.errors import StoreError
 from tiered_zero.store import manifest, records, swap_store
+from tiered_zero.store.owner import OWNER_NAME
 from tiered_zero.store.stripes import DATA_NAME
-from tiered_zero.store.swap_dir import OWNER_NAME, SwapDir
+from tiered_zero.store.swap_dir import SwapDir
 from tiered_zero.store.swap_store import SwapStore
 
 PAGE = 4096

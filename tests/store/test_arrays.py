@@ -1,5 +1,8 @@
 """Named arrays for any program: plain NumPy AdamW whose moments rest on disk, no engine, no torch."""
 
+import dataclasses
+import os
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +11,7 @@ import pytest
 from tests.fakes.sync_io import SyncEngine
 from tiered_zero.errors import CorruptionError, StoreError
 from tiered_zero.sizes import MIB
-from tiered_zero.store import open_store
+from tiered_zero.store import ArrayStore, manifest, open_store, swap_store
 from tiered_zero.store.stripes import DATA_NAME
 from tiered_zero.store.swap_dir import SwapDir
 from tiered_zero.store.swap_store import SwapStore
@@ -110,3 +113,50 @@ def test_a_failed_open_ends_the_ownership(swap_path: Path) -> None:
     for _ in range(2):
         with pytest.raises(StoreError, match="is missing"):
             open_store(swap_path)
+
+
+@pytest.mark.parametrize("how", ["missing", "cut", "overlap", "directory", "no memory", "no thread"])
+def test_a_failed_open_leaks_no_descriptor(swap_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    with open_store(swap_path, capacity_nbytes=MIB) as store:
+        store.put("a", b"x")
+        store.commit()
+    (data,) = swap_path.glob(f"*/{DATA_NAME}")
+    if how == "cut":
+        os.truncate(data, 4096)
+    elif how == "overlap":
+        state = manifest.load(data.parent)[0]
+        assert state is not None
+        record = dataclasses.replace(state.records[0], offsets=(0, 0))
+        manifest.prepare(data.parent, dataclasses.replace(state, records=(record,)).encode())
+        manifest.confirm(data.parent)
+    elif how in ("missing", "directory"):
+        data.unlink()
+        if how == "directory":
+            data.mkdir()
+    elif how == "no memory":
+        monkeypatch.setattr(ArrayStore, "__init__", lambda *_, **__: (_ for _ in ()).throw(MemoryError))
+    else:
+        monkeypatch.setattr(swap_store, "Worker", lambda name: (_ for _ in ()).throw(StoreError("no thread")))
+
+    def held() -> int:
+        return len(os.listdir("/proc/self/fd")) + threading.active_count()
+
+    counts = []
+    for _ in range(3):
+        with pytest.raises((StoreError, MemoryError)):
+            open_store(swap_path)
+        counts.append(held())
+    assert counts[0] == counts[2]
+
+
+def test_a_state_that_cannot_be_read_does_not_hide_another(swap_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    paths = []
+    for step in (1, 2):
+        store = SwapStore(directory := SwapDir.create([swap_path]), SyncEngine(), capacity_nbytes=MIB)
+        store.commit(step, {})
+        store.close(remove=False)
+        paths.append(directory.paths[0])
+    (paths[1] / "manifest").write_bytes(b"{}")
+    with open_store(swap_path) as opened:
+        assert opened.step == 1
+    assert f"{paths[1]} may hold a state, but cannot be opened" in caplog.text

@@ -8,8 +8,9 @@ import pytest
 
 from tiered_zero.errors import ConfigError, StoreError
 from tiered_zero.store import swap_dir
+from tiered_zero.store.owner import OWNER_NAME, read_owner
 from tiered_zero.store.runs import list_runs
-from tiered_zero.store.swap_dir import OWNER_NAME, SwapDir, read_owner
+from tiered_zero.store.swap_dir import SwapDir
 
 
 def test_two_runs_on_one_path_are_apart_and_private(swap_path: Path) -> None:
@@ -84,6 +85,56 @@ def test_a_foreign_link_inside_the_path_is_refused(swap_path: Path, monkeypatch:
         monkeypatch.setattr(os, "getuid", lambda: 12345)
     with pytest.raises(StoreError, match="symbolic link"):
         SwapDir.create([link / "below"])
+
+
+def test_a_path_below_one_where_others_may_rename_is_refused(swap_path: Path) -> None:
+    parent = swap_path / "middle" / "parent"
+    parent.mkdir(parents=True)
+    os.chmod(swap_path / "middle", 0o777)
+    with pytest.raises(StoreError, match=rf"everybody may rename files in {swap_path}/middle; chmod \+t "):
+        SwapDir.create([parent])
+    (swap_path / "link").symlink_to(swap_path / "middle")
+    with pytest.raises(StoreError, match=rf"everybody may rename files in {swap_path}/middle; chmod \+t "):
+        SwapDir.create([swap_path / "link" / "parent"])
+    os.chmod(swap_path / "middle", 0o1777)
+    SwapDir.create([parent]).remove()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a directory to any group")
+def test_a_group_that_may_write_is_refused_unless_it_is_the_users_own(
+    swap_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for path in (swap_path / "parent", swap_path / "parent" / "below"):
+        path.mkdir()
+        os.chown(path, 0, 12345)
+        path.chmod(0o770)
+        with pytest.raises(StoreError, match=rf"group id 12345 may rename files in {path}; chmod g-w {path}"):
+            SwapDir.create([path])
+        path.chmod(0o1770)
+        SwapDir.create([path]).remove()
+    os.chown(swap_path / "parent", 0, 0)
+    (swap_path / "parent").chmod(0o770)
+    SwapDir.create([swap_path / "parent"]).remove()  # as with umask 002
+    group = swap_dir.grp.struct_group(("root", "x", 0, ["root", "somebody"]))
+    monkeypatch.setattr(swap_dir.grp, "getgrgid", lambda gid: group)
+    with pytest.raises(StoreError, match="group id 0 may rename"):
+        SwapDir.create([swap_path / "parent"])
+
+
+def test_the_last_constructor_that_fails_leaves_nothing(swap_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise MemoryError
+
+    kept = SwapDir.create([swap_path])
+    kept.keep()
+    kept.release()
+    num_open = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(swap_dir, "_install_signal_handler", fail)
+    with pytest.raises(MemoryError):
+        SwapDir.create([swap_path])
+    with pytest.raises(MemoryError):
+        SwapDir.open(kept.paths[0])
+    assert list(swap_path.iterdir()) == [*kept.paths] and len(os.listdir("/proc/self/fd")) == num_open
 
 
 def test_a_failure_half_way_leaves_nothing(swap_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

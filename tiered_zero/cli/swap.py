@@ -17,6 +17,7 @@ from rich.text import Text
 
 from tiered_zero.cli.capacity import capacity
 from tiered_zero.cli.console import STDOUT
+from tiered_zero.errors import TieredZeroError
 from tiered_zero.sizes import format_nbytes
 from tiered_zero.store.runs import collect_garbage, list_runs
 from tiered_zero.store.verify import Verified, verify_run
@@ -78,9 +79,10 @@ def du(directory: Path, as_json: bool) -> None:
 @_arguments
 @click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
 @click.option("--committed", is_flag=True, help="Also remove dead runs that can still be resumed from a commit.")
-def gc(directory: Path, as_json: bool, dry_run: bool, committed: bool) -> None:
-    """Remove the runs in DIRECTORY whose owner is dead; never a live one's."""
-    items = collect_garbage(directory, dry_run=dry_run, committed=committed)
+@click.option("--unknown", is_flag=True, help="Also remove runs whose owner may live, for all that can be seen here.")
+def gc(directory: Path, as_json: bool, dry_run: bool, committed: bool, unknown: bool) -> None:
+    """Remove the runs in DIRECTORY whose owner is dead; never a live one's, and never another user's."""
+    items = collect_garbage(directory, dry_run=dry_run, committed=committed, unknown=unknown)
     freed_nbytes = sum(item.run.nbytes for item in items if item.removed)
     if as_json:
         return _print_json({"dry_run": dry_run, "freed_nbytes": freed_nbytes, "runs": items})
@@ -97,18 +99,28 @@ def gc(directory: Path, as_json: bool, dry_run: bool, committed: bool) -> None:
 @_arguments
 def verify(directory: Path, as_json: bool) -> None:
     """Read the committed state of each run in DIRECTORY and name what is broken; exit code 1 if anything is."""
-    results = {run.run_id: verify_run([Path(path) for path in run.paths]) for run in list_runs(directory)}
+    results: dict[str, Verified | None] = {}
+    failures: dict[str, str] = {}
+    skipped: dict[str, str] = {}
+    for run in list_runs(directory):
+        if not run.own:
+            skipped[run.run_id] = run.reason
+            continue
+        try:
+            results[run.run_id] = verify_run([Path(path) for path in run.paths])
+        except TieredZeroError as error:
+            failures[run.run_id] = str(error)
     broken = sum(len(result.broken) for result in results.values() if result)
     if as_json:
-        _print_json({"runs": results, "num_broken": broken})
+        _print_json({"runs": results, "failures": failures, "skipped": skipped, "num_broken": broken})
     else:
-        _print_verified(results)
-    if broken:
+        _print_verified(results, {**failures, **skipped})
+    if broken or failures:
         raise click.exceptions.Exit(1)
 
 
-def _print_verified(results: dict[str, Verified | None]) -> None:
-    rows = []
+def _print_verified(results: dict[str, Verified | None], unread: dict[str, str]) -> None:
+    rows = [(run_id, "-", "-", "not read, see below") for run_id in unread]
     for run_id, result in results.items():
         if result is None:
             rows.append((run_id, "-", "-", "nothing committed"))
@@ -118,9 +130,17 @@ def _print_verified(results: dict[str, Verified | None]) -> None:
             verdict += f"; {format_nbytes(result.nbytes_unverifiable)} have no checksum"
         rows.append((run_id, str(result.step), format_nbytes(result.nbytes), verdict))
     _print_table(("run", "step", "bytes read", "outcome"), rows)
+    for run_id, text in unread.items():
+        click.echo(_printable(f"{run_id}: {text}"))
     for result in results.values():
         for item in result.broken if result else ():
-            click.echo(f"{item.record}: {item.nbytes} bytes at offset {item.offset} of {item.path}: {item.reason}")
+            text = f"{item.record}: {item.nbytes} bytes at offset {item.offset} of {item.path}: {item.reason}"
+            click.echo(_printable(text))
+
+
+def _printable(text: str) -> str:
+    """Text of a foreign directory with what a terminal could take for an order, or cannot show, as escapes."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def _print_json(value: Any) -> None:
@@ -144,7 +164,7 @@ def _print_table(columns: tuple[str, ...], rows: list[Any]) -> None:
             justify="right" if column in ("bytes", "runs", "age") else "left",
         )
     for row in rows:
-        table.add_row(*(cell if isinstance(cell, Text) else Text(cell) for cell in row))
+        table.add_row(*(cell if isinstance(cell, Text) else Text(_printable(cell)) for cell in row))
     STDOUT.print(table)
 
 

@@ -12,13 +12,22 @@ from tiered_zero.io.disk_file import errno_text
 
 _MOUNTS = Path("/proc/self/mountinfo")
 
-_NETWORK = ("nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "9p", "virtiofs", "afs")
+_LOCAL = frozenset(
+    "bcachefs btrfs erofs exfat ext2 ext3 ext4 f2fs fuseblk hfsplus jffs2 jfs msdos nilfs2 ntfs ntfs3 overlay ramfs "
+    "reiserfs tmpfs ubifs udf vfat xfs zfs".split()
+)
+"""File systems that one kernel alone writes to. Any other may be shared with a machine whose locks are not seen."""
+
 _WARNINGS = {
     "tmpfs": "is RAM-backed (tmpfs): what is swapped there takes host memory, and nothing is gained",
     "ramfs": "is RAM-backed (ramfs): what is swapped there takes host memory, and nothing is gained",
     "overlay": "lies in a container's overlay: transfers pass through its lower file system; mount a volume there",
-    **{name: f"is on a network file system ({name}): expect latency, and use a local disk" for name in _NETWORK},
 }
+
+
+def is_local(fstype: str | None) -> bool:
+    """Whether no other machine can use the file system at the same time. Unknown types are not local."""
+    return fstype in _LOCAL
 
 
 def preflight_directory(path: str | os.PathLike[str]) -> list[str]:
@@ -60,8 +69,12 @@ def preflight_directory(path: str | os.PathLike[str]) -> list[str]:
 
 
 def filesystem_warnings(directory: str, fstype: str | None) -> list[str]:
-    fuse = fstype is not None and (fstype.startswith("fuse") and fstype != "fuseblk")
-    text = "is on FUSE: each transfer passes through another process" if fuse else _WARNINGS.get(fstype or "")
+    """`fstype`: None, where it is not known, is no reason to warn."""
+    text = _WARNINGS.get(fstype or "")
+    if fstype is not None and not is_local(fstype):
+        text = f"is on a network file system ({fstype}), or one not known to be local: expect latency, use a local disk"
+        if fstype.startswith("fuse"):
+            text = "is on FUSE: each transfer passes through another process"
     return [f"nvme_path {directory} {text}."] if text else []
 
 

@@ -11,9 +11,10 @@ Opened again, by the same or a later process, it holds the last commit.
 
 from __future__ import annotations
 
+import logging
 import mmap
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, final
@@ -23,12 +24,14 @@ from tiered_zero.io.engine import IOEngine, Ticket
 from tiered_zero.io.select import select_engine
 from tiered_zero.sizes import MIB, PAGE_NBYTES, align_up
 from tiered_zero.store.manifest import Record
-from tiered_zero.store.runs import list_runs
+from tiered_zero.store.runs import RunInfo, list_runs
 from tiered_zero.store.swap_dir import SwapDir
 from tiered_zero.store.swap_store import SwapStore
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
+
+logger = logging.getLogger("tiered_zero")
 
 _BOUNCE_NBYTES = 8 * MIB
 """A multiple of the checksum chunk, so that every read covers whole checksummed ranges."""
@@ -42,26 +45,36 @@ def open_store(path: str | Path, *, capacity_nbytes: int = 0, engine: IOEngine |
     Raises StoreError: another live process has it open, the disk is too small, the state is damaged.
     """
     parent = Path(path)
-    runs = [run for run in list_runs(parent) if run.resumable]
-    if len(runs) > 1:
-        raise StoreError(
-            f"{parent} holds {len(runs)} committed states ({[run.run_id for run in runs]}); keep one of them."
-        )
-    if not runs and capacity_nbytes <= 0:
+    run = _find_store(parent)
+    if run is None and capacity_nbytes <= 0:
         raise StoreError(f"{parent} holds no store; give capacity_nbytes to make one.")
-    directory = SwapDir.open(runs[0].path) if runs else SwapDir.create([parent], owner_note="array store")
-    used: IOEngine | None = engine
-    try:
-        used = used or select_engine(directory.paths[0]).engine
+    directory = SwapDir.open(run.path) if run else SwapDir.create([parent], owner_note="array store")
+    with ExitStack() as unfinished:
+        unfinished.callback(directory.release)
+        if (used := engine) is None:
+            used = select_engine(directory.paths[0]).engine
+            unfinished.callback(used.close)
         store = (
-            SwapStore.recover(directory, used) if runs else SwapStore(directory, used, capacity_nbytes=capacity_nbytes)
+            SwapStore.recover(directory, used) if run else SwapStore(directory, used, capacity_nbytes=capacity_nbytes)
         )
-    except BaseException:
-        if used is not None and used is not engine:
-            used.close()
-        directory.release()
-        raise
-    return ArrayStore(store, used, owns_engine=engine is None)
+        unfinished.callback(store.close, remove=False)
+        opened = ArrayStore(store, used, owns_engine=engine is None)
+        unfinished.pop_all()
+    return opened
+
+
+def _find_store(parent: Path) -> RunInfo | None:
+    """The run to be opened; None: there is none. One that cannot be read counts only where there is no other."""
+    runs = [run for run in list_runs(parent) if run.resumable]
+    found = [run for run in runs if run.pid and run.step is not None] or [run for run in runs if run.pid]
+    if len(found) > 1:
+        raise StoreError(
+            f"{parent} holds {len(found)} committed states ({[run.run_id for run in found]}); keep one of them."
+        )
+    for run in runs:
+        if run not in found:
+            logger.warning("%s may hold a state, but cannot be opened (%s); it is left alone", run.path, run.reason)
+    return found[0] if found else None
 
 
 @final

@@ -18,13 +18,36 @@ from typing import Any, final
 import xxhash
 
 from tiered_zero.errors import StoreError
-from tiered_zero.sizes import PAGE_NBYTES, align_up
+from tiered_zero.sizes import PAGE_NBYTES, align_up, format_nbytes
+from tiered_zero.store.checked_json import MOST_INTEGER, Kinds, check_fields, check_kind, decode_json
+from tiered_zero.store.descriptors import error_text, opened_directory, read_file
 from tiered_zero.store.ranges import Range
 
 MANIFEST_NAME = "manifest"
 NEXT_NAME = "manifest.next"
 _FORMAT = "tiered_zero.store"
 _VERSION = 1
+
+_MOST_NBYTES = 1 << 28
+"""Of a manifest; a range of 1 MiB takes some 45 bytes, so that this is enough for 5 TiB of committed records."""
+
+_FIELDS: dict[str, Kinds] = {
+    "run_id": str,
+    "step": int,
+    "capacity_nbytes": int,
+    "weights": list,
+    "metadata": dict,
+    "records": list,
+    "ranges": dict,
+}
+_RECORD_FIELDS: dict[str, Kinds] = {
+    "name": str,
+    "nbytes": int,
+    "dtype": str,
+    "shape": list,
+    "committed": bool,
+    "offsets": list,
+}
 
 
 @final
@@ -63,44 +86,107 @@ class Manifest:
     ranges: dict[str, list[Range]] = field(default_factory=dict)
 
     def encode(self) -> bytes:
-        """Raises StoreError where `metadata` is more than JSON."""
+        """Raises StoreError for a state that could not be read back."""
+        if type(self.step) is not int or abs(self.step) > MOST_INTEGER:
+            raise StoreError(f"A commit's step must be a 64-bit integer; found {self.step!r}.")
         fields = vars(self) | {"records": [vars(record) for record in self.records]}
         try:
             body = json.dumps(fields, separators=(",", ":")).encode()
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise StoreError(
                 f"The metadata of a commit must be JSON (dicts, lists, text, numbers): {error}."
             ) from error
+        if len(body) > _MOST_NBYTES - PAGE_NBYTES:
+            raise StoreError(
+                f"The manifest of a commit takes {format_nbytes(len(body))}; at most {format_nbytes(_MOST_NBYTES)} can "
+                "be read back. Commit less metadata, or fewer and larger records."
+            )
         header = {"format": _FORMAT, "version": _VERSION, "nbytes": len(body), "xxh3": xxhash.xxh3_64_hexdigest(body)}
         return json.dumps(header).encode() + b"\n" + body + b"\n"
 
     @classmethod
     def decode(cls, data: bytes, path: Path) -> Manifest:
         """Raises StoreError: not a manifest, of another version, or damaged."""
-        line, _, rest = data.partition(b"\n")
         try:
-            header = json.loads(line)
-            named, version = header["format"], header["version"]
-            if named != _FORMAT or version != _VERSION:
-                raise StoreError(f"{path}: expected {_FORMAT} version {_VERSION}, found {named} version {version}.")
-            body = rest[: header["nbytes"]]
-            if len(body) != header["nbytes"] or xxhash.xxh3_64_hexdigest(body) != header["xxh3"]:
-                raise StoreError(f"{path} is damaged: its checksum does not match. This state cannot be recovered.")
-            fields = json.loads(body)
-            fields["weights"] = tuple(fields["weights"])
-            fields["records"] = tuple(
-                Record(**{**item, "shape": tuple(item["shape"]), "offsets": tuple(item["offsets"])})
-                for item in fields["records"]
-            )
-            fields["ranges"] = {name: [Range(*item) for item in items] for name, items in fields["ranges"].items()}
-            return cls(**fields)
-        except (ValueError, KeyError, TypeError) as error:
+            return cls._decode(data, path)
+        except ValueError as error:
             raise StoreError(f"{path} is not a manifest of a swap store ({error}).") from error
+
+    @classmethod
+    def _decode(cls, data: bytes, path: Path) -> Manifest:
+        """Raises StoreError, and ValueError for what no store writes."""
+        line, _, rest = data.partition(b"\n")
+        header = decode_json(line)
+        if type(header) is dict and (header.get("format") != _FORMAT or header.get("version") != _VERSION):
+            named, version = str(header.get("format"))[:80], str(header.get("version"))[:80]
+            raise StoreError(f"{path}: expected {_FORMAT} version {_VERSION}, found {named} version {version}.")
+        check_fields(header, {"format": str, "version": int, "nbytes": int, "xxh3": str})
+        body = rest[: max(0, header["nbytes"])]
+        if len(body) != header["nbytes"] or xxhash.xxh3_64_hexdigest(body) != header["xxh3"]:
+            raise StoreError(f"{path} is damaged: its checksum does not match. This state cannot be recovered.")
+        fields = check_fields(decode_json(body), _FIELDS)
+        if fields["capacity_nbytes"] < 0:
+            raise ValueError("expected a capacity of 0 or more")
+        records = tuple(_record(item) for item in fields["records"])
+        by_name = {record.name: record for record in records}
+        if len(by_name) != len(records) or fields["ranges"].keys() != by_name.keys():
+            raise ValueError("expected records of different names, and the ranges of each")
+        return cls(
+            **{
+                **fields,
+                "weights": _weights(fields["weights"]),
+                "records": records,
+                "ranges": {name: _ranges(by_name[name], items) for name, items in fields["ranges"].items()},
+            }
+        )
+
+
+def _weights(items: list[Any]) -> tuple[float, ...]:
+    for item in items:
+        check_kind("weights", item, (float, int))
+    if not items or min(items) <= 0:
+        raise ValueError("weights: expected one number > 0 for each path")
+    return tuple(float(item) for item in items)
+
+
+def _record(item: Any) -> Record:
+    fields = check_fields(item, _RECORD_FIELDS)
+    for name in ("shape", "offsets"):
+        for value in fields[name]:
+            check_kind(name, value, int)
+    offsets = tuple(fields["offsets"])
+    if fields["nbytes"] <= 0 or len(offsets) != 1 + fields["committed"] or any(at < 0 for at in offsets):
+        raise ValueError(f"record {fields['name'][:80]!a}: expected bytes, and one offset for each of its slots")
+    if any(at % PAGE_NBYTES for at in offsets):
+        raise ValueError(f"record {fields['name'][:80]!a}: expected offsets in whole pages")
+    return Record(**{**fields, "shape": tuple(fields["shape"]), "offsets": offsets})
+
+
+def _ranges(record: Record, items: Any) -> list[Range]:
+    """In order, disjoint, in whole pages, and inside of the record."""
+    check_kind("ranges", items, list)
+    ranges, last = [], 0
+    for item in items:
+        check_kind("ranges", item, list)
+        if len(item) != 4:
+            raise ValueError("ranges: expected start, end, slot and checksum of each")
+        start, end, slot, checksum = item
+        for value in (start, end, slot):
+            check_kind("ranges", value, int)
+        if checksum is not None and not (type(checksum) is int and 0 <= checksum < 1 << 64):
+            raise ValueError("ranges: expected a checksum of 64 bits, or null")
+        if not last <= start < end <= record.extent_nbytes or start % PAGE_NBYTES or end % PAGE_NBYTES:
+            raise ValueError(f"ranges of {record.name[:80]!a}: {start} to {end} is out of order or outside of it")
+        if not 0 <= slot < len(record.offsets):
+            raise ValueError(f"ranges of {record.name[:80]!a}: there is no slot {slot}")
+        ranges.append(Range(start, end, slot, checksum))
+        last = end
+    return ranges
 
 
 def prepare(directory: Path, data: bytes) -> None:
     """Write the next (encoded) manifest durably beside the current one. Raises OSError."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     fd = os.open(directory / NEXT_NAME, flags, 0o600)
     try:
         view = memoryview(data)
@@ -126,13 +212,37 @@ def discard(directory: Path) -> None:
 
 
 def load(directory: Path) -> tuple[Manifest | None, Manifest | None]:
-    """The committed and the prepared manifest. A torn prepared one counts as absent; a damaged committed one raises."""
-    committed, prepared = directory / MANIFEST_NAME, directory / NEXT_NAME
-    current = Manifest.decode(committed.read_bytes(), committed) if committed.exists() else None
+    """The committed and the prepared manifest. A torn prepared one counts as absent; a damaged committed one raises
+    StoreError, as does a directory that cannot be read."""
     try:
-        return current, Manifest.decode(prepared.read_bytes(), prepared)
-    except (FileNotFoundError, StoreError):
+        with opened_directory(directory) as fd:
+            return load_at(fd, directory, os.fstat(fd).st_uid)
+    except FileNotFoundError:
+        return None, None
+    except (OSError, ValueError) as error:  # ValueError: a path with a NUL
+        raise StoreError(f"{directory} cannot be read: {error}.") from error
+
+
+def load_at(dir_fd: int, directory: Path, uid: int) -> tuple[Manifest | None, Manifest | None]:
+    """`load` of the directory that is open at `dir_fd`; the files must be user `uid`'s. Raises OSError, StoreError."""
+    current = None
+    with suppress(FileNotFoundError):
+        current = _read(dir_fd, directory / MANIFEST_NAME, uid)
+    try:
+        return current, _read(dir_fd, directory / NEXT_NAME, uid)
+    except (OSError, StoreError):
         return current, None
+
+
+def _read(dir_fd: int, path: Path, uid: int) -> Manifest:
+    """Raises FileNotFoundError, StoreError."""
+    try:
+        data = read_file(path.name, dir_fd, uid=uid, most_nbytes=_MOST_NBYTES)
+    except FileNotFoundError:
+        raise
+    except (OSError, StoreError) as error:
+        raise StoreError(f"{path} cannot be read: {error_text(error)}.") from error
+    return Manifest.decode(data, path)
 
 
 def sync_directory(directory: Path) -> None:

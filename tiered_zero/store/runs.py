@@ -1,34 +1,50 @@
-"""The runs under a swap path: who they belong to, whether that process lives, and the removal of dead ones."""
+"""The runs under a swap path: who they belong to, whether that process lives, and the removal of dead ones.
+
+A directory that is not as a run leaves it, or that belongs to another user, is listed with the reason and never stops
+the look at the others. Nothing of another user is read but the owner file, and nothing of theirs is removed.
+"""
 
 from __future__ import annotations
 
 import os
 import socket
+import stat
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import final
 
 from tiered_zero.errors import StoreError
-from tiered_zero.io.preflight import filesystem_type
+from tiered_zero.io.preflight import filesystem_type, is_local
 from tiered_zero.store import manifest
-from tiered_zero.store.swap_dir import (
+from tiered_zero.store.descriptors import (
+    disk_nbytes,
+    error_text,
+    kind_text,
+    open_file,
+    opened_directory,
+    remove_files,
+    unlink_missing_ok,
+)
+from tiered_zero.store.manifest import MANIFEST_NAME, NEXT_NAME
+from tiered_zero.store.owner import (
     OWNER_NAME,
     PREFIX,
     Owner,
     boot_id,
-    delete_directory,
     is_locked,
     lock_fd,
-    read_owner,
+    read_owner_at,
     start_ticks,
 )
+from tiered_zero.store.stripes import DATA_NAME
 
 _UNOWNED_GRACE_S = 3600.0
 """A directory without a readable owner file is being made right now, or is this old and dead."""
 
-_NETWORK_TYPES = ("nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "9p", "afs")
+_RUN_FILES = (OWNER_NAME, MANIFEST_NAME, NEXT_NAME, DATA_NAME)
+_PROBE_PREFIX = ".tiered-zero-probe-"
 
 
 @final
@@ -36,9 +52,9 @@ _NETWORK_TYPES = ("nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ce
 class RunInfo:
     """One run's directory under one parent.
 
-    `state`: "alive", "dead" or "unknown" (then it is never removed); `reason` says why. `nbytes`: disk blocks taken.
-    `age_s`: since it was made or taken over. `step`: of the last commit, None without one. `resumable`: a committed or
-    prepared state may be there.
+    `state`: "alive", "dead" or "unknown"; `reason` says why. `nbytes`: disk blocks taken. `age_s`: since it was made or
+    taken over. `pid`: 0 where there is no readable owner file. `step`: of the last commit, None without one.
+    `resumable`: a committed or prepared state may be there. `own`: a directory of this user that can be read.
     """
 
     run_id: str
@@ -54,6 +70,7 @@ class RunInfo:
     step: int | None
     resumable: bool
     paths: tuple[str, ...]
+    own: bool
 
 
 @final
@@ -67,97 +84,199 @@ class Collected:
 
 
 def list_runs(parent: Path) -> list[RunInfo]:
-    """The runs that have a directory under `parent`, oldest first. Changes nothing."""
-    if not parent.is_dir():
-        raise StoreError(f"{parent} is not a directory; name one that nvme_path names.")
+    """The runs that have a directory under `parent`, oldest first. Changes nothing. Raises StoreError."""
     runs = []
-    for path in parent.glob(f"{PREFIX}*"):
-        with suppress(FileNotFoundError):  # it may end while we look
-            runs.append(_inspect(path))
+    try:
+        with opened_directory(parent.resolve()) as fd:
+            for name in os.listdir(fd):
+                if name.startswith(PREFIX):
+                    with suppress(FileNotFoundError):  # it may end while we look
+                        runs.append(_inspect(parent / name, name, fd))
+    except (OSError, RuntimeError, ValueError) as error:  # of a path in a circle, or with a NUL
+        raise StoreError(f"{parent} is not a directory that can be read ({error}); name one of nvme_path.") from error
     return sorted(runs, key=lambda run: -run.age_s)
 
 
-def collect_garbage(parent: Path, dry_run: bool = False, committed: bool = False) -> list[Collected]:
-    """Remove the directories under `parent` whose owner is dead; a live or doubtful one's never.
+def collect_garbage(
+    parent: Path, dry_run: bool = False, committed: bool = False, unknown: bool = False
+) -> list[Collected]:
+    """Remove the directories under `parent` whose owner is dead; a live one's or another user's never.
 
-    A dead run that left a committed state can be resumed from it, so it is removed only with `committed`.
+    A dead run that left a committed state can be resumed from it, so it is removed only with `committed`. With
+    `unknown` also runs are removed of which it is not known whether they live. Raises StoreError.
     """
-    return [_collect(run, dry_run, committed) for run in list_runs(parent)]
-
-
-def _collect(run: RunInfo, dry_run: bool, committed: bool) -> Collected:
-    if run.state != "dead":
-        return Collected(run, False, run.reason)
-    if run.resumable and not committed:
-        return Collected(run, False, "may be resumed from its committed state (--committed removes it)")
-    if not dry_run:
+    found = []
+    for run in list_runs(parent):
         try:
-            fd = os.open(run.path / OWNER_NAME, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+            found.append(_collect(run, dry_run, committed, unknown))
         except FileNotFoundError:
-            delete_directory(run.path)
+            found.append(Collected(run, False, "it was removed meanwhile"))
+        except (OSError, StoreError) as error:
+            found.append(Collected(run, False, f"cannot be removed: {error_text(error)}"))
+    return found
+
+
+def _collect(run: RunInfo, dry_run: bool, committed: bool, unknown: bool) -> Collected:
+    """Raises OSError, StoreError."""
+    if (refusal := _refusal(run, committed, unknown)) is not None:
+        return Collected(run, False, refusal)
+    parent, name = run.path.parent.resolve(), run.path.name
+    with opened_directory(parent) as parent_fd, opened_directory(name, parent_fd) as fd:
+        status = os.fstat(fd)
+        if status.st_uid != os.geteuid():
+            return Collected(run, False, f"belongs to user id {status.st_uid}")
+        if not run.pid and (strange := _strange_names(fd)):
+            return Collected(run, False, f"holds {strange[0]!a}, which no run makes; remove it by hand")
+        if dry_run:
             return Collected(run, True, run.reason)
+        lock = _take_lock(fd, status.st_uid, unknown)
         try:
-            lock_fd(fd)  # held to the end: nobody can take the run over meanwhile
+            again = _inspect(run.path, name, parent_fd, locked=False)
+            if (refusal := _refusal(again, committed, unknown)) is not None:
+                return Collected(run, False, refusal)
+            remove_files(fd, keep=OWNER_NAME)
+            unlink_missing_ok(OWNER_NAME, fd)
         except BlockingIOError:
-            os.close(fd)
             return Collected(run, False, "a process took it over meanwhile")
-        delete_directory(run.path, fd)
+        finally:
+            if lock >= 0:
+                os.close(lock)  # NFS and FUSE keep an open file in its directory under another name
+        os.rmdir(name, dir_fd=parent_fd)
     return Collected(run, True, run.reason)
 
 
-def _inspect(path: Path) -> RunInfo:
-    status = path.stat()
-    run_id = path.name.removeprefix(PREFIX)
+def _take_lock(dir_fd: int, uid: int, unknown: bool) -> int:
+    """The descriptor of the locked owner file, held to the end: nobody can take the run over meanwhile. -1: there is no
+    such file, or (with `unknown`) none that can be locked. Raises OSError, StoreError."""
     try:
-        owner = read_owner(path)
-    except StoreError:
-        owner = Owner(run_id, 0, "", 0, "", status.st_mtime, "", "", (str(path),))
+        fd = open_file(OWNER_NAME, dir_fd, uid=uid, flags=os.O_RDWR)
+    except FileNotFoundError:
+        return -1
+    except (OSError, StoreError):
+        if unknown:
+            return -1
+        raise
     try:
-        nbytes = sum(entry.stat(follow_symlinks=False).st_blocks * 512 for entry in os.scandir(path))
-        state, reason = _liveness(path, owner)
-    except PermissionError:
-        nbytes, state, reason = 0, "unknown", f"belongs to user id {status.st_uid}"
-    step, resumable = _committed_state(Path(owner.paths[0]))
-    return RunInfo(
-        run_id=run_id,
+        lock_fd(fd)
+    except BaseException as error:
+        os.close(fd)
+        if isinstance(error, BlockingIOError):
+            raise StoreError("a process took it over meanwhile") from None
+        if isinstance(error, OSError) and unknown:
+            return -1
+        raise
+    return fd
+
+
+def _refusal(run: RunInfo, committed: bool, unknown: bool) -> str | None:
+    """Why a run is kept; None if it may be removed."""
+    if run.state == "alive" or (run.state == "unknown" and not unknown):
+        return run.reason
+    if run.resumable and not committed:
+        return "may be resumed from its committed state (--committed removes it)"
+    return None
+
+
+def _strange_names(dir_fd: int) -> list[str]:
+    """Names that no run makes: a directory with one and without an owner file is not ours to remove."""
+    return sorted(name for name in os.listdir(dir_fd) if name not in _RUN_FILES and not name.startswith(_PROBE_PREFIX))
+
+
+def _inspect(path: Path, name: str, parent_fd: int, locked: bool | None = None) -> RunInfo:
+    """`locked`: whether another process holds the lock; None: look. Raises FileNotFoundError where it has gone."""
+    status = os.stat(name, dir_fd=parent_fd, follow_symlinks=False)
+    age_s = max(0.0, time.time() - status.st_mtime)
+    run = RunInfo(
+        run_id=name.removeprefix(PREFIX),
         path=path,
-        state=state,
-        reason=reason,
-        nbytes=nbytes,
-        age_s=max(0.0, time.time() - owner.created_s),
-        pid=owner.pid,
-        host=owner.host,
-        model=owner.model,
-        note=owner.note,
-        step=step,
-        resumable=resumable,
-        paths=owner.paths,
+        state="unknown",
+        reason=f"is {kind_text(status.st_mode)}, not a run's directory",
+        nbytes=0,
+        age_s=age_s,
+        pid=0,
+        host="",
+        model="",
+        note="",
+        step=None,
+        resumable=False,
+        paths=(str(path),),
+        own=False,
     )
-
-
-def _committed_state(first: Path) -> tuple[int | None, bool]:
-    """The last committed step, and whether anything may be resumed; in doubt (damage, an unmounted path) it may."""
+    if not stat.S_ISDIR(status.st_mode):
+        return run
     try:
-        first.stat()
-        committed, prepared = manifest.load(first)
+        with opened_directory(name, parent_fd) as fd:
+            return _inspect_open(run, fd, os.fstat(fd).st_uid, locked)
+    except PermissionError:
+        return replace(run, reason=f"belongs to user id {status.st_uid}")
+    except (OSError, StoreError) as error:
+        return replace(run, reason=f"cannot be read: {error_text(error)}")
+
+
+def _inspect_open(run: RunInfo, fd: int, uid: int, locked: bool | None) -> RunInfo:
+    """What the directory that is open at `fd` says. Raises OSError, StoreError."""
+    run = replace(run, nbytes=disk_nbytes(fd))
+    owner, unreadable = None, "there is none"
+    try:
+        owner = read_owner_at(fd, uid)
+    except FileNotFoundError:
+        pass
+    except PermissionError:
+        raise
+    except (OSError, StoreError) as error:
+        unreadable = error_text(error)
+    if owner is not None:
+        run = replace(
+            run, age_s=max(0.0, time.time() - owner.created_s), pid=owner.pid, host=owner.host, model=owner.model,
+            note=owner.note, paths=owner.paths,
+        )  # fmt: skip
+    state, reason = _liveness(run.path, fd, uid, owner, locked, run.age_s, unreadable)
+    if uid != os.geteuid():
+        state, reason = ("alive", reason) if state == "alive" else ("unknown", f"belongs to user id {uid}")
+        return replace(run, state=state, reason=reason)
+    step, resumable = _committed_state(run, fd, uid)
+    return replace(run, state=state, reason=reason, step=step, resumable=resumable, own=True)
+
+
+def _committed_state(run: RunInfo, fd: int, uid: int) -> tuple[int | None, bool]:
+    """The last committed step, and whether anything may be resumed; in doubt (damage, an unmounted path) it may."""
+    first = Path(run.paths[0])
+    try:
+        if first == run.path:
+            committed, prepared = manifest.load_at(fd, first, uid)
+        else:
+            with opened_directory(first) as first_fd:
+                committed, prepared = manifest.load_at(first_fd, first, uid)
     except (StoreError, OSError):
         return None, True
     return committed.step if committed else None, (committed or prepared) is not None
 
 
-def _liveness(path: Path, owner: Owner) -> tuple[str, str]:
-    """The lock decides on one machine; a pid counts only together with its start time, on the same boot."""
-    if is_locked(path):
-        return "alive", f"process {owner.pid} on {owner.host} holds its lock"
-    if not owner.pid:
-        if time.time() - owner.created_s > _UNOWNED_GRACE_S:
-            return "dead", "no readable owner file, and not new"
-        return "unknown", "no readable owner file yet"
-    same_host = owner.host == socket.gethostname()
-    if owner.boot_id == boot_id():
-        if same_host and start_ticks(owner.pid) == owner.start_ticks:
-            return "unknown", f"process {owner.pid} lives but does not hold the lock"
-        return "dead", f"process {owner.pid} has ended"
-    if not same_host and filesystem_type(path) in _NETWORK_TYPES:
-        return "unknown", f"owned on another machine ({owner.host}); its lock may not be seen over a network"
-    return "dead", f"process {owner.pid} ended with an earlier boot"
+def _liveness(
+    path: Path, fd: int, uid: int, owner: Owner | None, locked: bool | None, age_s: float, unreadable: str
+) -> tuple[str, str]:
+    """State and reason. On a local file system the lock decides; elsewhere another machine's may not be seen.
+
+    A pid counts only together with its start time, on the same boot. `unreadable`: why there is no `owner`.
+    """
+    try:
+        if is_locked(fd, uid) if locked is None else locked:
+            return "alive", f"process {owner.pid} on {owner.host} holds its lock" if owner else "its lock is held"
+    except (OSError, StoreError) as error:
+        return "unknown", f"its lock cannot be looked at: {error_text(error)}"
+    fstype = filesystem_type(path)
+    if not is_local(fstype):
+        whose = f"owned by process {owner.pid} on {owner.host}" if owner else f"no owner file ({unreadable})"
+        return "unknown", (
+            f"{whose}; lies on {fstype or 'an unknown file system'}, where a lock of another machine may not be seen "
+            "(--unknown removes it)"
+        )
+    if owner is None:
+        if age_s > _UNOWNED_GRACE_S:
+            return "dead", f"no readable owner file ({unreadable}), and not new"
+        return "unknown", f"no readable owner file yet ({unreadable})"
+    if not owner.boot_id or owner.boot_id != boot_id():
+        return "dead", f"process {owner.pid} ended with an earlier boot"
+    if owner.host == socket.gethostname() and start_ticks(owner.pid) == owner.start_ticks:
+        return "unknown", f"process {owner.pid} lives but does not hold the lock"
+    return "dead", f"process {owner.pid} has ended"

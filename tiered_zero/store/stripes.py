@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
@@ -13,6 +14,7 @@ from tiered_zero.errors import StoreError, TieredZeroError
 from tiered_zero.io.engine import File, IOEngine, Ticket
 from tiered_zero.layout.swap_bytes import STRIPE_NBYTES, file_nbytes, stripe_turn
 from tiered_zero.sizes import format_nbytes
+from tiered_zero.store.descriptors import error_text, kind_text
 from tiered_zero.store.manifest import sync_directory
 
 DATA_NAME = "data.bin"
@@ -97,12 +99,14 @@ class StripedFiles:
         opened = cls(engine, (), stripes)
         for path, nbytes in zip(paths, stripes.file_nbytes(capacity_nbytes), strict=True):
             name = path / DATA_NAME
-            found = name.stat().st_size if name.is_file() else None
-            if found is None or found < nbytes:
+            try:
+                state = _fault(name, nbytes)
+                if state:
+                    raise StoreError(f"The swap file {name} of {nbytes} bytes {state}; its state cannot be recovered.")
+                opened._files += (engine.open(str(name)),)
+            except BaseException:
                 opened.close()
-                state = "is missing" if found is None else f"is cut off at {found} bytes"
-                raise StoreError(f"The swap file {name} of {nbytes} bytes {state}; its state cannot be recovered.")
-            opened._files += (engine.open(str(name)),)
+                raise
         return opened
 
     def locate(self, offset: int) -> tuple[str, int]:
@@ -139,6 +143,19 @@ class StripedFiles:
                     ticket.wait()
             raise
         return tickets
+
+
+def _fault(name: Path, nbytes: int) -> str:
+    """What is wrong with an existing data file of at least `nbytes`, looked at without opening it; empty: nothing."""
+    try:
+        status = os.stat(name, follow_symlinks=False)
+    except FileNotFoundError:
+        return "is missing"
+    except OSError as error:
+        return f"cannot be looked at ({error_text(error)})"
+    if not stat.S_ISREG(status.st_mode):
+        return f"is {kind_text(status.st_mode)}"
+    return f"is cut off at {status.st_size} bytes" if status.st_size < nbytes else ""
 
 
 def _free_text(directory: Path) -> str:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import fcntl
-import json
+import grp
 import logging
 import os
+import pwd
 import secrets
-import shutil
 import signal
 import socket
 import stat
@@ -16,45 +16,57 @@ import time
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import final
 
 from tiered_zero.errors import StoreError
 from tiered_zero.io.preflight import preflight_directory
+from tiered_zero.store.descriptors import open_directory, open_file, remove_files, unlink_missing_ok
 from tiered_zero.store.manifest import sync_directory
+from tiered_zero.store.owner import (
+    OWNER_NAME,
+    PREFIX,
+    Owner,
+    boot_id,
+    lock_failure_text,
+    lock_fd,
+    read_owner,
+    start_ticks,
+    write_owner,
+)
 
 logger = logging.getLogger("tiered_zero")
 
-PREFIX = "tiered_zero-"
-OWNER_NAME = "owner.json"
-
 
 @final
-@dataclass(frozen=True)
-class Owner:
-    """Who holds a run's directories; the text of each directory's owner file, which its process holds by flock.
+@dataclass
+class _Hold:
+    """One directory of a run. `directory`, `lock`: descriptors of it and of its locked owner file; -1: not open.
 
-    `start_ticks`: the process's start time in clock ticks since boot (proc(5), stat field 22), which tells a process
-    from a later one with the same pid. `created_s`: seconds since the epoch. `paths`: all directories of the run.
+    Files are removed through `directory`: whatever stands under `path` by then is not touched.
     """
 
-    run_id: str
-    pid: int
-    host: str
-    start_ticks: int
-    boot_id: str
-    created_s: float
-    model: str
-    note: str
-    paths: tuple[str, ...]
+    path: Path
+    directory: int = -1
+    lock: int = -1
 
-    @classmethod
-    def decode(cls, text: str) -> Owner:
-        """Raises ValueError, KeyError or TypeError on anything that is no owner file."""
-        fields = json.loads(text)
-        return cls(**{**fields, "paths": tuple(fields["paths"])})
+    def unlock(self) -> None:
+        """End the lock, also of descriptors that a forked child has inherited. Idempotent."""
+        lock, self.lock = self.lock, -1
+        if lock >= 0:
+            with suppress(OSError):  # of a disk that is gone; it is closed all the same
+                fcntl.flock(lock, fcntl.LOCK_UN)
+            with suppress(OSError):
+                os.close(lock)
+
+    def close(self) -> None:
+        self.unlock()
+        directory, self.directory = self.directory, -1
+        if directory >= 0:
+            with suppress(OSError):
+                os.close(directory)
 
 
 @final
@@ -65,12 +77,13 @@ class SwapDir:
     or SIGHUP where the program has no handler of its own for them. `keep` leaves them (committed state).
     """
 
-    def __init__(self, owner: Owner, locks: Sequence[int]) -> None:
-        """`locks`: file descriptors of the owner files, flocked. Use `create` or `open`."""
+    def __init__(self, owner: Owner, holds: list[_Hold]) -> None:
+        """`holds`: of each of the owner's paths, both descriptors. Use `create` or `open`."""
         self.run_id = owner.run_id
         self.paths = tuple(Path(path) for path in owner.paths)
-        self._locks = list(locks)
-        self._finalizer = weakref.finalize(self, _leave, os.getpid(), self.paths, self._locks, True)
+        self._holds = holds
+        self._pid = os.getpid()
+        self._finalizer = weakref.finalize(self, _leave, self._pid, holds, True)
         _live.add(self)
         _install_signal_handler()
 
@@ -86,53 +99,59 @@ class SwapDir:
         run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{secrets.token_hex(4)}"
         paths = tuple(str(parent / f"{PREFIX}{run_id}") for parent in checked)
         owner = _this_process(run_id, model, owner_note, paths)
-        made: list[Path] = []
-        locks: list[int] = []
+        holds: list[_Hold] = []
         try:
             for path in map(Path, paths):
+                holds.append(hold := _Hold(path))
                 path.mkdir(mode=0o700)
-                made.append(path)
-                locks.append(_lock(path, create=True))
-                _write_owner(locks[-1], owner)
+                hold.directory = open_directory(path)
+                _lock(hold, os.O_CREAT | os.O_EXCL)
+                write_owner(hold.lock, owner)
                 sync_directory(path.parent)
+            return cls(owner, holds)
         except BaseException as error:
-            _leave(os.getpid(), made, locks, True)
+            _leave(os.getpid(), holds, True)
             if isinstance(error, OSError):
-                raise StoreError(f"Cannot make a swap directory under {[*map(str, checked)]}: {error}.") from error
+                text = lock_failure_text(error)
+                raise StoreError(f"Cannot make a swap directory under {[*map(str, checked)]}: {text}.") from error
             raise
-        return cls(owner, locks)
 
     @classmethod
     def open(cls, path: Path) -> SwapDir:
         """Take over a run that ended with its directories kept; `path`: any of them.
 
-        It stays on disk until `remove`. Raises StoreError while its owner lives or when a directory is missing.
+        It stays on disk until `remove`. Raises StoreError while its owner lives, when a directory is missing, and
+        where one belongs to another user.
         """
         owner = read_owner(path)
-        locks: list[int] = []
+        holds: list[_Hold] = []
         try:
             for name in owner.paths:
-                locks.append(_lock(Path(name), create=False))
-                check_parent(Path(name))
+                holds.append(hold := _Hold(Path(name)))
+                hold.directory = _open_own(hold.path)
+                _lock(hold)
+                check_parent(hold.path)
             taken = _this_process(owner.run_id, owner.model, owner.note, owner.paths)
-            for lock in locks:
-                _write_owner(lock, taken)
+            for hold in holds:
+                write_owner(hold.lock, taken)
+            directory = cls(taken, holds)
+            directory.keep()
+            return directory
         except BaseException as error:
-            _leave(os.getpid(), (), locks, False)
+            _leave(os.getpid(), holds, False)
             if isinstance(error, BlockingIOError):
                 raise StoreError(
                     f"The swap directory {path} belongs to a live run (pid {owner.pid} on {owner.host}); "
                     "stop that run first, or start one with a directory of its own."
                 ) from error
+            if isinstance(error, OSError):
+                raise StoreError(f"The swap directory {path} cannot be opened: {lock_failure_text(error)}.") from error
             raise
-        directory = cls(taken, locks)
-        directory.keep()
-        return directory
 
     def keep(self, kept: bool = True) -> None:
         """From now on the directories stay when the run ends, until `remove`; or, with False, they no longer do."""
         if self._finalizer.detach():
-            self._finalizer = weakref.finalize(self, _leave, os.getpid(), self.paths, self._locks, not kept)
+            self._finalizer = weakref.finalize(self, _leave, self._pid, self._holds, not kept)
 
     def release(self) -> None:
         """End the ownership: kept directories stay for `open`, others are removed. Idempotent."""
@@ -140,8 +159,8 @@ class SwapDir:
 
     def remove(self) -> None:
         """Delete the directories, kept or not, and end the ownership. Idempotent."""
-        if self._finalizer.detach():
-            _leave(os.getpid(), self.paths, self._locks, True)
+        _leave(self._pid, self._holds, True)
+        self._finalizer.detach()  # only now: an interrupt leaves the rest to the interpreter's exit
 
 
 def check_parent(path: Path) -> Path:
@@ -159,81 +178,45 @@ def check_parent(path: Path) -> Path:
             raise StoreError(
                 f"The swap path {path} goes through the symbolic link {part}; name {part.resolve()} itself."
             )
-        if status.st_uid not in (0, os.getuid()):
-            raise StoreError(
-                f"The swap path {path}: {part} belongs to user id {status.st_uid}, who could replace the files; "
-                f"expected {os.getuid()} or root. Use a directory of your own."
-            )
-    if path.stat().st_mode & (stat.S_IWOTH | stat.S_ISVTX) == stat.S_IWOTH:
-        raise StoreError(f"Everybody may rename files in the swap path {path}; chmod +t {path}, or use another one.")
+    real = path.resolve()
+    for part in (*reversed(real.parents), real):
+        _check_part(path, part, part.stat())
     return path
 
 
-def read_owner(path: Path) -> Owner:
-    """The owner of the run directory `path`; StoreError when it has none."""
-    try:
-        return Owner.decode((path / OWNER_NAME).read_text())
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise StoreError(f"{path} is not a swap directory: its {OWNER_NAME} cannot be read ({error}).") from error
+def _check_part(path: Path, part: Path, status: os.stat_result) -> None:
+    """`part`: the swap path `path` or a directory above it. Raises StoreError where another user may rename in it."""
+    if status.st_uid not in (0, os.getuid()):
+        raise StoreError(
+            f"The swap path {path}: {part} belongs to user id {status.st_uid}, who could replace the files; "
+            f"expected {os.getuid()} or root. Use a directory of your own."
+        )
+    if status.st_mode & stat.S_ISVTX:
+        return
+    if status.st_mode & stat.S_IWOTH:
+        raise StoreError(
+            f"The swap path {path}: everybody may rename files in {part}; chmod +t {part} (or chmod o-w), or use "
+            "another directory."
+        )
+    if status.st_mode & stat.S_IWGRP and not _is_private_group(status.st_gid):
+        raise StoreError(
+            f"The swap path {path}: group id {status.st_gid} may rename files in {part}; chmod g-w {part} (or chmod "
+            "+t), or use another directory."
+        )
 
 
-def start_ticks(pid: int) -> int | None:
-    """When the process started, in clock ticks since boot; None if there is no such process."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    return int(text.rpartition(")")[2].split()[19])
-
-
-def boot_id() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-
-
-def lock_fd(fd: int) -> None:
-    """Take the flock; BlockingIOError if another open file keeps it longer than a look from `is_locked` takes."""
-    for _ in range(20):
-        with suppress(BlockingIOError):
-            return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        time.sleep(0.01)
-    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
-def is_locked(path: Path) -> bool:
-    """Whether a process holds the run directory `path`."""
-    try:
-        fd = os.open(path / OWNER_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: two that look do not see each other
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(fd)
+def _is_private_group(gid: int) -> bool:
+    """Whether a group is root's or this user's alone: it has that user's name and no other member (umask 002)."""
+    for uid in (0, os.getuid()):
+        try:
+            group, user = grp.getgrgid(gid), pwd.getpwuid(uid)
+        except KeyError:  # a container's user need not be in its databases
+            if gid == uid:
+                return True
+            continue
+        if group.gr_name == user.pw_name and gid == user.pw_gid and set(group.gr_mem) <= {user.pw_name}:
+            return True
     return False
-
-
-def delete_directory(path: Path, lock: int | None = None) -> None:
-    """Delete a run's directory, the owner file last, so that a half-deleted one is still known as a run's.
-
-    `lock`: that file's descriptor, closed here in any case; NFS and FUSE keep an open file in its directory under
-    another name.
-    """
-    try:
-        with suppress(FileNotFoundError):
-            for entry in list(os.scandir(path)):
-                if entry.is_dir(follow_symlinks=False):
-                    shutil.rmtree(entry.path)
-                elif entry.name != OWNER_NAME:
-                    os.unlink(entry.path)
-            (path / OWNER_NAME).unlink(missing_ok=True)
-    finally:
-        if lock is not None:
-            with suppress(OSError):  # of a disk that is gone; it is closed all the same
-                os.close(lock)
-    with suppress(FileNotFoundError):
-        path.rmdir()
 
 
 def _this_process(run_id: str, model: str, note: str, paths: tuple[str, ...]) -> Owner:
@@ -241,46 +224,66 @@ def _this_process(run_id: str, model: str, note: str, paths: tuple[str, ...]) ->
     return Owner(run_id, pid, socket.gethostname(), start_ticks(pid) or 0, boot_id(), time.time(), model, note, paths)
 
 
-def _lock(path: Path, *, create: bool) -> int:
-    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if create else 0)
+def _open_own(path: Path) -> int:
+    """A descriptor of the directory, which belongs to this user. Raises OSError, StoreError."""
     try:
-        fd = os.open(path / OWNER_NAME, flags, 0o600)
+        fd = open_directory(path)
     except FileNotFoundError:
         raise StoreError(f"The run's directory {path} is missing or not whole; all of its paths are needed.") from None
-    try:
-        lock_fd(fd)
-        if not os.fstat(fd).st_nlink:
-            raise StoreError(f"The run's directory {path} was removed meanwhile.")
-    except BaseException:
+    if (uid := os.fstat(fd).st_uid) != os.geteuid():
         os.close(fd)
-        raise
+        raise StoreError(f"The run's directory {path} belongs to user id {uid}; expected {os.geteuid()}.")
     return fd
 
 
-def _write_owner(fd: int, owner: Owner) -> None:
-    text = json.dumps(asdict(owner), indent=1).encode()
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, text, 0)
-    os.fsync(fd)
+def _lock(hold: _Hold, flags: int = 0) -> None:
+    """Open and lock the owner file. Raises OSError, StoreError."""
+    uid = os.fstat(hold.directory).st_uid
+    try:
+        hold.lock = open_file(OWNER_NAME, hold.directory, uid=uid, flags=os.O_RDWR | flags)
+    except FileNotFoundError:
+        raise StoreError(
+            f"The run's directory {hold.path} is missing or not whole; all of its paths are needed."
+        ) from None
+    lock_fd(hold.lock)
+    if not os.fstat(hold.lock).st_nlink:
+        raise StoreError(f"The run's directory {hold.path} was removed meanwhile.")
 
 
-def _leave(pid: int, paths: Sequence[Path], locks: list[int], delete: bool) -> None:
+def _leave(pid: int, holds: list[_Hold], delete: bool) -> None:
     """End an ownership. A forked child shares the objects but owns nothing."""
     if os.getpid() != pid:
         return
-    for path in paths if delete else ():
-        lock = locks.pop(0) if locks else None
+    while holds:
+        hold = holds[0]
         try:
-            try:
-                delete_directory(path, lock)
-            except OSError:  # the table of descriptors may have been full, and has room now that the lock is closed
-                delete_directory(path)
+            if delete:
+                _delete(hold)
+        except NotADirectoryError:
+            logger.error("%s is not the directory that this run made; what is there now is left alone", hold.path)
         except OSError as error:
             logger.error(
-                "%s cannot be removed (%s); `tiered-zero swap gc` does it when its disk works again", path, error
+                "%s cannot be removed (%s); `tiered-zero swap gc` does it when its disk works again", hold.path, error
             )
-    while locks:
-        os.close(locks.pop())
+        hold.close()
+        holds.pop(0)  # only now: after an interrupt the next call goes on with it
+
+
+def _delete(hold: _Hold) -> None:
+    """Remove the directory, the owner file last, so that a half-removed one is still known as a run's.
+
+    NFS and FUSE keep an open file in its directory under another name: all of them are closed before. Raises OSError.
+    """
+    if hold.directory >= 0:
+        try:
+            remove_files(hold.directory, keep=OWNER_NAME)
+        except OSError:  # the table of descriptors may have been full, and has room once the lock is closed
+            hold.unlock()
+            remove_files(hold.directory, keep=OWNER_NAME)
+        unlink_missing_ok(OWNER_NAME, hold.directory)
+    hold.close()
+    with suppress(FileNotFoundError):
+        os.rmdir(hold.path)  # never of a link, and never of what is not empty
 
 
 _live: weakref.WeakSet[SwapDir] = weakref.WeakSet()

@@ -6,6 +6,7 @@ import errno
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, Literal, final
 
@@ -77,18 +78,20 @@ class SwapStore:
         self._num_chunks = 0
         self._count_lock = threading.Lock()
         self._nbytes: dict[str, Counter[str]] = {"read": Counter(), "write": Counter(), "unverified": Counter()}
-        if state is None:
-            try:
+        with ExitStack() as unfinished:
+            if state is None:
+                unfinished.callback(directory.remove)
                 self._files = StripedFiles.create(engine, directory.paths, stripes, self.capacity_nbytes)
-            except Exception:
-                directory.remove()
-                raise
-        else:
-            self._files = StripedFiles.open(engine, directory.paths, stripes, self.capacity_nbytes)
-            self._table.adopt((record, state.ranges[record.name]) for record in state.records)
-            self.step, self.metadata = state.step, state.metadata
-        self._hashing = Worker("tiered_zero-hash")
-        self._settling = Worker("tiered_zero-settle")
+                unfinished.callback(self._files.close)
+            else:
+                self._files = StripedFiles.open(engine, directory.paths, stripes, self.capacity_nbytes)
+                unfinished.callback(self._files.close)
+                self._table.adopt((record, state.ranges[record.name]) for record in state.records)
+                self.step, self.metadata = state.step, state.metadata
+            self._hashing = Worker("tiered_zero-hash")
+            unfinished.callback(self._hashing.close)
+            self._settling = Worker("tiered_zero-settle")
+            unfinished.pop_all()
 
     @classmethod
     def recover(

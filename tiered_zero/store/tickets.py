@@ -9,6 +9,7 @@ from typing import final
 
 import xxhash
 
+from tiered_zero.errors import StoreError
 from tiered_zero.io.engine import Request, Ticket
 
 digest: Callable[[bytes | bytearray | memoryview], int] = xxhash.xxh3_64_intdigest
@@ -91,7 +92,13 @@ class Worker:
     def __init__(self, name: str) -> None:
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # ulimit -u or -v
+            raise StoreError(
+                f"The thread {name} cannot be started: {error}. Raise the limit of processes (ulimit -u) or of address "
+                "space (ulimit -v)."
+            ) from error
 
     def submit(self, work: Callable[[], None]) -> None:
         self._queue.put(work)

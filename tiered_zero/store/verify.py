@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
+import xxhash
+
 from tiered_zero.errors import StoreError
+from tiered_zero.sizes import MIB
 from tiered_zero.store import manifest
+from tiered_zero.store.descriptors import error_text, open_file, opened_directory
 from tiered_zero.store.manifest import Record
 from tiered_zero.store.ranges import Range
 from tiered_zero.store.stripes import DATA_NAME, Stripes
-from tiered_zero.store.tickets import digest
 
 _ATTEMPTS = 3
 
@@ -66,44 +69,59 @@ def verify_run(paths: Sequence[Path]) -> Verified | None:
 def find_broken(
     paths: Sequence[Path], stripes: Stripes, records: Iterable[tuple[Record, Iterable[Range]]]
 ) -> list[Broken]:
-    """Read every range (past the page cache where the kernel lets go of it) and compare its checksum."""
+    """Read every range (past the page cache where the kernel lets go of it) and compare its checksum. Raises StoreError
+    where there are more or fewer paths than stripes."""
+    if len(paths) != len(stripes.weights):
+        raise StoreError(f"{paths[0]}: the state is striped over {len(stripes.weights)} paths; found {len(paths)}.")
     broken = []
     with ExitStack() as stack:
-        names = [path / DATA_NAME for path in paths]
-        fds: list[int | None] = []
-        for name in names:
-            try:
-                fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            except OSError:
-                fds.append(None)
-                continue
-            fds.append(fd)
-            stack.callback(os.close, fd)
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        files = [_DataFile(path / DATA_NAME, stack) for path in paths]
         for record, ranges in records:
             for item in ranges:
                 address, nbytes = record.offsets[item.slot] + item.start, item.end - item.start
                 first = next(stripes.pieces(address, nbytes))
-                data = bytearray()
+                hashing = xxhash.xxh3_64()
                 try:
                     for index, at, length in stripes.pieces(address, nbytes):
-                        data += _read(fds[index], at, length)
-                    reason = "" if item.digest in (None, digest(data)) else "its checksum does not match"
+                        for data in files[index].read(at, length):
+                            hashing.update(data)
+                    reason = "" if item.digest in (None, hashing.intdigest()) else "its checksum does not match"
                 except OSError as error:
                     reason = f"it cannot be read: {error}"
                 if reason:
-                    path = str(names[first.file_index])
-                    broken.append(Broken(record.name, path, first.file_offset, nbytes, reason))
+                    broken.append(
+                        Broken(record.name, str(files[first.file_index].path), first.file_offset, nbytes, reason)
+                    )
     return broken
 
 
-def _read(fd: int | None, offset: int, nbytes: int) -> bytes:
-    if fd is None:
-        raise FileNotFoundError("its file is missing")
-    data = b""
-    while len(data) < nbytes:
-        more = os.pread(fd, nbytes - len(data), offset + len(data))
-        if not more:
-            raise OSError(f"the file ends at offset {offset + len(data)}")
-        data += more
-    return data
+@final
+class _DataFile:
+    """One data file, opened where it is a file of its directory's owner; `stack` closes it."""
+
+    def __init__(self, path: Path, stack: ExitStack) -> None:
+        self.path = path
+        self._fd = -1
+        self._missing = "its file is missing"
+        try:
+            with opened_directory(path.parent) as directory:
+                self._fd = open_file(path.name, directory, uid=os.fstat(directory).st_uid)
+        except FileNotFoundError:
+            return
+        except (OSError, StoreError) as error:
+            self._missing = error_text(error)
+            return
+        stack.callback(os.close, self._fd)
+        os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def read(self, offset: int, nbytes: int) -> Iterator[bytes]:
+        """Pieces of at most 1 MiB. Raises OSError."""
+        if self._fd < 0:
+            raise OSError(self._missing)
+        end = offset + nbytes
+        while offset < end:
+            data = os.pread(self._fd, min(MIB, end - offset), offset)
+            if not data:
+                raise OSError(f"the file ends at offset {offset}")
+            yield data
+            offset += len(data)

@@ -1,0 +1,52 @@
+"""JSON that was read from a disk: its types are checked before anything is computed from it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+MOST_INTEGER = 2**63 - 1
+"""Offsets, sizes and steps are signed 64-bit integers."""
+
+Kinds = type | tuple[type, ...]
+
+
+def decode_json(data: bytes) -> Any:
+    """Raises ValueError for anything that is no JSON, or is nested too deeply."""
+    try:
+        return json.loads(data)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def check_fields(values: Any, kinds: Mapping[str, Kinds]) -> dict[str, Any]:
+    """`values` as an object that has these fields and no others, each exactly of its kinds (True is no int).
+
+    Integers fit into 64 bits, floats are finite. Raises ValueError, naming the field.
+    """
+    if type(values) is not dict:
+        raise ValueError(f"expected an object; found {_kind_name(values)}")
+    if values.keys() != kinds.keys():
+        differing = sorted(values.keys() ^ kinds.keys())[:5]
+        raise ValueError(f"expected the fields {', '.join(kinds)}; missing or unknown: {differing!a}")
+    for name, kind in kinds.items():
+        check_kind(name, values[name], kind)
+    return values
+
+
+def check_kind(name: str, value: Any, kind: Kinds) -> None:
+    """Raises ValueError."""
+    kinds = kind if isinstance(kind, tuple) else (kind,)
+    if type(value) not in kinds:
+        expected = " or ".join(one.__name__ for one in kinds)
+        raise ValueError(f"{name}: expected {expected}; found {_kind_name(value)}")
+    if type(value) is int and abs(value) > MOST_INTEGER:
+        raise ValueError(f"{name}: expected a 64-bit integer; found a larger one")
+    if type(value) is float and not math.isfinite(value):
+        raise ValueError(f"{name}: expected a finite number; found {value}")
+
+
+def _kind_name(value: Any) -> str:
+    return type(value).__name__
