@@ -1,5 +1,7 @@
 """The CUDA accelerator on a device: order between streams, exact pinning, errors."""
 
+from collections import deque
+
 import pytest
 import torch
 
@@ -34,7 +36,7 @@ def test_gather_compute_reduce_over_200_rounds(accelerator):
     results = [arena.take(4 * numel, "result").view(torch.float32, numel) for _ in range(4)]
     flat = torch.empty(numel, device=accelerator.device)
     source.copy_(torch.arange(numel))
-    carried = []
+    carried, held = [], deque(maxlen=4)
     for turn in range(200):
         gather = accelerator.lane("gather").submit(
             lambda: accelerator.copy(flat, source), after=[accelerator.record_compute()], holds=[flat]
@@ -55,7 +57,7 @@ def test_gather_compute_reduce_over_200_rounds(accelerator):
                 holds=[result],
             )
         )
-        del result  # its memory is not reused before the copy, which holds it
+        held.append(result)  # the oldest is freed here: its event was waited for above
     accelerator.synchronize()
     assert torch.equal(results[199 % 4], source * 200)
     arena.close()

@@ -56,14 +56,32 @@ class Runtime:
         return 0 if self.registered.pop(address, None) else 1
 
 
-class Tensor:
-    is_cuda = True
+class Block:
+    """Device memory in a tensor's place."""
 
-    def __init__(self, calls):
-        self.calls = calls
+    is_cuda = True
+    is_recorded = False
 
     def record_stream(self, stream):
-        self.calls.append(f"hold on {stream.name}")
+        self.is_recorded = True
+
+
+class LaggingAllocator:
+    """torch's caching allocator under a device that lags behind the host: a freed block that another stream was
+    recorded on is not reused, since that stream's work is not seen done."""
+
+    def __init__(self):
+        self.free, self.num_blocks = [], 0
+
+    def take(self):
+        if self.free:
+            return self.free.pop()
+        self.num_blocks += 1
+        return Block()
+
+    def give(self, block):
+        if not block.is_recorded:
+            self.free.append(block)
 
 
 @pytest.fixture
@@ -78,10 +96,17 @@ def runtime():
 
 @pytest.fixture
 def accelerator(monkeypatch, calls, runtime):
-    current = threading.local()
+    current = threading.local()  # a new thread's device is 0
+
+    @contextlib.contextmanager
+    def on(device):
+        before, current.device = getattr(current, "device", 0), device.index
+        yield
+        current.device = before
 
     @contextlib.contextmanager
     def use(stream):
+        assert getattr(current, "device", 0) == 1, "leaving the context would set, and initialise, device 0"
         current.stream = stream
         yield
         del current.stream
@@ -89,7 +114,9 @@ def accelerator(monkeypatch, calls, runtime):
     fakes = {
         "is_available": lambda: True,
         "device_count": lambda: 2,
-        "current_device": lambda: 1,
+        "current_device": lambda: getattr(current, "device", 1),
+        "set_device": lambda device: setattr(current, "device", device.index),
+        "device": on,
         "Stream": lambda device: Stream("lane", calls),
         "Event": Marker,
         "stream": use,
@@ -109,14 +136,49 @@ def accelerator(monkeypatch, calls, runtime):
 def test_a_job_waits_for_compute_on_the_device_and_marks_its_end(accelerator, calls):
     lane = accelerator.lane("gather")
     before = accelerator.record_compute()
-    event = lane.submit(lambda: calls.append("job"), after=[before], holds=[Tensor(calls), torch.zeros(1)])
+    event = lane.submit(lambda: calls.append("job"), after=[before], holds=[torch.zeros(1)])
     event.check_launched()
-    assert calls == ["record compute 0", "lane waits for compute 0", "hold on lane", "job", "record lane 4"]
+    assert calls == ["record compute 0", "lane waits for compute 0", "job", "record lane 3"]
     assert not event.done() and not before.done()
     accelerator.wait_on_compute(event)
-    assert calls[5:] == ["compute waits for lane 4"]
+    assert calls[4:] == ["compute waits for lane 3"]
     event.wait()
     assert event.done()
+
+
+def test_memory_is_reused_at_once_while_the_device_lags(accelerator):
+    """A fetch a unit, its use ordered after it: the host runs ahead, and the budget of one unit holds."""
+    allocator = LaggingAllocator()
+    for _ in range(20):
+        block = allocator.take()
+        event = accelerator.lane("gather").submit(lambda: None, holds=[block])
+        accelerator.wait_on_compute(event)
+        assert not event.done(), "the device lags"
+        allocator.give(block)
+    assert allocator.num_blocks == 1
+
+
+def test_close_waits_for_the_device_after_its_threads(accelerator, calls, monkeypatch, caplog):
+    accelerator.lane("gather").submit(lambda: calls.append("job"))
+    accelerator.close()
+    assert calls == ["job", "record lane 1", "synchronize cuda:1"]
+
+    def fail(device):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", fail)
+    accelerator.close()
+    assert "waiting for the last work on cuda:1 failed" in caplog.text
+
+
+def test_host_memory_is_pinned_on_the_lanes_device(accelerator, runtime, monkeypatch):
+    devices = []
+    pin = runtime.cudaHostRegister
+    with torch.cuda.device(torch.device("cuda", 0)):
+        monkeypatch.setattr(runtime, "cudaHostRegister", lambda *args: devices.append(on_device()) or pin(*args))
+        on_device = torch.cuda.current_device
+        accelerator.pin(4096, 4096)
+    assert devices == [1]
 
 
 def test_a_failed_job_has_nothing_on_its_way(accelerator, calls):

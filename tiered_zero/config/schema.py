@@ -6,6 +6,7 @@ Each description says what the key does and in which unit; `tiered-zero explain`
 from __future__ import annotations
 
 import os
+import re
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import (
@@ -49,6 +50,12 @@ def _nbytes(value: Any) -> int | None:
     if isinstance(value, bool) or (nbytes is not None and nbytes <= 0):
         raise ValueError('expected a size above zero: bytes, or text such as "1.5GiB"')
     return nbytes
+
+
+def _compute_device(value: str) -> str:
+    if re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", value) is None:
+        raise ValueError('expected "auto", "cpu", "cuda" or "cuda:N"')
+    return value
 
 
 def _paths(value: Any) -> Any:
@@ -263,8 +270,8 @@ class StateLimitsSection(Section):
 class RuntimeSection(Section):
     """Our own settings; DeepSpeed ignores the section."""
 
-    device: Literal["auto", "cpu", "cuda"] = Field(
-        "auto", description="where the model computes; auto takes a GPU if any"
+    device: Annotated[str, AfterValidator(_compute_device)] = Field(
+        "auto", description="where the model computes: auto (a GPU if any), cpu, cuda, or cuda:N"
     )
     device_memory_limit: Nbytes = Field(
         None, description='most device memory to use: bytes, or text such as "1.5GiB"; null: what the device has'

@@ -57,7 +57,8 @@ class Lane(ABC):
     ) -> Event:
         """Run `job` on this lane's thread and stream, after all earlier jobs and after `after`.
 
-        `holds`: device tensors that the job reads or writes; their memory is not reused before the job completes.
+        `holds`: device tensors that the job reads or writes, referenced until it is launched. Free their memory only
+        after `wait_on_compute(event)` or `event.wait()`: the allocator is told of no other stream than compute.
         `waits`: False of a job that waits for nothing but `after`. Where the device is the CPU and nothing is before
         it, it runs at once on the calling thread: beside compute it would only take one of its cores.
         Returns the event of the job's completion on the device. Any thread.
@@ -97,6 +98,10 @@ class Accelerator(ABC):
         `finish`: return only when the bytes are there, because the caller is about to reuse the host memory.
         Starts no threads and leaves autograd's version counters alone.
         """
+
+    def release_cached_memory(self) -> None:
+        """Return what the device's allocator keeps for reuse, before an allocation that failed is tried again."""
+        return
 
     @abstractmethod
     def synchronize(self) -> None:

@@ -47,12 +47,13 @@ class CudaAccelerator(LaneAccelerator):
         stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
 
         def launch(work: Work) -> torch.cuda.Event:
-            with torch.cuda.stream(stream):  # also makes this thread's current device the stream's
+            # first: a new thread's device is 0, and leaving the stream's context sets the thread's device again
+            torch.cuda.set_device(self.device)
+            # no record_stream(): a recorded block is reused only once the host sees the event done, so that a host
+            # that runs ahead of the device would take new memory at each fetch. Every free is ordered by an event.
+            with torch.cuda.stream(stream):
                 for event in work.after:
                     _order(stream, event)
-                for tensor in work.holds:
-                    if tensor.is_cuda:
-                        tensor.record_stream(stream)
                 try:
                     work.job()
                 except BaseException:
@@ -77,9 +78,20 @@ class CudaAccelerator(LaneAccelerator):
         if finish:
             torch.cuda.current_stream(self.device).synchronize()
 
+    def release_cached_memory(self) -> None:
+        torch.cuda.empty_cache()
+
     def synchronize(self) -> None:
         super().synchronize()
         torch.cuda.synchronize(self.device)
+
+    def close(self) -> None:
+        """End the lanes' threads, then wait for what they launched: copies may still use memory that goes next."""
+        super().close()
+        try:
+            torch.cuda.synchronize(self.device)
+        except RuntimeError:
+            logger.exception("waiting for the last work on %s failed", self.device)
 
     def total_memory_nbytes(self) -> int:
         total = torch.cuda.get_device_properties(self.device).total_memory
@@ -94,7 +106,8 @@ class CudaAccelerator(LaneAccelerator):
         )
 
     def pin(self, address: int, nbytes: int) -> bool:
-        code = int(_runtime().cudaHostRegister(address, nbytes, HOST_REGISTER_PORTABLE))
+        with torch.cuda.device(self.device):
+            code = int(_runtime().cudaHostRegister(address, nbytes, HOST_REGISTER_PORTABLE))
         if code == 0:
             return True
         self._clear_error()
@@ -109,7 +122,8 @@ class CudaAccelerator(LaneAccelerator):
         return False
 
     def unpin(self, address: int) -> None:
-        code = int(_runtime().cudaHostUnregister(address))
+        with torch.cuda.device(self.device):
+            code = int(_runtime().cudaHostUnregister(address))
         if code != 0:
             self._clear_error()
             logger.error("unpinning host memory failed (%s)", torch.cuda.CudaError(code))
