@@ -246,6 +246,18 @@ def test_prefetching_stays_within_its_bucket() -> None:
             assert ready == ahead, f"bucket of {bucket}"
 
 
+def test_the_next_unit_is_prefetched_even_where_it_is_larger_than_the_bucket() -> None:
+    world = World([3, 4, 5, 3], prefetch=1, live=9)
+    world.pager.phase = "forward"
+    for _ in range(2):
+        world.use(0, 1, 2, 3)
+    for index, ahead in ((0, 1), (1, 2), (2, 3)):
+        with world.pager.frame([world.units[index]]):
+            ready = [other for other in range(4) if world.state(other) is UnitState.READY]
+            assert ready == [ahead], "one ahead, and no more than one"
+    assert world.peak_pages == 9, "charged, within the window"
+
+
 def test_prefetching_evicts_only_what_is_used_later() -> None:
     world = World([1, 1, 1], live=2, prefetch=2, reuse=9)
     world.pager.phase = "forward"
@@ -380,6 +392,57 @@ def test_a_failed_fetch_raises_and_leaves_nothing_behind(how: str) -> None:
     assert world.live_pages == 0
     getattr(world.tier, how).clear()
     world.use(0)
+
+
+def fail_fills(monkeypatch: pytest.MonkeyPatch, world: World, index: int, times: int) -> list[str]:
+    """The next `times` allocations for the unit fail as the device's allocator does; returns the log of events."""
+    storage, accelerator = world.pager.storage(world.units[index]), world.runtime.accelerator
+    fill, log = storage.fill, []
+
+    def failing() -> None:
+        log.append("fill")
+        if log.count("fill") <= times:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        fill()
+
+    monkeypatch.setattr(storage, "fill", failing)
+    monkeypatch.setattr(accelerator, "release_cached_memory", lambda: log.append(f"release at {world.live_pages}"))
+    return log
+
+
+def test_a_unit_that_finds_no_memory_is_charged_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World([1, 1], live=1)
+    fail_fills(monkeypatch, world, 0, times=8)
+    for _ in range(4):
+        with pytest.raises(torch.OutOfMemoryError), world.pager.frame([world.units[0]]):
+            pytest.fail("lent without memory")
+        assert world.live_pages == 0 and world.pager._live_nbytes == 0
+        assert world.state(0) is UnitState.AWAY
+    world.use(0, 1)  # there is memory again, and all of the budget
+
+
+def test_a_unit_that_finds_no_memory_is_fetched_once_idle_ones_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World([1, 1, 1], reuse=9)
+    world.pager.phase = "forward"
+    for _ in range(2):
+        world.use(0, 1)
+    assert world.live_pages > 0, "kept, for it is expected again soon"
+    log = fail_fills(monkeypatch, world, 2, times=1)
+    with world.pager.frame([world.units[2]]):
+        world.check_lent(2)
+    assert log == ["fill", "release at 0", "fill"]
+
+
+def test_a_prefetch_that_finds_no_memory_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World([1, 1], prefetch=1)
+    world.pager.phase = "forward"
+    for _ in range(2):
+        world.use(0, 1)
+    log = fail_fills(monkeypatch, world, 1, times=1)
+    with world.pager.frame([world.units[0]]):
+        assert log == ["fill"] and world.state(1) is UnitState.AWAY
+    world.use(1)
+    assert log == ["fill", "fill"]
 
 
 def test_no_unit_gets_memory_that_a_failed_fetch_may_still_write_to() -> None:

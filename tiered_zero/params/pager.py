@@ -398,7 +398,7 @@ class Pager:
         if residency.state is UnitState.LENT:
             return residency
         if residency.state is UnitState.AWAY:
-            self._fetch(residency)
+            self._fetch_on_demand(residency)
         self._prefetch(residency)  # before the wait: an update under way then has where to put what it makes
         if self.is_device_resident(residency.unit):
             self.await_update(residency.unit)
@@ -427,31 +427,49 @@ class Pager:
         if not storage.is_full:
             self._make_room(unit)
             self._ledger.charge("device", "param_window", unit.nbytes)
+            try:
+                storage.fill()
+            except BaseException:
+                self._ledger.discharge("device", "param_window", unit.nbytes)
+                raise
             self._live_nbytes += unit.nbytes
-            storage.fill()
-            self._accelerator.prepare(storage.flat)
         residency.state = UnitState.READY
         residency.clock = next(self._ticks)
-        home = self._inventory.home(unit, "param")
         try:
+            self._accelerator.prepare(storage.flat)
+            home = self._inventory.home(unit, "param")
             residency.fetch = home.tier.fetch(home.slot, storage.flat, self._inventory.published(unit))
         except BaseException:
             self._evict(residency)
             raise
 
+    def _fetch_on_demand(self, residency: Residency) -> None:
+        """Fetch a unit that is about to be used. Where the device has no memory for it, evict every idle unit, and try
+        once more."""
+        try:
+            self._fetch(residency)
+        except torch.OutOfMemoryError:
+            for idle in self._evictable():
+                self._evict(idle)
+            self._accelerator.release_cached_memory()
+            self._fetch(residency)
+
     def _prefetch(self, current: Residency) -> None:
-        """Start what is expected next, as far as the prefetch bucket and the free room go. Evicts only what is used
-        later.
+        """Start what is expected next, as far as the prefetch bucket and the free room go, and at least one unit where
+        there is a bucket: a unit may be larger than it. Evicts only what is used later.
         """
+        if not self._limits.prefetch_numel:
+            return
         budget = self._limits.prefetch_numel
         wanted = {current.unit.index}
         for _, index in self._schedule.upcoming():
             residency = self._residencies[index]
             if index in wanted:
                 continue
-            wanted.add(index)
             budget -= residency.unit.numel
-            if budget < 0 or not self._may_fetch_ahead(residency.unit):
+            is_next = len(wanted) == 1
+            wanted.add(index)
+            if (budget < 0 and not is_next) or not self._may_fetch_ahead(residency.unit):
                 return
             if residency.state is UnitState.AWAY:
                 new_nbytes = 0 if residency.storage.is_full else residency.unit.nbytes
@@ -464,7 +482,10 @@ class Pager:
                     self._evict(victims.pop(0))
                 if self._live_nbytes + new_nbytes > self._limits.live_nbytes:
                     return  # somebody still views what was given up
-                self._fetch(residency)
+                try:
+                    self._fetch(residency)
+                except torch.OutOfMemoryError:
+                    return  # fetched when it is used, with more room made for it
 
     def _may_fetch_ahead(self, unit: Unit) -> bool:
         """Not while its update waits for backward, which may wait for what stands behind it on the lane."""
