@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from enum import Enum
+from functools import wraps
 from types import TracebackType
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -33,6 +34,22 @@ from tiered_zero.telemetry.report import StepReport, build_step_report
 logger = logging.getLogger("tiered_zero")
 
 MAX_SKIPPED_IN_A_ROW = 100
+
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+_Method = Callable[Concatenate["Engine", _Arguments], _Result]
+
+
+def _on_one_thread(method: _Method[_Arguments, _Result]) -> _Method[_Arguments, _Result]:
+    """Refuse a call of `method` while another thread is inside the engine (ModelError)."""
+
+    @wraps(method)
+    def entered(self: Engine, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        with self._parts.pager.driver.entered(f"engine.{method.__name__}()"):
+            return method(self, *args, **kwargs)
+
+    return entered
 
 
 class Phase(Enum):
@@ -97,6 +114,7 @@ class Engine:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.forward(*args, **kwargs)
 
+    @_on_one_thread
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward, its parameters paged in as they are used."""
         self._check_usable()
@@ -108,6 +126,7 @@ class Engine:
         with self._telling(), passing, parts.pager.frame(), parts.hooks.saving_views():
             return parts.module(*args, **kwargs)
 
+    @_on_one_thread
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> torch.Tensor:
         """Backward of `loss`, divided by the accumulation steps and multiplied by the loss scale. Returns the loss as
         given.
@@ -136,6 +155,7 @@ class Engine:
         parts.gradient_watch.begin()
         return loss
 
+    @_on_one_thread
     def step(self) -> None:
         """Counts a micro-batch; at an accumulation boundary judges the gradients and updates the weights, or skips
         them.
@@ -238,11 +258,13 @@ class Engine:
     def eval(self) -> Engine:
         return self.train(False)
 
+    @_on_one_thread
     def flush(self) -> None:
         """Return when every update so far is made. Reading weights does this by itself."""
         with self._telling():
             self._parts.policy.flush()
 
+    @_on_one_thread
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of this step's backward passes so far; `optimizer.zero_grad()` is the same.
 
@@ -256,6 +278,7 @@ class Engine:
         self._num_backwards = 0
         self._losses.clear()
 
+    @_on_one_thread
     def abort_step(self) -> None:
         """Give this step up: drain transfers, empty units, drop gradients. Training goes on with the next forward."""
         self._parts.pager.abort()
@@ -266,6 +289,7 @@ class Engine:
         self._tokens = 0
         self._micro_steps -= self._micro_steps % self.gradient_accumulation_steps()
 
+    @_on_one_thread
     def close(self) -> None:
         """Free every tier, stop every thread, remove the swap directory. Idempotent. Parameters off the device are
         gone:
@@ -296,7 +320,11 @@ class Engine:
                 f"There is no {name}() yet. engine.module.state_dict() gives CPU tensors from any tier; load weights "
                 "into the model before tiered_zero.initialize()."
             )
-        return getattr(self._parts.module, name)
+        try:
+            return getattr(self._parts.module, name)
+        except AttributeError as error:
+            module = type(self._parts.module).__name__
+            raise AttributeError(f"Neither the engine nor its module ({module}) has an attribute {name!r}.") from error
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
@@ -304,6 +332,7 @@ class Engine:
     def _passing(self, phase: Phase, abort: Callable[[], None]) -> Iterator[None]:
         """Forward or backward goes on inside. `abort`: what an exception asks for."""
         pager = self._parts.pager
+        self._parts.hooks.end_interrupted()
         self._parts.gradient_watch.end()
         self._phase = phase
         pager.phase = phase.value

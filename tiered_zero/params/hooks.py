@@ -5,9 +5,10 @@ Nothing here computes. Each hook tells the pager what begins or ends; see [Note:
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -23,13 +24,43 @@ GradientSink = Callable[[nn.Parameter], None]
 """Called on autograd's thread when `param.grad` is complete for one pass; takes the gradient away."""
 
 
+class _Hook:
+    """A hook of ours on a module. A copy or a pickle of the module has a callable in its place that does nothing, and
+    needs nothing of this package."""
+
+    def __init__(self, act: Callable[..., None]) -> None:
+        self._act = act
+
+    def __call__(self, *args: Any) -> None:
+        self._act(*args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return nullcontext().__exit__  # takes any arguments, returns None, and pickles
+
+    def __reduce__(self) -> Any:
+        return getattr, (nullcontext(), "__exit__")
+
+
 class ModuleHooks:
-    """Installed once on a model; `remove` takes everything off again."""
+    """Installed once on a model; `remove` takes everything off again.
+
+    [Note: Frames of modules]
+    Modules that own units (and the root) lend them for the length of their forward. Every other module with parameters
+    can be called directly, past the root, as `generate()` calls an encoder: it then opens a frame without units, which
+    what it demands is lent to. Inside another module's frame its hooks do nothing.
+    """
 
     def __init__(self, model: nn.Module, units: Sequence[Unit], pager: Pager, on_gradient: GradientSink) -> None:
         self._pager = pager
         self._handles: list[Any] = []
-        self._outermost = ExitStack()
+        self._model = model
+        self._is_open = False
+        """Whether a module runs that was called directly, past the engine, and in which thread."""
+        self._opener = 0
+        self._saving: saved_tensors_hooks | None = None
+        self._direct: nn.Module | None = None
+        """The module without units that is called directly, and how often it is inside itself."""
+        self._direct_depth = 0
         self._frozen = {name: param for name, param in model.named_parameters() if not param.requires_grad}
         try:
             self._install(model, units, on_gradient)
@@ -43,8 +74,11 @@ class ModuleHooks:
         for unit in units:
             by_module[unit.module].append(unit)
         by_module[""] += []  # also a root without parameters of its own: functions that its forward calls demand them
-        for name, owned in by_module.items():
-            self._watch_forward(modules[name], tuple(owned))
+        for name, module in modules.items():
+            if name in by_module:
+                self._watch_forward(module, tuple(by_module[name]))
+            elif next(module.parameters(), None) is not None:
+                self._watch_direct_call(module)
         for module in model.modules():
             self._watch_state_dict(module)
         for param in model.parameters():
@@ -73,27 +107,84 @@ class ModuleHooks:
                 "state, and would never be updated. Freeze parameters that shall wait after tiered_zero.initialize()."
             )
 
+    def end_interrupted(self) -> None:
+        """End what a module that was called directly has left behind, where an interrupt broke it off: torch runs no
+        hook then."""
+        self._pager.driver.check("A module's forward")
+        if self._is_open:
+            self._close()
+            self._pager.abort()
+
+    def _enter(self, module: nn.Module, units: tuple[Unit, ...]) -> None:
+        """Open the module's frame; also what the engine's forward opens, where the module is called directly."""
+        is_direct = self._pager.is_called_directly()
+        if is_direct:
+            self._pager.driver.enter(f"The forward of {type(module).__name__}")
+            self._is_open, self._opener = True, threading.get_ident()
+        self._pager.enter_frame(units)
+        if is_direct:
+            self._check_frozen()
+            saving = saved_tensors_hooks(self._pager.pack, self._pager.unpack)
+            saving.__enter__()
+            self._saving = saving
+
+    def _exit(self) -> None:
+        self._pager.exit_frame()
+        if self._is_open and not self._pager.is_running():
+            self._close()
+
+    def _close(self) -> None:
+        self._is_open = False
+        self._direct = None
+        saving, self._saving = self._saving, None
+        if self._opener == threading.get_ident():  # else that thread has ended, and with it what autograd held for it
+            if saving is not None:
+                saving.__exit__()
+            self._pager.driver.leave()
+
     def _watch_forward(self, module: nn.Module, units: tuple[Unit, ...]) -> None:
-        pager = self._pager
+        pager, is_root = self._pager, module is self._model
 
         def before(_module: nn.Module, _args: Any) -> None:
-            if pager.is_called_directly():
-                self._outermost.close()  # what a forward left that was interrupted
-                self._outermost.enter_context(self.saving_views())
-            pager.enter_frame(units)
+            if is_root:  # which does not run inside itself
+                self.end_interrupted()
+            self._enter(module, units)
 
         def after(_module: nn.Module, _args: Any, _output: Any) -> None:
-            pager.exit_frame()
-            if pager.is_called_directly():
-                self._outermost.close()
+            if not pager.driver.is_other():  # else this thread was refused, and its hook is called all the same
+                self._exit()
 
-        # a compiled module's graph ends before paging and goes on after it; first of all pre-hooks, so that others find
-        # the parameters, and one that raises leaves a frame behind for `after`, which is called all the same
-        first = torch.compiler.disable(before)  # type: ignore[no-untyped-call]
-        self._handles.append(module.register_forward_pre_hook(first, prepend=True))
-        # always_call: a frame ends also when the module raises (or a recomputation stops early, which raises too)
-        last = torch.compiler.disable(after)  # type: ignore[no-untyped-call]
-        self._handles.append(module.register_forward_hook(last, always_call=True))
+        # a compiled module's graph ends before paging and goes on after it
+        self._register(module, torch.compiler.disable(before), torch.compiler.disable(after))  # type: ignore[no-untyped-call]
+
+    def _watch_direct_call(self, module: nn.Module) -> None:
+        """See [Note: Frames of modules]."""
+        pager = self._pager
+
+        def before(module: nn.Module, _args: Any) -> None:
+            if torch.compiler.is_compiling():
+                return
+            if pager.is_running():
+                self._direct_depth += self._direct is module
+            elif pager.is_called_directly():
+                self._direct, self._direct_depth = module, 1
+                self._enter(module, ())
+
+        def after(module: nn.Module, _args: Any, _output: Any) -> None:
+            if self._direct is not module or torch.compiler.is_compiling() or pager.driver.is_other():
+                return
+            self._direct_depth -= 1
+            if not self._direct_depth:
+                self._exit()
+
+        self._register(module, before, after)
+
+    def _register(self, module: nn.Module, before: Callable[..., None], after: Callable[..., None]) -> None:
+        """First of all pre-hooks, so that others find the parameters, and one that raises leaves a frame behind for
+        `after`, which is called all the same: a frame ends also when the module raises (or a recomputation stops
+        early, which raises too)."""
+        self._handles.append(module.register_forward_pre_hook(_Hook(before), prepend=True))
+        self._handles.append(module.register_forward_hook(_Hook(after), always_call=True))
 
     def _watch_state_dict(self, module: nn.Module) -> None:
         """state_dict() gives CPU copies of real shape; load_state_dict() finds its parameters lent, and writes them
@@ -119,8 +210,8 @@ class ModuleHooks:
             loans.pop().__exit__(None, None, None)
 
         loans: list[AbstractContextManager[None]] = []
-        self._handles.append(module.register_state_dict_pre_hook(before_save))  # type: ignore[no-untyped-call]
-        self._handles.append(module.register_state_dict_post_hook(after_save))  # type: ignore[no-untyped-call]
+        self._handles.append(module.register_state_dict_pre_hook(_Hook(before_save)))  # type: ignore[no-untyped-call]
+        self._handles.append(module.register_state_dict_post_hook(_Hook(after_save)))  # type: ignore[no-untyped-call]
         if params:
-            self._handles.append(module.register_load_state_dict_pre_hook(before_load))  # type: ignore[no-untyped-call]
-            self._handles.append(module.register_load_state_dict_post_hook(after_load))  # type: ignore[no-untyped-call]
+            self._handles.append(module.register_load_state_dict_pre_hook(_Hook(before_load)))  # type: ignore[no-untyped-call]
+            self._handles.append(module.register_load_state_dict_post_hook(_Hook(after_load)))  # type: ignore[no-untyped-call]

@@ -52,6 +52,11 @@ def _paged(params: Iterable[nn.Parameter]) -> list[tuple[Pager, Residency]]:
 
 @contextmanager
 def _loan(pager: Pager, residency: Residency, modify: bool) -> Iterator[None]:
+    with pager.driver.entered("gathered"):
+        yield from _lend_unit(pager, residency, modify)
+
+
+def _lend_unit(pager: Pager, residency: Residency, modify: bool) -> Iterator[None]:
     pager.before_reading()
     pager.acquire(residency.unit)
     try:

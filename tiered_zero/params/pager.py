@@ -13,6 +13,7 @@ from torch import nn
 from tiered_zero.errors import BudgetError, ModelError, ParameterAwayError
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.layout.flat import Unit
+from tiered_zero.params.driver_thread import DriverThread
 from tiered_zero.params.homes import HomeKeeper
 from tiered_zero.params.residency import Frame, PagerLimits, Residency, SavedView, UnitState
 from tiered_zero.params.schedule import Schedule
@@ -52,13 +53,14 @@ class Pager:
         self.before_reading: Callable[[], None] = lambda: None
         """Called before weights are read between steps: makes every update visible."""
         self._copies: dict[nn.Parameter, torch.Tensor] = {}
-        self._copied: tuple[int, torch.Tensor] | None = None
-        """While a state_dict is taken: the unit read last, and its flat. Its parameters are asked for in a row."""
+        self._copied: tuple[int, int, torch.Tensor] | None = None
+        """Until the next frame: the unit read last for copies, its version and its flat. Copies come in a row."""
         self._copying_depth = 0
         self._withheld: set[int] = set()
         self._refusal: ModelError | None = None
         self._told_excess = False
         self._closed = False
+        self.driver = DriverThread()
         self._noticed_backward = False
         self.phase = "idle"
 
@@ -110,6 +112,7 @@ class Pager:
             self.exit_frame()
 
     def enter_frame(self, units: Sequence[Unit]) -> None:
+        self.driver.check("A module's forward")
         if not self._frames:
             self._end_copying()  # a state_dict that its own hooks broke off is not going on any more
         self._frames.append(frame := Frame())
@@ -119,12 +122,20 @@ class Pager:
             frame.lent.append(self._residencies[unit.index])
 
     def exit_frame(self) -> None:
+        if not self._frames:  # its module was refused before it had one
+            return
         frame = self._frames.pop()
         for residency in frame.lent:
             self.release(residency.unit)
         for residency in frame.demanded:
             if residency.num_lends == 0 and self.phase != "backward":
                 self._retire(residency)
+
+    def is_running(self) -> bool:
+        """A module of ours is running, on this thread."""
+        if self._frames:
+            self.driver.check("A module's forward")
+        return bool(self._frames)
 
     def is_called_directly(self) -> bool:
         """No module of ours is running, and neither the engine's forward nor a backward has called this one."""
@@ -133,7 +144,7 @@ class Pager:
     def demand(self, params: Sequence[nn.Parameter], function: str) -> None:
         """[Note: Three doors] A function is called with `params`, the first of which is away: lend them together."""
         residencies = [self._by_param[param] for param in params]
-        if not self._frames and not self._in_backward():
+        if not (self._frames and not self.driver.is_other()) and not self._in_backward():
             for param, residency in zip(params, residencies, strict=True):
                 self._refuse_if_away(param, residency, function)
         for residency in residencies:  # none makes room for another
@@ -156,7 +167,8 @@ class Pager:
         home = self._inventory.home(residency.unit, "param")
         raise ParameterAwayError(
             f"{function} needs the bytes of parameter {name!r}, which rest on tier {home.tier.name} between uses. "
-            f"Read or change it inside `with tiered_zero.gathered(param):`, or take engine.module.state_dict()."
+            "Read or change it inside `with tiered_zero.gathered(param):`, or use it in the forward of a module, which "
+            "is called as module(...); engine.module.state_dict() has a copy."
         )
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | SavedView:
@@ -330,22 +342,34 @@ class Pager:
     def start_copying(self) -> None:
         """A module's state_dict begins: `detach` of a parameter that is away gives a CPU copy from its home."""
         if not self._copying_depth:
-            self.before_reading()
+            with self.driver.entered("state_dict()"):
+                self.before_reading()
+                self.driver.enter("state_dict()")
         self._copying_depth += 1
 
     def stop_copying(self) -> None:
-        self._copying_depth -= 1
-        if self._copying_depth == 0:
+        if self._copying_depth <= 1:
             self._end_copying()
+        else:
+            self._copying_depth -= 1
 
     def _end_copying(self) -> None:
         """Also where a state_dict broke off: the next one waits for updates again, and copies anew."""
+        if self._copying_depth:
+            self.driver.leave()
         self._copying_depth = 0
         self._copies.clear()
         self._copied = None
 
     def copy_of(self, param: nn.Parameter) -> torch.Tensor | None:
         return self.cpu_copy(param) if self._copying_depth else None
+
+    def idle_copy(self, param: nn.Parameter) -> torch.Tensor | None:
+        if self._closed or self._frames or self._in_backward():
+            return None
+        with self.driver.entered("A copy of a parameter"):
+            self.before_reading()
+            return self.cpu_copy(param)
 
     def cpu_copy(self, param: nn.Parameter) -> torch.Tensor:
         """[its shape] on the CPU, a copy, from wherever the bytes are; tied names get the same tensor while copying."""
@@ -358,17 +382,16 @@ class Pager:
             value = residency.storage.entry_view(index).to("cpu", copy=True)
         else:
             self._check_open(residency.unit)
-            if self._copied is None or self._copied[0] != residency.unit.index:
+            key = residency.unit.index, residency.version
+            if self._copied is None or self._copied[:2] != key:
                 try:
-                    self._copied = residency.unit.index, self._keeper.read(residency.unit)
+                    self._copied = *key, self._keeper.read(residency.unit)
                 except BaseException:
                     self._end_copying()
                     raise
-            value = self._copied[1][entry.start : entry.stop].view(entry.param.shape).clone()
+            value = self._copied[2][entry.start : entry.stop].view(entry.param.shape).clone()
         if self._copying_depth:
             self._copies[param] = value
-        else:
-            self._copied = None
         return value
 
     def close(self) -> None:

@@ -32,6 +32,9 @@ class Lender(Protocol):
     def copy_of(self, param: nn.Parameter) -> torch.Tensor | None:
         """A CPU copy while a state_dict is being taken; else None."""
 
+    def idle_copy(self, param: nn.Parameter) -> torch.Tensor | None:
+        """A CPU copy of a parameter that is away, for a copy of its module; None while modules run."""
+
 
 class ClosedEngine:
     """The lender of parameters that outlived their bytes."""
@@ -46,6 +49,9 @@ class ClosedEngine:
         )
 
     def copy_of(self, param: nn.Parameter) -> torch.Tensor | None:
+        return None
+
+    def idle_copy(self, param: nn.Parameter) -> torch.Tensor | None:
         return None
 
 
@@ -144,12 +150,23 @@ class AwayParameter(nn.Parameter):
         return f"Parameter(away, shape={tuple(self.shape)}, dtype={self.dtype}, requires_grad={self.requires_grad})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        _lenders[self].demand([self], "deepcopy")
+        if (copy := self._plain_copy("deepcopy")) is not None:
+            memo[id(self)] = copy  # a second name of a tied parameter finds it
+            return copy
         return self.__deepcopy__(memo)  # of its own class, which it has again
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        _lenders[self].demand([self], "pickle")
+        if (copy := self._plain_copy("pickle")) is not None:
+            return copy.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
         return self.__reduce_ex__(protocol)
+
+    def _plain_copy(self, function: str) -> nn.Parameter | None:
+        """On the CPU, as state_dict() has it. None: the parameter is lent now, and of its own class."""
+        lender: Lender = _lenders[self]
+        if (value := lender.idle_copy(self)) is not None:
+            return nn.Parameter(value, self.requires_grad)
+        lender.demand([self], function)
+        return None
 
 
 def _is_metadata(func: Callable[..., Any]) -> bool:
