@@ -209,7 +209,12 @@ CASES: dict[str, Case] = {
         ModelError, r"SparseAdam cannot train across tiers: it needs sparse", rest=_own(torch.optim.SparseAdam)
     ),
     "LBFGS in the config": Case(ConfigError, r"optimizer\.type.*LBFGS", {"optimizer": {"type": "LBFGS", "params": {}}}),
-    "no optimizer": Case(ConfigError, r"There is no optimizer: pass one", {"optimizer": None}),
+    "a scheduler without an optimizer": Case(
+        ConfigError,
+        r"lr_scheduler needs an optimizer",
+        {"optimizer": None},
+        rest=lambda model, path: {"lr_scheduler": lambda optimizer: None},
+    ),
     "an optimizer over another model": Case(
         ModelError, r"param group 0 holds a parameter of shape \(64, 64\) that is not", rest=_foreign
     ),

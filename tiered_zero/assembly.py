@@ -14,8 +14,8 @@ from torch import nn
 
 from tiered_zero.config.schema import Config
 from tiered_zero.draft import Draft, compute_dtype, smaller_sub_groups, unused_tiers, wider_window
-from tiered_zero.engine import Engine, Parts
-from tiered_zero.errors import StoreError
+from tiered_zero.engine import NO_OPTIMIZER, Engine, Parts
+from tiered_zero.errors import ModelError, StoreError
 from tiered_zero.grads.accumulator import GradientStore
 from tiered_zero.grads.loss_scaler import LossScaler
 from tiered_zero.grads.norms import NormTaker
@@ -86,9 +86,7 @@ def _build(draft: Draft, lr_scheduler: Any) -> Engine:
     with restored_on_error(draft.source.param_groups), ExitStack() as unfinished:
         resources = unfinished.enter_context(ExitStack())
         built: list[Engine] = []
-        handle = TieredOptimizer(
-            draft.source, lambda: built[0].step(), lambda set_to_none: built[0].zero_grad(set_to_none)
-        )
+        handle = _make_handle(draft, built) if draft.trains else None
         scheduler = make_scheduler(lr_scheduler, config.scheduler, handle, draft.source)
         ledger = Ledger({tier: limit for tier, (limit, _) in plan.limits.items()})
         settings = config.tiered_zero
@@ -102,7 +100,10 @@ def _build(draft: Draft, lr_scheduler: Any) -> Engine:
             logger.warning("%s", line)
         resources.callback(draft.rule.close)
         torch.ones(1).sqrt()  # MKL's first square root is not safe among threads (pytorch#188792): take it alone
-        draft.rule.announce()
+        if draft.trains:
+            draft.rule.announce()
+        else:
+            logger.warning("There is no optimizer: this engine evaluates, and does not train.")
         logger.info("%s", plan.update_policy.text)
         tiers = _Tiers(draft, runtime, resources)
         inventory = Inventory()
@@ -138,7 +139,7 @@ def _build(draft: Draft, lr_scheduler: Any) -> Engine:
             gradients.holds,
         )
         resources.callback(gradient_watch.close)
-        hooks = ModuleHooks(draft.model, draft.units, pager, gradients.take)
+        hooks = ModuleHooks(draft.model, draft.units, pager, gradients.take if draft.trains else _refuse_gradient)
         resources.callback(hooks.remove)
         policy = _make_policy(draft, inventory, runtime, pager, gradients, tiers)
         resources.callback(policy.forget_ahead)
@@ -364,6 +365,16 @@ def _zero_padding(flat: torch.Tensor, unit: Unit) -> None:
         flat[stop:start] = 0
 
 
+def _make_handle(draft: Draft, built: Sequence[Engine]) -> TieredOptimizer:
+    """`built`: holds the engine as soon as there is one."""
+    return TieredOptimizer(draft.source, lambda: built[0].step(), lambda set_to_none: built[0].zero_grad(set_to_none))
+
+
+def _refuse_gradient(param: nn.Parameter) -> None:
+    param.grad = None
+    raise ModelError(NO_OPTIMIZER)
+
+
 def _make_policy(
     draft: Draft, inventory: Inventory, runtime: Runtime, pager: Pager, gradients: GradientStore, tiers: _Tiers
 ) -> UpdatePolicy:
@@ -397,7 +408,7 @@ def _make_policy(
 
 
 def _make_observers(
-    draft: Draft, handle: TieredOptimizer, runtime: Runtime, resources: ExitStack
+    draft: Draft, handle: TieredOptimizer | None, runtime: Runtime, resources: ExitStack
 ) -> list[Callable[[StepReport], None]]:
     """What is told of each optimizer step: a log line every `steps_per_print`, the run's record, its trace."""
     every, settings = draft.config.steps_per_print, draft.config.tiered_zero
@@ -405,7 +416,7 @@ def _make_observers(
     def log(report: StepReport) -> None:
         if every is not None and report.step % every == 0:
             loss = "unknown" if report.loss is None else f"{report.loss:.6g}"
-            rates = ", ".join(f"{float(group['lr']):.6g}" for group in handle.param_groups)
+            rates = ", ".join(f"{float(group['lr']):.6g}" for group in handle.param_groups) if handle else "none"
             logger.info(
                 "step %d: loss %s, loss scale %g, learning rate %s", report.step, loss, report.loss_scale, rates
             )

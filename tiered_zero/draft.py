@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -47,6 +47,8 @@ class Draft:
     rule: UpdateRule
     layouts: list[StateLayout]
     plan: Plan
+    trains: bool = True
+    """False where there is no optimizer: the run evaluates."""
 
     def params_of(self, unit: Unit) -> list[nn.Parameter]:
         by_index = {spec.index: param for param, spec in self.specs.items()}
@@ -60,10 +62,16 @@ def draft_run(
     model_parameters: Iterable[Any] | None = None,
     device_limit: tuple[int, str] | None = None,
 ) -> Draft:
-    """Lay the model out and plan its bytes. Reads no parameter's bytes; raises ConfigError and ModelError."""
+    """Lay the model out and plan its bytes. Reads no parameter's bytes; raises ConfigError and ModelError.
+
+    Without an optimizer, given or in the config, the run evaluates: every parameter is frozen to it.
+    """
     zero = config.zero_optimization
+    trains = optimizer is not None or config.optimizer is not None
     specs = list_params(model, lambda dtype: compute_dtype(config, dtype))
-    _check_params(specs)
+    if not trains:
+        specs = {param: replace(spec, trainable=False) for param, spec in specs.items()}
+    _check_params(specs, trains)
     units = find_units(
         model,
         specs,
@@ -77,7 +85,7 @@ def draft_run(
     source = make_optimizer(config.optimizer, model, optimizer, model_parameters)
     state_format = config.tiered_zero.state_format
     rule, masters = format_rule(state_format, make_rule(config, source)), master_format(state_format)
-    group_of = group_params(source, specs)
+    group_of = group_params(source, specs) if trains else {}
     size = sub_group_numel(zero.sub_group_size)
     wishes = make_wishes(config, device_limit)
     apart = is_split(wishes.optimizer_tier, wishes.ratio, wishes.state_limits)
@@ -86,10 +94,10 @@ def draft_run(
     needs = [SubGroupNeed(layout.nbytes, layout.subgroup.parts, layout.subgroup.embedding) for layout in layouts]
     plan = make_plan(units, needs, wishes)
     check_params(masters, subgroups, plan.param_tiers, plan.state_tiers)
-    return Draft(config, model, specs, units, source, rule, layouts, plan)
+    return Draft(config, model, specs, units, source, rule, layouts, plan, trains)
 
 
-def _check_params(specs: Mapping[nn.Parameter, ParamSpec]) -> None:
+def _check_params(specs: Mapping[nn.Parameter, ParamSpec], trains: bool) -> None:
     for param, spec in specs.items():
         if lender_of(param) is not None:
             raise ModelError(
@@ -101,7 +109,7 @@ def _check_params(specs: Mapping[nn.Parameter, ParamSpec]) -> None:
                 f"Parameter {spec.name} is {spec.dtype}; trainable ones are float32, bfloat16 or float16. Convert it "
                 "(model.float()), or set requires_grad=False for it."
             )
-    if not any(spec.trainable for spec in specs.values()):
+    if trains and not any(spec.trainable for spec in specs.values()):
         raise ModelError(
             "No parameter of the model requires a gradient; there is nothing to train. Set requires_grad=True."
         )

@@ -34,6 +34,10 @@ from tiered_zero.telemetry.report import StepReport, build_step_report
 logger = logging.getLogger("tiered_zero")
 
 MAX_SKIPPED_IN_A_ROW = 100
+NO_OPTIMIZER = (
+    'This engine evaluates: initialize() was given no optimizer, and the config has no section "optimizer". Add one of '
+    "the two to train."
+)
 
 
 _Arguments = ParamSpec("_Arguments")
@@ -68,7 +72,7 @@ class Parts:
     config: Config
     plan: Plan
     module: nn.Module
-    optimizer: TieredOptimizer
+    optimizer: TieredOptimizer | None
     lr_scheduler: Any
     loss_scaler: LossScaler | None
     pager: Pager
@@ -133,7 +137,7 @@ class Engine:
 
         May be called several times before `step`. An exception drops this step's gradients and is raised.
         """
-        self._check_usable()
+        self._check_trains()
         parts = self._parts
         steps = self.gradient_accumulation_steps()
         scaled = loss / steps if steps > 1 else loss
@@ -160,7 +164,7 @@ class Engine:
         """Counts a micro-batch; at an accumulation boundary judges the gradients and updates the weights, or skips
         them.
         """
-        self._check_usable()
+        self._check_trains()
         boundary = self.is_gradient_accumulation_boundary()
         self._step_applied = False
         self._micro_steps += 1
@@ -186,7 +190,8 @@ class Engine:
 
     @property
     def optimizer(self) -> TieredOptimizer:
-        return self._parts.optimizer
+        """None where the engine evaluates."""
+        return self._parts.optimizer  # type: ignore[return-value]  # of a training engine, which users hold
 
     @property
     def lr_scheduler(self) -> Any:
@@ -216,7 +221,7 @@ class Engine:
 
     def get_lr(self) -> list[float]:
         """The learning rate of each param group."""
-        return [float(group["lr"]) for group in self.optimizer.param_groups]
+        return [float(group["lr"]) for group in self.optimizer.param_groups] if self.optimizer else []
 
     def get_global_grad_norm(self) -> float | None:
         """L2 norm of all gradients of the last step, unscaled and before clipping; None before the first step."""
@@ -403,7 +408,7 @@ class Engine:
         parts = self._parts
         parts.policy.apply(parts.gradients.hand_over(), verdict.grad_scale)
         self._step_applied = True
-        parts.optimizer.mark_stepped()
+        self.optimizer.mark_stepped()
         if parts.lr_scheduler is not None:
             parts.lr_scheduler.step()
 
@@ -426,6 +431,11 @@ class Engine:
         self._step_start_s = now_s
         for observer in self._parts.observers:
             observer(self._report)
+
+    def _check_trains(self) -> None:
+        self._check_usable()
+        if self._parts.optimizer is None:
+            raise ModelError(NO_OPTIMIZER)
 
     def _check_usable(self) -> None:
         if self._closed:

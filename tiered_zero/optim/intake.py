@@ -28,24 +28,26 @@ def make_optimizer(
     optimizer: Optimizer | Callable[[Any], Optimizer] | None,
     model_parameters: Iterable[Any] | None,
 ) -> Optimizer:
-    """The torch optimizer whose param groups and defaults the run uses; it is never stepped itself."""
+    """The torch optimizer whose param groups and defaults the run uses; it is never stepped itself. Without one, given
+    or in the config, an optimizer without groups.
+    """
     if isinstance(optimizer, Optimizer):
         return optimizer
+    if optimizer is None and section is None:
+        none = torch.optim.SGD([torch.zeros(1)])
+        none.param_groups.clear()
+        return none
     trainable = (param for param in model.parameters() if param.requires_grad)
     params: list[Any] = list(trainable if model_parameters is None else model_parameters)
     if not params:
         raise ModelError("model_parameters is empty. Leave it out, or pass the parameters that are to be trained.")
-    if optimizer is not None:
+    if section is None or optimizer is not None:
         made = optimizer(params) if callable(optimizer) else optimizer
         if not isinstance(made, Optimizer):
             raise ModelError(
                 f"optimizer must be a torch.optim.Optimizer, or a callable that makes one; found {type(made).__name__}."
             )
         return made
-    if section is None:
-        raise ConfigError(
-            'There is no optimizer: pass one to initialize(optimizer=...), or add an "optimizer" section.'
-        )
     resolved = resolve_optimizer(section.type, section.params)
     logger.info("optimizer: %s", resolved.text)
     source = resolved.optimizer_class([torch.zeros(1, 1, requires_grad=True)], **resolved.defaults)
@@ -77,8 +79,19 @@ def group_params(source: Optimizer, specs: Mapping[nn.Parameter, ParamSpec]) -> 
     return group_of
 
 
-def make_scheduler(given: Any, section: SchedulerSection | None, handle: TieredOptimizer, source: Optimizer) -> Any:
-    """The user's scheduler, or what a callable of the user's makes, or else the config's. Raises ConfigError."""
+def make_scheduler(
+    given: Any, section: SchedulerSection | None, handle: TieredOptimizer | None, source: Optimizer
+) -> Any:
+    """The user's scheduler, or what a callable of the user's makes, or else the config's; None where nothing is
+    trained. Raises ConfigError.
+    """
+    if handle is None:
+        if given is not None:
+            raise ConfigError(
+                "lr_scheduler needs an optimizer, and there is none. Pass one to initialize(optimizer=...), or leave "
+                "lr_scheduler out to evaluate."
+            )
+        return None
     if given is None:
         return build_scheduler(section, handle) if section else None
     scheduler = given(handle) if callable(given) else given
