@@ -1,5 +1,6 @@
 """What scripts written for DeepSpeed rely on: its names, its calls, its answers."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import tiered_zero
-from tiered_zero.errors import ModelError
+from tiered_zero.deepspeed_engine import MISSING
+from tiered_zero.errors import MissingNameError, ModelError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -87,3 +89,79 @@ def test_in_half_precision_an_evaluation_takes_two_bytes_an_element() -> None:
     with tiered_zero.initialize(model=make_model(), config=config)[0] as engine:
         assert engine(batch().bfloat16()).dtype == torch.bfloat16
         assert {row.kind for row in engine.plan.rows} == {"param", "param_window"}
+
+
+def build(**more: Any) -> tiered_zero.Engine:
+    return tiered_zero.initialize(model=make_model(), config={**CONFIG, **more})[0]
+
+
+def test_the_user_says_where_an_accumulation_ends() -> None:
+    with build() as engine:
+        before = engine.module.state_dict()
+        applied = []
+        for step, last in enumerate((False, False, True, None)):
+            engine.set_gradient_accumulation_boundary(last)
+            engine.backward(engine(batch(step)).sum())
+            engine.step()
+            applied.append((engine.was_step_applied(), engine.global_steps, engine.micro_steps))
+            if not last and last is not None:
+                assert all(torch.equal(value, before[name]) for name, value in engine.module.state_dict().items())
+        assert applied == [(False, 0, 1), (False, 0, 2), (True, 1, 3), (True, 2, 4)]
+        assert engine.global_samples == 8
+
+
+def test_gradients_are_divided_by_the_accumulation_steps_unless_told_otherwise() -> None:
+    norms = []
+    for scaled in (True, False):
+        with build(gradient_accumulation_steps=4) as engine, engine.no_sync():
+            for _ in range(4):
+                engine.backward(engine(batch()).sum(), scale_wrt_gas=scaled)
+                engine.step()
+            norms.append(engine.get_global_grad_norm())
+    assert norms[1] == pytest.approx(4 * norms[0])
+
+
+def test_questions() -> None:
+    with build(zero_optimization=OFFLOADED, scheduler={"type": "WarmupLR"}) as engine:
+        assert (engine.zero_optimization_stage(), engine.zero_optimization(), engine.zero_cpu_offload()) == (
+            3,
+            True,
+            True,
+        )
+        assert (engine.local_rank, engine.global_rank, engine.world_size, engine.dp_world_size) == (0, 0, 1, 1)
+        assert (engine.optimizer_name(), engine.scheduler_name()) == ("AdamW", "WarmupLR")
+        assert engine.get_batch_info() == (4, 4, 1)
+        assert (engine.fp16_enabled(), engine.bfloat16_enabled(), engine.dynamic_loss_scale()) == (False, False, False)
+        assert (engine.gradient_clipping(), engine.get_mom()) == (0.0, [(0.9, 0.999)])
+        assert engine.module_state_dict().keys() == engine.module.state_dict().keys()
+        engine.set_lr(0.5)
+        assert engine.get_lr() == [0.5]
+        engine.destroy()
+        with pytest.raises(ModelError, match="closed"):
+            engine(batch())
+
+
+def test_the_optimizer_tells_overflow_and_scale() -> None:
+    with build(fp16={"enabled": True, "initial_scale_power": 4, "hysteresis": 1}) as engine:
+        seen = []
+        for scale in (1.0, float("inf"), 1.0):
+            engine.backward(engine(batch().half()).float().sum() * scale)
+            engine.step()
+            seen.append((engine.optimizer.overflow, engine.optimizer.cur_scale, engine.optimizer.loss_scale))
+        assert seen == [(False, 16.0, 16.0), (True, 8.0, 8.0), (False, 8.0, 8.0)]
+
+
+def test_what_is_not_here_says_so() -> None:
+    with build() as engine:
+        for name in MISSING:
+            assert not hasattr(engine, name)
+            with pytest.raises(MissingNameError) as caught:
+                getattr(engine, name)
+            assert re.match(rf"engine\.{name} of DeepSpeed does not exist here: .*\.", str(caught.value))
+            assert "Sequential" not in str(caught.value)
+
+
+def test_an_unknown_name_blames_nobody() -> None:
+    text = r"^Neither the engine nor its module \(Sequential\) has an attribute 'x'"
+    with build() as engine, pytest.raises(AttributeError, match=text):
+        engine.x  # noqa: B018

@@ -21,7 +21,7 @@ FLOORS = (
     "store",
     "tiers",
     "params | grads | optim | activations",
-    "checkpoint | draft",
+    "checkpoint | draft | deepspeed_engine",
     "engine",
     "assembly",
     "api",

@@ -367,7 +367,12 @@ def _zero_padding(flat: torch.Tensor, unit: Unit) -> None:
 
 def _make_handle(draft: Draft, built: Sequence[Engine]) -> TieredOptimizer:
     """`built`: holds the engine as soon as there is one."""
-    return TieredOptimizer(draft.source, lambda: built[0].step(), lambda set_to_none: built[0].zero_grad(set_to_none))
+    return TieredOptimizer(
+        draft.source,
+        lambda: built[0].step(),
+        lambda set_to_none: built[0].zero_grad(set_to_none),
+        lambda: built[0].loss_scale,
+    )
 
 
 def _refuse_gradient(param: nn.Parameter) -> None:

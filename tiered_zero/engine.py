@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from tiered_zero.config.schema import Config
+from tiered_zero.deepspeed_engine import DeepSpeedNames
 from tiered_zero.errors import LatchedError, ModelError, NonFiniteError, TieredZeroError
 from tiered_zero.grads.accumulator import GradientStore
 from tiered_zero.grads.loss_scaler import LossScaler
@@ -85,7 +86,7 @@ class Parts:
     resources: ExitStack
 
 
-class Engine:
+class Engine(DeepSpeedNames):
     """Trains one model over the tiers of its plan. Use it from one thread.
 
     engine(batch) -> loss; engine.backward(loss); engine.step(). A step that raises in forward or backward can be left
@@ -97,6 +98,8 @@ class Engine:
         self._end = weakref.finalize(self, _end_forgotten_run, parts.policy, parts.resources)  # at exit too
         self._phase = Phase.IDLE
         self._micro_steps = 0
+        self._boundary: bool | None = None
+        """What the user says of the next `step()`; None: every gradient_accumulation_steps-th one is a boundary."""
         self._closed = False
         self._told = False
         """Whether a call has raised since the last step: then nobody believes that its update was made."""
@@ -131,16 +134,16 @@ class Engine:
             return parts.module(*args, **kwargs)
 
     @_on_one_thread
-    def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> torch.Tensor:
-        """Backward of `loss`, divided by the accumulation steps and multiplied by the loss scale. Returns the loss as
-        given.
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
+        """Backward of `loss`, divided by the accumulation steps (unless not `scale_wrt_gas`) and multiplied by the loss
+        scale. Returns the loss as given.
 
         May be called several times before `step`. An exception drops this step's gradients and is raised.
         """
         self._check_trains()
         parts = self._parts
         steps = self.gradient_accumulation_steps()
-        scaled = loss / steps if steps > 1 else loss
+        scaled = loss / steps if steps > 1 and scale_wrt_gas else loss
         if parts.loss_scaler is not None:
             scaled = scaled.float() * parts.loss_scaler.scale
         self._losses.append(loss.detach())
@@ -238,7 +241,18 @@ class Engine:
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the next `step()` updates the weights."""
+        if self._boundary is not None:
+            return self._boundary
         return (self._micro_steps + 1) % self.gradient_accumulation_steps() == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        """Say of this micro-batch, and of those that follow, whether their `step()` updates; None: count again."""
+        self._boundary = is_boundary
+
+    @property
+    def micro_steps(self) -> int:
+        """Micro-batches so far: calls of `step()`."""
+        return self._micro_steps
 
     def was_step_applied(self) -> bool:
         """Whether the last `step()` updated the weights: not within an accumulation, nor where it was skipped."""
@@ -316,21 +330,6 @@ class Engine:
         self._told |= error is not None
         self.close()
 
-    def __getattr__(self, name: str) -> Any:
-        """What the engine does not have is the module's (as user code written for DeepSpeed expects)."""
-        if name.startswith("_"):
-            raise AttributeError(name)
-        if name in ("save_checkpoint", "load_checkpoint", "save_16bit_model"):
-            raise AttributeError(
-                f"There is no {name}() yet. engine.module.state_dict() gives CPU tensors from any tier; load weights "
-                "into the model before tiered_zero.initialize()."
-            )
-        try:
-            return getattr(self._parts.module, name)
-        except AttributeError as error:
-            module = type(self._parts.module).__name__
-            raise AttributeError(f"Neither the engine nor its module ({module}) has an attribute {name!r}.") from error
-
     # -- inside --------------------------------------------------------------------------------------------------------
 
     @contextmanager
@@ -364,6 +363,7 @@ class Engine:
                 self._update(verdict)
             else:
                 parts.policy.skip()
+                self.optimizer.overflow = True
         except BaseException:
             parts.policy.abort()  # an update that began in backward is not half a step of the next
             raise

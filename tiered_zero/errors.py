@@ -41,5 +41,9 @@ class LatchedError(TieredZeroError):
     """An earlier failure left state that cannot be trusted; says from where to resume."""
 
 
+class MissingNameError(TieredZeroError, AttributeError):
+    """A name that does not exist here, DeepSpeed's perhaps; says what to do instead."""
+
+
 class NonFiniteError(TieredZeroError):
     """Training cannot go on: gradients or the loss are not finite, step after step."""

@@ -17,12 +17,31 @@ class TieredOptimizer(Optimizer):
     are the very dicts of `source` where the user brought an optimizer, so that schedulers built on that one still work.
     """
 
-    def __init__(self, source: Optimizer, step: Callable[[], None], zero_grad: Callable[[bool], None]) -> None:
+    overflow = False
+    """Whether the last step was skipped because its gradients were not finite."""
+
+    def __init__(
+        self,
+        source: Optimizer,
+        step: Callable[[], None],
+        zero_grad: Callable[[bool], None],
+        loss_scale: Callable[[], float],
+    ) -> None:
         super().__init__([{"params": list(group["params"])} for group in source.param_groups], dict(source.defaults))
         self.param_groups = source.param_groups
         self._source = source
         self._take_step = step
         self._zero_grad = zero_grad
+        self._loss_scale = loss_scale
+
+    @property
+    def loss_scale(self) -> float:
+        """What `backward` multiplies the loss by: of fp16, else 1."""
+        return self._loss_scale()
+
+    @property
+    def cur_scale(self) -> float:
+        return self._loss_scale()
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """The same as `engine.step()`: counts a micro-batch, and updates at an accumulation boundary."""
@@ -35,6 +54,7 @@ class TieredOptimizer(Optimizer):
         """An update was made: schedulers check that it came before their own step, by the flag that torch's wrapper
         sets.
         """
+        self.overflow = False
         for optimizer in (self, self._source):
             optimizer._opt_called = True  # type: ignore[attr-defined]
 

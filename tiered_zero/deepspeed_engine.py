@@ -1,0 +1,217 @@
+"""The names of DeepSpeed's engine that are not the engine's own: questions, and what one rank has no need of.
+
+Names that DeepSpeed has and that do not exist here say so, with what to do instead. Source: DeepSpeed 0.19,
+runtime/engine.py.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from tiered_zero.config.schema import Config
+from tiered_zero.errors import MissingNameError, ModelError
+from tiered_zero.optim.handle import TieredOptimizer
+
+_NO_CHECKPOINTS = (
+    "this version writes no checkpoints. engine.module.state_dict() gives CPU tensors from any tier; load weights into "
+    "the model before tiered_zero.initialize()."
+)
+_PAGED = "units come and go as the plan says; see stage3_max_live_parameters and tiered_zero.device_memory_limit."
+_FIXED_BATCH = "the batch sizes are planned when the run starts. Set them in the config."
+_REPORTS = "engine.step_report, engine.memory_report() and tiered_zero.report have the numbers."
+_OTHER_WORK = "pipelines, quantization, compression and curricula are not here; train with the three calls."
+MISSING: Mapping[str, str] = {
+    **dict.fromkeys(("save_checkpoint", "load_checkpoint", "save_16bit_model", "save_fp16_model"), _NO_CHECKPOINTS),
+    **dict.fromkeys(("load_universal_checkpoint", "get_all_ranks_from_group", "checkpoint_engine"), _NO_CHECKPOINTS),
+    **dict.fromkeys(("offload_states", "reload_states", "coalesce_grad_reduction", "fetch_parameters"), _PAGED),
+    **dict.fromkeys(("set_train_batch_size", "set_train_micro_batch_size"), _FIXED_BATCH),
+    **dict.fromkeys(("monitor", "tput_timer", "timers", "flops_profiler", "flops_profiler_enabled"), _REPORTS),
+    **dict.fromkeys(("train_batch", "eval_batch", "set_custom_curriculum_learning_schedule"), _OTHER_WORK),
+    **dict.fromkeys(("eigenvalue", "quantizer", "progressive_layer_drop", "random_ltd_scheduler"), _OTHER_WORK),
+    **dict.fromkeys(("is_compiled", "is_deepcompile_enabled"), "compile the model with torch.compile."),
+    "deepspeed_io": "build a torch.utils.data.DataLoader, or pass training_data to initialize().",
+    "training_dataloader": "initialize(training_data=...) returns the loader as its third value.",
+    "client_optimizer": "the optimizer passed in is only read; engine.optimizer is the one that steps.",
+    "basic_optimizer": "engine.optimizer is the one that steps.",
+    "csr_gradients": "gradients are dense; build embeddings with sparse=False.",
+}
+"""Name of DeepSpeed's engine that does not exist here -> what to do."""
+
+
+class DeepSpeedNames(ABC):
+    """Answers for one rank. Mixed into Engine; holds no state."""
+
+    global_steps: int
+
+    @property
+    @abstractmethod
+    def module(self) -> nn.Module: ...
+
+    @property
+    @abstractmethod
+    def config(self) -> Config: ...
+
+    @property
+    @abstractmethod
+    def optimizer(self) -> TieredOptimizer: ...
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device: ...
+
+    @property
+    @abstractmethod
+    def loss_scale(self) -> float: ...
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+    # -- calls ---------------------------------------------------------------------------------------------------------
+
+    def destroy(self) -> None:
+        """The same as `close`."""
+        self.close()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Between ranks nothing is reduced, for there is one."""
+        yield
+
+    def allreduce_gradients(self, bucket_size: int = 0) -> None:
+        """Nothing to do on one rank."""
+        return
+
+    def empty_partition_cache(self) -> None:
+        """Nothing to do: what is fetched goes when its room is needed."""
+        return
+
+    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
+        """`module.state_dict()`: CPU tensors of real shape from any tier."""
+        state: dict[str, Any] = self.module.state_dict()
+        if exclude_frozen_parameters:
+            for name, param in self.module.named_parameters(remove_duplicate=False):
+                if not param.requires_grad:
+                    state.pop(name, None)
+        return state
+
+    def load_module_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+        self.module.load_state_dict(state_dict, strict=strict)
+
+    def set_lr(self, lr: float) -> None:
+        """The learning rate of every param group."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+
+    # -- questions -----------------------------------------------------------------------------------------------------
+
+    @property
+    def global_samples(self) -> int:
+        """Samples of all optimizer steps so far."""
+        return self.global_steps * self.config.train_batch_size
+
+    @property
+    def local_rank(self) -> int:
+        """What the launcher says; 0 without one."""
+        given = os.environ.get("LOCAL_RANK", "0")
+        return int(given) if given.isdecimal() else 0
+
+    @property
+    def global_rank(self) -> int:
+        return 0
+
+    @property
+    def world_size(self) -> int:
+        return 1
+
+    dp_world_size = mp_world_size = world_size
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """(train batch, micro-batch, accumulation steps)."""
+        train, micro, accumulation = self.config.batch
+        return train, micro, accumulation
+
+    def zero_optimization_stage(self) -> int:
+        return self.config.zero_optimization.stage
+
+    def zero_optimization(self) -> bool:
+        return self.config.zero_optimization.stage > 0
+
+    def zero_optimization_partition_weights(self) -> bool:
+        return self.config.zero_optimization.stage == 3
+
+    def zero_sub_group_size(self) -> int:
+        return self.config.zero_optimization.sub_group_size
+
+    def zero_cpu_offload(self) -> bool:
+        return self.config.zero_optimization.offload_optimizer.device == "cpu"
+
+    def gradient_clipping(self) -> float:
+        return self.config.gradient_clipping
+
+    def steps_per_print(self) -> int | None:
+        return self.config.steps_per_print
+
+    def fp16_enabled(self) -> bool:
+        return self.config.fp16.enabled
+
+    def bfloat16_enabled(self) -> bool:
+        return self.config.bf16.enabled
+
+    def dynamic_loss_scale(self) -> bool:
+        return self.config.fp16.enabled and self.config.fp16.loss_scale == 0
+
+    def optimizer_name(self) -> str | None:
+        """As the config has it; None where the script passes the optimizer."""
+        return self.config.optimizer.type if self.config.optimizer else None
+
+    def optimizer_params(self) -> dict[str, Any] | None:
+        return dict(self.config.optimizer.params) if self.config.optimizer else None
+
+    def scheduler_name(self) -> str | None:
+        return self.config.scheduler.type if self.config.scheduler else None
+
+    def scheduler_params(self) -> dict[str, Any] | None:
+        return dict(self.config.scheduler.params) if self.config.scheduler else None
+
+    def get_mom(self) -> list[Any]:
+        """Momentum, or betas, of each param group."""
+        key = "momentum" if any("momentum" in group for group in self.optimizer.param_groups) else "betas"
+        return [group.get(key) for group in self.optimizer.param_groups]
+
+    def __getattr__(self, name: str) -> Any:
+        """What the engine does not have is the module's (as user code written for DeepSpeed expects)."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        module = self.module
+        try:
+            return getattr(module, name)
+        except AttributeError as error:
+            if name in MISSING:
+                raise MissingNameError(f"engine.{name} of DeepSpeed does not exist here: {MISSING[name]}") from None
+            if name in dir(type(module)):  # a property of the model that raises
+                raise
+            raise MissingNameError(
+                f"Neither the engine nor its module ({type(module).__name__}) has an attribute {name!r}."
+            ) from error
+
+
+def check_one_rank(**sizes: object) -> None:
+    """Raises ModelError where the script brings model parallelism. `sizes`: argument -> an mpu, a mesh, or None."""
+    for name, given in sizes.items():
+        ask = getattr(given, "get_model_parallel_world_size", None) or getattr(
+            given, "get_tensor_model_parallel_world_size", None
+        )
+        ranks = ask() if callable(ask) else 1
+        for axis in given if isinstance(given, (list, tuple)) else ():
+            ranks *= axis
+        if ranks != 1:
+            raise ModelError(
+                f"initialize({name}=...) asks for {ranks} ranks; this version trains with one. Leave it out."
+            )
