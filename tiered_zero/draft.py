@@ -60,7 +60,7 @@ def draft_run(
     model: nn.Module,
     optimizer: Optimizer | Callable[[Any], Optimizer] | None = None,
     model_parameters: Iterable[Any] | None = None,
-    device_limit: tuple[int, str] | None = None,
+    limits: Mapping[str, tuple[int, str]] | None = None,
 ) -> Draft:
     """Lay the model out and plan its bytes. Reads no parameter's bytes; raises ConfigError and ModelError.
 
@@ -87,7 +87,7 @@ def draft_run(
     rule, masters = format_rule(state_format, make_rule(config, source)), master_format(state_format)
     group_of = group_params(source, specs) if trains else {}
     size = sub_group_numel(zero.sub_group_size)
-    wishes = make_wishes(config, device_limit)
+    wishes = make_wishes(config, limits or {})
     apart = is_split(wishes.optimizer_tier, wishes.ratio, wishes.state_limits)
     subgroups = cut_subgroups(units, group_of, size, rule.elementwise, apart)
     layouts = [StateLayout(subgroup, rule, source.param_groups, masters) for subgroup in subgroups]
@@ -121,18 +121,17 @@ def compute_dtype(config: Config, dtype: torch.dtype) -> torch.dtype:
     return wanted if dtype.is_floating_point and wanted != torch.float32 else dtype
 
 
-def make_wishes(config: Config, device_limit: tuple[int, str] | None) -> Wishes:
+def make_wishes(config: Config, given_limits: Mapping[str, tuple[int, str]]) -> Wishes:
     zero, settings = config.zero_optimization, config.tiered_zero
     _check_delayed(config)
     param, state = zero.offload_param, zero.offload_optimizer
     limits: dict[str, tuple[int, str]] = {}
     if settings.device_memory_limit is not None:
         limits["device"] = (settings.device_memory_limit, "tiered_zero.device_memory_limit")
-    elif device_limit is not None:
-        limits["device"] = device_limit
     limits["host"] = (available_host_nbytes(), "what this machine and its cgroup have free")
     if settings.host_memory_limit is not None and settings.host_memory_limit <= limits["host"][0]:
         limits["host"] = (settings.host_memory_limit, "tiered_zero.host_memory_limit")
+    limits.update(given_limits)
     return Wishes(
         TIER_OF_DEVICE[param.device],
         TIER_OF_DEVICE[state.device],

@@ -80,7 +80,7 @@ def test_ctrl_c_is_130(command) -> None:  # type: ignore[no-untyped-def]
 
 def test_wrong_usage_is_2() -> None:
     result = CliRunner().invoke(main, ["trian"])
-    assert result.exit_code == 2 and "No such command 'trian'" in result.stderr
+    assert result.exit_code == 2 and "No such command 'trian'. Did you mean 'train'?" in result.stderr
 
 
 def test_log_lines_go_to_stderr_once_each(command) -> None:  # type: ignore[no-untyped-def]

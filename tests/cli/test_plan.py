@@ -61,6 +61,22 @@ def test_seven_billion_parameters_are_planned_without_memory_for_them() -> None:
     assert code == 1 and "device memory; 16.0 MiB is allowed" in values["problem"]
 
 
+def test_another_machine_is_planned_for_by_option() -> None:
+    code, values = plan_json(CONFIG, "--params", "7e9", "--device-memory", "24GiB", "--host-memory", "64GiB")
+    assert (code, values["problem"]) == (0, None)
+    code, values = plan_json(CONFIG, "--params", "7e9", "--device-memory", "24GiB", "--host-memory", "1GiB")
+    assert code == 1 and "host memory; 1.0 GiB is allowed (--host-memory)" in values["problem"]
+    result = CliRunner().invoke(main, ["plan", CONFIG, "--params", "7e9"])
+    assert "add for example --device-memory 24GiB" in result.stderr
+    wrong = CliRunner().invoke(main, ["plan", CONFIG, "--device-memory", "much"])
+    assert wrong.exit_code == 2 and "'much' is no size" in wrong.stderr
+
+
+def test_the_plan_names_its_update_policy() -> None:
+    assert plan_json(CONFIG)[1]["update_policy"]["policy"] == "overlapped"
+    assert "update policy: overlapped" in CliRunner().invoke(main, ["plan", CONFIG]).stdout
+
+
 def test_what_does_not_fit_is_shown_and_said() -> None:
     result = CliRunner().invoke(main, ["plan", CONFIG, "--model", "gpt:layers=1,hidden=4096"])
     assert result.exit_code == 1

@@ -150,7 +150,30 @@ def test_another_text_is_read(run) -> None:  # type: ignore[no-untyped-def]
     Path("short").write_text("abc")
     result, engine = run(write_config(Path("config.json")), *SMALL, "--data", "short")
     assert result.exit_code == 1 and "at least 17 bytes" in result.stderr
-    assert engine is None or engine.closed
+    assert engine is None, "the text is checked before anything is laid out"
+
+
+def test_binary_data_is_named(run) -> None:  # type: ignore[no-untyped-def]
+    Path("data").write_bytes(bytes(range(256)) * 10)
+    result, _ = run(write_config(Path("config.json")), *SMALL, "--data", "data")
+    assert result.exit_code == 0 and "data holds NUL bytes" in result.stderr
+    Path("text").write_bytes(bytes(range(1, 256)) * 10)
+    assert "NUL" not in run(write_config(Path("config.json")), *SMALL, "--data", "text")[0].stderr
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_loss_that_is_not_finite_ends_the_run_with_an_error(run, monkeypatch, bad) -> None:  # type: ignore[no-untyped-def]
+    forward = PlainEngine.__call__
+
+    def diverge(self, tokens, targets):  # type: ignore[no-untyped-def]
+        loss = forward(self, tokens, targets)
+        return loss * bad if self.num_forwards == 3 else loss
+
+    monkeypatch.setattr(PlainEngine, "__call__", diverge)
+    result, engine = run(write_config(Path("config.json")), *SMALL)
+    assert result.exit_code == 1 and engine.closed
+    assert f"The loss is {bad} after step 3 of 6: training has diverged" in result.stderr
+    assert "3 steps in " in result.stdout
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

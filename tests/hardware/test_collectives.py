@@ -2,6 +2,7 @@
 
 import logging
 import os
+import sys
 
 import pytest
 import torch
@@ -22,9 +23,13 @@ def no_launcher(monkeypatch):
         dist.destroy_process_group()
 
 
-def test_scripts_that_ask_for_their_rank_go_on():
+def test_scripts_that_ask_for_their_rank_go_on(caplog):
+    caplog.set_level(logging.INFO, "tiered_zero")
+    hook = sys.excepthook
     collectives = Collectives()
     collectives.ensure_process_group()
+    assert "made a process group of one rank" in caplog.text
+    assert sys.excepthook is hook, "a traceback of one rank has no [rank0] before it"
     assert (dist.get_rank(), dist.get_world_size()) == (0, 1) == (collectives.rank, collectives.world_size)
     ones = torch.ones(3)
     dist.all_reduce(ones)

@@ -44,7 +44,7 @@ def test_the_native_engine_comes_first(swap_path: Path) -> None:
     direct = takes_direct(swap_path)
     assert selection.engine.name == "native" and selection.direct == direct
     assert selection.alignment in ((512, 4096) if direct else (1,))
-    assert "native with" in selection.reasons[-1] and "is used" in selection.reasons[-1]
+    assert selection.reasons[-1].startswith("swap I/O: native engine, ")
     assert works(selection, swap_path)
 
 
@@ -122,7 +122,7 @@ def test_o_direct_that_opens_but_cannot_write_gives_way_to_buffered(
     refuse_direct(monkeypatch, lambda nbytes: True)
     selection = select_engine(swap_path, prefer="threads")
     assert (selection.direct, selection.alignment) == (False, 1)
-    assert len(selection.reasons) == 3 and "threads with buffered access is used" in selection.reasons[-1]
+    assert len(selection.reasons) == 3 and "threads engine, buffered I/O, " in selection.reasons[-1]
     assert works(selection, swap_path)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 from typing import Any, NamedTuple
 
@@ -28,7 +29,7 @@ COMMANDS = {
     "report": Command("tiered_zero.cli.report:report", "Turn the record of a run into one HTML page."),
     "swap": Command("tiered_zero.cli.swap:swap", "Look at swap directories, plan them, and clean them up."),
     "bench": Command("tiered_zero.cli.bench_io:bench", "Measure a disk, and find the best settings for it."),
-    "doctor": Command("tiered_zero.cli.doctor:doctor", "Say what works on this machine, and how to mend the rest."),
+    "doctor": Command("tiered_zero.cli.doctor:doctor", "Check this machine: what works, and how to fix the rest."),
 }
 
 
@@ -48,6 +49,11 @@ class LazyGroup(click.Group):
             raise click.ClickException(f"{cmd_name} cannot run here: {error}.") from error
         assert isinstance(command, click.Command)
         return command
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        if args and args[0] not in COMMANDS and (near := difflib.get_close_matches(args[0], COMMANDS, n=1)):
+            raise click.UsageError(f"No such command {args[0]!r}. Did you mean {near[0]!r}?", ctx)
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

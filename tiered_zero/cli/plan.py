@@ -14,23 +14,37 @@ from tiered_zero.config import load
 from tiered_zero.demo.gpt import GPTConfig, build_gpt, num_parameters
 from tiered_zero.draft import draft_run
 from tiered_zero.errors import PlanError
+from tiered_zero.sizes import parse_nbytes
 
 
 @click.command()
 @click.argument("config", type=CONFIG_FILE)
 @click.option("--model", callback=parse_model, metavar="gpt:...", help=f"Default {DEMO_MODEL}.")
 @click.option("--params", "sized", type=float, callback=parse_size, metavar="7e9", help="A GPT of about that size.")
+@click.option("--device-memory", metavar="24GiB", help="Plan for a device of this size (default: the config's limit).")
+@click.option("--host-memory", metavar="64GiB", help="Plan for a host of this size (default: what is free here).")
 @JSON_OPTION
 @click.pass_context
-def plan(ctx: click.Context, config: str, model: GPTConfig | None, sized: GPTConfig | None, as_json: bool) -> None:
+def plan(
+    ctx: click.Context,
+    config: str,
+    model: GPTConfig | None,
+    sized: GPTConfig | None,
+    device_memory: str | None,
+    host_memory: str | None,
+    as_json: bool,
+) -> None:
     """Show the bytes that a run of CONFIG needs on each tier. Allocates nothing.
 
-    Exit code 1, with the table and the reason, where it does not fit on this machine.
+    Exit code 1, with the table and the reason, where it does not fit: into this machine, the limits in CONFIG, or the
+    sizes given by option.
     """
     if model and sized:
         raise click.UsageError("Give --model or --params, not both.")
     shape = model or sized or DEMO_MODEL
-    planned = draft_run(load(config), build_gpt(shape)).plan
+    given = {"device": ("--device-memory", device_memory), "host": ("--host-memory", host_memory)}
+    limits = {tier: (_nbytes(text, option), option) for tier, (option, text) in given.items() if text is not None}
+    planned = draft_run(load(config), build_gpt(shape), limits=limits).plan
     try:
         planned.check()
         problem = None
@@ -46,4 +60,13 @@ def plan(ctx: click.Context, config: str, model: GPTConfig | None, sized: GPTCon
         STDOUT.print(planned.update_policy.text, highlight=False)
     if problem:
         click.echo(f"Error: {problem.partition(chr(10))[0]}", err=True)
+        if device_memory is None and planned.nbytes("device") > planned.limits.get("device", (1 << 62, ""))[0]:
+            click.echo("To plan for another device, add for example --device-memory 24GiB.", err=True)
         ctx.exit(1)
+
+
+def _nbytes(text: str, option: str) -> int:
+    try:
+        return parse_nbytes(text)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint=option) from error

@@ -7,7 +7,8 @@ import time
 from collections import deque
 from types import TracebackType
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
 from tiered_zero.cli.console import STDERR
 
@@ -16,6 +17,13 @@ logger = logging.getLogger("tiered_zero")
 SECONDS_BETWEEN_LINES = 10.0
 STEPS_AVERAGED = 20
 """Tokens/s and time left are those of the last so many steps."""
+
+
+class _TimeLeft(TimeRemainingColumn):
+    """Time left, once it is known."""
+
+    def render(self, task: Task) -> Text:
+        return Text() if task.time_remaining is None else Text("left ") + super().render(task)
 
 
 class TrainingProgress:
@@ -32,8 +40,7 @@ class TrainingProgress:
             MofNCompleteColumn(),
             BarColumn(),
             TextColumn("{task.fields[figures]}"),
-            TextColumn("left"),
-            TimeRemainingColumn(),
+            _TimeLeft(),
             console=STDERR,
             disable=not STDERR.is_terminal,
         )

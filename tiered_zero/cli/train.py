@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import signal
 import sys
 from collections.abc import Iterator, Mapping
@@ -26,10 +27,15 @@ from tiered_zero.config.json_file import read_json
 from tiered_zero.demo.corpus import NUM_BYTE_VALUES, Corpus, read_corpus
 from tiered_zero.demo.gpt import GPTConfig, build_gpt, num_parameters
 from tiered_zero.engine import Engine
+from tiered_zero.errors import NonFiniteError
+from tiered_zero.sizes import format_nbytes
 from tiered_zero.telemetry.ledger import TIERS
 from tiered_zero.telemetry.report import RunReport, RunTotals
 
 logger = logging.getLogger("tiered_zero")
+
+DIVERGED = 1
+"""Exit code where the loss is not finite."""
 
 TERMINATED = 128 + signal.SIGTERM
 """Exit code after SIGTERM."""
@@ -40,9 +46,9 @@ TERMINATED = 128 + signal.SIGTERM
 @click.option("--model", callback=parse_model, metavar="gpt:...", help=f"Default {DEMO_MODEL}.")
 @click.option("--steps", type=click.IntRange(min=1), default=DEMO_STEPS, show_default=True, help="Optimizer steps.")
 @click.option("--data", type=click.Path(exists=True, dir_okay=False), help="A text; default: Python's own reference.")
-@click.option("--batch", type=click.IntRange(min=1), help="Samples a forward; default: the config's.")
-@click.option("--context", type=click.IntRange(min=1), help="Bytes a sample; default: the model's context.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the weights and the batches.")
+@click.option("--batch", type=click.IntRange(min=1), help="Samples per forward pass (default: from the config).")
+@click.option("--context", type=click.IntRange(min=1), help="Bytes per sample (default: the model's context).")
+@click.option("--seed", type=int, default=0, show_default=True, help="Random seed for weights and batches.")
 @click.option("--trace", type=click.Path(dir_okay=False), help="Write a Chrome trace (opens in Perfetto).")
 @click.option("--report", type=click.Path(dir_okay=False), help="Write the run's record, for `tiered-zero report`.")
 @JSON_OPTION
@@ -62,7 +68,8 @@ def train(
 ) -> None:
     """Train a small GPT across the tiers that CONFIG names.
 
-    Ends with a table: bytes on each tier, planned and at their peak, bytes moved and their rate, seconds a step, loss.
+    Ends with tables: bytes on each tier, planned and at their peak, bytes moved and their rate, seconds per step, loss.
+    Stops with exit code 1 at the first loss that is not finite.
     """
     model = model or DEMO_MODEL
     model = replace(model, context=context or model.context)
@@ -73,25 +80,42 @@ def train(
     settings = overlay(read_json(config), batch, {"trace": trace, "report": report})
     resolved = load(settings)
     corpus = read_corpus(data)
+    corpus.check(model.context)
+    logger.info("%s parameters, %s; text: %s", f"{num_parameters(model):,}", model, corpus.source)
+    if corpus.is_binary:
+        logger.warning("%s holds NUL bytes, as binary files do. It is trained on byte by byte.", corpus.source)
     code = 0
     with sigterm_exits():
         engine = open_engine(settings, model, seed)
         totals = RunTotals({tier: engine.plan.nbytes(tier) for tier in TIERS})
         progress = TrainingProgress(steps)
         try:
-            logger.info("%s parameters, %s; text: %s", f"{num_parameters(model):,}", model, corpus.source)
             with progress:
                 for step in range(steps):
                     loss = train_step(engine, corpus, step, model.context, seed)
                     assert engine.step_report is not None
                     totals.add(engine.step_report)
                     progress.advance(loss, resolved.batch.train * model.context)
+                    if not math.isfinite(loss):
+                        code = DIVERGED
+                        break
         except (KeyboardInterrupt, SystemExit) as stop:
             code = INTERRUPTED if isinstance(stop, KeyboardInterrupt) else TERMINATED
         finally:
             engine.close()
     if progress.done or as_json:
-        show(totals.report(), as_json, {"config": config, "model": str(model), "interrupted": bool(code)})
+        facts = {"config": config, "model": str(model), "interrupted": code in (INTERRUPTED, TERMINATED)}
+        show(totals.report(), as_json, facts)
+        if not as_json and (staging_nbytes := _staging_nbytes(engine)):
+            click.echo(
+                f"Of the host memory {format_nbytes(staging_nbytes)} are staging buffers, which keep the disk busy and "
+                "do not grow with the number of layers."
+            )
+    if code == DIVERGED:
+        raise NonFiniteError(
+            f"The loss is {progress.loss} after step {progress.done} of {steps}: training has diverged. Lower the "
+            "learning rate (optimizer.params.lr), or lower gradient_clipping."
+        )
     if code:
         loss_text = f"; loss {progress.loss:.3f}" if progress.done else ""
         click.echo(f"Stopped after {progress.done} of {steps} steps{loss_text}.", err=True)
@@ -109,6 +133,12 @@ def train_step(engine: Engine, corpus: Corpus, step: int, context: int, seed: in
         engine.step()
         losses.append(loss.detach())
     return float(torch.stack(losses).mean())
+
+
+def _staging_nbytes(engine: Engine) -> int:
+    """Planned bytes of the staging buffers in host memory."""
+    kinds = ("staging_param", "staging_state", "staging_gradient")
+    return sum(engine.plan.nbytes("host", kind) for kind in kinds)
 
 
 def open_engine(settings: Mapping[str, Any], model: GPTConfig, seed: int) -> Engine:

@@ -25,16 +25,25 @@ class Corpus:
     def __len__(self) -> int:
         return self._text.numel()
 
+    @property
+    def is_binary(self) -> bool:
+        """Whether the first 64 KiB hold a NUL byte, as no text does."""
+        return bool((self._text[: 1 << 16] == 0).any())
+
+    def check(self, length: int) -> None:
+        """Raises ConfigError where the text is too short for one window of `length` bytes and the byte behind it."""
+        if len(self) <= length:
+            raise ConfigError(
+                f"A context of {length} bytes needs at least {length + 1} bytes of text; {self.source} has {len(self)}."
+            )
+
     def batch(self, index: int, size: int, length: int, seed: int = 0) -> tuple[Tensor, Tensor]:
         """The index-th batch: tokens and targets, each [size, length] int64, host; targets are one byte further on.
 
         Windows begin anywhere, with equal chance. Raises ConfigError where the text is too short for one window.
         """
+        self.check(length)
         num_starts = len(self) - length
-        if num_starts < 1:
-            raise ConfigError(
-                f"A context of {length} bytes needs at least {length + 1} bytes of text; {self.source} has {len(self)}."
-            )
         # Not torch's generator: on the CPU it takes 32 bits of its seed; seed and index would have to share them.
         generator = random.Random(f"{seed} {index}")
         starts = torch.tensor([generator.randrange(num_starts) for _ in range(size)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import final
@@ -50,6 +51,7 @@ class Collectives:
         self._owns_group = False
 
     def _create_group(self) -> None:
+        hook = sys.excepthook
         try:
             with _loopback():
                 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
@@ -57,6 +59,9 @@ class Collectives:
             logger.warning("no torch.distributed group was created, scripts that ask for a rank will fail: %s", error)
         else:
             self._owns_group = True
+            logger.info("torch.distributed: made a process group of one rank, without a connection")
+        finally:
+            sys.excepthook = hook  # torch's prefixes every traceback with [rank0], which says nothing of one rank
 
     @staticmethod
     def _check_world_size(source: str, world_size: int) -> None:

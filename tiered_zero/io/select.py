@@ -102,8 +102,10 @@ def select_engine(
             about_ring = ""
             if isinstance(engine, NativeEngine):
                 engine, about_ring = _with_ring(engine, paths, io_uring)
+            how = f"direct I/O ({alignment}-byte aligned)" if direct else "buffered I/O"
+            if about_ring.startswith("on") or io_uring is True:
                 reasons.append(f"io_uring is {about_ring}")
-            reasons.append(f"{name} with {access} is used: a write there was read back intact")
+            reasons.append(f"swap I/O: {name} engine, {how}, write-and-read check passed")
             return Selection(engine, alignment, direct, tuple(reasons), about_ring)
     raise ConfigError(f"no I/O engine works in {', '.join(paths)}: " + "; ".join(reasons))
 
