@@ -108,10 +108,10 @@ def test_config_twice_is_refused(initialize: Callable[..., Any], tmp_path: Path)
 
 
 def test_positions_are_those_of_deepspeed(initialize: Callable[..., Any]) -> None:
-    """initialize(args, model, optimizer, model_parameters, training_data, lr_scheduler, ...)"""
+    """initialize(args, model, optimizer, model_parameters, training_data, lr_scheduler, port, mpu, ..., config)"""
     model = build_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    parts = tiered_zero.initialize(None, model, optimizer, None, None, None, None, None, settings())
+    parts = tiered_zero.initialize(None, model, optimizer, None, None, None, 29500, None, None, None, settings())
     with parts[0] as engine:
         assert engine.module is model
         assert len(parts) == 4

@@ -9,15 +9,19 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tiered_zero import comm, utils, zero
     from tiered_zero.api import initialize
+    from tiered_zero.comm import init_distributed
     from tiered_zero.config.load import load as load_config
     from tiered_zero.config.schema import Config
     from tiered_zero.engine import Engine
+    from tiered_zero.engine import Engine as DeepSpeedEngine
     from tiered_zero.errors import (
         BudgetError,
         ConfigError,
         CorruptionError,
         LatchedError,
+        MissingNameError,
         ModelError,
         NonFiniteError,
         ParameterAwayError,
@@ -28,6 +32,7 @@ if TYPE_CHECKING:
     )
     from tiered_zero.params.lending import gathered
     from tiered_zero.plan.planner import Plan
+    from tiered_zero.script_arguments import add_config_arguments
 
 __version__ = "0.1.0"
 
@@ -36,17 +41,42 @@ _HOMES = {
     "load_config": "config.load:load",
     "Config": "config.schema",
     "Engine": "engine",
+    "DeepSpeedEngine": "engine:Engine",
+    "init_distributed": "comm",
+    "add_config_arguments": "script_arguments",
     "gathered": "params.lending",
     "Plan": "plan.planner",
 }
+_MODULES = ("comm", "utils", "zero")
+_EVALUATE = "give initialize() no optimizer, and call the engine: it evaluates"
+_TORCH_OPTIMIZER = "name the optimizer in the config, or pass any of torch's to initialize()"
+_LATER = "activation checkpointing comes in a later version; use torch.utils.checkpoint"
+_ONE_RANK = "this version trains with one rank, and does not split models"
+_MISSING = {
+    "init_inference": _EVALUATE,
+    "InferenceEngine": _EVALUATE,
+    "default_inference_config": _EVALUATE,
+    "ops": _TORCH_OPTIMIZER,
+    "checkpointing": _LATER,
+    "PipelineModule": _ONE_RANK,
+    "PipelineEngine": _ONE_RANK,
+    "pipe": _ONE_RANK,
+    "moe": _ONE_RANK,
+    "tp_model_init": _ONE_RANK,
+    "accelerator": "engine.device is where the model computes",
+    "OnDevice": "build the model under torch.device('meta')",
+}
+"""Names of DeepSpeed that do not exist here -> what to do."""
 
 __all__ = [
     "BudgetError",
     "Config",
     "ConfigError",
     "CorruptionError",
+    "DeepSpeedEngine",
     "Engine",
     "LatchedError",
+    "MissingNameError",
     "ModelError",
     "NonFiniteError",
     "ParameterAwayError",
@@ -55,13 +85,24 @@ __all__ = [
     "StoreError",
     "TieredZeroError",
     "TransferError",
+    "add_config_arguments",
+    "comm",
     "gathered",
+    "init_distributed",
     "initialize",
     "load_config",
+    "utils",
+    "zero",
 ]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"{__name__}.{name}")
+    if name in _MISSING:
+        from tiered_zero.errors import MissingNameError
+
+        raise MissingNameError(f"{name} of DeepSpeed does not exist here: {_MISSING[name]}.")
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, _, attribute = _HOMES.get(name, "errors").partition(":")
@@ -71,4 +112,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    return sorted(__all__)

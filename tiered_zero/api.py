@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from tiered_zero.assembly import build
 from tiered_zero.config.load import load
+from tiered_zero.deepspeed_engine import check_one_rank
 from tiered_zero.draft import draft_run
 from tiered_zero.engine import Engine
 from tiered_zero.errors import ConfigError, ModelError
@@ -26,13 +27,18 @@ def initialize(
     model_parameters: Iterable[Any] | None = None,
     training_data: Dataset[Any] | None = None,
     lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
     dist_init_required: bool | None = None,
     collate_fn: Callable[..., Any] | None = None,
     config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    mesh_param: Sequence[int] | None = None,
+    config_params: Mapping[str, Any] | str | os.PathLike[str] | None = None,
 ) -> tuple[Engine, TieredOptimizer, DataLoader[Any] | None, Any]:
     """Plan the run, move the model onto its tiers, and return (engine, optimizer, dataloader, lr_scheduler).
 
-    `config`: a DeepSpeed-style dict, or the path of a JSON file; `args.deepspeed_config` names a file too. `model`: on
+    The arguments are DeepSpeed's, in its order. `config` (or `config_params`): a DeepSpeed-style dict, or the path of a
+    JSON file; `args.deepspeed_config` names a file too. `mpu` and `mesh_param` must stand for one rank. `model`: on
     any device, or on the meta device, where its own initialisers (or `tiered_zero.weights`) give it values unit by
     unit.
     `optimizer`: any torch optimizer over the model's parameters, or a callable that makes one; it goes before the
@@ -43,8 +49,16 @@ def initialize(
     The model is changed in place: its parameters become views that are filled while they are used. Raises ConfigError,
     ModelError, PlanError or StoreError before anything is allocated or written wherever that can be told.
     """
+    if isinstance(args, nn.Module):
+        raise ModelError(
+            "The first positional argument is args, as in DeepSpeed; write model=..., config=... in initialize()."
+        )
     if not isinstance(model, nn.Module):
         raise ModelError(f"initialize(model=...) takes a torch.nn.Module; found {type(model).__name__}.")
+    if config is not None and config_params is not None:
+        raise ConfigError("config, config_params: expected one of the two; found both. Leave config_params out.")
+    config = config_params if config is None else config
+    check_one_rank(mpu=mpu, mesh_param=mesh_param)
     if isinstance(config, (str, os.PathLike)) and not os.path.isfile(config):
         raise ConfigError(f"config: {os.fspath(config)} is not a file.")
     settings = load(config, args)

@@ -16,6 +16,7 @@ from tiered_zero.config.schema import Config
 from tiered_zero.draft import Draft, compute_dtype, smaller_sub_groups, unused_tiers, wider_window
 from tiered_zero.engine import NO_OPTIMIZER, Engine, Parts
 from tiered_zero.errors import ModelError, StoreError
+from tiered_zero.full_values import FullValues
 from tiered_zero.grads.accumulator import GradientStore
 from tiered_zero.grads.loss_scaler import LossScaler
 from tiered_zero.grads.norms import NormTaker
@@ -144,6 +145,17 @@ def _build(draft: Draft, lr_scheduler: Any) -> Engine:
         policy = _make_policy(draft, inventory, runtime, pager, gradients, tiers)
         resources.callback(policy.forget_ahead)
         keeper.before_change = policy.settle
+        values = FullValues(
+            pager=pager,
+            layouts=draft.layouts,
+            masters=masters,
+            inventory=inventory,
+            staging=tiers.state_staging,
+            keeper=keeper,
+            policy=policy,
+        )
+        values.register()
+        resources.callback(values.unregister)  # and holds it
 
         def complete(unit: Unit) -> None:
             pager.finish_gradients(unit)

@@ -72,6 +72,24 @@ class Collectives:
             )
 
 
+def is_initialized() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def get_rank() -> int:
+    return dist.get_rank() if is_initialized() else 0
+
+
+def get_world_size() -> int:
+    return dist.get_world_size() if is_initialized() else 1
+
+
+def barrier() -> None:
+    """Wait for the other ranks of torch.distributed's group, if there are any."""
+    if get_world_size() > 1:
+        dist.barrier()
+
+
 @contextmanager
 def _loopback() -> Iterator[None]:
     """Gloo looks its interface up by this variable, else by the host's name, which may not resolve."""

@@ -36,6 +36,7 @@ from tiered_zero.hardware.accelerator import Event
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.layout.flat import Unit
 from tiered_zero.optim.in_backward import BackwardStart, OpenUpdate
+from tiered_zero.optim.state_layout import StateLayout
 from tiered_zero.optim.stepper import StreamingStepper, UpdateJob
 from tiered_zero.tiers.inventory import Inventory
 from tiered_zero.tiers.publication import Publication
@@ -123,6 +124,10 @@ class UpdatePolicy(ABC):
         """State or parameters are about to be changed by hand: no update runs, and nothing is read ahead."""
         self.flush()
         self.forget_ahead()
+
+    def has_state(self, layout: StateLayout) -> bool:
+        """Whether the sub-group has state besides its masters: from its first update on."""
+        return self._stepper.has_state(layout)
 
     def _read_ahead(self) -> None:
         if self._is_idle() and self.failure is None:

@@ -85,6 +85,9 @@ class StreamingStepper:
         self._scalars.update(scalars)
         self._born.update(index for index, _ in scalars)
 
+    def has_state(self, layout: StateLayout) -> bool:
+        return layout.subgroup.index in self._born
+
     # -- ahead of the step ---------------------------------------------------------------------------------------------
 
     def read_ahead(self) -> None:

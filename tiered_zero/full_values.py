@@ -1,0 +1,156 @@
+"""fp32 master weights and optimizer state of one parameter at a time, read and set by the user on any tier."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from tiered_zero.errors import ModelError
+from tiered_zero.hardware.staging import StagingPool
+from tiered_zero.layout.flat import FlatEntry, Unit
+from tiered_zero.layout.subgroups import Piece
+from tiered_zero.optim.masters import Masters
+from tiered_zero.optim.policy import UpdatePolicy
+from tiered_zero.optim.state_layout import StateLayout
+from tiered_zero.params.homes import HomeKeeper
+from tiered_zero.params.lending import gathered
+from tiered_zero.params.pager import Pager
+from tiered_zero.params.storage import lender_of
+from tiered_zero.tiers.inventory import Inventory
+from tiered_zero.tiers.slots import read_slot, write_slot
+
+_of_pager: weakref.WeakKeyDictionary[Pager, weakref.ref[FullValues]] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FullValues:
+    """Between steps, on the driver thread; blocks. Reads and writes whole sub-groups: not for every step.
+
+    Tensors are fp32 on the CPU, copies, in the parameter's shape. None stands for what the run does not have: the
+    parameter is frozen, or in no param group, or no update has made its state yet.
+    """
+
+    pager: Pager
+    layouts: Sequence[StateLayout]
+    masters: Masters
+    inventory: Inventory
+    staging: StagingPool | None
+    keeper: HomeKeeper
+    policy: UpdatePolicy
+
+    def register(self) -> None:
+        """From now on `full_values_of` finds this, while somebody holds it."""
+        _of_pager[self.pager] = weakref.ref(self)
+
+    def unregister(self) -> None:
+        _of_pager.pop(self.pager, None)
+
+    def read_master(self, param: nn.Parameter) -> torch.Tensor | None:
+        unit, entry = self._place(param)
+        if not any(self._pieces(unit, entry)):
+            return None
+        self.policy.flush()
+        return self._read_masters(unit)[entry.start : entry.stop].view(entry.param.shape).clone()
+
+    def set_master(self, param: nn.Parameter, value: torch.Tensor) -> None:
+        """The parameter becomes `value` rounded to its dtype."""
+        unit, entry = self._place(param)
+        self._check_shape(entry, value)
+        if self.masters.need_params:
+            raise ModelError(
+                "Masters cannot be set with tiered_zero.state_format bf16_remainder. Set the parameter inside "
+                "tiered_zero.gathered(param, modify=True), or take state_format fp32."
+            )
+        if not any(self._pieces(unit, entry)):
+            raise ModelError(
+                f"{entry.param.name} is not trained: it has no master. Set it inside tiered_zero.gathered."
+            )
+        with gathered(param, modify=True), torch.no_grad():
+            param.copy_(value)
+        self.policy.settle()
+        flat = self._read_masters(unit)
+        flat[entry.start : entry.stop] = value.reshape(-1)
+        self.masters.store(unit, flat)
+
+    def read_state(self, param: nn.Parameter, name: str) -> torch.Tensor | None:
+        """`name`: as torch's optimizer calls it, such as "exp_avg"."""
+        unit, entry = self._place(param)
+        found = torch.zeros(entry.param.numel)
+        self.policy.flush()
+        known = False
+        for layout, piece in self._pieces(unit, entry):
+            if not self.policy.has_state(layout):
+                return None
+            known = True
+            array = self._array(layout, piece, name, self._read(layout)).reshape(-1)
+            marked = layout.masters.needs_params and array.dtype == layout.masters.dtypes[1]
+            stop = piece.param_start + piece.numel
+            found[piece.param_start : stop] = array.abs() if marked and name == _MARKED else array
+        return found.view(entry.param.shape) if known else None
+
+    def set_state(self, param: nn.Parameter, name: str, value: torch.Tensor) -> None:
+        unit, entry = self._place(param)
+        self._check_shape(entry, value)
+        self.policy.settle()
+        pieces = list(self._pieces(unit, entry))
+        if not pieces or not all(self.policy.has_state(layout) for layout, _ in pieces):
+            raise ModelError(f"{entry.param.name} has no optimizer state before its first step. Set it after that.")
+        for layout, piece in pieces:
+            raw = self._read(layout)
+            array = self._array(layout, piece, name, raw)
+            new = value.reshape(-1)[piece.param_start : piece.param_start + piece.numel].view(array.shape).to(array)
+            array.copy_(torch.copysign(new, array) if layout.masters.needs_params and name == _MARKED else new)
+            write_slot(self.inventory.home(layout.subgroup, "state"), 0, raw, self.staging)
+
+    def _place(self, param: nn.Parameter) -> tuple[Unit, FlatEntry]:
+        residency = self.pager.residency(param)
+        assert residency is not None, "the pager has lent this parameter"
+        return residency.unit, residency.unit.entries[residency.params[param]]
+
+    def _pieces(self, unit: Unit, entry: FlatEntry) -> Iterator[tuple[StateLayout, Piece]]:
+        for layout in self.layouts:
+            for segment in layout.subgroup.segments:
+                if segment.unit.index == unit.index:
+                    yield from ((layout, piece) for piece in segment.pieces if piece.param.index == entry.param.index)
+
+    def _read(self, layout: StateLayout) -> torch.Tensor:
+        return read_slot(self.inventory.home(layout.subgroup, "state"), 0, layout.nbytes, self.staging)
+
+    def _read_masters(self, unit: Unit) -> torch.Tensor:
+        params = None
+        if self.masters.need_params:
+            resident = self.pager.is_device_resident(unit)
+            params = self.pager.storage(unit).flat.to("cpu") if resident else self.keeper.read(unit)
+        return self.masters.read(unit, params)
+
+    def _array(self, layout: StateLayout, piece: Piece, name: str, raw: torch.Tensor) -> torch.Tensor:
+        arrays = layout.state(raw, piece, piece.start, piece.stop)
+        if name not in arrays:
+            raise ModelError(
+                f"Expected optimizer state {' or '.join(map(repr, sorted(arrays))) or 'of any name'}; found {name!r}."
+            )
+        if arrays[name].dtype in (torch.uint8, torch.int8):
+            raise ModelError(f"{name} is kept in 8 bits (tiered_zero.state_format). Read it with state_format fp32.")
+        return arrays[name]
+
+    @staticmethod
+    def _check_shape(entry: FlatEntry, value: torch.Tensor) -> None:
+        if tuple(value.shape) != entry.param.shape:
+            raise ModelError(
+                f"Expected shape {entry.param.shape}, that of {entry.param.name}; found {tuple(value.shape)}."
+            )
+
+
+_MARKED = "exp_avg_sq"
+"""[Note: bf16 and remainder] The state whose signs are not its own."""
+
+
+def full_values_of(param: nn.Parameter) -> FullValues | None:
+    """Of the engine that trains the parameter, while it is open."""
+    pager = lender_of(param)
+    found = _of_pager.get(pager) if isinstance(pager, Pager) else None
+    return found() if found is not None else None

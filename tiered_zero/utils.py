@@ -1,0 +1,84 @@
+"""DeepSpeed's `utils` namespace: full masters, gradients and state of a parameter, and a loader without end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from tiered_zero.errors import ModelError
+from tiered_zero.full_values import FullValues, full_values_of
+
+__all__ = [
+    "RepeatingLoader",
+    "safe_get_full_fp32_param",
+    "safe_get_full_grad",
+    "safe_get_full_optimizer_state",
+    "safe_set_full_fp32_param",
+    "safe_set_full_grad",
+    "safe_set_full_optimizer_state",
+]
+
+
+class RepeatingLoader:
+    """Begins again where `loader` ends."""
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self.loader = loader
+        self._batches = iter(loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return next(self._batches)
+        except StopIteration:
+            self._batches = iter(self.loader)
+            return next(self._batches)
+
+
+def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
+    """The fp32 master, a copy on the CPU; None for a parameter that no engine trains."""
+    values = full_values_of(param)
+    return values.read_master(param) if values is not None else None
+
+
+def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Set the fp32 master, and the parameter to what it rounds to. Raises ModelError."""
+    _expected(param).set_master(param, value)
+
+
+def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
+    """State such as "exp_avg", fp32, a copy on the CPU; None before the first step."""
+    values = full_values_of(param)
+    return values.read_state(param, optim_state_key) if values is not None else None
+
+
+def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
+    """Set state such as "exp_avg". Raises ModelError before the first step."""
+    _expected(param).set_state(param, optim_state_key, value)
+
+
+def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
+    """The gradient between backward and step(), fp32, a copy on the CPU, as `param.grad` has it; None without one."""
+    grad = param.grad
+    return None if grad is None else grad.detach().to("cpu", torch.float32, copy=True)
+
+
+def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Set the gradient that the next step() takes. Raises ModelError where backward has left none."""
+    grad = param.grad
+    if grad is None:
+        raise ModelError("There is no gradient to set: call it between backward and step().")
+    with torch.no_grad():
+        grad.copy_(value)
+
+
+def _expected(param: nn.Parameter) -> FullValues:
+    values = full_values_of(param)
+    if values is None:
+        raise ModelError("Expected a parameter that an open engine trains; found one that no engine has.")
+    return values

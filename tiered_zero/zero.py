@@ -1,0 +1,69 @@
+"""DeepSpeed's `zero` namespace: scripts that build models under `zero.Init` and touch weights under GatheredParameters.
+
+Nothing is sharded while a model is built, so most of it has nothing to do.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from types import TracebackType
+from typing import Any
+
+from torch import nn
+
+from tiered_zero.errors import ModelError
+from tiered_zero.params.lending import gathered
+
+logger = logging.getLogger("tiered_zero")
+
+__all__ = ["GatheredParameters", "Init", "register_external_parameter"]
+
+
+class Init:
+    """Builds the model as it is written, in host memory; `initialize` moves it to its tiers.
+
+    DeepSpeed shards each module as it is made. The meta device would save host memory too, but what a constructor
+    writes into parameters would be lost there, so it is left to the user: build under `torch.device("meta")` a model
+    larger than host memory, whose values come from `reset_parameters`, `_init_weights` or `tiered_zero.weights`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        data_parallel_group: Any = None,
+        *,
+        config_dict_or_path: Any = None,
+        enabled: bool = True,
+        **others: Any,
+    ) -> None:
+        """Every argument of DeepSpeed is taken; the config that counts is that of `initialize`."""
+        if enabled:
+            logger.info("zero.Init: the model is built in host memory, and moves to its tiers in initialize()")
+
+    def __enter__(self) -> Init:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        return
+
+
+@contextmanager
+def GatheredParameters(
+    params: nn.Parameter | Iterable[nn.Parameter] | nn.Module,
+    modifier_rank: int | None = None,
+    fwd_module: nn.Module | None = None,
+    enabled: bool = True,
+) -> Iterator[None]:
+    """`tiered_zero.gathered`; with `modifier_rank` 0 changes are kept. Before `initialize` there is nothing to lend."""
+    if modifier_rank not in (None, 0):
+        raise ModelError(f"modifier_rank: expected 0 or None, for there is one rank; found {modifier_rank!r}.")
+    with gathered(params, modify=modifier_rank is not None) if enabled else nullcontext():
+        yield
+
+
+def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Nothing to do: functions of any module find the parameters that they are called with."""
