@@ -382,6 +382,36 @@ class ListState(RowScaled):
             self.state[p]["history"] = [p.grad.clone()]
 
 
+class Packed(torch.Tensor):
+    """A tensor subclass, as quantized state is."""
+
+
+class SubclassState(RowScaled):
+    """State in a subclass for all but small parameters."""
+
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            if "moment" not in state:
+                state["moment"] = torch.zeros_like(p) if p.numel() < 64 else torch.zeros_like(p).as_subclass(Packed)
+            state["moment"].add_(p.grad)
+            p.data = p.data - state["moment"].as_subclass(torch.Tensor)
+
+
+class TableOnDevice(RowScaled):
+    """Moves a table of its own to where the parameter is, and keeps it in a dict."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr)
+        self.tables: dict[str, Any] = {"steps": torch.tensor([1.0, 2.0]), "more": [torch.ones(1)]}
+
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            self.tables["steps"] = self.tables["steps"].to(p.device)
+            self.tables["more"][0] = self.tables["more"][0].to(p.device)
+            p.data = p.data - p.grad * self.tables["steps"][1]
+
+
 class NeedsClosure(RowScaled):
     def step(self, closure: Any) -> None:
         closure()
@@ -393,13 +423,26 @@ class NeedsClosure(RowScaled):
         (GroupCounter, "by itself"),
         (GlobalNorm, "by itself"),
         (ListState, "history: list"),
+        (SubclassState, "moment: Packed, a tensor subclass.*state_format lossy_8bit_moments"),
         (NeedsClosure, "no closure"),
     ],
 )
 def test_an_optimizer_that_cannot_be_split_is_refused(kind: type[Optimizer], words: str) -> None:
     rule = TorchRule(kind, {"lr": 0.1})
     with pytest.raises(ModelError, match=words):
-        rule.state_fields((3, 4), {"lr": 0.1})
+        rule.state_fields((30, 4), {"lr": 0.1})
+
+
+def test_a_dry_run_leaves_the_users_own_attributes_alone() -> None:
+    """The dry run is on the meta device, and some classes move what they keep in themselves to the parameter's."""
+    optimizer = TableOnDevice([torch.zeros(1, requires_grad=True)])
+    rule = TorchRule.from_optimizer(optimizer)
+    run = new_run(rule, torch.zeros(3, 4), hyper_of(optimizer))
+    run.grad = torch.ones(3, 4)
+    rule.update([run])
+    assert torch.equal(run.master, torch.full((3, 4), -2.0))
+    assert torch.equal(optimizer.tables["steps"], torch.tensor([1.0, 2.0]))
+    assert torch.equal(optimizer.tables["more"][0], torch.ones(1))
 
 
 @pytest.mark.parametrize("kind", [torch.optim.LBFGS, torch.optim.SparseAdam])

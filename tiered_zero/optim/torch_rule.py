@@ -196,6 +196,12 @@ class TorchRule(UpdateRule):
         arrays: dict[str, torch.Tensor] = {}
         scalars: _State = {}
         for name, value in state.items():
+            if isinstance(value, torch.Tensor) and type(value) not in (torch.Tensor, torch.nn.Parameter):
+                raise ModelError(
+                    f"{self.name} was expected to keep plain tensors as state; found {name}: {type(value).__name__}, a "
+                    "tensor subclass, whose parts cannot be moved between tiers. Take torch.optim.AdamW (or Adam) with "
+                    "tiered_zero.state_format lossy_8bit_moments or lossy_bf16_moments instead."
+                )
             if isinstance(value, torch.Tensor) and value.dim() > 0:
                 arrays[name] = value.detach()
             elif value is None or isinstance(value, (torch.Tensor, bool, int, float, str)):
@@ -318,13 +324,27 @@ def _advance(optimizer: Optimizer, leaf: torch.Tensor, group: Mapping[str, Any],
 
 
 def _bare_copy(optimizer: Optimizer) -> Optimizer:
-    """The same class and attributes, without parameters, state, step hooks, or a scheduler's wrapper around step."""
+    """The same class and attributes, without parameters, state, step hooks, or a scheduler's wrapper around step.
+
+    Tensors among the attributes, and the containers of such, are copies: a step may move them to its device.
+    """
     bare = type(optimizer).__new__(type(optimizer))
-    bare.__dict__.update({name: value for name, value in optimizer.__dict__.items() if name != "step"})
+    omitted = ("step", "param_groups", "state")
+    bare.__dict__.update({name: _copied(value) for name, value in optimizer.__dict__.items() if name not in omitted})
     bare.__dict__.update(_optimizer_step_pre_hooks=OrderedDict(), _optimizer_step_post_hooks=OrderedDict())
     bare.param_groups = []
     bare.state = defaultdict(dict)
     return bare
+
+
+def _copied(value: Any) -> Any:
+    if type(value) is torch.Tensor:
+        return value.detach().clone()
+    if type(value) in (dict, OrderedDict):
+        return type(value)((key, _copied(item)) for key, item in value.items())
+    if type(value) in (list, tuple, set):
+        return type(value)(map(_copied, value))
+    return value
 
 
 def _refuse_class(kind: type[Optimizer]) -> None:
