@@ -31,12 +31,12 @@ from tiered_zero.io.preflight import preflight_directory
 from tiered_zero.io.select import select_engine
 from tiered_zero.io.watch import install_signal_dump
 from tiered_zero.layout.flat import FlatEntry, Unit
-from tiered_zero.optim.carry_over import carry_over
 from tiered_zero.optim.handle import TieredOptimizer
 from tiered_zero.optim.in_backward import BackwardStart
 from tiered_zero.optim.intake import make_scheduler, restored_on_error
 from tiered_zero.optim.masters import Masters
 from tiered_zero.optim.native_rule import open_kernel
+from tiered_zero.optim.optimizer_state import OptimizerState
 from tiered_zero.optim.policy import BarrierPolicy, DelayedPolicy, OverlappedPolicy, UpdatePolicy
 from tiered_zero.optim.stepper import StreamingStepper
 from tiered_zero.params.gradient_watch import GradientWatch
@@ -142,7 +142,14 @@ def _build(draft: Draft, lr_scheduler: Any) -> Engine:
         resources.callback(gradient_watch.close)
         hooks = ModuleHooks(draft.model, draft.units, pager, gradients.take if draft.trains else _refuse_gradient)
         resources.callback(hooks.remove)
-        policy = _make_policy(draft, inventory, runtime, pager, gradients, tiers)
+        stepper = StreamingStepper(
+            draft.layouts, draft.rule, inventory, runtime, tiers.state_staging, lambda unit: pager.storage(unit).flat
+        )
+        named = {spec.name: param for param, spec in draft.specs.items()}
+        state = OptimizerState(named, draft.layouts, draft.rule, stepper, inventory, tiers.state_staging)
+        state.check(draft.source.state, draft.source.param_groups)
+        state.write(draft.source.state, draft.source.param_groups)
+        policy = _make_policy(draft, stepper, inventory, runtime, pager, gradients)
         resources.callback(policy.forget_ahead)
         keeper.before_change = policy.settle
         values = FullValues(
@@ -184,6 +191,8 @@ def _build(draft: Draft, lr_scheduler: Any) -> Engine:
             )
         )
         built.append(engine)
+        if handle is not None:
+            resources.callback(handle.connect(state, policy).close)
         draft.source.state.clear()
         originals.drop()
         unfinished.pop_all()
@@ -393,16 +402,15 @@ def _refuse_gradient(param: nn.Parameter) -> None:
 
 
 def _make_policy(
-    draft: Draft, inventory: Inventory, runtime: Runtime, pager: Pager, gradients: GradientStore, tiers: _Tiers
+    draft: Draft,
+    stepper: StreamingStepper,
+    inventory: Inventory,
+    runtime: Runtime,
+    pager: Pager,
+    gradients: GradientStore,
 ) -> UpdatePolicy:
     """The policy that the plan has chosen. See [Note: State on several tiers]."""
     settings, groups = draft.config.tiered_zero, draft.source.param_groups
-    stepper = StreamingStepper(
-        draft.layouts, draft.rule, inventory, runtime, tiers.state_staging, lambda unit: pager.storage(unit).flat
-    )
-    if draft.source.state:
-        params = {spec.name: param for param, spec in draft.specs.items()}
-        stepper.take_over(carry_over(draft.source, draft.layouts, params, inventory, tiers.state_staging))
     units = list({s.unit.index: s.unit for layout in draft.layouts for s in layout.subgroup.segments}.values())
     choice = draft.plan.update_policy
     if choice.policy == "barrier":

@@ -223,7 +223,7 @@ def make_rule(config: Config, source: Optimizer) -> UpdateRule:
     }
     options = ("fused", "foreach", "capturable", "differentiable")
     plain = not any(group.get(option) for group in source.param_groups for option in options)
-    if not plain or source.state:
+    if not plain:
         return TorchRule.from_optimizer(source)
     make = natives.get(type(source))
     return make(open_kernel()) if make is not None else TorchRule.from_optimizer(source)

@@ -130,7 +130,7 @@ def test_it_is_an_optimizer_over_the_models_own_parameters(engine: Any) -> None:
     handle = engine.optimizer
     assert isinstance(handle, Optimizer)
     assert {id(p) for group in handle.param_groups for p in group["params"]} == set(map(id, engine.module.parameters()))
-    assert not handle.state
+    assert len(handle.state) == 0
     assert handle.defaults["momentum"] == 0.9
     assert "lr: 0.05" in repr(handle)
 

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
+from itertools import chain
+from typing import Any, NoReturn, final
 
+from torch import nn
 from torch.optim import Optimizer
 
 from tiered_zero.errors import ModelError
+from tiered_zero.optim.optimizer_state import OptimizerState, ParamState
+from tiered_zero.optim.policy import UpdatePolicy
+from tiered_zero.optim.torch_rule import bare_copy
 
 
 class TieredOptimizer(Optimizer):
-    """Live `param_groups` over the model's parameters; state rests on the tiers, not in `state`.
+    """Live `param_groups` over the model's parameters; state rests on the tiers, and `state` shows which have any.
 
     Every LR scheduler of torch drives it, and changes to a group's values take effect at the next step. `param_groups`
     are the very dicts of `source` where the user brought an optimizer, so that schedulers built on that one still work.
@@ -43,6 +51,12 @@ class TieredOptimizer(Optimizer):
     def cur_scale(self) -> float:
         return self._loss_scale()
 
+    def connect(self, state: OptimizerState, policy: UpdatePolicy) -> StateAccess:
+        """The run is built: state is read from and written to its tiers from now on."""
+        self._access = StateAccess(state, policy, self.param_groups)
+        self.state = self._access  # type: ignore[assignment]
+        return self._access
+
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """The same as `engine.step()`: counts a micro-batch, and updates at an accumulation boundary."""
         if closure is not None:
@@ -62,6 +76,38 @@ class TieredOptimizer(Optimizer):
         """The same as `engine.zero_grad()`."""
         self._zero_grad(set_to_none)
 
+    def state_dict(self) -> dict[str, Any]:
+        """torch's own format, with copies: fp32 CPU tensors in the parameters' shapes, from any tier and state format.
+
+        Waits for the updates under way. fp32 masters are no part of it: they follow `module.state_dict()`, in whose
+        16 bits those of a 16-bit model lose their last ones. Raises BudgetError where the tensors do not fit into free
+        host memory.
+        """
+        with self._access.reading():
+            return super().state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over what `state_dict()` or a plain torch optimizer of the same class gave, as torch does.
+
+        Values of the param groups change in place, so that schedulers and the engine see one list. Arrays are rounded
+        where tiered_zero.state_format has fewer bits; a warning says so. Raises ModelError, with nothing changed, where
+        groups, shapes or keys do not fit.
+        """
+        given = dict(state_dict)
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            given = pre_hook(self, given) or given
+        states, groups = self._matched(given)
+        self._access.replace(states, groups)
+        for group, values in zip(self.param_groups, groups, strict=True):
+            group.clear()
+            group.update(values)
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def read_state(self, param: nn.Parameter) -> ParamState:
+        """One parameter's state, as `state_dict()` gives it; empty before its first step."""
+        return self._access.read_one(param)
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if hasattr(self, "_take_step"):
             raise ModelError(
@@ -69,3 +115,141 @@ class TieredOptimizer(Optimizer):
                 "Pass all parameter groups to initialize(); set requires_grad=False or lr=0 for those that shall wait."
             )
         super().add_param_group(param_group)
+
+    def __getstate__(self) -> NoReturn:
+        raise ModelError("The optimizer of an engine cannot be copied or pickled. Save optimizer.state_dict() instead.")
+
+    def _matched(self, given: Mapping[str, Any]) -> tuple[dict[nn.Parameter, ParamState], list[dict[str, Any]]]:
+        """The state of each parameter, and the groups' new values with "params", as the class itself completes them."""
+        try:
+            states, saved = given["state"], deepcopy(given["param_groups"])
+            sizes = [len(group["params"]) for group in saved]
+        except (KeyError, TypeError) as error:
+            raise ModelError(
+                'An optimizer state_dict was expected: {"state": ..., "param_groups": [{"params": ...}, ...]}; reading '
+                f"it raised {type(error).__name__}: {error}."
+            ) from error
+        own = [len(group["params"]) for group in self.param_groups]
+        if sizes != own:
+            raise ModelError(
+                f"The state_dict was expected to have param groups of {own} parameters, as this optimizer has; found "
+                f"{sizes}. Load the state of an optimizer over the same parameters in the same groups."
+            )
+        ids = chain.from_iterable(group["params"] for group in saved)
+        params = dict(zip(ids, chain.from_iterable(group["params"] for group in self.param_groups), strict=True))
+        if unknown := [key for key in states if key not in params]:
+            raise ModelError(
+                "The state_dict was expected to hold state of the parameters in its param groups alone; found state "
+                f"of {unknown[:3]}. Load the state of an optimizer of this class."
+            )
+        for group, new in zip(self.param_groups, saved, strict=True):
+            new["params"] = group["params"]
+            if "param_names" in group:
+                new.setdefault("param_names", group["param_names"])
+        twin = bare_copy(self._source)  # torch's classes convert what older versions of them have saved
+        found = {params[key]: dict(values) for key, values in states.items()}
+        try:
+            twin.__setstate__({"state": defaultdict(dict, found), "param_groups": saved})
+        except Exception as error:
+            raise ModelError(
+                f"The state_dict was expected to be one of {type(self._source).__name__}, which raised "
+                f"{type(error).__name__} over it: {error}. Load the state of an optimizer of this class."
+            ) from error
+        for new in saved:
+            if missing := sorted(self._source.defaults.keys() - new.keys()):
+                raise ModelError(
+                    f"The state_dict was expected to have every option of {type(self._source).__name__} in its param "
+                    f"groups; missing: {missing}. Load the state of an optimizer of this class."
+                )
+        return {param: twin.state[param] for param in found}, saved
+
+
+@final
+class StateAccess(Mapping[nn.Parameter, ParamState]):
+    """What stands as `state` in an optimizer whose state rests on the tiers: it knows which parameters have any, and
+    refuses to hand any out, for a change to what it hands out would be lost.
+
+    Always true: code that finds an optimizer without state may make a step to create it, as
+    torch.distributed.checkpoint does. Driver thread.
+    """
+
+    def __init__(self, state: OptimizerState, policy: UpdatePolicy, groups: list[dict[str, Any]]) -> None:
+        """`groups`: the live param groups."""
+        self._state: OptimizerState | None = state
+        self._policy = policy
+        self._groups = groups
+        self._copies: dict[nn.Parameter, ParamState] | None = None
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __len__(self) -> int:
+        return len(self._open().stepped())
+
+    def __iter__(self) -> Iterator[nn.Parameter]:
+        return iter(self._copies if self._copies is not None else self._open().stepped())
+
+    def __contains__(self, param: object) -> bool:
+        return any(param is stepped for stepped in self._open().stepped())
+
+    def __getitem__(self, param: nn.Parameter) -> ParamState:
+        if self._copies is None:
+            self._refuse()
+        return self._copies[param]
+
+    def __setitem__(self, param: nn.Parameter, values: ParamState) -> None:
+        self._refuse()
+
+    def __delitem__(self, param: nn.Parameter) -> None:
+        self._refuse()
+
+    def clear(self) -> None:
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise ModelError(
+            "optimizer.state is not at hand: the state of each parameter rests on its tier. Read it with "
+            "engine.optimizer.state_dict() or read_state(param), and change it with load_state_dict()."
+        )
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """While open, items are at hand: copies of everything as it is now."""
+        if self._copies is not None:
+            yield
+            return
+        state = self._open()
+        self._policy.check_untouched("Optimizer state is read")
+        self._policy.flush()
+        self._copies = state.read(self._groups)
+        try:
+            yield
+        finally:
+            self._copies = None
+
+    def read_one(self, param: nn.Parameter) -> ParamState:
+        state = self._open()
+        self._policy.check_untouched("Optimizer state is read")
+        self._policy.flush()
+        return state.read(self._groups, only=param).get(param, {})
+
+    def replace(self, states: Mapping[nn.Parameter, ParamState], groups: list[dict[str, Any]]) -> None:
+        """`groups`: the values that the param groups are about to have."""
+        state = self._open()
+        self._policy.check_untouched("Optimizer state is loaded")
+        state.check(states, groups)
+        self._policy.settle()
+        try:
+            state.write(states, groups)
+        except BaseException as error:
+            self._policy.failure = error  # partly the old state, partly the new
+            raise
+
+    def close(self) -> None:
+        """The engine ends, and its tiers with it."""
+        self._state = None
+
+    def _open(self) -> OptimizerState:
+        if self._state is None:
+            raise ModelError("The engine is closed, and the optimizer state is gone. Read it before engine.close().")
+        return self._state

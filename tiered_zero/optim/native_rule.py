@@ -118,12 +118,31 @@ class NativeRule(UpdateRule):
         """The scalars as TorchRule keeps them."""
         return {"step": torch.tensor(self._phase(scalars))}
 
+    def _own_scalars(self, scalars: Mapping[str, Any]) -> dict[str, Any]:
+        """The inverse of `_torch_scalars`."""
+        return {"step": float(scalars["step"])}
+
     def state_fields(self, shape: tuple[int, ...], hyper: Mapping[str, Any]) -> list[StateField]:
         names = self._array_names({**self._defaults, **hyper})
         return [StateField(name, shape, self.state_dtype) for name in names]
 
     def init_state(self, run: Run) -> None:
         """Zeros."""
+
+    def first_state(self, shape: tuple[int, ...], hyper: Mapping[str, Any]) -> dict[str, Any]:
+        return self._reference.first_state(shape, {**self._defaults, **hyper})
+
+    def export_state(self, state: Mapping[str, torch.Tensor], scalars: Mapping[str, Any]) -> dict[str, Any]:
+        floats = {name: array.float() for name, array in state.items()}
+        return self._reference.export_state(floats, self._torch_scalars(scalars)) if scalars else {}
+
+    def check_state(self, values: Mapping[str, Any], shape: tuple[int, ...], hyper: Mapping[str, Any]) -> None:
+        self._reference.check_state(values, shape, {**self._defaults, **hyper})
+
+    def import_state(
+        self, values: Mapping[str, Any], state: Mapping[str, torch.Tensor], hyper: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        return self._own_scalars(self._reference.import_state(values, state, hyper))
 
     def update(self, runs: Sequence[Run]) -> None:
         """One step on every run. Raises ModelError, with nothing written, for a run that breaks the contract."""

@@ -16,15 +16,7 @@ from tiered_zero.layout.subgroups import Segment, SubGroup
 from tiered_zero.optim.state_layout import StateLayout
 from tiered_zero.tiers.inventory import Inventory
 from tiered_zero.tiers.publication import Publication
-from tiered_zero.tiers.tier import as_bytes
-
-
-@dataclass(frozen=True)
-class Window:
-    """A part of a lease as a host buffer of its own."""
-
-    tensor: torch.Tensor
-    memory: memoryview
+from tiered_zero.tiers.tier import Window, as_bytes
 
 
 @dataclass

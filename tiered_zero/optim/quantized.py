@@ -70,6 +70,30 @@ class QuantizedAdam(UpdateRule):
                 scalars = self._update_chunk(run, start, min(start + chunk, run.master.numel()))
             run.scalars = scalars
 
+    def first_state(self, shape: tuple[int, ...], hyper: Mapping[str, Any]) -> dict[str, Any]:
+        return self._inner.first_state(shape, hyper)
+
+    def export_state(self, state: Mapping[str, torch.Tensor], scalars: Mapping[str, Any]) -> dict[str, Any]:
+        floats: dict[str, torch.Tensor] = {}
+        for name, codes in state.items():
+            if _scale(name) in state:
+                floats[name] = torch.empty(codes.shape, device=codes.device)
+                decode(codes, state[_scale(name)], floats[name], None)
+        return self._inner.export_state(floats, scalars)
+
+    def check_state(self, values: Mapping[str, Any], shape: tuple[int, ...], hyper: Mapping[str, Any]) -> None:
+        self._inner.check_state(values, shape, hyper)
+
+    def import_state(
+        self, values: Mapping[str, Any], state: Mapping[str, torch.Tensor], hyper: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        names = [name for name in state if _scale(name) in state]
+        floats = {name: torch.empty(state[name].shape, device=state[name].device) for name in names}
+        scalars = self._inner.import_state(values, floats, hyper)
+        for name, array in floats.items():
+            encode(state[name], state[_scale(name)], array, None, None)
+        return scalars
+
     def announce(self) -> None:
         self._inner.announce()
 
@@ -114,10 +138,11 @@ def decode(codes: torch.Tensor, scales: torch.Tensor, values: torch.Tensor, kern
 
 
 def encode(
-    codes: torch.Tensor, scales: torch.Tensor, values: torch.Tensor, seed: int, kernel: UpdateKernel | None
+    codes: torch.Tensor, scales: torch.Tensor, values: torch.Tensor, seed: int | None, kernel: UpdateKernel | None
 ) -> None:
-    """`values` -> codes and scales, with noise of each value and `seed`. The kernel gives the same bits."""
-    if kernel is not None:
+    """`values` -> codes and scales, with noise of each value and `seed`, for which the kernel gives the same bits; to
+    the nearest code without `seed`, which gives decoded values their codes back."""
+    if kernel is not None and seed is not None:
         kernel.convert(_moments(codes, scales, values, seed & 0xFFFFFFFF, encode=True))
         return
     signed = codes.dtype is torch.int8
@@ -126,7 +151,7 @@ def encode(
     padded = torch.nn.functional.pad(magnitude, (0, -values.numel() % QUANTIZED_BLOCK_NUMEL))
     scales.copy_(padded.view(-1, QUANTIZED_BLOCK_NUMEL).amax(1))
     root = _exact_root(magnitude / _spread(scales, values.numel()).clamp_(min=_TINY))
-    noise = hash_noise(values, seed).to(torch.float32) / (1 << 16)
+    noise = 0.5 if seed is None else hash_noise(values, seed).to(torch.float32) / (1 << 16)
     found = (root if signed else _exact_root(root)).mul_(top).add_(noise).nan_to_num_(0.0).clamp_(max=top).floor_()
     codes.copy_(found.copysign_(values) if signed else torch.where(values != 0, found.clamp_(min=1.0), 0.0))
 

@@ -73,6 +73,29 @@ class UpdateRule(ABC):
     def init_state(self, run: Run) -> None:
         """Fill `run.state` with the rule's starting values where those are not zero. Called once a run, at birth."""
 
+    def first_state(self, shape: tuple[int, ...], hyper: Mapping[str, Any]) -> dict[str, Any]:
+        """What torch's optimizer holds for a parameter before its first step; most classes hold nothing."""
+        return {}
+
+    def export_state(self, state: Mapping[str, torch.Tensor], scalars: Mapping[str, Any]) -> dict[str, Any]:
+        """What torch's optimizer holds for the elements of `state`: fp32 arrays, which may be `state`'s own memory, and
+        scalars. Empty before the first step."""
+        return {**state, **scalars}
+
+    def check_state(self, values: Mapping[str, Any], shape: tuple[int, ...], hyper: Mapping[str, Any]) -> None:
+        """Raise ModelError unless `values`, in torch's format, is state of a parameter of `shape` that a step can go on
+        from."""
+        return
+
+    def import_state(
+        self, values: Mapping[str, Any], state: Mapping[str, torch.Tensor], hyper: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """The inverse of `export_state`: fill `state` from `values` (arrays of the same elements), return the scalars.
+        A format with fewer bits rounds to nearest."""
+        for name, array in state.items():
+            array.copy_(values[name])
+        return {name: value for name, value in values.items() if name not in state}
+
     def announce(self) -> None:
         """Log what runs the update, where there is something to say."""
         return

@@ -42,6 +42,9 @@ class SgdRule(NativeRule):
     def _torch_scalars(self, scalars: Mapping[str, Any]) -> dict[str, Any]:
         return dict(scalars)
 
+    def _own_scalars(self, scalars: Mapping[str, Any]) -> dict[str, Any]:
+        return dict(scalars)
+
     def _kernel_hyper(self, hyper: Mapping[str, Any], scalars: Mapping[str, Any]) -> Hyper:
         flags = _flags(hyper, decayed=True)
         flags |= Flag.MOMENTUM if hyper["momentum"] else Flag(0)
@@ -100,6 +103,9 @@ class LionRule(NativeRule):
         return dict(_STARTED)
 
     def _torch_scalars(self, scalars: Mapping[str, Any]) -> dict[str, Any]:
+        return dict(scalars)
+
+    def _own_scalars(self, scalars: Mapping[str, Any]) -> dict[str, Any]:
         return dict(scalars)
 
     def _kernel_hyper(self, hyper: Mapping[str, Any], scalars: Mapping[str, Any]) -> Hyper:

@@ -30,7 +30,7 @@ def format_rule(name: str, rule: UpdateRule) -> UpdateRule:
         raise ConfigError(
             f"tiered_zero.state_format: expected fp32 with {rule.name} as it is given; found {name!r}. The others are "
             "made of the moments of Adam and AdamW, stepped by the project's own rule: without fused, foreach, "
-            "capturable and differentiable, and without state of former steps. Write fp32, or change the optimizer."
+            "capturable and differentiable. Write fp32, or change the optimizer."
         )
     if name == "lossy_bf16_moments":
         return rule.with_state(torch.bfloat16)

@@ -29,7 +29,7 @@ class StateLayout:
     """The slot of a sub-group: masters [numel], then each state array, every one at a page's start.
 
     `masters`: how they rest. Where that takes a state array besides, it is the first after them, and `master_nbytes`,
-    which a slot holds from birth, counts both.
+    which a slot holds from birth, counts both. `state_start`: the first byte of the state arrays.
 
     For an elementwise rule each array spans the sub-group, so that a run is a slice of it; a field that only some param
     groups have exists for all. For any other rule each piece (a whole parameter) has its own arrays.
@@ -48,7 +48,7 @@ class StateLayout:
         self.arrays: list[StateArray] = []
         self._arrays_of: defaultdict[int | None, list[StateArray]] = defaultdict(list)
         self.fields_of_group: dict[int, tuple[str, ...]] = {}
-        self._end = self.masters.dtypes[0].itemsize * subgroup.numel
+        self._end = self.state_start = self.masters.dtypes[0].itemsize * subgroup.numel
         if rule.elementwise:
             merged: dict[str, StateField] = {}
             for group in sorted({piece.group for piece in subgroup.pieces}):
@@ -81,6 +81,10 @@ class StateLayout:
             spans.append((start + dtype.itemsize * segment.start, dtype.itemsize * segment.numel, dtype))
             start += dtype.itemsize * self.subgroup.numel
         return spans
+
+    def marks(self, raw: torch.Tensor) -> torch.Tensor | None:
+        """[numel] view of the state array whose signs belong to the masters; None where no array lends its signs."""
+        return _view(raw, self.arrays[0]) if len(self.masters.dtypes) > 1 else None
 
     def state(self, raw: torch.Tensor, piece: Piece, start: int, stop: int) -> dict[str, torch.Tensor]:
         """State views of elements [start, stop) of the sub-group (elementwise), or of `piece` in its own shapes."""

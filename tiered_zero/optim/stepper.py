@@ -80,10 +80,23 @@ class StreamingStepper:
         """Whether the state of some sub-group rests on the device. Homes of state never change."""
         return any(self._passage.updates_on_device(layout.subgroup) for layout in self._layouts)
 
-    def take_over(self, scalars: Mapping[tuple[int, int], dict[str, Any]]) -> None:
-        """State that was written to the sub-groups' homes beforehand: (sub-group, piece) -> its scalars."""
-        self._scalars.update(scalars)
-        self._born.update(index for index, _ in scalars)
+    # -- while no step runs and nothing is read ahead ------------------------------------------------------------------
+
+    def is_born(self, subgroup: SubGroup) -> bool:
+        """Whether the sub-group's home holds state beside its masters."""
+        return subgroup.index in self._born
+
+    def scalars(self, subgroup: SubGroup, piece: Piece) -> Mapping[str, Any]:
+        """The piece's `Run.scalars`; empty before its first step."""
+        return self._scalars.get((subgroup.index, piece.index), {})
+
+    def replace_scalars(self, subgroup: SubGroup, scalars: Mapping[int, dict[str, Any]]) -> None:
+        """The sub-group's state was written to its home by hand. `scalars`: piece index -> its scalars; pieces without
+        any start anew. Neighbours may share an object: they are stepped together then."""
+        for piece in subgroup.pieces:
+            self._scalars.pop((subgroup.index, piece.index), None)
+        self._scalars.update({(subgroup.index, index): values for index, values in scalars.items()})
+        self._born.add(subgroup.index)
 
     def has_state(self, layout: StateLayout) -> bool:
         return layout.subgroup.index in self._born

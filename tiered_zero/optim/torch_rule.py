@@ -76,7 +76,7 @@ class TorchRule(UpdateRule):
 
     @classmethod
     def from_optimizer(cls, optimizer: Optimizer) -> TorchRule:
-        """The rule of a user's own instance, which is neither changed nor stepped. See `export_state` for its state."""
+        """The rule of a user's own instance, which is neither changed nor stepped."""
         kind = type(optimizer)
         names = inspect.signature(kind).parameters
         defaults = {name: value for name, value in optimizer.defaults.items() if name in names}
@@ -96,7 +96,7 @@ class TorchRule(UpdateRule):
         """`construct`: for a class whose constructor creates state; None for all that create it in their first step."""
         self.name = type(optimizer).__name__
         self.elementwise = type(optimizer) in ELEMENTWISE and not optimizer.defaults.get("fused")
-        self._optimizer = _bare_copy(optimizer)
+        self._optimizer = bare_copy(optimizer)
         self._construct = construct
         self._fields: dict[tuple[tuple[int, ...], str], list[StateField]] = {}
 
@@ -107,9 +107,11 @@ class TorchRule(UpdateRule):
         parameters.
         """
         self._refuse_options(hyper)
+        key = ((1,) if self.elementwise else shape, _key_of(hyper))
         if self.elementwise:
-            return [replace(found, shape=shape) for found in self._dry_run((1,), hyper, "cpu")]
-        key = (shape, repr(sorted(hyper.items())))
+            if key not in self._fields:
+                self._fields[key] = self._dry_run((1,), hyper, "cpu")
+            return [replace(found, shape=shape) for found in self._fields[key]]
         if key not in self._fields:
             self._refuse_coupling(tuple(min(length, 3) for length in shape), hyper)
             try:
@@ -134,31 +136,65 @@ class TorchRule(UpdateRule):
                 else:
                     self._step(run)
 
-    def export_state(self, optimizer: Optimizer, parameter: torch.Tensor) -> tuple[dict[str, torch.Tensor], _State]:
-        """(`Run.state`, `Run.scalars`) as `optimizer` holds them for `parameter`; both empty before its first step.
+    def first_state(self, shape: tuple[int, ...], hyper: Mapping[str, Any]) -> _State:
+        """Of a class whose constructor creates state, such as Adagrad; empty for all others."""
+        return {} if self._construct is None else self._first_state(torch.zeros(shape, requires_grad=True), hyper)
 
-        The arrays are the optimizer's own memory in its own dtype, flat [n] for an elementwise rule.
-        """
-        state = dict(optimizer.state.get(parameter, {}))
-        if not state:
-            return {}, {}
-        group = next(group for group in optimizer.param_groups if any(p is parameter for p in group["params"]))
-        hyper = {name: value for name, value in group.items() if name != "params"}
-        names = [found.name for found in self.state_fields(tuple(parameter.shape), hyper)]
-        arrays = {name: state.pop(name).detach() for name in names if isinstance(state.get(name), torch.Tensor)}
-        unplanned, scalars = self._split(state)
-        self._refuse_unplanned(unplanned, names)
-        scalars |= {name: _ABSENT for name in names if name not in arrays and name not in scalars}
+    def export_state(self, state: Mapping[str, torch.Tensor], scalars: Mapping[str, Any]) -> _State:
+        return self._state_of(state, scalars) if scalars else {}
+
+    def check_state(self, values: Mapping[str, Any], shape: tuple[int, ...], hyper: Mapping[str, Any]) -> None:
+        fields = {found.name: found for found in self.state_fields(shape, hyper)}
+        arrays = {name: values[name] for name in fields if isinstance(values.get(name), torch.Tensor)}
+        rest, _ = self._split({name: value for name, value in values.items() if name not in arrays})
+        self._refuse_unplanned(rest, fields)
+        for name, array in arrays.items():
+            if tuple(array.shape) != fields[name].shape:
+                raise ModelError(
+                    f"The state {name} was expected to have shape {fields[name].shape}; found {tuple(array.shape)}. "
+                    "Load the state of an optimizer over the same parameters, in the same order."
+                )
         if self.elementwise:
-            arrays = {name: array.reshape(-1) for name, array in arrays.items()}
-        return arrays, scalars or {_BORN: True}
+            self._try_state({**values, **{name: torch.zeros(1) for name in arrays}}, hyper)
+
+    def import_state(
+        self, values: Mapping[str, Any], state: Mapping[str, torch.Tensor], hyper: Mapping[str, Any]
+    ) -> _State:
+        """As torch's own loading: a step count stays as it is, unless fused or capturable code needs it on the device;
+        every other tensor becomes fp32."""
+        scalars = dict(values)
+        for name, home in state.items():
+            if isinstance(scalars.get(name), torch.Tensor):
+                home.copy_(scalars.pop(name))
+            else:
+                scalars.setdefault(name, _ABSENT)
+        by_device = hyper.get("fused") or hyper.get("capturable")
+        device = next(iter(state.values())).device if state and by_device else torch.device("cpu")
+        for name, value in scalars.items():
+            if isinstance(value, torch.Tensor):
+                dtype = value.dtype if name == "step" and not by_device else torch.float32
+                scalars[name] = value.detach().to(device, dtype, copy=True)
+        return scalars or {_BORN: True}
+
+    def _try_state(self, state: _State, hyper: Mapping[str, Any]) -> None:
+        """Step one element from `state`. Raises ModelError where that fails, as it does where a key is missing."""
+        leaf = torch.zeros(1, requires_grad=True)
+        leaf.grad = torch.ones(1)
+        try:
+            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                _advance(bare_copy(self._optimizer), leaf, hyper, _cloned(state))
+        except Exception as error:
+            raise ModelError(
+                f"{self.name} cannot go on from state with {sorted(state) or 'nothing'} alone; it raised "
+                f"{type(error).__name__}: {error}. Load the whole state of such an optimizer."
+            ) from error
 
     def _step(self, run: Run) -> None:
         """One step of torch's own code on one piece."""
         leaf = run.master.detach().requires_grad_()
         grad = run.grad.to(torch.float32)
         leaf.grad = grad if run.grad_scale == 1.0 else grad.mul_(run.grad_scale)
-        state = self._state_of(run) if run.scalars else self._first_state(leaf, run.hyper)
+        state = self._state_of(run.state, run.scalars) if run.scalars else self._first_state(leaf, run.hyper)
         arrays, run.scalars = self._split(_advance(self._optimizer, leaf, run.hyper, state))
         for name, home in run.state.items():
             if name in arrays:
@@ -172,9 +208,9 @@ class TorchRule(UpdateRule):
         if run.out is not None:
             run.out.copy_(run.master)
 
-    def _state_of(self, run: Run) -> _State:
-        kept = {name: value for name, value in run.scalars.items() if name != _BORN and not _is_absent(value)}
-        return {name: home.detach() for name, home in run.state.items() if name not in run.scalars} | _cloned(kept)
+    def _state_of(self, state: Mapping[str, torch.Tensor], scalars: Mapping[str, Any]) -> _State:
+        kept = {name: value for name, value in scalars.items() if name != _BORN and not _is_absent(value)}
+        return {name: home.detach() for name, home in state.items() if name not in scalars} | _cloned(kept)
 
     def _first_state(self, leaf: torch.Tensor, group: Mapping[str, Any]) -> _State:
         if self._construct is None:
@@ -215,7 +251,7 @@ class TorchRule(UpdateRule):
 
     def _dry_run(self, shape: tuple[int, ...], hyper: Mapping[str, Any], device: str) -> list[StateField]:
         """The arrays after two steps on ones. Raises ModelError if a step fails."""
-        optimizer = _bare_copy(self._optimizer)
+        optimizer = bare_copy(self._optimizer)
         leaf = torch.zeros(shape, device=device, requires_grad=True)
         leaf.grad = torch.ones_like(leaf)
         try:
@@ -245,7 +281,7 @@ class TorchRule(UpdateRule):
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             try:
-                optimizer = _bare_copy(self._optimizer)
+                optimizer = bare_copy(self._optimizer)
                 optimizer.param_groups = [{**hyper, "params": together}]
                 optimizer.state.update({leaf: self._first_state(leaf, hyper) for leaf in together})
                 for pair in grads:
@@ -323,7 +359,7 @@ def _advance(optimizer: Optimizer, leaf: torch.Tensor, group: Mapping[str, Any],
         optimizer.state = defaultdict(dict)
 
 
-def _bare_copy(optimizer: Optimizer) -> Optimizer:
+def bare_copy(optimizer: Optimizer) -> Optimizer:
     """The same class and attributes, without parameters, state, step hooks, or a scheduler's wrapper around step.
 
     Tensors among the attributes, and the containers of such, are copies: a step may move them to its device.
@@ -358,6 +394,10 @@ def _refuse_class(kind: type[Optimizer]) -> None:
 
 def _cloned(scalars: _State) -> _State:
     return {name: v.detach().clone() if isinstance(v, torch.Tensor) else v for name, v in scalars.items()}
+
+
+def _key_of(hyper: Mapping[str, Any]) -> str:
+    return repr(sorted((name, value) for name, value in hyper.items() if name != "params"))
 
 
 def _is_absent(value: Any) -> bool:

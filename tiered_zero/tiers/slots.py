@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 from tiered_zero.hardware.staging import StagingPool
 from tiered_zero.sizes import PAGE_NBYTES, align_up
 from tiered_zero.tiers.inventory import Home
-from tiered_zero.tiers.tier import as_bytes
+from tiered_zero.tiers.tier import Window, as_bytes
 
 
 def read_slot(home: Home, offset: int, nbytes: int, staging: StagingPool | None) -> torch.Tensor:
@@ -38,3 +41,25 @@ def write_slot(home: Home, offset: int, data: torch.Tensor, staging: StagingPool
         with staging.lease(part.numel(), home.slot.name) as lease:
             lease.tensor.copy_(part)
             home.tier.write(home.slot, lease, offset + start).wait()
+
+
+@contextmanager
+def lent_slot(
+    home: Home, staging: StagingPool | None, read: slice, write: slice | None = None
+) -> Iterator[torch.Tensor]:
+    """Lend a slot's bytes, [nbytes] uint8: where they rest, or in a staging buffer.
+
+    `read`, `write`: which bytes (from, to, whole pages) are read into the buffer before the block, and written back
+    after it; of no consequence where the slot is lent in place, which may be on the device.
+    """
+    view = home.tier.view(home.slot)
+    if view is not None:
+        yield view
+        return
+    assert staging is not None, "a tier without views is planned with staging buffers"
+    with staging.lease(home.slot.nbytes, home.slot.name) as lease:
+        if read.start < read.stop:
+            home.tier.read(home.slot, Window(lease.tensor[read], lease.memory[read]), read.start).wait()
+        yield lease.tensor
+        if write is not None and write.start < write.stop:
+            home.tier.write(home.slot, Window(lease.tensor[write], lease.memory[write]), write.start).wait()

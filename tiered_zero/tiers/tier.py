@@ -24,6 +24,14 @@ class HostBuffer(Protocol):
 
 
 @dataclass(frozen=True)
+class Window:
+    """A part of a lease as a host buffer of its own."""
+
+    tensor: torch.Tensor
+    memory: memoryview
+
+
+@dataclass(frozen=True)
 class Slot:
     """A named, fixed-size home in a tier. `nbytes`: whole pages. `kind`: what the ledger counts it as."""
 
