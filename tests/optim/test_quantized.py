@@ -12,7 +12,7 @@ import torch
 
 from tiered_zero.layout.swap_bytes import QUANTIZED_BLOCK_NUMEL
 from tiered_zero.native.update import UpdateKernel
-from tiered_zero.optim import native_rule, quantized
+from tiered_zero.optim import quantized, torch_bits
 from tiered_zero.optim.adam import AdamRule
 from tiered_zero.optim.quantized import QuantizedAdam
 from tiered_zero.optim.rule import Run
@@ -26,7 +26,7 @@ def kernel(request: pytest.FixtureRequest, library: Path) -> Iterator[UpdateKern
         yield None
         return
     level = "scalar" if request.param == "scalar" else None
-    kernel = UpdateKernel(library, level, num_threads=3, root=native_rule.find_torch_root())
+    kernel = UpdateKernel(library, level, num_threads=3, root=torch_bits.find_torch_root())
     yield kernel
     kernel.close()
 

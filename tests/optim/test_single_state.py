@@ -9,9 +9,10 @@ import torch
 
 from tiered_zero.native.update import UpdateKernel
 from tiered_zero.optim.lion import Lion
-from tiered_zero.optim.native_rule import NativeRule, find_torch_root
+from tiered_zero.optim.native_rule import NativeRule
 from tiered_zero.optim.rule import Run
 from tiered_zero.optim.single_state import AdagradRule, LionRule, SgdRule
+from tiered_zero.optim.torch_bits import find_torch_root
 
 SGD, ADAGRAD = (SgdRule, torch.optim.SGD), (AdagradRule, torch.optim.Adagrad)
 LION = (LionRule, Lion)
@@ -51,7 +52,7 @@ def wild(numel: int) -> torch.Tensor:
 def test_has_the_bits_of_torch(kernel: UpdateKernel, pair: Any, hyper: dict[str, Any], native: bool) -> None:
     rule_class, optimizer_class = pair
     rule = rule_class(kernel if native else None)
-    assert rule.torch_bits
+    assert rule.torch_bits or torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512")
     parameter = torch.nn.Parameter(wild(5003))
     optimizer = optimizer_class([parameter], **hyper)
     runs = [make_run(rule, part.clone(), hyper) for part in parameter.detach().split([1, 17, 4000, 985])]

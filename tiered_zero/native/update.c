@@ -123,17 +123,19 @@ typedef float tz_eight __attribute__((vector_size(32)));
 typedef void tz_advance(const struct tz_run *, int64_t, int64_t, tz_root *);
 typedef float tz_receive(const struct tz_copy *, int);
 typedef void tz_convert(const struct tz_moments *, int64_t, int64_t);
+typedef void tz_extract(const float *, float *, int64_t, tz_root *);
 static const struct {
     tz_advance *advance;
+    tz_extract *extract;
     tz_receive *receive;
     tz_convert *convert;
 } kernels[TZ_LEVELS] = {
-    [TZ_SCALAR] = {advance_scalar, receive_scalar, convert_scalar},
+    [TZ_SCALAR] = {advance_scalar, extract_scalar, receive_scalar, convert_scalar},
 #if defined(__x86_64__)
-    [TZ_AVX2] = {advance_avx2, receive_avx2, convert_avx2},
-    [TZ_AVX512] = {advance_avx512, receive_avx512, convert_avx512},
+    [TZ_AVX2] = {advance_avx2, extract_avx2, receive_avx2, convert_avx2},
+    [TZ_AVX512] = {advance_avx512, extract_avx512, receive_avx512, convert_avx512},
 #elif defined(__aarch64__)
-    [TZ_NEON] = {advance_neon, receive_neon, convert_neon},
+    [TZ_NEON] = {advance_neon, extract_neon, receive_neon, convert_neon},
 #endif
 };
 
@@ -393,6 +395,19 @@ API int tz_update_batch(struct tz_pool *pool, const struct tz_run *runs, int64_t
     struct update update = {runs, num_runs, piece, starts, level, root, set_threads};
     run(pool, update_piece, &update, (total + piece - 1) / piece);
     free(starts);
+    return 0;
+}
+
+/* Square roots as an update takes them, on the calling thread: by MKL's `root`, or exact where that is NULL. numel: a
+ * multiple of TZ_GROUP. Returns 0; -2: the level is not supported here. */
+API int tz_square_roots(const float *values, float *roots, int64_t numel, int level, tz_root *root,
+                        tz_set_threads *set_threads) {
+    if (!tz_supported(level)) return -2;
+    unsigned mode = keep_denormals();
+    int threads = root ? set_threads(1) : 0;
+    kernels[level].extract(values, roots, numel, root);
+    if (root) set_threads(threads);
+    restore_denormals(mode);
     return 0;
 }
 

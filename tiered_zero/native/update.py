@@ -111,6 +111,7 @@ class UpdateKernel:
         `root`: for the runs that ask for MKL's square roots. Raises OSError where `path` is no
         such library, ConfigError for a level that is unknown or does not run here.
         """
+        self.path = path
         self._library = ctypes.CDLL(str(path))
         self._bind()
         self.level = self._choose(level or os.environ.get(LEVEL_VARIABLE) or None)
@@ -129,6 +130,7 @@ class UpdateKernel:
             ("tz_pool_open", pointer, [integer]),
             ("tz_pool_close", None, [pointer]),
             ("tz_update_batch", integer, [pointer, pointer, count, integer, pointer, pointer]),
+            ("tz_square_roots", integer, [pointer, pointer, count, integer, pointer, pointer]),
             ("tz_convert_moments", integer, [pointer, pointer, integer]),
             ("tz_copy_norm", integer, [pointer, integer, pointer, integer]),
         ):
@@ -164,6 +166,14 @@ class UpdateKernel:
         self._check(
             self._library.tz_update_batch(self._pool, table, num_runs, LEVELS[self.level], *(self.root or (None, None)))
         )
+
+    def square_roots(self, values: int, roots: int, numel: int, flags: Flag) -> None:
+        """Compute `roots` [numel] fp32 of `values` as an update with these flags does. `numel`: a multiple of 16.
+
+        The caller vouches for the memory, as in `update`.
+        """
+        functions = self.root if self.root and flags & Flag.TORCH_ROOT else (None, None)
+        self._check(self._library.tz_square_roots(values, roots, numel, LEVELS[self.level], *functions))
 
     def convert(self, moments: Moments) -> None:
         """Decode `values` from codes and scales, or encode them. The caller vouches for the memory, as in `update`."""

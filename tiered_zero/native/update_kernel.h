@@ -39,6 +39,7 @@
 #define accumulate NAME(accumulate)
 #define divide NAME(divide)
 #define descend NAME(descend)
+#define take_roots NAME(take_roots)
 
 typedef float vf __attribute__((vector_size(LANES * 4)));
 typedef uint32_t vu __attribute__((vector_size(LANES * 4)));
@@ -295,6 +296,23 @@ KERNEL void descend(const struct tz_run *r, int64_t from, int64_t to) {
     }
 }
 
+/* The square roots of `under`, n of them, a multiple of TZ_GROUP and at most TZ_BLOCK: by `torch_root`, or exact ones. */
+KERNEL void take_roots(const float *under, float *root, int64_t n, tz_root *torch_root) {
+    if (torch_root) {
+        int32_t count = (int32_t)n;
+        int64_t mode = TZ_ROOT_MODE;
+        torch_root(&count, under, root, &mode);
+        return;
+    }
+    for (int64_t i = 0; i < n; i += LANES) store(root, i, TZ_F32, root_(load(under, i, TZ_F32)));
+}
+
+/* As many roots as one likes, in the blocks of an update. */
+TARGET static void NAME(extract)(const float *values, float *roots, int64_t numel, tz_root *torch_root) {
+    for (int64_t begin = 0; begin < numel; begin += TZ_BLOCK)
+        take_roots(values + begin, roots + begin, begin + TZ_BLOCK < numel ? TZ_BLOCK : numel - begin, torch_root);
+}
+
 /* Elements [from, to) of one run, a multiple of TZ_GROUP many. */
 TARGET static void NAME(advance)(const struct tz_run *run, int64_t from, int64_t to, tz_root *torch_root) {
     const struct tz_hyper hyper = *run->hyper; /* copies that no store can alias: they stay in registers */
@@ -307,13 +325,7 @@ TARGET static void NAME(advance)(const struct tz_run *run, int64_t from, int64_t
         for (int64_t begin = from; begin < to; begin += TZ_BLOCK) {
             int64_t end = begin + TZ_BLOCK < to ? begin + TZ_BLOCK : to;
             accumulate(r, begin, end, above, under);
-            if (torch_root && hyper.flags & TZ_TORCH_ROOT) {
-                int32_t n = (int32_t)(end - begin);
-                int64_t mode = TZ_ROOT_MODE;
-                torch_root(&n, under, root, &mode);
-            } else {
-                for (int64_t i = 0; i < end - begin; i += LANES) store(root, i, TZ_F32, root_(load(under, i, TZ_F32)));
-            }
+            take_roots(under, root, end - begin, hyper.flags & TZ_TORCH_ROOT ? torch_root : NULL);
             divide(r, begin, end, above, root);
         }
     }
@@ -433,6 +445,7 @@ TARGET static float NAME(receive)(const struct tz_copy *c, int fused_tail) {
 #undef accumulate
 #undef divide
 #undef descend
+#undef take_roots
 #undef NAME
 #undef KERNEL
 #undef LEVEL

@@ -22,6 +22,11 @@ class AdamRule(NativeRule):
     """
 
     unsigned_field = "exp_avg_sq"
+    _takes_root = True
+    _variants = (
+        {"weight_decay": 0.1, "maximize": True},
+        {"weight_decay": 0.1, "amsgrad": True, "betas": (0.3, 0.6), "eps": 1e-3},  # the other branch of lerp
+    )
 
     def __init__(
         self, *, decoupled: bool, kernel: UpdateKernel | None, state_dtype: torch.dtype = torch.float32

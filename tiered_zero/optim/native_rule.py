@@ -1,28 +1,15 @@
-"""Update rules whose arithmetic is the native kernel's, with torch's own code where there is no kernel.
-
-[Note: bits of torch] On fp32 gradients the kernel gives, element by element, the bits of the torch optimizer's
-for-loop and foreach forms: the same operations in the same order, with fused multiply-add exactly where ATen's AVX2
-and AVX-512 code has it. One operation is no IEEE one: torch takes fp32 square roots from MKL where it was built with
-it, and those differ from the exact root by one unit in the last place in a fifth of all cases. So the kernel calls
-the same MKL function (VMSSQRT_, exported by libtorch_cpu) for fp32 gradients. With 16-bit gradients it takes the
-exact root, which saves a third of the time where cores are few; torch's bits are not promised there, only equality
-between placements. Whether the bits agree on this machine, with this torch, is tried when a rule is made. Where they
-do not (a processor without FMA, a build without that symbol), fp32 gradients take torch's own code, and the report
-says so.
-"""
+"""Update rules whose arithmetic is the native kernel's, with torch's own code where there is no kernel."""
 
 from __future__ import annotations
 
 import ctypes
 import itertools
 import logging
-import os
 import time
 from abc import abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from pathlib import Path
 from typing import Any
 
 import numpy
@@ -30,9 +17,10 @@ import torch
 
 from tiered_zero.errors import ModelError
 from tiered_zero.native import find_library
-from tiered_zero.native.update import ADDRESSES_PER_RUN, Dtype, Flag, Hyper, MklRoot, UpdateKernel
+from tiered_zero.native.update import ADDRESSES_PER_RUN, Dtype, Flag, Hyper, UpdateKernel
 from tiered_zero.optim.formats import join_master, round_randomly, split_master
 from tiered_zero.optim.rule import Run, StateField, UpdateRule
+from tiered_zero.optim.torch_bits import choose_root, find_torch_root
 from tiered_zero.optim.torch_rule import TorchRule
 
 _LOG = logging.getLogger("tiered_zero")
@@ -41,15 +29,22 @@ _MASTER_DTYPES = {torch.float32: Dtype.FLOAT32, torch.int16: Dtype.REMAINDER}
 _CHUNK_NUMEL = 1 << 17
 _DEVICE_CHUNK_NUMEL = 1 << 22
 _PROBE_NUMEL = 1 << 21
-_TRIAL_NUMEL = 1031
+_TRIAL_NUMELS = (*range(1, 33), 1031)
 _NBYTES_PER_ELEMENT = 28
 _SLOW_FRACTION = 0.25
 _DTYPE = attrgetter("dtype")
 _IS_CPU = attrgetter("is_cpu")
+_torch_bits: dict[Hashable, bool] = {}
+"""Whether a rule on a kernel has torch's bits: found once per process."""
 
 MISSING = (
     "The native library _update is missing: no C compiler worked when tiered_zero was installed, or the library was "
     "switched off (TIERED_ZERO_NATIVE_DIR). Install gcc or clang and reinstall tiered_zero."
+)
+
+_ROUNDS_OTHERWISE = (
+    "The native kernel rounds otherwise than this torch does on this processor, so fp32 gradients take torch's own "
+    "operations, which are several times slower."
 )
 
 
@@ -72,6 +67,9 @@ class NativeRule(UpdateRule):
     """
 
     elementwise = True
+    _takes_root = False
+    _variants: Sequence[Mapping[str, Any]] = ()
+    """Hyper keys that, one set after another beside the defaults, bring every operation that the rule has."""
 
     def __init__(
         self,
@@ -165,7 +163,7 @@ class NativeRule(UpdateRule):
 
     def report(self) -> dict[str, Any]:
         """What runs the update: backend, isa, threads, elements a second (measured once, with bf16 gradients), whether
-        the bits are torch's on fp32 gradients, and why the kernel is not used if it is not."""
+        the kernel has torch's bits on fp32 gradients, and why it is not used, for all gradients or for those."""
         kernel = self._kernel
         return {
             "algorithm": self.name,
@@ -174,7 +172,7 @@ class NativeRule(UpdateRule):
             "threads": kernel.num_threads if kernel else torch.get_num_threads(),
             "params_per_s": self.measure_rate(),
             "torch_bits": self.torch_bits,
-            "reason": None if kernel else MISSING,
+            "reason": MISSING if not kernel else None if self.torch_bits else _ROUNDS_OTHERWISE,
         }
 
     def announce(self) -> None:
@@ -186,11 +184,7 @@ class NativeRule(UpdateRule):
             return
         _LOG.info("%s runs on the native kernel (%s).", self.name, where)
         if not self.torch_bits:
-            _LOG.warning(
-                "%s: the native kernel rounds otherwise than this torch does on this processor, so fp32 gradients take "
-                "torch's own operations, which are several times slower.",
-                self.name,
-            )
+            _LOG.warning("%s: %s", self.name, _ROUNDS_OTHERWISE)
         if report["params_per_s"] * _NBYTES_PER_ELEMENT < _SLOW_FRACTION * measure_copy_rate():
             _LOG.warning(
                 "%s reaches less than a quarter of this machine's memory rate (%s). See that no low level is forced "
@@ -290,20 +284,49 @@ class NativeRule(UpdateRule):
         run.scalars = self._next_scalars(hyper, run.scalars)
 
     def _find_torch_bits(self) -> bool:
-        """Three steps beside torch's own code on a thousand elements; keeps the square root that agrees."""
-        for self._root_flag in (Flag.TORCH_ROOT, Flag(0)):
-            self.torch_bits = True  # else update() would not try the kernel
-            ours, theirs = (
-                self._example_run(_TRIAL_NUMEL, torch.float32),
-                self._example_run(_TRIAL_NUMEL, torch.float32),
-            )
-            for _ in range(3):
-                self.update([ours])
-                self._update_by_torch(theirs)
-            if torch.equal(ours.master, theirs.master):
-                return True
-        self._root_flag = Flag(0)
-        return False
+        """Whether fp32 gradients give torch's bits, and with which square root: see [Note: bits of torch]."""
+        kernel = self._kernel
+        root_flag = choose_root(kernel) if kernel and self._takes_root else Flag(0)
+        if kernel is None or root_flag is None:
+            return False
+        self._root_flag = root_flag
+        key = self.name, self.state_dtype, kernel.path, kernel.level, kernel.root
+        if key not in _torch_bits:
+            self.torch_bits = True  # else update() would not take the kernel
+            _torch_bits[key] = all(self._steps_agree({**self._defaults, **hyper}) for hyper in ({}, *self._variants))
+        return _torch_bits[key]
+
+    def _steps_agree(self, hyper: Mapping[str, Any]) -> bool:
+        """Whether the kernel and torch fuse the same operations: one step of each, from a state that holds no zeros.
+
+        Operations that are fused in one of them alone change a tenth of all elements or more. The lengths meet every
+        remainder behind ATen's vectors, where its code is compiled apart.
+        """
+        ours, theirs = self._trial_runs(hyper), self._trial_runs(hyper)
+        self.update(ours)
+        for run in theirs:
+            self._update_by_torch(run)
+        return all(
+            torch.equal(own.master, other.master)
+            and all(torch.equal(array, other.state[name]) for name, array in own.state.items())
+            for own, other in zip(ours, theirs, strict=True)
+        )
+
+    def _trial_runs(self, hyper: Mapping[str, Any]) -> list[Run]:
+        """Runs of all trial lengths with the same random values at each call."""
+        generator = torch.Generator().manual_seed(0)
+
+        def cut(values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return torch.split_with_sizes(values, _TRIAL_NUMELS)
+
+        numel = sum(_TRIAL_NUMELS)
+        masters, grads = map(cut, torch.randn(2, numel, generator=generator, dtype=torch.float32, device="cpu"))
+        runs = [Run(*pair, {}, self._next_scalars(hyper, {}), hyper) for pair in zip(masters, grads, strict=True)]
+        for field in self.state_fields((numel,), hyper):
+            array = torch.rand(numel, generator=generator, dtype=torch.float32, device="cpu").to(field.dtype)
+            for run, part in zip(runs, cut(array), strict=True):
+                run.state[field.name] = part
+        return runs
 
     def _example_run(self, numel: int, grad_dtype: torch.dtype) -> Run:
         values = torch.arange(1, numel + 1, dtype=torch.float32).mul_(0.618034).frac_()
@@ -319,19 +342,6 @@ def open_kernel(level: str | None = None, num_threads: int | None = None) -> Upd
     this machine does not run."""
     path = find_library("_update")
     return None if path is None else UpdateKernel(path, level, num_threads, find_torch_root())
-
-
-def find_torch_root() -> MklRoot | None:
-    """The MKL function that torch's fp32 square root is, where this torch has it."""
-    torch.ones(1).sqrt()  # MKL picks its code in the first call, and must not be raced there (pytorch#188792)
-    path = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
-    try:
-        library = ctypes.CDLL(str(path), mode=os.RTLD_NOLOAD | os.RTLD_NOW)
-        functions = library.VMSSQRT_, library.MKL_Set_Num_Threads_Local
-    except (OSError, AttributeError):
-        return None
-    square_root, set_threads = (ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions)
-    return MklRoot(square_root, set_threads)
 
 
 def measure_copy_rate(nbytes: int = 1 << 25) -> float:

@@ -26,6 +26,12 @@ def _flags(hyper: Mapping[str, Any], decayed: bool) -> Flag:
 class SgdRule(NativeRule):
     """torch.optim.SGD: momentum, dampening, nesterov. State: momentum_buffer, which the first step fills."""
 
+    _variants = (
+        {"momentum": 0.0, "weight_decay": 0.1, "nesterov": False},
+        {"momentum": 0.9, "dampening": 0.3, "weight_decay": 0.1, "nesterov": False, "maximize": True},
+        {"momentum": 0.9, "dampening": 0.0, "weight_decay": 0.1, "nesterov": True},
+    )
+
     def __init__(self, kernel: UpdateKernel | None, state_dtype: torch.dtype = torch.float32, **options: Any) -> None:
         reference = TorchRule(torch.optim.SGD, options)
         super().__init__(reference, torch.optim.SGD([torch.zeros(1)], **options).defaults, kernel, state_dtype)
@@ -64,6 +70,9 @@ class SgdRule(NativeRule):
 class AdagradRule(NativeRule):
     """torch.optim.Adagrad. State: sum; scalar: step."""
 
+    _takes_root = True
+    _variants = ({"weight_decay": 0.1, "maximize": True, "lr_decay": 0.1, "eps": 1e-3},)
+
     def __init__(self, kernel: UpdateKernel | None, **options: Any) -> None:
         reference = TorchRule(torch.optim.Adagrad, options)
         super().__init__(reference, torch.optim.Adagrad([torch.zeros(1)], **options).defaults, kernel)
@@ -89,6 +98,12 @@ class AdagradRule(NativeRule):
 @final
 class LionRule(NativeRule):
     """Lion as in lion.py. State: exp_avg."""
+
+    _variants = (
+        {"weight_decay": 0.1, "maximize": True},
+        {"weight_decay": 0.1, "betas": (0.3, 0.6)},  # lerp with weights on both sides of a half
+        {"betas": (0.6, 0.3)},
+    )
 
     def __init__(self, kernel: UpdateKernel | None, **options: Any) -> None:
         super().__init__(TorchRule(Lion, options), Lion([torch.zeros(1)], **options).defaults, kernel)

@@ -39,8 +39,8 @@ import tiered_zero.native
 from tiered_zero.native import find_library
 from tiered_zero.native.update import Dtype, Hyper, UpdateKernel
 from tiered_zero.optim.adam import AdamRule
-from tiered_zero.optim.native_rule import find_torch_root
 from tiered_zero.optim.rule import Run
+from tiered_zero.optim.torch_bits import find_torch_root
 from tools.bench.record import append_record
 
 NBYTES_PER_PARAMETER = 28
