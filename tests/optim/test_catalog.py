@@ -97,6 +97,7 @@ def test_options_that_only_torchs_own_code_covers_keep_torchs_rule() -> None:
         ("SparseAdam", {}, "sparse gradients"),
         ("Adam", {"max_grad_norm": 1.0}, "gradient_clipping"),
         ("Adam", {"weight_decy": 0.1}, "optimizer.params.weight_decy.*Did you mean 'weight_decay'"),
+        ("Adam", {"learning_rate": 0.1}, "'learning_rate' is no parameter of AdamW. Did you mean 'lr'"),
         ("SGD", {"bias_correction": True}, "optimizer.params.bias_correction"),
         ("Adam", {"bias_correction": False}, "optimizer.params.bias_correction must be true"),
         ("Lion", {"fp32_optimizer_states": False}, "optimizer.params.fp32_optimizer_states must be true"),

@@ -202,6 +202,39 @@ class TestSurface:
         assert known == dict(SCHEDULERS[kind])
 
 
+class TestBuiltByHand:
+    def test_one_cycle_of_each_group(self) -> None:
+        optimizer = adam(0.1, 0.2)
+        options: dict[str, Any] = {"cycle_second_step_size": None, "cycle_momentum": False, "decay_lr_rate": None}
+        scheduler = schedules.OneCycle(optimizer, [0.1, 0.2], [0.3, 0.6], cycle_first_step_size=2, **options)
+        seen = []
+        for _ in range(6):
+            seen.append(scheduler.get_last_lr())
+            scheduler.step()
+        expected = [[0.1, 0.2], [0.2, 0.4], [0.3, 0.6], [0.2, 0.4], [0.1, 0.2], [0.1, 0.2]]
+        assert [lr for lrs in seen for lr in lrs] == pytest.approx([lr for lrs in expected for lr in lrs])
+        with pytest.raises(ConfigError, match="cycle_min_lr: expected one value or 2, one a param group; found 3"):
+            schedules.OneCycle(optimizer, [0.1, 0.2, 0.3], 1.0)
+
+    def test_a_cycle_without_a_way_down(self) -> None:
+        """DeepSpeed's formula with a step ratio of 1: x / 1 on the way up, and then the smallest rate."""
+        params = {"cycle_min_lr": 0.0, "cycle_max_lr": 1.0, "cycle_first_step_size": 4, "cycle_second_step_size": 0}
+        assert rates("OneCycle", 7, **params, cycle_momentum=False) == pytest.approx([0, 0.25, 0.5, 0.75, 0, 0, 0])
+
+    def test_none_is_the_default(self) -> None:
+        scheduler = schedules.WarmupLR(adam(0.1, 0.01), None, None, None, None)
+        for _ in range(1001):
+            scheduler.step()
+        assert scheduler.get_last_lr() == [0.1, 0.01]
+
+    @pytest.mark.parametrize("value", ["a", [1], {}])
+    def test_no_number(self, value: Any) -> None:
+        with pytest.raises(ConfigError, match="warmup_num_steps: expected at least 1 step"):
+            schedules.WarmupLR(adam(), warmup_num_steps=value)
+        with pytest.raises(ConfigError, match="warmup_min_lr"):
+            schedules.WarmupLR(adam(), warmup_min_lr={} if value == [1] else value)  # type: ignore[arg-type]
+
+
 def test_torch_schedulers() -> None:
     optimizer = adam()
     scheduler = build("StepLR", optimizer, step_size=1, gamma=0.5)

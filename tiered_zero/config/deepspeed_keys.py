@@ -99,6 +99,20 @@ SCHEDULERS: Mapping[str, Mapping[str, Any]] = {
 }
 """DeepSpeed's own schedules and the defaults of their parameters; any other type is one of torch.optim.lr_scheduler."""
 
+OPTIMIZER_ARGUMENTS = tuple("lr betas eps weight_decay momentum amsgrad nesterov adam_w_mode torch_adam".split())
+OTHER_WORDS: Mapping[str, str] = {
+    "learning_rate": "lr",
+    "beta": "betas",
+    "epsilon": "eps",
+    "decay": "weight_decay",
+    "batch_size": "train_batch_size",
+    "micro_batch_size": "train_micro_batch_size_per_gpu",
+    "grad_clip": "gradient_clipping",
+    "clip_grad_norm": "gradient_clipping",
+    "max_norm": "gradient_clipping",
+}
+"""What people write for a key -> its name, for suggestions."""
+
 OPTIMIZERS: Mapping[str, str] = {"adam": "Adam", "adamw": "AdamW", "adagrad": "Adagrad", "lion": "Lion", "sgd": "SGD"}
 """Names that are matched without regard to case; any other type is a class of torch.optim, spelled as there."""
 

@@ -12,7 +12,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from tiered_zero.config.deepspeed_keys import (
+    OPTIMIZER_ARGUMENTS,
     OPTIMIZERS,
+    OTHER_WORDS,
     OTHERS,
     REFUSED_OPTIMIZERS,
     REQUIRED,
@@ -33,6 +35,8 @@ _KEYS = table(Config)
 _HONOURED_SECTIONS = {path.rpartition(".")[0] for path, key in _KEYS.items() if key.fate is Fate.HONOURED}
 _HONOURED_SECTIONS |= {path.rpartition(".")[0] for path in _HONOURED_SECTIONS}
 _SECTIONS = _HONOURED_SECTIONS | {path.rpartition(".")[0] for path in _KEYS}
+_ARGUMENTS = [f"optimizer.params.{name}" for name in OPTIMIZER_ARGUMENTS]
+_ARGUMENTS += [f"scheduler.params.{name}" for kind in SCHEDULERS.values() for name in kind]
 _MAX_DEPTH = 64
 _MAX_BITS = 1024
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -143,7 +147,7 @@ def _sort(node: dict[str, Any], prefix: str, reading: Reading) -> dict[str, Any]
             if path in _HONOURED_SECTIONS and value is not None:
                 values[name] = inner
         elif key is None:
-            raise ConfigError(f"{path}: expected a key that is known; found {shown(name)}. {_nearest(path)}")
+            raise ConfigError(f"{path}: unknown key. {_nearest(path)}")
         elif key.fate is not Fate.HONOURED:
             _take_idle(key, value, reading, off)
         elif path in ("optimizer.params", "scheduler.params"):
@@ -188,7 +192,8 @@ def _sort_params(path: str, params: Any, reading: Reading) -> dict[str, Any]:
 def _nearest(path: str) -> str:
     """What the writer of an unknown key may have meant: a sibling, the same name elsewhere, or anything alike."""
     section, _, name = path.rpartition(".")
-    names = [*_KEYS, *_SECTIONS]
+    name = OTHER_WORDS.get(name, name)
+    names = [*_KEYS, *_SECTIONS, *_ARGUMENTS]
     siblings = {known.rpartition(".")[2]: known for known in names if known.rpartition(".")[0] == section}
     close = difflib.get_close_matches(name, siblings, n=1, cutoff=0.7)
     if close:

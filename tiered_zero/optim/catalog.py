@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch.optim import Optimizer
 
-from tiered_zero.config.deepspeed_keys import REFUSED_OPTIMIZERS
+from tiered_zero.config.deepspeed_keys import OTHER_WORDS, REFUSED_OPTIMIZERS
 from tiered_zero.errors import ConfigError
 from tiered_zero.optim.lion import Lion
 from tiered_zero.optim.torch_rule import REFUSED
@@ -159,10 +159,11 @@ def _example(kind: type[Optimizer], defaults: Mapping[str, Any]) -> Optimizer:
     return kind([torch.zeros(1, 1, requires_grad=True)], **defaults)
 
 
-def _unknown(path: str, name: str, known: set[str], what: str = "known optimizer") -> str:
+def _unknown(path: str, given: str, known: set[str], what: str = "known optimizer") -> str:
+    name = OTHER_WORDS.get(given, given)
     near = difflib.get_close_matches(name.lower(), {entry.lower() for entry in known}, n=1)
     nearest = [f" Did you mean {entry!r}?" for entry in known if near and entry.lower() == near[0]]
-    return f"{path}: {name!r} is no {what}.{''.join(nearest)} Known: {', '.join(sorted(known))}."
+    return f"{path}: {given!r} is no {what}.{''.join(nearest)} Known: {', '.join(sorted(known))}."
 
 
 def _text(name: str, kind: type[Optimizer], defaults: Mapping[str, Any], decoupled: bool, notes: list[str]) -> str:

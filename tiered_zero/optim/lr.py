@@ -67,6 +67,8 @@ class Schedule(ABC):
     def _each_group(self, name: str, value: float | Sequence[float]) -> list[float]:
         """One value a group, from one for all or from a list."""
         count = len(self.optimizer.param_groups)
+        if not isinstance(value, (int, float, Sequence)) or isinstance(value, str):
+            raise ConfigError(f"scheduler.params.{name}: expected a number or a list; found {value!r}.")
         values = [float(item) for item in value] if isinstance(value, Sequence) else [float(value)] * count
         if len(values) != count:
             raise ConfigError(
@@ -110,13 +112,13 @@ class _FromLowToHigh(Schedule):
     def __init__(
         self,
         optimizer: Optimizer,
-        low: float | Sequence[float],
+        low: float | Sequence[float] | None,
         high: float | Sequence[float] | None,
         warmup: _Warmup,
         last_batch_iteration: int,
     ) -> None:
         self.optimizer = optimizer
-        self._low = self._each_group("warmup_min_lr", low)
+        self._low = self._each_group("warmup_min_lr", 0.0 if low is None else low)
         own = [float(group["lr"]) for group in optimizer.param_groups]
         self._high = own if high is None else self._each_group("warmup_max_lr", high)
         self._warmup = warmup
@@ -141,10 +143,10 @@ class WarmupLR(_FromLowToHigh):
     def __init__(
         self,
         optimizer: Optimizer,
-        warmup_min_lr: float | Sequence[float] = 0.0,
+        warmup_min_lr: float | Sequence[float] | None = 0.0,
         warmup_max_lr: float | Sequence[float] | None = None,
-        warmup_num_steps: int = 1000,
-        warmup_type: str = "log",
+        warmup_num_steps: int | None = 1000,
+        warmup_type: str | None = "log",
         last_batch_iteration: int = -1,
     ) -> None:
         warmup = _Warmup(warmup_num_steps, warmup_type)
@@ -162,10 +164,10 @@ class WarmupDecayLR(_FromLowToHigh):
         self,
         optimizer: Optimizer,
         total_num_steps: int,
-        warmup_min_lr: float | Sequence[float] = 0.0,
+        warmup_min_lr: float | Sequence[float] | None = 0.0,
         warmup_max_lr: float | Sequence[float] | None = 1e-3,
-        warmup_num_steps: int = 1000,
-        warmup_type: str = "log",
+        warmup_num_steps: int | None = 1000,
+        warmup_type: str | None = "log",
         last_batch_iteration: int = -1,
     ) -> None:
         self._total_num_steps = total_num_steps
@@ -189,9 +191,9 @@ class WarmupCosineLR(Schedule):
         optimizer: Optimizer,
         total_num_steps: int,
         warmup_min_ratio: float = 0.0,
-        warmup_num_steps: int = 1000,
+        warmup_num_steps: int | None = 1000,
         cos_min_ratio: float = 1e-4,
-        warmup_type: str = "log",
+        warmup_type: str | None = "log",
         last_batch_iteration: int = -1,
     ) -> None:
         self._total_num_steps = total_num_steps
@@ -233,7 +235,8 @@ class CycleShape:
 
     def __post_init__(self) -> None:
         _positive("cycle_first_step_size", self.cycle_first_step_size)
-        _positive("cycle_second_step_size", self.second_size)
+        if self.second_size != 0:  # then the rate falls at once
+            _positive("cycle_second_step_size", self.second_size)
 
     @property
     def second_size(self) -> int:
@@ -266,9 +269,17 @@ class OneCycle(Schedule):
 
     _BETA2 = 0.99
 
-    def __init__(self, optimizer: Optimizer, cycle_min_lr: float, cycle_max_lr: float, **options: Any) -> None:
-        self.shape = CycleShape(**options)
-        self._min_lr, self._max_lr = float(cycle_min_lr), float(cycle_max_lr)
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        cycle_min_lr: float | Sequence[float],
+        cycle_max_lr: float | Sequence[float],
+        **options: Any,
+    ) -> None:
+        self.optimizer = optimizer
+        self.shape = CycleShape(**{name: value for name, value in options.items() if value is not None})
+        self._min_lrs = self._each_group("cycle_min_lr", cycle_min_lr)
+        self._max_lrs = self._each_group("cycle_max_lr", cycle_max_lr)
         self._cycles_momentum = self.shape.cycle_momentum and "betas" in optimizer.defaults
         if self.shape.cycle_momentum:
             found = f"beta2 is {self._BETA2} from now on" if self._cycles_momentum else "no, the optimizer has no betas"
@@ -278,12 +289,12 @@ class OneCycle(Schedule):
     def get_lr(self) -> list[float]:
         shape, iteration = self.shape, self.last_batch_iteration
         if iteration < 0:
-            lr = self._min_lr
-        elif iteration < shape.total_size:
-            lr = self._min_lr + (self._max_lr - self._min_lr) * shape.height(iteration)
-        else:
-            lr = self._min_lr / (1 + shape.decay_lr_rate * shape.decay_intervals(iteration))
-        return [lr] * len(self.optimizer.param_groups)
+            return list(self._min_lrs)
+        if iteration < shape.total_size:
+            height = shape.height(iteration)
+            return [low + (high - low) * height for low, high in zip(self._min_lrs, self._max_lrs, strict=True)]
+        decay = 1 + shape.decay_lr_rate * shape.decay_intervals(iteration)
+        return [low / decay for low in self._min_lrs]
 
     def get_mom(self) -> list[tuple[float, float]] | None:
         """The betas of each group at `last_batch_iteration`; None where momentum is left alone."""
@@ -308,9 +319,10 @@ class OneCycle(Schedule):
 
 
 class _Warmup:
-    """gamma(i) = log(i + 1) / log(n), or i / n, for i < n; n is at least 2."""
+    """gamma(i) = log(i + 1) / log(n), or i / n, for i < n; n is at least 2. None stands for a default."""
 
-    def __init__(self, num_steps: int, kind: str) -> None:
+    def __init__(self, num_steps: int | None, kind: str | None) -> None:
+        num_steps, kind = 1000 if num_steps is None else num_steps, "log" if kind is None else kind
         self.num_steps = max(2, int(_positive("warmup_num_steps", num_steps)))
         if kind not in ("log", "linear"):
             raise ConfigError(f"scheduler.params.warmup_type: expected log or linear; found {kind!r}.")
@@ -321,8 +333,8 @@ class _Warmup:
 
 
 def _positive(name: str, value: float) -> float:
-    if value <= 0:
-        raise ConfigError(f"scheduler.params.{name}: expected at least 1 step; found {value}.")
+    if not isinstance(value, (int, float)) or value <= 0:
+        raise ConfigError(f"scheduler.params.{name}: expected at least 1 step; found {value!r}.")
     return value
 
 
@@ -343,6 +355,8 @@ def build_scheduler(section: SchedulerSection, optimizer: Optimizer) -> Schedule
         )
     try:
         return kind(optimizer, **section.params)
+    except ConfigError:
+        raise
     except (TypeError, ValueError) as error:
         raise ConfigError(f"scheduler.params: expected arguments that {section.type} takes; {error}.") from error
 
