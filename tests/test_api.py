@@ -131,6 +131,31 @@ def test_an_optimizer_goes_before_the_configs(initialize: Callable[..., Any]) ->
     assert handle.param_groups[0]["momentum"] == 0.5
 
 
+def test_what_goes_before_the_config_is_said_once(
+    initialize: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    scheduler = {"scheduler": {"type": "WarmupLR", "params": {}}}
+    initialize(
+        model=build_model(),
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.25),
+        lr_scheduler=lambda optimizer: StepLR(optimizer, 1),
+        config=settings(**ADAMW, **scheduler),
+    )
+    said = [record.message for record in caplog.records if "is not used" in record.message]
+    assert said == [
+        "config: optimizer AdamW is not used, for initialize() was given one",
+        "config: scheduler WarmupLR is not used, for initialize() was given an lr_scheduler",
+    ]
+    caplog.clear()
+    initialize(model=build_model(), config=settings(**ADAMW, **scheduler))
+    assert "is not used" not in caplog.text
+
+
+def test_a_model_without_elements_is_refused(initialize: Callable[..., Any]) -> None:
+    with pytest.raises(ModelError, match="No parameter of the model that has elements requires a gradient"):
+        initialize(model=nn.BatchNorm1d(0), config=settings(**ADAMW))
+
+
 def test_a_callable_gets_the_trainable_parameters(initialize: Callable[..., Any], swap_path: Path) -> None:
     model, plain = build_model(), build_model()
     for each in (model, plain):

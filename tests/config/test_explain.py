@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 
 from tiered_zero.cli.explain import explain
 from tiered_zero.config import Config, load
@@ -106,6 +107,40 @@ class TestCommand:
         assert result.exit_code == 0, result.output
         for text in ("train_batch_size", '"[red]x"', "no effect: no monitors", "accepted without effect"):
             assert text in result.output
+
+    @pytest.mark.parametrize("columns", ["20", "80", "200"])
+    def test_in_a_pipe_each_key_has_a_whole_line(self, columns: str, tmp_path: Path) -> None:
+        path = tmp_path / "c.json"
+        path.write_text('{"train_batch_size": 8, "dump_state": true}')
+        result = CliRunner(env={"COLUMNS": columns}).invoke(explain, [str(path)])
+        lines = result.output.splitlines()
+        for row in load(path).explain():
+            assert [line for line in lines if line.startswith(f"{row.path} = ")] != [], row.path
+        assert "dump_state = true (file): no effect: tiered-zero explain prints the config" in lines
+
+    @pytest.mark.parametrize("columns", [80, 160])
+    def test_a_terminal_shows_whole_keys(self, columns: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        path = tmp_path / "c.json"
+        path.write_text('{"train_batch_size": 8}')
+        console = Console(width=columns, force_terminal=True, color_system=None, record=True)
+        monkeypatch.setattr("tiered_zero.cli.explain.Console", lambda: console)
+        assert CliRunner().invoke(explain, [str(path)]).exit_code == 0
+        text = console.export_text()
+        for row in load(path).explain():
+            assert row.path in text
+        assert ("│" in text) == (columns == 160)
+
+    def test_changed_keys_only(self, tmp_path: Path) -> None:
+        path = tmp_path / "c.json"
+        path.write_text(
+            '{"train_batch_size": 8, "bf16": {"enabled": "auto"}, "zero_optimization": {"cpu_offload": true}}'
+        )
+        result = CliRunner().invoke(explain, [str(path), "--changed", "--json"])
+        assert [row["path"] for row in json.loads(result.output)["keys"]] == [
+            "train_batch_size",
+            "bf16.enabled",
+            "zero_optimization.offload_optimizer.device",
+        ]
 
     def test_json(self, tmp_path: Path) -> None:
         path = tmp_path / "c.json"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 
 import click
@@ -10,34 +11,56 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from tiered_zero.config import load
+from tiered_zero.config import KeyReport, load
 from tiered_zero.errors import ConfigError
 
 _STYLES = {"default": "dim", "auto": "yellow", "derived": "yellow", "renamed": "yellow", "file": "bold"}
+_TABLE_WIDTH = 140
+"""Columns that the table needs; a narrower terminal, a file and a pipe get a line a key."""
 
 
 @click.command("explain")
 @click.argument("config", type=click.Path(dir_okay=False))
+@click.option("--changed", is_flag=True, help="Only the keys that CONFIG holds.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object for programs.")
 @click.option("--world-size", default=1, show_default=True, type=click.IntRange(min=1), help="Data-parallel ranks.")
-def explain(config: str, as_json: bool, world_size: int) -> None:
+def explain(config: str, changed: bool, as_json: bool, world_size: int) -> None:
     """Print each key of CONFIG and each default: its value, its source and its effect."""
     try:
         loaded = load(config, world_size=world_size)
     except ConfigError as error:
         raise click.ClickException(str(error)) from error
-    rows = loaded.explain()
+    rows = [row for row in loaded.explain() if not changed or row.source not in ("default", "derived")]
     if as_json:
         click.echo(json.dumps({"keys": [asdict(row) for row in rows], "notices": loaded.notices}, indent=2))
         return
-    columns = [Column(name, overflow="fold") for name in ("key", "value", "source", "effect")]
-    table = Table(*columns, title=config, title_justify="left")
-    for row in rows:
-        effect = row.effect if row.fate.value == "honoured" else f"{row.fate.value}: {row.effect}"
-        # Text, not markup: values and paths may hold square brackets.
-        cells = (row.path, json.dumps(row.value, default=str), row.source, effect)
-        table.add_row(*(Text(cell) for cell in cells), style=_STYLES[row.source])
     console = Console()
-    console.print(table)
+    if console.is_terminal and console.width >= _TABLE_WIDTH:
+        console.print(_table(config, rows))
+    else:
+        for row in rows:
+            console.print(_line(row), soft_wrap=True)  # never cut: a key is searched for, and copied
     for line in loaded.notices:
-        console.print(Text(line))
+        console.print(Text(line), soft_wrap=True)
+
+
+def _line(row: KeyReport) -> Text:
+    # Text, not markup: values and paths may hold square brackets.
+    return Text(f"{row.path} = {_value(row)} ({row.source}): {_effect(row)}", style=_STYLES[row.source])
+
+
+def _table(title: str, rows: Sequence[KeyReport]) -> Table:
+    columns = [Column(name, overflow="fold", no_wrap=name == "key") for name in ("key", "value", "source", "effect")]
+    table = Table(*columns, title=title, title_justify="left")
+    for row in rows:
+        cells = (row.path, _value(row), row.source, _effect(row))
+        table.add_row(*(Text(cell) for cell in cells), style=_STYLES[row.source])
+    return table
+
+
+def _value(row: KeyReport) -> str:
+    return json.dumps(row.value, default=str)
+
+
+def _effect(row: KeyReport) -> str:
+    return row.effect if row.fate.value == "honoured" else f"{row.fate.value}: {row.effect}"

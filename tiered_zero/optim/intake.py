@@ -32,7 +32,7 @@ def make_optimizer(
     or in the config, an optimizer without groups.
     """
     if isinstance(optimizer, Optimizer):
-        return optimizer
+        return _chosen(optimizer, section)
     if optimizer is None and section is None:
         none = torch.optim.SGD([torch.zeros(1)])
         none.param_groups.clear()
@@ -47,7 +47,7 @@ def make_optimizer(
             raise ModelError(
                 f"optimizer must be a torch.optim.Optimizer, or a callable that makes one; found {type(made).__name__}."
             )
-        return made
+        return _chosen(made, section)
     resolved = resolve_optimizer(section.type, section.params)
     logger.info("optimizer: %s", resolved.text)
     source = resolved.optimizer_class([torch.zeros(1, 1, requires_grad=True)], **resolved.defaults)
@@ -59,6 +59,13 @@ def make_optimizer(
     except (TypeError, ValueError) as error:
         raise ModelError(f"model_parameters cannot be the optimizer's param groups: {error}. Correct them.") from error
     return source
+
+
+def _chosen(given: Optimizer, section: OptimizerSection | None) -> Optimizer:
+    """The user's optimizer goes before the config's, and that is said."""
+    if section is not None:
+        logger.warning("config: optimizer %s is not used, for initialize() was given one", section.type)
+    return given
 
 
 def group_params(source: Optimizer, specs: Mapping[nn.Parameter, ParamSpec]) -> dict[str, int]:
@@ -110,6 +117,8 @@ def make_scheduler(
             "lr_scheduler drives an optimizer that is not this run's. Build it on the optimizer passed to "
             "initialize(), or pass a callable that takes the optimizer."
         )
+    if section is not None:
+        logger.warning("config: scheduler %s is not used, for initialize() was given an lr_scheduler", section.type)
     return scheduler
 
 
