@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import xml.etree.ElementTree as ElementTree
 
 import pytest
@@ -126,3 +127,11 @@ def test_the_text_at_the_longest_bar_stays_inside() -> None:
 def test_a_legend_is_escaped() -> None:
     (item,) = parse(legend([("c0", NASTY)]))
     assert "".join(item.itertext()) == NASTY
+
+
+def test_a_label_that_another_bar_would_cover_is_left_out() -> None:
+    bars = [Bar(0, 0.0, 10.0, "update", "outer", "tip"), Bar(0, 0.1, 9.0, "update", "inner", "tip")]
+    assert re.findall(r'class="inside"[^>]*>(\w+)<', timeline_chart("t", "s", ["row"], bars)) == ["inner"]
+    apart = [bars[0], Bar(1, 0.1, 9.0, "update", "inner", "tip")]
+    drawn = re.findall(r'class="inside"[^>]*>(\w+)<', timeline_chart("t", "s", ["row", "row"], apart))
+    assert drawn == ["outer", "inner"]

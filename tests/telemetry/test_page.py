@@ -84,17 +84,17 @@ def test_it_shows_what_was_recorded() -> None:
     words = Outline(render_page(make_run(), "run.jsonl")).words
     for expected in ("run.jsonl", "gpt <b>", "5.000 → 1.667", "disk read (80% busy)", "Timeline of step 2"):
         assert expected in words
-    for expected in ("disk read (2)", "wait_param 100", "planned 2.0 MiB", "peak 1.0 MiB", "did not end by itself"):
+    for expected in ("disk read (2)", "wait_param 100", "planned 2.0 MiB", "peak 1.0 MiB", "run was interrupted"):
         assert expected in words
     assert "Not recorded" not in words
 
 
 def test_what_was_not_recorded_is_said() -> None:
     words = Outline(render_page(Run(RunHeader("m", 0)), "empty")).words
-    assert words.count("Not recorded.") == 6
+    assert words.count("Not recorded.") == 7
     bare = Run(RunHeader("m", 0), [StepReport(1, 1.0, {"other": 1.0}, loss=math.nan)])
     words = Outline(render_page(bare, "bare")).words
-    assert "Steps/s" in words and words.count("Not recorded.") == 4
+    assert "Steps/s" in words and words.count("Not recorded.") == 5
 
 
 def test_a_timeline_of_many_spans_keeps_the_longest() -> None:

@@ -7,6 +7,7 @@ from rich.table import Table
 
 from tiered_zero.plan.planner import Plan
 from tiered_zero.sizes import format_nbytes
+from tiered_zero.telemetry.advice import explain_pace
 from tiered_zero.telemetry.ledger import TIERS
 from tiered_zero.telemetry.report import RunReport, known_first
 
@@ -66,6 +67,7 @@ def _summary(report: RunReport) -> list[str]:
         f"{report.steps} steps{skipped} in {report.total_s:.1f} s, {report.tokens_per_s:,.0f} tokens/s, "
         f"loss {first} -> {last}",
         f"bound by: {report.bound_by}; overlap {report.overlap:.0%}",
+        explain_pace(report),
     ]
 
 

@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 
 WIDTH, WIDE, HEIGHT = 720, 1320, 280
 LEFT, RIGHT, TOP, BOTTOM = 64, 16, 12, 44
-CHAR_WIDTH = 6.2
-"""Of the 11 px labels, in px; a little more than the average letter takes."""
+CHAR_WIDTH = 7.3
+"""Of the 13 px labels, in px; a little more than the average letter takes."""
 
 NOT_RECORDED = '<p class="none">Not recorded.</p>'
 MAX_POINTS = 120
@@ -145,10 +145,13 @@ def timeline_chart(title: str, x_label: str, rows: Sequence[str], bars: Sequence
         y = TOP + index * row_height
         plot.draw(f'<path class="grid" d="M{left:.1f} {y + row_height:.1f}H{plot.right:.1f}"/>')
         plot.text(left - 8, y + row_height / 2 + 4, row, "tick end")
-    for bar in bars:
+    in_order = sorted(bars, key=lambda bar: (bar.row, bar.start))
+    for bar, following in zip_longest(in_order, in_order[1:]):
         x, y = plot.x(bar.start), TOP + bar.row * row_height + 3
         width = max(0.4, plot.x(bar.end) - x)
         plot.draw(_rect(x, y, width, row_height - 6, bar.style, bar.tip))
+        if following is not None and following.row == bar.row:  # it may lie inside this one, and is drawn over it
+            width = min(width, plot.x(following.start) - x)
         if len(bar.label) * CHAR_WIDTH + 6 <= width:
             plot.text(x + 4, y + 13, bar.label, "inside")
     plot.x_axis(x_label)

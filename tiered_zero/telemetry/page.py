@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from html import escape
 
 from tiered_zero.sizes import GIB, KIB, MIB, format_nbytes
+from tiered_zero.telemetry.advice import MEANINGS, explain_pace
 from tiered_zero.telemetry.charts import (
     NOT_RECORDED,
     Bar,
@@ -21,7 +22,7 @@ from tiered_zero.telemetry.ledger import TIERS
 from tiered_zero.telemetry.page_style import PAGE, STYLE, style_of
 from tiered_zero.telemetry.report import CAUSES, RunReport, StepReport, known_first
 from tiered_zero.telemetry.runlog import Run, Timeline
-from tiered_zero.telemetry.spans import DRIVER_LANE, is_wait
+from tiered_zero.telemetry.spans import DRIVER_LANE, LANES, Span, is_wait
 from tiered_zero.telemetry.trace import RowLayout, by_start
 
 MAX_BARS = 4000
@@ -37,6 +38,7 @@ def render_page(run: Run, title: str) -> str:
         (
             f"<h1>{escape(title)}</h1>",
             _about(run),
+            _why(run.report),
             _figures(run.report),
             '<div class="charts">',
             _loss(run.steps),
@@ -44,8 +46,10 @@ def render_page(run: Run, title: str) -> str:
             _causes(run.steps),
             _memory(run.steps),
             "</div>",
+            _links(run.report),
             _timeline(run.timeline),
             _plan(run),
+            _meanings(),
         )
     )
     return PAGE.format(title=escape(title), style=STYLE, body=body)
@@ -55,7 +59,7 @@ def _about(run: Run) -> str:
     header = run.header
     started = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(header.started_at))
     facts = {"model": header.model, "parameters": f"{header.num_parameters:,}", "started": started, **header.facts}
-    ended = "" if run.footer else ' <strong class="warn">The run did not end by itself.</strong>'
+    ended = "" if run.footer else ' <strong class="warn">The run was interrupted.</strong>'
     return (
         "<p>"
         + " · ".join(f"{escape(name)} <b>{escape(str(text))}</b>" for name, text in facts.items())
@@ -105,7 +109,7 @@ def _causes(steps: Sequence[StepReport]) -> str:
     mean = {name: sum(step.seconds.get(name, 0.0) for step in steps) / len(steps) * scale for name in names}
     words = [(style_of(name), f"{name} {mean[name]:.3g}") for name in names]
     chart = stacked_chart("Step time by cause", "step", unit, layers)
-    return _figure("Step time by cause", chart, legend(words), "The legend gives the means.")
+    return _figure("Step time by cause", chart, legend(words), f"Legend: mean {unit} per step.")
 
 
 def _memory(steps: Sequence[StepReport]) -> str:
@@ -113,8 +117,8 @@ def _memory(steps: Sequence[StepReport]) -> str:
     totals = {tier: [(step.step, step.tier_nbytes.get(tier, 0)) for step in steps] for tier in tiers}
     scale, unit = _bytes_unit(max((nbytes for points in totals.values() for _, nbytes in points), default=0))
     series = [Series(tier, style_of(tier), [(step, nbytes / scale) for step, nbytes in totals[tier]]) for tier in tiers]
-    chart = line_chart("Bytes by tier: the most in each step", "step", unit, series, from_zero=True)
-    return _figure("Bytes by tier", chart, legend([(style_of(tier), tier) for tier in tiers]), "The most in each step.")
+    chart = line_chart("Bytes by tier: peak in each step", "step", unit, series, from_zero=True)
+    return _figure("Bytes by tier", chart, legend([(style_of(tier), tier) for tier in tiers]), "Peak in each step.")
 
 
 def _timeline(timeline: Timeline | None) -> str:
@@ -126,8 +130,15 @@ def _timeline(timeline: Timeline | None) -> str:
         if left_out
         else "Names are drawn where they fit; others on hovering."
     )
-    note += f" Of one lane at most {MAX_ROWS} spans are drawn at a time."
-    return _figure(f"Timeline of step {timeline.step}", f'<div class="wide">{draw_timeline(timeline)}</div>', "", note)
+    note += (
+        f" At most {MAX_ROWS} spans of a lane are drawn at a time. Step {timeline.step} is recorded because the order "
+        "in which units are used is known by then; transfers that began in the step before are drawn from its start. "
+        "param/3 are the parameters of unit 3, state/5 master weights and optimizer state of sub-group 5."
+    )
+    kinds = known_first([*dict.fromkeys((*CAUSES, *LANES))], (_style_name(span) for span in timeline.spans))
+    words = legend([(style_of(kind), kind) for kind in kinds])
+    chart = f'<div class="wide">{draw_timeline(timeline)}</div>'
+    return _figure(f"Timeline of step {timeline.step}", chart, words, note)
 
 
 def draw_timeline(timeline: Timeline) -> str:
@@ -146,11 +157,42 @@ def draw_timeline(timeline: Timeline) -> str:
     for place, span in placed:
         start, end = (max(span.start_s, began_s) - began_s) * scale, (span.end_s - began_s) * scale
         moved = f", {format_nbytes(span.nbytes)}" if span.nbytes else ""
-        style = style_of(span.kind if is_wait(span.kind) or span.lane == DRIVER_LANE else span.lane)
+        style = style_of(_style_name(span))
         tip = f"{span.lane}: {span.name} ({span.kind}), {end - start:.3g} {unit}{moved}"
         bars.append(Bar(rows.index(place), start, end, style, span.name, tip))
     names = [name if index == 0 else f"{name} ({index + 1})" for name, index in rows]
     return timeline_chart("Timeline", unit, names, bars)
+
+
+def _style_name(span: Span) -> str:
+    """The cause or lane whose colour a span has: on the driver's lane, and for waits, what it is for."""
+    return span.kind if is_wait(span.kind) or span.lane == DRIVER_LANE else span.lane
+
+
+def _why(report: RunReport) -> str:
+    sentence = explain_pace(report)
+    return f'<p class="why">{escape(sentence)}</p>' if sentence else ""
+
+
+def _links(report: RunReport) -> str:
+    """Bytes and rate of each lane, as the command line's table has them."""
+    rows = []
+    for lane, busy_s in report.busy_s.items():
+        nbytes, rate = report.link_nbytes.get(lane), report.bytes_per_s.get(lane)
+        cells = (
+            "-" if nbytes is None else format_nbytes(nbytes),
+            "-" if rate is None else f"{format_nbytes(rate)}/s",
+            f"{min(1.0, busy_s / report.step_s):.0%}" if report.step_s else "-",
+        )
+        rows.append(f"<tr><th>{escape(lane)}</th>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
+    head = "<tr><th>link</th><td>bytes, whole run</td><td>rate while busy</td><td>busy</td></tr>"
+    table = f"<table><thead>{head}</thead><tbody>{''.join(rows)}</tbody></table>"
+    return _figure("Links", table if rows else NOT_RECORDED)
+
+
+def _meanings() -> str:
+    rows = "".join(f"<tr><th>{escape(name)}</th><td>{escape(text)}</td></tr>" for name, text in MEANINGS.items())
+    return _figure("What the names mean", f'<table class="meanings"><tbody>{rows}</tbody></table>')
 
 
 def _plan(run: Run) -> str:

@@ -9,12 +9,11 @@ COLOURS = {
     "wait_update": ("#c23b4e", "#ee7485"),
     "wait_grad": ("#a88a1a", "#d9c05a"),
     "wait_state": ("#a3447f", "#d884b8"),
-    "wait_activation": ("#8a5a3c", "#c39270"),
     "wait_lease": ("#d06a9a", "#f2a8c8"),
     "other": ("#b4bdc4", "#66727b"),
     "compute": ("#2f6fb5", "#6aa5e0"),
     "gather": ("#2b8196", "#6cc0d6"),
-    "reduce": ("#7a5fb0", "#b9a2ee"),
+    "reduce": ("#6d4c41", "#c79a86"),
     "disk read": ("#4a8638", "#88c476"),
     "disk write": ("#a8651f", "#e0a860"),
     "device": ("#2f6fb5", "#6aa5e0"),
@@ -68,6 +67,7 @@ h1 { font-size: 22px; margin: 0 }
 p { margin: 4px 0 16px; color: var(--soft) }
 p b { color: var(--ink); font-weight: 500 }
 .warn { color: var(--warn) }
+.why { color: var(--ink); font-size: 17px; margin: 12px 0 16px }
 dl { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 12px; margin: 0 0 16px }
 dl div, figure { background: var(--card); border: 1px solid var(--rule); border-radius: 8px; padding: 12px 16px }
 dt { color: var(--soft); font-size: 13px }
@@ -77,9 +77,9 @@ figure { margin: 0 0 16px }
 .charts figure { margin: 0 }
 .charts + figure { margin-top: 16px }
 figcaption { font-weight: 600; margin-bottom: 4px }
-svg { display: block; width: 100%; height: auto; font: 11px system-ui, sans-serif }
-.wide { overflow-x: auto } .wide svg { min-width: 900px }
-.tick { fill: var(--soft); font-variant-numeric: tabular-nums } .label { fill: var(--ink); font-size: 12px }
+svg { display: block; width: 100%; height: auto; font: 13px system-ui, sans-serif }
+figure > svg { max-width: 760px } .wide { overflow-x: auto } .wide svg { min-width: 900px }
+.tick { fill: var(--soft); font-variant-numeric: tabular-nums } .label { fill: var(--ink); font-size: 14px }
 .inside { fill: var(--inside); pointer-events: none } .middle { text-anchor: middle } .end { text-anchor: end }
 .grid { stroke: var(--rule); fill: none } .axis { stroke: var(--soft); fill: none }
 rect, circle { fill: var(--it) } .line { stroke: var(--it); stroke-width: 1.8; stroke-linejoin: round; fill: none }
@@ -91,6 +91,9 @@ rect, circle { fill: var(--it) } .line { stroke: var(--it); stroke-width: 1.8; s
 table { border-collapse: collapse; margin-top: 12px; font-size: 14px; font-variant-numeric: tabular-nums }
 th, td { padding: 3px 16px 3px 0; text-align: left; font-weight: 400; border-bottom: 1px solid var(--rule) }
 td { text-align: right } thead { color: var(--soft) }
+.meanings td { text-align: left }
+@media print { body { max-width: none; padding: 0; print-color-adjust: exact; -webkit-print-color-adjust: exact }
+  .wide { overflow: visible } .wide svg { min-width: 0 } figure { break-inside: avoid } }
 """
 
 STYLE = (

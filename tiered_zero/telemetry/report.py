@@ -20,7 +20,7 @@ from tiered_zero.telemetry.ledger import Ledger
 from tiered_zero.telemetry.spans import LANES, WAIT_CAUSES, Totals
 
 OTHER = "other"
-CAUSES = ("forward", "backward", "step", "update", *WAIT_CAUSES, OTHER)
+CAUSES = ("forward", "backward", "step", "update", "gather", "reduce", *WAIT_CAUSES, OTHER)
 """In the order in which they are shown."""
 
 MAX_STEPS_KEPT = 1000
