@@ -18,6 +18,7 @@ from tiered_zero.engine import NO_OPTIMIZER, Engine, Parts
 from tiered_zero.errors import ModelError, StoreError
 from tiered_zero.full_values import FullValues
 from tiered_zero.grads.accumulator import GradientStore
+from tiered_zero.grads.arrivals import GradientArrivals
 from tiered_zero.grads.loss_scaler import LossScaler
 from tiered_zero.grads.norms import NormTaker
 from tiered_zero.hardware.accelerator import Accelerator
@@ -39,13 +40,13 @@ from tiered_zero.optim.native_rule import open_kernel
 from tiered_zero.optim.optimizer_state import OptimizerState
 from tiered_zero.optim.policy import BarrierPolicy, DelayedPolicy, OverlappedPolicy, UpdatePolicy
 from tiered_zero.optim.stepper import StreamingStepper
-from tiered_zero.params.gradient_watch import GradientWatch
 from tiered_zero.params.homes import HomeKeeper
 from tiered_zero.params.hooks import ModuleHooks
 from tiered_zero.params.materialize import Materializer, WeightFiles
 from tiered_zero.params.originals import Originals
 from tiered_zero.params.pager import Pager
 from tiered_zero.params.residency import PagerLimits
+from tiered_zero.params.visible_gradients import VisibleGradients
 from tiered_zero.plan.planner import Plan, back_tier, gradient_nbytes
 from tiered_zero.store.new_parents import make_missing
 from tiered_zero.store.swap_dir import SwapDir
@@ -134,13 +135,16 @@ def _build(draft: Draft, lr_scheduler: Any) -> Engine:
         gradients = _make_gradients(draft, tiers, runtime)
         resources.callback(gradients.close)
         trainable = [unit for unit in draft.units if unit.trainable]
-        gradient_watch = GradientWatch(
+        visible_gradients = VisibleGradients(
             [param for unit in trainable for param in draft.params_of(unit)],
-            [pager.storage(unit) for unit in trainable if pager.is_device_resident(unit)],
-            gradients.holds,
+            [pager.storage(unit) for unit in trainable],
+            gradients,
         )
-        resources.callback(gradient_watch.close)
-        hooks = ModuleHooks(draft.model, draft.units, pager, gradients.take if draft.trains else _refuse_gradient)
+        resources.callback(visible_gradients.close)
+        arrivals = GradientArrivals(
+            gradients, config.gradient_accumulation_steps, scaler is not None, visible_gradients.show
+        )
+        hooks = ModuleHooks(draft.model, draft.units, pager, arrivals.take if draft.trains else _refuse_gradient)
         resources.callback(hooks.remove)
         stepper = StreamingStepper(
             draft.layouts, draft.rule, inventory, runtime, tiers.state_staging, lambda unit: pager.storage(unit).flat
@@ -183,7 +187,8 @@ def _build(draft: Draft, lr_scheduler: Any) -> Engine:
                 pager,
                 hooks,
                 gradients,
-                gradient_watch,
+                arrivals,
+                visible_gradients,
                 policy,
                 runtime,
                 _make_observers(draft, handle, runtime, resources),

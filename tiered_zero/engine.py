@@ -21,14 +21,15 @@ from tiered_zero.config.schema import Config
 from tiered_zero.deepspeed_engine import DeepSpeedNames
 from tiered_zero.errors import LatchedError, ModelError, NonFiniteError, TieredZeroError
 from tiered_zero.grads.accumulator import GradientStore
+from tiered_zero.grads.arrivals import GradientArrivals
 from tiered_zero.grads.loss_scaler import LossScaler
 from tiered_zero.grads.verdict import Verdict, judge
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.optim.handle import TieredOptimizer
 from tiered_zero.optim.policy import UpdatePolicy
-from tiered_zero.params.gradient_watch import GradientWatch
 from tiered_zero.params.hooks import ModuleHooks
 from tiered_zero.params.pager import Pager
+from tiered_zero.params.visible_gradients import VisibleGradients
 from tiered_zero.plan.planner import Plan
 from tiered_zero.telemetry.report import StepReport, build_step_report
 
@@ -57,6 +58,18 @@ def _on_one_thread(method: _Method[_Arguments, _Result]) -> _Method[_Arguments, 
     return entered
 
 
+HIDDEN_BY_UPDATE = (
+    'its update begins in backward, as it does where nothing is clipped or checked. Set "tiered_zero": '
+    '{"optimizer_in_backward": false} to read and change gradients until step(). To clip, set gradient_clipping; '
+    "engine.get_global_grad_norm() has the norm after step()."
+)
+HIDDEN_BY_SCALE = (
+    "it is multiplied by the loss scale of fp16 until step(). To clip, set gradient_clipping; "
+    "engine.get_global_grad_norm() has the norm after step(); engine.zero_grad() drops gradients. To read or change "
+    "gradients, train in bf16 or fp32."
+)
+
+
 class Phase(Enum):
     """What the driver is doing. IDLE: between calls; weights may be read through `gathered` and `state_dict`."""
 
@@ -79,7 +92,8 @@ class Parts:
     pager: Pager
     hooks: ModuleHooks
     gradients: GradientStore
-    gradient_watch: GradientWatch
+    arrivals: GradientArrivals
+    visible_gradients: VisibleGradients
     policy: UpdatePolicy
     runtime: Runtime
     observers: list[Callable[[StepReport], None]]
@@ -104,7 +118,10 @@ class Engine(DeepSpeedNames):
         self._told = False
         """Whether a call has raised since the last step: then nobody believes that its update was made."""
         self._num_backwards = 0  # since the last step()
+        self._warned_of_no_gradient = False
         self._one_backward_each = True  # in every micro-batch so far
+        self._is_accumulating = False
+        """Whether the last `step()` only counted a micro-batch."""
         self._skipped_in_a_row = 0
         self._step_applied = False
         self._nonfinite_in_a_row = 0
@@ -112,6 +129,7 @@ class Engine(DeepSpeedNames):
         self._report: StepReport | None = None
         self._step_start_s = time.perf_counter()
         self._losses: list[torch.Tensor] = []
+        parts.gradients.hidden = self._why_hidden(False)
         self._tokens = 0
         self.global_steps = 0
         self.skipped_steps = 0
@@ -139,28 +157,39 @@ class Engine(DeepSpeedNames):
         scale. Returns the loss as given.
 
         May be called several times before `step`. An exception drops this step's gradients and is raised.
+
+        `loss.backward()` works too: its gradients are divided by the accumulation steps as they arrive, so the loss
+        must not be divided by the caller as well; with fp16 it raises ModelError, because the loss is not scaled. For a
+        loss that `scale` returned `.backward()` is right in every case.
+
+        Until `step()` `param.grad` is a live view of the gradient, in the parameter's shape, to be read, changed in
+        place and assigned as in plain PyTorch, also by `torch.nn.utils.clip_grad_norm_`. It is where the gradient
+        rests (in host memory, if the update runs there), and fp32 where micro-batches of a 16-bit model are summed.
+        Where updates begin in backward, or the loss is scaled, reading it raises ModelError.
         """
         self._check_trains()
         parts = self._parts
-        steps = self.gradient_accumulation_steps()
-        scaled = loss / steps if steps > 1 and scale_wrt_gas else loss
-        if parts.loss_scaler is not None:
-            scaled = scaled.float() * parts.loss_scaler.scale
+        scaled = self._scaled(loss, scale_wrt_gas)
         self._losses.append(loss.detach())
         boundary = self.is_gradient_accumulation_boundary()
         parts.gradients.measuring = boundary
         self._num_backwards += 1
         only = self._num_backwards == 1 and self._one_backward_each and not retain_graph
-        try:
-            with self._telling(), self._passing(Phase.BACKWARD, self.abort_step), parts.hooks.saving_views():
+        with self._telling(), self._passing(Phase.BACKWARD, self.abort_step), parts.hooks.saving_views():
+            parts.gradients.hidden = self._why_hidden(boundary and only)
+            with parts.arrivals.engine_backward():
                 if boundary and only and self.global_steps:
                     parts.policy.begin_backward()
                 scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
-                parts.gradients.free_landed()
-        finally:
-            parts.gradients.end_backward()
-        parts.gradient_watch.begin()
         return loss
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss as `backward` would take it, divided by the accumulation steps and multiplied by the loss scale:
+        call `.backward()` on it. For loops that call `backward` themselves, as with DeepSpeed's `engine.scale`."""
+        scaled = self._scaled(loss)
+        if scaled is not loss and scaled.requires_grad:
+            self._parts.arrivals.expect(scaled)
+        return scaled
 
     @_on_one_thread
     def step(self) -> None:
@@ -173,6 +202,8 @@ class Engine(DeepSpeedNames):
         self._micro_steps += 1
         self._one_backward_each &= self._num_backwards == 1
         self._num_backwards = 0
+        self._parts.arrivals.has_noticed = False
+        self._is_accumulating = not boundary
         if not boundary:
             return
         with self._telling(), self._parts.runtime.recorder.span("compute", "step"):
@@ -288,12 +319,20 @@ class Engine(DeepSpeedNames):
         """Drop the gradients of this step's backward passes so far; `optimizer.zero_grad()` is the same.
 
         Right after a `step()` that only counted a micro-batch nothing is dropped, because loops call `zero_grad()`
-        after every `step()`; `abort_step()` drops gradients there too. Raises ModelError where updates have begun from
-        the gradients."""
-        if self._micro_steps % self.gradient_accumulation_steps() and not self._num_backwards:
+        after every `step()`; `abort_step()` drops gradients there too. `set_to_none`: False sets them to 0, also those
+        that the last `step()` took, so that they count as gradients in the next one. Raises ModelError where updates
+        have begun from the gradients."""
+        if self._is_accumulating and not (self._num_backwards or self._parts.arrivals.has_noticed):
             return
         self._parts.policy.check_untouched("Gradients are dropped")
-        self._parts.gradients.drop()
+        if set_to_none:
+            self._drop_gradients()
+            self._parts.gradients.forget_earlier()
+        else:
+            self._parts.arrivals.reset()
+            self._parts.gradients.zero()
+            self._parts.visible_gradients.show()
+            self._parts.gradients.hidden = self._why_hidden(False)
         self._num_backwards = 0
         self._losses.clear()
 
@@ -302,8 +341,9 @@ class Engine(DeepSpeedNames):
         """Give this step up: drain transfers, empty units, drop gradients. Training goes on with the next forward."""
         self._parts.pager.abort()
         self._parts.policy.abort()
-        self._parts.gradients.drop()
+        self._drop_gradients()
         self._num_backwards = 0
+        self._is_accumulating = False
         self._losses.clear()
         self._tokens = 0
         self._micro_steps -= self._micro_steps % self.gradient_accumulation_steps()
@@ -337,7 +377,7 @@ class Engine(DeepSpeedNames):
         """Forward or backward goes on inside. `abort`: what an exception asks for."""
         pager = self._parts.pager
         self._parts.hooks.end_interrupted()
-        self._parts.gradient_watch.end()
+        self._parts.visible_gradients.hide()
         self._phase = phase
         pager.phase = phase.value
         try:
@@ -350,13 +390,34 @@ class Engine(DeepSpeedNames):
             self._phase = Phase.IDLE
             pager.phase = Phase.IDLE.value
             pager.end_pass()
+            self._parts.visible_gradients.show()
+
+    def _scaled(self, loss: torch.Tensor, by_steps: bool = True) -> torch.Tensor:
+        steps = self.gradient_accumulation_steps()
+        scaled = loss / steps if steps > 1 and by_steps else loss
+        scaler = self._parts.loss_scaler
+        return scaled if scaler is None else scaled.float() * scaler.scale
+
+    def _why_hidden(self, is_only_backward: bool) -> str | None:
+        """Why gradients of this backward cannot be read until step(): the same in every step of a run, though the first
+        step's update never begins in backward."""
+        if is_only_backward and self.plan.update_policy.optimizer_in_backward:
+            return HIDDEN_BY_UPDATE
+        return HIDDEN_BY_SCALE if self.loss_scale != 1.0 else None
 
     def _take_step(self) -> None:
         parts = self._parts
-        parts.gradient_watch.end()
         try:
+            parts.gradients.collect_assigned()
             parts.gradients.wait()
-            verdict = judge(parts.gradients.norms(), self.loss_scale, self.config.gradient_clipping)
+            norms = parts.gradients.norms()
+            if not norms and not self._warned_of_no_gradient:
+                self._warned_of_no_gradient = True
+                logger.warning(
+                    "step() without backward(): no parameter has a gradient, so this step changes no weight. It counts "
+                    "as a step for the learning rate schedule; this is said once."
+                )
+            verdict = judge(norms, self.loss_scale, self.config.gradient_clipping)
             self._verdict = verdict
             self.global_steps += 1
             if self._may_update(verdict):
@@ -368,7 +429,13 @@ class Engine(DeepSpeedNames):
             parts.policy.abort()  # an update that began in backward is not half a step of the next
             raise
         finally:
-            parts.gradients.drop()
+            self._drop_gradients()
+
+    def _drop_gradients(self) -> None:
+        self._parts.arrivals.reset()
+        self._parts.visible_gradients.hide()
+        self._parts.gradients.hidden = self._why_hidden(False)
+        self._parts.gradients.drop()
 
     def _may_update(self, verdict: Verdict) -> bool:
         """Tell the loss scaler; count and report a skipped step. fp32 goes on with NaNs, as plain PyTorch does."""

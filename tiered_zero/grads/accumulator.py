@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,12 +12,13 @@ from torch import nn
 
 from tiered_zero.errors import ModelError
 from tiered_zero.grads.norms import NormTaker
+from tiered_zero.grads.unit_gradients import UnitGradients
 from tiered_zero.hardware.accelerator import Event
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.hardware.staging import StagingPool
 from tiered_zero.layout.flat import FlatEntry, ParamSpec, Unit
 from tiered_zero.sizes import format_nbytes
-from tiered_zero.tiers.step_gradients import StepGradients, UnitShare
+from tiered_zero.tiers.step_gradients import StepGradients
 
 logger = logging.getLogger("tiered_zero")
 
@@ -32,36 +32,6 @@ GRAD_SLOT: Any = torch.Tensor.grad
 
 SUM_CHUNK_NUMEL = 1 << 15
 """Sums on the reduce lane go in chunks of so many elements: few enough for torch to stay on the lane's one thread."""
-
-
-@dataclass
-class UnitGradients:
-    """`flat`: [P] of the unit's dtype, or fp32 where micro-batches are summed; zeros between entries.
-
-    `present`: parameters (by index) with a gradient in this step. `arrived`: those of this backward. `norms`: by index,
-    of gradients that were measured as they arrived. `last`: the event of the one that left the device last. `sealed`:
-    their update has begun. `spare`: a second flat, where the update of one step runs beside the backward of the next.
-    """
-
-    unit: Unit
-    flat: torch.Tensor
-    spare: torch.Tensor | None
-    on_device: bool
-    present: set[int] = field(default_factory=set)
-    arrived: set[int] = field(default_factory=set)
-    norms: dict[int, torch.Tensor] = field(default_factory=dict)
-    last: Event | None = None
-    sealed: bool = False
-
-    def share(self) -> UnitShare:
-        return UnitShare(self.flat, frozenset(self.present), self.last, self.on_device)
-
-    def clear(self) -> None:
-        self.last = None
-        self.sealed = False
-        self.present.clear()
-        self.arrived.clear()
-        self.norms.clear()
 
 
 class GradientStore:
@@ -85,8 +55,14 @@ class GradientStore:
     ) -> None:
         self._params = dict(params)
         self._units = {
-            unit.index: UnitGradients(unit, *homes[unit.index], unit.index in on_device)
+            unit.index: UnitGradients(
+                unit=unit, flat=homes[unit.index][0], spare=homes[unit.index][1], on_device=unit.index in on_device
+            )
             for unit, _ in self._params.values()
+        }
+        self._storages = {each.flat.untyped_storage()._cdata for each in self._units.values()}
+        self._storages |= {
+            each.spare.untyped_storage()._cdata for each in self._units.values() if each.spare is not None
         }
         self._staging = staging
         self._norms = norms
@@ -100,6 +76,8 @@ class GradientStore:
         """Gradients that are to be freed, the oldest first."""
         self._extra_nbytes: Counter[str] = Counter()
         """Tier -> bytes that the plan does not hold, see `_promote`."""
+        self.hidden: str | None = None
+        """Why `param.grad` is neither read nor assigned now; None where it may be."""
         self.measuring = True
         """Whether a gradient that arrives may be the last of its parameter in this step, so that its norm is taken."""
         self.before_take: Callable[[Unit], None] = lambda unit: None
@@ -108,31 +86,23 @@ class GradientStore:
     # -- filling -----------------------------------------------------------------------------------------------------
 
     def take(self, param: nn.Parameter) -> None:
-        """Take `param.grad` away (post-accumulate hook): the parameter is left without one."""
-        grad = param.grad
-        param.grad = None
-        if grad is None or param not in self._params:  # an empty parameter in no unit
+        """Move `param.grad` to its home, and add it to what is there: the parameter is left without one."""
+        with torch._C.DisableTorchFunctionSubclass():
+            grad: torch.Tensor | None = GRAD_SLOT.__get__(param)
+            GRAD_SLOT.__set__(param, None)
+        if grad is None or (place := self._place(param)) is None:
             return
-        unit, entry = self._params[param]
-        if grad.layout is not torch.strided:
-            raise ModelError(
-                f"The gradient of {entry.param.name} is sparse; gradients are reduced as dense arrays. "
-                "Build the embedding with sparse=False."
-            )
-        gradients = self._units[unit.index]
-        if gradients.sealed:
-            raise ModelError(
-                f"{entry.param.name} gets a gradient although the update of this step has begun: without clipping and "
-                "overflow checks updates begin in backward, when every gradient of a unit has come once. "
-                'Set "tiered_zero": {"optimizer_in_backward": false} for loops with several backward passes in some '
-                "steps."
-            )
+        gradients, entry = place
+        unit, index = gradients.unit, entry.param.index
+        _check_new(gradients, entry, grad)
         self.before_take(unit)
-        first = entry.param.index not in gradients.present
+        gradients.store_assigned()
+        first = not gradients.adds_to(index)
         if not first and gradients.flat.dtype != torch.float32:
             self._promote(gradients)
-        gradients.present.add(entry.param.index)
-        gradients.arrived.add(entry.param.index)
+        gradients.zeroed.discard(index)
+        gradients.present.add(index)
+        gradients.arrived.add(index)
         target = gradients.flat[entry.start : entry.stop]
         source = grad.contiguous().view(-1)
         if gradients.on_device:
@@ -142,15 +112,34 @@ class GradientStore:
         if len(gradients.arrived) == len(unit.entries):
             self.on_unit_complete(unit)
 
-    def holds(self, param: nn.Parameter) -> bool:
-        """Whether a gradient of the parameter was taken in this step."""
-        unit, entry = self._params[param]
-        return unit.index in self._units and entry.param.index in self._units[unit.index].present
+    def show_sum(self, param: nn.Parameter) -> None:
+        """Add what is at home to `param.grad`, which then replaces it: hooks see the sum, as in plain PyTorch."""
+        with torch._C.DisableTorchFunctionSubclass():
+            grad: torch.Tensor | None = GRAD_SLOT.__get__(param)
+        if grad is None or (place := self._place(param)) is None:
+            return
+        gradients, entry = place
+        _check_new(gradients, entry, grad)
+        gradients.store_assigned()
+        if not gradients.adds_to(entry.param.index):
+            return
+        if gradients.flat.dtype != torch.float32:
+            self._promote(gradients)
+        gradients.wait()
+        total = gradients.view(entry).to(grad.device) + grad
+        gradients.present.discard(entry.param.index)
+        with torch._C.DisableTorchFunctionSubclass():
+            if total.dtype != param.dtype:
+                param.grad_dtype = None  # the sum is fp32
+            GRAD_SLOT.__set__(param, total)
 
     def free_landed(self) -> None:
         """What a backward leaves on the device is what has not reached its home yet. Raises what failed on its way."""
         self._land(self._in_flight_nbytes)
         self._free(0, 0)
+        for gradients in self._units.values():
+            if gradients.shown:  # users may hold views of it
+                gradients.wait()
 
     def end_backward(self) -> None:
         for gradients in self._units.values():
@@ -162,8 +151,11 @@ class GradientStore:
 
     def seal(self, unit: Unit, into: StepGradients) -> None:
         """Hand one unit's gradients to an update that begins in backward: no more may come for it in this step."""
-        into.shares[unit.index] = self._units[unit.index].share()
-        self._units[unit.index].sealed = True
+        gradients = self._units[unit.index]
+        gradients.store_assigned()
+        gradients.expire_views()
+        into.shares[unit.index] = gradients.share()
+        gradients.sealed = True
 
     def hand_over(self) -> StepGradients:
         """Give this step's gradients to its update, and begin the next step without any.
@@ -197,6 +189,75 @@ class GradientStore:
         if failure is not None:
             raise failure
 
+    # -- param.grad --------------------------------------------------------------------------------------------------
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether any parameter has a gradient in this step."""
+        return any(gradients.present for gradients in self._units.values())
+
+    def read(self, param: nn.Parameter) -> torch.Tensor | None:
+        """`param.grad` between backward and step(): a live view of the gradient's home, to be read and changed in
+        place. Waits until it is there. Raises ModelError where `hidden`. Driver thread."""
+        if (place := self._place(param)) is None or place[1].param.index not in place[0].present:
+            return None
+        self._refuse_if_hidden(place[1])
+        return place[0].show(place[1])
+
+    def assign(self, param: nn.Parameter, value: torch.Tensor | None) -> None:
+        """`param.grad = value`; None drops the gradient. The tensor itself is the gradient until the next backward or
+        step() copies it to its home.
+
+        `value`: of the parameter's shape, of the dtype and on the device of the parameter or of the gradient's home.
+        Raises ModelError for others, and where `hidden`. Driver thread."""
+        if (place := self._place(param)) is None:
+            return
+        gradients, entry = place
+        index = entry.param.index
+        if value is None:
+            if index in gradients.present:
+                self._refuse_if_hidden(entry)
+                gradients.remove(entry)
+            return
+        self._refuse_if_hidden(entry)
+        if value is gradients.shown.get(index):  # as in `param.grad *= 2`
+            return
+        _check_new(gradients, entry, value)
+        devices, dtypes = (param.device, gradients.flat.device), (gradients.unit.dtype, gradients.flat.dtype)
+        if value.shape != entry.param.shape or value.dtype not in dtypes or value.device not in devices:
+            raise ModelError(
+                f"A gradient of shape {tuple(entry.param.shape)}, {gradients.unit.dtype}, on {param.device} was "
+                f"expected for {entry.param.name}; found shape {tuple(value.shape)}, {value.dtype}, on {value.device}."
+            )
+        if value.untyped_storage()._cdata in self._storages:
+            value = value.detach().clone()  # made of another gradient's home, which may get another value first
+        self.before_take(gradients.unit)
+        gradients.assign(entry, value)
+
+    def collect_assigned(self) -> None:
+        """Before a step: copy the gradients that users assigned to their homes, also those assigned while a forward or
+        a backward was running, which are in autograd's own attribute."""
+        with torch._C.DisableTorchFunctionSubclass():
+            found = [(param, grad) for param in self._params if (grad := GRAD_SLOT.__get__(param)) is not None]
+            for param, _ in found:
+                GRAD_SLOT.__set__(param, None)
+        for param, grad in found:
+            self.assign(param, grad)
+        for gradients in self._units.values():
+            gradients.store_assigned()
+
+    def zero(self) -> None:
+        """Set gradients to 0 instead of None, also those of earlier steps since they were last set to None."""
+        for gradients in self._units.values():
+            if gradients.present or gradients.earlier:
+                self.before_take(gradients.unit)
+                gradients.set_zero()
+
+    def forget_earlier(self) -> None:
+        """Gradients were set to None: `zero` begins anew."""
+        for gradients in self._units.values():
+            gradients.earlier.clear()
+
     # -- reading -----------------------------------------------------------------------------------------------------
 
     def present(self) -> Sequence[tuple[ParamSpec, torch.Tensor]]:
@@ -212,7 +273,12 @@ class GradientStore:
     def norms(self) -> Sequence[tuple[ParamSpec, torch.Tensor]]:
         """Parameters with a gradient and its norm, 0-d fp32, in the order of `model.parameters()`; those that were not
         taken when the gradient arrived are taken now."""
-        known = {index: norm for gradients in self._units.values() for index, norm in gradients.norms.items()}
+        known = {
+            index: norm
+            for gradients in self._units.values()
+            for index, norm in gradients.norms.items()
+            if index not in gradients.shown  # a user may have changed the gradient
+        }
         return [(spec, known[spec.index] if spec.index in known else self._norms.of(g)) for spec, g in self.present()]
 
     def close(self) -> None:
@@ -226,6 +292,17 @@ class GradientStore:
         self._extra_nbytes.clear()
 
     # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _place(self, param: nn.Parameter) -> tuple[UnitGradients, FlatEntry] | None:
+        """None for an empty parameter, which is in no unit, and after `close`."""
+        if param not in self._params:
+            return None
+        unit, entry = self._params[param]
+        return (self._units[unit.index], entry) if self._units else None
+
+    def _refuse_if_hidden(self, entry: FlatEntry) -> None:
+        if self.hidden is not None:
+            raise ModelError(f"The gradient of {entry.param.name} cannot be read or changed now: {self.hidden}")
 
     def _send(
         self, gradients: UnitGradients, spec: ParamSpec, target: torch.Tensor, source: torch.Tensor, first: bool
@@ -294,18 +371,43 @@ class GradientStore:
         round.
         """
         tier = "device" if gradients.on_device else "host"
-        nbytes = 4 * gradients.unit.numel * (1 if gradients.spare is None else 2)
+        nbytes = _sum_nbytes(gradients)
         if not self._extra_nbytes:
+            more = Counter[str]()
+            for each in self._units.values():
+                more["device" if each.on_device else "host"] += _sum_nbytes(each)
             logger.warning(
-                "several backward passes in one step: gradients are summed in fp32, which the plan of a single pass "
-                "does not hold; %s more on tier %s for unit %s, and likewise for others",
-                format_nbytes(nbytes),
-                tier,
-                gradients.unit.name,
+                "backward() called again before step(): gradients accumulate in fp32 (%s). If unintended, call "
+                "engine.step() or engine.zero_grad().",
+                ", ".join(f"+{format_nbytes(extra)} on {where}" for where, extra in more.items()),
             )
         self._ledger.charge(tier, "gradient_sums", nbytes)
         self._extra_nbytes[tier] += nbytes
         self.wait()
+        gradients.expire_views()
         gradients.flat = gradients.flat.to(torch.float32)
         if gradients.spare is not None:
             gradients.spare = gradients.spare.to(torch.float32)
+            self._storages.add(gradients.spare.untyped_storage()._cdata)
+        self._storages.add(gradients.flat.untyped_storage()._cdata)
+
+
+def _sum_nbytes(gradients: UnitGradients) -> int:
+    """Bytes of the unit's gradients as fp32 sums; none for a unit of fp32, whose gradients are sums anyway."""
+    if gradients.unit.dtype == torch.float32:
+        return 0
+    return 4 * gradients.unit.numel * (1 if gradients.spare is None else 2)
+
+
+def _check_new(gradients: UnitGradients, entry: FlatEntry, grad: torch.Tensor) -> None:
+    if grad.layout is not torch.strided:
+        raise ModelError(
+            f"The gradient of {entry.param.name} is sparse; gradients are reduced as dense arrays. "
+            "Build the embedding with sparse=False."
+        )
+    if gradients.sealed:
+        raise ModelError(
+            f"{entry.param.name} gets a gradient although the update of this step has begun: without clipping and "
+            "overflow checks updates begin in backward, when every gradient of a unit has come once. "
+            'Set "tiered_zero": {"optimizer_in_backward": false} for loops with several backward passes in some steps.'
+        )

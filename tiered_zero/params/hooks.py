@@ -21,7 +21,7 @@ from tiered_zero.params.lending import lend
 from tiered_zero.params.pager import Pager
 
 GradientSink = Callable[[nn.Parameter], None]
-"""Called on autograd's thread when `param.grad` is complete for one pass; takes the gradient away."""
+"""The first post-accumulate hook: called on autograd's thread when `param.grad` is complete for one pass."""
 
 
 class _Hook:
@@ -83,7 +83,11 @@ class ModuleHooks:
             self._watch_state_dict(module)
         for param in model.parameters():
             if param.requires_grad:
-                self._handles.append(param.register_post_accumulate_grad_hook(on_gradient))  # type: ignore[no-untyped-call]
+                handle = param.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]
+                hooks = param._post_accumulate_grad_hooks
+                assert hooks is not None, "one was just registered"
+                hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
+                self._handles.append(handle)
 
     def remove(self) -> None:
         for handle in self._handles:

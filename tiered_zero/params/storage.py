@@ -11,6 +11,7 @@ unit is lent they are plain `Parameter`s again and cost nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -78,42 +79,73 @@ _METADATA_METHODS = frozenset(
 )
 
 
-_on_grad_asked: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _grad: Any = torch.Tensor.grad  # the descriptor
+_gradient_homes: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def on_grad_asked(param: nn.Parameter, answer: Callable[[nn.Parameter], None] | None) -> None:
-    """`answer(param)` is called where somebody reads `param.grad` while the parameter is of a class of ours."""
-    if answer is None:
-        _on_grad_asked.pop(param, None)  # type: ignore[no-untyped-call]
+class GradientHome(Protocol):
+    """Where the gradients of parameters rest between backward and step()."""
+
+    @property
+    def has_gradients(self) -> bool: ...
+
+    def read(self, param: nn.Parameter) -> torch.Tensor | None:
+        """What `param.grad` is."""
+
+    def assign(self, param: nn.Parameter, value: torch.Tensor | None) -> None:
+        """`param.grad = value`."""
+
+
+def set_gradient_home(param: nn.Parameter, home: GradientHome | None) -> None:
+    """`home` answers for `param.grad` while the parameter is of a class of ours, and autograd's attribute is empty."""
+    if home is None:
+        _gradient_homes.pop(param, None)  # type: ignore[no-untyped-call]
     else:
-        _on_grad_asked[param] = answer
+        _gradient_homes[param] = home
 
 
-class WatchedParameter(nn.Parameter):
-    """A parameter whose gradient the run has taken. Bytes are there, and operators take it for a plain one."""
+def _read_grad(param: nn.Parameter) -> torch.Tensor | None:
+    with torch._C.DisableTorchFunctionSubclass():
+        grad: torch.Tensor | None = _grad.__get__(param)
+    home: GradientHome | None = _gradient_homes.get(param)  # type: ignore[no-untyped-call]
+    return grad if grad is not None or home is None else home.read(param)
+
+
+def _assign_grad(param: nn.Parameter, value: torch.Tensor | None) -> None:
+    home: GradientHome | None = _gradient_homes.get(param)  # type: ignore[no-untyped-call]
+    if home is not None:
+        home.assign(param, value)
+        value = None
+    with torch._C.DisableTorchFunctionSubclass():
+        _grad.__set__(param, value)
+
+
+def _delete_grad(param: nn.Parameter) -> None:
+    _assign_grad(param, None)
+
+
+class ResidentParameter(nn.Parameter):
+    """A parameter whose bytes are on the device, between backward and step. Operators take it for a plain one; its
+    `grad` is at its home."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __new__(cls, data: torch.Tensor, requires_grad: bool = True) -> Any:
         return nn.Parameter(data, requires_grad)  # a copy is nobody's
 
-    @property
-    def grad(self) -> torch.Tensor | None:
-        if (answer := _on_grad_asked.get(self)) is not None:  # type: ignore[no-untyped-call]
-            answer(self)
-        with torch._C.DisableTorchFunctionSubclass():
-            return _grad.__get__(self)  # type: ignore[no-any-return]
+    grad = property(_read_grad, _assign_grad, _delete_grad)
 
-    @grad.setter
-    def grad(self, value: torch.Tensor | None) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
-            _grad.__set__(self, value)
 
-    @grad.deleter
-    def grad(self) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
-            _grad.__delete__(self)
+@cache
+def _resident_class(own: type[nn.Parameter]) -> type[nn.Parameter]:
+    """`own` with the `grad` of a ResidentParameter."""
+    if own is nn.Parameter:
+        return ResidentParameter
+
+    def new(_: type, *args: Any, **kwargs: Any) -> Any:
+        return own(*args, **kwargs)
+
+    return type(own.__name__, (own,), {"grad": ResidentParameter.grad, "__new__": new})
 
 
 class AwayParameter(nn.Parameter):
@@ -141,7 +173,7 @@ class AwayParameter(nn.Parameter):
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **keywords)
 
-    grad = WatchedParameter.grad
+    grad = ResidentParameter.grad
 
     def __format__(self, spec: str) -> str:
         return super().__format__(spec) if spec else repr(self)  # type: ignore[no-untyped-call]
@@ -170,6 +202,8 @@ class AwayParameter(nn.Parameter):
 
 
 def _is_metadata(func: Callable[..., Any]) -> bool:
+    if func in (torch.autograd.grad, torch.autograd.backward):
+        return True  # backward fetches what it needs
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
         return getattr(getattr(func, "__self__", None), "__name__", "data") not in _BYTE_PROPERTIES
@@ -207,6 +241,7 @@ class FlatStorage:
         self._params = tuple(params)
         self._classes = tuple(type(param) for param in params)
         self._versions = [0] * len(self._params)
+        self._shows_grads = False
         for param in params:
             _lenders[param] = lender
         self._take_storage()
@@ -256,9 +291,9 @@ class FlatStorage:
             self._take_storage()
 
     def expose(self) -> None:
-        """The bytes are valid: plain parameters from now on."""
+        """The bytes are valid: plain parameters from now on, but for their `grad` while that is shown."""
         for param, own in zip(self._params, self._classes, strict=True):
-            param.__class__ = own
+            param.__class__ = _resident_class(own) if self._shows_grads else own
         self._versions = [param._version for param in self._params]
 
     def end_change(self) -> ModelError | None:
@@ -297,16 +332,19 @@ class FlatStorage:
         for param in self._params:
             param.__class__ = AwayParameter
 
-    def watch_grads(self) -> None:
-        """Until `unwatch_grads`, or until the parameters are hidden, who reads their gradients is noticed."""
+    def show_grads(self) -> None:
+        """`grad` of parameters is at its home until `hide_grads`."""
+        self._shows_grads = True
         for param, own in zip(self._params, self._classes, strict=True):
             if type(param) is own:
-                param.__class__ = WatchedParameter
+                param.__class__ = _resident_class(own)
 
-    def unwatch_grads(self) -> None:
+    def hide_grads(self) -> None:
+        """Parameters that are not guarded are plain."""
+        self._shows_grads = False
         for param, own in zip(self._params, self._classes, strict=True):
-            if type(param) is WatchedParameter:
-                param.__class__ = own  # type: ignore[assignment]
+            if type(param) is not AwayParameter:
+                param.__class__ = own
 
     @property
     def key(self) -> int:

@@ -1,0 +1,216 @@
+"""`param.grad` between backward and step(): a live view of the gradient's home, on every tier."""
+
+import copy
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tiered_zero
+from tiered_zero.errors import ModelError
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def build(
+    path: Path, device: str, threshold: int = 0, update: str = "barrier", steps: int = 1, **more: Any
+) -> tiered_zero.Engine:
+    tier = {"device": device, **({"nvme_path": str(path)} if device == "nvme" else {})}
+    zero = {"stage": 3, "offload_param": {**tier, "max_in_cpu": 0}, "offload_optimizer": tier}
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": steps,
+        "gradient_clipping": 0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "zero_optimization": {**zero, "stage3_param_persistence_threshold": threshold},
+        "tiered_zero": {"device": "cpu", "update": update},
+        **more,
+    }
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    model[0].bias.requires_grad_(False)
+    return tiered_zero.initialize(model=model, config=config)[0]
+
+
+def backward(engine: tiered_zero.Engine) -> None:
+    engine.backward(engine(torch.ones(4, 8)).square().mean())
+
+
+places = pytest.mark.parametrize(("device", "threshold"), [("none", 0), ("cpu", 0), ("nvme", 0), ("cpu", 1000)])
+
+
+@places
+def test_a_gradient_is_one_object_in_the_shape_of_its_parameter(device: str, threshold: int, swap_path: Path) -> None:
+    with build(swap_path, device, threshold) as engine:
+        weight, frozen = engine.module[0].weight, engine.module[0].bias
+        for _ in range(3):
+            assert weight.grad is None and frozen.grad is None
+            backward(engine)
+            assert weight.grad is not None and weight.grad is weight.grad
+            assert weight.grad.shape == weight.shape and weight.grad.dtype == weight.dtype
+            assert type(weight.grad) is torch.Tensor and not weight.grad.requires_grad
+            assert frozen.grad is None
+            engine.step()
+
+
+@places
+def test_a_gradient_kept_beyond_its_step_is_refused(device: str, threshold: int, swap_path: Path) -> None:
+    """Its memory holds the next gradient: silently, without this."""
+    ends: dict[str, Callable[[tiered_zero.Engine], Any]] = {
+        "step": lambda engine: engine.step(),
+        "zero_grad": lambda engine: engine.zero_grad(),
+        "model.zero_grad": lambda engine: engine.module.zero_grad(),
+        "abort_step": lambda engine: engine.abort_step(),
+        "None": lambda engine: setattr(engine.module[0].weight, "grad", None),
+    }
+    with build(swap_path, device, threshold) as engine:
+        for end in ends.values():
+            backward(engine)
+            kept = engine.module[0].weight.grad
+            assert kept.norm() > 0
+            end(engine)
+            for use in (torch.Tensor.norm, torch.clone, lambda grad: grad * 2, lambda grad: grad.numpy()):
+                with pytest.raises(ModelError, match=r"read as parameter\.grad in an earlier step.*clone\(\)"):
+                    use(kept)
+            assert repr(kept) == "ExpiredGradient()"
+
+
+@places
+def test_wrong_gradients_are_refused_with_what_was_expected(device: str, threshold: int, swap_path: Path) -> None:
+    with build(swap_path, device, threshold) as engine:
+        weight = engine.module[0].weight
+        backward(engine)
+        for wrong in (torch.ones(8), torch.ones(8, 8, dtype=torch.float64), torch.ones(8, 8, device="meta")):
+            with pytest.raises(ModelError, match=r"shape \(8, 8\), torch\.float32, on cpu was expected for 0\.weight"):
+                weight.grad = wrong
+        with pytest.raises(ModelError, match="sparse"):
+            weight.grad = torch.ones(8, 8).to_sparse()
+        assert weight.grad.norm() > 0, "as it was"
+        weight.grad = given = torch.ones(8, 8)
+        assert weight.grad is given
+        del weight.grad
+        assert weight.grad is None
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_where_updates_begin_in_backward_it_is_refused_from_the_first_step(accumulates: bool, swap_path: Path) -> None:
+    steps = 2 if accumulates else 1
+    with build(swap_path, "nvme", update="overlapped", steps=steps) as engine:
+        weight = engine.module[0].weight
+
+        def assign() -> None:
+            weight.grad = torch.ones(8, 8)
+
+        for _ in range(3):
+            if accumulates:
+                backward(engine)
+                assert weight.grad.norm() > 0, "nothing begins in this backward"
+                engine.step()
+            backward(engine)
+            for use in (lambda: weight.grad, assign):
+                with pytest.raises(ModelError, match=r"0\.weight cannot be read.*optimizer_in_backward.*gradient_clip"):
+                    use()
+            with pytest.raises(ModelError, match="optimizer_in_backward"):
+                nn.utils.clip_grad_norm_(engine.module.parameters(), 1.0)
+            assert engine.module[0].bias.grad is None
+            engine.step()
+            assert weight.grad is None
+
+
+@places
+def test_sums_of_16_bit_gradients_are_shown_in_fp32(device: str, threshold: int, swap_path: Path) -> None:
+    with build(swap_path, device, threshold, steps=2, bf16={"enabled": True}) as engine:
+        weight = engine.module[2].weight
+        x = torch.ones(4, 8, dtype=torch.bfloat16)
+        engine.backward(engine(x).square().mean())
+        first = weight.grad.clone()
+        engine.step()
+        engine.backward(engine(x).square().mean())
+        assert first.dtype == weight.grad.dtype == torch.float32
+        assert torch.equal(weight.grad, 2 * first), "the same batch twice"
+        weight.grad = weight.grad.bfloat16()
+        weight.grad = weight.grad.float() * 0
+        engine.step()
+        assert engine.get_global_grad_norm() > 0
+    with build(swap_path, device, threshold, bf16={"enabled": True}) as engine:
+        engine.backward(engine(x).square().mean())
+        assert engine.module[2].weight.grad.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("device", ["none", "cpu"])
+def test_parameters_are_plain_in_forward_and_whole_in_between(device: str, swap_path: Path) -> None:
+    seen: list[type] = []
+    with build(swap_path, device) as engine:
+        engine.module[1].register_forward_hook(lambda *_: seen.append(type(engine.module[0].weight)))
+        for _ in range(3):
+            backward(engine)
+            weight = engine.module[0].weight
+            grad = weight.grad
+            with tiered_zero.gathered(engine.module):
+                assert weight.grad is grad
+                copied = copy.deepcopy(engine.module[2].bias)
+                assert torch.equal(engine.module[2](torch.zeros(8)), copied)
+            assert type(copied) is nn.Parameter and copied.grad is None
+            engine.step()
+    if device == "none":
+        assert {type(param) for param in engine.module.parameters()} == {nn.Parameter}
+        assert seen == [nn.Parameter] * 3
+
+
+class OwnParameter(nn.Parameter):
+    """A parameter class of the user's."""
+
+    def describe(self) -> str:
+        return f"{len(self)} rows"
+
+
+def test_a_parameter_of_a_users_class_stays_one(swap_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8)
+    model.weight = OwnParameter(model.weight.detach())
+    config = {
+        "train_batch_size": 4,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "tiered_zero": {"device": "cpu"},
+    }
+    with tiered_zero.initialize(model=model, config=config)[0] as engine:
+        for _ in range(2):
+            backward(engine)
+            assert isinstance(model.weight, OwnParameter) and model.weight.describe() == "8 rows"
+            assert model.weight.grad.norm() > 0
+            assert type(copy.deepcopy(model.weight)) is OwnParameter
+            engine.step()
+    assert type(model.weight) is OwnParameter
+
+
+def test_fp16_gradients_are_hidden_while_they_are_scaled(swap_path: Path) -> None:
+    with build(swap_path, "cpu", fp16={"enabled": True, "loss_scale": 1}) as engine:
+        engine.backward(engine(torch.ones(4, 8, dtype=torch.float16)).square().mean())
+        assert engine.module[2].weight.grad.norm() > 0
+    with build(swap_path, "cpu", fp16={"enabled": True, "loss_scale": 128}) as engine:
+        weight = engine.module[2].weight
+        engine.backward(engine(torch.ones(4, 8, dtype=torch.float16)).square().mean())
+        for use in (lambda: weight.grad, lambda: nn.utils.clip_grad_norm_(engine.module.parameters(), 1.0)):
+            with pytest.raises(ModelError, match=r"multiplied by the loss scale.*gradient_clipping"):
+                use()
+        engine.zero_grad()
+        with pytest.raises(ModelError, match="multiplied by the loss scale"):
+            weight.grad = torch.ones(8, 8, dtype=torch.float16)
+        engine.step()
+
+
+def test_a_step_without_backward_is_told_once(swap_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING), build(swap_path, "cpu") as engine:
+        backward(engine)
+        engine.step()
+        assert "without backward" not in caplog.text
+        before = engine.module.state_dict()
+        for _ in range(3):
+            engine.step()
+        assert sum("step() without backward()" in message for message in caplog.messages) == 1
+        assert engine.global_steps == 4
+        assert all(torch.equal(before[name], value) for name, value in engine.module.state_dict().items())

@@ -1,0 +1,124 @@
+"""The hook between autograd and the gradient store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import final
+
+import torch
+from torch import nn
+
+from tiered_zero.errors import ModelError
+from tiered_zero.grads.accumulator import GRAD_SLOT, GradientStore
+
+
+@final
+class GradientArrivals:
+    """Passes each gradient that autograd has completed to the store, after the hooks of users.
+
+    `take` is the first post-accumulate hook of every parameter. Where users have such hooks too, they find the gradient
+    in `param.grad` (with what earlier backwards of the step gave, as in plain PyTorch), and what they leave there goes
+    to the store with the next gradient, or when the backward ends.
+
+    A backward that the engine did not start (`loss.backward()`) is noticed by its first gradient. Its gradients are
+    divided by `num_micro_batches`, as DeepSpeed does; with `scales_loss` (fp16) it is refused. A loss that
+    `engine.scale` made is taken as it is. Autograd's thread, while the driver waits.
+    """
+
+    def __init__(
+        self, store: GradientStore, num_micro_batches: int, scales_loss: bool, on_end: Callable[[], None]
+    ) -> None:
+        """`on_end`: a backward has ended that the engine did not start."""
+        self._store = store
+        self._num_micro_batches = num_micro_batches
+        self._scales_loss = scales_loss
+        self._on_end = on_end
+        self._waiting: list[nn.Parameter] = []
+        """Parameters whose users' hooks may still run."""
+        self._is_engines = False
+        self._is_scaled = False
+        self._task = -1
+        self.has_noticed = False
+        """Whether a backward that the engine did not start has brought gradients since `reset`."""
+
+    @contextmanager
+    def engine_backward(self) -> Iterator[None]:
+        """The engine's own backward runs inside. Raises what failed on the gradients' way."""
+        self._is_engines = True
+        try:
+            yield
+            self._take_waiting()
+            self._store.free_landed()
+        finally:
+            self._is_engines = False
+            self._store.end_backward()
+
+    def take(self, param: nn.Parameter) -> None:
+        """`param.grad` is complete for one pass."""
+        self._take_waiting()
+        if not self._is_engines:
+            self._notice()
+            self._scale(param)
+        if len(param._post_accumulate_grad_hooks or ()) > 1:
+            self._store.show_sum(param)
+            self._waiting.append(param)
+        else:
+            self._store.take(param)
+
+    def expect(self, scaled: torch.Tensor) -> None:
+        """Take the gradients of `scaled` as they are: `engine.scale` made this loss."""
+        scaled.register_hook(self._begin_scaled)  # type: ignore[no-untyped-call]
+
+    def reset(self) -> None:
+        """Gradients are dropped or taken by a step."""
+        self._waiting.clear()
+        self._is_scaled = False
+        self.has_noticed = False
+
+    def _begin_scaled(self, _: torch.Tensor) -> None:
+        if self._is_engines:
+            raise ModelError(
+                "engine.backward() scales the loss itself, and was given one that engine.scale() had scaled. Call "
+                ".backward() on that one, or engine.backward() on the loss as the model gives it."
+            )
+        self._is_scaled = True
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_scaled)
+
+    def _end_scaled(self) -> None:
+        self._is_scaled = False
+
+    def _notice(self) -> None:
+        if (task := torch._C._current_graph_task_id()) != self._task:
+            self._task = task
+            self.has_noticed = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+
+    def _end(self) -> None:
+        self._take_waiting()
+        self._store.free_landed()
+        self._store.end_backward()
+        self._on_end()
+
+    def _scale(self, param: nn.Parameter) -> None:
+        if self._is_scaled or not (self._scales_loss or self._num_micro_batches > 1):
+            return
+        with torch._C.DisableTorchFunctionSubclass():
+            grad: torch.Tensor | None = GRAD_SLOT.__get__(param)
+            if self._scales_loss:
+                GRAD_SLOT.__set__(param, None)
+                raise ModelError(
+                    "Loss scaling is required with fp16.enabled, and loss.backward() does none. Call "
+                    "engine.backward(loss), or engine.scale(loss).backward(). A torch.amp.GradScaler is not needed: "
+                    "leave it out, or disable fp16 and use it with autocast."
+                )
+            if grad is not None:
+                GRAD_SLOT.__set__(param, grad / self._num_micro_batches)
+
+    def _take_waiting(self) -> None:
+        while self._waiting:
+            param = self._waiting.pop(0)
+            self._store.take(param)
+            with torch._C.DisableTorchFunctionSubclass():
+                if param.grad_dtype is None:  # `show_sum`
+                    param.grad_dtype = param.dtype

@@ -1,0 +1,141 @@
+"""The gradients of one unit at their home, and what users see of them as `param.grad`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from tiered_zero.errors import ModelError
+from tiered_zero.hardware.accelerator import Event
+from tiered_zero.layout.flat import FlatEntry, Unit
+from tiered_zero.tiers.step_gradients import UnitShare
+
+
+class ExpiredGradient(torch.Tensor):
+    """A `param.grad` that was kept beyond its step: its memory holds other values by now, so every use is refused."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        raise ModelError(
+            "This gradient was read as parameter.grad in an earlier step (or before zero_grad()); its memory is used "
+            "again since. Keep parameter.grad.clone() instead."
+        )
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        return "ExpiredGradient()"
+
+
+@dataclass(kw_only=True)
+class UnitGradients:
+    """`flat`: [P] of the unit's dtype, or fp32 where micro-batches are summed; zeros between entries.
+
+    All sets and dicts are of parameter indices. `present`: parameters with a gradient in this step. `arrived`: those of
+    this backward. `norms`: of gradients that were measured as they arrived. `last`: the event of the one that left the
+    device last. `sealed`: their update has begun. `spare`: a second flat, where the update of one step runs beside the
+    backward of the next. `shown`: what users got as `param.grad`: a view of the flat in the parameter's shape, or, for
+    those in `assigned`, the user's own tensor, which `store_assigned` copies into the flat. `zeroed`: present, with
+    value 0 and nothing to add to. `earlier`: had a gradient since zero_grad() last set gradients to None.
+    """
+
+    unit: Unit
+    flat: torch.Tensor
+    spare: torch.Tensor | None
+    on_device: bool
+    present: set[int] = field(default_factory=set)
+    arrived: set[int] = field(default_factory=set)
+    norms: dict[int, torch.Tensor] = field(default_factory=dict)
+    last: Event | None = None
+    sealed: bool = False
+    shown: dict[int, torch.Tensor] = field(default_factory=dict)
+    assigned: set[int] = field(default_factory=set)
+    zeroed: set[int] = field(default_factory=set)
+    earlier: set[int] = field(default_factory=set)
+
+    def share(self) -> UnitShare:
+        return UnitShare(self.flat, frozenset(self.present), self.last, self.on_device)
+
+    def clear(self) -> None:
+        self.earlier |= self.present
+        self.last = None
+        self.sealed = False
+        self.present.clear()
+        self.arrived.clear()
+        self.norms.clear()
+        self.zeroed.clear()
+        self.expire_views()
+        self.assigned.clear()
+
+    def wait(self) -> None:
+        """Block until every gradient of the unit that has left the device is at its home. Raises what failed there."""
+        if self.last is not None:
+            self.last.wait()
+
+    def view(self, entry: FlatEntry) -> torch.Tensor:
+        """One parameter's gradient at its home, in the parameter's shape."""
+        return self.flat[entry.start : entry.stop].view(entry.param.shape)
+
+    def show(self, entry: FlatEntry) -> torch.Tensor:
+        """What `param.grad` is, the same object until the step ends; the gradient is present."""
+        index = entry.param.index
+        if index not in self.assigned:
+            self.wait()
+            self.zeroed.discard(index)
+            if index not in self.shown:
+                self.shown[index] = self.view(entry)
+        return self.shown[index]
+
+    def assign(self, entry: FlatEntry, value: torch.Tensor) -> None:
+        """`value` is the gradient from now on, in place of what was there."""
+        self.remove(entry)
+        self.shown[entry.param.index] = value
+        self.assigned.add(entry.param.index)
+        self.present.add(entry.param.index)
+
+    def remove(self, entry: FlatEntry) -> None:
+        """The parameter has no gradient any more."""
+        index = entry.param.index
+        self.expire_views([index])
+        for owner in (self.present, self.assigned, self.zeroed):
+            owner.discard(index)
+
+    def adds_to(self, index: int) -> bool:
+        """Whether another gradient of the parameter is added, rather than stored."""
+        return index in self.present and index not in self.zeroed
+
+    def store_assigned(self) -> None:
+        """Copy the tensors that users assigned into the flat."""
+        if not self.assigned:
+            return
+        self.wait()
+        for entry in self.unit.entries:
+            if (index := entry.param.index) in self.assigned:
+                self.view(entry).copy_(self.shown.pop(index).detach())
+                self.norms.pop(index, None)
+                self.assigned.discard(index)
+
+    def set_zero(self) -> None:
+        """Every gradient since `zero_grad()` last set gradients to None becomes 0."""
+        self.wait()
+        self.present |= self.earlier
+        for entry in self.unit.entries:
+            if (index := entry.param.index) in self.present:
+                (self.shown[index] if index in self.assigned else self.view(entry)).zero_()
+                if index not in self.shown:
+                    self.zeroed.add(index)
+        self.norms.clear()
+
+    def expire_views(self, indices: Iterable[int] | None = None) -> None:
+        """The flat is used for something else: views of it that users may hold must not be used any more."""
+        for index in tuple(self.shown) if indices is None else indices:
+            view = self.shown.pop(index, None)
+            if view is not None and index not in self.assigned:
+                view.__class__ = ExpiredGradient

@@ -1,0 +1,45 @@
+"""`param.grad` between backward and step()."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+from torch import nn
+
+from tiered_zero.params.storage import FlatStorage, GradientHome, set_gradient_home
+
+
+@final
+class VisibleGradients:
+    """Lets `param.grad` of trainable parameters answer from the gradient's home, from backward to step().
+
+    A backward moves each gradient to its home, which may be on another device and, where micro-batches are summed, in
+    fp32; autograd's own attribute could hold neither. While there are gradients and no call is running, parameters that
+    are not guarded get a `grad` of ours; guarded ones have one anyway. Without gradients autograd's attribute is the
+    place for what users assign. Driver thread.
+    """
+
+    def __init__(self, params: Sequence[nn.Parameter], storages: Sequence[FlatStorage], home: GradientHome) -> None:
+        """`params`, `storages`: all that are trainable."""
+        self._params = tuple(params)
+        self._storages = tuple(storages)
+        self._home = home
+        for param in self._params:
+            set_gradient_home(param, home)
+
+    def show(self) -> None:
+        """A forward or a backward has ended."""
+        if self._home.has_gradients:
+            for storage in self._storages:
+                storage.show_grads()
+
+    def hide(self) -> None:
+        """A forward, a backward or a step begins, or gradients are dropped."""
+        for storage in self._storages:
+            storage.hide_grads()
+
+    def close(self) -> None:
+        self.hide()
+        for param in self._params:
+            set_gradient_home(param, None)
