@@ -63,7 +63,13 @@ def test_an_engine_without_an_optimizer_evaluates(device: str, frozen: bool, swa
     config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": zero, "bf16": {"enabled": False}}
     engine, optimizer, loader, scheduler = tiered_zero.initialize(model=model, config=config)
     with engine:
-        assert (optimizer, engine.optimizer, loader, scheduler, engine.get_lr()) == (None, None, None, None, [])
+        assert (optimizer, engine.optimizer, loader, scheduler, engine.get_lr() + engine.get_mom()) == (
+            None,
+            None,
+            None,
+            None,
+            [],
+        )
         engine.eval()
         for _ in range(3):
             with torch.no_grad():
@@ -132,6 +138,8 @@ def test_questions() -> None:
         assert (engine.optimizer_name(), engine.scheduler_name()) == ("AdamW", "WarmupLR")
         assert engine.get_batch_info() == (4, 4, 1)
         assert (engine.fp16_enabled(), engine.bfloat16_enabled(), engine.dynamic_loss_scale()) == (False, False, False)
+        assert engine.zero_offload_optimizer().device == engine.zero_offload_param().device == "cpu"
+        assert not (engine.amp_enabled() or engine.sparse_gradients_enabled() or engine.wall_clock_breakdown())
         assert (engine.gradient_clipping(), engine.get_mom()) == (0.0, [(0.9, 0.999)])
         assert engine.module_state_dict().keys() == engine.module.state_dict().keys()
         engine.set_lr(0.5)

@@ -180,6 +180,14 @@ def test_a_loader_without_end() -> None:
         next(RepeatingLoader([]))
 
 
+def test_small_things(caplog: pytest.LogCaptureFixture) -> None:
+    deepspeed.utils.log_dist("on this rank", ranks=[0], level=30)
+    deepspeed.utils.log_dist("on another", ranks=[1], level=30)
+    assert caplog.messages == ["on this rank"]
+    model = Net()
+    assert deepspeed.utils.set_z3_leaf_modules(model, [nn.Linear, "Net"]) == [model, model.first, model.second]
+
+
 class TestZero:
     def test_init_builds_what_the_constructor_writes(self) -> None:
         with deepspeed.zero.Init(config_dict_or_path={"zero_optimization": {"stage": 3}}, remote_device="cpu"):

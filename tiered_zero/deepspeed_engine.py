@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tiered_zero.config.schema import Config
+from tiered_zero.config.schema import Config, OffloadOptimizerSection, OffloadParamSection
 from tiered_zero.errors import MissingNameError, ModelError
 from tiered_zero.optim.handle import TieredOptimizer
 
@@ -106,7 +106,7 @@ class DeepSpeedNames(ABC):
 
     def set_lr(self, lr: float) -> None:
         """The learning rate of every param group."""
-        for group in self.optimizer.param_groups:
+        for group in self.optimizer.param_groups if self.optimizer else []:
             group["lr"] = lr
 
     # -- questions -----------------------------------------------------------------------------------------------------
@@ -152,6 +152,21 @@ class DeepSpeedNames(ABC):
     def zero_cpu_offload(self) -> bool:
         return self.config.zero_optimization.offload_optimizer.device == "cpu"
 
+    def zero_offload_optimizer(self) -> OffloadOptimizerSection:
+        return self.config.zero_optimization.offload_optimizer
+
+    def zero_offload_param(self) -> OffloadParamSection:
+        return self.config.zero_optimization.offload_param
+
+    def amp_enabled(self) -> bool:
+        return False
+
+    def sparse_gradients_enabled(self) -> bool:
+        return False
+
+    def wall_clock_breakdown(self) -> bool:
+        return False
+
     def gradient_clipping(self) -> float:
         return self.config.gradient_clipping
 
@@ -182,8 +197,9 @@ class DeepSpeedNames(ABC):
 
     def get_mom(self) -> list[Any]:
         """Momentum, or betas, of each param group."""
-        key = "momentum" if any("momentum" in group for group in self.optimizer.param_groups) else "betas"
-        return [group.get(key) for group in self.optimizer.param_groups]
+        groups = self.optimizer.param_groups if self.optimizer else []
+        key = "momentum" if any("momentum" in group for group in groups) else "betas"
+        return [group.get(key) for group in groups]
 
     def __getattr__(self, name: str) -> Any:
         """What the engine does not have is the module's (as user code written for DeepSpeed expects)."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import logging
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,14 +12,19 @@ from torch import nn
 from tiered_zero.errors import ModelError
 from tiered_zero.full_values import FullValues, full_values_of
 
+logger = logging.getLogger("tiered_zero")
+
 __all__ = [
     "RepeatingLoader",
+    "log_dist",
+    "logger",
     "safe_get_full_fp32_param",
     "safe_get_full_grad",
     "safe_get_full_optimizer_state",
     "safe_set_full_fp32_param",
     "safe_set_full_grad",
     "safe_set_full_optimizer_state",
+    "set_z3_leaf_modules",
 ]
 
 
@@ -38,6 +44,18 @@ class RepeatingLoader:
         except StopIteration:
             self._batches = iter(self.loader)
             return next(self._batches)
+
+
+def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
+    """Log `message` unless `ranks` leaves this rank, 0, out."""
+    if ranks is None or 0 in ranks or -1 in ranks:
+        logger.log(level, "%s", message)
+
+
+def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str]) -> list[nn.Module]:
+    """The modules of these classes. Nothing else is to do: what a module needs is fetched as it is called."""
+    names = {kind if isinstance(kind, str) else kind.__name__ for kind in leaf_module_classes}
+    return [module for module in model.modules() if type(module).__name__ in names]
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:

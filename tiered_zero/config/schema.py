@@ -115,7 +115,7 @@ class OffloadParamSection(_OffloadSection):
 
     buffer_count: Whole = Field(5, ge=1, description="staging buffers for parameters on their way from nvme")
     buffer_size: Elements = Field(
-        100_000_000, ge=1, description="elements a staging buffer; unset: as large as the model needs"
+        100_000_000, ge=1, description="elements per staging buffer; unset: as large as the model needs"
     )
     max_in_cpu: Elements = Field(
         1_000_000_000,
@@ -315,11 +315,11 @@ class RuntimeSection(Section):
     )
     trace: PathText | None = Field(None, description="file for a Chrome trace of every step; null: none")
     report: PathText | None = Field(
-        None, description="file for one JSON line a step (seconds, bytes, rates); null: none"
+        None, description="file for one JSON line per step (seconds, bytes, rates); null: none"
     )
     state_format: Literal["fp32", "bf16_remainder", "lossy_bf16_moments", "lossy_8bit_moments"] = Field(
         "fp32",
-        description="how Adam's masters and moments are stored: fp32, 12 bytes a parameter besides itself; "
+        description="how Adam's masters and moments are stored: fp32, 12 bytes per parameter besides itself; "
         "bf16_remainder, 10, the same bits (bfloat16 parameters are half of their masters); lossy_bf16_moments, 8, and "
         "lossy_8bit_moments, 6.25, which change numbers",
     )
@@ -336,9 +336,9 @@ class BatchSizes(NamedTuple):
 class Config(Section):
     """The whole config, resolved. Made by `load`; frozen."""
 
-    train_batch_size: Whole = Field(ge=1, description="samples an optimizer step, over all ranks")
-    train_micro_batch_size_per_gpu: Whole = Field(ge=1, description="samples a forward, each rank")
-    gradient_accumulation_steps: Whole = Field(ge=1, description="forwards and backwards an optimizer step")
+    train_batch_size: Whole = Field(ge=1, description="samples per optimizer step, over all ranks")
+    train_micro_batch_size_per_gpu: Whole = Field(ge=1, description="samples per forward on each rank")
+    gradient_accumulation_steps: Whole = Field(ge=1, description="forwards and backwards per optimizer step")
     gradient_clipping: Number = Field(1.0, ge=0, description="largest global L2 norm of the gradients; 0 does not clip")
     steps_per_print: Annotated[int | None, BeforeValidator(_steps_per_print)] = Field(
         None, ge=1, description="optimizer steps between two log lines with loss scale and learning rate; null: none"
