@@ -152,7 +152,7 @@ def test_what_goes_before_the_config_is_said_once(
 
 
 def test_a_model_without_elements_is_refused(initialize: Callable[..., Any]) -> None:
-    with pytest.raises(ModelError, match="No parameter of the model that has elements requires a gradient"):
+    with pytest.raises(ModelError, match="Every parameter of the model that requires a gradient is empty"):
         initialize(model=nn.BatchNorm1d(0), config=settings(**ADAMW))
 
 

@@ -109,11 +109,14 @@ def _check_params(specs: Mapping[nn.Parameter, ParamSpec], trains: bool) -> None
                 f"Parameter {spec.name} is {spec.dtype}; trainable ones are float32, bfloat16 or float16. Convert it "
                 "(model.float()), or set requires_grad=False for it."
             )
-    if trains and not any(spec.trainable and spec.numel for spec in specs.values()):
+    if not trains:
+        return
+    if not any(spec.trainable for spec in specs.values()):
         raise ModelError(
-            "No parameter of the model that has elements requires a gradient; there is nothing to train. Set "
-            "requires_grad=True."
+            "No parameter of the model requires a gradient; there is nothing to train. Set requires_grad=True."
         )
+    if not any(spec.trainable and spec.numel for spec in specs.values()):
+        raise ModelError("Every parameter of the model that requires a gradient is empty; there is nothing to train.")
 
 
 def compute_dtype(config: Config, dtype: torch.dtype) -> torch.dtype:
