@@ -5,11 +5,13 @@ machine's instruction set (the kernels choose theirs at run time). Where no C co
 without them (`optional`), and the runtime says once what it does instead.
 """
 
+import tempfile
 from pathlib import Path
 
 from setuptools import Extension, setup
 
 NATIVE = Path("tiered_zero/native")
+SCRATCH = tempfile.TemporaryDirectory(prefix="tiered_zero-build-")  # no build/ is left in the checkout
 
 setup(
     ext_modules=[
@@ -23,5 +25,6 @@ setup(
         )
         for name in ("update", "direct_io")
         if (NATIVE / f"{name}.c").exists()
-    ]
+    ],
+    options={"build": {"build_base": SCRATCH.name}},
 )

@@ -219,7 +219,9 @@ def test_a_skipped_step_is_counted_and_said(precision: str, swap_path: Path, cap
         assert same(before, weights(engine))
         (record,) = caplog.records
         assert record.levelno == logging.WARNING
-        assert "step 2 skipped (1 in a row): the gradient of first.weight is not finite" in record.getMessage()
+        assert (
+            "step 2 skipped: gradient of first.weight is not finite (1 in a row; stops at 100)" in record.getMessage()
+        )
         assert engine.step_report is not None
         assert engine.step_report.skipped is True
         run_step(engine, 2)
@@ -569,3 +571,13 @@ def test_a_script_need_not_close_it(device: str, swap_path: Path) -> None:
     assert "still leased" not in done.stderr
     assert "Traceback" not in done.stderr
     assert os.listdir(swap_path) == []
+
+
+def test_an_engine_its_plan_and_its_report_print_as_a_user_would_read_them(swap_path: Path) -> None:
+    with build(swap_path, ("cpu", "cpu")) as engine:
+        run_step(engine, 0)
+        num_parameters = sum(param.numel() for param in engine.module.parameters())
+        assert repr(engine) == f"Engine(Model, {num_parameters:,} parameters, device cpu, barrier updates, step 1)"
+        assert "master weights and optimizer state" in str(engine.plan) and "update policy: barrier" in str(engine.plan)
+        assert str(engine.step_report).startswith("step 1: ") and "bound by" in str(engine.step_report)
+    assert repr(engine).endswith("closed)")

@@ -134,6 +134,13 @@ class Engine(DeepSpeedNames):
         self.global_steps = 0
         self.skipped_steps = 0
 
+    def __repr__(self) -> str:
+        num_parameters = sum(param.numel() for param in self.module.parameters())
+        return (
+            f"Engine({type(self.module).__name__}, {num_parameters:,} parameters, device {self.device}, "
+            f"{self.plan.update_policy.policy} updates, {'closed' if self._closed else f'step {self.global_steps}'})"
+        )
+
     # -- the three calls -----------------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -460,8 +467,9 @@ class Engine(DeepSpeedNames):
                 raise NonFiniteError(f"{error} First parameter with such a gradient: {verdict.first_bad}.") from error
         if tells:
             logger.warning(
-                "step %d skipped (%d in a row): the gradient of %s is not finite; loss scale %g -> %g",
-                self.global_steps, self._skipped_in_a_row, verdict.first_bad, scale, self.loss_scale,
+                "step %d skipped: gradient of %s is not finite (%d in a row; stops at %d)%s",
+                self.global_steps, verdict.first_bad, self._skipped_in_a_row, MAX_SKIPPED_IN_A_ROW,
+                f"; loss scale {scale:g} -> {self.loss_scale:g}" if scaler is not None else "",
             )  # fmt: skip
         if self._skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
             raise NonFiniteError(

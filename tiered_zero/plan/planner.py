@@ -118,6 +118,9 @@ class Plan:
     def text(self) -> str:
         return format_table(self.rows, self.limits)
 
+    def __str__(self) -> str:
+        return f"{self.text}\n  {self.update_policy.text}"
+
     def check(self) -> None:
         """Raises PlanError, with the table, for the first tier that is too small."""
         for tier, (limit, source) in self.limits.items():

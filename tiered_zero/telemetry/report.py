@@ -95,6 +95,11 @@ class StepReport(JsonRecord):
     def to_json(self) -> dict[str, Any]:
         return {**super().to_json(), "overlap": self.overlap, "bound_by": self.bound_by}
 
+    def __str__(self) -> str:
+        loss = "" if self.loss is None else f", loss {self.loss:.6g}"
+        skipped = ", skipped" if self.skipped else ""
+        return f"step {self.step}: {self.wall_s:.3f} s{loss}{skipped}, bound by {self.bound_by}"
+
 
 def build_step_report(
     step: int,
