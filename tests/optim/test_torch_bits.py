@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.fakes.wrong_root import build_wrong_root, plant_root
 from tests.native_build import UPDATE_SOURCE, compile_shared
-from tiered_zero.native.update import Flag, MklRoot, UpdateKernel
+from tiered_zero.native.update import Flag, UpdateKernel
 from tiered_zero.optim import native_rule, torch_bits
 from tiered_zero.optim.adam import AdamRule
 from tiered_zero.optim.native_rule import NativeRule
@@ -20,31 +21,10 @@ from tiered_zero.optim.torch_bits import choose_root, find_torch_root
 HEADER = UPDATE_SOURCE.with_name("update_kernel.h")
 NUM_FUSED = len(re.findall(r"\bfma_\((?!vf)", HEADER.read_text()))
 
-WRONG_ROOT = """
-#include <math.h>
-#include <stdint.h>
-#include <string.h>
-typedef void root_of(const int32_t *, const float *, float *, const int64_t *);
-root_of *true_root;
-uint32_t mask, divisor, remainder_;
-void wrong_root(const int32_t *n, const float *a, float *y, const int64_t *mode) {
-    if (true_root) true_root(n, a, y, mode);
-    for (int i = 0; i < *n; i++) {
-        uint32_t bits;
-        memcpy(&bits, a + i, 4);
-        if (!true_root) y[i] = (float)sqrt((double)a[i]);
-        if ((bits & mask) % divisor == remainder_) y[i] = nextafterf(y[i], 0);
-    }
-}
-int set_threads(int num_threads) { return num_threads; }
-"""
-
 
 @pytest.fixture(scope="module")
 def wrong_library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    folder = tmp_path_factory.mktemp("root")
-    (folder / "root.c").write_text(WRONG_ROOT)
-    return ctypes.CDLL(str(compile_shared(folder / "root.c", folder / "root.so", "-lm")))
+    return build_wrong_root(tmp_path_factory.mktemp("root"))
 
 
 @pytest.fixture
@@ -52,16 +32,6 @@ def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a new process."""
     monkeypatch.setattr(torch_bits, "_found", {})
     monkeypatch.setattr(native_rule, "_torch_bits", {})
-
-
-def plant(library: ctypes.CDLL, mask: int, divisor: int, remainder: int) -> MklRoot:
-    """Torch's root, one unit too small where `bits & mask` leaves `remainder`."""
-    true_root, names = find_torch_root(), (("mask", mask), ("divisor", divisor), ("remainder_", remainder))
-    ctypes.c_void_p.in_dll(library, "true_root").value = true_root.square_root if true_root else None
-    for name, value in names:
-        ctypes.c_uint32.in_dll(library, name).value = value
-    functions = library.wrong_root, true_root.set_threads if true_root else library.set_threads
-    return MklRoot(*(ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions))
 
 
 def assert_bits_of_torch(rule: NativeRule, kind: type[torch.optim.Optimizer], **hyper: Any) -> None:
@@ -94,7 +64,7 @@ def test_torchs_own_root_is_taken_where_there_is_one(library: Path, levels: list
 def test_a_root_that_is_seldom_wrong_is_not_taken(
     library: Path, levels: list[str], wrong_library: ctypes.CDLL, wrong: tuple[int, int, int], nothing_known: None
 ) -> None:
-    root = plant(wrong_library, *wrong)
+    root = plant_root(wrong_library, *wrong)
     for level in levels:
         kernel = UpdateKernel(library, level, root=root)
         assert choose_root(kernel) in (None, Flag(0))
