@@ -36,6 +36,7 @@ import numpy
 import torch
 
 import tiered_zero.native
+from tiered_zero.grads.norms import NormTaker
 from tiered_zero.native import find_library
 from tiered_zero.native.update import Dtype, Hyper, UpdateKernel
 from tiered_zero.optim.adam import AdamRule
@@ -80,10 +81,10 @@ def make_table(rule: AdamRule, runs: list[Run]) -> tuple[numpy.ndarray, Hyper]:
     return numpy.array(rows, numpy.uint64), hyper
 
 
-def whole_update(rule: AdamRule, kernel: UpdateKernel, runs: list[Run]) -> None:
+def whole_update(rule: AdamRule, norms: NormTaker, runs: list[Run]) -> None:
     """What a step does to gradients that carry a loss scale, of one large run."""
     (run,) = runs
-    norm = math.sqrt(kernel.norm_scan(run.grad.data_ptr(), Dtype.BFLOAT16, run.grad.numel())) / LOSS_SCALE
+    norm = norms.of(run.grad).item() / LOSS_SCALE
     if not math.isfinite(norm):
         return
     run.grad_scale = min(1.0, CLIP / (norm + 1e-6)) / LOSS_SCALE
@@ -152,6 +153,7 @@ def main(arguments: list[str] | None = None) -> dict[str, object]:
     best = next(iter(kernels.values()))
     rules = {level: AdamRule(decoupled=True, kernel=kernel) for level, kernel in kernels.items()}
     rule, fallback = rules[best.level], AdamRule(decoupled=True, kernel=None)
+    norms = NormTaker(best)
     torch.set_num_threads(best.num_threads)
 
     numel = options.numel
@@ -165,7 +167,7 @@ def main(arguments: list[str] | None = None) -> dict[str, object]:
         "kernel fp32": lambda: rule.update(fp32),
         "small": lambda: best.update(table.ctypes.data, len(table)),
         "small, packed": lambda: rule.update(small),
-        "whole": lambda: whole_update(rule, best, large),
+        "whole": lambda: whole_update(rule, norms, large),
         "torch": by_torch.step,
         "torch, reuse": by_torch.step_reusing,
         "fallback": lambda: fallback.update(large),

@@ -1,0 +1,30 @@
+"""The update benchmark runs with every case in it, and no benchmark is without such a test."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.native_build import ROOT
+from tiered_zero.native.update import UpdateKernel
+
+CASES = ["triad", "kernel fp32", "small", "small, packed", "whole", "torch", "torch, reuse", "fallback"]
+
+
+def test_smoke(tmp_path: Path, library: Path) -> None:
+    out = tmp_path / "update.jsonl"
+    command = [sys.executable, str(ROOT / "tools/bench/update.py"), "--smoke", "--out", str(out)]
+    ran = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    record = json.loads(out.read_text())
+    levels = [f"kernel {level}" for level in UpdateKernel(library).supported_levels()]
+    assert record["name"] == "update" and set(record["samples"]) == {*CASES, *levels}
+    assert all(len(samples) == 2 and min(samples) > 0 for samples in record["samples"].values())
+    assert set(record["rates_gb_per_s"]) == set(record["samples"]) and record["bound"]["triad_gb_per_s"] > 0
+
+
+def test_every_benchmark_has_a_smoke_run() -> None:
+    found = {path.stem for path in (ROOT / "tools/bench").glob("*.py")}
+    assert found - {"record"} == {"io", "step", "update"}, "io: tests/io/test_bench_io.py; step: test_bench_step.py"
