@@ -333,8 +333,8 @@ def _bits(param: nn.Parameter) -> Any:
 
 
 def _settled(look: Callable[[], Any], wanted: Any) -> Any:
-    """What `look` sees, at the latest two seconds from now: threads end in their own time."""
-    deadline_s = time.monotonic() + 2.0
+    """What `look` sees, at the latest a minute from now: threads end in their own time."""
+    deadline_s = time.monotonic() + 60
     while (seen := look()) != wanted and time.monotonic() < deadline_s:
         gc.collect()
         time.sleep(0.01)

@@ -255,7 +255,7 @@ def test_ctrl_c_in_a_real_run_leaves_nothing_behind(swap_path: Path) -> None:
             time.sleep(0.05)
         time.sleep(1.0)
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=300)
     assert process.returncode == 130, err
     assert "Traceback" not in err and ("Stopped after" in err or "Interrupted" in err)
     assert [path for path in swap_path.rglob("*") if path.is_file()] == []

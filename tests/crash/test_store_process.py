@@ -166,7 +166,7 @@ def test_committed_state_of_a_dead_run_is_removed_on_demand(swap_path: Path, sta
 )
 def test_every_orderly_end_leaves_nothing(swap_path: Path, start: Start, end: str, status: int) -> None:
     child = start(end=end + "\n" if "raise" not in end else "sys.stderr = open(os.devnull, 'w')\n" + end)
-    assert child.wait(30) == status
+    assert child.wait(300) == status
     assert list(swap_path.iterdir()) == []
 
 
@@ -174,7 +174,7 @@ def test_every_orderly_end_leaves_nothing(swap_path: Path, start: Start, end: st
 def test_a_signal_leaves_committed_state(swap_path: Path, start: Start, number: signal.Signals) -> None:
     child = start(act="store.commit(1, {})")
     child.send_signal(number)
-    child.wait(30)
+    child.wait(300)
     (run,) = list_runs(swap_path)
     assert (run.state, run.step) == ("dead", 1)
 
@@ -200,7 +200,7 @@ def test_a_forked_child_owns_nothing(swap_path: Path, start: Start) -> None:
     child = start(act="pid = os.fork()\nif pid == 0: sys.exit(0)\nos.waitpid(pid, 0)")
     assert [run.state for run in list_runs(swap_path)] == ["alive"]
     child.terminate()
-    child.wait(30)
+    child.wait(300)
     assert list(swap_path.iterdir()) == []
 
 

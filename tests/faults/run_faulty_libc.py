@@ -100,11 +100,11 @@ def run(swap_path: Path, name: str, policy: str, fault: Fault, num_steps: int) -
             came = "same weights" if same else "OTHER WEIGHTS"
         else:
             came = outcome(policy, engine, failure, swap_path)
-        if hangs and raised_s > TIMEOUT_S + 1.0:
+        if hangs and raised_s > TIMEOUT_S + 60.0:
             came = f"TOO LATE: {raised_s:.1f} s; {came}"
         begun_s = time.monotonic()
         engine.close()
-        if hangs and time.monotonic() - begun_s > 3.0:
+        if hangs and time.monotonic() - begun_s > 60.0:
             came = f"CLOSED SLOWLY: {time.monotonic() - begun_s:.1f} s; {came}"
     finally:
         disarm()

@@ -77,7 +77,6 @@ def swap(*arguments: str) -> Any:
     return json.loads(result.output)
 
 
-@pytest.mark.timeout(110)
 def test_many_runs_on_one_directory_and_every_way_to_end(children: Children, swap_path: Path, tell: Tell) -> None:
     stays = children.start("overlapped")
     killed: list[int] = []

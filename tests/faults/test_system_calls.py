@@ -37,7 +37,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     found: Outcomes = {}
     try:
         for name, child in children.items():
-            out, err = child.communicate(timeout=100)
+            out, err = child.communicate(timeout=300)
             assert child.returncode == 0, err
             for row in map(json.loads, out.splitlines()):
                 found[name, row["case"], row["policy"]] = row["came"]

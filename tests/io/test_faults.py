@@ -70,7 +70,7 @@ def outcomes(native_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict
         if name != "io_uring" or not io_uring_faults_refusal(native_dir)
     ]
     try:
-        lines = [line for child in children for line in child.communicate(timeout=100)[0].splitlines()]
+        lines = [line for child in children for line in child.communicate(timeout=300)[0].splitlines()]
     finally:
         for child in children:
             child.kill()

@@ -1,10 +1,11 @@
 """With parameters and optimizer on NVMe the resident set does not grow with the model's depth.
 
 Measured in child processes, so that nothing else's memory is counted: the peak of the resident set (VmHWM) over birth
-from the meta device and three steps, for 8 layers and for 32. Gradients rest 16-bit in host
-memory, so they grow, by exactly two bytes an element; 4x the layers may add at most 5% beyond them. The plan's host
-memory less gradients is the same to the byte. The smaller model's state is larger than what is on its way through host
-memory at most: below that a run stages as much as it has.
+from the meta device and three steps, for 8 layers and for 32. Gradients rest 16-bit in host memory, so they grow, by
+exactly two bytes an element. Beyond them 4x the layers may add half of what their 16-bit parameters take: more than
+malloc keeps at times beside a busy machine's other programs, less than any kind of bytes that grew with depth. The
+plan's host memory less gradients is the same to the byte. The smaller model's state is larger than what is on its way
+through host memory at most: below that a run stages as much as it has.
 """
 
 import json
@@ -23,7 +24,7 @@ BLOCK_NUMEL = 12 * HIDDEN**2 + 13 * HIDDEN
 
 def run_child(*arguments: str) -> dict[str, Any]:
     command = [sys.executable, "-m", "tests.memory.child", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
@@ -36,12 +37,12 @@ def depths(tmp_path_factory) -> list[dict[str, Any]]:
     return [min(same, key=lambda found: found["peak"]) for same in zip(*runs, strict=True)]
 
 
-def test_four_times_the_layers_add_gradients_and_at_most_5_percent(depths):
+def test_four_times_the_layers_add_gradients_and_less_than_any_other_bytes_of_theirs(depths):
     shallow, deep = ({**found, "kept": found["peak"] - found["gradients"]} for found in depths)
     grown = LAYERS[1] - LAYERS[0]
     assert deep["nvme"] - shallow["nvme"] >= grown * 14 * BLOCK_NUMEL  # bf16 parameter, fp32 master, two moments
     assert 2 * grown * BLOCK_NUMEL <= deep["gradients"] - shallow["gradients"] <= 1.02 * 2 * grown * BLOCK_NUMEL
-    assert deep["kept"] <= 1.05 * shallow["kept"]
+    assert deep["kept"] - shallow["kept"] <= grown * BLOCK_NUMEL
 
 
 def test_the_plan_and_the_ledger_do_not_grow_at_all(depths):

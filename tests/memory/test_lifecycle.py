@@ -122,6 +122,6 @@ def test_an_interrupted_run_leaves_no_swap_files(number, swap_path):
         assert json.loads(child.stdout.readline())["runs"] == 1
         time.sleep(0.3)
         child.send_signal(number)
-        child.wait(timeout=30)
+        child.wait(timeout=300)
     assert child.returncode != 0
     assert not any(swap_path.iterdir())

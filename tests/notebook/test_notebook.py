@@ -90,7 +90,7 @@ def test_the_script_as_a_program_ends_by_itself() -> None:
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
-        timeout=100,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     assert "step:20, loss:" in done.stdout

@@ -251,7 +251,7 @@ def last(world: World, what: str, name: str) -> int:
 
 
 def wait_for(condition: Callable[[], bool], what: object) -> None:
-    deadline_s = time.monotonic() + 10.0
+    deadline_s = time.monotonic() + 300.0
     while not condition():
         assert time.monotonic() < deadline_s, what
         time.sleep(0.001)

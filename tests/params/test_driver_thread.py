@@ -23,7 +23,7 @@ class Waiting(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x * self.scale)
         self.inside.set()
-        assert self.release.wait(30)
+        assert self.release.wait(300)
         return self.second(x).sum()
 
 
@@ -74,7 +74,7 @@ def test_a_second_thread_is_refused_while_the_first_is_inside(way, swap_path):
         call = {"engine": engine, "module": model, "submodule": nn.Sequential(model)}[way]
         first = threading.Thread(target=lambda: found.append(call(X).detach()), name="first")
         first.start()
-        assert model.inside.wait(30)
+        assert model.inside.wait(300)
         errors = {name: in_thread(lambda call=call: call(engine)) for name, call in CALLS.items()}
         model.release.set()
         first.join()

@@ -188,7 +188,7 @@ class Gate:
     def __init__(self, engine: SyncEngine) -> None:
         self._event = threading.Event()
         engine.held = []
-        engine.before = lambda kind, n: self._event.wait(10) and None
+        engine.before = lambda kind, n: self._event.wait(300) and None
 
     def open(self) -> None:
         self._event.set()
@@ -231,7 +231,7 @@ def test_tickets_that_nobody_waits_for_are_settled(make: Callable[..., SwapStore
     store = make()
     record = store.reserve("a", PAGE)
     store.write(record, pattern(PAGE))
-    deadline_s = time.monotonic() + 5
+    deadline_s = time.monotonic() + 300
     while store.nbytes_written != {"a": PAGE} and time.monotonic() < deadline_s:
         time.sleep(0.001)
     assert store.nbytes_written == {"a": PAGE}

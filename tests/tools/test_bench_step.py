@@ -14,7 +14,7 @@ from tests.native_build import ROOT
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "tools/bench/step.py"), *arguments]
-    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=100)
+    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
 
 
 def test_smoke(swap_path: Path) -> None:

@@ -12,7 +12,7 @@ from tests.parity.trainers import tiered, train
 
 def draw(run: Path, out: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "tools/step_picture.py"), str(run), str(out)]
-    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
 
 
 def test_lanes_and_units_are_on_it(swap_path: Path, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ FORMULAS = ROOT / "tiered_zero" / "layout" / "swap_bytes.py"
 def isolated(tool: Path, *arguments: object, python: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
     """-I -S: no site-packages, no PYTHONPATH, no folder of the script: the standard library alone."""
     command = [sys.executable, "-I", "-S", *python, str(tool), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
 
 
 def ours(*arguments: object) -> Result:
@@ -109,7 +109,7 @@ def test_comments_are_read_as_by_the_package(text: str) -> None:
     code = "import runpy, sys, json; tool = runpy.run_path(sys.argv[1]); "
     code += "print(json.dumps(tool['parse_json'](sys.argv[2])))"
     command = [sys.executable, "-I", "-S", "-c", code, str(TOOL), text]
-    shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout
+    shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout
     assert json.loads(shown) == parse_json(text, "text")
 
 
