@@ -98,6 +98,7 @@ class ModuleHooks:
     def saving_views(self) -> Iterator[None]:
         """While open, autograd saves views of flats by name instead of by address."""
         self._check_frozen()
+        self._pager.check_converted()
         self._pager.refuse_changes()
         with saved_tensors_hooks(self._pager.pack, self._pager.unpack):
             yield
@@ -128,6 +129,7 @@ class ModuleHooks:
         self._pager.enter_frame(units)
         if is_direct:
             self._check_frozen()
+            self._pager.check_converted()
             saving = saved_tensors_hooks(self._pager.pack, self._pager.unpack)
             saving.__enter__()
             self._saving = saving

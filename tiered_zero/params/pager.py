@@ -17,7 +17,7 @@ from tiered_zero.params.driver_thread import DriverThread
 from tiered_zero.params.homes import HomeKeeper
 from tiered_zero.params.residency import Frame, PagerLimits, Residency, SavedView, UnitState
 from tiered_zero.params.schedule import Schedule
-from tiered_zero.params.storage import ClosedEngine, FlatStorage
+from tiered_zero.params.storage import CONVERSIONS, ClosedEngine, FlatStorage
 from tiered_zero.sizes import format_nbytes
 from tiered_zero.tiers.inventory import Inventory
 
@@ -165,6 +165,13 @@ class Pager:
         self._check_open(residency.unit)
         name = residency.unit.entries[residency.params[param]].param.name
         home = self._inventory.home(residency.unit, "param")
+        if function in CONVERSIONS:
+            raise ParameterAwayError(
+                f"{function} cannot move or convert parameter {name!r}: it is {residency.unit.dtype} on "
+                f"{self._accelerator.device} wherever it is used, and rests on tier {home.tier.name} between uses. "
+                "Leave out module.to(...), .cpu(), .half() and the like: set the precision in the config (bf16, fp16), "
+                "and read values inside `with tiered_zero.gathered(param):`, or from engine.module.state_dict()."
+            )
         raise ParameterAwayError(
             f"{function} needs the bytes of parameter {name!r}, which rest on tier {home.tier.name} between uses. "
             "Read or change it inside `with tiered_zero.gathered(param):`, or use it in the forward of a module, which "
@@ -332,6 +339,12 @@ class Pager:
         refusal, self._refusal = self._refusal, None
         if refusal is not None:
             raise refusal
+
+    def check_converted(self) -> None:
+        """Raises ModelError where a parameter that lives on the device was moved or converted."""
+        for residency in self._residencies.values():
+            if residency.state is UnitState.LENT and self.is_device_resident(residency.unit):
+                residency.storage.check_converted()
 
     def residency(self, param: nn.Parameter) -> Residency | None:
         return self._by_param.get(param)

@@ -75,8 +75,11 @@ _BYTE_PROPERTIES = frozenset({"data", "T", "H", "mT", "mH", "real", "imag"})
 _METADATA_METHODS = frozenset(
     "size dim ndimension numel nelement stride storage_offset is_contiguous element_size is_floating_point is_complex "
     "is_signed get_device requires_grad_ register_hook register_post_accumulate_grad_hook retain_grad __len__ "
-    "untyped_storage data_ptr is_inference dim_order is_same_size __hash__ is_shared".split()
+    "untyped_storage data_ptr is_inference dim_order is_same_size __hash__ is_shared "
+    "_has_compatible_shallow_copy_type".split()
 )
+CONVERSIONS = frozenset("to cpu cuda type float double half bfloat16".split())
+"""Return the tensor itself where it is as wanted, which `module.to()` relies on; `type()` then gives a name."""
 
 
 _grad: Any = torch.Tensor.grad  # the descriptor
@@ -160,6 +163,8 @@ class AwayParameter(nn.Parameter):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         keywords = dict(kwargs or {})
+        if isinstance(param := args[0] if args else None, AwayParameter) and _keeps(func, param, args[1:], keywords):
+            return None if func == _set_data else param
         if not _is_metadata(func):
             used = list(_parameters_in((args, keywords)))
             for index, param in enumerate(used):
@@ -199,6 +204,23 @@ class AwayParameter(nn.Parameter):
             return nn.Parameter(value, self.requires_grad)
         lender.demand([self], function)
         return None
+
+
+_set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+def _keeps(func: Callable[..., Any], param: nn.Parameter, args: Sequence[Any], keywords: Mapping[str, Any]) -> bool:
+    """Whether `func` leaves the parameter as it is: a conversion to what it is, or `param.data = param`. That is all
+    that `module.to(device)` does to a parameter that is there already."""
+    if func == _set_data:
+        return args[0] is param
+    if getattr(func, "__name__", "") not in CONVERSIONS or not (args or keywords or func.__name__ != "type"):
+        return False
+    if any(isinstance(value, torch.memory_format) for value in (*args, *keywords.values())):
+        return False
+    with torch._C.DisableTorchFunctionSubclass():
+        probe = torch.empty(0, dtype=param.dtype, device=param.device)
+        return func(probe, *args, **keywords) is probe
 
 
 def _is_metadata(func: Callable[..., Any]) -> bool:
@@ -309,6 +331,17 @@ class FlatStorage:
                     "`with tiered_zero.gathered(param, modify=True):`."
                 )
         return None
+
+    def check_converted(self) -> None:
+        """Raises ModelError where a parameter that is exposed has another dtype or device than the flat, as
+        `module.half()` gives to what lives on the device."""
+        for entry, param in zip(self.unit.entries, self._params, strict=True):
+            if param.dtype is not self.unit.dtype or param.device != self._device:
+                raise ModelError(
+                    f"Parameter {entry.param.name} was moved or converted: expected {self.unit.dtype} on "
+                    f"{self._device}, found {param.dtype} on {param.device}. The engine keeps parameters where the "
+                    "config says (bf16, fp16, tiered_zero.device): convert the model before tiered_zero.initialize()."
+                )
 
     def take_back(self, keep: bool) -> None:
         """Parameters are views of the flat again, and unchanged from now on. `keep`: values of those that were given
