@@ -28,6 +28,7 @@ from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.optim.handle import TieredOptimizer
 from tiered_zero.optim.policy import UpdatePolicy
 from tiered_zero.params.hooks import ModuleHooks
+from tiered_zero.params.outside_modes import runs_outside_modes
 from tiered_zero.params.pager import Pager
 from tiered_zero.params.visible_gradients import VisibleGradients
 from tiered_zero.plan.planner import Plan
@@ -199,6 +200,7 @@ class Engine(DeepSpeedNames):
         return scaled
 
     @_on_one_thread
+    @runs_outside_modes
     def step(self) -> None:
         """Counts a micro-batch; at an accumulation boundary judges the gradients and updates the weights, or skips
         them.
@@ -322,6 +324,7 @@ class Engine(DeepSpeedNames):
             self._parts.policy.flush()
 
     @_on_one_thread
+    @runs_outside_modes
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of this step's backward passes so far; `optimizer.zero_grad()` is the same.
 
@@ -344,6 +347,7 @@ class Engine(DeepSpeedNames):
         self._losses.clear()
 
     @_on_one_thread
+    @runs_outside_modes
     def abort_step(self) -> None:
         """Give this step up: drain transfers, empty units, drop gradients. Training goes on with the next forward."""
         self._parts.pager.abort()

@@ -15,13 +15,21 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from tiered_zero.errors import ModelError
+from tiered_zero.errors import ModelError, TieredZeroError
 from tiered_zero.layout.flat import Unit
 from tiered_zero.params.lending import lend
+from tiered_zero.params.outside_modes import runs_outside_modes
 from tiered_zero.params.pager import Pager
 
 GradientSink = Callable[[nn.Parameter], None]
 """The first post-accumulate hook: called on autograd's thread when `param.grad` is complete for one pass."""
+
+
+_NO_TRANSFORM = (
+    "torch.func.grad, vjp, jacrev and hessian do not support saved tensor hooks, by which paged parameters are saved "
+    "for backward, so they cannot run over a module of the engine, nor inside its forward. Use torch.autograd.grad "
+    "(with create_graph=True where the result is differentiated again), or torch.func.jvp."
+)
 
 
 class _Hook:
@@ -39,6 +47,16 @@ class _Hook:
 
     def __reduce__(self) -> Any:
         return getattr, (nullcontext(), "__exit__")
+
+
+class _ForwardHook(_Hook):
+    @property
+    def __name__(self) -> str:
+        """torch.jit.script asks for it, before anything else."""
+        raise ModelError(
+            "torch.jit.script cannot compile a module of a tiered_zero engine: its parameters come and go in Python. "
+            "Use a model that is built anew, with engine.module.state_dict() loaded."
+        )
 
 
 class ModuleHooks:
@@ -81,9 +99,10 @@ class ModuleHooks:
                 self._watch_direct_call(module)
         for module in model.modules():
             self._watch_state_dict(module)
+        take = runs_outside_modes(on_gradient)
         for param in model.parameters():
             if param.requires_grad:
-                handle = param.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]
+                handle = param.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
                 hooks = param._post_accumulate_grad_hooks
                 assert hooks is not None, "one was just registered"
                 hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
@@ -97,11 +116,34 @@ class ModuleHooks:
     @contextmanager
     def saving_views(self) -> Iterator[None]:
         """While open, autograd saves views of flats by name instead of by address."""
+        self._refuse_tracing()
+        self._pager.refuse_changes()
+        saving = self._start_saving()
+        try:
+            yield
+        except RuntimeError as error:
+            if "saved tensor hooks" in str(error) and not isinstance(error, TieredZeroError):
+                raise ModelError(_NO_TRANSFORM) from error
+            raise
+        finally:
+            saving.__exit__()
+
+    def _refuse_tracing(self) -> None:
+        if torch._C._get_tracing_state():
+            raise ModelError(
+                "torch.jit.trace cannot trace a module of a tiered_zero engine: the trace would read parameters while "
+                "their bytes rest elsewhere. Use a copy: torch.jit.trace(copy.deepcopy(engine.module), ...)."
+            )
+
+    def _start_saving(self) -> saved_tensors_hooks:
+        """Check what must hold of the model when the outermost forward or a backward begins; then save by name."""
         self._check_frozen()
         self._pager.check_converted()
-        self._pager.refuse_changes()
-        with saved_tensors_hooks(self._pager.pack, self._pager.unpack):
-            yield
+        if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+            raise ModelError(_NO_TRANSFORM)
+        saving = saved_tensors_hooks(self._pager.pack, self._pager.unpack)
+        saving.__enter__()
+        return saving
 
     def _check_frozen(self) -> None:
         with torch._C.DisableTorchFunctionSubclass():
@@ -124,15 +166,12 @@ class ModuleHooks:
         """Open the module's frame; also what the engine's forward opens, where the module is called directly."""
         is_direct = self._pager.is_called_directly()
         if is_direct:
+            self._refuse_tracing()
             self._pager.driver.enter(f"The forward of {type(module).__name__}")
             self._is_open, self._opener = True, threading.get_ident()
         self._pager.enter_frame(units)
         if is_direct:
-            self._check_frozen()
-            self._pager.check_converted()
-            saving = saved_tensors_hooks(self._pager.pack, self._pager.unpack)
-            saving.__enter__()
-            self._saving = saving
+            self._saving = self._start_saving()
 
     def _exit(self) -> None:
         self._pager.exit_frame()
@@ -189,8 +228,8 @@ class ModuleHooks:
         """First of all pre-hooks, so that others find the parameters, and one that raises leaves a frame behind for
         `after`, which is called all the same: a frame ends also when the module raises (or a recomputation stops
         early, which raises too)."""
-        self._handles.append(module.register_forward_pre_hook(_Hook(before), prepend=True))
-        self._handles.append(module.register_forward_hook(_Hook(after), always_call=True))
+        self._handles.append(module.register_forward_pre_hook(_ForwardHook(before), prepend=True))
+        self._handles.append(module.register_forward_hook(_ForwardHook(after), always_call=True))
 
     def _watch_state_dict(self, module: nn.Module) -> None:
         """state_dict() gives CPU copies of real shape; load_state_dict() finds its parameters lent, and writes them

@@ -15,7 +15,8 @@ from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.layout.flat import Unit
 from tiered_zero.params.driver_thread import DriverThread
 from tiered_zero.params.homes import HomeKeeper
-from tiered_zero.params.residency import Frame, PagerLimits, Residency, SavedView, UnitState
+from tiered_zero.params.outside_modes import runs_outside_modes
+from tiered_zero.params.residency import Frame, HeldWrapper, PagerLimits, Residency, SavedView, UnitState
 from tiered_zero.params.schedule import Schedule
 from tiered_zero.params.storage import CONVERSIONS, ClosedEngine, FlatStorage
 from tiered_zero.sizes import format_nbytes
@@ -90,10 +91,12 @@ class Pager:
 
     # -- lending ---------------------------------------------------------------------------------------------------
 
+    @runs_outside_modes
     def acquire(self, unit: Unit) -> None:
         """Make the unit's parameters usable by what compute launches from now on. Pairs with `release`."""
         self._acquire(self._residencies[unit.index]).num_lends += 1
 
+    @runs_outside_modes
     def release(self, unit: Unit) -> None:
         """One user is done. After the last one forward gives the unit up; backward holds it until it needs the room."""
         residency = self._residencies[unit.index]
@@ -111,6 +114,7 @@ class Pager:
         finally:
             self.exit_frame()
 
+    @runs_outside_modes
     def enter_frame(self, units: Sequence[Unit]) -> None:
         self.driver.check("A module's forward")
         if not self._frames:
@@ -121,6 +125,7 @@ class Pager:
             self.acquire(unit)
             frame.lent.append(self._residencies[unit.index])
 
+    @runs_outside_modes
     def exit_frame(self) -> None:
         if not self._frames:  # its module was refused before it had one
             return
@@ -141,6 +146,7 @@ class Pager:
         """No module of ours is running, and neither the engine's forward nor a backward has called this one."""
         return not self._frames and not self._in_backward() and self.phase == "idle"
 
+    @runs_outside_modes
     def demand(self, params: Sequence[nn.Parameter], function: str) -> None:
         """[Note: Three doors] A function is called with `params`, the first of which is away: lend them together."""
         residencies = [self._by_param[param] for param in params]
@@ -178,17 +184,26 @@ class Pager:
             "is called as module(...); engine.module.state_dict() has a copy."
         )
 
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor | SavedView:
+    @runs_outside_modes
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor | SavedView | HeldWrapper:
         """Forward saves `tensor` for backward: a view of a unit's flat is saved by name, anything else as it is."""
-        residency = self._by_storage.get(tensor.untyped_storage()._cdata)
+        inner = tensor
+        while torch._C._functorch.is_functorch_wrapped_tensor(inner):
+            inner = torch._C._functorch.get_unwrapped(inner)
+        residency = self._by_storage.get(inner.untyped_storage()._cdata)
         if residency is None:
             return tensor
-        size, stride, offset = tuple(tensor.size()), tensor.stride(), int(tensor.storage_offset())
-        return SavedView(residency.unit.index, residency.version, size, stride, offset, tensor.dtype)
+        size, stride, offset = tuple(inner.size()), inner.stride(), int(inner.storage_offset())
+        saved = SavedView(residency.unit.index, residency.version, size, stride, offset, inner.dtype)
+        return saved if inner is tensor else HeldWrapper(tensor, inner.detach(), saved)
 
-    def unpack(self, saved: torch.Tensor | SavedView) -> torch.Tensor:
+    @runs_outside_modes
+    def unpack(self, saved: torch.Tensor | SavedView | HeldWrapper) -> torch.Tensor:
         """[Note: Three doors] Backward needs what forward saved. Weights that have changed since raise ModelError,
         where PyTorch raises RuntimeError by its version counters, which do not see our writes."""
+        if isinstance(saved, HeldWrapper):
+            self.unpack(saved.inner)
+            return saved.wrapper
         if not isinstance(saved, SavedView):
             return saved
         self._in_backward()
@@ -221,12 +236,14 @@ class Pager:
         self.phase = "idle"
         self.end_pass()
 
+    @runs_outside_modes
     def finish_gradients(self, unit: Unit) -> None:
         """Every gradient of the unit has arrived: nothing later in this backward is expected to need it."""
         residency = self._residencies[unit.index]
         if residency.state is UnitState.LENT and residency.num_lends == 0:
             self._retire(residency)
 
+    @runs_outside_modes
     def end_pass(self) -> None:
         """Forward or backward is over (or failed): whatever no one uses goes by the rules for idle units."""
         for residency in self._residencies.values():
@@ -302,6 +319,7 @@ class Pager:
             with self._recorder.span("compute", "wait_update", unit.name):
                 publication.wait_made()
 
+    @runs_outside_modes
     def abort(self) -> None:
         """After an exception: no module runs any more, so every frame ends."""
         while self._frames:
@@ -311,10 +329,12 @@ class Pager:
             if residency.num_lends == 0:  # `gathered` may be open around the forward that failed
                 self._evict(residency)
 
+    @runs_outside_modes
     def remember(self, unit: Unit) -> torch.Tensor | None:
         """Somebody may change the lent parameters: what `write_back` needs of them as they are."""
         return self._keeper.remember(unit, self._residencies[unit.index].storage.flat)
 
+    @runs_outside_modes
     def write_back(self, unit: Unit, old: torch.Tensor | None) -> None:
         """Somebody changed the lent parameters: their home, and whatever was derived from them, must follow."""
         residency = self._residencies[unit.index]
@@ -328,6 +348,7 @@ class Pager:
 
     # -- whole values ----------------------------------------------------------------------------------------------
 
+    @runs_outside_modes
     def drop_changes(self, unit: Unit) -> None:
         """A loan ends without `modify`: what was changed of the parameters is lost, and they are read again."""
         residency = self._residencies[unit.index]
@@ -340,6 +361,7 @@ class Pager:
         if refusal is not None:
             raise refusal
 
+    @runs_outside_modes
     def check_converted(self) -> None:
         """Raises ModelError where a parameter that lives on the device was moved or converted."""
         for residency in self._residencies.values():
@@ -377,6 +399,7 @@ class Pager:
     def copy_of(self, param: nn.Parameter) -> torch.Tensor | None:
         return self.cpu_copy(param) if self._copying_depth else None
 
+    @runs_outside_modes
     def idle_copy(self, param: nn.Parameter) -> torch.Tensor | None:
         if self._closed or self._frames or self._in_backward():
             return None
@@ -384,6 +407,7 @@ class Pager:
             self.before_reading()
             return self.cpu_copy(param)
 
+    @runs_outside_modes
     def cpu_copy(self, param: nn.Parameter) -> torch.Tensor:
         """[its shape] on the CPU, a copy, from wherever the bytes are; tied names get the same tensor while copying."""
         residency = self._by_param[param]

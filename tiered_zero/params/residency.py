@@ -81,3 +81,13 @@ class SavedView:
     stride: tuple[int, ...]
     offset: int
     dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class HeldWrapper:
+    """What autograd keeps of a view of a flat inside a torch.func transform: the transform's wrapper cannot be made
+    anew, so its bytes stay. `view`: keeps them there (`FlatStorage.is_viewed`), for the wrapper itself does not."""
+
+    wrapper: torch.Tensor
+    view: torch.Tensor
+    inner: SavedView
