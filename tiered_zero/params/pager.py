@@ -13,6 +13,7 @@ from torch import nn
 from tiered_zero.errors import BudgetError, ModelError, ParameterAwayError
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.layout.flat import Unit
+from tiered_zero.params.copies import ParamCopies
 from tiered_zero.params.driver_thread import DriverThread
 from tiered_zero.params.homes import HomeKeeper
 from tiered_zero.params.outside_modes import runs_outside_modes
@@ -53,15 +54,12 @@ class Pager:
         self._live_nbytes = 0
         self.before_reading: Callable[[], None] = lambda: None
         """Called before weights are read between steps: makes every update visible."""
-        self._copies: dict[nn.Parameter, torch.Tensor] = {}
-        self._copied: tuple[int, int, torch.Tensor] | None = None
-        """Until the next frame: the unit read last for copies, its version and its flat. Copies come in a row."""
-        self._copying_depth = 0
         self._withheld: set[int] = set()
         self._refusal: ModelError | None = None
         self._told_excess = False
         self._closed = False
         self.driver = DriverThread()
+        self._copies = ParamCopies(keeper, self.driver)
         self._noticed_backward = False
         self.phase = "idle"
 
@@ -118,7 +116,7 @@ class Pager:
     def enter_frame(self, units: Sequence[Unit]) -> None:
         self.driver.check("A module's forward")
         if not self._frames:
-            self._end_copying()  # a state_dict that its own hooks broke off is not going on any more
+            self._copies.end()  # a state_dict that its own hooks broke off is not going on any more
         self._frames.append(frame := Frame())
         self.refuse_changes()
         for unit in units:
@@ -376,28 +374,13 @@ class Pager:
 
     def start_copying(self) -> None:
         """A module's state_dict begins: `detach` of a parameter that is away gives a CPU copy from its home."""
-        if not self._copying_depth:
-            with self.driver.entered("state_dict()"):
-                self.before_reading()
-                self.driver.enter("state_dict()")
-        self._copying_depth += 1
+        self._copies.start(self.before_reading)
 
     def stop_copying(self) -> None:
-        if self._copying_depth <= 1:
-            self._end_copying()
-        else:
-            self._copying_depth -= 1
-
-    def _end_copying(self) -> None:
-        """Also where a state_dict broke off: the next one waits for updates again, and copies anew."""
-        if self._copying_depth:
-            self.driver.leave()
-        self._copying_depth = 0
-        self._copies.clear()
-        self._copied = None
+        self._copies.stop()
 
     def copy_of(self, param: nn.Parameter) -> torch.Tensor | None:
-        return self.cpu_copy(param) if self._copying_depth else None
+        return self.cpu_copy(param) if self._copies.is_open else None
 
     @runs_outside_modes
     def idle_copy(self, param: nn.Parameter) -> torch.Tensor | None:
@@ -411,25 +394,10 @@ class Pager:
     def cpu_copy(self, param: nn.Parameter) -> torch.Tensor:
         """[its shape] on the CPU, a copy, from wherever the bytes are; tied names get the same tensor while copying."""
         residency = self._by_param[param]
-        index = residency.params[param]
-        if param in self._copies:
-            return self._copies[param]
-        entry = residency.unit.entries[index]
-        if residency.state is UnitState.LENT or self.is_device_resident(residency.unit):
-            value = residency.storage.entry_view(index).to("cpu", copy=True)
-        else:
+        on_device = residency.state is UnitState.LENT or self.is_device_resident(residency.unit)
+        if not on_device:
             self._check_open(residency.unit)
-            key = residency.unit.index, residency.version
-            if self._copied is None or self._copied[:2] != key:
-                try:
-                    self._copied = *key, self._keeper.read(residency.unit)
-                except BaseException:
-                    self._end_copying()
-                    raise
-            value = self._copied[2][entry.start : entry.stop].view(entry.param.shape).clone()
-        if self._copying_depth:
-            self._copies[param] = value
-        return value
+        return self._copies.take(param, residency, on_device)
 
     def close(self) -> None:
         """Parameters that live on the device keep their values; those of the others end with their tiers."""

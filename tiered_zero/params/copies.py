@@ -1,0 +1,75 @@
+"""CPU copies of parameters, for state_dict() and for copies of modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import final
+
+import torch
+from torch import nn
+
+from tiered_zero.params.driver_thread import DriverThread
+from tiered_zero.params.homes import HomeKeeper
+from tiered_zero.params.residency import Residency
+
+
+@final
+class ParamCopies:
+    """Reads each unit once for copies that come in a row. Driver thread."""
+
+    def __init__(self, keeper: HomeKeeper, driver: DriverThread) -> None:
+        self._keeper = keeper
+        self._driver = driver
+        self._by_param: dict[nn.Parameter, torch.Tensor] = {}
+        self._last: tuple[int, int, torch.Tensor] | None = None
+        """Until the next frame: the unit read last, its version and its flat."""
+        self._depth = 0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a state_dict is being taken."""
+        return self._depth > 0
+
+    def start(self, before_reading: Callable[[], None]) -> None:
+        """A module's state_dict begins; those of its children begin and end inside."""
+        if not self._depth:
+            with self._driver.entered("state_dict()"):
+                before_reading()
+                self._driver.enter("state_dict()")
+        self._depth += 1
+
+    def stop(self) -> None:
+        if self._depth <= 1:
+            self.end()
+        else:
+            self._depth -= 1
+
+    def end(self) -> None:
+        """Also where a state_dict broke off: the next one waits for updates again, and copies anew."""
+        if self._depth:
+            self._driver.leave()
+        self._depth = 0
+        self._by_param.clear()
+        self._last = None
+
+    def take(self, param: nn.Parameter, residency: Residency, on_device: bool) -> torch.Tensor:
+        """[its shape] on the CPU, a copy; tied names get the same tensor while a state_dict is taken. `on_device`: the
+        bytes are there."""
+        if param in self._by_param:
+            return self._by_param[param]
+        index = residency.params[param]
+        if on_device:
+            value = residency.storage.entry_view(index).to("cpu", copy=True)
+        else:
+            key = residency.unit.index, residency.version
+            if self._last is None or self._last[:2] != key:
+                try:
+                    self._last = *key, self._keeper.read(residency.unit)
+                except BaseException:
+                    self.end()
+                    raise
+            entry = residency.unit.entries[index]
+            value = self._last[2][entry.start : entry.stop].view(entry.param.shape).clone()
+        if self._depth:
+            self._by_param[param] = value
+        return value
