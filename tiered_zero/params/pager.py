@@ -10,16 +10,17 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from tiered_zero.errors import BudgetError, ModelError, ParameterAwayError
+from tiered_zero.errors import BudgetError, ModelError
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.layout.flat import Unit
 from tiered_zero.params.copies import ParamCopies
 from tiered_zero.params.driver_thread import DriverThread
 from tiered_zero.params.homes import HomeKeeper
 from tiered_zero.params.outside_modes import runs_outside_modes
+from tiered_zero.params.refusals import away_error, changed_since_forward_error, used_before_step_error
 from tiered_zero.params.residency import Frame, HeldWrapper, PagerLimits, Residency, SavedView, UnitState
 from tiered_zero.params.schedule import Schedule
-from tiered_zero.params.storage import CONVERSIONS, ClosedEngine, FlatStorage
+from tiered_zero.params.storage import ClosedEngine, FlatStorage
 from tiered_zero.sizes import format_nbytes
 from tiered_zero.tiers.inventory import Inventory
 
@@ -168,19 +169,8 @@ class Pager:
             return
         self._check_open(residency.unit)
         name = residency.unit.entries[residency.params[param]].param.name
-        home = self._inventory.home(residency.unit, "param")
-        if function in CONVERSIONS:
-            raise ParameterAwayError(
-                f"{function} cannot move or convert parameter {name!r}: it is {residency.unit.dtype} on "
-                f"{self._accelerator.device} wherever it is used, and rests on tier {home.tier.name} between uses. "
-                "Leave out module.to(...), .cpu(), .half() and the like: set the precision in the config (bf16, fp16), "
-                "and read values inside `with tiered_zero.gathered(param):`, or from engine.module.state_dict()."
-            )
-        raise ParameterAwayError(
-            f"{function} needs the bytes of parameter {name!r}, which rest on tier {home.tier.name} between uses. "
-            "Read or change it inside `with tiered_zero.gathered(param):`, or use it in the forward of a module, which "
-            "is called as module(...); engine.module.state_dict() has a copy."
-        )
+        tier = self._inventory.home(residency.unit, "param").tier.name
+        raise away_error(function, name, tier, residency.unit.dtype, self._accelerator.device)
 
     @runs_outside_modes
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | SavedView | HeldWrapper:
@@ -207,10 +197,7 @@ class Pager:
         self._in_backward()
         residency = self._residencies[saved.unit_index]
         if residency.unit.index not in self._withheld and residency.version != saved.version:
-            raise ModelError(
-                f"Backward needs weights of {residency.unit.name} as its forward saw them, and they have changed since "
-                "(by a step, or by hand). Call backward before step(), or forward again after it."
-            )
+            raise changed_since_forward_error(residency.unit.name)
         return self._acquire(residency).storage.view(saved.size, saved.stride, saved.offset, saved.dtype)
 
     def is_device_resident(self, unit: Unit) -> bool:
@@ -418,11 +405,7 @@ class Pager:
             self._schedule.observe(self.phase, residency.unit.index)
         residency.clock = next(self._ticks)
         if residency.unit.index in self._withheld:
-            raise ModelError(
-                f"Unit {residency.unit.name} is used before step(), but its update has begun in backward, as it does "
-                'where nothing is clipped or checked. Set "tiered_zero": {"optimizer_in_backward": false} for such a '
-                "loop."
-            )
+            raise used_before_step_error(residency.unit.name)
         if residency.state is UnitState.LENT:
             return residency
         if residency.state is UnitState.AWAY:

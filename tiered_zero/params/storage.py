@@ -21,6 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from tiered_zero.errors import ModelError, ParameterAwayError
 from tiered_zero.hardware.window import Place
 from tiered_zero.layout.flat import Unit
+from tiered_zero.params.refusals import is_conversion
 
 
 class Lender(Protocol):
@@ -78,8 +79,6 @@ _METADATA_METHODS = frozenset(
     "untyped_storage data_ptr is_inference dim_order is_same_size __hash__ is_shared "
     "_has_compatible_shallow_copy_type".split()
 )
-CONVERSIONS = frozenset("to cpu cuda type float double half bfloat16".split())
-"""Return the tensor itself where it is as wanted, which `module.to()` relies on; `type()` then gives a name."""
 
 
 _grad: Any = torch.Tensor.grad  # the descriptor
@@ -214,7 +213,7 @@ def _keeps(func: Callable[..., Any], param: nn.Parameter, args: Sequence[Any], k
     that `module.to(device)` does to a parameter that is there already."""
     if func == _set_data:
         return args[0] is param
-    if getattr(func, "__name__", "") not in CONVERSIONS or not (args or keywords or func.__name__ != "type"):
+    if not is_conversion(getattr(func, "__name__", "")) or not (args or keywords or func.__name__ != "type"):
         return False
     if any(isinstance(value, torch.memory_format) for value in (*args, *keywords.values())):
         return False

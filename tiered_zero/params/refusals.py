@@ -1,0 +1,44 @@
+"""What a user is told who asks for a parameter that cannot be had now."""
+
+from __future__ import annotations
+
+import torch
+
+from tiered_zero.errors import ModelError, ParameterAwayError
+
+_CONVERSIONS = frozenset("to cpu cuda type float double half bfloat16".split())
+
+
+def is_conversion(function: str) -> bool:
+    """Whether `function` returns the tensor itself where it is as wanted, which `module.to()` relies on."""
+    return function in _CONVERSIONS
+
+
+def away_error(function: str, param: str, tier: str, dtype: torch.dtype, device: torch.device) -> ParameterAwayError:
+    """`param`, by name, rests on `tier`; it is of `dtype` on `device` wherever it is used."""
+    if is_conversion(function):
+        return ParameterAwayError(
+            f"{function} cannot move or convert parameter {param!r}: it is {dtype} on {device} wherever it is used, "
+            f"and rests on tier {tier} between uses. Leave out module.to(...), .cpu(), .half() and the like: set the "
+            "precision in the config (bf16, fp16), and read values inside `with tiered_zero.gathered(param):`, or from "
+            "engine.module.state_dict()."
+        )
+    return ParameterAwayError(
+        f"{function} needs the bytes of parameter {param!r}, which rest on tier {tier} between uses. Read or change it "
+        "inside `with tiered_zero.gathered(param):`, or use it in the forward of a module, which is called as "
+        "module(...); engine.module.state_dict() has a copy."
+    )
+
+
+def used_before_step_error(unit: str) -> ModelError:
+    return ModelError(
+        f"Unit {unit} is used before step(), but its update has begun in backward, as it does where nothing is clipped "
+        'or checked. Set "tiered_zero": {"optimizer_in_backward": false} for such a loop.'
+    )
+
+
+def changed_since_forward_error(unit: str) -> ModelError:
+    return ModelError(
+        f"Backward needs weights of {unit} as its forward saw them, and they have changed since (by a step, or by "
+        "hand). Call backward before step(), or forward again after it."
+    )
