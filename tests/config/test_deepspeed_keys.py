@@ -119,6 +119,10 @@ NEUTRAL: dict[str, list[Any]] = {
 }
 """The values at which DeepSpeed does what is done here, where those are not `false` or a section that is off."""
 
+ON_WITHOUT_A_WORD = ("compression_training", "quantize_training", "weight_quantization")
+"""Sections that do something in DeepSpeed without saying `enabled`."""
+
+OFF: Any = {"enabled": False, "inner": {"enabled": True}}
 VALUES: list[Any] = [
     False,
     True,
@@ -137,12 +141,14 @@ VALUES: list[Any] = [
     "false",
     {},
 ]
-VALUES += [[], [1], {"enabled": False, "inner": {"enabled": True}}, {"enabled": True}, {"enabled": 1}, {"inner": 1}]
+VALUES += [[], [1], OFF, {"enabled": True}, {"enabled": 1}, {"inner": 1}]
 
 
 def asks(key: Key, value: Any) -> bool:
     section = isinstance(key.default, dict)
-    neutral = NEUTRAL.get(key.path, [False, 0, "false", {}, VALUES[18]] if section else [False, 0, "false"])
+    neutral = NEUTRAL.get(key.path, [False, 0, "false", {}, OFF] if section else [False, 0, "false"])
+    if section and key.path not in ON_WITHOUT_A_WORD:
+        neutral = [*neutral, {"inner": 1}]
     return (type(value), value) not in [(type(one), one) for one in neutral]
 
 

@@ -150,8 +150,9 @@ def _refused(path: str, why: str, *allowed: Any) -> Key:
     return Key(path, Fate.REFUSED, why, allowed=allowed or (False,))
 
 
-def _refused_sections(why: str, *names: str) -> list[Key]:
-    return [Key(name, Fate.REFUSED, why, default={}) for name in names]
+def _refused_sections(why: str, *names: str, on: bool = False) -> list[Key]:
+    """`on`: a section that does not say `enabled` is on; in DeepSpeed most are off then."""
+    return [Key(name, Fate.REFUSED, why, default={} if on else {"enabled": False}) for name in names]
 
 
 def _bare(*names: str) -> list[Key]:
@@ -249,8 +250,8 @@ OTHERS: tuple[Key, ...] = (
     # Refused: ignoring these would change numbers.
     *_refused_sections("apex mixed precision is not here; use bf16 or fp16", "amp"),
     *_refused_sections("put torch.autocast into the model's forward, or use bf16 or fp16", "torch_autocast"),
-    *_refused_sections("it quantizes and prunes the model in training", "compression_training"),
-    *_refused_sections("it quantizes the model", "quantize_training", "weight_quantization"),
+    *_refused_sections("it quantizes and prunes the model in training", "compression_training", on=True),
+    *_refused_sections("it quantizes the model", "quantize_training", "weight_quantization", on=True),
     *_refused_sections("it drops layers in training", "progressive_layer_drop"),
     *_refused_sections("it changes the order and the length of the data", "curriculum_learning", "data_efficiency"),
     *_refused_sections("it replaces modules for generation", "hybrid_engine"),
@@ -313,7 +314,7 @@ def asks_for_something(key: Key, value: Any) -> bool:
     if value is None or value == "auto":
         return False
     if isinstance(value, dict) and isinstance(key.default, dict):
-        return _switched_on(value)
+        return _switched_on({**key.default, **value})
     harmless = key.allowed if key.fate is Fate.REFUSED else (key.default,)
     if any(isinstance(ok, bool) for ok in harmless):
         value = switch(value)
