@@ -18,8 +18,10 @@ from tiered_zero.errors import ConfigError, MissingNameError, ModelError
 from tiered_zero.utils import (
     RepeatingLoader,
     safe_get_full_fp32_param,
+    safe_get_full_grad,
     safe_get_full_optimizer_state,
     safe_set_full_fp32_param,
+    safe_set_full_grad,
     safe_set_full_optimizer_state,
 )
 
@@ -263,6 +265,34 @@ class TestFullValues:
                 optimizer.step()
             found = engine.module.state_dict()
             assert all(torch.equal(found[name], value) for name, value in plain.state_dict().items())
+
+    @PLACEMENTS
+    @pytest.mark.parametrize("bf16", [False, True])
+    def test_gradients(self, placement: str, bf16: bool, swap_path: Path) -> None:
+        """Read and set between backward and step(), also of an accumulation."""
+        model, plain = Net(), Net()
+        config = settings(swap_path, placement, gradient_accumulation_steps=2, bf16={"enabled": bf16})
+        config["tiered_zero"] = {"update": "barrier"}
+        config["optimizer"] = {"type": "SGD", "params": {"lr": 0.5}}
+        with deepspeed.initialize(model=model, config=config)[0] as engine:
+            assert safe_get_full_grad(model.first.weight) is None
+            with pytest.raises(ModelError, match="There is no gradient to set"):
+                safe_set_full_grad(model.first.weight, torch.zeros(16, 8))
+            dtype = torch.bfloat16 if bf16 else torch.float32
+            for step in range(2):
+                engine.backward(engine(batch(step).to(dtype)).float().square().mean())
+                (plain(batch(step)).square().mean() / 2).backward()
+                if step == 0:
+                    engine.step()
+            for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+                grad = safe_get_full_grad(ours)
+                assert grad is not None and theirs.grad is not None and grad.dtype == torch.float32
+                assert torch.allclose(grad, theirs.grad, atol=0.01) if bf16 else torch.equal(grad, theirs.grad)
+            before = engine.module.state_dict()["second.bias"].float()
+            safe_set_full_grad(model.second.bias, torch.ones(4))
+            engine.step()
+            assert safe_get_full_grad(model.second.bias) is None
+            assert torch.allclose(engine.module.state_dict()["second.bias"].float(), before - 0.5, atol=0.01 * bf16)
 
     def test_masters_keep_what_bf16_does_not(self, swap_path: Path) -> None:
         model = Net()
