@@ -197,8 +197,8 @@ def _build(draft: Draft, lr_scheduler: Any) -> Engine:
         )
         built.append(engine)
         if handle is not None:
-            resources.callback(handle.connect(state, policy).close)
-        draft.source.state.clear()
+            draft.source.state.clear()
+            resources.callback(handle.connect(state, policy))
         originals.drop()
         unfinished.pop_all()
     return_free_memory()

@@ -485,9 +485,8 @@ class Engine(DeepSpeedNames):
 
     def _update(self, verdict: Verdict) -> None:
         parts = self._parts
-        parts.policy.apply(parts.gradients.hand_over(), verdict.grad_scale)
+        self.optimizer.update(lambda: parts.policy.apply(parts.gradients.hand_over(), verdict.grad_scale))
         self._step_applied = True
-        self.optimizer.mark_stepped()
         if parts.lr_scheduler is not None:
             parts.lr_scheduler.step()
 

@@ -1,6 +1,8 @@
 """The optimizer that the user holds, driven as users drive optimizers."""
 
+import gc
 import inspect
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -197,11 +199,95 @@ def test_a_frozen_parameter_in_a_group_is_left_alone() -> None:
         assert torch.equal(engine.module.state_dict()["0.weight"], kept)
 
 
-def test_step_hooks_of_the_users_see_each_step(engine: Any) -> None:
-    """torch's own extension point for optimizers."""
-    seen: list[str] = []
-    engine.optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
-    engine.optimizer.register_step_post_hook(lambda *_: seen.append("after"))
-    engine.backward(engine(batch(0)).square().mean())
-    engine.optimizer.step()
-    assert seen == ["before", "after"]
+@pytest.mark.parametrize("by", ["engine", "handle", "own"])
+def test_step_hooks_fire_around_each_update(by: str) -> None:
+    """Once per optimizer step, not per micro-batch, whoever takes it; those of the user's own instance too."""
+    seen: list[Any] = []
+    model = build_model()
+    own = build_optimizer(model)
+    own.register_step_pre_hook(lambda *_: seen.append("own before"))
+    with tiered_zero.initialize(model=model, optimizer=own, config=settings(gradient_accumulation_steps=2))[
+        0
+    ] as engine:
+        step = {"engine": engine.step, "handle": engine.optimizer.step, "own": own.step}[by]
+
+        def bias() -> Tensor:
+            return engine.module.state_dict()["2.bias"]
+
+        engine.optimizer.register_step_pre_hook(lambda optimizer, *_: seen.append((optimizer, bias())))
+        removed = engine.optimizer.register_step_post_hook(lambda optimizer, *_: seen.append((optimizer, bias())))
+        own.register_step_post_hook(lambda *_: seen.append("own after"))
+        for number in range(2):
+            first = bias()
+            engine.backward(engine(batch(number)).square().mean())
+            step()
+        before, after = seen[1][1], seen[2][1]
+        assert [entry if isinstance(entry, str) else entry[0] for entry in seen] == [
+            "own before", engine.optimizer, engine.optimizer, "own after",
+        ]  # fmt: skip
+        assert torch.equal(before, first) and not torch.equal(after, before)
+        removed.remove()
+        seen.clear()
+        for number in range(2):
+            engine.backward(engine(batch(number)).square().mean())
+            step()
+        assert len(seen) == 3
+
+
+def test_a_skipped_step_fires_no_hooks() -> None:
+    model = build_model()
+    config = settings(fp16={"enabled": True, "initial_scale_power": 4})
+    with tiered_zero.initialize(model=model, optimizer=build_optimizer(model), config=config)[0] as engine:
+        engine.optimizer.register_step_pre_hook(lambda *_: pytest.fail("it fired"))
+        engine.backward(engine(batch(0).half()).square().mean() * float("inf"))
+        engine.step()
+        assert engine.skipped_steps == 1
+
+
+def test_the_users_own_instance_acts_as_the_handle() -> None:
+    """Its step, state_dict, zero_grad ... are the run's; after close it is what it was."""
+    plain = build_model()
+    reference = build_optimizer(plain)
+    model = build_model()
+    own = build_optimizer(model)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(own, 0.9)
+    with tiered_zero.initialize(model=model, optimizer=own, config=settings())[0] as engine:
+        later = torch.optim.lr_scheduler.StepLR(own, 2)
+        for number in range(3):
+            for trainer, optimizer, net in ((engine, own, engine), (None, reference, plain)):
+                optimizer.zero_grad()
+                loss = net(batch(number)).square().mean()
+                loss.backward() if trainer is None else trainer.backward(loss)
+                optimizer.step()
+        scheduler.step()
+        later.step()
+        weights = engine.module.state_dict()
+        assert all(torch.equal(weights[key], weight) for key, weight in plain.state_dict().items())
+        saved = own.state_dict()
+        assert saved["state"].keys() == reference.state_dict()["state"].keys()
+        own.load_state_dict(saved)
+        assert own.param_groups is engine.optimizer.param_groups
+        with pytest.raises(ModelError, match="cannot join after"):
+            own.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+        with pytest.raises(ModelError, match="read_state"):
+            own.state[engine.module[0].weight]
+    assert not own.state and own.state_dict()["state"] == {}
+    before = [group["lr"] for group in own.param_groups]
+    scheduler.step()
+    assert [group["lr"] for group in own.param_groups] != before
+    parameter = nn.Parameter(torch.ones(2))
+    own.add_param_group({"params": [parameter], "lr": 1.0, "momentum": 0.0})
+    parameter.grad = torch.ones(2)
+    own.step()
+    assert torch.equal(parameter.detach(), torch.zeros(2))
+
+
+def test_the_users_own_instance_does_not_keep_the_engine() -> None:
+    model = build_model()
+    own = build_optimizer(model)
+    engine = tiered_zero.initialize(model=model, optimizer=own, config=settings())[0]
+    gone = weakref.ref(engine)
+    del engine
+    gc.collect()
+    assert gone() is None
+    assert "step" not in vars(own)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from itertools import chain
+from types import MethodType
 from typing import Any, NoReturn, final
 
 from torch import nn
@@ -22,7 +24,8 @@ class TieredOptimizer(Optimizer):
     """Live `param_groups` over the model's parameters; state rests on the tiers, and `state` shows which have any.
 
     Every LR scheduler of torch drives it, and changes to a group's values take effect at the next step. `param_groups`
-    are the very dicts of `source` where the user brought an optimizer, so that schedulers built on that one still work.
+    are the very dicts of `source` where the user brought an optimizer, so that schedulers built on that one still work;
+    hooks registered on either are those of both.
     """
 
     overflow = False
@@ -41,6 +44,8 @@ class TieredOptimizer(Optimizer):
         self._take_step = step
         self._zero_grad = zero_grad
         self._loss_scale = loss_scale
+        for name in _HOOKS:
+            setattr(self, name, getattr(source, name))
 
     @property
     def loss_scale(self) -> float:
@@ -51,11 +56,18 @@ class TieredOptimizer(Optimizer):
     def cur_scale(self) -> float:
         return self._loss_scale()
 
-    def connect(self, state: OptimizerState, policy: UpdatePolicy) -> StateAccess:
-        """The run is built: state is read from and written to its tiers from now on."""
-        self._access = StateAccess(state, policy, self.param_groups)
-        self.state = self._access  # type: ignore[assignment]
-        return self._access
+    def connect(self, state: OptimizerState, policy: UpdatePolicy) -> Callable[[], None]:
+        """The run is built: state is read from and written to its tiers from now on, and calls of the user's own
+        optimizer come here. Returns what ends that."""
+        access = self._access = StateAccess(state, policy, self.param_groups)
+        self.state = access  # type: ignore[assignment]
+        restore = _redirect(self._source, self)
+
+        def disconnect() -> None:
+            access.close()
+            restore()
+
+        return disconnect
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """The same as `engine.step()`: counts a micro-batch, and updates at an accumulation boundary."""
@@ -64,13 +76,23 @@ class TieredOptimizer(Optimizer):
         self._take_step()
         return None
 
-    def mark_stepped(self) -> None:
-        """An update was made: schedulers check that it came before their own step, by the flag that torch's wrapper
-        sets.
-        """
+    step.hooked = True  # type: ignore[attr-defined]  # torch then leaves it alone: hooks fire in `update`
+
+    def update(self, act: Callable[[], None]) -> None:
+        """Make one optimizer step by `act`, between the step hooks. The engine's call, at accumulation boundaries; a
+        step that is skipped fires no hooks, as with torch's GradScaler."""
+        self._act = act
+        try:
+            self._update_between_hooks()
+        finally:
+            del self._act
         self.overflow = False
         for optimizer in (self, self._source):
-            optimizer._opt_called = True  # type: ignore[attr-defined]
+            optimizer._opt_called = True  # type: ignore[attr-defined]  # by which schedulers check the order of steps
+
+    @Optimizer.profile_hook_step
+    def _update_between_hooks(self) -> None:
+        self._act()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """The same as `engine.zero_grad()`."""
@@ -162,6 +184,47 @@ class TieredOptimizer(Optimizer):
                     f"groups; missing: {missing}. Load the state of an optimizer of this class."
                 )
         return {param: twin.state[param] for param in found}, saved
+
+
+_HOOKS = (
+    "_optimizer_step_pre_hooks",
+    "_optimizer_step_post_hooks",
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
+_REDIRECTED = ("step", "zero_grad", "state_dict", "load_state_dict", "add_param_group")
+
+
+def _redirect(source: Optimizer, handle: TieredOptimizer) -> Callable[[], None]:
+    """Send the calls of the user's own instance to `handle`, whose class says what they mean here. Returns what undoes
+    that. The user's instance does not keep the engine alive."""
+    owner = weakref.ref(handle)
+    before = {name: vars(source)[name] for name in _REDIRECTED if name in vars(source)}
+    redirects = {name: MethodType(_redirected(name, owner), source) for name in _REDIRECTED}
+    vars(source).update(redirects)
+    source.state = handle.state
+
+    def restore() -> None:
+        for name, redirect in redirects.items():
+            if vars(source).get(name) is redirect:
+                del vars(source)[name]
+                vars(source).update({name: before[name]} if name in before else {})
+        source.state = defaultdict(dict)
+
+    return restore
+
+
+def _redirected(name: str, owner: weakref.ref[TieredOptimizer]) -> Callable[..., Any]:
+    def call(source: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        handle = owner()
+        if handle is None:
+            raise ModelError(f"The engine that trains with this optimizer is gone; {name}() has nothing to act on.")
+        return getattr(handle, name)(*args, **kwargs)
+
+    call._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedulers need not wrap it to see its steps
+    return call
 
 
 @final
