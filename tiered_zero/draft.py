@@ -92,6 +92,8 @@ def draft_run(
     subgroups = cut_subgroups(units, group_of, size, rule.elementwise, apart)
     layouts = [StateLayout(subgroup, rule, source.param_groups, masters) for subgroup in subgroups]
     needs = [SubGroupNeed(layout.nbytes, layout.subgroup.parts, layout.subgroup.embedding) for layout in layouts]
+    if rule.keeps_group_state:  # which changes when a step is taken, and not before
+        wishes = replace(wishes, in_backward=False)
     plan = make_plan(units, needs, wishes)
     check_params(masters, subgroups, plan.param_tiers, plan.state_tiers)
     return Draft(config, model, specs, units, source, rule, layouts, plan, trains)

@@ -357,15 +357,28 @@ def test_dry_runs_draw_no_random_numbers() -> None:
     assert torch.equal(state, torch.get_rng_state())
 
 
-class GroupCounter(RowScaled):
-    """Steers the update by a count in the param group."""
+class GroupSum(RowScaled):
+    """Adds to a number of the param group for each parameter, and uses it from the sixth step on."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             group["k"] = group.get("k", 0) + 1
             for p in group["params"]:
-                p.sub_(p.grad, alpha=group["lr"] / group["k"])
+                group["distance"] = group.get("distance", 0.0) + p.grad.abs().sum().item()
+                p.sub_(p.grad, alpha=group["lr"] * (group["distance"] if group["k"] > 5 else 1.0))
+
+
+class SelfCounter(RowScaled):
+    """Counts steps in itself, and has use for the count much later."""
+
+    count = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.count += 1
+        for p in self.param_groups[0]["params"]:
+            p.sub_(p.grad, alpha=0.1 if self.count < 1000 else 0.01)
 
 
 class GlobalNorm(RowScaled):
@@ -423,7 +436,8 @@ class NeedsClosure(RowScaled):
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        (GroupCounter, "by itself"),
+        (GroupSum, r"by itself; \['distance'\] of its param group"),
+        (SelfCounter, r"counts \['count'\] in itself"),
         (GlobalNorm, "by itself"),
         (ListState, "history: list"),
         (SubclassState, "moment: Packed, a tensor subclass.*state_format lossy_8bit_moments"),
@@ -434,6 +448,25 @@ def test_an_optimizer_that_cannot_be_split_is_refused(kind: type[Optimizer], wor
     rule = TorchRule(kind, {"lr": 0.1})
     with pytest.raises(ModelError, match=words):
         rule.state_fields((30, 4), {"lr": 0.1})
+
+
+def test_a_group_that_changes_otherwise_than_foreseen_stops_the_step() -> None:
+    """A class that no small trial finds out: what it does to its group depends on the gradient."""
+
+    class LargeGradients(RowScaled):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if p.grad.abs().max() > 100:
+                        group["lr"] /= 2
+                    p.sub_(p.grad, alpha=group["lr"])
+
+    rule = TorchRule(LargeGradients, {"lr": 0.1})
+    run = new_run(rule, torch.zeros(3, 4), {"lr": 0.1})
+    run.grad = torch.full((3, 4), 200.0)
+    with pytest.raises(ModelError, match=r"\['lr'\] of its param group became other"):
+        rule.update([run])
 
 
 def test_a_dry_run_leaves_the_users_own_attributes_alone() -> None:

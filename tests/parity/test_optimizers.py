@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from tests.parity.models import ParityGPT, batch, groups, matrices
-from tests.parity.trainers import FAR, Plain, assert_same_bits, follow, tiered, train
+from tests.parity.models import ParityGPT, batch, groups, matrices, named_weights
+from tests.parity.trainers import FAR, Plain, assert_same_bits, follow, same_bits, tiered, train
 from tiered_zero.optim.lion import Lion
 from tiered_zero.optim.torch_rule import ELEMENTWISE, REFUSED
 
@@ -54,10 +54,33 @@ class RowScaled(Optimizer):
                 )
 
 
+class ScheduleFree(Optimizer):
+    """A user's own, whose param groups count the steps and keep a running weight, as schedule-free methods do; its
+    formula is another one from the sixth step on."""
+
+    def __init__(self, params: Any, lr: float = 0.01, weight_decay: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "k": 0, "weight_sum": torch.tensor(0.0)})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            lr = group["lr"] * (1.0 if group["k"] < 5 else 0.5)
+            group["largest_lr"] = max(lr, group.get("largest_lr", 0.0))
+            group["weight_sum"] = group["weight_sum"] + group["largest_lr"] ** 2
+            share = (group["largest_lr"] ** 2 / group["weight_sum"]).item()
+            for param in group["params"]:
+                if param.grad is not None:
+                    z = self.state[param].setdefault("z", param.clone())
+                    param.lerp_(z, share)
+                    z.sub_(param.grad, alpha=lr)
+            group["k"] += 1
+
+
 WHOLE = {
     "Adafactor": lambda model: torch.optim.Adafactor(groups(model), lr=0.01),
     "Muon": lambda model: torch.optim.Muon(matrices(model), lr=0.01),
     "RowScaled": lambda model: RowScaled(groups(model)),
+    "ScheduleFree": lambda model: ScheduleFree(groups(model)),
     "AdamW-fused": lambda model: torch.optim.AdamW(groups(model), lr=3e-3, fused=True),
 }
 """Those that are given whole parameters. Muon takes matrices only: the other parameters are in no group, and stay."""
@@ -106,3 +129,31 @@ def test_elementwise(kind, options, placement, swap_path):
 @pytest.mark.parametrize("name", WHOLE)
 def test_whole_parameters(name, placement, swap_path):
     compare(WHOLE[name], swap_path, placement)
+
+
+@pytest.mark.parametrize("update", ["barrier", "overlapped"])
+def test_groups_that_count_steps_advance_when_a_step_is_taken(update, swap_path):
+    """Nothing is clipped, so that updates could begin in backward: an aborted step counts nothing. Schedulers and
+    state_dict see the counts, and a state that is loaded brings them."""
+    make_optimizer = WHOLE["ScheduleFree"]
+    plain = Plain(build(), make_optimizer)
+    with tiered(build(), swap_path, ("cpu", "nvme"), make_optimizer, runtime={"update": update}) as engine:
+        for number in range(8):
+            if number == 3:
+                engine.backward(engine(*data(number)))
+                engine.abort_step()
+            if number == 6:
+                saved = engine.optimizer.state_dict()
+                assert [group["k"] for group in saved["param_groups"]] == [6, 6]
+                engine.optimizer.param_groups[0]["k"] = 99
+                engine.optimizer.load_state_dict(saved)
+            for trainer in (plain, engine):
+                trainer.backward(trainer(*data(number)))
+                trainer.step()
+            assert values_of(plain.optimizer) == values_of(engine.optimizer)
+        weights = dict(named_weights(engine.module))
+        assert all(same_bits(value, weights[name]) for name, value in named_weights(plain.module))
+
+
+def values_of(optimizer):
+    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]

@@ -15,9 +15,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from tiered_zero.errors import ModelError
+from tiered_zero.optim.optimizer_copy import bare_copy
 from tiered_zero.optim.optimizer_state import OptimizerState, ParamState
 from tiered_zero.optim.policy import UpdatePolicy
-from tiered_zero.optim.torch_rule import bare_copy
 
 
 class TieredOptimizer(Optimizer):

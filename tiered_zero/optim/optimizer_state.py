@@ -14,6 +14,7 @@ from tiered_zero.errors import BudgetError, ModelError
 from tiered_zero.hardware.probe import available_host_nbytes
 from tiered_zero.hardware.staging import StagingPool
 from tiered_zero.layout.subgroups import Piece
+from tiered_zero.optim.optimizer_copy import same
 from tiered_zero.optim.rule import Run, UpdateRule
 from tiered_zero.optim.state_layout import StateLayout
 from tiered_zero.optim.stepper import StreamingStepper
@@ -172,11 +173,11 @@ class OptimizerState:
                 for piece in subgroup.pieces
                 if (values := states.get(self._params[piece.param.name]))
             }
-            if not given and not stepper.is_born(subgroup):
+            if not given and not stepper.has_state(layout):
                 continue
             home = self._inventory.home(subgroup, "state")
             # bytes that were written at once are read and written at once, so that they are verified
-            born = stepper.is_born(subgroup)
+            born = stepper.has_state(layout)
             first = 0 if born else layout.state_start
             last = layout.nbytes if born else layout.master_nbytes
             with lent_slot(home, self._staging, slice(first, last), slice(first, layout.nbytes)) as raw:
@@ -210,7 +211,7 @@ class OptimizerState:
                 continue
             values = self._part(given[piece.index], state, piece)
             own = self._rule.import_state(values, state, hyper)
-            last = last if _same(last, own) else own  # neighbours of one history are stepped together
+            last = last if same(last, own) else own  # neighbours of one history are stepped together
             scalars[piece.index] = last
             num_rounded += self._num_rounded(state, last, values)
         if marks is not None and signs is not None:
@@ -236,13 +237,3 @@ class OptimizerState:
             if self._rule.elementwise and name in state and isinstance(value, torch.Tensor):
                 part[name] = value.detach().reshape(-1)[piece.param_start : piece.param_start + piece.numel]
         return part
-
-
-def _same(left: Mapping[str, Any], right: Mapping[str, Any]) -> bool:
-    return left.keys() == right.keys() and all(_equal(left[name], right[name]) for name in left)
-
-
-def _equal(left: Any, right: Any) -> bool:
-    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
-        return torch.equal(left, right)
-    return type(left) is type(right) and bool(left == right)

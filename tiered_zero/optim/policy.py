@@ -24,12 +24,10 @@ the device `barrier` is taken.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol
-
-import torch
 
 from tiered_zero.errors import LatchedError, ModelError
 from tiered_zero.hardware.accelerator import Event
@@ -65,7 +63,7 @@ class UpdatePolicy(ABC):
     `failure`: why an update broke off, from the moment when it did; state is rewritten in place, so it stays.
     """
 
-    def __init__(self, stepper: StreamingStepper, groups: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(self, stepper: StreamingStepper, groups: Sequence[dict[str, Any]]) -> None:
         """`groups`: the live param groups."""
         self._stepper = stepper
         self._groups = groups
@@ -171,15 +169,13 @@ class UpdatePolicy(ABC):
 class BarrierPolicy(UpdatePolicy):
     """`forget`: drops what the device holds of trainable units."""
 
-    def __init__(
-        self, stepper: StreamingStepper, groups: Sequence[Mapping[str, Any]], forget: Callable[[], None]
-    ) -> None:
+    def __init__(self, stepper: StreamingStepper, groups: Sequence[dict[str, Any]], forget: Callable[[], None]) -> None:
         super().__init__(stepper, groups)
         self._forget = forget
 
     def apply(self, gradients: StepGradients, grad_scale: float) -> None:
         self._forget()
-        self._step(UpdateJob(gradients, grad_scale, freeze_groups(self._groups), {}))
+        self._step(UpdateJob(gradients, grad_scale, self._stepper.freeze_groups(self._groups), {}))
 
     def flush(self) -> None:
         self.check()  # nothing is ever under way between steps
@@ -191,7 +187,7 @@ class OverlappedPolicy(UpdatePolicy):
     def __init__(
         self,
         stepper: StreamingStepper,
-        groups: Sequence[Mapping[str, Any]],
+        groups: Sequence[dict[str, Any]],
         inventory: Inventory,
         units: Sequence[Unit],
         runtime: Runtime,
@@ -214,7 +210,7 @@ class OverlappedPolicy(UpdatePolicy):
             return
         self._await_made()
         self._read_ahead()
-        self._open = OpenUpdate(self._in_backward, freeze_groups(self._groups))
+        self._open = OpenUpdate(self._in_backward, self._stepper.freeze_groups(self._groups))
         self._start(self._open.job)
 
     def complete_unit(self, unit: Unit) -> None:
@@ -232,7 +228,7 @@ class OverlappedPolicy(UpdatePolicy):
             self._open.finish(gradients)
             self._open = None
             return
-        groups = freeze_groups(self._groups)
+        groups = self._stepper.freeze_groups(self._groups)
         on_device: bool | None = None
         if self._stepper.has_device_state:  # [Note: State on several tiers]
             self._step(UpdateJob(gradients, grad_scale, groups, {}, on_device=True))
@@ -312,7 +308,7 @@ class DelayedPolicy(UpdatePolicy):
         exact: UpdatePolicy,
         start_step: int,
         stepper: StreamingStepper,
-        groups: Sequence[Mapping[str, Any]],
+        groups: Sequence[dict[str, Any]],
         runtime: Runtime,
         reveal: Callable[[], None],
     ) -> None:
@@ -335,7 +331,7 @@ class DelayedPolicy(UpdatePolicy):
             self._exact.apply(gradients, grad_scale)
             return
         self.flush()
-        groups = freeze_groups(self._groups)
+        groups = self._stepper.freeze_groups(self._groups)
         job = UpdateJob(gradients, grad_scale, groups, {}, param_kind="param_back", every_subgroup=True)
         self._running.append(self._runtime.accelerator.lane("optimizer").submit(partial(self._step, job)))
 
@@ -351,15 +347,3 @@ class DelayedPolicy(UpdatePolicy):
         if self._join(self._runtime):
             self._reveal()
         self.check()
-
-
-def freeze_groups(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The groups' values as they are now: schedulers change them while an update runs."""
-    return [
-        {
-            key: value.clone() if isinstance(value, torch.Tensor) else value
-            for key, value in group.items()
-            if key != "params"
-        }
-        for group in groups
-    ]

@@ -60,6 +60,9 @@ class UpdateRule(ABC):
     """A state array that is never negative, where the rule can work beside a mark in its signs ([Note: bf16 and
     remainder])."""
 
+    keeps_group_state: bool = False
+    """Whether a step changes values of its param group, as where a class counts steps there."""
+
     @property
     def kernel(self) -> UpdateKernel | None:
         """What it runs on, for what else that can do; None for torch alone."""
@@ -102,6 +105,11 @@ class UpdateRule(ABC):
 
     def close(self) -> None:
         """End what the rule runs on."""
+        return
+
+    def advance_groups(self, groups: Sequence[dict[str, Any]], frozen: Sequence[Mapping[str, Any]]) -> None:
+        """A step is about to be taken with the values `frozen`: the live `groups` get what it makes of them. Driver
+        thread, once per step, before any of its runs."""
         return
 
     @abstractmethod

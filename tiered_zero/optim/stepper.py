@@ -82,9 +82,9 @@ class StreamingStepper:
 
     # -- while no step runs and nothing is read ahead ------------------------------------------------------------------
 
-    def is_born(self, subgroup: SubGroup) -> bool:
+    def has_state(self, layout: StateLayout) -> bool:
         """Whether the sub-group's home holds state beside its masters."""
-        return subgroup.index in self._born
+        return layout.subgroup.index in self._born
 
     def scalars(self, subgroup: SubGroup, piece: Piece) -> Mapping[str, Any]:
         """The piece's `Run.scalars`; empty before its first step."""
@@ -98,8 +98,19 @@ class StreamingStepper:
         self._scalars.update({(subgroup.index, index): values for index, values in scalars.items()})
         self._born.add(subgroup.index)
 
-    def has_state(self, layout: StateLayout) -> bool:
-        return layout.subgroup.index in self._born
+    def freeze_groups(self, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The values of the live param groups as they are now, for the step that is taken: schedulers change them while
+        an update runs. The live groups get what the step itself makes of them."""
+        frozen = [
+            {
+                key: value.clone() if isinstance(value, torch.Tensor) else value
+                for key, value in group.items()
+                if key != "params"
+            }
+            for group in groups
+        ]
+        self._rule.advance_groups(groups, frozen)
+        return frozen
 
     # -- ahead of the step ---------------------------------------------------------------------------------------------
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,6 +14,7 @@ from torch.optim import Optimizer
 
 from tiered_zero.errors import ModelError
 from tiered_zero.optim.lion import Lion
+from tiered_zero.optim.optimizer_copy import State, advance, bare_copy, changes, copied, numbers
 from tiered_zero.optim.rule import Run, StateField, UpdateRule
 
 ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
@@ -42,11 +42,13 @@ REFUSED: dict[type[Optimizer], str] = {
 
 _CHUNK_NUMEL = 1 << 18
 _GRAIN_NUMEL = 1 << 16
+_PROBE_STEPS = 8
+"""RAdam and its kin change their formula after five."""
 _DEVICE_CHUNK_NUMEL = 1 << 26
 _BORN = "initialized"
 _ABSENT = "absent"
 
-_State = dict[str, Any]
+_State = State
 _Constructor = Callable[[list[Any]], Optimizer]
 
 
@@ -98,6 +100,8 @@ class TorchRule(UpdateRule):
         self.elementwise = type(optimizer) in ELEMENTWISE and not optimizer.defaults.get("fused")
         self._optimizer = bare_copy(optimizer)
         self._construct = construct
+        self._expected: list[tuple[Mapping[str, Any], Mapping[str, Any]]] = []
+        """Frozen param groups of this step, and what the step changes of them."""
         self._fields: dict[tuple[tuple[int, ...], str], list[StateField]] = {}
 
     def state_fields(self, shape: tuple[int, ...], hyper: Mapping[str, Any]) -> list[StateField]:
@@ -182,7 +186,7 @@ class TorchRule(UpdateRule):
         leaf.grad = torch.ones(1)
         try:
             with torch.no_grad(), torch.random.fork_rng(devices=[]):
-                _advance(bare_copy(self._optimizer), leaf, hyper, _cloned(state))
+                advance(bare_copy(self._optimizer), leaf, hyper, _cloned(state))
         except Exception as error:
             raise ModelError(
                 f"{self.name} cannot go on from state with {sorted(state) or 'nothing'} alone; it raised "
@@ -195,7 +199,9 @@ class TorchRule(UpdateRule):
         grad = run.grad.to(torch.float32)
         leaf.grad = grad if run.grad_scale == 1.0 else grad.mul_(run.grad_scale)
         state = self._state_of(run.state, run.scalars) if run.scalars else self._first_state(leaf, run.hyper)
-        arrays, run.scalars = self._split(_advance(self._optimizer, leaf, run.hyper, state))
+        after, changed = advance(self._optimizer, leaf, run.hyper, state, tracks_group=not self.elementwise)
+        self._check_group(run.hyper, changed)
+        arrays, run.scalars = self._split(after)
         for name, home in run.state.items():
             if name in arrays:
                 self._write_back(name, arrays.pop(name), home)
@@ -252,12 +258,12 @@ class TorchRule(UpdateRule):
     def _dry_run(self, shape: tuple[int, ...], hyper: Mapping[str, Any], device: str) -> list[StateField]:
         """The arrays after two steps on ones. Raises ModelError if a step fails."""
         optimizer = bare_copy(self._optimizer)
-        leaf = torch.zeros(shape, device=device, requires_grad=True)
+        leaf = torch.ones(shape, device=device, requires_grad=True)
         leaf.grad = torch.ones_like(leaf)
         try:
             with torch.no_grad(), torch.random.fork_rng(devices=[]):
-                state = _advance(optimizer, leaf, hyper, self._first_state(leaf, hyper))
-                arrays, _ = self._split(_advance(optimizer, leaf, hyper, state))
+                state, changed = advance(optimizer, leaf, hyper, self._first_state(leaf, hyper), not self.elementwise)
+                arrays, _ = self._split(advance(optimizer, leaf, {**hyper, **changed}, state)[0])
         except ModelError:
             raise
         except Exception as error:
@@ -265,44 +271,79 @@ class TorchRule(UpdateRule):
                 f"{self.name} was expected to step a parameter of shape {shape} with a gradient and no closure; "
                 f"it raised {type(error).__name__}: {error}. Give such parameters another optimizer."
             ) from error
+        self.keeps_group_state |= bool(changed)
         return [StateField(name, tuple(array.shape), array.dtype) for name, array in arrays.items()]
 
-    def _refuse_coupling(self, shape: tuple[int, ...], hyper: Mapping[str, Any]) -> None:
-        """Three steps over two parameters: together by the class itself, and apart by this rule; the bits must agree.
+    def advance_groups(self, groups: Sequence[dict[str, Any]], frozen: Sequence[Mapping[str, Any]]) -> None:
+        """The class counts steps, or the like, in its param groups: each gets the values that it has after this step,
+        found by a step on a small parameter. What the step of each real one leaves must be the same."""
+        self._expected = []
+        if not self.keeps_group_state:
+            return
+        for group, values in zip(groups, frozen, strict=True):
+            shape = tuple(min(length, 3) for length in group["params"][0].shape) if group["params"] else (1,)
+            leaf = torch.ones(shape, requires_grad=True)
+            leaf.grad = torch.ones_like(leaf)
+            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                first = self._first_state(leaf, values)
+                _, changed = advance(bare_copy(self._optimizer), leaf, values, first, tracks_group=True)
+            group.update(copied(changed))
+            self._expected.append((values, changed))
 
-        It finds state on the optimizer or in its param group that steers the update, and sums over all parameters.
+    def _check_group(self, hyper: Mapping[str, Any], changed: Mapping[str, Any]) -> None:
+        expected = next((values for frozen, values in self._expected if frozen is hyper), {})
+        if other := sorted({*changes(expected, changed), *(expected.keys() - changed.keys())}):
+            raise ModelError(
+                f"{self.name} was expected to update each parameter by itself; {other} of its param group became other "
+                "values for one parameter than for another, as where it sums over parameters. It cannot be split "
+                "between tiers: choose another optimizer."
+            )
+
+    def _refuse_coupling(self, shape: tuple[int, ...], hyper: Mapping[str, Any]) -> None:
+        """Steps over two parameters: together by the class itself, and apart by this rule; the bits must agree.
+
+        It finds state on the optimizer that steers the update, and sums over all parameters.
         """
         generator = torch.Generator().manual_seed(0)
         starts = torch.randn((2, *shape), generator=generator)
-        grads = torch.randn((3, 2, *shape), generator=generator)
+        grads = torch.randn((_PROBE_STEPS, 2, *shape), generator=generator)
         together = [start.clone().requires_grad_() for start in starts]
-        rule = TorchRule.__new__(TorchRule)
-        rule._adopt(self._optimizer, self._construct)
+        own = {name: copied(value) for name, value in hyper.items() if name != "params"}
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             try:
                 optimizer = bare_copy(self._optimizer)
-                optimizer.param_groups = [{**hyper, "params": together}]
-                optimizer.state.update({leaf: self._first_state(leaf, hyper) for leaf in together})
+                optimizer.param_groups = [{**copied(own), "params": together}]
+                optimizer.state.update({leaf: self._first_state(leaf, own) for leaf in together})
                 for pair in grads:
+                    counted = numbers(optimizer)
                     for leaf, grad in zip(together, pair, strict=True):
                         leaf.grad = grad.clone()
                     optimizer.step()
             except Exception:
                 return  # not a shape that it takes, small or at all: the dry run on the real shape decides
-            fields = self._dry_run(shape, hyper, "cpu")
+            fields = self._dry_run(shape, own, "cpu")
+            rule = TorchRule.__new__(TorchRule)
+            rule._adopt(self._optimizer, self._construct)
+            rule.keeps_group_state = self.keeps_group_state
             state = [{found.name: torch.zeros(found.shape, dtype=found.dtype) for found in fields} for _ in starts]
-            apart = [Run(start.clone(), start, arrays, {}, hyper) for start, arrays in zip(starts, state, strict=True)]
+            apart = [Run(start.clone(), start, arrays, {}, own) for start, arrays in zip(starts, state, strict=True)]
             torch.manual_seed(0)
+            group = {**own, "params": together}
             for pair in grads:
+                frozen = {name: copied(value) for name, value in group.items() if name != "params"}
+                rule.advance_groups([group], [frozen])
                 for run, grad in zip(apart, pair, strict=True):
-                    run.grad = grad.clone()
+                    run.grad, run.hyper = grad.clone(), frozen
                 rule.update(apart)
-        if not all(_same_bits(leaf.detach(), run.master) for leaf, run in zip(together, apart, strict=True)):
+        alike = all(_same_bits(leaf.detach(), run.master) for leaf, run in zip(together, apart, strict=True))
+        counting = changes(counted, numbers(optimizer))
+        if not alike or counting or changes(group, optimizer.param_groups[0]):
+            found = f"it counts {sorted(counting)} in itself" if counting else "it may sum over parameters"
             raise ModelError(
                 f"{self.name} was expected to update each parameter by itself; stepping two parameters one after the "
-                "other gave other numbers than together (it sums over parameters, or keeps state in itself or in its "
-                "param group). It cannot be split between tiers: choose another optimizer."
+                f"other is not the same as together ({found}). It cannot be split between tiers: choose another "
+                "optimizer."
             )
 
     def _refuse_unplanned(self, arrays: Collection[str], planned: Collection[str]) -> None:
@@ -345,42 +386,6 @@ def _pieces(run: Run) -> list[Run]:
         )
         for start in range(0, master.numel(), size)
     ]
-
-
-def _advance(optimizer: Optimizer, leaf: torch.Tensor, group: Mapping[str, Any], state: _State) -> _State:
-    """One step of `optimizer` as if `leaf` were its only parameter. Returns the parameter's state after it."""
-    optimizer.param_groups = [{**group, "params": [leaf]}]
-    optimizer.state = defaultdict(dict, {leaf: state})
-    try:
-        optimizer.step()
-        return dict(optimizer.state[leaf])
-    finally:
-        optimizer.param_groups = []
-        optimizer.state = defaultdict(dict)
-
-
-def bare_copy(optimizer: Optimizer) -> Optimizer:
-    """The same class and attributes, without parameters, state, step hooks, or a scheduler's wrapper around step.
-
-    Tensors among the attributes, and the containers of such, are copies: a step may move them to its device.
-    """
-    bare = type(optimizer).__new__(type(optimizer))
-    omitted = ("step", "param_groups", "state")
-    bare.__dict__.update({name: _copied(value) for name, value in optimizer.__dict__.items() if name not in omitted})
-    bare.__dict__.update(_optimizer_step_pre_hooks=OrderedDict(), _optimizer_step_post_hooks=OrderedDict())
-    bare.param_groups = []
-    bare.state = defaultdict(dict)
-    return bare
-
-
-def _copied(value: Any) -> Any:
-    if type(value) is torch.Tensor:
-        return value.detach().clone()
-    if type(value) in (dict, OrderedDict):
-        return type(value)((key, _copied(item)) for key, item in value.items())
-    if type(value) in (list, tuple, set):
-        return type(value)(map(_copied, value))
-    return value
 
 
 def _refuse_class(kind: type[Optimizer]) -> None:

@@ -1,0 +1,88 @@
+"""A torch optimizer's own code, run on one parameter at a time: copies without parameters, and their single steps."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+State = dict[str, Any]
+Group = dict[str, Any]
+
+
+def bare_copy(optimizer: Optimizer) -> Optimizer:
+    """The same class and attributes, without parameters, state, step hooks, or a scheduler's wrapper around step.
+
+    Tensors among the attributes, and the containers of such, are copies: a step may move them to its device.
+    """
+    bare = type(optimizer).__new__(type(optimizer))
+    omitted = ("step", "param_groups", "state")
+    bare.__dict__.update({name: copied(value) for name, value in optimizer.__dict__.items() if name not in omitted})
+    bare.__dict__.update(_optimizer_step_pre_hooks=OrderedDict(), _optimizer_step_post_hooks=OrderedDict())
+    bare.param_groups = []
+    bare.state = defaultdict(dict)
+    return bare
+
+
+def copied(value: Any) -> Any:
+    """Tensors and plain containers anew, everything else as it is."""
+    if type(value) is torch.Tensor:
+        return value.detach().clone()
+    if type(value) in (dict, OrderedDict):
+        return type(value)((key, copied(item)) for key, item in value.items())
+    if type(value) in (list, tuple, set):
+        return type(value)(map(copied, value))
+    return value
+
+
+def advance(
+    optimizer: Optimizer, leaf: torch.Tensor, group: Mapping[str, Any], state: State, tracks_group: bool = False
+) -> tuple[State, Group]:
+    """One step of `optimizer` as if `leaf` were its only parameter: the parameter's state after it, and what the step
+    has changed of the param group, which itself stays as it is.
+
+    `tracks_group`: False where the class is known to change nothing of its group, which saves the comparison.
+    """
+    own = {name: copied(value) if tracks_group else value for name, value in group.items() if name != "params"}
+    optimizer.param_groups = [{**own, "params": [leaf]}]
+    optimizer.state = defaultdict(dict, {leaf: state})
+    try:
+        optimizer.step()
+        return dict(optimizer.state[leaf]), changes(group, optimizer.param_groups[0]) if tracks_group else {}
+    finally:
+        optimizer.param_groups = []
+        optimizer.state = defaultdict(dict)
+
+
+def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> Group:
+    """What is new or other in `after`, "params" left out."""
+    return {
+        name: value
+        for name, value in after.items()
+        if name != "params" and (name not in before or not same(before[name], value))
+    }
+
+
+def numbers(optimizer: Optimizer) -> dict[str, Any]:
+    """The numbers that the instance itself keeps."""
+    return {
+        name: copied(value)
+        for name, value in vars(optimizer).items()
+        if type(value) in (int, float) or (type(value) is torch.Tensor and value.numel() == 1)
+    }
+
+
+def same(left: Any, right: Any) -> bool:
+    """Of one type and one value; a NaN equals a NaN."""
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, torch.Tensor):
+        return left.is_meta == right.is_meta and not left.is_meta and torch.equal(left, right)
+    if isinstance(left, (list, tuple)):
+        return len(left) == len(right) and all(map(same, left, right))
+    if isinstance(left, Mapping):
+        return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
+    return left is right or bool(left == right) or (isinstance(left, float) and left != left and right != right)
