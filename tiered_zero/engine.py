@@ -545,7 +545,7 @@ def _end_run(policy: UpdatePolicy, resources: ExitStack) -> None:
     with resources:  # which ends lanes first: also where the user interrupts the wait, nothing goes from under a job
         policy.abort()
         try:
-            policy.flush()
+            policy.finalize()
         except Exception as error:
             logger.error("the last update was not completed: %s", error)
 

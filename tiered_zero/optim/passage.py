@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -25,7 +25,7 @@ class Work:
     behind the scenes). `raw`: [n] uint8, its state, in place or staged. `lease`: staged state, then the staged 16-bit
     parameters. `reads`: the transfers that fill the state and, where masters need them, the parameters. `outs`: where
     the rule writes each segment's parameters: [numel] of the unit's dtype. `handed`: which staged parameters, by their
-    first byte in the unit, are handed over until they are written.
+    first byte in the unit, are handed over until they are written. `is_last`: nobody needs its state any more.
     """
 
     subgroup: SubGroup
@@ -37,6 +37,7 @@ class Work:
     outs: list[torch.Tensor] = field(default_factory=list)
     writes: list[Event] = field(default_factory=list)
     handed: list[tuple[Publication, int]] = field(default_factory=list)
+    is_last: bool = False
 
 
 class Passage:
@@ -68,9 +69,18 @@ class Passage:
 
     # -- in ------------------------------------------------------------------------------------------------------------
 
-    def open_nowait(self, layout: StateLayout, param_kind: str, *, born: bool) -> Work | None:
+    def outlasting(self, subgroup: SubGroup) -> SubGroup:
+        """The part of a sub-group whose parameters rest on the device, and outlast the engine."""
+        return replace(
+            subgroup, segments=tuple(s for s in subgroup.segments if self._inventory.find(s.unit, "param") is None)
+        )
+
+    def open_nowait(
+        self, layout: StateLayout, param_kind: str, *, born: bool, part: SubGroup | None = None
+    ) -> Work | None:
         """A sub-group with its reads under way; None while no staging buffer is free. `born`: it has state beside its
-        masters."""
+        masters. `part`: the segments that are updated, for the last time: no more than they need is read, and their
+        state is not written; None: all."""
         home = self._inventory.home(layout.subgroup, "state")
         raw = home.tier.view(home.slot)
         staged = raw is None
@@ -84,11 +94,15 @@ class Passage:
         if raw is None:
             assert lease is not None
             raw = lease.tensor[: layout.nbytes]
-        work = Work(layout.subgroup, layout, param_kind, raw, lease)
+        work = Work(part or layout.subgroup, layout, param_kind, raw, lease, is_last=part is not None)
         try:
             if staged and lease is not None:
                 stored = layout.nbytes if born else layout.master_nbytes
-                work.reads.append(home.tier.read(home.slot, Window(raw[:stored], lease.memory[:stored])))
+                spans = [(0, stored)] if part is None else layout.spans(part)
+                for start, last in spans:
+                    if start < (stop := min(last, stored)):
+                        window = Window(raw[start:stop], lease.memory[start:stop])
+                        work.reads.append(home.tier.read(home.slot, window, start))
             if layout.masters.needs_params:
                 self._read_params(work)
         except BaseException:
@@ -153,7 +167,7 @@ class Passage:
         """Start the way home of the state and of the parameters. `publications`: unit index -> who may want them
         sooner."""
         home = self._inventory.home(work.subgroup, "state")
-        if home.tier.view(home.slot) is None:
+        if home.tier.view(home.slot) is None and not work.is_last:
             assert work.lease is not None
             nbytes = work.layout.nbytes
             work.writes.append(home.tier.write(home.slot, Window(work.raw, work.lease.memory[:nbytes])))

@@ -118,6 +118,12 @@ class UpdatePolicy(ABC):
         if self._is_idle():
             self._stepper.forget_ahead()
 
+    def finalize(self) -> None:
+        """The engine ends: return when the last update is made as far as somebody can see it, which is in parameters
+        that rest on the device. Raises as `flush`."""
+        self._stepper.end()
+        self.flush()
+
     def settle(self) -> None:
         """State or parameters are about to be changed by hand: no update runs, and nothing is read ahead."""
         self.flush()

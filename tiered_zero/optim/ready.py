@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import threading
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from tiered_zero.optim.state_layout import StateLayout
 
@@ -40,10 +40,12 @@ class ReadyQueue:
             self._closed = True
             self._changed.notify()
 
-    def clear(self) -> None:
-        """Give up what is not taken yet."""
+    def clear(self, keep: Collection[int] = ()) -> list[StateLayout]:
+        """Give up what is not taken yet, but for the sub-groups in `keep`. Returns what is given up."""
         with self._changed:
-            self._ready.clear()
+            dropped = [layout for index, layout in self._ready.items() if index not in keep]
+            self._ready = {index: layout for index, layout in self._ready.items() if index in keep}
+            return dropped
 
     def peek(self) -> StateLayout | None:
         """The shallowest that is ready now."""

@@ -82,6 +82,24 @@ class StateLayout:
             start += dtype.itemsize * self.subgroup.numel
         return spans
 
+    def spans(self, part: SubGroup) -> list[tuple[int, int]]:
+        """Where the masters and the state of some of the segments are: (first byte in the slot, last + 1), whole pages,
+        disjoint and in order."""
+        pages: set[int] = set()
+        for segment in part.segments:
+            spans = [(start, start + nbytes) for start, nbytes, _ in self.master_spans(segment)]
+            for array in self._arrays_of[None]:
+                elements = _part(array.field, segment.start, segment.stop)
+                itemsize = array.field.dtype.itemsize
+                spans.append((array.offset + elements.start * itemsize, array.offset + elements.stop * itemsize))
+            for piece in segment.pieces:
+                for array in self._arrays_of[piece.index]:
+                    nbytes = prod(array.field.shape) * array.field.dtype.itemsize
+                    spans.append((array.offset, array.offset + nbytes))
+            for start, stop in spans:
+                pages.update(range(start // PAGE_NBYTES, -(-stop // PAGE_NBYTES)))
+        return _merged(sorted(pages))
+
     def marks(self, raw: torch.Tensor) -> torch.Tensor | None:
         """[numel] view of the state array whose signs belong to the masters; None where no array lends its signs."""
         return _view(raw, self.arrays[0]) if len(self.masters.dtypes) > 1 else None
@@ -103,3 +121,15 @@ def _view(raw: torch.Tensor, array: StateArray) -> torch.Tensor:
     """[n] of the field's dtype."""
     nbytes = prod(array.field.shape) * array.field.dtype.itemsize
     return raw[array.offset : array.offset + nbytes].view(array.field.dtype)
+
+
+def _merged(pages: Sequence[int]) -> list[tuple[int, int]]:
+    """Stretches of neighbouring pages, in bytes."""
+    spans: list[tuple[int, int]] = []
+    for page in pages:
+        start = page * PAGE_NBYTES
+        if spans and spans[-1][1] == start:
+            spans[-1] = (spans[-1][0], start + PAGE_NBYTES)
+        else:
+            spans.append((start, start + PAGE_NBYTES))
+    return spans

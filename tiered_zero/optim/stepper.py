@@ -74,6 +74,7 @@ class StreamingStepper:
         self._ahead = ReadAhead(self._passage, self._open_nowait)
         self._scalars: dict[tuple[int, int], dict[str, Any]] = {}
         self._born: set[int] = set()
+        self._ending = threading.Event()
 
     @cached_property
     def has_device_state(self) -> bool:
@@ -123,6 +124,11 @@ class StreamingStepper:
         """What was read ahead is not, or not any more, what the next step needs. While no step runs."""
         self._ahead.forget()
 
+    def end(self) -> None:
+        """The engine ends, and nobody will see state, or parameters off the device, any more: give up what only makes
+        those, of a step under way too. Any thread."""
+        self._ending.set()
+
     # -- the step ------------------------------------------------------------------------------------------------------
 
     def step(self, job: UpdateJob) -> None:
@@ -140,6 +146,8 @@ class StreamingStepper:
             self._ahead.begin_step(job.param_kind)
         try:
             while opened or written or queue.wait():
+                if self._ending.is_set():
+                    progress.count_skipped(self._give_up_unseen(queue, opened))
                 progress.count_skipped(queue.take_skipped())
                 self._open_ready(job, queue, opened)
                 if opened:
@@ -148,7 +156,7 @@ class StreamingStepper:
                         self._passage.wait(event, work)
                     self._update(work, job)
                     self._passage.write(work, job.publications)
-                    progress.count_made(work.subgroup)
+                    progress.count_made(work.layout.subgroup)
                     written.append(opened.popleft())
                 all_made = not opened and queue.has_ended()
                 if all_made:
@@ -162,7 +170,7 @@ class StreamingStepper:
                     self._passage.end(written[0])
                     if staged:
                         self._ahead.note_ended(written[0])
-                    progress.count_written(written.popleft().subgroup)
+                    progress.count_written(written.popleft().layout.subgroup)
                     must_wait = False
                 if staged:
                     self._read_ahead(queue)
@@ -174,8 +182,19 @@ class StreamingStepper:
             self._passage.abandon([*opened, *written])
             self._ahead.break_off()
             raise
-        if staged:
+        if self._ending.is_set():
+            self._ahead.break_off()
+        elif staged:
             self._ahead.end_step()
+
+    def _give_up_unseen(self, queue: ReadyQueue, opened: deque[Work]) -> list[StateLayout]:
+        """Returns the sub-groups of which nothing rests on the device, as far as they are not updated yet."""
+        seen = {x.subgroup.index for x in self._layouts if self._passage.outlasting(x.subgroup).segments}
+        unseen = [work for work in opened if work.subgroup.index not in seen]
+        self._passage.abandon(unseen)
+        for work in unseen:
+            opened.remove(work)
+        return [*(work.layout for work in unseen), *queue.clear(keep=seen)]
 
     def _queue_all(self, job: UpdateJob) -> ReadyQueue:
         ready: list[StateLayout] = []
@@ -203,13 +222,14 @@ class StreamingStepper:
 
     def _read_ahead(self, queue: ReadyQueue) -> None:
         """Into buffers that nothing needs which is ready."""
-        if queue.peek() is None:
+        if queue.peek() is None and not self._ending.is_set():
             if queue.has_ended():
                 self._ahead.expect_next_step()
             self._ahead.read()
 
     def _open_nowait(self, layout: StateLayout, param_kind: str) -> Work | None:
-        return self._passage.open_nowait(layout, param_kind, born=layout.subgroup.index in self._born)
+        part = self._passage.outlasting(layout.subgroup) if self._ending.is_set() else None
+        return self._passage.open_nowait(layout, param_kind, born=layout.subgroup.index in self._born, part=part)
 
     def _update(self, work: Work, job: UpdateJob) -> None:
         for segment in work.subgroup.segments:

@@ -1,0 +1,119 @@
+"""close() leaves parameters that rest on the device with the bits of the last step, and makes nothing else for it."""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.parity.models import ParityGPT, batch
+from tests.parity.test_optimizers import WHOLE
+from tests.parity.trainers import Plain, adamw, same_bits, tiered, train
+from tiered_zero.layout.flat import Unit
+
+RESIDENT_NUMEL = 200
+"""Parameters with fewer elements rest on the device: norms and biases of every block, in sub-groups with others."""
+
+
+def build() -> ParityGPT:
+    torch.manual_seed(0)
+    return ParityGPT(num_blocks=2)
+
+
+def data(first: int, number: int) -> tuple[Any, ...]:
+    return (*batch(first + number), False)
+
+
+class HeldUpdates:
+    """No update begins until the engine ends; counts the elements that are updated then."""
+
+    def __init__(self, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.numel = 0
+        stepper = engine._parts.policy._stepper
+        ending = threading.Event()
+        step, end, update = stepper.step, stepper.end, stepper._rule.update
+
+        def held_step(job: Any) -> None:
+            assert ending.wait(60)
+            step(job)
+
+        def end_and_go() -> None:
+            end()
+            ending.set()
+
+        def count(runs: Any) -> None:
+            self.numel += sum(run.master.numel() for run in runs)
+            update(runs)
+
+        monkeypatch.setattr(stepper, "step", held_step)
+        monkeypatch.setattr(stepper, "end", end_and_go)
+        monkeypatch.setattr(stepper._rule, "update", count)
+
+
+@pytest.mark.parametrize("make_optimizer", [adamw, WHOLE["RowScaled"]], ids=["AdamW", "RowScaled"])
+@pytest.mark.parametrize("clipping", [0.0, 1.0])
+@pytest.mark.parametrize("state", ["cpu", "nvme"])
+@pytest.mark.parametrize("update", ["overlapped", "delayed"])
+def test_what_stays_visible_is_finished_and_the_rest_is_given_up(
+    update: str, state: str, clipping: float, make_optimizer: Any, swap_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = 3
+    runtime = {"update": update, "delay_start_step": 99} if update == "delayed" else {"update": update}
+    zero = {"stage3_param_persistence_threshold": RESIDENT_NUMEL}
+    plain = Plain(build(), make_optimizer, clipping=clipping)
+    train(plain, partial(data, 0), steps + 1)
+    engine = tiered(build(), swap_path, ("nvme", state), make_optimizer, 1, clipping, zero=zero, runtime=runtime)
+    train(engine, partial(data, 0), steps)
+    engine.flush()
+    if update == "delayed":
+        engine._parts.policy._start_step = 0
+    held = HeldUpdates(engine, monkeypatch)
+    train(engine, partial(data, steps), 1)
+    pager = engine._parts.pager
+    resident: list[Unit] = [
+        residency.unit
+        for residency in pager._residencies.values()
+        if pager.is_device_resident(residency.unit) and residency.unit.trainable
+    ]
+    model: nn.Module = engine.module
+    engine.close()
+    expected = dict(plain.module.named_parameters())
+    found = {name: param for name, param in model.named_parameters() if type(param) is nn.Parameter}
+    names = {entry.param.name for unit in resident for entry in unit.entries}
+    assert len(names) > 10 and names <= found.keys()
+    assert all(same_bits(expected[name], found[name]) for name in names)
+    assert 0 < held.numel <= sum(unit.numel for unit in resident)
+    assert not any(swap_path.iterdir())
+
+
+def test_an_update_under_way_drops_what_it_has_read(swap_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is closed while its first sub-group is updated: that one is finished, and no other is begun."""
+    engine = tiered(build(), swap_path, ("nvme", "nvme"), adamw, 1, 1.0, runtime={"update": "overlapped"})
+    train(engine, partial(data, 0), 2)
+    engine.flush()
+    stepper = engine._parts.policy._stepper
+    begun, ending, numel = threading.Event(), threading.Event(), []
+    end, update = stepper.end, stepper._rule.update
+
+    def end_and_go() -> None:
+        end()
+        ending.set()
+
+    def wait_for_the_end(runs: Any) -> None:
+        begun.set()
+        assert ending.wait(60)
+        numel.append(sum(run.master.numel() for run in runs))
+        update(runs)
+
+    monkeypatch.setattr(stepper, "end", end_and_go)
+    monkeypatch.setattr(stepper._rule, "update", wait_for_the_end)
+    train(engine, partial(data, 2), 1)
+    assert begun.wait(60)
+    engine.close()
+    assert len(numel) == 1
+    assert not any(swap_path.iterdir())
