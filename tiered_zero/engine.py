@@ -24,6 +24,7 @@ from tiered_zero.grads.accumulator import GradientStore
 from tiered_zero.grads.arrivals import GradientArrivals
 from tiered_zero.grads.loss_scaler import LossScaler
 from tiered_zero.grads.verdict import Verdict, judge
+from tiered_zero.hardware.process import OwnProcess
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.optim.handle import TieredOptimizer
 from tiered_zero.optim.policy import UpdatePolicy
@@ -110,7 +111,10 @@ class Engine(DeepSpeedNames):
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        self._end = weakref.finalize(self, _end_forgotten_run, parts.policy, parts.resources)  # at exit too
+        self._process = OwnProcess()
+        self._end = weakref.finalize(  # at exit too
+            self, _end_forgotten_run, self._process, parts.policy, parts.resources
+        )
         self._phase = Phase.IDLE
         self._micro_steps = 0
         self._boundary: bool | None = None
@@ -359,18 +363,20 @@ class Engine(DeepSpeedNames):
         self._tokens = 0
         self._micro_steps -= self._micro_steps % self.gradient_accumulation_steps()
 
-    @_on_one_thread
     def close(self) -> None:
         """Free every tier, stop every thread, remove the swap directory. Idempotent. Parameters off the device are
         gone:
         take `module.state_dict()` before. Raises LatchedError, with everything freed, if an update failed and no call
         has raised yet."""
-        if not self._closed:
-            self._closed = True
-            self._end.detach()
-            _end_run(self._parts.policy, self._parts.resources)
-            if not self._told:
-                self._parts.policy.check()
+        if not self._process.is_current():
+            return  # a forked child owns nothing
+        with self._parts.pager.driver.entered("engine.close()"):
+            if not self._closed:
+                self._closed = True
+                self._end.detach()
+                _end_run(self._parts.policy, self._parts.resources)
+                if not self._told:
+                    self._parts.policy.check()
 
     def __enter__(self) -> Engine:
         return self
@@ -550,9 +556,11 @@ def _end_run(policy: UpdatePolicy, resources: ExitStack) -> None:
             logger.error("the last update was not completed: %s", error)
 
 
-def _end_forgotten_run(policy: UpdatePolicy, resources: ExitStack) -> None:
+def _end_forgotten_run(process: OwnProcess, policy: UpdatePolicy, resources: ExitStack) -> None:
     """Nobody holds the engine any more, or the interpreter exits. Garbage is collected on any thread, perhaps on a lane
     of this run, which cannot wait for itself: so only the main thread ends the run at once."""
+    if not process.is_current():
+        return  # a forked child owns nothing, and has no lane that could end an update
     if threading.current_thread() is threading.main_thread():
         _end_run(policy, resources)
     else:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import logging
 import os
 import socket
@@ -59,6 +61,7 @@ class Collectives:
             logger.warning("no torch.distributed group was created, scripts that ask for a rank will fail: %s", error)
         else:
             self._owns_group = True
+            _keep_group_in_children()
             logger.info("torch.distributed: made a process group of one rank, without a connection")
         finally:
             sys.excepthook = hook  # torch's prefixes every traceback with [rank0], which says nothing of one rank
@@ -88,6 +91,17 @@ def barrier() -> None:
     """Wait for the other ranks of torch.distributed's group, if there are any."""
     if get_world_size() > 1:
         dist.barrier()
+
+
+@functools.cache
+def _keep_group_in_children() -> None:
+    """Once a process. A forked child has none of gloo's threads, and the destructor of a group joins them."""
+
+    def keep() -> None:
+        if dist.is_initialized():
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(dist.group.WORLD))
+
+    os.register_at_fork(after_in_child=keep)
 
 
 @contextmanager

@@ -231,9 +231,14 @@ class NativeEngine(DiskEngine):
 
     def _start(self, kind: str, file: DiskFile, request: Request, view: memoryview) -> NativeTicket:
         ticket = NativeTicket(self, file, request, view)
-        with self._lock:  # the table stands in the order of submission
-            self._unfinished[ticket] = None
-            self.library.submit(self.pool, ticket.raw)
+        try:
+            with self._lock:  # the table stands in the order of submission
+                self._unfinished[ticket] = None
+                self.library.submit(self.pool, ticket.raw)
+        except BaseException:  # an interrupt, before the pool has the request or after that
+            if not ticket.raw.submitted_ns:
+                self._unfinished.pop(ticket, None)
+            raise
         return ticket
 
     def _check_usable(self, file: DiskFile) -> None:

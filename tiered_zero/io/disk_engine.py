@@ -40,6 +40,7 @@ class DiskTicket(Ticket):
         """time.monotonic() of the last sign of life: this request's, or the engine's while it is still queued."""
 
     def wait(self) -> None:
+        self.engine.check_process(self.request.path)
         begun_s = time.monotonic()
         while not self.finished_within(min(_SLICE_S, max(_LOOK_S, self._patience_s(begun_s)))):
             if self._patience_s(begun_s) <= 0.0:
@@ -89,6 +90,9 @@ class DiskEngine(IOEngine):
         now_s = time.monotonic()
         return [(ticket.request, now_s - ticket.submitted_s) for ticket in list(self._unfinished) if not ticket.done()]
 
+    def drain(self) -> None:
+        self._settle(None)
+
     def close(self) -> None:
         if self._closed:
             return
@@ -108,6 +112,11 @@ class DiskEngine(IOEngine):
         self.has_stalled = True
         self.latch.set(error)
         return error
+
+    def check_process(self, path: str) -> None:
+        """Raises TransferError in a forked child."""
+        if self._pid != os.getpid():
+            raise TransferError(f"{path}: an I/O engine has no workers in a forked process; open one there")
 
     @abstractmethod
     def _start(self, kind: str, file: DiskFile, request: Request, view: memoryview) -> DiskTicket:
@@ -130,8 +139,7 @@ class DiskEngine(IOEngine):
         self.latch.check()
         if self._closed or file.fd < 0:
             raise TransferError(f"{file.path}: the {'engine' if self._closed else 'file'} has been closed")
-        if self._pid != os.getpid():
-            raise TransferError(f"{file.path}: an I/O engine has no workers in a forked process; open one there")
+        self.check_process(file.path)
 
     def _settle(self, file: DiskFile | None) -> bool:
         """Wait for what is in flight (of one file, or all), but not again after a stall; False if it is stuck."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
@@ -134,6 +135,11 @@ class IOEngine(ABC):
     @abstractmethod
     def in_flight(self) -> list[tuple[Request, float]]:
         """Requests not finished, each with its age in seconds."""
+
+    def drain(self) -> None:
+        """Return when nothing that was submitted before is in flight, or is stuck."""
+        while self.in_flight():
+            time.sleep(0.001)
 
     @abstractmethod
     def close(self) -> None:

@@ -31,6 +31,7 @@ from typing import Any, Protocol
 
 from tiered_zero.errors import LatchedError, ModelError
 from tiered_zero.hardware.accelerator import Event
+from tiered_zero.hardware.process import OwnProcess
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.layout.flat import Unit
 from tiered_zero.optim.in_backward import BackwardStart, OpenUpdate
@@ -65,6 +66,7 @@ class UpdatePolicy(ABC):
 
     def __init__(self, stepper: StreamingStepper, groups: Sequence[dict[str, Any]]) -> None:
         """`groups`: the live param groups."""
+        self._process = OwnProcess()
         self._stepper = stepper
         self._groups = groups
         self.failure: BaseException | None = None
@@ -81,7 +83,8 @@ class UpdatePolicy(ABC):
         where one has failed before: what is to be read is partly of its step."""
 
     def check(self) -> None:
-        """Raises LatchedError once an update has failed."""
+        """Raises LatchedError once an update has failed, and ModelError in a forked child."""
+        self._process.check()
         if self.failure is not None:
             raise LatchedError(
                 f"An update failed ({self.failure}); weights and state are partly those of its step and partly those "
@@ -142,6 +145,7 @@ class UpdatePolicy(ABC):
 
     def _join(self, runtime: Runtime) -> bool:
         """Wait for the updates under way; False without any. Raises the first error, once: then `check` does."""
+        self._process.check()  # a forked child has no lane whose job would end
         if not self._running:
             return False
         errors: list[Exception] = []

@@ -10,6 +10,7 @@ from typing import final
 import torch
 
 from tiered_zero.errors import ModelError
+from tiered_zero.hardware.process import OwnProcess
 
 
 @final
@@ -22,6 +23,7 @@ class DriverThread:
     def __init__(self) -> None:
         self._inside: dict[str, int] = {}  # "ident": of the thread inside; setdefault() claims it atomically
         self._depth = 0
+        self._process = OwnProcess()
 
     @contextmanager
     def entered(self, call: str) -> Iterator[None]:
@@ -33,7 +35,8 @@ class DriverThread:
             self.leave()
 
     def enter(self, call: str) -> None:
-        """Raises ModelError while another thread is inside. Pairs with `leave`."""
+        """Raises ModelError while another thread is inside, and in a forked child. Pairs with `leave`."""
+        self._process.check()
         if self.is_other():
             self._refuse(call)
         if self._inside.setdefault("ident", threading.current_thread().ident or 0) == threading.get_ident():
@@ -48,7 +51,8 @@ class DriverThread:
                 self._inside.clear()
 
     def check(self, call: str) -> None:
-        """Raises ModelError while another thread is inside."""
+        """Raises ModelError while another thread is inside, and in a forked child."""
+        self._process.check()
         if self.is_other():
             self._refuse(call)
 

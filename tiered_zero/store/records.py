@@ -5,15 +5,34 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import final
+from typing import Literal, final
 
 from tiered_zero.errors import StoreError
+from tiered_zero.io.engine import Ticket
 from tiered_zero.sizes import PAGE_NBYTES
 from tiered_zero.store.extents import ExtentMap
 from tiered_zero.store.manifest import Record
 from tiered_zero.store.ranges import Range, RangeMap, first_gap, join, other_slots
 
 Written = tuple[Record, Sequence[Range]]
+
+
+@final
+@dataclass(eq=False)
+class InFlight:
+    """One request of a record, from before it is entered into the table until `RecordTable.end`; known by identity.
+
+    `ticket`: from before the first of its parts is submitted, so that one that an interrupt broke off can be waited
+    for.
+    """
+
+    kind: Literal["read", "write"]
+    start: int
+    end: int
+    ticket: Ticket | None = None
+
+    def __repr__(self) -> str:
+        return f"a {self.kind} of bytes {self.start} to {self.end}"
 
 
 @final
@@ -24,7 +43,7 @@ class _State:
     record: Record
     written: RangeMap = field(default_factory=RangeMap)
     durable: RangeMap | None = None
-    in_flight: list[tuple[str, int, int]] = field(default_factory=list)
+    in_flight: list[InFlight] = field(default_factory=list)
 
 
 @final
@@ -89,34 +108,42 @@ class RecordTable:
             else:
                 self._retired.append(record)
 
-    def begin_read(self, record: Record, start: int, end: int) -> list[Range]:
+    def begin_read(self, record: Record, request: InFlight) -> list[Range]:
         """The ranges that hold these bytes, untrimmed. Raises StoreError if they may not be read now."""
+        start, end = request.start, request.end
         with self._lock:
-            state = self._admit("read", record, start, end)
+            state = self._admit(record, request)
             ranges = state.written.overlapping(start, end)
             missing = first_gap(ranges, start, end)
             if missing is not None:
                 raise StoreError(
                     f"Record {record.name!r}: the bytes from {missing} on were never written; write them first."
                 )
-            state.in_flight.append(("read", start, end))
+            state.in_flight.append(request)
         return ranges
 
-    def begin_write(self, record: Record, start: int, end: int) -> list[Range]:
+    def begin_write(self, record: Record, request: InFlight) -> list[Range]:
         """The slots that these bytes must go to. Raises StoreError if they may not be written now."""
         with self._lock:
-            state = self._admit("write", record, start, end)
+            state = self._admit(record, request)
             self._refuse_while_frozen(record)
-            state.in_flight.append(("write", start, end))
-            return join(other_slots(state.durable, start, end))
+            state.in_flight.append(request)
+            return join(other_slots(state.durable, request.start, request.end))
 
-    def end(self, kind: str, record: Record, start: int, end: int, written: Sequence[Range] = ()) -> None:
-        """A request has ended. `written`: of a write that succeeded, what tiles its bytes now."""
+    def end(self, record: Record, request: InFlight, written: Sequence[Range] = ()) -> None:
+        """A request has ended, or did not begin. `written`: of a write that succeeded, what tiles its bytes now."""
         with self._lock:
-            state = self._find(record)
-            state.in_flight.remove((kind, start, end))
+            state = self._states.get(record.name)
+            if state is None or request not in state.in_flight:
+                return
             if written:
-                state.written.replace(start, end, written)
+                state.written.replace(request.start, request.end, written)
+            state.in_flight.remove(request)
+
+    def in_flight(self, record: Record) -> list[InFlight]:
+        """The record's requests under way."""
+        with self._lock:
+            return list(self._find(record).in_flight)
 
     def freeze(self, step: int) -> list[Written]:
         """The committed records and what is written of them; they rest until `thaw`.
@@ -127,7 +154,7 @@ class RecordTable:
             if self._frozen is not None:
                 raise StoreError(f"Step {self._frozen} is prepared; confirm it before the next one.")
             states = [state for state in self._states.values() if state.record.committed]
-            busy = [state.record.name for state in states if any(kind == "write" for kind, _, _ in state.in_flight)]
+            busy = [state.record.name for state in states if any(one.kind == "write" for one in state.in_flight)]
             if busy:
                 raise StoreError(f"Cannot commit while records are being written ({busy[:5]}); wait for their tickets.")
             self._frozen = step
@@ -153,18 +180,19 @@ class RecordTable:
                 raise StoreError(f"Cannot verify while records are in use ({busy[:5]}); wait for their tickets.")
             return [(state.record, list(state.written)) for state in self._states.values()]
 
-    def _admit(self, kind: str, record: Record, start: int, end: int) -> _State:
+    def _admit(self, record: Record, request: InFlight) -> _State:
+        kind, start, end = request.kind, request.start, request.end
         state = self._find(record)
         if start % PAGE_NBYTES or end % PAGE_NBYTES or not 0 <= start < end <= record.extent_nbytes:
             raise StoreError(
                 f"Record {record.name!r} holds {record.extent_nbytes} bytes in whole pages of {PAGE_NBYTES}; "
                 f"a {kind} of bytes {start} to {end} is not inside of it or not in whole pages."
             )
-        for other, low, high in state.in_flight:
-            if low < end and start < high and "write" in (kind, other):
+        for other in state.in_flight:
+            if other.start < end and start < other.end and "write" in (kind, other.kind):
                 raise StoreError(
-                    f"Record {record.name!r}: a {kind} of bytes {start} to {end} overlaps a {other} of bytes {low} to "
-                    f"{high} that is still in flight; wait for its ticket first."
+                    f"Record {record.name!r}: {request} overlaps {other} that is still in flight; wait for its ticket "
+                    "first."
                 )
         return state
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, final
@@ -114,14 +113,20 @@ class StripedFiles:
         piece = next(self.stripes.pieces(offset, 1))
         return self._files[piece.file_index].path, piece.file_offset
 
-    def read(self, offset: int, into: memoryview, *, urgent: bool = False) -> list[Ticket]:
-        return self._submit(partial(self._engine.read, urgent=urgent), offset, into)
+    def read(self, offset: int, into: memoryview, tickets: list[Ticket], *, urgent: bool = False) -> None:
+        """`tickets`: takes those of the pieces, also of the ones before one that is refused."""
+        self._submit(partial(self._engine.read, urgent=urgent), offset, into, tickets)
 
-    def write(self, offset: int, data: memoryview) -> list[Ticket]:
-        return self._submit(self._engine.write, offset, data)
+    def write(self, offset: int, data: memoryview, tickets: list[Ticket]) -> None:
+        """`tickets`: as in `read`."""
+        self._submit(self._engine.write, offset, data, tickets)
 
     def sync(self) -> list[Ticket]:
         return [self._engine.sync(file) for file in self._files]
+
+    def drain(self) -> None:
+        """Return when nothing is in flight in the engine."""
+        self._engine.drain()
 
     def close(self) -> None:
         for file in self._files:
@@ -129,20 +134,16 @@ class StripedFiles:
         self._files = ()
 
     def _submit(
-        self, request: Callable[[File, int, memoryview], Ticket], offset: int, memory: memoryview
-    ) -> list[Ticket]:
-        tickets: list[Ticket] = []
+        self,
+        request: Callable[[File, int, memoryview], Ticket],
+        offset: int,
+        memory: memoryview,
+        tickets: list[Ticket],
+    ) -> None:
         start = 0
-        try:
-            for index, at, nbytes in self.stripes.pieces(offset, len(memory)):
-                tickets.append(request(self._files[index], at, memory[start : start + nbytes]))
-                start += nbytes
-        except BaseException:
-            for ticket in tickets:  # the engine owns their memory until they are done
-                with suppress(TieredZeroError):
-                    ticket.wait()
-            raise
-        return tickets
+        for index, at, nbytes in self.stripes.pieces(offset, len(memory)):
+            tickets.append(request(self._files[index], at, memory[start : start + nbytes]))
+            start += nbytes
 
 
 def _fault(name: Path, nbytes: int) -> str:

@@ -5,19 +5,20 @@ from __future__ import annotations
 import errno
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Literal, final
 
 from tiered_zero.errors import CorruptionError, LatchedError, StoreError, TransferError
+from tiered_zero.hardware.process import OwnProcess
 from tiered_zero.io.engine import IOEngine, Request, Ticket
 from tiered_zero.sizes import MIB, PAGE_NBYTES, align_up
 from tiered_zero.store import manifest
 from tiered_zero.store.extents import pack
 from tiered_zero.store.manifest import Manifest, Record
 from tiered_zero.store.ranges import Range, cut, join
-from tiered_zero.store.records import RecordTable
+from tiered_zero.store.records import InFlight, RecordTable
 from tiered_zero.store.stripes import StripedFiles, Stripes
 from tiered_zero.store.swap_dir import SwapDir
 from tiered_zero.store.tickets import Once, StoreTicket, Worker, digest
@@ -70,6 +71,7 @@ class SwapStore:
         self.capacity_nbytes = align_up(capacity_nbytes, PAGE_NBYTES)
         self.step: int | None = None
         self.metadata: dict[str, Any] = {}
+        self._process = OwnProcess("swap store", StoreError)
         self._directory = directory
         self._checksums = checksums
         self._table = RecordTable(self.capacity_nbytes)
@@ -183,13 +185,15 @@ class SwapStore:
         self._check()
         into = memoryview(into).cast("B")
         end = offset + len(into)
-        ranges = self._table.begin_read(record, offset, end)
-        checks = [] if self._checksums == "off" else [r for r in ranges if r.digest is not None]
-        checks = [r for r in checks if offset <= r.start and r.end <= end]
-        runs = join(Range(max(r.start, offset), min(r.end, end), r.slot, None) for r in ranges)
-        submit = partial(self._files.read, urgent=urgent)
-        settle = partial(self._end_read, record, into, offset, checks)
-        return self._start("read", submit, record, into, offset, runs, settle)
+        request = InFlight("read", offset, end)
+        with self._given_up(record, request):
+            ranges = self._table.begin_read(record, request)
+            checks = [] if self._checksums == "off" else [r for r in ranges if r.digest is not None]
+            checks = [r for r in checks if offset <= r.start and r.end <= end]
+            runs = join(Range(max(r.start, offset), min(r.end, end), r.slot, None) for r in ranges)
+            submit = partial(self._files.read, urgent=urgent)
+            settle = partial(self._end_read, record, request, into, checks)
+            return self._start(request, submit, record, into, runs, settle)
 
     def write(self, record: Record, data: memoryview, offset: int = 0) -> Ticket:
         """Write `data` at the record's byte `offset`; both in whole pages, the memory page-aligned.
@@ -198,20 +202,30 @@ class SwapStore:
         """
         self._check()
         data = memoryview(data).cast("B")
-        runs = self._table.begin_write(record, offset, offset + len(data))
-        pieces = [(piece, self._is_hashed()) for run in runs for piece in cut(run, CHUNK_NBYTES)]
-        written: list[Range] = []
+        request = InFlight("write", offset, offset + len(data))
+        with self._given_up(record, request):
+            runs = self._table.begin_write(record, request)
+            pieces = [(piece, self._is_hashed()) for run in runs for piece in cut(run, CHUNK_NBYTES)]
+            written: list[Range] = []
 
-        def compute() -> None:
-            for piece, hashed in pieces:
-                view = data[piece.start - offset : piece.end - offset]
-                written.append(piece._replace(digest=digest(view)) if hashed else piece)
+            def compute() -> None:
+                done: list[Range] = []  # whole or nothing: an interrupt has the work done again
+                for piece, hashed in pieces:
+                    view = data[piece.start - offset : piece.end - offset]
+                    done.append(piece._replace(digest=digest(view)) if hashed else piece)
+                written[:] = done
 
-        hashing = Once(compute)
-        if self._checksums != "off":
-            self._hashing.submit(hashing.run)
-        settle = partial(self._end_write, record, offset, hashing, written)
-        return self._start("write", self._files.write, record, data, offset, runs, settle)
+            hashing = Once(compute)
+            settle = partial(self._end_write, record, request, hashing, written)
+            if self._checksums != "off":
+                self._hashing.submit(hashing.run)
+            return self._start(request, self._files.write, record, data, runs, settle)
+
+    def drain(self, record: Record) -> None:
+        """Return when no request of the record is in flight: an interrupt may have cost a caller its ticket."""
+        for request in self._table.in_flight(record):
+            if isinstance(request.ticket, StoreTicket):
+                request.ticket.settle()
 
     def commit(self, step: int, metadata: Mapping[str, Any]) -> None:
         """Make all committed records, as written so far, the durable state `step`. `metadata`: JSON only.
@@ -277,6 +291,8 @@ class SwapStore:
 
         `remove=False` leaves a directory with a committed state on disk for `recover`; one without is removed anyway.
         """
+        if not self._process.is_current():
+            return  # a forked child owns nothing
         for worker in (self._settling, self._hashing):
             worker.close(None if self._failure is None else _STUCK_S)
         self._files.close()
@@ -285,55 +301,67 @@ class SwapStore:
         else:
             self._directory.release()
 
+    @contextmanager
+    def _given_up(self, record: Record, request: InFlight) -> Iterator[None]:
+        """If the block raises, the request has ended when that is passed on: nothing of it moves bytes any more."""
+        try:
+            yield
+        except BaseException as error:
+            if not isinstance(error, Exception):  # an interrupt may have cost a part its ticket
+                self._files.drain()
+            if isinstance(request.ticket, StoreTicket):
+                request.ticket.settle()
+            self._table.end(record, request)
+            raise
+
     def _start(
         self,
-        kind: str,
-        submit: Callable[[int, memoryview], list[Ticket]],
+        request: InFlight,
+        submit: Callable[[int, memoryview, list[Ticket]], None],
         record: Record,
         memory: memoryview,
-        offset: int,
         runs: list[Range],
         settle: Callable[[Exception | None], None],
     ) -> Ticket:
         """Submit the runs of one request and have the ticket settled even if nobody waits for it."""
         addresses = [record.offsets[run.slot] + run.start for run in runs]
-        request = Request(kind, *self._files.locate(addresses[0]), len(memory))
+        about = Request(request.kind, *self._files.locate(addresses[0]), len(memory))
         parts: list[Ticket] = []
+        refused: list[Exception] = [StoreError(f"A {about.kind} of record {record.name!r} was interrupted.")]
+        request.ticket = ticket = StoreTicket(about, parts, lambda error: settle(refused[0] if refused else error))
         try:
             for address, run in zip(addresses, runs, strict=True):
-                parts += submit(address, memory[run.start - offset : run.end - offset])
+                submit(address, memory[run.start - request.start : run.end - request.start], parts)
         except Exception as error:
-            refused = error
-            StoreTicket(request, parts, lambda _: settle(refused)).settle()  # waits for the parts under way
+            refused[0] = error
             raise
-        ticket = StoreTicket(request, parts, settle)
+        refused.clear()  # until then it is not known what of a write has been written
         self._settling.submit(ticket.settle)
         return ticket
 
     def _end_read(
-        self, record: Record, into: memoryview, offset: int, checks: list[Range], error: Exception | None
+        self, record: Record, request: InFlight, into: memoryview, checks: list[Range], error: Exception | None
     ) -> None:
-        if error is not None:
+        if isinstance(error, TransferError):
             self._latch(error)
-        else:
-            error = self._find_corruption(record, into, offset, checks)
-        self._table.end("read", record, offset, offset + len(into))
+        if error is None:
+            error = self._find_corruption(record, into, request.start, checks)
+        self._table.end(record, request)
         if error is not None:
             raise error
         unverified_nbytes = len(into) - sum(item.end - item.start for item in checks)
         self._count(record, read=len(into), unverified=unverified_nbytes)
 
     def _end_write(
-        self, record: Record, offset: int, hashing: Once, written: list[Range], error: Exception | None
+        self, record: Record, request: InFlight, hashing: Once, written: list[Range], error: Exception | None
     ) -> None:
         hashing.wait()  # on failure too: it reads the caller's memory
-        end = written[-1].end
         if error is not None:
             self._latch(error)
-            self._table.end("write", record, offset, end)
+            self._table.end(record, request)
             raise error
-        self._table.end("write", record, offset, end, written)
-        self._count(record, write=end - offset)
+        self._table.end(record, request, written)
+        self._count(record, write=request.end - request.start)
 
     def _find_corruption(
         self, record: Record, into: memoryview, offset: int, checks: list[Range]
@@ -394,6 +422,7 @@ class SwapStore:
             self._failure = error
 
     def _check(self) -> None:
+        self._process.check()
         if self._failure is not None:
             raise LatchedError(
                 f"The swap store failed earlier and cannot be trusted any more: {self._failure} "

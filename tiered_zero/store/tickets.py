@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
@@ -9,7 +10,7 @@ from typing import final
 
 import xxhash
 
-from tiered_zero.errors import StoreError
+from tiered_zero.errors import StoreError, TransferError
 from tiered_zero.io.engine import Request, Ticket
 
 digest: Callable[[bytes | bytearray | memoryview], int] = xxhash.xxh3_64_intdigest
@@ -48,24 +49,35 @@ class Once:
 
 @final
 class StoreTicket(Ticket):
-    """Several tickets of the engine and what must follow them, as one.
+    """Several tickets of the engine and what must follow them, as one. `parts` may grow until it is first asked.
 
     `settle(error)` runs once, after all parts have finished: verifies, books, and raises what the caller must see.
     """
 
     def __init__(self, request: Request, parts: Sequence[Ticket], settle: Callable[[Exception | None], None]) -> None:
         self.request = request
-        self._parts = tuple(parts)
+        self._parts = parts
+        self._pid = os.getpid()
         self._once = Once(lambda: settle(self._join()))
 
     def done(self) -> bool:
         """What has arrived is settled here rather than when the settling thread gets to it; never waits for a disk."""
+        self._check_process()
         if not self._once.done() and all(part.done() for part in self._parts):
             self._once.run()
         return self._once.done()
 
     def wait(self) -> None:
+        self._check_process()
         self._once.wait()
+
+    def _check_process(self) -> None:
+        """Raises TransferError in a forked child, where the lock may have been left taken for good."""
+        if os.getpid() != self._pid:
+            raise TransferError(
+                f"{self.request.kind} of {self.request.path}: begun by process {self._pid}; a process that was forked "
+                "from it cannot wait for it. Open the store there"
+            )
 
     def settle(self) -> None:
         """What the store's settling thread does if the caller did not come first."""

@@ -146,6 +146,7 @@ class NvmeTier(Tier):
             job = partial(self._land, record, chunks, deferred)
             return self._accelerator.lane("gather").submit(job, after=before, holds=[target])
         except BaseException:
+            self._store.drain(record)  # also of a read whose ticket an interrupt has lost
             _give_back(chunks)
             raise
 
@@ -181,6 +182,7 @@ class NvmeTier(Tier):
                 job, after=[self._accelerator.record_compute()], holds=[target]
             )
         except BaseException:
+            self._store.drain(record)
             if pending is not None:
                 pending.withdraw()
             with suppress(TieredZeroError):

@@ -1,0 +1,93 @@
+"""Run as a program: fork children from a process that trains, each of which uses or drops the engine and ends.
+
+    python run_forks.py SWAP_PATH POLICY
+
+Prints a line of JSON for each child: how it used the engine, what it met, and its exit status; then one of the parent.
+"""
+
+import gc
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+import tiered_zero
+from tests.fakes.faulty_runs import build, differing, reference, train
+from tests.parity.models import batch, named_weights
+from tiered_zero.errors import TieredZeroError
+
+PATIENCE_S = 30.0
+
+
+def use(act: Callable[[], object]) -> str:
+    try:
+        act()
+    except TieredZeroError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def main() -> None:
+    swap_path, policy = Path(sys.argv[1]), sys.argv[2]
+    torch.set_num_threads(1)
+    engines = [build(swap_path, policy)]
+    assert train(engines[0], 1) is None
+
+    def drop() -> str:
+        engines.clear()
+        gc.collect()
+        return ""
+
+    ways: dict[str, Callable[[], str]] = {
+        "end": lambda: "",
+        "drop": drop,
+        "close": lambda: use(engines[0].close),
+        "leave the block": lambda: use(lambda: engines[0].__exit__(None, None, None)),
+        "forward": lambda: use(lambda: engines[0](*batch(1))),
+        "call the module": lambda: use(lambda: engines[0].module(*batch(1))),
+        "backward": lambda: use(lambda: engines[0].backward(torch.zeros((), requires_grad=True))),
+        "step": lambda: use(engines[0].step),
+        "optimizer.step": lambda: use(engines[0].optimizer.step),
+        "flush": lambda: use(engines[0].flush),
+        "zero_grad": lambda: use(engines[0].zero_grad),
+        "abort_step": lambda: use(engines[0].abort_step),
+        "state_dict": lambda: use(engines[0].module.state_dict),
+        "gathered": lambda: use(lambda: tiered_zero.gathered(engines[0].module).__enter__()),
+        "SIGTERM": lambda: os.kill(os.getpid(), signal.SIGTERM) or "",
+    }
+    for way, act in ways.items():
+        reading, writing = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.write(writing, act().encode())
+            raise SystemExit(0)
+        os.close(writing)
+        status = wait_for(pid)
+        with os.fdopen(reading, "rb") as told:
+            print(json.dumps({"way": way, "met": told.read().decode(), "status": status}), flush=True)
+    failure = train(engines[0], 3, first=1)
+    wrong = differing(reference(policy, 3), dict(named_weights(engines[0].module)))
+    engines[0].close()
+    print(json.dumps({"failure": str(failure), "wrong": wrong, "left": os.listdir(swap_path)}), flush=True)
+
+
+def wait_for(pid: int) -> int | None:
+    """The exit status; None of a child that hung."""
+    deadline_s = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline_s:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+"""The process that made an object: a forked child inherits its memory, and neither its threads nor its files."""
+
+from __future__ import annotations
+
+import os
+from typing import final
+
+from tiered_zero.errors import ModelError, TieredZeroError
+
+
+@final
+class OwnProcess:
+    """Remembers the process in which it is made. Any thread; takes no lock, which a fork may have left taken.
+
+    `what`: "engine", for the text of `error`.
+    """
+
+    def __init__(self, what: str = "engine", error: type[TieredZeroError] = ModelError) -> None:
+        self._what, self._error = what, error
+        self._pid = os.getpid()
+
+    def is_current(self) -> bool:
+        return os.getpid() == self._pid
+
+    def check(self) -> None:
+        """Raises `error` in a forked child."""
+        if not self.is_current():
+            raise self._error(
+                f"This {self._what} belongs to process {self._pid}; found a call in process {os.getpid()}, which was "
+                f"forked from it and has none of its threads. Use the {self._what} in the parent alone, or make "
+                "another one in the child."
+            )
