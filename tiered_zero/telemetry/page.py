@@ -60,6 +60,8 @@ def _about(run: Run) -> str:
     started = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(header.started_at))
     facts = {"model": header.model, "parameters": f"{header.num_parameters:,}", "started": started, **header.facts}
     ended = "" if run.footer else ' <strong class="warn">The run was interrupted.</strong>'
+    if run.is_cut:
+        ended = ' <strong class="warn">The record could not be written to its end.</strong>'
     return (
         "<p>"
         + " · ".join(f"{escape(name)} <b>{escape(str(text))}</b>" for name, text in facts.items())

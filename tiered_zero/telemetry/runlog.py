@@ -6,16 +6,20 @@ The header comes first; any other line may be missing, and a last line that is c
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TextIO
+from typing import Any
 
 from tiered_zero.errors import ConfigError, StoreError
 from tiered_zero.telemetry.report import JsonRecord, RunReport, RunTotals, StepReport
 from tiered_zero.telemetry.spans import Span
+
+logger = logging.getLogger("tiered_zero")
 
 FORMAT_VERSION = 1
 
@@ -60,6 +64,8 @@ class Run:
     steps: list[StepReport] = field(default_factory=list)
     timeline: Timeline | None = None
     footer: RunReport | None = None
+    is_cut: bool = False
+    """It could not be written to its end (a full disk), though the run went on."""
 
     @property
     def report(self) -> RunReport:
@@ -72,6 +78,58 @@ class Run:
         return totals.report()
 
 
+class PrivateFile:
+    """A text file of the user alone, written beside training: where it cannot be written any more (a full disk), one
+    warning says so, and nothing more is written. What is whole until then stays, cut after a whole entry.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], setting: str, cut_mark: str) -> None:
+        """A new or emptied file (0600). `setting`: its name in the config. `cut_mark`: the last text of a file that is
+        cut; it may be missing where not even that can be written. Raises ConfigError."""
+        self._name, self._setting, self._cut_mark = os.fspath(path), setting, cut_mark.encode()
+        self._nbytes = 0
+        try:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+            self._fd = os.open(path, flags, 0o600)
+        except OSError as error:
+            raise ConfigError(
+                f"{setting}: expected a file that can be written; {self._name}: {error.strerror}. "
+                "Name one in a directory that exists."
+            ) from error
+
+    @property
+    def closed(self) -> bool:
+        return self._fd < 0
+
+    def write(self, text: str) -> None:
+        """Hand the text to the system, so that it survives a kill. Raises nothing; nothing happens once closed."""
+        if self.closed:
+            return
+        data = memoryview(text.encode())
+        try:
+            while data:
+                data = data[os.write(self._fd, data) :]
+            self._nbytes += len(text.encode())
+        except OSError as error:
+            logger.warning(
+                "%s: %s cannot be written any more (%s); it ends here, and training goes on",
+                self._setting, self._name, error.strerror or error,
+            )  # fmt: skip
+            with suppress(OSError):
+                os.ftruncate(self._fd, self._nbytes)  # a part of an entry goes, and leaves room for the mark
+                os.pwrite(self._fd, self._cut_mark, self._nbytes)
+            self.close()
+
+    def close(self) -> None:
+        """Idempotent. A disk that says only now that it is full is told of too."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            try:
+                os.close(fd)
+            except OSError as error:
+                logger.warning("%s: %s may be cut: %s", self._setting, self._name, error.strerror or error)
+
+
 class RunLog:
     """Adds a run up, and writes it where a path is given. One thread.
 
@@ -80,7 +138,7 @@ class RunLog:
 
     def __init__(self, header: RunHeader, path: str | os.PathLike[str] | None = None) -> None:
         self._totals = RunTotals(header.planned_by_tier)
-        self._file = open_private(path, "tiered_zero.report") if path is not None else None
+        self._file = PrivateFile(path, "tiered_zero.report", '{"record":"cut"}\n') if path is not None else None
         self._write("header", header.to_json())
 
     def add(self, report: StepReport) -> None:
@@ -112,7 +170,6 @@ class RunLog:
     def _write(self, record: str, values: dict[str, Any]) -> None:
         if self._file is not None:
             self._file.write(json.dumps({"record": record, **values}, separators=(",", ":"), allow_nan=False) + "\n")
-            self._file.flush()
 
 
 def read_run(path: str | os.PathLike[str]) -> Run:
@@ -136,6 +193,8 @@ def read_run(path: str | os.PathLike[str]) -> Run:
                 run.timeline = Timeline.from_json(values)
             elif record == "footer":
                 run.footer = RunReport.from_json(values)
+            elif record == "cut":
+                run.is_cut = True
         except (ValueError, KeyError, TypeError, AttributeError, StoreError) as error:
             raise StoreError(
                 f"{path}, line {number}: expected a line of a run's record (tiered_zero.report); {error}."
@@ -145,15 +204,3 @@ def read_run(path: str | os.PathLike[str]) -> Run:
             f"{path} holds no run: expected a header in its first line. Name the file of tiered_zero.report."
         )
     return run
-
-
-def open_private(path: str | os.PathLike[str], setting: str) -> TextIO:
-    """A new or emptied file that only its owner reads (0600). Raises ConfigError naming the setting."""
-    try:
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        return open(handle, "w", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"{setting}: expected a file that can be written; {os.fspath(path)}: {error.strerror}. "
-            "Name one in a directory that exists."
-        ) from error

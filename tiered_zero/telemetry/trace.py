@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import Any
 
-from tiered_zero.telemetry.runlog import open_private
+from tiered_zero.telemetry.runlog import PrivateFile
 from tiered_zero.telemetry.spans import LANES, WAIT_CAUSES, Span, is_wait
 
 _PROCESS = 1
@@ -74,7 +74,8 @@ class TraceWriter:
     """
 
     def __init__(self, path: str | os.PathLike[str], metadata: Mapping[str, str] | None = None) -> None:
-        self._file = open_private(path, "tiered_zero.trace")
+        cut = json.dumps(_about("process_sort_index", 0, sort_index=0, cut="the trace could not be written on"))
+        self._file = PrivateFile(path, "tiered_zero.trace", f"{cut}\n]\n")
         self._layout = RowLayout()
         self._threads: set[int] = set()
         self._file.write("[\n")
@@ -118,7 +119,6 @@ class TraceWriter:
         text = ",\n".join(json.dumps(event, separators=(",", ":")) for event in events)
         if text:
             self._file.write(text + end)
-            self._file.flush()
 
 
 def _about(what: str, thread: int, **args: Any) -> dict[str, Any]:
