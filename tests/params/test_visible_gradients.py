@@ -214,3 +214,28 @@ def test_a_step_without_backward_is_told_once(swap_path: Path, caplog: pytest.Lo
         assert sum("step() without backward()" in message for message in caplog.messages) == 1
         assert engine.global_steps == 4
         assert all(torch.equal(before[name], value) for name, value in engine.module.state_dict().items())
+
+
+@places
+def test_hooks_see_sums_of_16_bit_gradients_in_fp32(device: str, threshold: int, swap_path: Path) -> None:
+    """Two backwards of one batch, each followed by a hook that halves: (g / 2 + g) / 2, which fp32 holds exactly."""
+    seen: list[torch.dtype] = []
+
+    def halve(param: nn.Parameter) -> None:
+        assert param.grad is not None
+        seen.append(param.grad.dtype)
+        param.grad.mul_(0.5)
+
+    with build(swap_path, device, threshold, bf16={"enabled": True}) as engine:
+        weight = engine.module[2].weight
+        x = torch.ones(4, 8, dtype=torch.bfloat16)
+        engine.backward(engine(x).square().mean())
+        first = weight.grad.float()
+        engine.zero_grad()
+        weight.register_post_accumulate_grad_hook(halve)
+        for _ in range(2):
+            engine.backward(engine(x).square().mean())
+        assert seen == [torch.bfloat16, torch.float32]
+        assert torch.equal(weight.grad, 0.75 * first)
+        assert weight.grad_dtype == torch.bfloat16
+        engine.step()

@@ -373,6 +373,8 @@ class FlatStorage:
 
     def hide_grads(self) -> None:
         """Parameters that are not guarded are plain."""
+        if not self._shows_grads:
+            return
         self._shows_grads = False
         for param, own in zip(self._params, self._classes, strict=True):
             if type(param) is not AwayParameter:
