@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ("tiered_zero", "tests", "tools", "configs", ".ci")
+FOLDERS = ("tiered_zero", "tests", "tools", "configs", "docs", ".ci")
 SUFFIXES = {".py", ".c", ".h", ".md", ".toml", ".txt", ".json"}
 NAMES = {"run", "LICENSE", ".gitignore"}
 

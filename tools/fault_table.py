@@ -1,7 +1,7 @@
 """The table of the faults that the tests tried and what each gave, from build/faults/*.jsonl.
 
-    python tools/fault_table.py                       writes build/faults/table.md
-    python tools/fault_table.py --insert README.md    and puts it between <!-- faults:begin --> and <!-- faults:end -->
+    python tools/fault_table.py                           writes build/faults/table.md
+    python tools/fault_table.py --insert docs/faults.md   and puts it between its markers
 
 The rows are written by the tests: faults of system calls under each I/O engine (tests/io/test_faults.py), and faults
 under whole training runs (tests/faults). Standard library only.
