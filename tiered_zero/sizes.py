@@ -35,7 +35,7 @@ def parse_nbytes(text: str | int | float) -> int:
     """'1.5GiB', '512 MB', 4096 -> bytes. Raises ValueError on anything else."""
     if isinstance(text, (int, float)) and not isinstance(text, bool):
         if not 0 <= text < math.inf or text != int(text):
-            raise ValueError(f"a size in bytes must be a whole number >= 0, not {text}")
+            raise ValueError(f"a size in bytes must be a whole number >= 0, not {text!s:.100}")
         return int(text)
     stripped = str(text).strip().lower().replace(" ", "")
     digits = stripped.rstrip("abcdefghijklmnopqrstuvwxyz")
@@ -44,4 +44,4 @@ def parse_nbytes(text: str | int | float) -> int:
         nbytes = float(digits) * _UNITS[unit]
         return int(nbytes)
     except (KeyError, ValueError, OverflowError):
-        raise ValueError(f"{text!r} is no size; write bytes, or a number with KiB, MiB, GiB, TiB") from None
+        raise ValueError(f"{text!r:.100} is no size; write bytes, or a number with KiB, MiB, GiB, TiB") from None
