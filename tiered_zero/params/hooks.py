@@ -5,6 +5,7 @@ Nothing here computes. Each hook tells the pager what begins or ends; see [Note:
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,7 @@ from tiered_zero.layout.flat import Unit
 from tiered_zero.params.lending import lend
 from tiered_zero.params.outside_modes import runs_outside_modes
 from tiered_zero.params.pager import Pager
+from tiered_zero.params.storage import AwayParameter
 
 GradientSink = Callable[[nn.Parameter], None]
 """The first post-accumulate hook: called on autograd's thread when `param.grad` is complete for one pass."""
@@ -59,6 +61,19 @@ class _ForwardHook(_Hook):
         )
 
 
+def _hide_from_compiler() -> None:
+    """torch.compile neither compiles what runs between the graphs of a module, or while autograd saves for it, nor
+    what that calls. Unlike torch.compiler.disable this costs nothing per call."""
+    from torch._C._dynamo.eval_frame import _FrameAction as FrameAction
+    from torch._C._dynamo.eval_frame import _FrameExecStrategy as FrameExecStrategy
+    from torch._C._dynamo.eval_frame import set_code_exec_strategy
+
+    skip = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)
+    for function in (_Hook.__call__, Pager.pack, Pager.unpack, AwayParameter.__torch_function__):
+        for code in {function.__code__, inspect.unwrap(function).__code__}:
+            set_code_exec_strategy(code, skip)
+
+
 class ModuleHooks:
     """Installed once on a model; `remove` takes everything off again.
 
@@ -80,6 +95,7 @@ class ModuleHooks:
         """The module without units that is called directly, and how often it is inside itself."""
         self._direct_depth = 0
         self._frozen = {name: param for name, param in model.named_parameters() if not param.requires_grad}
+        _hide_from_compiler()
         try:
             self._install(model, units, on_gradient)
         except BaseException:
