@@ -118,7 +118,7 @@ def test_two_engines_on_one_model_are_refused(device: str, swap_path: Path) -> N
     if device == "none":  # its values are the model's own again
         tiered_zero.initialize(model=model, config=config)[0].close()
     else:
-        with pytest.raises(ModelError, match=r"belongs to an engine already, open or closed"):
+        with pytest.raises(ModelError, match=r"0\.weight has no value.*closed.*load_state_dict"):
             tiered_zero.initialize(model=model, config=config)
 
 

@@ -28,7 +28,7 @@ from tiered_zero.optim.single_state import AdagradRule, LionRule, SgdRule
 from tiered_zero.optim.state_format import check_params, format_rule, master_format
 from tiered_zero.optim.state_layout import StateLayout
 from tiered_zero.optim.torch_rule import TorchRule
-from tiered_zero.params.storage import lender_of
+from tiered_zero.params.storage import ClosedEngine, lender_of
 from tiered_zero.plan.planner import Plan, SubGroupNeed, Wishes, make_plan
 from tiered_zero.sizes import format_nbytes
 
@@ -72,6 +72,7 @@ def draft_run(
     if not trains:
         specs = {param: replace(spec, trainable=False) for param, spec in specs.items()}
     _check_params(specs, trains)
+    _check_embeddings(model)
     units = find_units(
         model,
         specs,
@@ -99,12 +100,30 @@ def draft_run(
     return Draft(config, model, specs, units, source, rule, layouts, plan, trains)
 
 
+def _check_embeddings(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+            raise ModelError(
+                f"{type(module).__name__} {name!r} has max_norm={module.max_norm:g}: its forward changes rows of its "
+                "weight, and the next update, which starts from the values on the tiers, would undo that. Build it "
+                "without max_norm; rows can be limited after step(), inside `with tiered_zero.gathered(weight, "
+                "modify=True):`."
+            )
+
+
 def _check_params(specs: Mapping[nn.Parameter, ParamSpec], trains: bool) -> None:
     for param, spec in specs.items():
-        if lender_of(param) is not None:
+        lender = lender_of(param)
+        if isinstance(lender, ClosedEngine):
             raise ModelError(
-                f"Parameter {spec.name} belongs to an engine already, open or closed. Use that engine; or build the "
-                "model anew and load the state_dict() that was taken before the engine was closed."
+                f"Parameter {spec.name} has no value: it rested on a tier of an engine that is closed. Take "
+                "engine.module.state_dict() before engine.close(), and call model.load_state_dict() with it before "
+                "tiered_zero.initialize()."
+            )
+        if lender is not None:
+            raise ModelError(
+                f"Parameter {spec.name} belongs to an engine already, which is open. Use that engine, or close it "
+                "first."
             )
         if spec.trainable and spec.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise ModelError(

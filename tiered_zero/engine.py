@@ -124,7 +124,8 @@ class Engine(DeepSpeedNames):
         """Whether a call has raised since the last step: then nobody believes that its update was made."""
         self._num_backwards = 0  # since the last step()
         self._warned_of_no_gradient = False
-        self._one_backward_each = True  # in every micro-batch so far
+        self._one_backward_each = True  # in every micro-batch so far, and step() right after it
+        self._uses_before_step = 0  # of weights, when the last backward ended
         self._is_accumulating = False
         """Whether the last `step()` only counted a micro-batch."""
         self._skipped_in_a_row = 0
@@ -193,6 +194,7 @@ class Engine(DeepSpeedNames):
                 if boundary and only and self.global_steps:
                     parts.policy.begin_backward()
                 scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+        self._uses_before_step = parts.pager.num_uses
         return loss
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -213,7 +215,8 @@ class Engine(DeepSpeedNames):
         boundary = self.is_gradient_accumulation_boundary()
         self._step_applied = False
         self._micro_steps += 1
-        self._one_backward_each &= self._num_backwards == 1
+        used = self._num_backwards and self._parts.pager.num_uses != self._uses_before_step
+        self._one_backward_each &= self._num_backwards == 1 and not used  # no update of such a loop begins in backward
         self._num_backwards = 0
         self._parts.arrivals.has_noticed = False
         self._is_accumulating = not boundary

@@ -59,6 +59,8 @@ class Pager:
         self._refusal: ModelError | None = None
         self._told_excess = False
         self._closed = False
+        self.num_uses = 0
+        """Frames, loans and copies so far: whether weights were used since some moment."""
         self.driver = DriverThread()
         self._copies = ParamCopies(keeper, self.driver)
         self._noticed_backward = False
@@ -93,6 +95,7 @@ class Pager:
     @runs_outside_modes
     def acquire(self, unit: Unit) -> None:
         """Make the unit's parameters usable by what compute launches from now on. Pairs with `release`."""
+        self.num_uses += 1
         self._acquire(self._residencies[unit.index]).num_lends += 1
 
     @runs_outside_modes
@@ -116,6 +119,7 @@ class Pager:
     @runs_outside_modes
     def enter_frame(self, units: Sequence[Unit]) -> None:
         self.driver.check("A module's forward")
+        self.num_uses += 1
         if not self._frames:
             self._copies.end()  # a state_dict that its own hooks broke off is not going on any more
         self._frames.append(frame := Frame())
@@ -361,6 +365,7 @@ class Pager:
 
     def start_copying(self) -> None:
         """A module's state_dict begins: `detach` of a parameter that is away gives a CPU copy from its home."""
+        self.num_uses += 1
         self._copies.start(self.before_reading)
 
     def stop_copying(self) -> None:

@@ -41,13 +41,27 @@ class Lender(Protocol):
 class ClosedEngine:
     """The lender of parameters that outlived their bytes."""
 
-    def __init__(self, unit_name: str) -> None:
+    def __init__(self, unit_name: str, own_class: type[nn.Parameter] = nn.Parameter) -> None:
         self._unit_name = unit_name
+        self._own_class = own_class
+
+    def revive(self, param: nn.Parameter, func: Callable[..., Any], args: Sequence[Any]) -> bool:
+        """Whether `func` gives the parameter a value, as load_state_dict() does: then it is plain again, with it."""
+        if func not in (torch.Tensor.copy_, _set_data) or args[0] is not param or isinstance(args[1], AwayParameter):
+            return False
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            value = args[1]
+            if func != _set_data:
+                value = torch.empty(param.shape, dtype=param.dtype, device=param.device).copy_(value)
+            param.data = value
+        release_param(param, self._own_class)
+        return True
 
     def demand(self, params: Sequence[nn.Parameter], function: str) -> None:
         raise ParameterAwayError(
             f"{function} needs the bytes of parameters of {self._unit_name}; they rested on a tier of an engine that "
-            "is closed, and are gone. Take engine.module.state_dict() before engine.close()."
+            "is closed, and are gone. Take engine.module.state_dict() before engine.close(); module.load_state_dict() "
+            "of it gives the parameters values again."
         )
 
     def copy_of(self, param: nn.Parameter) -> torch.Tensor | None:
@@ -170,6 +184,8 @@ class AwayParameter(nn.Parameter):
                 if not isinstance(param, AwayParameter):  # nor any more, where an earlier one's demand lent it too
                     continue
                 lender: Lender = _lenders[param]
+                if isinstance(lender, ClosedEngine) and lender.revive(param, func, args):
+                    return param if func != _set_data else None
                 if func is torch.Tensor.detach and (copy := lender.copy_of(param)) is not None:
                     return copy
                 others = [p for p in used[:index] + used[index + 1 :] if lender_of(p) is lender]
@@ -408,5 +424,5 @@ class FlatStorage:
         """At the engine's end: parameters whose bytes ended with their tier stay guarded, and hold nothing of the
         engine's any more."""
         self.hide()
-        for param in self._params:
-            _lenders[param] = ClosedEngine(self.unit.name)
+        for param, own in zip(self._params, self._classes, strict=True):
+            _lenders[param] = ClosedEngine(self.unit.name, own)
