@@ -96,6 +96,8 @@ def _build(draft: Draft, lr_scheduler: Any) -> Engine:
             settings.device, settings.device_memory_limit, settings.debug_poison, settings.debug_delay_seed
         )
         resources.callback(accelerator.close)
+        for name in ("gather", "reduce", "optimizer"):
+            accelerator.lane(name)  # a thread that cannot be started fails here, not in mid-run
         runtime = Runtime(accelerator, ledger, Recorder())
         own = (*smaller_sub_groups(config), *wider_window(draft), *unused_tiers(draft))
         for line in (*config.notices, *warnings, *own):

@@ -20,6 +20,7 @@ from typing import Protocol
 
 import torch
 
+from tiered_zero.errors import PlanError
 from tiered_zero.hardware.accelerator import Accelerator, Event, Lane
 
 logger = logging.getLogger("tiered_zero")
@@ -141,7 +142,13 @@ class WorkerLane(Lane):
         self._num_queued = 0
         self._running = threading.Lock()  # held while a job runs, on whichever thread
         self._thread = threading.Thread(target=self._run, name=f"tiered_zero {name}", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # ulimit -u or -v
+            raise PlanError(
+                f"The thread of lane {name} cannot be started: {error}. Raise the limit of processes (ulimit -u) or of "
+                "address space (ulimit -v)."
+            ) from error
 
     def submit(
         self, job: Job, after: Sequence[Event] = (), holds: Sequence[torch.Tensor] = (), waits: bool = True

@@ -37,8 +37,15 @@ class ThreadsEngine(PieceEngine):
             threading.Thread(target=self._work, name=f"tiered-zero-io-{index}", daemon=True)
             for index in range(settings.num_workers)
         ]
-        for worker in self._workers:
-            worker.start()
+        try:
+            for worker in self._workers:
+                worker.start()
+        except RuntimeError as error:  # ulimit -u or -v
+            for _ in self._workers:
+                self._calls.put(False)
+            raise ConfigError(
+                f"its {settings.num_workers} threads cannot be started: {error}; raise ulimit -u or ulimit -v"
+            ) from error
 
     def _piece_nbytes(self, nbytes: int) -> int:
         block_nbytes = self.settings.block_nbytes
