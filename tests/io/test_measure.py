@@ -33,6 +33,17 @@ def test_each_mode_has_a_rate(swap_path: Path, mode: str, one_memory: bool) -> N
     counting.close()
 
 
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.75, 1.0])
+def test_reads_and_writes_are_mixed_in_the_ratio_asked_for(swap_path: Path, share: float) -> None:
+    path = swap_path / "data"
+    fill_file(str(path), 4 * MIB)
+    counting = engine()
+    measure_rate(counting, str(path), 4 * MIB, "mixed", 0.05, read_share=share)
+    reads, writes = counting.count("read"), counting.count("write")
+    assert abs(reads - share * (reads + writes)) <= 1
+    counting.close()
+
+
 def test_a_failed_transfer_counts_for_nothing(swap_path: Path) -> None:
     fill_file(str(swap_path / "data"), 4 * MIB)
     failing = engine()

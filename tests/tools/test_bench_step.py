@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,29 +15,43 @@ from tests.native_build import ROOT
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "tools/bench/step.py"), *arguments]
-    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, check=False, capture_output=True, text=True)
+
+
+def run_smoke(swap_path: Path, *chosen: str) -> tuple[dict[str, Any], str]:
+    out = swap_path / "step.jsonl"
+    ran = bench("--smoke", *chosen, "--dir", str(swap_path), "--out", str(out))
+    assert ran.returncode == 0, ran.stderr
+    assert [path.name for path in swap_path.iterdir()] == ["step.jsonl"], "nothing is left behind"
+    return json.loads(out.read_text()), ran.stdout
 
 
 def test_smoke(swap_path: Path) -> None:
-    out = swap_path / "step.jsonl"
-    chosen = ["--placements", "cpu/cpu,nvme/nvme", "--checksums", "all,off"]
-    ran = bench("--smoke", *chosen, "--dir", str(swap_path), "--out", str(out))
-    assert ran.returncode == 0, ran.stderr
-    record = json.loads(out.read_text())
-    cases = ["compute", "plain", "plain fp32", "cpu/cpu overlapped", "nvme/nvme overlapped"]
-    cases.append("nvme/nvme overlapped, checksums off")
-    assert record["name"] == "step" and list(record["samples"]) == cases
+    record, shown = run_smoke(swap_path)
+    cases = ["compute", "plain", "plain fp32", "device/device barrier", "cpu/cpu overlapped"]
+    cases += ["cpu/nvme overlapped", "nvme/nvme overlapped"]
+    assert record["name"] == "step" and list(record["samples"]) == cases, "named after the policy that ran"
     assert all(len(samples) == 2 and min(samples) > 0 for samples in record["samples"].values())
     assert record["ratios_to_plain"]["plain"] == 1.0
-    assert set(record["bounds_s"]["nvme/nvme overlapped"]) == {"compute", "DRAM", "disk"}
     results = record["results"]
     assert len({each["num_parameters"] for each in results.values()}) == 1, "one model"
     num_parameters = results["plain"]["num_parameters"]
     assert results["nvme/nvme overlapped"]["written_nbytes"] >= 12 * num_parameters, "masters and two moments"
     assert results["plain"]["written_nbytes"] == 0
     assert all(each["peak_rss_nbytes"] > 0 for each in results.values())
-    assert all(case.partition(",")[0] in ran.stdout for case in cases)
-    assert [path.name for path in swap_path.iterdir()] == ["step.jsonl"], "nothing is left behind"
+    assert all(case in shown for case in cases)
+
+
+def test_the_disks_bound_is_its_rate_at_the_cases_own_ratio_of_reads_and_writes(swap_path: Path) -> None:
+    options = "--placements nvme/nvme --update barrier,delayed --checksums off"
+    record, _ = run_smoke(swap_path, *options.split())
+    rates = record["rates_bytes_per_s"]
+    for policy in ("barrier", "delayed"):
+        result = record["results"][case := f"nvme/nvme {policy}, checksums off"]
+        assert result["update_policy"] == policy
+        assert result["disk_bytes_per_s"] == max(rates[case])
+        assert set(bounds := record["bounds_s"][case]) == {"compute", "DRAM", "disk"}
+        assert bounds["disk"] == (result["read_nbytes"] + result["written_nbytes"]) / result["disk_bytes_per_s"]
 
 
 @pytest.mark.parametrize("arguments", [["--placements", "cpu"], ["--placements", "gpu/cpu"], ["--update", "never"]])

@@ -60,12 +60,13 @@ def measure_rate(
     request_nbytes: int = 16 * MIB,
     num_in_flight: int = 4,
     one_memory: bool = False,
+    read_share: float = 0.5,
 ) -> float:
-    """Bytes/s of an existing file's first `nbytes`, read, written, or half and half ("mixed"), over and over.
+    """Bytes/s of an existing file's first `nbytes`, read, written, or both at once ("mixed"), over and over.
 
     Keeps `num_in_flight` requests on their way for `seconds`, as the tiers do, and counts what was completed. Written
     are random bytes. The memory is like the runtime's. `one_memory`: all requests share it, so that it is as small as a
-    request and may stay in the processor's cache. Raises TransferError.
+    request and may stay in the processor's cache. `read_share`: of the bytes of "mixed". Raises TransferError.
     """
     request_nbytes = min(request_nbytes, nbytes // num_in_flight // PAGE_NBYTES * PAGE_NBYTES)
     memories = [_map(request_nbytes) for _ in range(1 if one_memory else num_in_flight)]
@@ -74,9 +75,10 @@ def measure_rate(
         memory[:] = random
     free = deque(memories * (num_in_flight // len(memories)))
     file = engine.open(path)
-    acts = [act for name, act in (("read", engine.read), ("write", engine.write)) if mode in (name, "mixed")]
+    share = {"read": 1.0, "write": 0.0, "mixed": read_share}[mode]
+    acts = (engine.read if int((n + 1) * share) > int(n * share) else engine.write for n in itertools.count())
     offsets = range(0, nbytes - request_nbytes + 1, request_nbytes)
-    work = zip(itertools.cycle(acts), itertools.cycle(offsets), strict=False)
+    work = zip(acts, itertools.cycle(offsets), strict=False)
     in_flight: deque[tuple[Ticket, memoryview]] = deque()
     num_done = 0
     begun_s = time.perf_counter()

@@ -8,9 +8,11 @@ On one model in one run, each case in a process of its own, in turns:
   plain fp32  plain PyTorch, all of it in fp32
   P/O U       tiered_zero: parameters rest on P, masters and state on O (device, cpu, nvme), the update policy is U;
               checksums of all chunks are verified where nothing else is said
-The bounds are measured before every placement's run and at the end: memory by a triad, the disk through the engine that
-the runs choose; the best of all counts. A case's bound is the largest of compute, update at memory speed, and its own
-bytes at disk speed. Peak memory is the resident set beyond that of a process which has imported torch and transformers.
+The bounds are measured around every placement's run: memory by a triad, the disk through the engine that the runs
+choose, reading and writing at once in the case's own ratio of bytes; the best of all counts. A case's bound is the
+largest of compute, update at memory speed, and its own bytes at that rate of the disk. A case is named after the update
+policy that ran, whatever was asked for. Peak memory is the resident set beyond that of a process which has imported
+torch and transformers.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,17 +71,20 @@ class Task:
     clip: float
     directory: str
 
-    @property
-    def name(self) -> str:
+    def name(self, update_policy: str) -> str:
+        """`update_policy`: the one that ran."""
         suffix = "" if self.checksums == CHECKSUMS[0] else f", checksums {self.checksums}"
-        return f"{self.case} {self.update}".strip() + suffix
+        return f"{self.case} {update_policy}".strip() + suffix
 
 
 @dataclass
 class Result:
     """`seconds`: each measured step. `read_nbytes`, `written_nbytes`: on the disk, the mean of these steps.
-    `disk_busy`: the part of their time in which it read, or that in which it wrote, whichever is more."""
+    `disk_busy`: the part of their time in which it read, or that in which it wrote, whichever is more.
+    `update_policy`: the one that ran. `disk_bytes_per_s`: the disk's best rate at this ratio of reads and writes."""
 
+    update_policy: str = ""
+    optimizer_in_backward: bool = False
     num_parameters: int = 0
     seconds: list[float] = field(default_factory=list)
     peak_rss_nbytes: int | None = None
@@ -86,6 +92,7 @@ class Result:
     read_nbytes: int = 0
     written_nbytes: int = 0
     disk_busy: float | None = None
+    disk_bytes_per_s: float | None = None
     bound_by: str = ""
     overlap: float | None = None
 
@@ -180,6 +187,8 @@ def prepare_placement(task: Task, config: Any, tokens: torch.Tensor, device: tor
     model.train()
     result.num_parameters = sum(param.numel() for param in model.parameters())
     engine, *_ = tiered_zero.initialize(model=model, config=make_config(task))
+    chosen = engine.plan.update_policy
+    result.update_policy, result.optimizer_in_backward = chosen.policy, chosen.optimizer_in_backward
 
     reports: list[StepReport] = []
 
@@ -257,9 +266,10 @@ def measure_triad(nbytes: int, rounds: int = 5) -> float:
     return 4 * nbytes / best_s
 
 
-def measure_disk(directory: str, nbytes: int, seconds: float) -> dict[str, float]:
-    """Bytes/s: read, write and mixed, through the engine that a run in `directory` chooses, on one file of `nbytes`."""
-    from tiered_zero.io.measure import MODES, fill_file, measure_rate
+def measure_disk(directory: str, nbytes: int, seconds: float, read_shares: Sequence[float]) -> list[float]:
+    """Bytes/s with so much of the bytes read and the rest written at the same time, for each share; through the engine
+    that a run in `directory` chooses, on one file of `nbytes`."""
+    from tiered_zero.io.measure import fill_file, measure_rate
     from tiered_zero.io.select import select_engine
 
     path = os.path.join(directory, "bench.bin")
@@ -267,20 +277,18 @@ def measure_disk(directory: str, nbytes: int, seconds: float) -> dict[str, float
     try:
         if not os.path.exists(path):
             fill_file(path, nbytes)
-        return {mode: measure_rate(selection.engine, path, nbytes, mode, seconds) for mode in MODES}
+        measure = partial(measure_rate, selection.engine, path, nbytes, "mixed", seconds)
+        return [measure(read_share=share) for share in read_shares]
     finally:
         selection.engine.close()
 
 
-def bound_of(result: Result, compute_s: float, triad: float, disk: Mapping[str, float]) -> dict[str, float]:
-    """Seconds by resource that a step takes at least. Reads and writes share the disk: as many bytes of both go at the
-    mixed rate, which is measured half and half, and what one has more than the other at its own."""
-    read, written = result.read_nbytes, result.written_nbytes
+def bound_of(result: Result, compute_s: float, triad: float) -> dict[str, float]:
+    """Seconds by resource that a step takes at least. Reads and writes share the disk, so all its bytes go at the rate
+    that it has with both at once, in the step's own ratio."""
     bounds = {"compute": compute_s, "DRAM": DRAM_NBYTES_PER_PARAMETER * result.num_parameters / triad}
-    if read or written:
-        both, way = min(read, written), "read" if read > written else "write"
-        mixed_s = 2 * both / disk["mixed"] + abs(read - written) / disk[way]
-        bounds["disk"] = max(read / disk["read"], written / disk["write"], mixed_s)
+    if result.disk_bytes_per_s is not None:
+        bounds["disk"] = (result.read_nbytes + result.written_nbytes) / result.disk_bytes_per_s
     return bounds
 
 
@@ -294,7 +302,7 @@ def run_task(task: Task) -> Result:
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=log, text=True)
         if done.returncode != 0:
             log.seek(0)
-            raise SystemExit(f"{task.name}: exit status {done.returncode}\n{log.read()}")
+            raise SystemExit(f"{task.name(task.update)}: exit status {done.returncode}\n{log.read()}")
     return Result(**json.loads(done.stdout.splitlines()[-1]))
 
 
@@ -381,30 +389,38 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         return {}
     from tools.bench.record import append_record
 
-    rates: list[dict[str, float]] = []
+    file_nbytes, measure_s = (8 * MIB, 0.1) if options.smoke else (2048 * MIB, 1.0)
+    triads: list[float] = []
+    rates: dict[str, list[float]] = {"disk read": [], "disk write": []}
     results: dict[str, Result] = {}
+    asked: dict[Task, str] = {}
     with tempfile.TemporaryDirectory(prefix="bench-step-", dir=options.dir) as directory:
 
-        def measure_rates() -> None:
+        def measure_bounds(case: str, result: Result | None) -> None:
+            """Add to `rates`; those of the disk at a case's ratio are kept by the case's name."""
             os.sync()  # what the last run's removal still has to write is not the disk's fault
-            rates.append({"triad": measure_triad(MIB if options.smoke else 256 * MIB)})
-            rates[-1] |= measure_disk(directory, (8 if options.smoke else 2048) * MIB, 0.1 if options.smoke else 1.0)
+            triads.append(measure_triad(MIB if options.smoke else 256 * MIB))
+            shares = {"disk read": 1.0, "disk write": 0.0}
+            if result and (num_bytes := result.read_nbytes + result.written_nbytes):
+                shares[case] = result.read_nbytes / num_bytes
+            found = measure_disk(directory, file_nbytes, measure_s, list(shares.values()))
+            for name, rate in zip(shares, found, strict=True):
+                rates.setdefault(name, []).append(rate)
 
         for task in list_tasks(options, directory) * options.rounds:
-            if "/" in task.case:
-                measure_rates()
+            if "/" in task.case and (early := results.get(asked.get(task, ""))):
+                measure_bounds(asked[task], early)
             found = run_task(task)
-            earlier = results.get(task.name)
-            found.seconds = (earlier.seconds if earlier else []) + found.seconds
-            results[task.name] = found
-        measure_rates()
-    best = {name: max(each[name] for each in rates) for name in rates[0]}
+            name = asked[task] = task.name(found.update_policy)
+            if "/" in task.case:
+                measure_bounds(name, found)
+            found.seconds = (results[name].seconds if name in results else []) + found.seconds
+            results[name] = found
+    for name, result in results.items():
+        result.disk_bytes_per_s = max(rates[name]) if name in rates else None
+    triad = max(triads)
     seconds = {name: statistics.median(result.seconds) for name, result in results.items()}
-    bound_s = {
-        name: bound_of(result, seconds["compute"], best["triad"], best)
-        for name, result in results.items()
-        if "/" in name
-    }
+    bound_s = {name: bound_of(result, seconds["compute"], triad) for name, result in results.items() if "/" in name}
     ratios = {name: each / seconds["plain"] for name, each in seconds.items()}
     show(results, bound_s, ratios)
     report = {
@@ -412,13 +428,16 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         "ratios_to_plain": ratios,
         "ratios_to_bound": {name: seconds[name] / max(each.values()) for name, each in bound_s.items()},
         "bounds_s": bound_s,
-        "rates_bytes_per_s": rates,
+        "rates_bytes_per_s": {"triad": triads, **rates},
         "results": {name: {k: v for k, v in vars(each).items() if k != "seconds"} for name, each in results.items()},
     }
     if options.out:
         shape = {key: value for key, value in vars(options).items() if key not in ("out", "task", "dir")}
         samples = {name: result.seconds for name, result in results.items()}
-        measured = {f"{'' if name == 'triad' else 'disk_'}{name}_bytes_per_s": rate for name, rate in best.items()}
+        best = {name: max(each) for name, each in report["rates_bytes_per_s"].items()}
+        measured = {
+            f"{name.replace(' ', '_')}_bytes_per_s": best[name] for name in ("triad", "disk read", "disk write")
+        }
         append_record(options.out, "step", shape, samples, measured, **report)
     return report
 
