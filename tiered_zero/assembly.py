@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,8 @@ from torch import nn
 
 from tiered_zero.config.schema import Config
 from tiered_zero.draft import Draft, compute_dtype, smaller_sub_groups, unused_tiers, wider_window
-from tiered_zero.engine import NO_OPTIMIZER, Engine, Parts
+from tiered_zero.engine import Engine
+from tiered_zero.engine_parts import NO_OPTIMIZER, Parts
 from tiered_zero.errors import ModelError, StoreError
 from tiered_zero.full_values import FullValues
 from tiered_zero.grads.accumulator import GradientStore
@@ -51,6 +52,7 @@ from tiered_zero.plan.planner import Plan, back_tier, gradient_nbytes
 from tiered_zero.store.new_parents import make_missing
 from tiered_zero.store.swap_dir import SwapDir
 from tiered_zero.store.swap_store import SwapStore
+from tiered_zero.teardown import Teardown
 from tiered_zero.telemetry.ledger import Ledger
 from tiered_zero.telemetry.observer import RunObserver
 from tiered_zero.telemetry.report import StepReport
@@ -58,7 +60,7 @@ from tiered_zero.telemetry.runlog import RunHeader
 from tiered_zero.telemetry.spans import Recorder
 from tiered_zero.tiers.device import DeviceTier
 from tiered_zero.tiers.host import HostTier
-from tiered_zero.tiers.inventory import Home, Inventory
+from tiered_zero.tiers.inventory import Home, Inventory, Owner
 from tiered_zero.tiers.nvme import NvmeTier
 from tiered_zero.tiers.tier import Tier
 
@@ -85,8 +87,7 @@ def _build(draft: Draft, lr_scheduler: Any) -> Engine:
     if weights is not None:
         warnings += weights.check(draft.model, draft.specs)
     scaler = LossScaler.from_config(config.fp16) if config.fp16.enabled else None
-    with restored_on_error(draft.source.param_groups), ExitStack() as unfinished:
-        resources = unfinished.enter_context(ExitStack())
+    with restored_on_error(draft.source.param_groups), Teardown() as resources:
         built: list[Engine] = []
         handle = _make_handle(draft, built) if draft.trains else None
         scheduler = make_scheduler(lr_scheduler, config.scheduler, handle, draft.source)
@@ -176,8 +177,12 @@ def _build(draft: Draft, lr_scheduler: Any) -> Engine:
 
         gradients.on_unit_complete = complete
         gradients.before_take = pager.await_making
-        pager.before_reading = policy.flush
         resources.callback(accelerator.close)  # first of all: what lanes still do ends before its memory goes
+
+        def drain() -> None:
+            accelerator.synchronize()
+            tiers.drain()
+
         engine = Engine(
             Parts(
                 config,
@@ -194,6 +199,7 @@ def _build(draft: Draft, lr_scheduler: Any) -> Engine:
                 policy,
                 runtime,
                 _make_observers(draft, handle, runtime, resources),
+                drain,
                 resources,
             )
         )
@@ -201,8 +207,19 @@ def _build(draft: Draft, lr_scheduler: Any) -> Engine:
         if handle is not None:
             draft.source.state.clear()
             resources.callback(handle.connect(state, policy))
+        engine_ref = weakref.ref(engine)  # a pager that held its engine would keep it from being forgotten
+
+        def recover() -> None:
+            if (own := engine_ref()) is not None:
+                own._recover_between_calls()
+
+        def before_reading() -> None:
+            if not pager.is_running():
+                recover()
+            policy.flush()
+
+        pager.recover, pager.before_reading = recover, before_reading
         originals.drop()
-        unfinished.pop_all()
     return_free_memory()
     return engine
 
@@ -210,7 +227,7 @@ def _build(draft: Draft, lr_scheduler: Any) -> Engine:
 class _Tiers:
     """The tiers of a run, and the host memory that they and the optimizer stage through."""
 
-    def __init__(self, draft: Draft, runtime: Runtime, resources: ExitStack) -> None:
+    def __init__(self, draft: Draft, runtime: Runtime, resources: Teardown) -> None:
         config, plan = draft.config, draft.plan
         zero = config.zero_optimization
         self._stores: dict[tuple[str, ...], SwapStore] = {}
@@ -241,6 +258,14 @@ class _Tiers:
         self._param_paths = zero.offload_param.nvme_paths
         self._state_paths = zero.offload_optimizer.nvme_paths
 
+    def drain(self) -> None:
+        """Lanes are idle: so is the disk then, and staging buffers are free."""
+        for tier in self._nvme.values():
+            tier.drain()
+        for pool in (self.param_staging, self.state_staging, self.gradient_staging):
+            if pool is not None:
+                pool.reclaim()
+
     def for_params(self, name: str) -> Tier | None:
         """None: the unit lives on the device, in its own storage."""
         if name == "device":
@@ -260,7 +285,7 @@ class _Tiers:
                 needs[paths] = needs.get(paths, 0) + nbytes
         return needs
 
-    def _pool(self, staging: tuple[int, int], kind: str, runtime: Runtime, resources: ExitStack) -> StagingPool | None:
+    def _pool(self, staging: tuple[int, int], kind: str, runtime: Runtime, resources: Teardown) -> StagingPool | None:
         nbytes, count = staging
         if not nbytes:
             return None
@@ -270,7 +295,7 @@ class _Tiers:
 
 
 def _open_store(
-    config: Config, paths: tuple[str, ...], nbytes: int, model: str, resources: ExitStack
+    config: Config, paths: tuple[str, ...], nbytes: int, model: str, resources: Teardown
 ) -> tuple[SwapStore, IOEngine]:
     directory = SwapDir.create([Path(path) for path in paths], model=model)
     resources.callback(directory.remove)
@@ -426,21 +451,38 @@ def _make_policy(
     if choice.policy == "overlapped":
         return OverlappedPolicy(stepper, groups, inventory, units, runtime, pager, in_backward)
     overlapped = OverlappedPolicy(stepper, groups, inventory, units, runtime, pager)
+    back_slots = _BackSlots(units, inventory, pager)
+    return DelayedPolicy(overlapped, settings.delay_start_step, stepper, groups, runtime, back_slots)
 
-    def reveal() -> None:
-        pager.forget()
-        for unit in units:
-            if inventory.find(unit, "param") is not None:
-                inventory.swap(unit, "param", "param_back")
-            else:
-                back = inventory.home(unit, "param_back")
-                back.tier.fetch(back.slot, pager.storage(unit).flat).wait()
 
-    return DelayedPolicy(overlapped, settings.delay_start_step, stepper, groups, runtime, reveal)
+class _BackSlots:
+    """The "param_back" homes of `units`. One of a unit that lives on the device is copied there to be published; the
+    others change places with the "param" homes."""
+
+    def __init__(self, units: Sequence[Unit], inventory: Inventory, pager: Pager) -> None:
+        self._units = units
+        self._inventory = inventory
+        self._pager = pager
+        self._published: dict[tuple[Owner, str], Home] = {}
+        """The homes as they are to be."""
+
+    def begin_update(self) -> None:
+        homes = self._inventory.home
+        away = [unit for unit in self._units if not self._pager.is_device_resident(unit)]
+        self._published = {(unit, "param"): homes(unit, "param_back") for unit in away}
+        self._published |= {(unit, "param_back"): homes(unit, "param") for unit in away}
+
+    def publish(self) -> None:
+        self._pager.forget()
+        for unit in self._units:
+            if self._pager.is_device_resident(unit):
+                back = self._inventory.home(unit, "param_back")
+                back.tier.fetch(back.slot, self._pager.storage(unit).flat).wait()
+        self._inventory.move(self._published)
 
 
 def _make_observers(
-    draft: Draft, handle: TieredOptimizer | None, runtime: Runtime, resources: ExitStack
+    draft: Draft, handle: TieredOptimizer | None, runtime: Runtime, resources: Teardown
 ) -> list[Callable[[StepReport], None]]:
     """What is told of each optimizer step: a log line every `steps_per_print`, the run's record, its trace."""
     every, settings = draft.config.steps_per_print, draft.config.tiered_zero

@@ -3,45 +3,42 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from enum import Enum
-from functools import wraps
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial, wraps
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import nn
 
+from tiered_zero.call_phase import Counts, Phase
 from tiered_zero.config.schema import Config
 from tiered_zero.deepspeed_engine import DeepSpeedNames
-from tiered_zero.errors import LatchedError, ModelError, NonFiniteError, TieredZeroError
-from tiered_zero.grads.accumulator import GradientStore
-from tiered_zero.grads.arrivals import GradientArrivals
-from tiered_zero.grads.loss_scaler import LossScaler
+from tiered_zero.engine_parts import (
+    HIDDEN_BY_SCALE,
+    HIDDEN_BY_UPDATE,
+    NO_OPTIMIZER,
+    Parts,
+    complete_update,
+    count_tokens,
+    end_forgotten_run,
+    end_open_update,
+    what_happened,
+)
+from tiered_zero.errors import ModelError, NonFiniteError
 from tiered_zero.grads.verdict import Verdict, judge
 from tiered_zero.hardware.process import OwnProcess
-from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.optim.handle import TieredOptimizer
-from tiered_zero.optim.policy import UpdatePolicy
-from tiered_zero.params.hooks import ModuleHooks
 from tiered_zero.params.outside_modes import runs_outside_modes
-from tiered_zero.params.pager import Pager
-from tiered_zero.params.visible_gradients import VisibleGradients
 from tiered_zero.plan.planner import Plan
 from tiered_zero.telemetry.report import StepReport, build_step_report
 
 logger = logging.getLogger("tiered_zero")
 
 MAX_SKIPPED_IN_A_ROW = 100
-NO_OPTIMIZER = (
-    'This engine evaluates: initialize() was given no optimizer, and the config has no section "optimizer". Add one of '
-    "the two to train."
-)
 
 
 _Arguments = ParamSpec("_Arguments")
@@ -54,52 +51,19 @@ def _on_one_thread(method: _Method[_Arguments, _Result]) -> _Method[_Arguments, 
 
     @wraps(method)
     def entered(self: Engine, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-        with self._parts.pager.driver.entered(f"engine.{method.__name__}()"):
-            return method(self, *args, **kwargs)
+        is_made = False
+        try:
+            with self._parts.pager.driver.entered(f"engine.{method.__name__}()"):
+                result = method(self, *args, **kwargs)
+                is_made = True
+            return result
+        except BaseException:
+            if is_made and method.__name__ == "backward":  # nobody can know that it is: it will be called again
+                self._phase = Phase.BACKWARD
+                self._recover()
+            raise
 
     return entered
-
-
-HIDDEN_BY_UPDATE = (
-    'its update begins in backward, as it does where nothing is clipped or checked. Set "tiered_zero": '
-    '{"optimizer_in_backward": false} to read and change gradients until step(). To clip, set gradient_clipping; '
-    "engine.get_global_grad_norm() has the norm after step()."
-)
-HIDDEN_BY_SCALE = (
-    "it is multiplied by the loss scale of fp16 until step(). To clip, set gradient_clipping; "
-    "engine.get_global_grad_norm() has the norm after step(); engine.zero_grad() drops gradients. To read or change "
-    "gradients, train in bf16 or fp32."
-)
-
-
-class Phase(Enum):
-    """What the driver is doing. IDLE: between calls; weights may be read through `gathered` and `state_dict`."""
-
-    IDLE = "idle"
-    FORWARD = "forward"
-    BACKWARD = "backward"
-    STEP = "step"
-
-
-@dataclass
-class Parts:
-    """What the assembly has built and joined. `resources`: closes everything, in order, when the engine ends."""
-
-    config: Config
-    plan: Plan
-    module: nn.Module
-    optimizer: TieredOptimizer | None
-    lr_scheduler: Any
-    loss_scaler: LossScaler | None
-    pager: Pager
-    hooks: ModuleHooks
-    gradients: GradientStore
-    arrivals: GradientArrivals
-    visible_gradients: VisibleGradients
-    policy: UpdatePolicy
-    runtime: Runtime
-    observers: list[Callable[[StepReport], None]]
-    resources: ExitStack
 
 
 class Engine(DeepSpeedNames):
@@ -112,10 +76,11 @@ class Engine(DeepSpeedNames):
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._process = OwnProcess()
-        self._end = weakref.finalize(  # at exit too
-            self, _end_forgotten_run, self._process, parts.policy, parts.resources
-        )
+        parts.resources.try_once(partial(complete_update, parts.policy))
+        parts.resources.callback(partial(end_open_update, parts.policy, parts.drain))
+        self._end = weakref.finalize(self, end_forgotten_run, self._process, parts.resources)  # at exit too
         self._phase = Phase.IDLE
+        self._counts: Counts | None = None
         self._micro_steps = 0
         self._boundary: bool | None = None
         """What the user says of the next `step()`; None: every gradient_accumulation_steps-th one is a boundary."""
@@ -157,12 +122,12 @@ class Engine(DeepSpeedNames):
         """The module's forward, its parameters paged in as they are used."""
         self._check_usable()
         parts = self._parts
-        if not (torch.is_grad_enabled() and parts.module.training):
-            parts.policy.prepare_evaluation()
-        self._tokens += _count_tokens(args, kwargs) if torch.is_grad_enabled() else 0
-        passing = self._passing(Phase.FORWARD, parts.pager.abort)
-        with self._telling(), passing, parts.pager.frame(), parts.hooks.saving_views():
-            return parts.module(*args, **kwargs)
+        with self._telling(), self._passing(Phase.FORWARD):
+            if not (torch.is_grad_enabled() and parts.module.training):
+                parts.policy.prepare_evaluation()
+            self._tokens += count_tokens(args, kwargs) if torch.is_grad_enabled() else 0
+            with parts.pager.frame(), parts.hooks.saving_views():
+                return parts.module(*args, **kwargs)
 
     @_on_one_thread
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
@@ -182,20 +147,20 @@ class Engine(DeepSpeedNames):
         """
         self._check_trains()
         parts = self._parts
-        scaled = self._scaled(loss, scale_wrt_gas)
-        self._losses.append(loss.detach())
-        boundary = self.is_gradient_accumulation_boundary()
-        parts.gradients.measuring = boundary
-        self._num_backwards += 1
-        only = self._num_backwards == 1 and self._one_backward_each and not retain_graph
-        with self._telling(), self._passing(Phase.BACKWARD, self.abort_step), parts.hooks.saving_views():
+        with self._telling(), self._passing(Phase.BACKWARD):
+            scaled = self._scaled(loss, scale_wrt_gas)
+            self._losses.append(loss.detach())
+            boundary = self.is_gradient_accumulation_boundary()
+            parts.gradients.measuring = boundary
+            self._num_backwards += 1
+            only = self._num_backwards == 1 and self._one_backward_each and not retain_graph
             parts.gradients.hidden = self._why_hidden(boundary and only)
-            with parts.arrivals.engine_backward():
+            with parts.hooks.saving_views(), parts.arrivals.engine_backward():
                 if boundary and only and self.global_steps:
                     parts.policy.begin_backward()
                 scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
-        self._uses_before_step = parts.pager.num_uses
-        return loss
+            self._uses_before_step = parts.pager.num_uses
+            return loss
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss as `backward` would take it, divided by the accumulation steps and multiplied by the loss scale:
@@ -212,24 +177,22 @@ class Engine(DeepSpeedNames):
         them.
         """
         self._check_trains()
-        boundary = self.is_gradient_accumulation_boundary()
-        self._step_applied = False
-        self._micro_steps += 1
-        used = self._num_backwards and self._parts.pager.num_uses != self._uses_before_step
-        self._one_backward_each &= self._num_backwards == 1 and not used  # no update of such a loop begins in backward
-        self._num_backwards = 0
-        self._parts.arrivals.has_noticed = False
-        self._is_accumulating = not boundary
-        if not boundary:
-            return
-        with self._telling(), self._parts.runtime.recorder.span("compute", "step"):
-            self._phase = Phase.STEP
-            try:
-                self._take_step()
-            finally:
-                self._phase = Phase.IDLE
-        self._told = False
-        self._finish_report()
+        with self._telling(), self._changing(Phase.STEP):
+            boundary = self.is_gradient_accumulation_boundary()
+            self._counts = self._count()
+            self._step_applied = False
+            self._micro_steps += 1
+            used = self._num_backwards and self._parts.pager.num_uses != self._uses_before_step
+            self._one_backward_each &= self._num_backwards == 1 and not used  # then no update begins in backward
+            self._num_backwards = 0
+            self._parts.arrivals.has_noticed = False
+            self._is_accumulating = not boundary
+            if boundary:
+                with self._parts.runtime.recorder.span("compute", "step"):
+                    self._take_step()
+                self._told = False
+        if boundary:
+            self._finish_report()
 
     # -- questions -----------------------------------------------------------------------------------------------------
 
@@ -327,6 +290,7 @@ class Engine(DeepSpeedNames):
     @_on_one_thread
     def flush(self) -> None:
         """Return when every update so far is made. Reading weights does this by itself."""
+        self._recover()
         with self._telling():
             self._parts.policy.flush()
 
@@ -339,45 +303,48 @@ class Engine(DeepSpeedNames):
         after every `step()`; `abort_step()` drops gradients there too. `set_to_none`: False sets them to 0, also those
         that the last `step()` took, so that they count as gradients in the next one. Raises ModelError where updates
         have begun from the gradients."""
+        self._recover()
         if self._is_accumulating and not (self._num_backwards or self._parts.arrivals.has_noticed):
             return
         self._parts.policy.check_untouched("Gradients are dropped")
-        if set_to_none:
-            self._drop_gradients()
-            self._parts.gradients.forget_earlier()
-        else:
-            self._parts.arrivals.reset()
-            self._parts.gradients.zero()
-            self._parts.visible_gradients.show()
-            self._parts.gradients.hidden = self._why_hidden(False)
-        self._num_backwards = 0
-        self._losses.clear()
+        with self._changing(Phase.BACKWARD):
+            if set_to_none:
+                self._drop_gradients()
+                self._parts.gradients.forget_earlier()
+            else:
+                self._parts.arrivals.reset()
+                self._parts.gradients.zero()
+                self._parts.visible_gradients.show()
+                self._parts.gradients.hidden = self._why_hidden(False)
+            self._num_backwards = 0
+            self._losses.clear()
+
+    def _recover_between_calls(self) -> None:  # for what the user calls past the engine, perhaps in its forward
+        if self._phase is Phase.IDLE:
+            self._recover()
 
     @_on_one_thread
     @runs_outside_modes
     def abort_step(self) -> None:
         """Give this step up: drain transfers, empty units, drop gradients. Training goes on with the next forward."""
-        self._parts.pager.abort()
-        self._parts.policy.abort()
-        self._drop_gradients()
-        self._num_backwards = 0
-        self._is_accumulating = False
-        self._losses.clear()
-        self._tokens = 0
-        self._micro_steps -= self._micro_steps % self.gradient_accumulation_steps()
+        self._recover()
+        if not self._closed:
+            self._phase = Phase.BACKWARD
+            self._drop_step()
+            self._phase = Phase.IDLE
 
     def close(self) -> None:
         """Free every tier, stop every thread, remove the swap directory. Idempotent. Parameters off the device are
-        gone:
-        take `module.state_dict()` before. Raises LatchedError, with everything freed, if an update failed and no call
-        has raised yet."""
+        gone: take `module.state_dict()` before. Raises LatchedError, with everything freed, if an update failed and no
+        call has raised yet."""
         if not self._process.is_current():
             return  # a forked child owns nothing
         with self._parts.pager.driver.entered("engine.close()"):
-            if not self._closed:
-                self._closed = True
+            self._recover()
+            self._closed = True
+            if self._end.alive:  # also where an earlier close was interrupted
+                self._parts.resources.close()
                 self._end.detach()
-                _end_run(self._parts.policy, self._parts.resources)
                 if not self._told:
                     self._parts.policy.check()
 
@@ -393,21 +360,25 @@ class Engine(DeepSpeedNames):
     # -- inside --------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _passing(self, phase: Phase, abort: Callable[[], None]) -> Iterator[None]:
-        """Forward or backward goes on inside. `abort`: what an exception asks for."""
-        pager = self._parts.pager
-        self._parts.hooks.end_interrupted()
-        self._parts.visible_gradients.hide()
-        self._phase = phase
-        pager.phase = phase.value
+    def _changing(self, phase: Phase) -> Iterator[None]:
+        """A call goes on inside. See [Note: Interrupted calls]."""
         try:
+            self._phase = phase
+            yield
+            self._phase = Phase.IDLE
+        except BaseException:
+            self._recover()
+            raise
+
+    @contextmanager
+    def _passing(self, phase: Phase) -> Iterator[None]:
+        """Forward or backward goes on inside."""
+        pager = self._parts.pager
+        with self._changing(phase):
+            self._parts.visible_gradients.hide()
+            pager.phase = phase.value
             with self._parts.runtime.recorder.span("compute", phase.value):
                 yield
-        except BaseException:
-            abort()
-            raise
-        finally:
-            self._phase = Phase.IDLE
             pager.phase = Phase.IDLE.value
             pager.end_pass()
             self._parts.visible_gradients.show()
@@ -425,31 +396,101 @@ class Engine(DeepSpeedNames):
             return HIDDEN_BY_UPDATE
         return HIDDEN_BY_SCALE if self.loss_scale != 1.0 else None
 
+    def _recover(self) -> None:
+        """Clear up after a call that was broken off, if one was. See [Note: Interrupted calls]."""
+        parts = self._parts
+        if self._closed or not self._process.is_current():
+            return
+        changing = parts.pager.keeper.changing
+        if changing is not None and parts.policy.failure is None:
+            self._latch(f"a change by hand of the parameters of {changing.name} was interrupted")
+        if self._phase is Phase.IDLE:
+            if not parts.pager.was_broken_off:
+                return
+            self._phase = Phase.BACKWARD if parts.pager.phase == Phase.BACKWARD.value else Phase.FORWARD
+        if self._phase is Phase.UPDATE and parts.policy.failure is None:
+            self._latch("step() was broken off after its update had begun")
+        if self._phase is Phase.FORWARD and not (parts.policy.is_open and parts.pager.needs_drain):
+            if parts.pager.needs_drain:
+                self._drain()
+            parts.pager.abort()
+            parts.hooks.abort()
+            parts.visible_gradients.show()
+        else:
+            with suppress(Exception):  # of what is dropped
+                self._drop_step()
+        self._phase = Phase.IDLE
+
+    def _latch(self, why: str) -> None:
+        self._drain()
+        self._parts.policy.latch(why)
+
+    def _drain(self) -> None:
+        self._parts.policy.give_up()
+        self._parts.drain()
+        self._parts.policy.forget_ahead()
+
+    def _drop_step(self) -> None:
+        """Nothing of the step is left. Raises what made a gradient fail on its way."""
+        parts = self._parts
+        self._drain()
+        parts.policy.abort()
+        parts.pager.abort()
+        parts.hooks.abort()
+        self._num_backwards = 0
+        self._losses.clear()
+        self._tokens = 0
+        if self._counts is not None:
+            self._restore(self._counts)
+        self._micro_steps -= self._micro_steps % self.gradient_accumulation_steps()
+        self._is_accumulating = False
+        try:
+            self._drop_gradients()
+        finally:
+            parts.arrivals.abort()
+            parts.gradients.abort()
+
+    def _count(self) -> Counts:
+        scaler = self._parts.loss_scaler
+        return Counts(
+            self._micro_steps,
+            self.global_steps,
+            self.skipped_steps,
+            self._skipped_in_a_row,
+            self._nonfinite_in_a_row,
+            self._verdict,
+            scaler.state_dict() if scaler is not None else None,
+        )
+
+    def _restore(self, counts: Counts) -> None:
+        self._micro_steps, self._verdict = counts.micro_steps, counts.verdict
+        self.global_steps, self.skipped_steps = counts.global_steps, counts.skipped_steps
+        self._skipped_in_a_row, self._nonfinite_in_a_row = counts.skipped_in_a_row, counts.nonfinite_in_a_row
+        if counts.loss_scaler is not None and self._parts.loss_scaler is not None:
+            self._parts.loss_scaler.load_state_dict(counts.loss_scaler)
+
     def _take_step(self) -> None:
         parts = self._parts
-        try:
-            parts.gradients.collect_assigned()
-            parts.gradients.wait()
-            norms = parts.gradients.norms()
-            if not norms and not self._warned_of_no_gradient:
-                self._warned_of_no_gradient = True
-                logger.warning(
-                    "step() without backward(): no parameter has a gradient, so this step changes no weight. It counts "
-                    "as a step for the learning rate schedule; this is said once."
-                )
-            verdict = judge(norms, self.loss_scale, self.config.gradient_clipping)
-            self._verdict = verdict
-            self.global_steps += 1
-            if self._may_update(verdict):
-                self._update(verdict)
-            else:
-                parts.policy.skip()
-                self.optimizer.overflow = True
-        except BaseException:
-            parts.policy.abort()  # an update that began in backward is not half a step of the next
-            raise
-        finally:
-            self._drop_gradients()
+        parts.gradients.collect_assigned()
+        parts.gradients.wait()
+        norms = parts.gradients.norms()
+        if not norms and not self._warned_of_no_gradient:
+            self._warned_of_no_gradient = True
+            logger.warning(
+                "step() without backward(): no parameter has a gradient, so this step changes no weight. It counts "
+                "as a step for the learning rate schedule; this is said once."
+            )
+        verdict = judge(norms, self.loss_scale, self.config.gradient_clipping)
+        self._verdict = verdict
+        self.global_steps += 1
+        if self._may_update(verdict):
+            parts.policy.prepare()
+            self._update(verdict)
+        else:
+            parts.policy.skip()
+            self.optimizer.overflow = True
+        self._drop_gradients()
+        self._counts = None
 
     def _drop_gradients(self) -> None:
         self._parts.arrivals.reset()
@@ -477,6 +518,7 @@ class Engine(DeepSpeedNames):
             try:
                 scaler.update(True)
             except NonFiniteError as error:
+                self._counts = None  # training ends here, and this step is counted
                 raise NonFiniteError(f"{error} First parameter with such a gradient: {verdict.first_bad}.") from error
         if tells:
             logger.warning(
@@ -485,6 +527,7 @@ class Engine(DeepSpeedNames):
                 f"; loss scale {scale:g} -> {self.loss_scale:g}" if scaler is not None else "",
             )  # fmt: skip
         if self._skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+            self._counts = None
             raise NonFiniteError(
                 f"{self._skipped_in_a_row} steps in a row had gradients that are not finite, first in "
                 f"{verdict.first_bad}. "
@@ -494,10 +537,23 @@ class Engine(DeepSpeedNames):
 
     def _update(self, verdict: Verdict) -> None:
         parts = self._parts
-        self.optimizer.update(lambda: parts.policy.apply(parts.gradients.hand_over(), verdict.grad_scale))
-        self._step_applied = True
-        if parts.lr_scheduler is not None:
-            parts.lr_scheduler.step()
+
+        def apply() -> None:
+            self._phase = Phase.UPDATE
+            parts.policy.apply(parts.gradients.hand_over(), verdict.grad_scale)
+            self._step_applied = True
+
+        try:
+            self.optimizer.update(apply)
+            if parts.lr_scheduler is not None:
+                parts.lr_scheduler.step()
+        except MemoryError:
+            raise
+        except Exception:
+            if self._step_applied:  # the error of a hook, or of the scheduler: the step is made all the same
+                self._counts = None
+                self._phase = Phase.IDLE
+            raise
 
     def _finish_report(self) -> None:
         now_s = time.perf_counter()
@@ -525,6 +581,7 @@ class Engine(DeepSpeedNames):
             raise ModelError(NO_OPTIMIZER)
 
     def _check_usable(self) -> None:
+        self._recover()
         if self._closed:
             raise ModelError("This engine is closed; its tiers are gone. Make another with tiered_zero.initialize().")
         with self._telling():
@@ -538,39 +595,6 @@ class Engine(DeepSpeedNames):
             yield
         except BaseException as error:
             told, self._told = self._told, True
-            if told or (cause := _what_happened(error)) is error:
+            if told or (cause := what_happened(error)) is error:
                 raise
             raise cause from cause.__cause__
-
-
-def _what_happened(error: BaseException) -> BaseException:
-    """The failure that latched whatever refuses to go on; `error` itself where that is no refusal."""
-    while isinstance(error, LatchedError) and isinstance(error.__cause__, TieredZeroError):
-        error = error.__cause__
-    return error
-
-
-def _end_run(policy: UpdatePolicy, resources: ExitStack) -> None:
-    with resources:  # which ends lanes first: also where the user interrupts the wait, nothing goes from under a job
-        policy.abort()
-        try:
-            policy.finalize()
-        except Exception as error:
-            logger.error("the last update was not completed: %s", error)
-
-
-def _end_forgotten_run(process: OwnProcess, policy: UpdatePolicy, resources: ExitStack) -> None:
-    """Nobody holds the engine any more, or the interpreter exits. Garbage is collected on any thread, perhaps on a lane
-    of this run, which cannot wait for itself: so only the main thread ends the run at once."""
-    if not process.is_current():
-        return  # a forked child owns nothing, and has no lane that could end an update
-    if threading.current_thread() is threading.main_thread():
-        _end_run(policy, resources)
-    else:
-        threading.Thread(target=_end_run, args=(policy, resources), name="tiered_zero end").start()
-
-
-def _count_tokens(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
-    """Elements of `input_ids`, or of the first argument, if they are whole numbers; else 0."""
-    ids = kwargs.get("input_ids", args[0] if args else None)
-    return ids.numel() if isinstance(ids, torch.Tensor) and ids.dtype in (torch.int64, torch.int32) else 0

@@ -125,6 +125,9 @@ class FaultyEngine(IOEngine):
         stalled = [(ticket.request, now_s - ticket.submitted_s) for ticket in list(self.stalled)]
         return stalled + self.inner.in_flight()
 
+    def drain(self) -> None:
+        self.inner.drain()
+
     def close(self) -> None:
         """What is stalled is dropped, as by a process that ends."""
         for ticket in list(self.stalled):

@@ -96,6 +96,9 @@ class SyncEngine(IOEngine):
     def in_flight(self) -> list[tuple[Request, float]]:
         return [(ticket.request, 0.0) for ticket in self.held or () if not ticket.done()]
 
+    def drain(self) -> None:
+        self.release()
+
     def close(self) -> None:
         self.release()
 

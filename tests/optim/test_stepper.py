@@ -324,7 +324,8 @@ def test_a_step_of_the_other_kind_reads_anew() -> None:
     world.tier.log.clear()
     world.step(every_subgroup=True, param_kind="param_back")
     assert reads(world) == [f"s{index}" for index in (*range(6), 0, 1, 2)]
-    world.inventory.swap(unit, "param", "param_back")
+    homes = world.inventory.home(unit, "param"), world.inventory.home(unit, "param_back")
+    world.inventory.move({(unit, "param_back"): homes[0], (unit, "param"): homes[1]})
     world.check()
     world.check_buffers()
 

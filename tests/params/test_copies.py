@@ -87,7 +87,7 @@ def test_a_copied_parameter_reads_its_unit_once(swap_path, monkeypatch):
     """A deepcopy asks for one parameter after the other: of NVMe bytes, a unit's are read once."""
     with tiered(ParityGPT(), swap_path) as engine:
         train(engine, batch, 1)
-        keeper, reads = engine._parts.pager._keeper, []
+        keeper, reads = engine._parts.pager.keeper, []
         read = keeper.read
         monkeypatch.setattr(keeper, "read", lambda unit: reads.append(unit.index) or read(unit))
         copy.deepcopy(engine.module.blocks[0])

@@ -137,7 +137,7 @@ def test_a_frame_ends_by_an_exception_too() -> None:
 
 def test_who_must_know_of_a_change_by_hand_does_before_anything_is_written() -> None:
     world = World([1])
-    (unit,), keeper = world.units, world.pager._keeper
+    (unit,), keeper = world.units, world.pager.keeper
     told: list[str] = []
     keeper.before_change = lambda: told.append("before")
     keeper.store = lambda unit, flat: told.append("store")  # type: ignore[method-assign]
@@ -369,12 +369,14 @@ def test_abort_ends_every_frame_and_empties_every_unit() -> None:
 
 def test_abort_leaves_what_somebody_else_has_borrowed() -> None:
     world = World([1, 1])
-    world.pager.acquire(world.units[0])
+    residency = world.pager.residency(world.params[0][0])
+    assert residency is not None
+    loan = world.pager.lend(residency)
     world.pager.enter_frame([world.units[1]])
     world.pager.abort()
     world.check_lent(0)
     world.check_away(1)
-    world.pager.release(world.units[0])
+    world.pager.end_loan(loan)
     assert world.live_pages == 0
 
 

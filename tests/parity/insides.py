@@ -42,7 +42,7 @@ def masters(engine: tiered_zero.Engine) -> dict[str, torch.Tensor]:
     for residency in pager._residencies.values():
         unit = residency.unit
         if unit.trainable:
-            params = residency.storage.flat if pager.is_device_resident(unit) else pager._keeper.read(unit)
+            params = residency.storage.flat if pager.is_device_resident(unit) else pager.keeper.read(unit)
             values[f"{unit.index} {unit.name}"] = found.read(unit, params)
     return values
 

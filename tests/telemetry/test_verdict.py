@@ -66,6 +66,9 @@ class LateEngine(IOEngine):
     def write(self, file: File, offset: int, data: memoryview) -> Ticket:
         return self._late("write", self._inner.write(file, offset, data))
 
+    def drain(self) -> None:
+        self._inner.drain()
+
     def sync(self, file: File) -> Ticket:
         return self._inner.sync(file)
 

@@ -189,6 +189,13 @@ class GradientStore:
         if failure is not None:
             raise failure
 
+    def abort(self) -> None:
+        """The lanes are idle: what `drop` has not counted, because it was on its way when a call was interrupted, goes
+        too."""
+        self._in_flight.clear()
+        self._landed.clear()
+        self._ledger.correct("device", "gradient_in_flight", 0)
+
     # -- param.grad --------------------------------------------------------------------------------------------------
 
     @property

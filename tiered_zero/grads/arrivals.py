@@ -76,6 +76,11 @@ class GradientArrivals:
         self._is_scaled = False
         self.has_noticed = False
 
+    def abort(self) -> None:
+        """No backward runs any more."""
+        self.reset()
+        self._is_engines = False
+
     def _begin_scaled(self, _: torch.Tensor) -> None:
         if self._is_engines:
             raise ModelError(

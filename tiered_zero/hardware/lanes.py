@@ -140,7 +140,7 @@ class WorkerLane(Lane):
         self._closed = False
         self._lock = threading.Lock()
         self._num_queued = 0
-        self._running = threading.Lock()  # held while a job runs, on whichever thread
+        self._running = threading.RLock()  # held while a job runs, on whichever thread
         self._thread = threading.Thread(target=self._run, name=f"tiered_zero {name}", daemon=True)
         try:
             self._thread.start()
@@ -158,16 +158,17 @@ class WorkerLane(Lane):
             if self._closed:
                 raise RuntimeError(f"lane {self.name} is closed; jobs are submitted before the accelerator is closed")
             inline = self._inline and not waits and not self._num_queued and all(event.done() for event in after)
-            if not (inline and self._running.acquire(blocking=False)):
+            if not inline:
                 self._num_queued += 1
                 self._queue.put(work)
                 return work.event
-        event = work.event
-        try:
-            event.finish_launch(*self._perform(work))
-        finally:
-            self._running.release()
-        return event
+        with self._running:
+            marker, failure = self._perform(work)
+        if failure is not None and not isinstance(failure.error, Exception):
+            failure.collected = True  # the caller's own KeyboardInterrupt: raised here, and at nobody's later wait
+            raise failure.error
+        work.event.finish_launch(marker, failure)
+        return work.event
 
     def close(self) -> None:
         with self._lock:
@@ -189,7 +190,7 @@ class WorkerLane(Lane):
             with self._running:
                 marker, failure = self._perform(work)
             with self._lock:
-                self._num_queued -= 1
+                self._num_queued = self._queue.qsize()  # also right where a `submit` was interrupted
             del work  # what the job holds is free before its event says so
             if failure is not None:
                 traceback.clear_frames(failure.traceback)  # as are the names in the frames of a job that failed

@@ -112,6 +112,15 @@ class StagingPool:
             assert lease is not None, "woken with a free buffer under the lock"
             return lease
 
+    def reclaim(self) -> None:
+        """Nothing is under way, so whoever held a buffer was broken off: all are free."""
+        with self._changed:
+            for lease in self._leased.values():
+                lease.tensor, lease.memory = lease.tensor[:0], lease.memory[:0]
+            self._leased = {}
+            self._free = list(range(self.count))
+            self._changed.notify_all()
+
     def holders(self) -> list[tuple[str, float]]:
         """Who holds buffers, each with the lease's age in seconds, oldest first."""
         now_s = time.monotonic()

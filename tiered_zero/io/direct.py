@@ -195,6 +195,8 @@ class NativeEngine(DiskEngine):
         code = open_pool(settings.num_workers, settings.block_nbytes, ctypes.byref(self.pool))
         if code and io_uring:
             raise ConfigError(_why_no_ring(code))
+        self._open_pools = [] if code else [self.pool]
+        self._free: weakref.finalize[[ctypes.c_void_p], NativeEngine] | None = None
         if code:
             raise ConfigError(f"its {settings.num_workers} threads cannot be started: {errno_text(code)}")
 
@@ -257,8 +259,11 @@ class NativeEngine(DiskEngine):
     def _stop(self, idle: bool) -> None:
         if not idle:
             _abandoned.append((self, list(self._unfinished)))
-        self.library.close_pool(self.pool, not idle)
+        while self._open_pools:
+            self.library.close_pool(self._open_pools.pop(), not idle)
         if idle:
             self._registered.clear()
-            # Freed with the last ticket, which holds its engine: a thread may be about to ask the pool for one.
-            weakref.finalize(self, self.library.free_pool, self.pool).atexit = False
+            if self._free is None:
+                # With the last ticket, which holds its engine: a thread may be about to ask the pool for one.
+                self._free = weakref.finalize(self, self.library.free_pool, self.pool)
+            self._free.atexit = False

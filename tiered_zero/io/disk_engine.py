@@ -67,6 +67,7 @@ class DiskEngine(IOEngine):
         self.latch = ErrorLatch()
         self._pid = os.getpid()
         self._closed = False
+        self._stopped = False
         self.has_stalled = False
         # A dict as an ordered set: each operation on it is atomic, so that a signal handler can read it at any time.
         self._unfinished: dict[DiskTicket, None] = {}
@@ -94,12 +95,12 @@ class DiskEngine(IOEngine):
         self._settle(None)
 
     def close(self) -> None:
-        if self._closed:
-            return
         self._closed = True
-        idle = self._settle(None)
-        if self._pid == os.getpid():
-            self._stop(idle)
+        if not self._stopped:  # nor if the wait was interrupted
+            idle = self._settle(None)
+            if self._pid == os.getpid():
+                self._stop(idle)
+            self._stopped = True
 
     def stall(self, ticket: DiskTicket) -> TransferError:
         """The error of a request without progress; latches, because its memory may still be written to."""

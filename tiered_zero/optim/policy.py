@@ -25,7 +25,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol
 
@@ -58,6 +57,16 @@ class UnitGuard(Protocol):
         """The units withheld in backward are as they were: no update has begun."""
 
 
+class BackSlots(Protocol):
+    """The slots that a delayed update writes while compute reads the others."""
+
+    def begin_update(self) -> None:
+        """Note which slots an update that begins now writes: those that compute reads once it is published."""
+
+    def publish(self) -> None:
+        """Make compute read them. Where this is interrupted it is called again."""
+
+
 class UpdatePolicy(ABC):
     """Runs updates. Called from the driver thread between backward and forward.
 
@@ -74,8 +83,14 @@ class UpdatePolicy(ABC):
         """Jobs on the lane, in order: one that still writes, and one behind it."""
 
     @abstractmethod
+    def prepare(self) -> None:
+        """The step will be applied: end what was under way, and take from compute what is about to change. May break
+        off, or be followed by `abort`, with nothing changed."""
+
+    @abstractmethod
     def apply(self, gradients: StepGradients, grad_scale: float) -> None:
-        """The step is taken: run its update now, or see to it that nobody reads weights that wait for it."""
+        """Run the update of the prepared step now, or see to it that nobody reads weights that wait for it. What breaks
+        this off leaves half an update: the caller then calls `latch`."""
 
     @abstractmethod
     def flush(self) -> None:
@@ -103,8 +118,24 @@ class UpdatePolicy(ABC):
         """Every gradient of the unit has come."""
         return
 
+    def latch(self, why: str) -> None:
+        """A change of weights or state was broken off: nothing goes on from them. Wakes whoever waits for them. Call
+        `give_up` and drain the lanes before, and `check` raises from now on."""
+        if self.failure is None:
+            self.failure = LatchedError(why)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the update of a step that is not taken yet runs, or waits for its gradients."""
+        return False
+
+    def give_up(self) -> None:
+        """The update that is open begins with nothing any more, and ends."""
+        return
+
     def abort(self) -> None:
-        """The step is given up. Raises nothing; sets `failure` where that is too late."""
+        """The step is given up, and the lanes are idle since `give_up`. Raises nothing; sets `failure` where that is
+        too late."""
         self.forget_ahead()
 
     def prepare_evaluation(self) -> None:
@@ -183,8 +214,10 @@ class BarrierPolicy(UpdatePolicy):
         super().__init__(stepper, groups)
         self._forget = forget
 
-    def apply(self, gradients: StepGradients, grad_scale: float) -> None:
+    def prepare(self) -> None:
         self._forget()
+
+    def apply(self, gradients: StepGradients, grad_scale: float) -> None:
         self._step(UpdateJob(gradients, grad_scale, self._stepper.freeze_groups(self._groups), {}))
 
     def flush(self) -> None:
@@ -228,10 +261,12 @@ class OverlappedPolicy(UpdatePolicy):
             self._publish(unit, self._open.job)
             self._open.add(unit)
 
-    def apply(self, gradients: StepGradients, grad_scale: float) -> None:
+    def prepare(self) -> None:
         if self._open is None:
             self.flush()
         self._guard.withhold()
+
+    def apply(self, gradients: StepGradients, grad_scale: float) -> None:
         if self._open is not None:
             for unit in self._open.missing(self._units):
                 self._publish(unit, self._open.job)
@@ -248,26 +283,35 @@ class OverlappedPolicy(UpdatePolicy):
             self._publish(unit, job)
         self._start(job)
 
+    @property
+    def is_open(self) -> bool:
+        return self._open is not None
+
+    def give_up(self) -> None:
+        if self._open is not None:
+            self._open.give_up()
+
     def abort(self) -> None:
-        if self._open is None:
-            super().abort()
-            return
-        opened, self._open = self._open, None
-        begun = opened.give_up()
-        try:
-            with suppress(Exception):
-                self.flush()
-        finally:
-            if not begun:
-                for publication in opened.job.publications.values():
-                    publication.complete()
-                self._guard.readmit()
-            elif self.failure is None:
-                self.failure = LatchedError(
+        if self._open is not None:
+            if self._open.give_up():
+                self.latch(
                     "backward or step() broke off after some of the step's updates had begun, as they do in backward "
                     'where nothing is clipped or checked. Set "tiered_zero": {"optimizer_in_backward": false} to be '
                     "able to leave a step out"
                 )
+            else:
+                for publication in self._open.job.publications.values():
+                    publication.complete()
+                self._guard.readmit()
+            self._open = None
+        super().abort()
+
+    def latch(self, why: str) -> None:
+        super().latch(why)
+        assert self.failure is not None
+        for unit in self._units:  # also of a job that never came to its lane
+            if (publication := self._inventory.published(unit)) is not None:
+                publication.fail(self.failure)
 
     def check_untouched(self, act: str) -> None:
         if self._open is not None:
@@ -309,9 +353,7 @@ class OverlappedPolicy(UpdatePolicy):
 
 
 class DelayedPolicy(UpdatePolicy):
-    """`exact`: the policy of the first `start_step` steps. `reveal`: makes what was written behind the scenes what
-    compute reads.
-    """
+    """`exact`: the policy of the first `start_step` steps. `back_slots`: what the updates of the others write."""
 
     def __init__(
         self,
@@ -320,13 +362,16 @@ class DelayedPolicy(UpdatePolicy):
         stepper: StreamingStepper,
         groups: Sequence[dict[str, Any]],
         runtime: Runtime,
-        reveal: Callable[[], None],
+        back_slots: BackSlots,
     ) -> None:
         super().__init__(stepper, groups)
         self._exact = exact
         self._start_step = start_step
         self._runtime = runtime
-        self._reveal = reveal
+        self._back_slots = back_slots
+        self._is_unpublished = False
+        """Whether an update of the back slots was begun and not published yet."""
+        self._is_publishing = False
         self._num_applied = 0
 
     def begin_backward(self) -> None:
@@ -335,13 +380,20 @@ class DelayedPolicy(UpdatePolicy):
     def _is_idle(self) -> bool:
         return super()._is_idle() and self._exact._is_idle()
 
+    def prepare(self) -> None:
+        if self._num_applied < self._start_step:
+            self._exact.prepare()
+        else:
+            self.flush()
+
     def apply(self, gradients: StepGradients, grad_scale: float) -> None:
         self._num_applied += 1
         if self._num_applied <= self._start_step:
             self._exact.apply(gradients, grad_scale)
             return
-        self.flush()
         groups = self._stepper.freeze_groups(self._groups)
+        self._back_slots.begin_update()
+        self._is_unpublished = True
         job = UpdateJob(gradients, grad_scale, groups, {}, param_kind="param_back", every_subgroup=True)
         self._running.append(self._runtime.accelerator.lane("optimizer").submit(partial(self._step, job)))
 
@@ -351,9 +403,17 @@ class DelayedPolicy(UpdatePolicy):
     def check(self) -> None:
         self._exact.check()
         super().check()
+        if self._is_publishing:  # also what was interrupted
+            self._back_slots.publish()
+            self._is_unpublished = False
+            self._is_publishing = False
 
     def flush(self) -> None:
         self._exact.flush()
-        if self._join(self._runtime):
-            self._reveal()
+        self._join(self._runtime)
+        self._is_publishing = self._is_unpublished
         self.check()
+
+    def latch(self, why: str) -> None:
+        self._exact.latch(why)
+        super().latch(why)

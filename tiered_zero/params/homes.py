@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import torch
 
+from tiered_zero.errors import TieredZeroError
 from tiered_zero.hardware.staging import StagingPool
 from tiered_zero.layout.flat import Unit
 from tiered_zero.tiers.inventory import Inventory
@@ -32,12 +33,23 @@ class HomeKeeper:
         self._staging = staging
         self._on_change = on_change
         self._cuts = cuts
+        self.changing: Unit | None = None
+        """The unit that `change` is at work on, or was when it was interrupted."""
+        self.is_busy = False
+        """Whether bytes are read or written, or were when that was interrupted."""
         self.before_change: Callable[[], None] = lambda: None
         """Called before anything is written over: no update may be under way, nor what it needs be read already."""
 
     def read(self, unit: Unit) -> torch.Tensor:
         """[P] of the unit's dtype, a CPU tensor of the caller's own. The unit has a home off the device."""
-        return read_slot(self._inventory.home(unit, "param"), 0, unit.nbytes, self._staging).view(unit.dtype)
+        self.is_busy = True
+        try:
+            flat = read_slot(self._inventory.home(unit, "param"), 0, unit.nbytes, self._staging).view(unit.dtype)
+        except TieredZeroError:
+            self.is_busy = False
+            raise
+        self.is_busy = False
+        return flat
 
     def store(self, unit: Unit, flat: torch.Tensor) -> None:
         """First bytes: `flat` [P] of the unit's dtype, on the CPU, to the unit's home off the device."""
@@ -54,6 +66,12 @@ class HomeKeeper:
         """`flat` [P], on the device or the CPU, becomes the unit's value; masters follow where it differs."""
         self.before_change()
         value = flat.to("cpu")
-        if self._inventory.find(unit, "param") is not None:
-            self.store(unit, value)
-        self._on_change(unit, value, old)
+        self.changing = unit
+        try:
+            if self._inventory.find(unit, "param") is not None:
+                self.store(unit, value)
+            self._on_change(unit, value, old)
+        except TieredZeroError:
+            self.changing = None
+            raise
+        self.changing = None

@@ -129,6 +129,18 @@ class ModuleHooks:
             handle.remove()
         self._handles.clear()
 
+    def abort(self) -> None:
+        """No forward runs any more: what one that was interrupted has left on autograd's stack of hooks goes."""
+        if self._is_open:
+            self._close()
+        while self._is_saving():
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+
+    def _is_saving(self) -> bool:
+        """Whether our hooks for saved tensors are the top of this thread's."""
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        return hooks is not None and hooks[0] == self._pager.pack
+
     @contextmanager
     def saving_views(self) -> Iterator[None]:
         """While open, autograd saves views of flats by name instead of by address."""
@@ -175,7 +187,8 @@ class ModuleHooks:
         hook then."""
         self._pager.driver.check("A module's forward")
         if self._is_open:
-            self._close()
+            self._pager.recover()
+            self.abort()
             self._pager.abort()
 
     def _enter(self, module: nn.Module, units: tuple[Unit, ...]) -> None:
@@ -183,6 +196,7 @@ class ModuleHooks:
         is_direct = self._pager.is_called_directly()
         if is_direct:
             self._refuse_tracing()
+            self._pager.recover()
             self._pager.driver.enter(f"The forward of {type(module).__name__}")
             self._is_open, self._opener = True, threading.get_ident()
         self._pager.enter_frame(units)
@@ -199,7 +213,7 @@ class ModuleHooks:
         self._direct = None
         saving, self._saving = self._saving, None
         if self._opener == threading.get_ident():  # else that thread has ended, and with it what autograd held for it
-            if saving is not None:
+            if saving is not None and self._is_saving():
                 saving.__exit__()
             self._pager.driver.leave()
 

@@ -58,7 +58,7 @@ def _loan(pager: Pager, residency: Residency, modify: bool) -> Iterator[None]:
 
 def _lend_unit(pager: Pager, residency: Residency, modify: bool) -> Iterator[None]:
     pager.before_reading()
-    pager.acquire(residency.unit)
+    loan = pager.lend(residency)
     try:
         old = pager.remember(residency.unit) if modify else None
         yield
@@ -66,4 +66,4 @@ def _lend_unit(pager: Pager, residency: Residency, modify: bool) -> Iterator[Non
             pager.write_back(residency.unit, old)
     finally:
         pager.drop_changes(residency.unit)
-        pager.release(residency.unit)
+        pager.end_loan(loan)

@@ -2,69 +2,37 @@
 
 from __future__ import annotations
 
-import itertools
+import gc
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import nn
 
-from tiered_zero.errors import BudgetError, ModelError
-from tiered_zero.hardware.runtime import Runtime
+from tiered_zero.errors import TieredZeroError
 from tiered_zero.layout.flat import Unit
-from tiered_zero.params.copies import ParamCopies
-from tiered_zero.params.driver_thread import DriverThread
-from tiered_zero.params.homes import HomeKeeper
 from tiered_zero.params.outside_modes import runs_outside_modes
-from tiered_zero.params.refusals import away_error, changed_since_forward_error, used_before_step_error
-from tiered_zero.params.residency import Frame, HeldWrapper, PagerLimits, Residency, SavedView, UnitState
-from tiered_zero.params.schedule import Schedule
+from tiered_zero.params.pager_state import PagerState
+from tiered_zero.params.refusals import (
+    away_error,
+    changed_since_forward_error,
+    lent_error,
+    no_room_error,
+    used_before_step_error,
+)
+from tiered_zero.params.residency import Frame, HeldWrapper, Loan, Residency, SavedView, UnitState
 from tiered_zero.params.storage import ClosedEngine, FlatStorage
 from tiered_zero.sizes import format_nbytes
-from tiered_zero.tiers.inventory import Inventory
 
 logger = logging.getLogger("tiered_zero")
 
 
-class Pager:
+class Pager(PagerState):
     """Owns the state of every paged unit. Units without a home in the inventory live on the device and are always lent.
 
     Driver thread, or autograd's while the driver waits in backward.
     """
-
-    def __init__(
-        self,
-        runtime: Runtime,
-        inventory: Inventory,
-        keeper: HomeKeeper,
-        limits: PagerLimits,
-    ) -> None:
-        self._accelerator = runtime.accelerator
-        self._ledger = runtime.ledger
-        self._recorder = runtime.recorder
-        self._inventory = inventory
-        self._keeper = keeper
-        self._limits = limits
-        self._schedule = Schedule()
-        self._residencies: dict[int, Residency] = {}
-        self._by_param: dict[nn.Parameter, Residency] = {}
-        self._by_storage: dict[int, Residency] = {}
-        self._frames: list[Frame] = []
-        self._ticks = itertools.count(1)
-        self._live_nbytes = 0
-        self.before_reading: Callable[[], None] = lambda: None
-        """Called before weights are read between steps: makes every update visible."""
-        self._withheld: set[int] = set()
-        self._refusal: ModelError | None = None
-        self._told_excess = False
-        self._closed = False
-        self.num_uses = 0
-        """Frames, loans and copies so far: whether weights were used since some moment."""
-        self.driver = DriverThread()
-        self._copies = ParamCopies(keeper, self.driver)
-        self._noticed_backward = False
-        self.phase = "idle"
 
     # -- set-up ----------------------------------------------------------------------------------------------------
 
@@ -106,6 +74,16 @@ class Pager:
         assert residency.num_lends >= 0, f"{unit.name} released more often than acquired"
         if residency.num_lends == 0 and self.phase != "backward":
             self._retire(residency)
+
+    def lend(self, residency: Residency) -> Loan:
+        """As `acquire`, outside of forward and backward. Ends by `end_loan`, or when nobody holds it any more."""
+        residency.loans.add(loan := Loan(residency))
+        self.acquire(residency.unit)
+        return loan
+
+    def end_loan(self, loan: Loan) -> None:
+        loan.residency.loans.discard(loan)
+        self.release(loan.residency.unit)
 
     @contextmanager
     def frame(self, units: Sequence[Unit] = ()) -> Iterator[None]:
@@ -254,11 +232,11 @@ class Pager:
         if self.is_device_resident(residency.unit):
             self._look_for_change(residency)
             return
+        if residency.num_lends and not self._frames:
+            gc.collect()  # a loan that was interrupted may be kept by the exception's own circle
+            residency.num_lends = len(residency.loans)
         if residency.num_lends:
-            raise ModelError(
-                f"Unit {residency.unit.name} is lent by tiered_zero.gathered() while a step is about to change "
-                "it. Leave the `with` block before step()."
-            )
+            raise lent_error(residency.unit.name)
         self._evict(residency)
 
     def withhold(self) -> None:
@@ -310,18 +288,26 @@ class Pager:
 
     @runs_outside_modes
     def abort(self) -> None:
-        """After an exception: no module runs any more, so every frame ends."""
-        while self._frames:
-            self.exit_frame()
+        """No module runs any more: every frame ends, and what was counted is counted anew from what is there."""
+        self._frames.clear()
+        self._fetching, self._is_moving, self.keeper.is_busy = None, False, False
+        self._noticed_backward = False
         self.phase = "idle"
+        self._copies.end()
+        paged = [r for r in self._residencies.values() if not self.is_device_resident(r.unit)]
         for residency in self._residencies.values():
+            residency.num_lends = len(residency.loans) + self.is_device_resident(residency.unit)
+        for residency in paged:
             if residency.num_lends == 0:  # `gathered` may be open around the forward that failed
                 self._evict(residency)
+        self._live_nbytes = sum(residency.unit.nbytes for residency in paged if residency.storage.is_full)
+        self._ledger.correct("device", "param_window", self._live_nbytes)
+        self._by_storage = {residency.storage.key: residency for residency in self._residencies.values()}
 
     @runs_outside_modes
     def remember(self, unit: Unit) -> torch.Tensor | None:
         """Somebody may change the lent parameters: what `write_back` needs of them as they are."""
-        return self._keeper.remember(unit, self._residencies[unit.index].storage.flat)
+        return self.keeper.remember(unit, self._residencies[unit.index].storage.flat)
 
     @runs_outside_modes
     def write_back(self, unit: Unit, old: torch.Tensor | None) -> None:
@@ -330,7 +316,7 @@ class Pager:
         residency.version += 1
         residency.storage.take_back(keep=True)
         try:
-            self._keeper.change(unit, residency.storage.flat, old)
+            self.keeper.change(unit, residency.storage.flat, old)
         except BaseException:
             residency.is_changed = True  # from its home, so that it is not kept
             raise
@@ -395,10 +381,10 @@ class Pager:
         """Parameters that live on the device keep their values; those of the others end with their tiers."""
         self._closed = True
         for residency in self._residencies.values():
-            residency.num_lends = 0
+            was_lent, residency.num_lends = residency.num_lends, 0
             if self.is_device_resident(residency.unit):
                 residency.storage.detach_params()
-                self._ledger.discharge("device", "param", residency.unit.nbytes)
+                self._ledger.discharge("device", "param", residency.unit.nbytes if was_lent else 0)
             else:
                 self._evict(residency)
                 residency.storage.orphan_params()
@@ -442,6 +428,7 @@ class Pager:
         unit, storage = residency.unit, residency.storage
         if not storage.is_full:
             self._make_room(unit)
+            self._is_moving = True
             self._ledger.charge("device", "param_window", unit.nbytes)
             try:
                 storage.fill()
@@ -449,15 +436,19 @@ class Pager:
                 self._ledger.discharge("device", "param_window", unit.nbytes)
                 raise
             self._live_nbytes += unit.nbytes
-        residency.state = UnitState.READY
+            self._is_moving = False
         residency.clock = next(self._ticks)
+        self._fetching = residency
         try:
             self._accelerator.prepare(storage.flat)
             home = self._inventory.home(unit, "param")
             residency.fetch = home.tier.fetch(home.slot, storage.flat, self._inventory.published(unit))
-        except BaseException:
+        except (TieredZeroError, torch.OutOfMemoryError):  # the tier has waited for what it had begun
+            self._fetching = None
             self._evict(residency)
             raise
+        residency.state = UnitState.READY
+        self._fetching = None
 
     def _fetch_on_demand(self, residency: Residency) -> None:
         """Fetch a unit that is about to be used. Where the device has no memory for it, evict every idle unit, and try
@@ -515,7 +506,7 @@ class Pager:
             for r in self._residencies.values()
             if r.num_lends == 0 and r.storage.is_full and (r.fetch is not None or not r.storage.is_viewed)
         ]
-        return sorted(idle, key=lambda r: r.clock)
+        return sorted((r for r in idle if r is not self._fetching), key=lambda r: r.clock)
 
     def _make_room(self, unit: Unit) -> None:
         limit = self._limits.live_nbytes - unit.nbytes
@@ -527,13 +518,9 @@ class Pager:
             return
         if self._live_nbytes + unit.nbytes > self._limits.most_live_nbytes:
             held = [r.unit.name for r in self._residencies.values() if r.storage.is_full and r.unit.index != unit.index]
-            raise BudgetError(
-                f"Unit {unit.name} needs {format_nbytes(unit.nbytes)}, but units in use at the same time already fill "
-                f"{format_nbytes(self._live_nbytes)} of the "
-                f"{format_nbytes(max(self._limits.live_nbytes, self._limits.most_live_nbytes))} that paged parameters "
-                f"may take on the device (on it: {', '.join(held)}). Raise stage3_max_live_parameters or "
-                f"tiered_zero.device_memory_limit, or lower tiered_zero.unit_size_cap."
-            )
+            limits = self._limits
+            room_nbytes = max(limits.live_nbytes, limits.most_live_nbytes)
+            raise no_room_error(unit.name, unit.nbytes, held, self._live_nbytes, room_nbytes)
         if not self._told_excess:
             self._told_excess = True
             logger.warning(
@@ -584,9 +571,11 @@ class Pager:
         residency.storage.hide()
         if residency.storage.is_viewed:
             return
+        self._is_moving = True
         self._accelerator.poison(residency.storage.flat)
         key = residency.storage.key
         residency.storage.empty(keep=arrived)
         self._by_storage[residency.storage.key] = self._by_storage.pop(key)
         self._live_nbytes -= residency.unit.nbytes
         self._ledger.discharge("device", "param_window", residency.unit.nbytes)
+        self._is_moving = False

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from tiered_zero.errors import ModelError, ParameterAwayError
+from tiered_zero.errors import BudgetError, ModelError, ParameterAwayError
+from tiered_zero.sizes import format_nbytes
 
 _CONVERSIONS = frozenset("to cpu cuda type float double half bfloat16".split())
 
@@ -41,4 +44,21 @@ def changed_since_forward_error(unit: str) -> ModelError:
     return ModelError(
         f"Backward needs weights of {unit} as its forward saw them, and they have changed since (by a step, or by "
         "hand). Call backward before step(), or forward again after it."
+    )
+
+
+def lent_error(unit: str) -> ModelError:
+    return ModelError(
+        f"Unit {unit} is lent by tiered_zero.gathered() while a step is about to change it. Leave the `with` block "
+        "before step()."
+    )
+
+
+def no_room_error(unit: str, nbytes: int, held: Sequence[str], live_nbytes: int, room_nbytes: int) -> BudgetError:
+    """`held`: names of the units that are on the device."""
+    return BudgetError(
+        f"Unit {unit} needs {format_nbytes(nbytes)}, but units in use at the same time already fill "
+        f"{format_nbytes(live_nbytes)} of the {format_nbytes(room_nbytes)} that paged parameters may take on the "
+        f"device (on it: {', '.join(held)}). Raise stage3_max_live_parameters or tiered_zero.device_memory_limit, or "
+        "lower tiered_zero.unit_size_cap."
     )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import final
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -32,7 +34,7 @@ class UnitState(Enum):
 class Residency:
     """What the pager knows of one unit. `fetch`: the transfer that fills it, until compute has waited for it.
 
-    `num_lends`: running modules and lenders that use it; with none it may still be LENT, held for the rest of its
+    `num_lends`: running modules and `loans` that use it; with none it may still be LENT, held for the rest of its
     backward. `clock`: when it was last used. `version`: how often its values have changed, for graphs that saved
     earlier ones. `is_changed`: its bytes on the device are no longer its home's.
     """
@@ -46,6 +48,16 @@ class Residency:
     version: int = 0
     is_changed: bool = False
     params: dict[nn.Parameter, int] = field(default_factory=dict)
+    loans: WeakSet[Loan] = field(default_factory=WeakSet)
+
+
+@final
+class Loan:
+    """A block of user code that may use a unit. An interrupt may keep the block's end from running: then the last
+    reference to its loan goes with it."""
+
+    def __init__(self, residency: Residency) -> None:
+        self.residency = residency
 
 
 @dataclass(frozen=True)

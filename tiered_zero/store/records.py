@@ -145,6 +145,12 @@ class RecordTable:
         with self._lock:
             return list(self._find(record).in_flight)
 
+    def end_all(self) -> None:
+        """No request is under way any more."""
+        with self._lock:
+            for state in self._states.values():
+                state.in_flight = []
+
     def freeze(self, step: int) -> list[Written]:
         """The committed records and what is written of them; they rest until `thaw`.
 

@@ -286,6 +286,15 @@ class SwapStore:
         """Read everything that was written, past this store's engine, and name what is not as written."""
         return find_broken(self._directory.paths, self._files.stripes, self._table.at_rest())
 
+    def drain_all(self) -> None:
+        """Wait for every request, also for those that nobody holds a ticket of because their caller was interrupted.
+        Nobody else uses the store meanwhile. Does not raise what makes one fail."""
+        self._files.drain()
+        settled = threading.Event()
+        self._settling.submit(settled.set)
+        settled.wait(None if self._failure is None else _STUCK_S)
+        self._table.end_all()
+
     def close(self, remove: bool = True) -> None:
         """Let requests finish, close the files, end the directory's ownership. Idempotent.
 

@@ -47,6 +47,12 @@ class Ledger:
             self._now[tier, kind] -= nbytes
             self._tier_now[tier] -= nbytes
 
+    def correct(self, tier: str, kind: str, nbytes: int) -> None:
+        """What is there after calls were broken off between an allocation and its charge."""
+        with self._lock:
+            self._tier_now[tier] += nbytes - self._now[tier, kind]
+            self._now[tier, kind] = nbytes
+
     def now(self, tier: str) -> int:
         return self._tier_now.get(tier, 0)
 

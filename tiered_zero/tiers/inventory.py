@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from tiered_zero.layout.flat import Unit
@@ -45,10 +45,9 @@ class Inventory:
         assert home is not None, f"nothing rests as {kind} of {owner}"
         return home
 
-    def swap(self, owner: Owner, kind: str, other: str) -> None:
-        """Exchange two homes: what was written behind the scenes becomes what is read."""
-        first, second = (type(owner), owner.index, kind), (type(owner), owner.index, other)
-        self._homes[first], self._homes[second] = self._homes[second], self._homes[first]
+    def move(self, homes: Mapping[tuple[Owner, str], Home]) -> None:
+        """Give each (owner, kind) the home named here: all at once, so that nothing can break off in between."""
+        self._homes.update({(type(owner), owner.index, kind): home for (owner, kind), home in homes.items()})
 
     def publish(self, unit: Unit, publication: Publication) -> None:
         """Once that is complete, the unit's home (or its storage on the device) holds the updated parameters."""

@@ -210,6 +210,11 @@ class NvmeTier(Tier):
     def _read(self, record: Record, into: memoryview, offset: int, *, urgent: bool = False) -> TicketEvent:
         return TicketEvent(self._store.read(record, into, offset, urgent=urgent), record.name, self._recorder)
 
+    def drain(self) -> None:
+        """The lanes are idle: wait for what the disk still moves for calls that were broken off, and forget them."""
+        self._store.drain_all()
+        self._deferred = 0
+
     def close(self) -> None:
         """The records end with their store."""
         for slot in self._reserved.values():

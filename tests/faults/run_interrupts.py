@@ -1,0 +1,472 @@
+"""Run as a program: training runs with one call broken off at its n-th line, and how they go on.
+
+    python run_interrupts.py SWAP_PATH < lines of JSON, each the fields of a `Batch`
+
+Prints a line of JSON for each case: the case, what came of it ("outcome"), and what was wrong, if anything. A case that
+hangs ends the program with the stacks of all threads on stderr.
+"""
+
+import dis
+import faulthandler
+import functools
+import gc
+import hashlib
+import itertools
+import json
+import os
+import random
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor, nn
+
+import tiered_zero
+from tests.parity.trainers import tiered
+from tiered_zero.errors import LatchedError, TieredZeroError
+
+HANG_S = 40.0
+PACKAGE = str(Path(tiered_zero.__file__).parent) + os.sep
+WIDTH = 12
+NUM_BEFORE, NUM_AFTER = 2, 3
+"""Steps before and after the one that is broken off."""
+
+CONFIGS: dict[str, tuple[str, float, dict[str, Any]]] = {
+    "nvme barrier clipped": ("nvme", 0.5, {"update": "barrier"}),
+    "nvme barrier": ("nvme", 0.0, {"update": "barrier"}),
+    "nvme overlapped clipped": ("nvme", 0.5, {"update": "overlapped"}),
+    "nvme overlapped": ("nvme", 0.0, {"update": "overlapped"}),
+    "nvme delayed clipped": ("nvme", 0.5, {"update": "delayed", "delay_start_step": 1}),
+    "cpu barrier clipped": ("cpu", 0.5, {"update": "barrier"}),
+    "cpu overlapped clipped": ("cpu", 0.5, {"update": "overlapped", "debug_delay_seed": 1}),
+    "cpu overlapped": ("cpu", 0.0, {"update": "overlapped", "debug_delay_seed": 1}),
+    "cpu delayed": ("cpu", 0.0, {"update": "delayed", "delay_start_step": 1}),
+}
+"""(tier of parameters and state, clipping, the tiered_zero section); those without clipping begin to update in backward
+where the policy is overlapped."""
+
+CALLS = ("initialize", "forward", "backward", "step", "zero_grad", "abort_step", "gathered", "modify", "state_dict",
+         "flush", "close")  # fmt: skip
+KINDS: dict[str, type[BaseException]] = {"interrupt": KeyboardInterrupt, "memory": MemoryError}
+
+
+@dataclass(frozen=True)
+class Case:
+    """`kind` of exception raised at line `line` (from 1; 0: none) of one `call`, in step NUM_BEFORE of a run of
+    `config`. `aborts`: the user calls `abort_step()` then; else he only catches it. `repeats`: he makes the step again
+    where it was not made; else he leaves it out."""
+
+    config: str
+    call: str
+    kind: str = "interrupt"
+    line: int = 0
+    aborts: bool = False
+    repeats: bool = True
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Cases of one `call` in runs of `config`: `count` lines of the package, drawn by `seed`; 0:
+    every line, each time."""
+
+    config: str
+    call: str
+    count: int = 0
+    seed: int = 0
+    kinds: tuple[str, ...] = ("interrupt",)
+
+    def cases(self, places: list[str]) -> Iterator[Case]:
+        """`places`: the lines that the call executes, in order."""
+        draw = random.Random(f"{self.seed}/{self.config}/{self.call}")
+        times: dict[str, list[int]] = {}
+        for line, place in enumerate(places, start=1):
+            times.setdefault(place, []).append(line)
+        drawn = draw.sample(sorted(times), min(self.count, len(times)))
+        for line in [draw.choice(times[place]) for place in drawn] if self.count else range(1, len(places) + 1):
+            # where updates begin in backward, a step that is given up after that latches the engine
+            aborts = draw.random() < 0.3 and not begins_in_backward(self.config)
+            yield Case(self.config, self.call, draw.choice(self.kinds), line, aborts, draw.random() < 0.6)
+
+
+def begins_in_backward(config: str) -> bool:
+    _, clipping, runtime = CONFIGS[config]
+    return runtime["update"] == "overlapped" and not clipping
+
+
+class Breaker:
+    """Counts the lines that the calling thread executes in the package, and raises at one of them."""
+
+    def __init__(self, error: type[BaseException], line: int) -> None:
+        self._error = error
+        self._line = line
+        self.num_lines = 0
+        self.where = ""
+        self.places: list[str] = []
+
+    def __enter__(self) -> None:
+        sys.settrace(self._trace)
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    def _trace(self, frame: FrameType, event: str, _argument: Any) -> Any:
+        if not frame.f_code.co_filename.startswith(PACKAGE):
+            return None
+        if event == "line" and not _cannot_be_interrupted(frame):
+            self.num_lines += 1
+            if not self._line:
+                self.places.append(f"{frame.f_code.co_filename[len(PACKAGE) :]}:{frame.f_lineno}")
+            elif self.num_lines == self._line:
+                sys.settrace(None)
+                self.where = f"{frame.f_code.co_filename[len(PACKAGE) :]}:{frame.f_lineno}"
+                raise self._error
+        return self._trace
+
+
+@functools.cache
+def _instructions(code: CodeType) -> dict[int, list[tuple[str, object]]]:
+    """Offset of an instruction -> it and the next three, with their arguments."""
+    found = [i for i in dis.get_instructions(code) if i.opname not in ("NOP", "CACHE", "RESUME")]
+    return {i.offset: [(j.opname, j.argval) for j in found[at : at + 4]] for at, i in enumerate(found)}
+
+
+def _cannot_be_interrupted(frame: FrameType) -> bool:
+    """CPython looks for signals as a call begins or ends and as a loop goes round: not between the end of a `with`
+    block and the call of `__exit__`, nor while a finished call returns."""
+    following = _instructions(frame.f_code).get(frame.f_lasti, [])
+    return following[:3] == [("LOAD_CONST", None)] * 3 or following[:1] == [("RETURN_VALUE", None)]
+
+
+def build_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)))
+
+
+def batch(step: int) -> Tensor:
+    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(step))
+
+
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def make_scheduler(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)
+
+
+class Reference:
+    """Plain PyTorch; `delayed`: from the second step on gradients are taken at the weights before the last update."""
+
+    def __init__(self, clipping: float, delayed: bool) -> None:
+        self._model, self._seen = build_model(), build_model()
+        self._optimizer = make_optimizer(self._model)
+        self._scheduler = make_scheduler(self._optimizer)
+        self._clipping = clipping
+        self._delayed = delayed
+        self._num_steps = 0
+        self.losses: list[float] = []
+
+    def step(self, number: int) -> None:
+        loss = self._seen(batch(number)).square().mean()
+        self._seen.zero_grad()
+        loss.backward()
+        self.losses.append(loss.item())
+        for param, seen in zip(self._model.parameters(), self._seen.parameters(), strict=True):
+            param.grad = seen.grad.clone()  # type: ignore[union-attr]
+        if self._clipping:
+            nn.utils.clip_grad_norm_(self._model.parameters(), self._clipping)
+        self.reveal()
+        self._optimizer.step()
+        self._scheduler.step()
+        self._num_steps += 1
+        if not self._delayed or self._num_steps <= 1:
+            self.reveal()
+
+    def reveal(self) -> None:
+        """What every look at the weights does."""
+        self._seen.load_state_dict(self._model.state_dict())
+
+    def change(self) -> None:
+        """What the case "modify" does by hand."""
+        self.reveal()
+        with torch.no_grad():
+            next(self._model.parameters()).add_(0.25)
+        self.reveal()
+
+    def digest(self) -> str:
+        self.reveal()
+        return digest(self._seen.state_dict(), self.losses)
+
+
+def digest(weights: dict[str, Tensor], losses: list[float]) -> str:
+    whole = hashlib.sha256(repr(losses).encode())
+    for name in sorted(weights):
+        whole.update(name.encode() + weights[name].detach().contiguous().numpy().tobytes())
+    return whole.hexdigest()[:16]
+
+
+class Wrong(Exception):
+    """What a case must not do."""
+
+
+class Run:
+    """One engine under a case."""
+
+    def __init__(self, case: Case, swap_path: Path) -> None:
+        self.case = case
+        self.swap_path = swap_path
+        self.breaker = Breaker(KINDS[case.kind], case.line)
+        self.losses: list[float] = []
+        self.engine: tiered_zero.Engine | None = None
+
+    def build(self) -> tiered_zero.Engine:
+        tier, clipping, runtime = CONFIGS[self.case.config]
+        model = build_model()
+        runtime = {"unit_size_cap": 1, **runtime}
+        zero = {"sub_group_size": 160, "stage3_prefetch_bucket_size": 2000}
+        return tiered(
+            model, self.swap_path, (tier, tier), make_optimizer, clipping=clipping, make_scheduler=make_scheduler,
+            zero=zero, runtime=runtime,
+        )  # fmt: skip
+
+    @contextmanager
+    def breaking(self, call: str) -> Iterator[None]:
+        if call == self.case.call:
+            with self.breaker:
+                yield
+        else:
+            yield
+
+    def step(self, engine: tiered_zero.Engine, number: int, call: Callable[[str], Any]) -> None:
+        with call("forward"):
+            loss = engine(batch(number)).square().mean()
+        with call("backward"):
+            engine.backward(loss)
+        if call == self.breaking:
+            self.extras(engine)
+        with call("step"):
+            engine.step()
+        self.losses.append(loss.item())
+
+    def extras(self, engine: tiered_zero.Engine) -> None:
+        """Calls that leave the step out."""
+        if self.case.call in ("zero_grad", "abort_step"):
+            with self.breaking(self.case.call):
+                getattr(engine, self.case.call)()
+            raise _LeftOut
+
+    def between_steps(self, engine: tiered_zero.Engine) -> None:
+        param = next(engine.module.parameters())
+        with self.breaking("gathered"):
+            if self.case.call == "gathered":
+                with tiered_zero.gathered(engine.module):
+                    param.sum().item()
+        with self.breaking("modify"):
+            if self.case.call == "modify":
+                with tiered_zero.gathered(engine.module[0], modify=True), torch.no_grad():
+                    param.add_(0.25)
+        with self.breaking("state_dict"):
+            if self.case.call == "state_dict":
+                engine.module.state_dict()
+        with self.breaking("flush"):
+            if self.case.call == "flush":
+                engine.flush()
+
+    def go(self) -> str:
+        """What came of it, in words. Raises Wrong."""
+        if self.case.call == "initialize":
+            return self.go_initialize()
+        engine = self.engine = self.build()
+        for step in range(NUM_BEFORE):
+            self.step(engine, step, _plainly)
+        before, made, broken = engine.global_steps, False, ""
+        try:
+            self.between_steps(engine)
+            if self.case.call in ("forward", "backward", "step", "zero_grad", "abort_step"):
+                self.step(engine, NUM_BEFORE, self.breaking)
+                made = True
+        except _LeftOut:
+            pass
+        except (KeyboardInterrupt, MemoryError, TieredZeroError) as error:
+            broken = type(error).__name__
+            made = engine.global_steps == before + 1
+            self.losses += [float("nan")] * made  # the reference has it
+        if self.case.call == "close":
+            return self.go_close(engine)
+        return self.go_on(engine, made, broken)
+
+    def go_on(self, engine: tiered_zero.Engine, made: bool, broken: str) -> str:
+        case = self.case
+        try:
+            if case.aborts:
+                engine.abort_step()
+            redo = case.repeats and not made
+            for step in range(NUM_BEFORE + (not redo), NUM_BEFORE + 1 + NUM_AFTER):
+                self.step(engine, step, _plainly)
+            weights = dict(engine.module.state_dict())
+        except LatchedError as error:
+            if not self.breaker.where:
+                raise Wrong(f"latched without an interrupt: {error}") from error
+            self.stay_latched(engine)
+            return "latched"
+        except TieredZeroError as error:
+            raise Wrong(f"{type(error).__name__}: {error}") from error
+        self.compare((weights, self.losses), made or redo)
+        self.look_for_leftovers(engine)
+        return ("made" if made else "left out") + (f" after {broken}" if broken else "")
+
+    def compare(self, found: tuple[dict[str, Tensor], list[float]], made: bool) -> None:
+        """A loss that the interrupt kept from us is taken from the reference."""
+        case = self.case
+        reveals = case.call in ("gathered", "modify", "state_dict", "flush", "step")
+        for revealed in (False, True) if reveals and not (case.call == "step" and made) else (False,):
+            for changed in (False, True) if case.call == "modify" else (False,):
+                reference = Reference(CONFIGS[case.config][1], "delayed" in case.config)
+                for step in range(NUM_BEFORE):
+                    reference.step(step)
+                if revealed:
+                    reference.reveal()
+                if changed:
+                    reference.change()
+                for step in range(NUM_BEFORE + (not made), NUM_BEFORE + 1 + NUM_AFTER):
+                    reference.step(step)
+                losses = [b if a != a else a for a, b in zip(found[1], reference.losses, strict=True)]
+                if digest(found[0], losses) == reference.digest():
+                    return
+        raise Wrong("other numbers")
+
+    def stay_latched(self, engine: tiered_zero.Engine) -> None:
+        for _ in range(2):
+            try:
+                engine(batch(0))
+            except LatchedError:
+                continue
+            raise Wrong("a latched engine goes on")
+
+    def look_for_leftovers(self, engine: tiered_zero.Engine) -> None:
+        parts = engine._parts
+        device = engine.memory_report()["device"]
+        if (now := device.get("gradient_in_flight", {"now": 0})["now"]) != 0:
+            raise Wrong(f"{now} bytes of gradients in flight are left")
+        units = parts.pager._residencies.values()
+        full = sum(r.unit.nbytes for r in units if r.storage.is_full and not parts.pager.is_device_resident(r.unit))
+        if (now := device["param_window"]["now"]) != full:
+            raise Wrong(f"{now} bytes of parameters are counted, {full} are there")
+        if lent := [r.unit.name for r in units if r.num_lends]:
+            raise Wrong(f"{lent} are still lent")
+        if parts.pager._frames or parts.pager.phase != "idle":
+            raise Wrong("a frame or a phase is left")
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            raise Wrong("hooks for saved tensors are left")
+        if [p for p in engine.module.parameters() if p.grad is not None]:
+            raise Wrong("a parameter has a gradient")
+
+    def go_close(self, engine: tiered_zero.Engine) -> str:
+        try:
+            with self.breaker:
+                engine.close()
+        except (KeyboardInterrupt, MemoryError):
+            engine.close()
+            return "closed again"
+        return "closed"
+
+    def go_initialize(self) -> str:
+        try:
+            with self.breaker:
+                self.engine = self.build()
+        except (KeyboardInterrupt, MemoryError):
+            return "not begun"
+        except TieredZeroError as error:
+            if isinstance(error.__cause__, MemoryError):
+                return "not begun"
+            raise
+        return self.go_on_from_start()
+
+    def go_on_from_start(self) -> str:
+        assert self.engine is not None
+        for step in range(NUM_BEFORE + 1 + NUM_AFTER):
+            self.step(self.engine, step, _plainly)
+        self.compare((dict(self.engine.module.state_dict()), self.losses), True)
+        return "begun"
+
+
+class _LeftOut(Exception):
+    pass
+
+
+@contextmanager
+def _plainly(_call: str) -> Iterator[None]:
+    yield
+
+
+def held() -> set[object]:
+    threads = (thread for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread))
+    return {*threads, *((file.path, file.fd) for file in psutil.Process().open_files())}
+
+
+def run(case: Case, swap_path: Path) -> dict[str, Any]:
+    faulthandler.dump_traceback_later(HANG_S, exit=True)
+    before = held()
+    own = Run(case, swap_path)
+    start_s = time.monotonic()
+    result: dict[str, Any] = asdict(case)
+    try:
+        result["outcome"] = own.go()
+    except BaseException as error:
+        result["wrong"] = f"{type(error).__name__}: {error}"
+        if not isinstance(error, Wrong):
+            result["traceback"] = "".join(traceback.format_exception(error))[-3000:]
+    with suppress(TieredZeroError):
+        try:
+            if own.engine is not None:
+                own.engine.close()
+        except TieredZeroError:
+            raise
+        except BaseException as error:
+            result.setdefault("wrong", f"close: {type(error).__name__}: {error}")
+            result.setdefault("traceback", "".join(traceback.format_exception(error))[-3000:])
+    own.engine = None
+    result["num_lines"], result["where"] = own.breaker.num_lines, own.breaker.where
+    if not case.line:
+        result["places"] = own.breaker.places
+    del own
+    gc.collect()
+    deadline_s = time.monotonic() + 2.0
+    while (left := held() - before) and time.monotonic() < deadline_s:
+        time.sleep(0.005)
+    if left:
+        result.setdefault("wrong", f"left behind: {sorted(map(str, left))}")
+    if files := sorted(path.name for path in swap_path.iterdir()):
+        result.setdefault("wrong", f"left in the swap directory: {files}")
+    result["seconds"] = round(time.monotonic() - start_s, 2)
+    faulthandler.cancel_dump_traceback_later()
+    return result
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    swap_path, numbers = Path(sys.argv[1]), itertools.count()
+
+    def run_in_own_folder(case: Case) -> dict[str, Any]:
+        (own := swap_path / str(next(numbers))).mkdir()
+        return run(case, own)
+
+    for line in sys.stdin:
+        batch = Batch(**json.loads(line))
+        unbroken = run_in_own_folder(Case(batch.config, batch.call))
+        places = unbroken.pop("places")
+        for result in itertools.chain([unbroken], map(run_in_own_folder, batch.cases(places))):
+            print(json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""A call that is broken off at any line costs its step, or latches the engine; it never hangs, and nothing is left.
+
+TIERED_ZERO_INTERRUPTS=40 draws so many lines of each call in every config; =all takes every line, every time (hours).
+"""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.conftest import ROOT
+from tests.faults.run_interrupts import CALLS, CONFIGS, Batch, begins_in_backward
+
+LONG = os.environ.get("TIERED_ZERO_INTERRUPTS", "")
+KINDS = ("interrupt", "interrupt", "memory")
+SAMPLE = ("forward", "backward", "step", "gathered", "modify", "state_dict", "close")
+
+
+def run_batches(swap_path: Path, batches: list[Batch]) -> list[dict[str, Any]]:
+    """The result of every case. Fails the test where one hangs."""
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tests/faults/run_interrupts.py"), str(swap_path)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        input="".join(json.dumps(asdict(batch)) + "\n" for batch in batches),
+        capture_output=True,
+        text=True,
+    )
+    results = [json.loads(line) for line in done.stdout.splitlines()]
+    assert done.returncode == 0, f"after {len(results)} cases of {batches}: {done.stderr[-6000:]}"
+    return results
+
+
+def check(results: list[dict[str, Any]]) -> None:
+    wrong = [result for result in results if "wrong" in result]
+    assert not wrong, "\n".join(map(json.dumps, wrong))
+    assert any(result["where"] for result in results), "nothing was broken off"
+
+
+@pytest.mark.skipif(bool(LONG), reason="the long form runs")
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("config", CONFIGS)
+def test_a_sample_of_lines(config: str, swap_path: Path) -> None:
+    calls = random.Random(config).sample(SAMPLE, 3)
+    check(run_batches(swap_path, [Batch(config, call, 2, kinds=KINDS) for call in calls]))
+
+
+@pytest.mark.skipif(not LONG, reason="TIERED_ZERO_INTERRUPTS is not set")
+@pytest.mark.timeout(36_000)
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("config", CONFIGS)
+def test_all_calls(config: str, call: str, swap_path: Path) -> None:
+    if begins_in_backward(config) and call in ("zero_grad", "abort_step"):
+        pytest.skip("such a step cannot be given up")
+    check(run_batches(swap_path, [Batch(config, call, 0 if LONG == "all" else int(LONG), kinds=KINDS)]))
