@@ -446,7 +446,7 @@ def _make_policy(
     units = list({s.unit.index: s.unit for layout in draft.layouts for s in layout.subgroup.segments}.values())
     choice = draft.plan.update_policy
     if choice.policy == "barrier":
-        return BarrierPolicy(stepper, groups, pager.forget)
+        return BarrierPolicy(stepper, groups, pager.forget, pager.end_update)
     in_backward = BackwardStart(draft.layouts, gradients.seal) if choice.optimizer_in_backward else None
     if choice.policy == "overlapped":
         return OverlappedPolicy(stepper, groups, inventory, units, runtime, pager, in_backward)
@@ -479,6 +479,7 @@ class _BackSlots:
                 back = self._inventory.home(unit, "param_back")
                 back.tier.fetch(back.slot, self._pager.storage(unit).flat).wait()
         self._inventory.move(self._published)
+        self._pager.end_update()
 
 
 def _make_observers(

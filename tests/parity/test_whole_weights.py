@@ -157,16 +157,55 @@ def test_a_change_by_hand_between_backward_and_step_is_refused(swap_path):
     assert all(torch.equal(value, found[name]) for name, value in expected.items())
 
 
-@pytest.mark.parametrize("placement", FAR, ids="-".join)
-def test_changes_without_modify_are_lost(placement, swap_path):
+@pytest.mark.parametrize("way", ["in place", "data", "other memory"])
+@pytest.mark.parametrize("placement", [*FAR, ("none", "cpu")], ids="-".join)
+def test_changes_without_modify_are_refused(placement, way, swap_path):
+    """At the end of the block, by name. What is paged is read from its home again."""
     with tiered(build(), swap_path, placement, adamw) as engine:
         train(engine, batch, 1)
         before = everything(engine)
-        with tiered_zero.gathered(engine.module.blocks[0]), torch.no_grad():
-            engine.module.blocks[0].out.weight.zero_()
-        assert not differences(before, everything(engine))
+        weight = engine.module.blocks[0].out.weight
+        with (
+            pytest.raises(tiered_zero.ModelError, match=r"blocks\.0\.out\.weight was changed.*modify=True"),
+            tiered_zero.gathered(engine.module.blocks[0]),
+            torch.no_grad(),
+        ):
+            if way == "other memory":
+                weight.data = torch.zeros_like(weight)
+            else:
+                (weight.data if way == "data" else weight).zero_()
+        if placement[0] != "none":
+            assert not differences(before, everything(engine))
         train(engine, batch, 1)
         assert engine.module.state_dict()["blocks.0.out.weight"].abs().sum() > 0
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS, ids="-".join)
+def test_a_penalty_computed_inside_gathered_is_differentiated_after_it(placement, swap_path):
+    """Autograd saves the parameters themselves for it, and their bytes leave with the loan."""
+
+    def script(trainer):
+        seen = []
+        for number in range(3):
+            loss = trainer(*batch(number))
+            with tiered_zero.gathered(trainer.module):
+                params = [param for param in trainer.module.parameters() if param.requires_grad]
+                penalty = sum(param.pow(2).sum() for param in params) + params[0].t().exp().mean()
+            trainer.backward(loss + 0.01 * penalty)
+            trainer.step()
+            seen += [loss.detach(), penalty.detach(), trainer.get_global_grad_norm()]
+        return seen
+
+    assert_parity(build, script, swap_path, [placement], adamw)
+
+
+def test_a_penalty_from_before_a_step_is_refused(swap_path):
+    with tiered(build(), swap_path, make_optimizer=adamw) as engine:
+        with tiered_zero.gathered(engine.module.norm):
+            penalty = engine.module.norm.weight.pow(2).sum()
+        train(engine, batch, 1)
+        with pytest.raises(tiered_zero.ModelError, match="have changed since"):
+            engine.backward(penalty)
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS, ids="-".join)
@@ -200,11 +239,15 @@ class Clamping(ParityGPT):
                 weight.clamp_(0.5, 0.9)
         elif self.way == "other memory":
             weight.data = weight.data.clamp(0.5, 0.9)
+        elif self.way == "data":
+            weight.data.mul_(0.5)
+        elif self.way == "masked data":
+            weight.data *= torch.arange(HIDDEN) % 2
         return super().forward(*args)
 
 
 @pytest.mark.parametrize("update", ["barrier", "overlapped"])
-@pytest.mark.parametrize("way", ["in place", "other memory"])
+@pytest.mark.parametrize("way", ["in place", "other memory", "data", "masked data"])
 @pytest.mark.parametrize("placement", [*FAR, ("none", "cpu")], ids="-".join)
 def test_changes_that_would_be_lost_are_refused(placement, way, update, swap_path):
     """The next update writes what the masters say: a change that they do not know is told of in the same step."""
@@ -222,15 +265,17 @@ def test_changes_that_would_be_lost_are_refused(placement, way, update, swap_pat
             train(engine, batch, 2)
 
 
+@pytest.mark.parametrize("way", ["in place", "data"])
 @pytest.mark.parametrize("update", ["barrier", "overlapped"])
-def test_a_change_between_steps_of_what_lives_on_the_device_is_refused(update, swap_path):
+def test_a_change_between_steps_of_what_lives_on_the_device_is_refused(update, way, swap_path):
     """As loops do with a temperature: small parameters persist there, and may be read between steps."""
     zero = {"stage3_param_persistence_threshold": 100}
     torch.manual_seed(0)
     with tiered(ParityGPT(), swap_path, zero=zero, clipping=0.5, runtime={"update": update}) as engine:
         train(engine, batch, 2)
         with torch.no_grad():
-            engine.module.norm.weight.clamp_(0.5, 0.9)
+            weight = engine.module.norm.weight
+            (weight if way == "in place" else weight.data).clamp_(0.5, 0.9)
         with pytest.raises(tiered_zero.ModelError, match=r"norm\.weight were changed.*modify=True"):
             train(engine, batch, 1)
 

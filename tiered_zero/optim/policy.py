@@ -208,17 +208,26 @@ class UpdatePolicy(ABC):
 
 
 class BarrierPolicy(UpdatePolicy):
-    """`forget`: drops what the device holds of trainable units."""
+    """`forget`: drops what the device holds of trainable units. `end_update`: those that stay on the device have their
+    new values."""
 
-    def __init__(self, stepper: StreamingStepper, groups: Sequence[dict[str, Any]], forget: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        stepper: StreamingStepper,
+        groups: Sequence[dict[str, Any]],
+        forget: Callable[[], None],
+        end_update: Callable[[], None],
+    ) -> None:
         super().__init__(stepper, groups)
         self._forget = forget
+        self._end_update = end_update
 
     def prepare(self) -> None:
         self._forget()
 
     def apply(self, gradients: StepGradients, grad_scale: float) -> None:
         self._step(UpdateJob(gradients, grad_scale, self._stepper.freeze_groups(self._groups), {}))
+        self._end_update()
 
     def flush(self) -> None:
         self.check()  # nothing is ever under way between steps

@@ -225,7 +225,13 @@ class Pager(PagerState):
         for residency in self._residencies.values():
             if residency.unit.trainable:
                 self._forget(residency)
-        self.refuse_changes()
+        self.refuse_changes(late=True)
+
+    def end_update(self) -> None:
+        """Units that live on the device and were lent meanwhile have their new values."""
+        for residency in self._residencies.values():
+            if residency.state is UnitState.LENT and self.is_device_resident(residency.unit):
+                residency.storage.begin_watch()
 
     def _forget(self, residency: Residency) -> None:
         residency.version += 1
@@ -248,7 +254,7 @@ class Pager(PagerState):
             self._forget(residency)
             if self.is_device_resident(residency.unit):
                 self._guard(residency)
-        self.refuse_changes()
+        self.refuse_changes(late=True)
 
     def withhold_unit(self, unit: Unit) -> bool:
         """The unit's update begins while backward goes on, so nobody may see it before the step is taken. False, with
@@ -324,15 +330,22 @@ class Pager(PagerState):
     # -- whole values ----------------------------------------------------------------------------------------------
 
     @runs_outside_modes
-    def drop_changes(self, unit: Unit) -> None:
-        """A loan ends without `modify`: what was changed of the parameters is lost, and they are read again."""
+    def drop_changes(self, unit: Unit) -> str | None:
+        """A loan ends: the name of a parameter that was changed and not written back. Its unit is read again."""
         residency = self._residencies[unit.index]
-        if residency.num_lends == 1:
-            residency.is_changed |= residency.storage.end_change() is not None
+        if residency.num_lends > 1 + self.is_device_resident(unit):
+            return None  # the outermost user looks
+        changed = residency.storage.end_change()
+        residency.is_changed |= changed is not None
+        return changed
 
-    def refuse_changes(self) -> None:
-        """Raises ModelError where parameters were changed past their homes since the last call."""
+    def refuse_changes(self, late: bool = False) -> None:
+        """Raises ModelError where parameters were changed past their homes since the last call. `late`: also look at
+        what only the device knows yet, and wait for it."""
         refusal, self._refusal = self._refusal, None
+        for residency in self._residencies.values() if late and refusal is None else ():
+            if (name := residency.storage.late_change()) is not None:
+                refusal = _refuse_change(name)
         if refusal is not None:
             raise refusal
 
@@ -552,8 +565,8 @@ class Pager(PagerState):
 
     def _look_for_change(self, residency: Residency) -> None:
         """A lent unit that was changed while nobody asked for it: that is lost, and `refuse_changes` tells of it."""
-        if residency.state is UnitState.LENT and (refusal := residency.storage.end_change()) is not None:
-            self._refusal, residency.is_changed = refusal, True
+        if residency.state is UnitState.LENT and (name := residency.storage.end_change()) is not None:
+            self._refusal, residency.is_changed = _refuse_change(name), True
 
     def _evict(self, residency: Residency) -> None:
         if not residency.storage.is_full or self.is_device_resident(residency.unit):
@@ -579,3 +592,11 @@ class Pager(PagerState):
         self._live_nbytes -= residency.unit.nbytes
         self._ledger.discharge("device", "param_window", residency.unit.nbytes)
         self._is_moving = False
+
+
+def _refuse_change(name: str) -> ModelError:
+    return ModelError(
+        f"The values of parameter {name} were changed in forward or between steps, but not at its home on the tiers: "
+        "the next update would undo that. Change parameters between steps, inside "
+        "`with tiered_zero.gathered(param, modify=True):`."
+    )

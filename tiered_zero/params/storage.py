@@ -6,6 +6,11 @@ With the CPU as the device the storage is a place in a window instead (hardware/
 PyTorch itself does not notice a read of an empty storage (it crashes or returns garbage), so while a unit is away its
 parameters carry the class `AwayParameter`, whose `__torch_function__` stands between them and every operator. While the
 unit is lent they are plain `Parameter`s again and cost nothing.
+
+[Note: Writes through .data]
+`param.data.mul_()` moves no version counter. So a few elements of each parameter are compared, bit for bit, between
+`expose` and `end_change`: a scaling, a clamp or a mask of the whole parameter is found, a write to single elements
+perhaps not. On a GPU the result is left there until the next step looks at it (`late_change`), so that nobody waits.
 """
 
 from __future__ import annotations
@@ -257,6 +262,23 @@ def _parameters_in(value: Any) -> Iterator[nn.Parameter]:
         yield from _parameters_in(list(value.values()))
 
 
+_NUM_SAMPLES = 8
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+"""Integers of the same size as an element: NaN differs from itself. int64 for elements of 8 bytes or more."""
+
+
+def _sample_places(unit: Unit) -> torch.Tensor:
+    """Words of the flat that are compared, int64: `_NUM_SAMPLES` of each parameter, in no regular pattern."""
+    step = -(-unit.dtype.itemsize // 8)
+    golden = (5**0.5 - 1) / 2
+    places = {
+        entry.start + int(entry.param.numel * (number * golden % 1))
+        for entry in unit.entries
+        for number in range(_NUM_SAMPLES if entry.param.numel else 0)
+    }
+    return torch.tensor(sorted(places), dtype=torch.int64) * step
+
+
 class FlatStorage:
     """The device memory of one unit. `flat`: [P] of the unit's dtype; it has no memory or all of it, never a part.
 
@@ -279,6 +301,10 @@ class FlatStorage:
         self._classes = tuple(type(param) for param in params)
         self._versions = [0] * len(self._params)
         self._shows_grads = False
+        self._sampled = _sample_places(unit).to(device)
+        self._samples: torch.Tensor | None = None
+        self._differs: torch.Tensor | None = None
+        """[number of samples] bool on the device: which have changed since `late_change` was last called."""
         for param in params:
             _lenders[param] = lender
         self._take_storage()
@@ -291,6 +317,7 @@ class FlatStorage:
         else:
             self.flat = torch.empty(self.unit.numel, dtype=self.unit.dtype, device=self._device)
         self._bytes = self.flat.untyped_storage()
+        self._words = self.flat.view(_WORDS.get(self.unit.dtype.itemsize, torch.int64))
         with torch._C.DisableTorchFunctionSubclass():
             for entry, param in zip(self.unit.entries, self._params, strict=True):
                 param.data = self.flat[entry.start : entry.stop].view(entry.param.shape)
@@ -331,21 +358,34 @@ class FlatStorage:
         """The bytes are valid: plain parameters from now on, but for their `grad` while that is shown."""
         for param, own in zip(self._params, self._classes, strict=True):
             param.__class__ = _resident_class(own) if self._shows_grads else own
-        self._versions = [param._version for param in self._params]
+        self.begin_watch()
 
-    def end_change(self) -> ModelError | None:
-        """The refusal of what happened to a parameter since it was exposed: it was written to in place, or given other
-        memory (`param.data = ...`), which is taken from it. Writes through `param.data` leave no trace, and are not
-        seen."""
+    def begin_watch(self) -> None:
+        """Parameters are unchanged from now on."""
+        self._versions = [param._version for param in self._params]
+        self._samples = self._words.index_select(0, self._sampled)
+
+    def end_change(self) -> str | None:
+        """The name of a parameter that has changed since it was exposed: written to in place, or given other memory
+        (`param.data = ...`), which is taken from it. [Note: Writes through .data]"""
         for entry, param, version in zip(self.unit.entries, self._params, self._versions, strict=True):
             if param._version != version or param.untyped_storage()._cdata != self.key:
                 self.take_back(keep=False)
-                return ModelError(
-                    f"The values of parameter {entry.param.name} were changed in forward or between steps, but not at "
-                    "its home on the tiers: the next update would undo that. Change parameters between steps, inside "
-                    "`with tiered_zero.gathered(param, modify=True):`."
-                )
-        return None
+                return entry.param.name
+        if self._samples is None:
+            return None
+        samples = self._words.index_select(0, self._sampled)
+        differs, self._samples = samples != self._samples, samples
+        self._differs = differs if self._differs is None else self._differs | differs
+        return self.late_change() if self._device.type == "cpu" else None
+
+    def late_change(self) -> str | None:
+        """The name of a parameter whose samples `end_change` found changed. Waits for the device."""
+        differs, self._differs = self._differs, None
+        if differs is None or not bool(differs.any()):
+            return None
+        place = int(self._sampled[differs][0]) * self._words.itemsize // self.unit.dtype.itemsize
+        return next(entry.param.name for entry in self.unit.entries if place < entry.stop)
 
     def check_converted(self) -> None:
         """Raises ModelError where a parameter that is exposed has another dtype or device than the flat, as
@@ -373,7 +413,7 @@ class FlatStorage:
             if keep:
                 own.copy_(param.data)
             param.data = own
-        self._versions = [param._version for param in self._params]
+        self.begin_watch()
 
     def hide(self) -> None:
         """The bytes are not to be used: guard every parameter."""
