@@ -49,7 +49,7 @@ class Layer(nn.Module):
             raise ZeroDivisionError(f"in reset_parameters: {first.sum()}")
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(x @ self.weight.T * self.scale)
+        return torch.tanh(x @ self.weight.T * self.scale.to(x.dtype))
 
 
 def build_model(born_on_meta: bool) -> nn.Sequential:
@@ -239,11 +239,10 @@ def test_buffers_beside_tied_parameters_are_filled(swap_path: Path) -> None:
 
 
 def test_a_models_memory_is_its_own_again(swap_path: Path) -> None:
-    """Not only the same values: what shares memory with a parameter that leaves the device still does."""
+    """Not only the same values: a parameter is where it was."""
     case = Case(swap_path, ("nvme", "nvme"), False, born_on_meta=False)
-    held = case.model[0].weight.detach()
+    address = case.model[0].weight.data_ptr()
     case.model[2].breaks = True  # is not asked: the model has values
     with faulty_disks(Fault("write", 5)), pytest.raises(TransferError):
         case.give_birth()
-    held.fill_(7)
-    assert case.model[0].weight.unique().tolist() == [7]
+    assert case.model[0].weight.data_ptr() == address

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from tiered_zero.config.schema import Config
-from tiered_zero.draft import Draft, compute_dtype, smaller_sub_groups, unused_tiers, wider_window
+from tiered_zero.draft import Draft, smaller_sub_groups, unused_tiers, wider_window
 from tiered_zero.engine import Engine
 from tiered_zero.engine_parts import NO_OPTIMIZER, Parts
 from tiered_zero.errors import ModelError, StoreError
@@ -361,9 +362,16 @@ def _give_birth(
     materializer.fill_buffers()  # also beside parameters that are all tied to another module's
     for module in draft.model.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
-            dtype = compute_dtype(draft.config, buffer.dtype)
+            dtype = _buffer_dtype(module, buffer, accelerator.device)
             if buffer.dtype != dtype or buffer.device != accelerator.device:
                 setattr(module, name, buffer.to(accelerator.device, dtype))
+
+
+def _buffer_dtype(module: nn.Module, buffer: torch.Tensor, device: torch.device) -> torch.dtype:
+    """Its own. Only torch's batch norm takes, on the CPU, no statistics of another dtype than its weight's."""
+    if device.type == "cpu" and isinstance(module, _NormBase) and module.weight is not None:
+        return module.weight.dtype if buffer.is_floating_point() else buffer.dtype
+    return buffer.dtype
 
 
 def _settle_unit(

@@ -28,6 +28,7 @@ from tiered_zero.optim.single_state import AdagradRule, LionRule, SgdRule
 from tiered_zero.optim.state_format import check_params, format_rule, master_format
 from tiered_zero.optim.state_layout import StateLayout
 from tiered_zero.optim.torch_rule import TorchRule
+from tiered_zero.params.aliases import check_memory
 from tiered_zero.params.storage import ClosedEngine, lender_of
 from tiered_zero.plan.planner import Plan, SubGroupNeed, Wishes, make_plan
 from tiered_zero.sizes import format_nbytes
@@ -73,6 +74,7 @@ def draft_run(
         specs = {param: replace(spec, trainable=False) for param, spec in specs.items()}
     _check_params(specs, trains)
     _check_embeddings(model)
+    check_memory(model, specs)
     units = find_units(
         model,
         specs,

@@ -149,7 +149,7 @@ class Engine(DeepSpeedNames):
         parts = self._parts
         with self._telling(), self._passing(Phase.BACKWARD):
             scaled = self._scaled(loss, scale_wrt_gas)
-            self._losses.append(loss.detach())
+            self._losses.append(parts.checked_loss(loss))
             boundary = self.is_gradient_accumulation_boundary()
             parts.gradients.measuring = boundary
             self._num_backwards += 1
@@ -585,7 +585,7 @@ class Engine(DeepSpeedNames):
         if self._closed:
             raise ModelError("This engine is closed; its tiers are gone. Make another with tiered_zero.initialize().")
         with self._telling():
-            self._parts.policy.check()
+            self._parts.check()
 
     @contextmanager
     def _telling(self) -> Iterator[None]:

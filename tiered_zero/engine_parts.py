@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from tiered_zero.config.schema import Config
-from tiered_zero.errors import LatchedError, TieredZeroError
+from tiered_zero.errors import LatchedError, ModelError, TieredZeroError
 from tiered_zero.grads.accumulator import GradientStore
 from tiered_zero.grads.arrivals import GradientArrivals
 from tiered_zero.grads.loss_scaler import LossScaler
@@ -70,6 +70,20 @@ class Parts:
     observers: list[Callable[[StepReport], None]]
     drain: Callable[[], None]
     resources: Teardown
+
+    def check(self) -> None:
+        """Raises LatchedError once an update has failed, ModelError where the model has other parameters by now."""
+        self.policy.check()
+        self.hooks.check_parameters()
+
+    def checked_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """Detached. Raises ModelError for one that backward can do nothing with."""
+        if not loss.requires_grad:
+            raise ModelError(
+                "backward() was given a loss that requires no gradient: it was computed under torch.no_grad() or "
+                "detached, or every parameter that it depends on is frozen (requires_grad=False) by now."
+            )
+        return loss.detach()
 
 
 def end_open_update(policy: UpdatePolicy, drain: Callable[[], None]) -> None:

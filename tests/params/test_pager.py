@@ -314,7 +314,8 @@ def test_a_storage_that_somebody_views_keeps_its_memory() -> None:
         world.pager.acquire(world.units[1])
     assert torch.equal(view, world.values[0][world.units[0].entries[1].start :][:372]), "not for any other's sake"
     world.use(0)  # read again in place
-    assert view.data_ptr() == world.params[0][1].data_ptr()
+    with world.pager.frame([world.units[0]]):
+        assert view.data_ptr() == world.params[0][1].data_ptr()
 
 
 def test_memory_is_found_again_once_its_last_view_is_gone() -> None:

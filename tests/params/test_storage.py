@@ -36,6 +36,9 @@ class Refusing:
     def copy_of(self, param: nn.Parameter) -> torch.Tensor | None:
         return self.copy
 
+    def idle_copy(self, param: nn.Parameter) -> torch.Tensor | None:
+        return None
+
 
 class Lending:
     """Lends the whole unit at the first demand, with the values given."""
@@ -53,6 +56,9 @@ class Lending:
         self.storage.expose()
 
     def copy_of(self, param: nn.Parameter) -> torch.Tensor | None:
+        return None
+
+    def idle_copy(self, param: nn.Parameter) -> torch.Tensor | None:
         return None
 
 
@@ -131,7 +137,6 @@ BYTES: dict[str, Callable[[nn.Parameter], Any]] = {
     "detach": lambda p: p.detach(),
     "clone": lambda p: p.clone(),
     "to": lambda p: p.to(torch.bfloat16),
-    "cpu": lambda p: p.cpu(),
     "float": lambda p: p.half(),
     "numpy": lambda p: p.numpy(),
     "item": lambda p: p.sum().item(),
@@ -152,6 +157,8 @@ BYTES: dict[str, Callable[[nn.Parameter], Any]] = {
     "save": lambda p: torch.save(p, io.BytesIO()),
     "deepcopy": lambda p: copy.deepcopy(p),
     "copy": lambda p: copy.copy(p),
+    "data_ptr": lambda p: p.data_ptr() > 0,
+    "as_subclass": lambda p: p.as_subclass(torch.Tensor),
     "unbind": lambda p: p.unbind(),
     "format": lambda p: format(p[0, 0], ".2f"),
 }

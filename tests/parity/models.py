@@ -54,7 +54,7 @@ class ParityGPT(nn.Module):
 
     def forward(self, tokens: Tensor, targets: Tensor, detour: bool = False) -> Tensor:
         """[B, T] int64 twice -> the mean loss, fp32. `detour`: by way of `sometimes`."""
-        x = self.tokens(tokens) * self.scale + self.offset * self.mask
+        x = self.tokens(tokens) * self.scale + (self.offset * self.mask).to(self.scale.dtype)
         x = x + self.codes[self.places].to(x.dtype) / 256
         for block in self.blocks:
             x = block(x)

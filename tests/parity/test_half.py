@@ -31,9 +31,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
-from tests.parity.models import ParityGPT, batch, groups
+from tests.parity.models import ParityGPT, batch, groups, named_weights
 from tests.parity.trainers import (
+    FAR,
     PLACEMENTS,
     OptimizerMaker,
     Plain,
@@ -41,6 +43,7 @@ from tests.parity.trainers import (
     assert_same_bits,
     follow,
     num_different,
+    same_bits,
     tiered,
     train,
 )
@@ -149,3 +152,44 @@ def test_two_backwards_in_a_step_that_was_planned_for_one(placement, swap_path, 
     plain = follow(script, Plain(build(), momentum, clipping=0.5, dtype=torch.bfloat16))
     assert_same_bits(plain, follow(script, tiered(build(), swap_path, placement, momentum, clipping=0.5, **BF16)))
     assert sum("backward() called again before step()" in record.message for record in caplog.records) == 1
+
+
+class Rotary(nn.Module):
+    """Buffers that lose by rounding: frequencies, and a running average; beside a batch norm, whose statistics torch
+    takes on the CPU in its weight's dtype only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)
+        self.register_buffer("frequency", 10000 ** -(torch.arange(4) / 4), persistent=False)
+        self.register_buffer("average", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        dtype = self.first.weight.dtype
+        angle = torch.arange(len(x))[:, None] * self.frequency
+        x = self.first(x.to(dtype)) * torch.cat([angle.cos(), angle.sin()], 1).to(dtype)
+        self.average.lerp_(x.detach().float().mean(0), 0.1)
+        return self.last(self.norm(x)).float().square().mean()
+
+
+@pytest.mark.parametrize("placement", FAR, ids="-".join)
+def test_buffers_keep_their_dtype(placement, swap_path):
+    def data(number):
+        return (torch.randn(16, 8, generator=torch.Generator().manual_seed(number)),)
+
+    def build():
+        torch.manual_seed(0)
+        return Rotary()
+
+    def sgd(model):
+        return torch.optim.SGD(model.parameters(), lr=0.125)
+
+    expected = follow(lambda own: train(own, data, 2), Plain(build(), sgd, dtype=torch.bfloat16))
+    with tiered(build(), swap_path, placement, sgd, **BF16) as engine:
+        train(engine, data, 2)
+        buffers = dict(engine.module.named_buffers())
+        assert {buffers["average"].dtype, buffers["frequency"].dtype} == {torch.float32}
+        assert buffers["norm.running_var"].dtype == torch.bfloat16
+        assert torch.equal(buffers["frequency"], build().frequency)
+        weights = dict(named_weights(engine.module))
+    assert all(same_bits(value, weights[name]) for name, value in expected.weights.items())

@@ -54,7 +54,11 @@ class Plain:
             self.masters = {p: nn.Parameter(p.detach().clone()) for p in model.parameters() if p.requires_grad}
             for group in self.optimizer.param_groups:
                 group["params"] = [self.masters[param] for param in group["params"]]
-            model.to(dtype)
+            for param in model.parameters():
+                param.data = param.data.to(dtype) if param.is_floating_point() else param.data  # buffers stay
+            for module in model.modules():
+                if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                    module.to(dtype)  # torch on the CPU takes no other statistics
         self.scheduler = make_scheduler(self.optimizer) if make_scheduler else None
         self.loss_scale = loss_scale
         self._accumulation = accumulation

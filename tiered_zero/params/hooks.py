@@ -21,6 +21,7 @@ from tiered_zero.layout.flat import Unit
 from tiered_zero.params.lending import lend
 from tiered_zero.params.outside_modes import runs_outside_modes
 from tiered_zero.params.pager import Pager
+from tiered_zero.params.slots import ParameterSlots
 from tiered_zero.params.storage import AwayParameter
 
 GradientSink = Callable[[nn.Parameter], None]
@@ -94,6 +95,7 @@ class ModuleHooks:
         self._direct: nn.Module | None = None
         """The module without units that is called directly, and how often it is inside itself."""
         self._direct_depth = 0
+        self._slots = ParameterSlots(model)
         self._frozen = {name: param for name, param in model.named_parameters() if not param.requires_grad}
         _hide_from_compiler()
         try:
@@ -172,6 +174,10 @@ class ModuleHooks:
         saving = saved_tensors_hooks(self._pager.pack, self._pager.unpack)
         saving.__enter__()
         return saving
+
+    def check_parameters(self) -> None:
+        """Raises ModelError where the model has other parameters than those that are paged."""
+        self._slots.check()
 
     def _check_frozen(self) -> None:
         with torch._C.DisableTorchFunctionSubclass():
@@ -269,6 +275,8 @@ class ModuleHooks:
         params = {name: param for name, param in module._parameters.items() if param is not None}
 
         def before_save(*_: Any) -> None:
+            if module is self._model or any(module._parameters.get(name) is not own for name, own in params.items()):
+                self._slots.check()
             pager.start_copying()
 
         def after_save(_module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
@@ -277,7 +285,12 @@ class ModuleHooks:
                     state[prefix + name] = pager.cpu_copy(param)
             pager.stop_copying()
 
-        def before_load(*_: Any) -> None:
+        def before_load(_module: nn.Module, _state: Any, _prefix: str, metadata: dict[str, Any], *_: Any) -> None:
+            if metadata.get("assign_to_params_buffers"):
+                raise ModelError(
+                    "load_state_dict(assign=True) would put other parameters in the place of those that the engine "
+                    "trains. Leave assign out: values are copied to where the parameters rest."
+                )
             loans.append(loan := lend(params.values(), modify=True))
             loan.__enter__()
 

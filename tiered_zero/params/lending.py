@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from tiered_zero.errors import ModelError
 from tiered_zero.params.pager import Pager
-from tiered_zero.params.residency import Residency, SavedView
+from tiered_zero.params.residency import HeldWrapper, Residency, SavedView
 from tiered_zero.params.storage import ClosedEngine, lender_of
 
 
@@ -40,12 +40,12 @@ def _pagers(params: Iterable[nn.Parameter]) -> list[Pager]:
     return [lender for lender in lenders.values() if isinstance(lender, Pager)]
 
 
-_Saved = tuple[Pager | None, torch.Tensor | SavedView]
+_Saved = tuple[Pager | None, torch.Tensor | SavedView | HeldWrapper]
 
 
 def _pack(pagers: Sequence[Pager], tensor: torch.Tensor) -> _Saved:
     for pager in pagers:
-        if isinstance(saved := pager.pack(tensor), SavedView):
+        if (saved := pager.pack(tensor)) is not tensor:
             return pager, saved
     return None, tensor
 

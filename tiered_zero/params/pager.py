@@ -16,6 +16,7 @@ from tiered_zero.params.outside_modes import runs_outside_modes
 from tiered_zero.params.pager_state import PagerState
 from tiered_zero.params.refusals import (
     away_error,
+    changed_past_home_error,
     changed_since_forward_error,
     lent_error,
     no_room_error,
@@ -335,8 +336,8 @@ class Pager(PagerState):
         residency = self._residencies[unit.index]
         if residency.num_lends > 1 + self.is_device_resident(unit):
             return None  # the outermost user looks
-        changed = residency.storage.end_change()
-        residency.is_changed |= changed is not None
+        if (changed := residency.storage.end_change()) is not None:
+            residency.is_changed = True
         return changed
 
     def refuse_changes(self, late: bool = False) -> None:
@@ -345,7 +346,7 @@ class Pager(PagerState):
         refusal, self._refusal = self._refusal, None
         for residency in self._residencies.values() if late and refusal is None else ():
             if (name := residency.storage.late_change()) is not None:
-                refusal = _refuse_change(name)
+                refusal = changed_past_home_error(name)
         if refusal is not None:
             raise refusal
 
@@ -566,7 +567,7 @@ class Pager(PagerState):
     def _look_for_change(self, residency: Residency) -> None:
         """A lent unit that was changed while nobody asked for it: that is lost, and `refuse_changes` tells of it."""
         if residency.state is UnitState.LENT and (name := residency.storage.end_change()) is not None:
-            self._refusal, residency.is_changed = _refuse_change(name), True
+            self._refusal, residency.is_changed = changed_past_home_error(name), True
 
     def _evict(self, residency: Residency) -> None:
         if not residency.storage.is_full or self.is_device_resident(residency.unit):
@@ -592,11 +593,3 @@ class Pager(PagerState):
         self._live_nbytes -= residency.unit.nbytes
         self._ledger.discharge("device", "param_window", residency.unit.nbytes)
         self._is_moving = False
-
-
-def _refuse_change(name: str) -> ModelError:
-    return ModelError(
-        f"The values of parameter {name} were changed in forward or between steps, but not at its home on the tiers: "
-        "the next update would undo that. Change parameters between steps, inside "
-        "`with tiered_zero.gathered(param, modify=True):`."
-    )

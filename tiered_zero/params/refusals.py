@@ -47,6 +47,14 @@ def changed_since_forward_error(unit: str) -> ModelError:
     )
 
 
+def changed_past_home_error(param: str) -> ModelError:
+    return ModelError(
+        f"The values of parameter {param} were changed in forward or between steps, but not at its home on the tiers: "
+        "the next update would undo that. Change parameters between steps, inside "
+        "`with tiered_zero.gathered(param, modify=True):`."
+    )
+
+
 def lent_error(unit: str) -> ModelError:
     return ModelError(
         f"Unit {unit} is lent by tiered_zero.gathered() while a step is about to change it. Leave the `with` block "

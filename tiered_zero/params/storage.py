@@ -95,7 +95,7 @@ _BYTE_PROPERTIES = frozenset({"data", "T", "H", "mT", "mH", "real", "imag"})
 _METADATA_METHODS = frozenset(
     "size dim ndimension numel nelement stride storage_offset is_contiguous element_size is_floating_point is_complex "
     "is_signed get_device requires_grad_ register_hook register_post_accumulate_grad_hook retain_grad __len__ "
-    "untyped_storage data_ptr is_inference dim_order is_same_size __hash__ is_shared "
+    "untyped_storage is_inference dim_order is_same_size __hash__ is_shared "
     "_has_compatible_shallow_copy_type".split()
 )
 
@@ -216,6 +216,11 @@ class AwayParameter(nn.Parameter):
         if (copy := self._plain_copy("pickle")) is not None:
             return copy.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
         return self.__reduce_ex__(protocol)
+
+    def as_subclass(self, cls: type[Any]) -> Any:
+        """torch asks nobody here."""
+        _lenders[self].demand([self], "as_subclass")
+        return self.as_subclass(cls)
 
     def _plain_copy(self, function: str) -> nn.Parameter | None:
         """On the CPU, as state_dict() has it. None: the parameter is lent now, and of its own class."""

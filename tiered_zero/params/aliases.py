@@ -1,0 +1,162 @@
+"""What the parameters of a model must be like to be moved between tiers, checked before anything is allocated.
+
+A parameter becomes a view of its unit's flat. What shared its memory until then (another parameter, a buffer, a
+detached view that somebody keeps) would silently stay behind with the old values.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from tiered_zero.errors import ModelError
+from tiered_zero.layout.flat import ParamSpec
+from tiered_zero.params.storage import lender_of
+
+
+def check_memory(model: nn.Module, specs: Mapping[nn.Parameter, ParamSpec]) -> None:
+    """Raises ModelError: compiled TorchScript in the tree; parameters that share memory with each other, with a buffer
+    or with another tensor, or whose elements overlap."""
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ModelError(
+                f"Module {path or type(module).__name__} is compiled TorchScript (torch.jit.trace or script): it reads "
+                "parameters where nobody can page them. Pass the nn.Module that it was made of; torch.compile works."
+            )
+    with torch._C.DisableTorchFunctionSubclass():
+        owned = [_Owned(f"parameter {spec.name}", param, spec.trainable) for param, spec in specs.items()]
+        buffers = {buffer: name for name, buffer in model.named_buffers()}
+        owned += [_Owned(f"buffer {name}", buffer, False) for buffer, name in buffers.items()]
+        by_storage: defaultdict[int, list[_Owned]] = defaultdict(list)
+        for one in owned:
+            if _has_memory(one.tensor) and not _is_paged(one.tensor):
+                by_storage[one.tensor.untyped_storage()._cdata].append(one)
+        for param, spec in specs.items():
+            _check_dense(param, spec.name)
+        for sharing in by_storage.values():
+            _check_apart(sharing)
+        _check_views(model, by_storage)
+
+
+@dataclass(frozen=True, eq=False)
+class _Owned:
+    name: str
+    tensor: torch.Tensor
+    trainable: bool
+
+    @property
+    def is_parameter(self) -> bool:
+        return isinstance(self.tensor, nn.Parameter)
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_meta and tensor.numel() > 0
+
+
+def _is_paged(tensor: torch.Tensor) -> bool:
+    """By an engine that is closed: its values are gone."""
+    return isinstance(tensor, nn.Parameter) and lender_of(tensor) is not None
+
+
+def _check_dense(param: nn.Parameter, name: str) -> None:
+    if not _has_memory(param) or torch.ops.aten.is_non_overlapping_and_dense(param):
+        return
+    spans = sorted((stride, size) for stride, size in zip(param.stride(), param.shape, strict=True) if size > 1)
+    reach = 1
+    for stride, size in spans:
+        if stride < reach:
+            raise ModelError(
+                f"Elements of parameter {name} share memory with each other (shape {tuple(param.shape)}, strides "
+                f"{param.stride()}), as those of an expanded tensor do. Give it memory of its own: "
+                "param.data = param.data.contiguous()."
+            )
+        reach = stride * (size - 1) + reach
+    if not torch.empty_like(param, device="meta").is_contiguous():
+        raise ModelError(
+            f"Parameter {name} is a transposed part of a larger tensor (shape {tuple(param.shape)}, strides "
+            f"{param.stride()}), and such strides cannot be kept. Give it memory of its own: "
+            "param.data = param.data.contiguous()."
+        )
+
+
+def _check_apart(sharing: list[_Owned]) -> None:
+    """`sharing`: distinct tensors on one storage. Parts that do not overlap are fine, as of weights cut out of one."""
+    before: list[_Owned] = []
+    for one in sorted(sharing, key=lambda own: _extent(own.tensor)):
+        for other in before:
+            if (one.is_parameter or other.is_parameter) and _overlap(one.tensor, other.tensor):
+                first, second = sorted((one, other), key=sharing.index)  # parameters first, in the model's order
+                raise ModelError(
+                    f"{first.name[0].upper()}{first.name[1:]} and {second.name} share memory without being the same "
+                    "object: a change of one would reach the other in plain PyTorch, but not here. Tie parameters "
+                    "by assigning the same nn.Parameter to both modules, or give one of the two a clone."
+                )
+        before.append(one)
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """First byte in the storage, and the one behind the last."""
+    start = int(tensor.storage_offset())
+    last = sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+    return start * tensor.element_size(), (start + last + 1) * tensor.element_size()
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Of tensors on one storage."""
+    (start, stop), (low, high) = _extent(one), _extent(other)
+    if stop <= low or high <= start:
+        return False
+    itemsize = one.element_size()
+    if itemsize != other.element_size():
+        return True
+    taken = torch.zeros(one.untyped_storage().nbytes() // itemsize, dtype=torch.bool)
+    for tensor in (one, other):
+        part = taken.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+        if bool(part.any()):
+            return True
+        part.fill_(True)
+    return False
+
+
+def _check_views(model: nn.Module, by_storage: Mapping[int, list[_Owned]]) -> None:
+    """Tensors outside the model's parameters and buffers that Python still holds. Counting the uses of a storage is
+    cheap; who uses it is searched for only where there are more than the model's own."""
+    suspects = {
+        key: sharing
+        for key, sharing in by_storage.items()
+        if any(own.trainable for own in sharing) and _num_uses(key, sharing) > len(sharing)
+    }
+    if not suspects:
+        return
+    known = {id(own.tensor) for sharing in suspects.values() for own in sharing} | set(_recomputed(model))
+    for tensor in (found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)):
+        if id(tensor) in known or not _has_memory(tensor):
+            continue
+        for own in suspects.get(tensor.untyped_storage()._cdata, ()):
+            if own.trainable and _overlap(tensor, own.tensor):
+                raise ModelError(
+                    f"A tensor of shape {tuple(tensor.shape)} outside of the model shares the memory of {own.name}, as "
+                    "a detached view or a state_dict() kept in a variable does: it would keep the values of now while "
+                    "training changes the parameter. Delete it, or keep a clone, before tiered_zero.initialize()."
+                )
+
+
+def _num_uses(key: int, sharing: list[_Owned]) -> int:
+    storage = sharing[0].tensor.untyped_storage()  # its Python object is a use besides
+    uses = int(torch._C._storage_Use_Count(key)) - 1
+    del storage
+    return uses
+
+
+def _recomputed(model: nn.Module) -> Iterator[int]:
+    """Plain attributes that a hook sets anew before each forward, as torch.nn.utils.spectral_norm's does."""
+    for module in model.modules():
+        for hook in module._forward_pre_hooks.values():
+            name = getattr(hook, "name", None)
+            if isinstance(name, str) and isinstance(value := module.__dict__.get(name), torch.Tensor):
+                yield id(value)
