@@ -379,12 +379,12 @@ def _settle_unit(
 ) -> None:
     flat = passing_zeros((unit.numel,), unit.dtype)
     for entry, param in zip(unit.entries, params, strict=True):
-        flat[entry.start : entry.stop] = param.detach().reshape(-1)
+        flat[entry.start : entry.stop] = entry.param.flatten(param.detach())
     if unit.trainable:
         master = passing_zeros((unit.numel,), torch.float32).copy_(flat)
         if unit.dtype != torch.float32:
             for entry, param in zip(unit.entries, params, strict=True):
-                master[entry.start : entry.stop] = param.detach().reshape(-1)
+                master[entry.start : entry.stop] = entry.param.flatten(param.detach())
         masters.store(unit, master)
         del master
     storage = pager.adopt(unit, params)

@@ -54,7 +54,7 @@ class FullValues:
         if not any(self._pieces(unit, entry)):
             return None
         self.policy.flush()
-        return self._read_masters(unit)[entry.start : entry.stop].view(entry.param.shape).clone()
+        return entry.param.view(self._read_masters(unit)[entry.start : entry.stop]).clone()
 
     def set_master(self, param: nn.Parameter, value: torch.Tensor) -> None:
         """The parameter becomes `value` rounded to its dtype."""
@@ -73,7 +73,7 @@ class FullValues:
             param.copy_(value)
         self.policy.settle()
         flat = self._read_masters(unit)
-        flat[entry.start : entry.stop] = value.reshape(-1)
+        flat[entry.start : entry.stop] = entry.param.flatten(value.detach())
         self.masters.store(unit, flat)
 
     def read_state(self, param: nn.Parameter, name: str) -> torch.Tensor | None:
@@ -86,11 +86,12 @@ class FullValues:
             if not self.policy.has_state(layout):
                 return None
             known = True
-            array = self._array(layout, piece, name, self._read(layout)).reshape(-1)
+            array = self._array(layout, piece, name, self._read(layout))
+            array = entry.param.flatten(array) if array.shape == entry.param.shape else array.reshape(-1)
             marked = layout.masters.needs_params and array.dtype == layout.masters.dtypes[1]
             stop = piece.param_start + piece.numel
             found[piece.param_start : stop] = array.abs() if marked and name == _MARKED else array
-        return found.view(entry.param.shape) if known else None
+        return entry.param.view(found) if known else None
 
     def set_state(self, param: nn.Parameter, name: str, value: torch.Tensor) -> None:
         unit, entry = self._place(param)
@@ -102,7 +103,8 @@ class FullValues:
         for layout, piece in pieces:
             raw = self._read(layout)
             array = self._array(layout, piece, name, raw)
-            new = value.reshape(-1)[piece.param_start : piece.param_start + piece.numel].view(array.shape).to(array)
+            part = entry.param.flatten(value.detach())[piece.param_start : piece.param_start + piece.numel]
+            new = (entry.param.view(part) if array.shape == entry.param.shape else part.view(array.shape)).to(array)
             array.copy_(torch.copysign(new, array) if layout.masters.needs_params and name == _MARKED else new)
             write_slot(self.inventory.home(layout.subgroup, "state"), 0, raw, self.staging)
 

@@ -104,7 +104,7 @@ class GradientStore:
         gradients.present.add(index)
         gradients.arrived.add(index)
         target = gradients.flat[entry.start : entry.stop]
-        source = grad.contiguous().view(-1)
+        source = entry.param.flatten(grad)
         if gradients.on_device:
             target.copy_(source) if first else target.add_(source)
         else:

@@ -81,7 +81,7 @@ class UnitGradients:
 
     def view(self, entry: FlatEntry) -> torch.Tensor:
         """One parameter's gradient at its home, in the parameter's shape."""
-        return self.flat[entry.start : entry.stop].view(entry.param.shape)
+        return entry.param.view(self.flat[entry.start : entry.stop])
 
     def show(self, entry: FlatEntry) -> torch.Tensor:
         """What `param.grad` is, the same object until the step ends; the gradient is present."""

@@ -16,7 +16,7 @@ class ParamSpec:
     """One parameter by identity. `name`: its first fully qualified name; `aliases`: the others (tied weights).
 
     `dtype`: on the device. `index`: its place in `model.parameters()`. `embedding`: the table of an nn.Embedding, maybe
-    tied to an output head.
+    tied to an output head. `stride`: of its elements in memory, which it has densely; None: row-major.
     """
 
     name: str
@@ -26,10 +26,27 @@ class ParamSpec:
     index: int
     aliases: tuple[str, ...] = ()
     embedding: bool = False
+    stride: tuple[int, ...] | None = None
 
     @property
     def numel(self) -> int:
         return prod(self.shape)
+
+    def view(self, memory: torch.Tensor) -> torch.Tensor:
+        """`memory`, [numel] and contiguous, in the parameter's shape and strides."""
+        if self.stride is None:
+            return memory.view(self.shape)
+        return memory.as_strided(self.shape, self.stride, memory.storage_offset())
+
+    def flatten(self, tensor: torch.Tensor) -> torch.Tensor:
+        """[numel]: the elements of `tensor`, of the parameter's shape, in the order in which the parameter has them in
+        memory. A view where `tensor` has the parameter's strides."""
+        if self.stride is None:
+            return tensor.contiguous().view(-1)
+        if tensor.stride() != self.stride:
+            own = torch.empty_strided(self.shape, self.stride, dtype=tensor.dtype, device=tensor.device)
+            tensor = own.copy_(tensor)
+        return tensor.as_strided((self.numel,), (1,), tensor.storage_offset())
 
 
 @dataclass(frozen=True)

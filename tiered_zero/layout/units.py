@@ -49,10 +49,28 @@ def list_params(model: nn.Module, cast: Callable[[torch.dtype], torch.dtype]) ->
     embeddings = {module.weight for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))}
     return {
         param: ParamSpec(
-            first, tuple(param.shape), cast(param.dtype), param.requires_grad, index, tuple(others), param in embeddings
+            first,
+            tuple(param.shape),
+            cast(param.dtype),
+            param.requires_grad,
+            index,
+            tuple(others),
+            param in embeddings,
+            _kept_stride(param),
         )
         for index, (param, (first, *others)) in enumerate(names.items())
     }
+
+
+def _kept_stride(param: nn.Parameter) -> tuple[int, ...] | None:
+    """Strides that are dense but not row-major, as with channels_last: kernels and sums follow the order in memory."""
+    with torch._C.DisableTorchFunctionSubclass():
+        if param.layout is not torch.strided or not param.numel():
+            return None
+        if not torch.ops.aten.is_non_overlapping_and_dense(param):
+            return None
+        row_major = torch.empty(param.shape, device="meta").stride()
+        return None if param.stride() == row_major else tuple(param.stride())
 
 
 def find_units(model: nn.Module, specs: dict[nn.Parameter, ParamSpec], rules: UnitRules) -> list[Unit]:

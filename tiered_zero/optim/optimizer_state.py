@@ -108,8 +108,8 @@ class OptimizerState:
                 values[name] = value.to("cpu", copy=True)
             else:
                 if name not in values:
-                    values[name] = torch.empty(piece.param.shape, dtype=value.dtype)
-                values[name].view(-1)[piece.param_start : piece.param_start + piece.numel].copy_(value)
+                    values[name] = piece.param.view(torch.empty(piece.param.numel, dtype=value.dtype))
+                piece.param.flatten(values[name])[piece.param_start : piece.param_start + piece.numel].copy_(value)
 
     def _check_room(self, only: nn.Parameter | None) -> None:
         needed = sum(
@@ -235,5 +235,5 @@ class OptimizerState:
         part = dict(values)
         for name, value in values.items():
             if self._rule.elementwise and name in state and isinstance(value, torch.Tensor):
-                part[name] = value.detach().reshape(-1)[piece.param_start : piece.param_start + piece.numel]
+                part[name] = piece.param.flatten(value.detach())[piece.param_start : piece.param_start + piece.numel]
         return part

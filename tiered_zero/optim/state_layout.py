@@ -109,8 +109,13 @@ class StateLayout:
         shared = [array for array in self._arrays_of[None] if array.field.name in self.fields_of_group[piece.group]]
         own = self._arrays_of[piece.index]
         return {array.field.name: _view(raw, array)[_part(array.field, start, stop)] for array in shared} | {
-            array.field.name: _view(raw, array).view(array.field.shape) for array in own
+            array.field.name: _shaped(piece, array.field, _view(raw, array)) for array in own
         }
+
+
+def _shaped(piece: Piece, field: StateField, memory: torch.Tensor) -> torch.Tensor:
+    """In the field's shape; one of the parameter's shape has its strides, as torch's zeros_like() gives them."""
+    return piece.param.view(memory) if field.shape == piece.param.shape else memory.view(field.shape)
 
 
 def _part(field: StateField, start: int, stop: int) -> slice:

@@ -274,8 +274,8 @@ class StreamingStepper:
             for pieces in self._stretches(work, segment, gradients):
                 first, last = pieces[0].start - segment.start, pieces[-1].stop - segment.start
                 run = self._run(work, job, pieces)
-                run.grad, run.grad_scale = grad[first:last].view(run.master.shape), job.grad_scale
-                run.out = out[first:last].view(run.master.shape)
+                run.grad, run.grad_scale = self._shaped(pieces[0], grad[first:last]), job.grad_scale
+                run.out = self._shaped(pieces[0], out[first:last])
                 runs.append(run)
                 members.append(pieces)
                 # what is not stepped (padding, no gradient) stays what its master says
@@ -311,12 +311,14 @@ class StreamingStepper:
     def _run(self, work: Work, job: UpdateJob, pieces: Sequence[Piece]) -> Run:
         """A run over neighbouring pieces, its gradient and output still to be set."""
         first, start, stop = pieces[0], pieces[0].start, pieces[-1].stop
-        master = work.layout.master(work.raw)[start:stop]
-        if not self._rule.elementwise:
-            master = master.view(first.param.shape)
+        master = self._shaped(first, work.layout.master(work.raw)[start:stop])
         state = work.layout.state(work.raw, first, start, stop)
         scalars = dict(self._scalars.get((work.subgroup.index, first.index), {}))
         return Run(master, master, state, scalars, job.groups[first.group])
+
+    def _shaped(self, piece: Piece, memory: torch.Tensor) -> torch.Tensor:
+        """As the rule takes it: [n] of neighbouring parameters, or one whole parameter."""
+        return memory if self._rule.elementwise else piece.param.view(memory)
 
     def _give_birth(self, work: Work, job: UpdateJob) -> None:
         """Before its first step a sub-group has no state on its tier: make it here, zeros first."""

@@ -69,7 +69,7 @@ class ParamCopies:
                     self.end()
                     raise
             entry = residency.unit.entries[index]
-            value = self._last[2][entry.start : entry.stop].view(entry.param.shape).clone()
+            value = entry.param.view(self._last[2][entry.start : entry.stop]).clone()
         if self._depth:
             self._by_param[param] = value
         return value

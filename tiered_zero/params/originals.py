@@ -91,5 +91,7 @@ def _return_to_meta(param: nn.Parameter, dtype: torch.dtype) -> None:
     """Not by `torch.utils.swap_tensors`, which refuses where somebody holds a view, as the frames of an initialiser
     that raised do; what they hold stays as it is."""
     if not param.is_meta:
-        twin = nn.Parameter(torch.empty(param.shape, dtype=dtype, device="meta"), param.requires_grad)
+        twin = nn.Parameter(
+            torch.empty_strided(param.shape, param.stride(), dtype=dtype, device="meta"), param.requires_grad
+        )
         torch._C._swap_tensor_impl(param, twin)

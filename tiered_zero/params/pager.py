@@ -343,12 +343,12 @@ class Pager(PagerState):
     def refuse_changes(self, late: bool = False) -> None:
         """Raises ModelError where parameters were changed past their homes since the last call. `late`: also look at
         what only the device knows yet, and wait for it."""
-        refusal, self._refusal = self._refusal, None
-        for residency in self._residencies.values() if late and refusal is None else ():
-            if (name := residency.storage.late_change()) is not None:
-                refusal = changed_past_home_error(name)
-        if refusal is not None:
+        if self._refusal is not None:
+            refusal, self._refusal = self._refusal, None
             raise refusal
+        for residency in self._residencies.values() if late else ():
+            if (name := residency.storage.late_change()) is not None:
+                raise changed_past_home_error(name)
 
     @runs_outside_modes
     def check_converted(self) -> None:

@@ -325,7 +325,7 @@ class FlatStorage:
         self._words = self.flat.view(_WORDS.get(self.unit.dtype.itemsize, torch.int64))
         with torch._C.DisableTorchFunctionSubclass():
             for entry, param in zip(self.unit.entries, self._params, strict=True):
-                param.data = self.flat[entry.start : entry.stop].view(entry.param.shape)
+                param.data = entry.param.view(self.flat[entry.start : entry.stop])
         self._num_own_uses = torch._C._storage_Use_Count(self.key)
         if self._place is None:
             self._bytes.resize_(0)
@@ -414,7 +414,7 @@ class FlatStorage:
                     f"Parameter {entry.param.name} was given data of shape {tuple(param.shape)}; its place on the "
                     f"tiers holds {entry.param.shape}. Make a new engine for a model of another shape."
                 )
-            own = self.flat[entry.start : entry.stop].view(entry.param.shape)
+            own = entry.param.view(self.flat[entry.start : entry.stop])
             if keep:
                 own.copy_(param.data)
             param.data = own
@@ -454,7 +454,7 @@ class FlatStorage:
     def entry_view(self, index: int) -> torch.Tensor:
         """Parameter `index` of the unit, detached, in its own shape."""
         entry = self.unit.entries[index]
-        return self.flat[entry.start : entry.stop].view(entry.param.shape)
+        return entry.param.view(self.flat[entry.start : entry.stop])
 
     def detach_params(self) -> None:
         """At the engine's end: parameters that hold bytes keep a copy of their own; the others stay guarded."""
