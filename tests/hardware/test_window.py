@@ -176,3 +176,27 @@ def test_where_no_page_moves_any_more_the_system_serves(monkeypatch: pytest.Monk
         place.tensor.fill_(2)
         assert place.tensor.eq(2).all()
         place.empty()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_what_has_no_memory_shows_nan(dtype: torch.dtype) -> None:
+    window = Window(8 * MIB)
+    places = [window.reserve(nbytes) for nbytes in (5 * MIB + 4, HUGE_PAGE_NBYTES, 100)]
+
+    def shows_nan(index: int) -> bool:
+        return bool(places[index].tensor.view(dtype).isnan().all())
+
+    assert all(shows_nan(index) for index in range(3)), "before they are first filled"
+    for index in range(3):
+        places[index].fill()
+        places[index].tensor.fill_(index)
+    for index in (1, 0):
+        places[index].empty()
+        assert shows_nan(index)
+    assert bool((places[2].tensor == 2).all()), "what is full keeps its bytes"
+    places[0].fill()
+    places[0].tensor.fill_(7)
+    assert shows_nan(1), "nothing that is written to memory reaches the pattern"
+    window.close()
+    places[0].empty()
+    assert shows_nan(0), "also after the window is closed"

@@ -5,6 +5,9 @@ for again: on the machine where this was measured, a virtual one, that took seve
 from its disk. Here each unit has addresses of its own for good, without memory behind them. The memory is moved under
 them in huge pages (mremap(2), which moves an entry of the page table, not bytes), and away again into a store of such
 pages. So it never falls into pieces, and the disk can write to it directly, for it begins at a page.
+
+Addresses without memory of their own show NaN (all bits set, -1 in whole numbers). Code that takes a tensor's address
+past Python (`torch.tensor(parameter)`, DLPack, TorchScript) meets those, and not zeros that look like weights.
 """
 
 from __future__ import annotations
@@ -42,6 +45,8 @@ class Window:
         self._stored: list[int] = []
         self._nbytes = nbytes
         self._used_nbytes = 0
+        self._nans = mmap.mmap(-1, HUGE_PAGE_NBYTES, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS)
+        self._nans.write(b"\xff" * HUGE_PAGE_NBYTES)
         if self._vacant:  # try it: onto itself is refused, so onto the spare page behind
             self._move(start, start + num_pages * HUGE_PAGE_NBYTES)
 
@@ -58,6 +63,11 @@ class Window:
     def bring(self, address: int, nbytes: int) -> None:
         """Huge pages from the store under the addresses from `address` on, as many as there are; the system gives the
         others when they are touched, and takes from the store what would be too much beside them."""
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED | _MAP_NORESERVE
+        size = align_up(nbytes, PAGE_NBYTES)
+        if self._libc.mmap(address, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0) == _FAILED:
+            raise OSError(ctypes.get_errno(), "mmap of memory for units")
+        self._advise(address, size)
         with suppress(OSError):  # no more mappings are to be had: then the system gives the rest too
             for index in range(min(nbytes // HUGE_PAGE_NBYTES, len(self._stored))):
                 self._move(self._stored[-1], address + index * HUGE_PAGE_NBYTES)
@@ -75,13 +85,18 @@ class Window:
                 self._move(address + index * HUGE_PAGE_NBYTES, self._vacant[-1])
                 self._stored.append(self._vacant.pop())
         self._used_nbytes -= nbytes
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED | _MAP_NORESERVE
-        size = align_up(nbytes, PAGE_NBYTES)
-        if self._libc.mmap(address, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0) == _FAILED:
-            raise OSError(ctypes.get_errno(), "mmap of memory for units")
-        self.advise(address, size)
+        self.show_nans(address, nbytes)
 
-    def advise(self, address: int, nbytes: int) -> None:
+    def show_nans(self, address: int, nbytes: int) -> None:
+        """Map the pattern of NaN under these addresses, piece by piece; the memory that they had goes to the system."""
+        template = _address(self._nans)
+        for start in range(0, align_up(nbytes, PAGE_NBYTES), HUGE_PAGE_NBYTES):
+            size = min(HUGE_PAGE_NBYTES, align_up(nbytes, PAGE_NBYTES) - start)
+            # of a shared mapping, an old size of 0 makes a second one of the same memory
+            if self._libc.mremap(template, 0, size, _MAYMOVE | _FIXED, address + start) == _FAILED:
+                raise OSError(ctypes.get_errno(), "mremap of memory for units")
+
+    def _advise(self, address: int, nbytes: int) -> None:
         """Huge pages; and none for a forked child, whose copy-on-write would take pages from under a read in flight
         (open(2), O_DIRECT notes)."""
         for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTFORK):
@@ -97,7 +112,8 @@ class Window:
 @final
 class Place:
     """A unit's addresses. `tensor`: [nbytes] uint8; `memory`: the same as whole pages. What is in them is undefined
-    after `fill`, and zeros after `empty`, until something is written. The mapping ends with its last view."""
+    after `fill` until something is written, and NaN before it and after `empty`. The mapping ends with its last view.
+    """
 
     def __init__(self, window: Window, nbytes: int) -> None:
         self._window = window
@@ -108,7 +124,7 @@ class Place:
         self.memory = memoryview(mapping)[start : start + self._nbytes]
         self.tensor = torch.frombuffer(mapping, dtype=torch.uint8, offset=start, count=nbytes)
         self.is_full = False
-        window.advise(self._address_of_first, self._nbytes)
+        window.show_nans(self._address_of_first, self._nbytes)
 
     def fill(self) -> None:
         self._window.bring(self._address_of_first, self._nbytes)
