@@ -115,3 +115,14 @@ def test_no_runs_and_no_directory(swap_path: Path) -> None:
     assert run("ls", swap_path).output == "No runs.\n"
     assert answer("gc", swap_path) == {"dry_run": False, "freed_nbytes": 0, "runs": []}
     assert run("ls", swap_path / "missing").exit_code == 2
+
+
+def test_at_80_columns_nothing_is_squeezed(
+    swap_path: Path, runs: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reasons stand in whole lines below the table, and no command's help ends in "..."."""
+    monkeypatch.setenv("COLUMNS", "80")
+    text = run("ls", swap_path).output
+    for item in answer("ls", swap_path)["runs"]:
+        assert f"{item['run_id']}: {item['reason']}" in text.splitlines()
+    assert "..." not in run("--help").output.partition("Commands:")[2]

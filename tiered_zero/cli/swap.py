@@ -39,7 +39,7 @@ def _arguments(command: Callable[..., None]) -> Callable[..., None]:
 swap.add_command(capacity)
 
 
-@swap.command("ls")
+@swap.command("ls", short_help="List runs: owner, bytes, age, model, step.")
 @_arguments
 def ls(directory: Path, as_json: bool) -> None:
     """List the runs in DIRECTORY: owner alive or dead, bytes, age, model, last committed step."""
@@ -54,14 +54,15 @@ def ls(directory: Path, as_json: bool) -> None:
             _format_age(run.age_s),
             run.model or "-",
             "-" if run.step is None else str(run.step),
-            run.reason,
         )
         for run in runs
     ]
-    _print_table(("run", "owner", "bytes", "age", "model", "step", "why"), rows)
+    _print_table(("run", "owner", "bytes", "age", "model", "step"), rows)
+    for run in runs:  # below the table, whose columns leave a reason six characters at 80
+        click.echo(_printable(f"{run.run_id}: {run.reason}"))
 
 
-@swap.command("du")
+@swap.command("du", short_help="Sum the disk space of runs, by owner's state.")
 @_arguments
 def du(directory: Path, as_json: bool) -> None:
     """Sum the disk blocks of the runs in DIRECTORY by the state of their owners."""
@@ -75,7 +76,7 @@ def du(directory: Path, as_json: bool) -> None:
     _print_table(("owner", "runs", "bytes"), rows)
 
 
-@swap.command("gc")
+@swap.command("gc", short_help="Remove the runs of dead owners.")
 @_arguments
 @click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
 @click.option("--committed", is_flag=True, help="Also remove dead runs that can still be resumed from a commit.")
@@ -95,7 +96,7 @@ def gc(directory: Path, as_json: bool, dry_run: bool, committed: bool, unknown: 
     click.echo(f"{format_nbytes(freed_nbytes)} {'would be' if dry_run else 'were'} freed.")
 
 
-@swap.command("verify")
+@swap.command("verify", short_help="Read committed states, name what is broken.")
 @_arguments
 def verify(directory: Path, as_json: bool) -> None:
     """Read the committed state of each run in DIRECTORY and name what is broken; exit code 1 if anything is."""
@@ -159,7 +160,7 @@ def _print_table(columns: tuple[str, ...], rows: list[Any]) -> None:
     for column in columns:
         table.add_column(
             column,
-            no_wrap=column == "run",
+            no_wrap=column in ("run", "bytes", "age"),
             overflow="fold",
             justify="right" if column in ("bytes", "runs", "age") else "left",
         )
