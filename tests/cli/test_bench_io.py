@@ -132,7 +132,7 @@ def test_the_floor_follows_the_config(swap_path: Path) -> None:
 def test_words(swap_path: Path) -> None:
     result = bench(swap_path, "--seconds", "1", "--model", "gpt:")
     assert result.exit_code == 0, result.output
-    for words in ("For the config:", '"block_size":', '"queue_depth":', "Floor: ", "s a step"):
+    for words in ("For the config:", '"block_size":', '"queue_depth":', "Floor: ", "s per step"):
         assert words in result.stdout
     assert result.stderr.startswith("Measuring ")
 

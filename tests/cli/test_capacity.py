@@ -118,5 +118,5 @@ def test_words(swap_path: Path, tmp_path: Path) -> None:
     options = ["--params", "1e7", "--tbw", "600", "--step-seconds", "2"]
     result = CliRunner().invoke(main, ["swap", "capacity", str(tmp_path / "config.json"), *options])
     assert result.exit_code == 0
-    for words in ("needed on NVMe", "fits, ", "written a step", "600 TB written after", "TB a day"):
+    for words in ("needed on NVMe", "fits, ", "written per step", "600 TB written after", "TB per day"):
         assert words in result.stdout

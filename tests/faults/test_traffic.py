@@ -144,7 +144,9 @@ def test_small_tensors_share_their_requests(policy: str, swap_path: Path, tell: 
             assert nbytes >= 16 * num_params * numel * 2 - num_params * numel * 4
             assert len(requests) <= nbytes / MIB + 8, f"{len(requests)} requests for {nbytes / MIB:.1f} MiB"
     tell(
-        "5,000 tensors of 1 KiB", f"{policy}; nvme/nvme", f"{len(requests)} requests a step for {nbytes / MIB:.0f} MiB"
+        "5,000 tensors of 1 KiB",
+        f"{policy}; nvme/nvme",
+        f"{len(requests)} requests per step for {nbytes / MIB:.0f} MiB",
     )
 
 

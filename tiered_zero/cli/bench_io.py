@@ -297,5 +297,5 @@ def _print(report: dict[str, Any]) -> None:
     if floor := report["floor"]:
         read, written = (format_nbytes(floor[name]) for name in ("read_nbytes", "written_nbytes"))
         click.echo(
-            f"\nFloor: {floor['seconds_per_step']:.3g} s a step ({floor['model']}; {read} read, {written} written)"
+            f"\nFloor: {floor['seconds_per_step']:.3g} s per step ({floor['model']}; {read} read, {written} written)"
         )

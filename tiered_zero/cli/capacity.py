@@ -38,7 +38,7 @@ def shape_of(parse: Callable[[Any], GPTShape]) -> Callable[[click.Context, click
     return callback
 
 
-@click.command("capacity")
+@click.command("capacity", short_help="Show the bytes that a run would need.")
 @click.argument("config", type=click.Path(exists=True, dir_okay=False))
 @click.option("--model", callback=shape_of(parse_gpt), metavar="gpt:...", help="Such as gpt:layers=24,hidden=2048.")
 @click.option(

@@ -221,7 +221,7 @@ def _batch(values: dict[str, Any], world_size: int, reading: Reading) -> dict[st
     if train is None and micro is None:
         raise ConfigError(
             "train_batch_size, train_micro_batch_size_per_gpu: expected a number for at least one of them, from which "
-            '"auto" finds the others; found neither. Write the samples an optimizer step, or the samples a forward.'
+            '"auto" finds the others; found neither. Write the samples per optimizer step, or the samples per forward.'
         )
     if steps is None:
         steps = 1 if train is None or micro is None else max(1, train // (micro * world_size))

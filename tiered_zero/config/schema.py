@@ -210,7 +210,7 @@ class AioSection(Section):
     """How files are read and written."""
 
     block_size: Whole = Field(4 << 20, ge=4096, description="bytes of one request to the disk")
-    queue_depth: Whole = Field(16, ge=1, description="requests in flight at once, each directory")
+    queue_depth: Whole = Field(16, ge=1, description="requests in flight at once per directory")
     intra_op_parallelism: Whole = Field(1, ge=1, description="I/O threads")
 
 

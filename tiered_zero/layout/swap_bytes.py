@@ -319,7 +319,7 @@ class SwapNeed:
         return self.param_reads * self.param + self.state
 
 
-NO_OPTIMIZER = "the config names no optimizer; two fp32 arrays a parameter are assumed, as Adam has them"
+NO_OPTIMIZER = "the config names no optimizer; two fp32 arrays per parameter are assumed, as Adam has them"
 
 _STATE_ARRAYS = {"adam": 2, "adamw": 2, "adagrad": 1, "lion": 1, "adadelta": 2, "adamax": 2, "nadam": 2, "radam": 2}
 _STATE_ARRAYS.update({"asgd": 1, "rprop": 2, "sgd": 0, "rmsprop": 1})
@@ -327,7 +327,7 @@ _ONE_MORE = {"amsgrad": ("adam", "adamw"), "momentum": ("sgd", "rmsprop"), "cent
 
 
 def count_state_arrays(name: str, params: Mapping[str, Any]) -> tuple[int, bool] | None:
-    """`optimizer.type` and `.params` -> (fp32 arrays a parameter, whole parameters?); None for one not known here."""
+    """`optimizer.type` and `.params` -> (fp32 arrays per parameter, whole parameters?); None for one not known here."""
     name = name.strip().lower()
     if name not in _STATE_ARRAYS:
         return None
@@ -531,7 +531,7 @@ def capacity_lines(report: Mapping[str, Any]) -> list[str]:
         spare = drive["free_nbytes"] - drive["nbytes"]
         verdict = f"fits, {size_text(spare)} to spare" if drive["fits"] else f"does NOT fit: {size_text(-spare)} short"
         lines.append(f"{_line('free there', drive['free_nbytes'])}  {verdict}{_names(report, drive)}")
-    lines.append(_line("written a step", report["written_nbytes_per_step"]))
+    lines.append(_line("written per step", report["written_nbytes_per_step"]))
     for drive in report["drives"]:
         lines += [line + _names(report, drive) for line in _wear(report, drive)]
     return lines + [f"note: {note}" for note in report["notes"]]
@@ -544,7 +544,7 @@ def _wear(report: Mapping[str, Any], drive: Mapping[str, Any]) -> list[str]:
         lines.append(f"{'endurance':<28}{report['tbw']:g} TB written after {drive['steps_to_tbw']:,} steps{days}")
     if "tb_per_day" in drive:
         lines.append(
-            f"{'at ' + format(report['step_seconds'], 'g') + ' s a step':<28}{drive['tb_per_day']:.3g} TB a day"
+            f"{'at ' + format(report['step_seconds'], 'g') + ' s per step':<28}{drive['tb_per_day']:.3g} TB per day"
         )
     return lines
 

@@ -1,6 +1,6 @@
-"""tiered_zero.state_format: what a run keeps a parameter of its optimizer, and where that can be done.
+"""tiered_zero.state_format: what a run keeps per parameter of its optimizer, and where that can be done.
 
-| format | bytes a parameter, the 16-bit parameter included | numbers |
+| format | bytes per parameter, the 16-bit parameter included | numbers |
 |---|---|---|
 | fp32 | 12 + 2 | |
 | bf16_remainder | 10 + 2 | the same bits as fp32 |

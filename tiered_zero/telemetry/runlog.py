@@ -1,4 +1,4 @@
-"""The run's record on disk: one JSON object a line; a header, a line a step, one step's timeline, a footer.
+"""The run's record on disk: one JSON object per line; a header, a line per step, one step's timeline, a footer.
 
 The header comes first; any other line may be missing, and a last line that is cut off (the run was killed) is left out.
 """

@@ -360,7 +360,7 @@ def names(allowed: Sequence[str], separator: str | None = None) -> Callable[[str
 def parse_options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="gpt2-124m")
-    parser.add_argument("--tokens", type=int, default=64, help="tokens a step, in one sequence")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens per step, in one sequence")
     parser.add_argument("--steps", type=int, default=5, help="measured steps a case and round, after two to warm up")
     parser.add_argument("--rounds", type=int, default=2, help="how often every case is run, in turns")
     parser.add_argument("--clip", type=float, default=1.0, help="gradient clipping, in plain PyTorch too; 0: none")
