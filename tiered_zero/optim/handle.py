@@ -72,7 +72,10 @@ class TieredOptimizer(Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """The same as `engine.step()`: counts a micro-batch, and updates at an accumulation boundary."""
         if closure is not None:
-            raise ModelError("Closures re-run forward and backward inside step(), which an offloaded update cannot do.")
+            raise ModelError(
+                "step(closure) runs forward and backward inside step(), which an offloaded update cannot do. Call "
+                "engine(batch) and engine.backward(loss) first, then step() without a closure."
+            )
         self._take_step()
         return None
 

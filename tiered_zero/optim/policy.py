@@ -326,7 +326,7 @@ class OverlappedPolicy(UpdatePolicy):
         if self._open is not None:
             self.check()
             raise ModelError(
-                f"{act} before step(), but their update has begun in backward, as it does where nothing is clipped or "
+                f"{act} before step(), but the update has begun in backward, as it does where nothing is clipped or "
                 'checked. Call step() first, or set "tiered_zero": {"optimizer_in_backward": false} or {"update": '
                 '"barrier"}.'
             )
