@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+import tiered_zero
 from tests.fakes.slow_tier import SlowTier
 from tests.fakes.tier_rig import make_runtime
 from tests.fakes.units import flat_of, make_params, make_unit
@@ -564,3 +565,14 @@ def test_copies_come_from_wherever_the_bytes_are() -> None:
         world.pager.stop_copying()
         assert flushed == [1]
         assert world.pager.copy_of(world.params[0][0]) is None
+
+
+@pytest.mark.parametrize("name", ["data", "T"])
+def test_an_attribute_is_named_as_the_user_wrote_it(name: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    zero = {"stage": 3, "offload_param": {"device": "cpu"}, "stage3_param_persistence_threshold": 0}
+    optimizer = {"type": "SGD", "params": {"lr": 0.1}}
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": optimizer, "zero_optimization": zero}
+    engine, *_ = tiered_zero.initialize(model=model, config=config)
+    with engine, pytest.raises(ParameterAwayError, match=rf"^\.{name} needs the bytes of parameter '0\.weight'"):
+        getattr(model[0].weight, name)

@@ -27,9 +27,9 @@ def away_error(function: str, param: str, tier: str, dtype: torch.dtype, device:
             "engine.module.state_dict()."
         )
     return ParameterAwayError(
-        f"{function} needs the bytes of parameter {param!r}, which rest on tier {tier} between uses. Read or change it "
-        "inside `with tiered_zero.gathered(param):`, or use it in the forward of a module, which is called as "
-        "module(...); engine.module.state_dict() has a copy."
+        f"{function} needs the bytes of parameter {param!r}, which rest on tier {tier} between uses. Read it inside "
+        "`with tiered_zero.gathered(param):` (modify=True to change it), or use it in the forward of a module, which "
+        "is called as module(...); engine.module.state_dict() has a copy."
     )
 
 

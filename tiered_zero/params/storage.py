@@ -194,7 +194,7 @@ class AwayParameter(nn.Parameter):
                 if func is torch.Tensor.detach and (copy := lender.copy_of(param)) is not None:
                     return copy
                 others = [p for p in used[:index] + used[index + 1 :] if lender_of(p) is lender]
-                lender.demand([param, *others], getattr(func, "__name__", str(func)))
+                lender.demand([param, *others], _name_of(func))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **keywords)
 
@@ -246,6 +246,12 @@ def _keeps(func: Callable[..., Any], param: nn.Parameter, args: Sequence[Any], k
     with torch._C.DisableTorchFunctionSubclass():
         probe = torch.empty(0, dtype=param.dtype, device=param.device)
         return func(probe, *args, **keywords) is probe
+
+
+def _name_of(func: Any) -> str:
+    """As the user wrote it: `mul`, or `.data` for the getter of an attribute."""
+    name = getattr(func, "__name__", str(func))
+    return f".{getattr(func.__self__, '__name__', name)}" if name in ("__get__", "__set__") else name
 
 
 def _is_metadata(func: Callable[..., Any]) -> bool:
