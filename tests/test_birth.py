@@ -19,7 +19,7 @@ from tests.fakes.io_faults import Fault
 from tiered_zero.errors import TransferError
 from tiered_zero.params.storage import lender_of
 
-pytestmark = [pytest.mark.usefixtures("one_thread", "no_leaks"), pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.usefixtures("one_thread", "no_leaks")]
 
 PLACEMENTS = [(param, state) for param in ("none", "cpu", "nvme") for state in ("none", "cpu", "nvme")]
 

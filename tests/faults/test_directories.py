@@ -28,7 +28,7 @@ from tiered_zero.io.select import select_engine
 from tiered_zero.layout import swap_bytes
 from tiered_zero.store import stripes
 
-pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("no_leaks")]
+pytestmark = [pytest.mark.usefixtures("no_leaks")]
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from tests.faults.test_rot import punch
 from tests.parity.trainers import adamw, tiered
 from tiered_zero.errors import StoreError
 
-pytestmark = [pytest.mark.timeout(100), pytest.mark.usefixtures("no_leaks")]
+pytestmark = [pytest.mark.usefixtures("no_leaks")]
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from tests.faults.conftest import Tell
 from tiered_zero.errors import ConfigError, StoreError, TransferError
 from tiered_zero.store.runs import list_runs
 
-pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("no_leaks")]
+pytestmark = [pytest.mark.usefixtures("no_leaks")]
 
 every_policy = pytest.mark.parametrize("policy", POLICIES)
 

@@ -25,7 +25,7 @@ from tests.fakes.io_faults import flip_in_file
 from tests.faults.conftest import Tell
 from tiered_zero.errors import CorruptionError, TieredZeroError
 
-pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("no_leaks")]
+pytestmark = [pytest.mark.usefixtures("no_leaks")]
 
 every_policy = pytest.mark.parametrize("policy", POLICIES)
 NO_LIBC = ctypes.CDLL(None, use_errno=True)

@@ -22,7 +22,7 @@ from tests.fakes.faulty_runs import (
 )
 from tests.faults.conftest import Tell
 
-pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("no_leaks")]
+pytestmark = [pytest.mark.usefixtures("no_leaks")]
 
 TIMEOUT_S = 0.4
 STALLS = {

@@ -47,7 +47,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     return found
 
 
-@pytest.mark.timeout(110)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("case", [*MENDED, *RAISED])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_run_on_failing_system_calls(engine: str, case: str, outcomes: Outcomes, tell: Tell) -> None:

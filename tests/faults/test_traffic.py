@@ -14,7 +14,7 @@ from tests.parity.models import ParityGPT, batch, named_weights
 from tests.parity.trainers import Plain
 from tiered_zero.sizes import MIB
 
-pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("no_leaks")]
+pytestmark = [pytest.mark.usefixtures("no_leaks")]
 
 ADAM_ARRAYS = 3
 """fp32 arrays a parameter: the master and two moments."""

@@ -25,7 +25,7 @@ from tiered_zero.io.select import select_engine
 from tiered_zero.store.swap_dir import SwapDir
 from tiered_zero.store.swap_store import SwapStore
 
-pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("no_leaks")]
+pytestmark = [pytest.mark.usefixtures("no_leaks")]
 
 STEP = 2
 """The step (from 0) in which a fault is armed."""

@@ -278,8 +278,10 @@ def _delete(hold: _Hold) -> None:
         try:
             remove_files(hold.directory, keep=OWNER_NAME)
         except OSError:  # the table of descriptors may have been full, and has room once the lock is closed
-            hold.unlock()
-            remove_files(hold.directory, keep=OWNER_NAME)
+            if hold.lock >= 0:
+                hold.unlock()
+                remove_files(hold.directory, keep=OWNER_NAME)
+            # else it was full when the lock was to be made: nothing is in the directory yet, or rmdir fails
         unlink_missing_ok(OWNER_NAME, hold.directory)
     hold.close()
     with suppress(FileNotFoundError):
