@@ -223,6 +223,21 @@ def test_ctrl_c_at_any_time(placement: tuple[str, str], born_on_meta: bool, swap
     case.train()
 
 
+@pytest.mark.parametrize("name", ["_is_metadata", "_watch_state_dict", "_redirected", "register"])
+@pytest.mark.parametrize("placement", [("none", "cpu"), ("cpu", "none")], ids="-".join)
+def test_ctrl_c_between_an_effect_and_what_undoes_it(placement: tuple[str, str], name: str, swap_path: Path) -> None:
+    case = Case(swap_path, placement, True, born_on_meta=False)
+    with interrupted(0) as calls:
+        engine = case.give_birth()
+    engine.close()
+    found = [number for number, call in enumerate(calls, 1) if call.endswith(f".{name}")]
+    case = Case(swap_path, placement, True, born_on_meta=False)
+    for at_call in found[-1:]:
+        with pytest.raises(KeyboardInterrupt), interrupted(at_call):
+            case.give_birth()
+        case.check()
+
+
 def test_a_loader_that_cannot_be_made(swap_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(swap_path, ("nvme", "nvme"), True, born_on_meta=True)
     monkeypatch.setattr("tiered_zero.api.DataLoader", lambda *_args, **_options: 1 / 0)

@@ -144,12 +144,14 @@ def _build(draft: Draft, lr_scheduler: Any) -> Engine:
             [pager.storage(unit) for unit in trainable],
             gradients,
         )
-        resources.callback(visible_gradients.close)
+        resources.callback(visible_gradients.close)  # before the effect, for an interrupt may come between the two
+        visible_gradients.open()
         arrivals = GradientArrivals(
             gradients, config.gradient_accumulation_steps, scaler is not None, visible_gradients.show
         )
         hooks = ModuleHooks(draft.model, draft.units, pager, arrivals.take if draft.trains else _refuse_gradient)
         resources.callback(hooks.remove)
+        hooks.install()
         stepper = StreamingStepper(
             draft.layouts, draft.rule, inventory, runtime, tiers.state_staging, lambda unit: pager.storage(unit).flat
         )
@@ -169,8 +171,8 @@ def _build(draft: Draft, lr_scheduler: Any) -> Engine:
             keeper=keeper,
             policy=policy,
         )
-        values.register()
         resources.callback(values.unregister)  # and holds it
+        values.register()
 
         def complete(unit: Unit) -> None:
             pager.finish_gradients(unit)
@@ -205,9 +207,9 @@ def _build(draft: Draft, lr_scheduler: Any) -> Engine:
             )
         )
         built.append(engine)
+        own_state = draft.source.state
         if handle is not None:
-            draft.source.state.clear()
-            resources.callback(handle.connect(state, policy))
+            handle.connect(state, policy, resources.callback)
         engine_ref = weakref.ref(engine)  # a pager that held its engine would keep it from being forgotten
 
         def recover() -> None:
@@ -221,6 +223,8 @@ def _build(draft: Draft, lr_scheduler: Any) -> Engine:
 
         pager.recover, pager.before_reading = recover, before_reading
         originals.drop()
+        if handle is not None:
+            own_state.clear()  # the optimizer has it again when the engine ends
     return_free_memory()
     return engine
 

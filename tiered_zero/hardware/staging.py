@@ -56,7 +56,7 @@ class Lease:
 
 @final
 class StagingPool:
-    """`count` buffers of `buffer_nbytes` in one slot of the arena. free + leased == count, always. Any thread."""
+    """`count` buffers of `buffer_nbytes` in one slot of the arena. Any thread."""
 
     def __init__(
         self,
@@ -76,8 +76,8 @@ class StagingPool:
         self._timeout_s = timeout_s
         self._slot = arena.take(self.buffer_nbytes * count, kind)
         self._changed = threading.Condition()
-        self._free = list(range(count))
         self._leased: dict[int, Lease] = {}
+        """All others are free: one act lends a buffer or takes it back, so an interrupt loses none."""
         self._closed = False
 
     @property
@@ -87,7 +87,7 @@ class StagingPool:
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        return self.count - len(self._leased)
 
     def lease_nowait(self, nbytes: int, holder: str = "") -> Lease | None:
         """A buffer if one is free now. Raises BudgetError where `nbytes` is more than a buffer."""
@@ -105,7 +105,7 @@ class StagingPool:
             if (lease := self._lend(nbytes, holder)) is not None:
                 return lease
             with self._recorder.span(lane, "wait_lease", f"{self.kind} {holder}".strip()):
-                in_time = self._changed.wait_for(lambda: self._free or self._closed, self._timeout_s)
+                in_time = self._changed.wait_for(lambda: self.num_free or self._closed, self._timeout_s)
             if not in_time:
                 raise BudgetError(self._describe_deadlock(holder))
             lease = self._lend(nbytes, holder)
@@ -117,9 +117,8 @@ class StagingPool:
         with self._changed:
             for lease in self._leased.values():
                 lease.tensor, lease.memory = lease.tensor[:0], lease.memory[:0]
-            self._leased = {}
-            self._free = list(range(self.count))
             self._changed.notify_all()
+            self._leased = {}
 
     def holders(self) -> list[tuple[str, float]]:
         """Who holds buffers, each with the lease's age in seconds, oldest first."""
@@ -143,31 +142,26 @@ class StagingPool:
         """Under the lock."""
         if self._closed:
             raise BudgetError(f"the {self.kind} buffers are closed; {holder or 'a caller'} asked for one")
-        if not self._free:
+        index = next((index for index in range(self.count) if index not in self._leased), None)
+        if index is None:
             return None
-        index = self._free.pop()
         start = index * self.buffer_nbytes
         end = start + align_up(max(nbytes, 1), PAGE_NBYTES)
         holder = holder or threading.current_thread().name
         lease = Lease(self, index, holder, self._slot.tensor[start:end], self._slot.memory[start:end])
         self._leased[index] = lease
-        self._check_count()
         return lease
 
     def _take_back(self, lease: Lease, index: int) -> None:
         with self._changed:
             if self._leased.get(index) is not lease:
                 return
+            self._changed.notify()  # who is woken goes on once the lock is free
             del self._leased[index]
+            tensor = lease.tensor
+            lease.tensor, lease.memory = tensor[:0], lease.memory[:0]
             if not self._closed:
-                self._arena.poison(lease.tensor)
-            lease.tensor, lease.memory = lease.tensor[:0], lease.memory[:0]
-            self._free.append(index)
-            self._check_count()
-            self._changed.notify()
-
-    def _check_count(self) -> None:
-        assert len(self._free) + len(self._leased) == self.count, f"{self.kind}: a buffer is lost or lent twice"
+                self._arena.poison(tensor)
 
     def _check_size(self, nbytes: int) -> None:
         if nbytes > self.buffer_nbytes:

@@ -56,18 +56,15 @@ class TieredOptimizer(Optimizer):
     def cur_scale(self) -> float:
         return self._loss_scale()
 
-    def connect(self, state: OptimizerState, policy: UpdatePolicy) -> Callable[[], None]:
+    def connect(
+        self, state: OptimizerState, policy: UpdatePolicy, at_end: Callable[[Callable[[], None]], None]
+    ) -> None:
         """The run is built: state is read from and written to its tiers from now on, and calls of the user's own
-        optimizer come here. Returns what ends that."""
+        optimizer come here. `at_end` is given the acts that end that, each before what it ends begins."""
         access = self._access = StateAccess(state, policy, self.param_groups)
+        at_end(access.close)
         self.state = access  # type: ignore[assignment]
-        restore = _redirect(self._source, self)
-
-        def disconnect() -> None:
-            access.close()
-            restore()
-
-        return disconnect
+        _redirect(self._source, self, at_end)
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """The same as `engine.step()`: counts a micro-batch, and updates at an accumulation boundary."""
@@ -200,23 +197,24 @@ _HOOKS = (
 _REDIRECTED = ("step", "zero_grad", "state_dict", "load_state_dict", "add_param_group")
 
 
-def _redirect(source: Optimizer, handle: TieredOptimizer) -> Callable[[], None]:
-    """Send the calls of the user's own instance to `handle`, whose class says what they mean here. Returns what undoes
-    that. The user's instance does not keep the engine alive."""
+def _redirect(source: Optimizer, handle: TieredOptimizer, at_end: Callable[[Callable[[], None]], None]) -> None:
+    """Send the calls of the user's own instance to `handle`, whose class says what they mean here. `at_end` is given
+    what undoes that. The user's instance does not keep the engine alive."""
     owner = weakref.ref(handle)
     before = {name: vars(source)[name] for name in _REDIRECTED if name in vars(source)}
     redirects = {name: MethodType(_redirected(name, owner), source) for name in _REDIRECTED}
-    vars(source).update(redirects)
-    source.state = handle.state
+    own_state = source.state
 
     def restore() -> None:
         for name, redirect in redirects.items():
             if vars(source).get(name) is redirect:
                 del vars(source)[name]
                 vars(source).update({name: before[name]} if name in before else {})
-        source.state = defaultdict(dict)
+        source.state = own_state
 
-    return restore
+    at_end(restore)
+    vars(source).update(redirects)
+    source.state = handle.state
 
 
 def _redirected(name: str, owner: weakref.ref[TieredOptimizer]) -> Callable[..., Any]:

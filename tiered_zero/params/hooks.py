@@ -39,7 +39,8 @@ class _Hook:
     """A hook of ours on a module. A copy or a pickle of the module has a callable in its place that does nothing, and
     needs nothing of this package."""
 
-    def __init__(self, act: Callable[..., None]) -> None:
+    def __init__(self, owner: ModuleHooks, act: Callable[..., None]) -> None:
+        self.owner = owner
         self._act = act
 
     def __call__(self, *args: Any) -> None:
@@ -76,7 +77,8 @@ def _hide_from_compiler() -> None:
 
 
 class ModuleHooks:
-    """Installed once on a model; `remove` takes everything off again.
+    """`install`, once, puts them on a model; `remove` takes everything off again, also what an interrupted `install`
+    has left.
 
     [Note: Frames of modules]
     Modules that own units (and the root) lend them for the length of their forward. Every other module with parameters
@@ -87,7 +89,11 @@ class ModuleHooks:
     def __init__(self, model: nn.Module, units: Sequence[Unit], pager: Pager, on_gradient: GradientSink) -> None:
         self._pager = pager
         self._handles: list[Any] = []
+        self._is_partial = False
+        """Whether there may be hooks without a handle in `_handles`."""
         self._model = model
+        self._units = units
+        self._take = runs_outside_modes(on_gradient)
         self._is_open = False
         """Whether a module runs that was called directly, past the engine, and in which thread."""
         self._opener = 0
@@ -98,16 +104,12 @@ class ModuleHooks:
         self._slots = ParameterSlots(model)
         self._frozen = {name: param for name, param in model.named_parameters() if not param.requires_grad}
         _hide_from_compiler()
-        try:
-            self._install(model, units, on_gradient)
-        except BaseException:
-            self.remove()
-            raise
 
-    def _install(self, model: nn.Module, units: Sequence[Unit], on_gradient: GradientSink) -> None:
-        modules = dict(model.named_modules())
+    def install(self) -> None:
+        self._is_partial = True
+        modules = dict(self._model.named_modules())
         by_module: dict[str, list[Unit]] = defaultdict(list)
-        for unit in units:
+        for unit in self._units:
             by_module[unit.module].append(unit)
         by_module[""] += []  # also a root without parameters of its own: functions that its forward calls demand them
         for name, module in modules.items():
@@ -115,21 +117,43 @@ class ModuleHooks:
                 self._watch_forward(module, tuple(by_module[name]))
             elif next(module.parameters(), None) is not None:
                 self._watch_direct_call(module)
-        for module in model.modules():
+        for module in modules.values():
             self._watch_state_dict(module)
-        take = runs_outside_modes(on_gradient)
-        for param in model.parameters():
+        for param in self._model.parameters():
             if param.requires_grad:
-                handle = param.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
+                handle = param.register_post_accumulate_grad_hook(self._take)  # type: ignore[no-untyped-call]
                 hooks = param._post_accumulate_grad_hooks
                 assert hooks is not None, "one was just registered"
                 hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
                 self._handles.append(handle)
+        self._is_partial = False
 
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        if self._is_partial:
+            self._sweep()
+            self._is_partial = False
+
+    def _sweep(self) -> None:
+        """Take off every hook of ours that the model has, by what it is: torch registers one before it gives us the
+        handle."""
+        for module in self._model.modules():
+            tables = [table for name, table in vars(module).items() if "_hooks" in name and isinstance(table, dict)]
+            own = {key for table in tables for key, hook in table.items() if self._is_own(hook)}
+            for table in tables:
+                for key in own & table.keys():
+                    del table[key]
+        for param in self._model.parameters():
+            with torch._C.DisableTorchFunctionSubclass():
+                hooks = param._post_accumulate_grad_hooks or {}
+            for key in [key for key, hook in hooks.items() if hook is self._take]:
+                del hooks[key]
+
+    def _is_own(self, hook: Any) -> bool:
+        hook = getattr(hook, "hook", hook)  # torch wraps those of load_state_dict
+        return isinstance(hook, _Hook) and hook.owner is self
 
     def abort(self) -> None:
         """No forward runs any more: what one that was interrupted has left on autograd's stack of hooks goes."""
@@ -264,8 +288,8 @@ class ModuleHooks:
         """First of all pre-hooks, so that others find the parameters, and one that raises leaves a frame behind for
         `after`, which is called all the same: a frame ends also when the module raises (or a recomputation stops
         early, which raises too)."""
-        self._handles.append(module.register_forward_pre_hook(_ForwardHook(before), prepend=True))
-        self._handles.append(module.register_forward_hook(_ForwardHook(after), always_call=True))
+        self._handles.append(module.register_forward_pre_hook(_ForwardHook(self, before), prepend=True))
+        self._handles.append(module.register_forward_hook(_ForwardHook(self, after), always_call=True))
 
     def _watch_state_dict(self, module: nn.Module) -> None:
         """state_dict() gives CPU copies of real shape; load_state_dict() finds its parameters lent, and writes them
@@ -298,8 +322,8 @@ class ModuleHooks:
             loans.pop().__exit__(None, None, None)
 
         loans: list[AbstractContextManager[None]] = []
-        self._handles.append(module.register_state_dict_pre_hook(_Hook(before_save)))  # type: ignore[no-untyped-call]
-        self._handles.append(module.register_state_dict_post_hook(_Hook(after_save)))  # type: ignore[no-untyped-call]
+        self._handles.append(module.register_state_dict_pre_hook(_Hook(self, before_save)))  # type: ignore[no-untyped-call]
+        self._handles.append(module.register_state_dict_post_hook(_Hook(self, after_save)))  # type: ignore[no-untyped-call]
         if params:
-            self._handles.append(module.register_load_state_dict_pre_hook(_Hook(before_load)))  # type: ignore[no-untyped-call]
-            self._handles.append(module.register_load_state_dict_post_hook(_Hook(after_load)))  # type: ignore[no-untyped-call]
+            self._handles.append(module.register_load_state_dict_pre_hook(_Hook(self, before_load)))  # type: ignore[no-untyped-call]
+            self._handles.append(module.register_load_state_dict_post_hook(_Hook(self, after_load)))  # type: ignore[no-untyped-call]

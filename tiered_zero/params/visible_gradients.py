@@ -25,8 +25,10 @@ class VisibleGradients:
         self._params = tuple(params)
         self._storages = tuple(storages)
         self._home = home
+
+    def open(self) -> None:
         for param in self._params:
-            set_gradient_home(param, home)
+            set_gradient_home(param, self._home)
 
     def show(self) -> None:
         """A forward or a backward has ended."""
