@@ -61,3 +61,39 @@ def test_a_backward_that_breaks_off_before_any_update_is_a_step_left_out(tier: s
                     losses.append(loss.item())
         found.append(losses)
     assert len(found[0]) == 3 and found[0] == found[1]
+
+
+def test_a_step_that_is_interrupted_as_it_begins_is_left_out(swap_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever catches it repeats the batch: gradients of the first try must not be added."""
+    config = {
+        "train_batch_size": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": str(swap_path)}},
+        "tiered_zero": {"device": "cpu", "update": "barrier"},
+    }
+    x = torch.randn(2, 64, generator=torch.Generator().manual_seed(1))
+    found = []
+    for interrupted in (False, True):
+        torch.manual_seed(0)
+        with tiered_zero.initialize(model=nn.Linear(64, 64), config=config)[0] as engine:
+            for _ in range(2):
+                engine.backward(engine(x).pow(2).mean())
+                if interrupted:
+                    check = type(engine)._check_trains
+                    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+                        patch.setattr(type(engine), "_check_trains", _raise_after(check))
+                        engine.step()
+                    engine.backward(engine(x).pow(2).mean())
+                engine.step()
+            assert engine.global_steps == 2
+            found.append((engine.get_global_grad_norm(), engine.module.state_dict()))
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(value, found[1][1][name]) for name, value in found[0][1].items())
+
+
+def _raise_after(check: Any) -> Any:
+    def checked(engine: Any) -> None:
+        check(engine)
+        raise MemoryError
+
+    return checked

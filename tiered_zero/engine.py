@@ -28,7 +28,7 @@ from tiered_zero.engine_parts import (
     end_open_update,
     what_happened,
 )
-from tiered_zero.errors import ModelError, NonFiniteError
+from tiered_zero.errors import ModelError, NonFiniteError, TieredZeroError
 from tiered_zero.grads.verdict import Verdict, judge
 from tiered_zero.hardware.process import OwnProcess
 from tiered_zero.optim.handle import TieredOptimizer
@@ -40,7 +40,6 @@ logger = logging.getLogger("tiered_zero")
 
 MAX_SKIPPED_IN_A_ROW = 100
 
-
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 _Method = Callable[Concatenate["Engine", _Arguments], _Result]
@@ -51,14 +50,16 @@ def _on_one_thread(method: _Method[_Arguments, _Result]) -> _Method[_Arguments, 
 
     @wraps(method)
     def entered(self: Engine, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-        is_made = False
+        is_made, num_before = False, self._micro_steps
         try:
             with self._parts.pager.driver.entered(f"engine.{method.__name__}()"):
                 result = method(self, *args, **kwargs)
                 is_made = True
             return result
-        except BaseException:
-            if is_made and method.__name__ == "backward":  # nobody can know that it is: it will be called again
+        except BaseException as error:
+            # a caller cannot know that backward was made, or that step() had not begun, and gives the batch again
+            not_begun = self._micro_steps == num_before and not isinstance(error, TieredZeroError)
+            if (method.__name__ == "backward" and is_made) or (method.__name__ == "step" and not_begun):
                 self._phase = Phase.BACKWARD
                 self._recover()
             raise
@@ -98,8 +99,7 @@ class Engine(DeepSpeedNames):
         self._nonfinite_in_a_row = 0
         self._verdict: Verdict | None = None
         self._report: StepReport | None = None
-        self._step_start_s = time.perf_counter()
-        self._losses: list[torch.Tensor] = []
+        self._step_start_s, self._losses = time.perf_counter(), list[torch.Tensor]()
         parts.gradients.hidden = self._why_hidden(False)
         self._tokens = 0
         self.global_steps = 0
