@@ -72,7 +72,7 @@ def test_the_words_are_the_same_too() -> None:
     free = "free there"
     lines = [line for line in alone.stdout.splitlines() if free not in line]
     assert lines == [line for line in package.stdout.splitlines() if free not in line]
-    assert len(lines) == len(alone.stdout.splitlines()) - 1 and any("TB a day" in line for line in lines)
+    assert len(lines) == len(alone.stdout.splitlines()) - 1 and any("TB per day" in line for line in lines)
 
 
 def test_two_files_are_enough(tmp_path: Path) -> None:
