@@ -43,7 +43,7 @@ class FullValues:
     policy: UpdatePolicy
 
     def register(self) -> None:
-        """From now on `full_values_of` finds this, while somebody holds it."""
+        """Let `full_values_of` find this, as long as it is referenced."""
         _of_pager[self.pager] = weakref.ref(self)
 
     def unregister(self) -> None:

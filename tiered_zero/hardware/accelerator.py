@@ -58,7 +58,7 @@ class Lane(ABC):
         """Run `job` on this lane's thread and stream, after all earlier jobs and after `after`.
 
         `holds`: device tensors that the job reads or writes, referenced until it is launched. Free their memory only
-        after `wait_on_compute(event)` or `event.wait()`: the allocator is told of no other stream than compute.
+        after `wait_on_compute(event)` or `event.wait()`: the allocator knows of no stream but compute.
         `waits`: False of a job that waits for nothing but `after`. Where the device is the CPU and nothing is before
         it, it runs at once on the calling thread: beside compute it would only take one of its cores.
         Returns the event of the job's completion on the device. Any thread.

@@ -165,7 +165,7 @@ class WorkerLane(Lane):
         with self._running:
             marker, failure = self._perform(work)
         if failure is not None and not isinstance(failure.error, Exception):
-            failure.collected = True  # the caller's own KeyboardInterrupt: raised here, and at nobody's later wait
+            failure.collected = True  # the caller's own KeyboardInterrupt: raised here, and by no later wait
             raise failure.error
         work.event.finish_launch(marker, failure)
         return work.event

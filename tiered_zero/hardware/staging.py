@@ -113,7 +113,7 @@ class StagingPool:
             return lease
 
     def reclaim(self) -> None:
-        """Nothing is under way, so whoever held a buffer was broken off: all are free."""
+        """Free every buffer. Called when no transfer is under way: what still holds one was interrupted."""
         with self._changed:
             for lease in self._leased.values():
                 lease.tensor, lease.memory = lease.tensor[:0], lease.memory[:0]

@@ -25,7 +25,7 @@ class Work:
     behind the scenes). `raw`: [n] uint8, its state, in place or staged. `lease`: staged state, then the staged 16-bit
     parameters. `reads`: the transfers that fill the state and, where masters need them, the parameters. `outs`: where
     the rule writes each segment's parameters: [numel] of the unit's dtype. `handed`: which staged parameters, by their
-    first byte in the unit, are handed over until they are written. `is_last`: nobody needs its state any more.
+    first byte in the unit, are handed over until they are written. `is_last`: its state is not read again.
     """
 
     subgroup: SubGroup

@@ -89,7 +89,7 @@ class UpdatePolicy(ABC):
 
     @abstractmethod
     def apply(self, gradients: StepGradients, grad_scale: float) -> None:
-        """Run the update of the prepared step now, or see to it that nobody reads weights that wait for it. What breaks
+        """Run the update of the prepared step now, or block every read of weights that wait for it. What breaks
         this off leaves half an update: the caller then calls `latch`."""
 
     @abstractmethod
@@ -119,7 +119,7 @@ class UpdatePolicy(ABC):
         return
 
     def latch(self, why: str) -> None:
-        """A change of weights or state was broken off: nothing goes on from them. Wakes whoever waits for them. Call
+        """Latch after an interrupted change of weights or state. Wakes every thread that waits for them. Call
         `give_up` and drain the lanes before, and `check` raises from now on."""
         if self.failure is None:
             self.failure = LatchedError(why)
@@ -153,7 +153,7 @@ class UpdatePolicy(ABC):
             self._stepper.forget_ahead()
 
     def finalize(self) -> None:
-        """The engine ends: return when the last update is made as far as somebody can see it, which is in parameters
+        """The engine ends: return when the last update is made as far as it can be seen, which is in parameters
         that rest on the device. Raises as `flush`."""
         self._stepper.end()
         self.flush()

@@ -125,7 +125,7 @@ class StreamingStepper:
         self._ahead.forget()
 
     def end(self) -> None:
-        """The engine ends, and nobody will see state, or parameters off the device, any more: give up what only makes
+        """The engine ends, and state and parameters off the device are not read again: give up what only makes
         those, of a step under way too. Any thread."""
         self._ending.set()
 

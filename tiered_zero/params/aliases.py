@@ -1,7 +1,7 @@
 """What the parameters of a model must be like to be moved between tiers, checked before anything is allocated.
 
 A parameter becomes a view of its unit's flat. What shared its memory until then (another parameter, a buffer, a
-detached view that somebody keeps) would silently stay behind with the old values.
+detached view that is still referenced) would silently stay behind with the old values.
 """
 
 from __future__ import annotations

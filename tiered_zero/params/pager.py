@@ -77,7 +77,7 @@ class Pager(PagerState):
             self._retire(residency)
 
     def lend(self, residency: Residency) -> Loan:
-        """As `acquire`, outside of forward and backward. Ends by `end_loan`, or when nobody holds it any more."""
+        """As `acquire`, outside of forward and backward. Ends by `end_loan`, or when its last reference goes."""
         residency.loans.add(loan := Loan(residency))
         self.acquire(residency.unit)
         return loan
@@ -229,7 +229,7 @@ class Pager(PagerState):
         self.refuse_changes(late=True)
 
     def end_update(self) -> None:
-        """Units that live on the device and were lent meanwhile have their new values."""
+        """Resident units that were acquired during the update have their new values."""
         for residency in self._residencies.values():
             if residency.state is UnitState.LENT and self.is_device_resident(residency.unit):
                 residency.storage.begin_watch()

@@ -1,4 +1,4 @@
-"""What a user is told who asks for a parameter that cannot be had now."""
+"""Messages for parameters whose bytes cannot be read now."""
 
 from __future__ import annotations
 

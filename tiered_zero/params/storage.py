@@ -10,7 +10,7 @@ unit is lent they are plain `Parameter`s again and cost nothing.
 [Note: Writes through .data]
 `param.data.mul_()` moves no version counter. So a few elements of each parameter are compared, bit for bit, between
 `expose` and `end_change`: a scaling, a clamp or a mask of the whole parameter is found, a write to single elements
-perhaps not. On a GPU the result is left there until the next step looks at it (`late_change`), so that nobody waits.
+perhaps not. On a GPU the result is left there until the next step looks at it (`late_change`), so that no thread waits.
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ class AwayParameter(nn.Parameter):
         return self.__reduce_ex__(protocol)
 
     def as_subclass(self, cls: type[Any]) -> Any:
-        """torch asks nobody here."""
+        """torch does not dispatch here."""
         _lenders[self].demand([self], "as_subclass")
         return self.as_subclass(cls)
 

@@ -30,7 +30,7 @@ def make_missing(groups: Iterable[Sequence[str]]) -> Iterator[None]:
         yield
     except BaseException:
         for path in reversed(made):
-            with suppress(OSError):  # somebody else's by now, or in use
+            with suppress(OSError):  # another process's by now, or in use
                 path.rmdir()
         raise
 

@@ -110,7 +110,7 @@ def collect_garbage(
         try:
             found.append(_collect(run, dry_run, committed, unknown))
         except FileNotFoundError:
-            found.append(Collected(run, False, "it was removed meanwhile"))
+            found.append(Collected(run, False, "it was removed by another process"))
         except (OSError, StoreError) as error:
             found.append(Collected(run, False, f"cannot be removed: {error_text(error)}"))
     return found
@@ -146,7 +146,7 @@ def _collect(run: RunInfo, dry_run: bool, committed: bool, unknown: bool) -> Col
 
 
 def _take_lock(dir_fd: int, uid: int, unknown: bool) -> int:
-    """The descriptor of the locked owner file, held to the end: nobody can take the run over meanwhile. -1: there is no
+    """The descriptor of the locked owner file, held to the end: no other process can take the run over. -1: there is no
     such file, or (with `unknown`) none that can be locked. Raises OSError, StoreError."""
     try:
         fd = open_file(OWNER_NAME, dir_fd, uid=uid, flags=os.O_RDWR)
