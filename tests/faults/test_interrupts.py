@@ -43,19 +43,24 @@ def check(results: list[dict[str, Any]]) -> None:
     assert any(result["where"] for result in results), "nothing was broken off"
 
 
-@pytest.mark.skipif(bool(LONG), reason="the long form runs")
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("config", CONFIGS)
-def test_a_sample_of_lines(config: str, swap_path: Path) -> None:
-    calls = random.Random(config).sample(SAMPLE, 3)
-    check(run_batches(swap_path, [Batch(config, call, 2, kinds=KINDS) for call in calls]))
+LONG_CASES = [
+    (config, call)
+    for config in CONFIGS
+    for call in CALLS
+    if not (begins_in_backward(config) and call in ("zero_grad", "abort_step"))  # such a step cannot be given up
+]
 
+if LONG:
 
-@pytest.mark.skipif(not LONG, reason="TIERED_ZERO_INTERRUPTS is not set")
-@pytest.mark.timeout(36_000)
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("config", CONFIGS)
-def test_all_calls(config: str, call: str, swap_path: Path) -> None:
-    if begins_in_backward(config) and call in ("zero_grad", "abort_step"):
-        pytest.skip("such a step cannot be given up")
-    check(run_batches(swap_path, [Batch(config, call, 0 if LONG == "all" else int(LONG), kinds=KINDS)]))
+    @pytest.mark.timeout(36_000)
+    @pytest.mark.parametrize(("config", "call"), LONG_CASES)
+    def test_all_calls(config: str, call: str, swap_path: Path) -> None:
+        check(run_batches(swap_path, [Batch(config, call, 0 if LONG == "all" else int(LONG), kinds=KINDS)]))
+
+else:
+
+    @pytest.mark.timeout(300)
+    @pytest.mark.parametrize("config", CONFIGS)
+    def test_a_sample_of_lines(config: str, swap_path: Path) -> None:
+        calls = random.Random(config).sample(SAMPLE, 3)
+        check(run_batches(swap_path, [Batch(config, call, 2, kinds=KINDS) for call in calls]))
