@@ -373,6 +373,7 @@ class FlatStorage:
 
     def begin_watch(self) -> None:
         """Parameters are unchanged from now on."""
+        self._samples = None  # an interrupt leaves none of an earlier time to compare with
         self._versions = [param._version for param in self._params]
         self._samples = self._words.index_select(0, self._sampled)
 
