@@ -23,7 +23,14 @@ from tests.bad_inputs import held
 from tests.fakes.faulty_runs import faulty_disks
 from tests.fakes.io_faults import Fault
 from tiered_zero import engine as engine_module
-from tiered_zero.errors import ConfigError, LatchedError, ModelError, NonFiniteError, ParameterAwayError, TransferError
+from tiered_zero.errors import (
+    ConfigError,
+    EngineFailedError,
+    ModelError,
+    NonFiniteError,
+    ParameterOffloadedError,
+    TransferError,
+)
 
 ROOT = Path(__file__).parents[1]
 PLACEMENTS = (("none", "none"), ("cpu", "cpu"), ("nvme", "nvme"))
@@ -360,7 +367,7 @@ def test_a_failed_write_latches(update: str, swap_path: Path) -> None:
             engine.step,
             engine.optimizer.step,
         ):
-            with pytest.raises(LatchedError, match=r"An update failed .*Start again from the last checkpoint"):
+            with pytest.raises(EngineFailedError, match=r"An update failed .*Start again from the last checkpoint"):
                 use()
     assert os.listdir(swap_path) == []
 
@@ -377,7 +384,7 @@ def test_whoever_meets_a_failure_first_tells_what_happened(first: str, update: s
         engine.flush()
         happened = TransferError("write of 4096 bytes")
         happened.__cause__ = OSError(5, "Input/output error")
-        refusal = LatchedError("The swap store failed earlier")
+        refusal = EngineFailedError("The swap store failed earlier")
         refusal.__cause__ = happened
         engine._parts.policy.failure = refusal
         calls = {
@@ -391,7 +398,7 @@ def test_whoever_meets_a_failure_first_tells_what_happened(first: str, update: s
         assert caught.value is happened
         assert isinstance(happened.__cause__, OSError)
         for call in calls.values():
-            with pytest.raises(LatchedError, match="An update failed"):
+            with pytest.raises(EngineFailedError, match="An update failed"):
                 call()
 
 
@@ -470,7 +477,7 @@ def test_close(placement: tuple[str, str], swap_path: Path) -> None:
         return
     for use in (lambda: model.first.weight + 1, model.state_dict, lambda: model(batch(0)), lambda: _gather(model)):
         with pytest.raises(
-            ParameterAwayError, match=r"engine that is closed, and are gone\. Take engine\.module\.state_d"
+            ParameterOffloadedError, match=r"engine that is closed, and are gone\. Take engine\.module\.state_d"
         ):
             use()
     assert model.first.weight.shape == (16, 8)

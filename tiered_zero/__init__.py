@@ -20,17 +20,17 @@ if TYPE_CHECKING:
         BudgetError,
         ConfigError,
         CorruptionError,
-        LatchedError,
+        EngineFailedError,
         MissingNameError,
         ModelError,
         NonFiniteError,
-        ParameterAwayError,
+        ParameterOffloadedError,
         PlanError,
         StoreError,
         TieredZeroError,
         TransferError,
     )
-    from tiered_zero.params.lending import gathered
+    from tiered_zero.params.gather import gathered
     from tiered_zero.plan.planner import Plan
     from tiered_zero.script_arguments import add_config_arguments
 
@@ -44,7 +44,7 @@ _HOMES = {
     "DeepSpeedEngine": "engine:Engine",
     "init_distributed": "comm",
     "add_config_arguments": "script_arguments",
-    "gathered": "params.lending",
+    "gathered": "params.gather",
     "Plan": "plan.planner",
 }
 _MODULES = ("comm", "utils", "zero")
@@ -75,11 +75,11 @@ __all__ = [
     "CorruptionError",
     "DeepSpeedEngine",
     "Engine",
-    "LatchedError",
+    "EngineFailedError",
     "MissingNameError",
     "ModelError",
     "NonFiniteError",
-    "ParameterAwayError",
+    "ParameterOffloadedError",
     "Plan",
     "PlanError",
     "StoreError",

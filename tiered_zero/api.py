@@ -13,11 +13,11 @@ from torch.utils.data import DataLoader, Dataset
 from tiered_zero.assembly import build
 from tiered_zero.config.load import load
 from tiered_zero.deepspeed_engine import check_one_rank
-from tiered_zero.draft import draft_run
 from tiered_zero.engine import Engine
 from tiered_zero.errors import ConfigError, ModelError
 from tiered_zero.hardware.collectives import Collectives
-from tiered_zero.optim.handle import TieredOptimizer
+from tiered_zero.run_spec import specify_run
+from tiered_zero.update.handle import TieredOptimizer
 
 
 def initialize(
@@ -62,7 +62,7 @@ def initialize(
     if isinstance(config, (str, os.PathLike)) and not os.path.isfile(config):
         raise ConfigError(f"config: {os.fspath(config)} is not a file.")
     settings = load(config, args)
-    draft = draft_run(settings, model, optimizer, model_parameters)
+    run_spec = specify_run(settings, model, optimizer, model_parameters)
     collectives = Collectives()
     collectives.ensure_process_group(dist_init_required)
     loader = None
@@ -73,5 +73,5 @@ def initialize(
             collate_fn=collate_fn,
             drop_last=settings.dataloader_drop_last,
         )
-    engine = build(draft, lr_scheduler)
+    engine = build(run_spec, lr_scheduler)
     return engine, engine.optimizer, loader, engine.lr_scheduler

@@ -14,7 +14,6 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from tiered_zero.config.schema import Config
-from tiered_zero.draft import Draft, smaller_sub_groups, unused_tiers, wider_window
 from tiered_zero.engine import Engine
 from tiered_zero.engine_parts import NO_OPTIMIZER, Parts
 from tiered_zero.errors import ModelError, StoreError
@@ -22,9 +21,9 @@ from tiered_zero.full_values import FullValues
 from tiered_zero.grads.accumulator import GradientStore
 from tiered_zero.grads.arrivals import GradientArrivals
 from tiered_zero.grads.loss_scaler import LossScaler
-from tiered_zero.grads.norms import NormTaker
+from tiered_zero.grads.norms import GradNorm
 from tiered_zero.hardware.accelerator import Accelerator
-from tiered_zero.hardware.host_memory import HostArena, passing_zeros, return_free_memory, typed_view
+from tiered_zero.hardware.host_memory import HostArena, temporary_zeros, trim_malloc, typed_view
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.hardware.select import build_accelerator
 from tiered_zero.hardware.staging import StagingPool
@@ -34,22 +33,16 @@ from tiered_zero.io.preflight import preflight_directory
 from tiered_zero.io.select import select_engine
 from tiered_zero.io.watch import install_signal_dump
 from tiered_zero.layout.flat import FlatEntry, Unit
-from tiered_zero.optim.handle import TieredOptimizer
-from tiered_zero.optim.in_backward import BackwardStart
-from tiered_zero.optim.intake import make_scheduler, restored_on_error
-from tiered_zero.optim.masters import Masters
-from tiered_zero.optim.native_rule import open_kernel
-from tiered_zero.optim.optimizer_state import OptimizerState
-from tiered_zero.optim.policy import BarrierPolicy, DelayedPolicy, OverlappedPolicy, UpdatePolicy
-from tiered_zero.optim.stepper import StreamingStepper
-from tiered_zero.params.homes import HomeKeeper
+from tiered_zero.optim.kernel_rule import open_kernel
 from tiered_zero.params.hooks import ModuleHooks
 from tiered_zero.params.materialize import Materializer, WeightFiles
-from tiered_zero.params.originals import Originals
+from tiered_zero.params.offloaded_params import OffloadedParams
 from tiered_zero.params.pager import Pager
-from tiered_zero.params.residency import PagerLimits
+from tiered_zero.params.snapshot import ModelSnapshot
+from tiered_zero.params.unit_state import PagerLimits
 from tiered_zero.params.visible_gradients import VisibleGradients
 from tiered_zero.plan.planner import Plan, back_tier, gradient_nbytes
+from tiered_zero.run_spec import RunSpec, smaller_sub_groups, unused_tiers, wider_window
 from tiered_zero.store.new_parents import make_missing
 from tiered_zero.store.swap_dir import SwapDir
 from tiered_zero.store.swap_store import SwapStore
@@ -64,20 +57,27 @@ from tiered_zero.tiers.host import HostTier
 from tiered_zero.tiers.inventory import Home, Inventory, Owner
 from tiered_zero.tiers.nvme import NvmeTier
 from tiered_zero.tiers.tier import Tier
+from tiered_zero.update.eager import BackwardStart
+from tiered_zero.update.handle import TieredOptimizer
+from tiered_zero.update.masters import Masters
+from tiered_zero.update.optimizer_state import OptimizerState
+from tiered_zero.update.policy import BarrierPolicy, DelayedPolicy, OverlappedPolicy, UpdatePolicy
+from tiered_zero.update.stepper import StreamingStepper
+from tiered_zero.update.user_optimizer import make_scheduler, restored_on_error
 
 logger = logging.getLogger("tiered_zero")
 
 
-def build(draft: Draft, lr_scheduler: Any = None) -> Engine:
+def build(run_spec: RunSpec, lr_scheduler: Any = None) -> Engine:
     """Allocate what the plan says, give every parameter its home, and join the parts. On failure nothing is left
     behind.
     """
-    with make_missing(_nvme_paths(draft.config)):
-        return _build(draft, lr_scheduler)
+    with make_missing(_nvme_paths(run_spec.config)):
+        return _build(run_spec, lr_scheduler)
 
 
-def _build(draft: Draft, lr_scheduler: Any) -> Engine:
-    config, plan = draft.config, draft.plan
+def _build(run_spec: RunSpec, lr_scheduler: Any) -> Engine:
+    config, plan = run_spec.config, run_spec.plan
     warnings = [
         w
         for path in sorted({path for paths in _nvme_paths(config) for path in paths})
@@ -86,12 +86,12 @@ def _build(draft: Draft, lr_scheduler: Any) -> Engine:
     plan.check()
     weights = WeightFiles(config.tiered_zero.weights) if config.tiered_zero.weights else None
     if weights is not None:
-        warnings += weights.check(draft.model, draft.specs)
+        warnings += weights.check(run_spec.model, run_spec.specs)
     scaler = LossScaler.from_config(config.fp16) if config.fp16.enabled else None
-    with restored_on_error(draft.source.param_groups), Teardown() as resources:
+    with restored_on_error(run_spec.source.param_groups), Teardown() as resources:
         built: list[Engine] = []
-        handle = _make_handle(draft, built) if draft.trains else None
-        scheduler = make_scheduler(lr_scheduler, config.scheduler, handle, draft.source)
+        handle = _make_handle(run_spec, built) if run_spec.trains else None
+        scheduler = make_scheduler(lr_scheduler, config.scheduler, handle, run_spec.source)
         ledger = Ledger({tier: limit for tier, (limit, _) in plan.limits.items()})
         settings = config.tiered_zero
         accelerator = build_accelerator(
@@ -101,19 +101,19 @@ def _build(draft: Draft, lr_scheduler: Any) -> Engine:
         for name in ("gather", "reduce", "optimizer"):
             accelerator.lane(name)  # a thread that cannot be started fails here, not in mid-run
         runtime = Runtime(accelerator, ledger, Recorder())
-        own = (*smaller_sub_groups(config), *wider_window(draft), *unused_tiers(draft))
+        own = (*smaller_sub_groups(config), *wider_window(run_spec), *unused_tiers(run_spec))
         for line in (*config.notices, *warnings, *own):
             logger.warning("%s", line)
-        resources.callback(draft.rule.close)
+        resources.callback(run_spec.rule.close)
         torch.ones(1).sqrt()  # MKL's first square root is not safe among threads (pytorch#188792): take it alone
-        if draft.trains:
-            draft.rule.announce()
+        if run_spec.trains:
+            run_spec.rule.announce()
         else:
             logger.warning("There is no optimizer: this engine evaluates, and does not train.")
         logger.info("%s", plan.update_policy.text)
-        tiers = _Tiers(draft, runtime, resources)
+        tiers = _Tiers(run_spec, runtime, resources)
         inventory = Inventory()
-        for unit in draft.units:
+        for unit in run_spec.units:
             tier = tiers.for_params(plan.param_tiers[unit.index])
             if tier is not None:
                 slot = tier.reserve(f"param/{unit.index}", unit.nbytes, "param")
@@ -122,25 +122,25 @@ def _build(draft: Draft, lr_scheduler: Any) -> Engine:
             if plan.delayed and unit.trainable and back is not None:
                 slot = back.reserve(f"param_back/{unit.index}", unit.nbytes, "param_back")
                 inventory.place(unit, "param_back", Home(back, slot))
-        for layout in draft.layouts:
+        for layout in run_spec.layouts:
             tier = tiers.for_state(plan.state_tiers[layout.subgroup.index])
             slot = tier.reserve(f"state/{layout.subgroup.index}", layout.nbytes, "state")
             inventory.place(layout.subgroup, "state", Home(tier, slot))
-        masters = Masters(draft.layouts, inventory, tiers.state_staging)
+        masters = Masters(run_spec.layouts, inventory, tiers.state_staging)
         cuts = masters.cuts if masters.need_params else None
-        keeper = HomeKeeper(inventory, tiers.param_staging, masters.follow, cuts)
-        originals = Originals(draft.model, draft.specs)
-        resources.callback(originals.restore)
+        keeper = OffloadedParams(inventory, tiers.param_staging, masters.follow, cuts)
+        snapshot = ModelSnapshot(run_spec.model, run_spec.specs)
+        resources.callback(snapshot.restore)
         limits = PagerLimits(plan.live_nbytes, plan.prefetch_numel, plan.reuse_numel, plan.most_live_nbytes)
         pager = Pager(runtime, inventory, keeper, limits)
         resources.callback(pager.close)
         resources.callback(accelerator.close)  # where birth is interrupted, lanes end before the parameters go
-        _give_birth(draft, weights, originals, pager, keeper, masters, inventory, accelerator)
-        gradients = _make_gradients(draft, tiers, runtime)
+        materialize_model(run_spec, weights, snapshot, pager, keeper, masters, inventory, accelerator)
+        gradients = _make_gradients(run_spec, tiers, runtime)
         resources.callback(gradients.close)
-        trainable = [unit for unit in draft.units if unit.trainable]
+        trainable = [unit for unit in run_spec.units if unit.trainable]
         visible_gradients = VisibleGradients(
-            [param for unit in trainable for param in draft.params_of(unit)],
+            [param for unit in trainable for param in run_spec.params_of(unit)],
             [pager.storage(unit) for unit in trainable],
             gradients,
         )
@@ -149,22 +149,29 @@ def _build(draft: Draft, lr_scheduler: Any) -> Engine:
         arrivals = GradientArrivals(
             gradients, config.gradient_accumulation_steps, scaler is not None, visible_gradients.show
         )
-        hooks = ModuleHooks(draft.model, draft.units, pager, arrivals.take if draft.trains else _refuse_gradient)
+        hooks = ModuleHooks(
+            run_spec.model, run_spec.units, pager, arrivals.take if run_spec.trains else _refuse_gradient
+        )
         resources.callback(hooks.remove)
         hooks.install()
         stepper = StreamingStepper(
-            draft.layouts, draft.rule, inventory, runtime, tiers.state_staging, lambda unit: pager.storage(unit).flat
+            run_spec.layouts,
+            run_spec.rule,
+            inventory,
+            runtime,
+            tiers.state_staging,
+            lambda unit: pager.storage(unit).flat,
         )
-        named = {spec.name: param for param, spec in draft.specs.items()}
-        state = OptimizerState(named, draft.layouts, draft.rule, stepper, inventory, tiers.state_staging)
-        state.check(draft.source.state, draft.source.param_groups)
-        state.write(draft.source.state, draft.source.param_groups)
-        policy = _make_policy(draft, stepper, inventory, runtime, pager, gradients)
-        resources.callback(policy.forget_ahead)
+        named = {spec.name: param for param, spec in run_spec.specs.items()}
+        state = OptimizerState(named, run_spec.layouts, run_spec.rule, stepper, inventory, tiers.state_staging)
+        state.check(run_spec.source.state, run_spec.source.param_groups)
+        state.write(run_spec.source.state, run_spec.source.param_groups)
+        policy = _make_policy(run_spec, stepper, inventory, runtime, pager, gradients)
+        resources.callback(policy.cancel_prefetch)
         keeper.before_change = policy.settle
         values = FullValues(
             pager=pager,
-            layouts=draft.layouts,
+            layouts=run_spec.layouts,
             masters=masters,
             inventory=inventory,
             staging=tiers.state_staging,
@@ -190,7 +197,7 @@ def _build(draft: Draft, lr_scheduler: Any) -> Engine:
             Parts(
                 config,
                 plan,
-                draft.model,
+                run_spec.model,
                 handle,
                 scheduler,
                 scaler,
@@ -201,13 +208,13 @@ def _build(draft: Draft, lr_scheduler: Any) -> Engine:
                 visible_gradients,
                 policy,
                 runtime,
-                _make_observers(draft, handle, runtime, resources),
+                _make_observers(run_spec, handle, runtime, resources),
                 drain,
                 resources,
             )
         )
         built.append(engine)
-        own_state = draft.source.state
+        own_state = run_spec.source.state
         if handle is not None:
             handle.connect(state, policy, resources.callback)
         engine_ref = weakref.ref(engine)  # a pager that held its engine would keep it from being forgotten
@@ -222,23 +229,23 @@ def _build(draft: Draft, lr_scheduler: Any) -> Engine:
             policy.flush()
 
         pager.recover, pager.before_reading = recover, before_reading
-        originals.drop()
+        snapshot.drop()
         if handle is not None:
             own_state.clear()  # the optimizer has it again when the engine ends
-    return_free_memory()
+    trim_malloc()
     return engine
 
 
 class _Tiers:
     """The tiers of a run, and the host memory that they and the optimizer stage through."""
 
-    def __init__(self, draft: Draft, runtime: Runtime, resources: Teardown) -> None:
-        config, plan = draft.config, draft.plan
+    def __init__(self, run_spec: RunSpec, runtime: Runtime, resources: Teardown) -> None:
+        config, plan = run_spec.config, run_spec.plan
         zero = config.zero_optimization
         self._stores: dict[tuple[str, ...], SwapStore] = {}
         engines: list[IOEngine] = []
         for paths, nbytes in self._nvme_needs(config, plan).items():
-            self._stores[paths], engine = _open_store(config, paths, nbytes, type(draft.model).__name__, resources)
+            self._stores[paths], engine = _open_store(config, paths, nbytes, type(run_spec.model).__name__, resources)
             engines.append(engine)
         pin = zero.offload_param.pin_memory or zero.offload_optimizer.pin_memory
         accelerator = runtime.accelerator
@@ -340,31 +347,31 @@ def _weigh(paths: Sequence[Path], engine: IOEngine, nbytes: int) -> list[float]:
     return weights
 
 
-def _give_birth(
-    draft: Draft,
+def materialize_model(
+    run_spec: RunSpec,
     weights: WeightFiles | None,
-    originals: Originals,
+    snapshot: ModelSnapshot,
     pager: Pager,
-    keeper: HomeKeeper,
+    keeper: OffloadedParams,
     masters: Masters,
     inventory: Inventory,
     accelerator: Accelerator,
 ) -> None:
     """Group by group: first values to the masters (fp32) and, rounded, to the parameters' homes."""
-    materializer = Materializer(draft.model, weights, draft.specs)
+    materializer = Materializer(run_spec.model, weights, run_spec.specs)
     materializer.fill_buffers()
-    for prefix, group in groupby(draft.units, key=lambda unit: unit.module):
+    for prefix, group in groupby(run_spec.units, key=lambda unit: unit.module):
         units = list(group)
-        params = {unit.index: draft.params_of(unit) for unit in units}
+        params = {unit.index: run_spec.params_of(unit) for unit in units}
         materializer.fill(prefix, [param for own in params.values() for param in own])
         for unit in units:
             _settle_unit(unit, params[unit.index], pager, keeper, masters, inventory)
             if inventory.find(unit, "param") is None:
-                originals.give_up(params[unit.index])
+                snapshot.give_up(params[unit.index])
         del params
-        return_free_memory()
+        trim_malloc()
     materializer.fill_buffers()  # also beside parameters that are all tied to another module's
-    for module in draft.model.modules():
+    for module in run_spec.model.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
             dtype = _buffer_dtype(module, buffer, accelerator.device)
             if buffer.dtype != dtype or buffer.device != accelerator.device:
@@ -379,13 +386,18 @@ def _buffer_dtype(module: nn.Module, buffer: torch.Tensor, device: torch.device)
 
 
 def _settle_unit(
-    unit: Unit, params: Sequence[nn.Parameter], pager: Pager, keeper: HomeKeeper, masters: Masters, inventory: Inventory
+    unit: Unit,
+    params: Sequence[nn.Parameter],
+    pager: Pager,
+    keeper: OffloadedParams,
+    masters: Masters,
+    inventory: Inventory,
 ) -> None:
-    flat = passing_zeros((unit.numel,), unit.dtype)
+    flat = temporary_zeros((unit.numel,), unit.dtype)
     for entry, param in zip(unit.entries, params, strict=True):
         flat[entry.start : entry.stop] = entry.param.flatten(param.detach())
     if unit.trainable:
-        master = passing_zeros((unit.numel,), torch.float32).copy_(flat)
+        master = temporary_zeros((unit.numel,), torch.float32).copy_(flat)
         if unit.dtype != torch.float32:
             for entry, param in zip(unit.entries, params, strict=True):
                 master[entry.start : entry.stop] = entry.param.flatten(param.detach())
@@ -400,11 +412,11 @@ def _settle_unit(
     pager.settle(unit)
 
 
-def _make_gradients(draft: Draft, tiers: _Tiers, runtime: Runtime) -> GradientStore:
-    plan = draft.plan
+def _make_gradients(run_spec: RunSpec, tiers: _Tiers, runtime: Runtime) -> GradientStore:
+    plan = run_spec.plan
     homes: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
     members: dict[nn.Parameter, tuple[Unit, FlatEntry]] = {}
-    for unit in draft.units:
+    for unit in run_spec.units:
         if unit.trainable:
             tier: Tier = tiers.device if plan.gradient_tiers[unit.index] == "device" else tiers.host
             dtype = torch.float32 if plan.sums_gradients else unit.dtype
@@ -416,9 +428,9 @@ def _make_gradients(draft: Draft, tiers: _Tiers, runtime: Runtime) -> GradientSt
                 flats.append(flat := typed_view(raw, dtype, unit.numel))
                 _zero_padding(flat, unit)
             homes[unit.index] = (flats[0], flats[1] if plan.delayed else None)
-            members.update(zip(draft.params_of(unit), ((unit, entry) for entry in unit.entries), strict=True))
+            members.update(zip(run_spec.params_of(unit), ((unit, entry) for entry in unit.entries), strict=True))
     on_device = frozenset(index for index, tier in plan.gradient_tiers.items() if tier == "device")
-    norms = NormTaker(draft.rule.kernel or open_kernel())
+    norms = GradNorm(run_spec.rule.kernel or open_kernel())
     return GradientStore(members, homes, runtime, on_device, plan.in_flight_nbytes, tiers.gradient_staging, norms)
 
 
@@ -430,10 +442,10 @@ def _zero_padding(flat: torch.Tensor, unit: Unit) -> None:
         flat[stop:start] = 0
 
 
-def _make_handle(draft: Draft, built: Sequence[Engine]) -> TieredOptimizer:
+def _make_handle(run_spec: RunSpec, built: Sequence[Engine]) -> TieredOptimizer:
     """`built`: holds the engine as soon as there is one."""
     return TieredOptimizer(
-        draft.source,
+        run_spec.source,
         lambda: built[0].step(),
         lambda set_to_none: built[0].zero_grad(set_to_none),
         lambda: built[0].loss_scale,
@@ -446,7 +458,7 @@ def _refuse_gradient(param: nn.Parameter) -> None:
 
 
 def _make_policy(
-    draft: Draft,
+    run_spec: RunSpec,
     stepper: StreamingStepper,
     inventory: Inventory,
     runtime: Runtime,
@@ -454,12 +466,12 @@ def _make_policy(
     gradients: GradientStore,
 ) -> UpdatePolicy:
     """The policy that the plan has chosen. See [Note: State on several tiers]."""
-    settings, groups = draft.config.tiered_zero, draft.source.param_groups
-    units = list({s.unit.index: s.unit for layout in draft.layouts for s in layout.subgroup.segments}.values())
-    choice = draft.plan.update_policy
+    settings, groups = run_spec.config.tiered_zero, run_spec.source.param_groups
+    units = list({s.unit.index: s.unit for layout in run_spec.layouts for s in layout.subgroup.segments}.values())
+    choice = run_spec.plan.update_policy
     if choice.policy == "barrier":
         return BarrierPolicy(stepper, groups, pager.forget, pager.end_update)
-    in_backward = BackwardStart(draft.layouts, gradients.seal) if choice.optimizer_in_backward else None
+    in_backward = BackwardStart(run_spec.layouts, gradients.seal) if choice.optimizer_in_backward else None
     if choice.policy == "overlapped":
         return OverlappedPolicy(stepper, groups, inventory, units, runtime, pager, in_backward)
     overlapped = OverlappedPolicy(stepper, groups, inventory, units, runtime, pager)
@@ -495,10 +507,10 @@ class _BackSlots:
 
 
 def _make_observers(
-    draft: Draft, handle: TieredOptimizer | None, runtime: Runtime, resources: Teardown
+    run_spec: RunSpec, handle: TieredOptimizer | None, runtime: Runtime, resources: Teardown
 ) -> list[Callable[[StepReport], None]]:
     """What is told of each optimizer step: a log line every `steps_per_print`, the run's record, its trace."""
-    every, settings = draft.config.steps_per_print, draft.config.tiered_zero
+    every, settings = run_spec.config.steps_per_print, run_spec.config.tiered_zero
 
     def log(report: StepReport) -> None:
         if every is not None and report.step % every == 0:
@@ -511,15 +523,15 @@ def _make_observers(
     if settings.report is None and settings.trace is None:
         return [log]
     planned: dict[str, dict[str, int]] = {}
-    for row in draft.plan.rows:
+    for row in run_spec.plan.rows:
         planned.setdefault(row.tier, {})[row.kind] = row.nbytes
-    num_parameters = sum(spec.numel for spec in draft.specs.values())
+    num_parameters = sum(spec.numel for spec in run_spec.specs.values())
     facts = {
-        "update": draft.plan.update_policy.policy,
+        "update": run_spec.plan.update_policy.policy,
         "device": str(runtime.accelerator.device),
-        "rule": draft.rule.name,
+        "rule": run_spec.rule.name,
     }
-    header = RunHeader(type(draft.model).__name__, num_parameters, planned, facts)
+    header = RunHeader(type(run_spec.model).__name__, num_parameters, planned, facts)
     observer = RunObserver(runtime.recorder, header, settings.report, settings.trace)
     resources.callback(observer.close)
     return [log, observer]

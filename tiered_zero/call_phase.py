@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from tiered_zero.grads.verdict import Verdict
+from tiered_zero.grads.check import GradCheck
 
 
 class Phase(Enum):
@@ -39,5 +39,5 @@ class Counts:
     skipped_steps: int
     skipped_in_a_row: int
     nonfinite_in_a_row: int
-    verdict: Verdict | None
+    verdict: GradCheck | None
     loss_scaler: Mapping[str, Any] | None

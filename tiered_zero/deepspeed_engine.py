@@ -17,7 +17,7 @@ from torch import nn
 
 from tiered_zero.config.schema import Config, OffloadOptimizerSection, OffloadParamSection
 from tiered_zero.errors import MissingNameError, ModelError
-from tiered_zero.optim.handle import TieredOptimizer
+from tiered_zero.update.handle import TieredOptimizer
 
 _NO_CHECKPOINTS = (
     "this version writes no checkpoints. engine.module.state_dict() gives CPU tensors from any tier; load weights into "

@@ -26,15 +26,15 @@ from tiered_zero.engine_parts import (
     count_tokens,
     end_forgotten_run,
     end_open_update,
-    what_happened,
+    root_cause,
 )
 from tiered_zero.errors import ModelError, NonFiniteError, TieredZeroError
-from tiered_zero.grads.verdict import Verdict, judge
+from tiered_zero.grads.check import GradCheck, judge
 from tiered_zero.hardware.process import OwnProcess
-from tiered_zero.optim.handle import TieredOptimizer
 from tiered_zero.params.outside_modes import runs_outside_modes
 from tiered_zero.plan.planner import Plan
 from tiered_zero.telemetry.report import StepReport, build_step_report
+from tiered_zero.update.handle import TieredOptimizer
 
 logger = logging.getLogger("tiered_zero")
 
@@ -97,7 +97,7 @@ class Engine(DeepSpeedNames):
         self._skipped_in_a_row = 0
         self._step_applied = False
         self._nonfinite_in_a_row = 0
-        self._verdict: Verdict | None = None
+        self._verdict: GradCheck | None = None
         self._report: StepReport | None = None
         self._step_start_s, self._losses = time.perf_counter(), list[torch.Tensor]()
         parts.gradients.hidden = self._why_hidden(False)
@@ -122,7 +122,7 @@ class Engine(DeepSpeedNames):
         """The module's forward, its parameters paged in as they are used."""
         self._check_usable()
         parts = self._parts
-        with self._telling(), self._passing(Phase.FORWARD):
+        with self._surface_failure(), self._phase_scope(Phase.FORWARD):
             if not (torch.is_grad_enabled() and parts.module.training):
                 parts.policy.prepare_evaluation()
             self._tokens += count_tokens(args, kwargs) if torch.is_grad_enabled() else 0
@@ -147,7 +147,7 @@ class Engine(DeepSpeedNames):
         """
         self._check_trains()
         parts = self._parts
-        with self._telling(), self._passing(Phase.BACKWARD):
+        with self._surface_failure(), self._phase_scope(Phase.BACKWARD):
             scaled = self._scaled(loss, scale_wrt_gas)
             self._losses.append(parts.checked_loss(loss))
             boundary = self.is_gradient_accumulation_boundary()
@@ -177,7 +177,7 @@ class Engine(DeepSpeedNames):
         them.
         """
         self._check_trains()
-        with self._telling(), self._changing(Phase.STEP):
+        with self._surface_failure(), self._changing(Phase.STEP):
             boundary = self.is_gradient_accumulation_boundary()
             self._counts = self._count()
             self._step_applied = False
@@ -291,7 +291,7 @@ class Engine(DeepSpeedNames):
     def flush(self) -> None:
         """Return when every update so far is made. Reading weights does this by itself."""
         self._recover()
-        with self._telling():
+        with self._surface_failure():
             self._parts.policy.flush()
 
     @_on_one_thread
@@ -335,8 +335,8 @@ class Engine(DeepSpeedNames):
 
     def close(self) -> None:
         """Free every tier, stop every thread, remove the swap directory. Idempotent. Parameters off the device are
-        gone: take `module.state_dict()` before. Raises LatchedError, with everything freed, if an update failed and no
-        call has raised yet."""
+        gone: take `module.state_dict()` before. Raises EngineFailedError, with everything freed, if an update failed
+        and no call has raised yet."""
         if not self._process.is_current():
             return  # a forked child owns nothing
         with self._parts.pager.driver.entered("engine.close()"):
@@ -371,7 +371,7 @@ class Engine(DeepSpeedNames):
             raise
 
     @contextmanager
-    def _passing(self, phase: Phase) -> Iterator[None]:
+    def _phase_scope(self, phase: Phase) -> Iterator[None]:
         """Forward or backward goes on inside."""
         pager = self._parts.pager
         with self._changing(phase):
@@ -428,7 +428,7 @@ class Engine(DeepSpeedNames):
     def _drain(self) -> None:
         self._parts.policy.give_up()
         self._parts.drain()
-        self._parts.policy.forget_ahead()
+        self._parts.policy.cancel_prefetch()
 
     def _drop_step(self) -> None:
         """Nothing of the step is left. Raises what made a gradient fail on its way."""
@@ -498,7 +498,7 @@ class Engine(DeepSpeedNames):
         self._parts.gradients.hidden = self._why_hidden(False)
         self._parts.gradients.drop()
 
-    def _may_update(self, verdict: Verdict) -> bool:
+    def _may_update(self, verdict: GradCheck) -> bool:
         """Tell the loss scaler; count and report a skipped step. fp32 goes on with NaNs, as plain PyTorch does."""
         scaler = self._parts.loss_scaler
         checks = scaler is not None or (self.config.bf16.enabled and self.config.bf16.check_grad_overflow)
@@ -535,7 +535,7 @@ class Engine(DeepSpeedNames):
             )
         return False
 
-    def _update(self, verdict: Verdict) -> None:
+    def _update(self, verdict: GradCheck) -> None:
         parts = self._parts
 
         def apply() -> None:
@@ -584,17 +584,17 @@ class Engine(DeepSpeedNames):
         self._recover()
         if self._closed:
             raise ModelError("This engine is closed; its tiers are gone. Make another with tiered_zero.initialize().")
-        with self._telling():
+        with self._surface_failure():
             self._parts.check()
 
     @contextmanager
-    def _telling(self) -> Iterator[None]:
+    def _surface_failure(self) -> Iterator[None]:
         """What is raised inside is told to the user: of a failure that nobody was told of yet, what happened; later,
-        that it has (LatchedError)."""
+        that it has (EngineFailedError)."""
         try:
             yield
         except BaseException as error:
             told, self._told = self._told, True
-            if told or (cause := what_happened(error)) is error:
+            if told or (cause := root_cause(error)) is error:
                 raise
             raise cause from cause.__cause__

@@ -12,20 +12,20 @@ import torch
 from torch import nn
 
 from tiered_zero.config.schema import Config
-from tiered_zero.errors import LatchedError, ModelError, TieredZeroError
+from tiered_zero.errors import EngineFailedError, ModelError, TieredZeroError
 from tiered_zero.grads.accumulator import GradientStore
 from tiered_zero.grads.arrivals import GradientArrivals
 from tiered_zero.grads.loss_scaler import LossScaler
 from tiered_zero.hardware.process import OwnProcess
 from tiered_zero.hardware.runtime import Runtime
-from tiered_zero.optim.handle import TieredOptimizer
-from tiered_zero.optim.policy import UpdatePolicy
 from tiered_zero.params.hooks import ModuleHooks
 from tiered_zero.params.pager import Pager
 from tiered_zero.params.visible_gradients import VisibleGradients
 from tiered_zero.plan.planner import Plan
 from tiered_zero.teardown import Teardown
 from tiered_zero.telemetry.report import StepReport
+from tiered_zero.update.handle import TieredOptimizer
+from tiered_zero.update.policy import UpdatePolicy
 
 logger = logging.getLogger("tiered_zero")
 
@@ -72,7 +72,7 @@ class Parts:
     resources: Teardown
 
     def check(self) -> None:
-        """Raises LatchedError once an update has failed, ModelError where the model has other parameters by now."""
+        """Raise EngineFailedError once an update has failed, ModelError where the model's parameters were replaced."""
         self.policy.check()
         self.hooks.check_parameters()
 
@@ -112,9 +112,9 @@ def end_forgotten_run(process: OwnProcess, resources: Teardown) -> None:
         threading.Thread(target=resources.close, name="tiered_zero end").start()
 
 
-def what_happened(error: BaseException) -> BaseException:
+def root_cause(error: BaseException) -> BaseException:
     """The failure that latched whatever refuses to go on; `error` itself where that is no refusal."""
-    while isinstance(error, LatchedError) and isinstance(error.__cause__, TieredZeroError):
+    while isinstance(error, EngineFailedError) and isinstance(error.__cause__, TieredZeroError):
         error = error.__cause__
     return error
 

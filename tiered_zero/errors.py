@@ -17,7 +17,7 @@ class ModelError(TieredZeroError):
     """The model (or the optimizer over it) is not one that can be trained here; the message says why."""
 
 
-class ParameterAwayError(TieredZeroError, RuntimeError):
+class ParameterOffloadedError(TieredZeroError, RuntimeError):
     """A parameter's bytes were read while they rest on another tier. `tiered_zero.gathered` lends them."""
 
 
@@ -37,7 +37,7 @@ class CorruptionError(StoreError):
     """Bytes read back are not the bytes written; nothing was updated from them."""
 
 
-class LatchedError(TieredZeroError):
+class EngineFailedError(TieredZeroError):
     """An earlier failure left state that cannot be trusted; says from where to resume."""
 
 

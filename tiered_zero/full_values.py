@@ -12,16 +12,16 @@ from torch import nn
 from tiered_zero.errors import ModelError
 from tiered_zero.hardware.staging import StagingPool
 from tiered_zero.layout.flat import FlatEntry, Unit
-from tiered_zero.layout.subgroups import Piece
-from tiered_zero.optim.masters import Masters
-from tiered_zero.optim.policy import UpdatePolicy
+from tiered_zero.layout.subgroups import ParamPiece
 from tiered_zero.optim.state_layout import StateLayout
-from tiered_zero.params.homes import HomeKeeper
-from tiered_zero.params.lending import gathered
+from tiered_zero.params.flat_storage import pager_of
+from tiered_zero.params.gather import gathered
+from tiered_zero.params.offloaded_params import OffloadedParams
 from tiered_zero.params.pager import Pager
-from tiered_zero.params.storage import lender_of
 from tiered_zero.tiers.inventory import Inventory
 from tiered_zero.tiers.slots import read_slot, write_slot
+from tiered_zero.update.masters import Masters
+from tiered_zero.update.policy import UpdatePolicy
 
 _of_pager: weakref.WeakKeyDictionary[Pager, weakref.ref[FullValues]] = weakref.WeakKeyDictionary()
 
@@ -39,7 +39,7 @@ class FullValues:
     masters: Masters
     inventory: Inventory
     staging: StagingPool | None
-    keeper: HomeKeeper
+    keeper: OffloadedParams
     policy: UpdatePolicy
 
     def register(self) -> None:
@@ -113,7 +113,7 @@ class FullValues:
         assert residency is not None, "the pager has lent this parameter"
         return residency.unit, residency.unit.entries[residency.params[param]]
 
-    def _pieces(self, unit: Unit, entry: FlatEntry) -> Iterator[tuple[StateLayout, Piece]]:
+    def _pieces(self, unit: Unit, entry: FlatEntry) -> Iterator[tuple[StateLayout, ParamPiece]]:
         for layout in self.layouts:
             for segment in layout.subgroup.segments:
                 if segment.unit.index == unit.index:
@@ -129,7 +129,7 @@ class FullValues:
             params = self.pager.storage(unit).flat.to("cpu") if resident else self.keeper.read(unit)
         return self.masters.read(unit, params)
 
-    def _array(self, layout: StateLayout, piece: Piece, name: str, raw: torch.Tensor) -> torch.Tensor:
+    def _array(self, layout: StateLayout, piece: ParamPiece, name: str, raw: torch.Tensor) -> torch.Tensor:
         arrays = layout.state(raw, piece, piece.start, piece.stop)
         if name not in arrays:
             raise ModelError(
@@ -153,6 +153,6 @@ _MARKED = "exp_avg_sq"
 
 def full_values_of(param: nn.Parameter) -> FullValues | None:
     """Of the engine that trains the parameter, while it is open."""
-    pager = lender_of(param)
+    pager = pager_of(param)
     found = _of_pager.get(pager) if isinstance(pager, Pager) else None
     return found() if found is not None else None

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from tiered_zero.errors import ModelError
-from tiered_zero.params.lending import gathered
+from tiered_zero.params.gather import gathered
 
 logger = logging.getLogger("tiered_zero")
 

@@ -21,8 +21,8 @@ from tiered_zero.cli.main import main
 from tiered_zero.config import load
 from tiered_zero.config.json_file import read_json
 from tiered_zero.demo.gpt import GPTConfig, build_gpt
-from tiered_zero.draft import draft_run
-from tiered_zero.errors import LatchedError
+from tiered_zero.errors import EngineFailedError
+from tiered_zero.run_spec import specify_run
 from tiered_zero.sizes import format_nbytes
 from tiered_zero.telemetry.report import StepReport, build_step_report
 from tiered_zero.telemetry.spans import Recorder
@@ -42,7 +42,7 @@ class PlainEngine:
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-2)
         self._recorder, self._step, self._began_s = Recorder(), 0, time.perf_counter()
         self.config = load(settings)
-        self.plan = draft_run(self.config, build_gpt(model)).plan
+        self.plan = specify_run(self.config, build_gpt(model)).plan
         self.step_report: StepReport | None = None
 
     def __call__(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -195,7 +195,7 @@ def test_a_signal_ends_it_cleanly(run, number: signal.Signals, code: int) -> Non
 
 def test_an_error_in_mid_run_closes_the_engine_and_is_one_message(run) -> None:  # type: ignore[no-untyped-def]
     def at_step(step: int) -> None:
-        raise LatchedError("The update failed; resume from step 0.")
+        raise EngineFailedError("The update failed; resume from step 0.")
 
     result, engine = run(write_config(Path("config.json")), *SMALL, "--json", at_step=at_step)
     assert (result.exit_code, result.stdout) == (1, "")

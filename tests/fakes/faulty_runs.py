@@ -20,7 +20,7 @@ from tests.fakes.io_faults import Fault, FaultyEngine
 from tests.parity.models import ParityGPT, batch, named_weights
 from tests.parity.trainers import tiered
 from tiered_zero import assembly
-from tiered_zero.errors import CorruptionError, LatchedError, TieredZeroError, TransferError
+from tiered_zero.errors import CorruptionError, EngineFailedError, TieredZeroError, TransferError
 from tiered_zero.io.select import Selection, select_engine
 from tiered_zero.store.swap_store import SwapStore
 from tiered_zero.tiers.nvme import NvmeTier
@@ -155,7 +155,7 @@ def weights_after(engine: tiered_zero.Engine) -> dict[str, Tensor] | TieredZeroE
     """What a user sees who looks at the weights after a failure."""
     try:
         return dict(named_weights(engine.module))
-    except (LatchedError, CorruptionError, TransferError) as error:
+    except (EngineFailedError, CorruptionError, TransferError) as error:
         return error
 
 
@@ -177,7 +177,7 @@ def check_aftermath(policy: str, engine: tiered_zero.Engine, failure: Failure, s
     else:
         again = train(engine, failure.step + 2, first=failure.step + 1)
         assert again is not None and again.call == "forward"
-        assert isinstance(again.error, LatchedError | CorruptionError), again
+        assert isinstance(again.error, EngineFailedError | CorruptionError), again
         left = f"from then on {type(again.error).__name__}"
     return f"raised in {failure.call}(); {left}"
 

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 import tiered_zero
 from tests.parity.trainers import tiered
-from tiered_zero.errors import LatchedError, TieredZeroError
+from tiered_zero.errors import EngineFailedError, TieredZeroError
 
 HANG_S = 40.0
 PACKAGE = str(Path(tiered_zero.__file__).parent) + os.sep
@@ -313,7 +313,7 @@ class Run:
             for step in range(NUM_BEFORE + (not redo), NUM_BEFORE + 1 + NUM_AFTER):
                 self.step(engine, step, _plainly)
             weights = dict(engine.module.state_dict())
-        except LatchedError as error:
+        except EngineFailedError as error:
             if not self.breaker.where:
                 raise Wrong(f"latched without an interrupt: {error}") from error
             self.stay_latched(engine)
@@ -348,7 +348,7 @@ class Run:
         for _ in range(2):
             try:
                 engine(batch(0))
-            except LatchedError:
+            except EngineFailedError:
                 continue
             raise Wrong("a latched engine goes on")
 

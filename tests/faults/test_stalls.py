@@ -149,10 +149,10 @@ def test_what_was_read_ahead_is_left_to_an_exact_update_that_still_runs(swap_pat
             time.sleep(0.002)
         time.sleep(0.05)  # what there is room for is read
         ahead = dict(policy._stepper._ahead._works)
-        policy.forget_ahead()
+        policy.cancel_prefetch()
         assert ahead and policy._stepper._ahead._works == ahead, "an update runs"
         disks[0].release()
         engine.flush()
-        policy.forget_ahead()
+        policy.cancel_prefetch()
         assert not policy._stepper._ahead._works
         assert train(engine, 7, first=3) is None

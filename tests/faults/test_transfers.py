@@ -20,7 +20,7 @@ from tests.fakes.faulty_runs import (
 )
 from tests.fakes.io_faults import Fault, FaultyEngine
 from tests.faults.conftest import Tell
-from tiered_zero.errors import LatchedError, TransferError
+from tiered_zero.errors import EngineFailedError, TransferError
 from tiered_zero.io.select import select_engine
 from tiered_zero.store.swap_dir import SwapDir
 from tiered_zero.store.swap_store import SwapStore
@@ -87,9 +87,9 @@ def test_a_failed_transfer(
         if came.endswith("the weights are those before"):  # read ahead, before any update
             assert failure.call == "backward" and (what, kind) == ("state", "read") and placement[0] == "cpu"
             again = train(engine, STEP + 4, first=STEP + 1)
-            assert again is not None and isinstance(again.error, LatchedError), again
+            assert again is not None and isinstance(again.error, EngineFailedError), again
         else:
-            assert came.endswith("from then on LatchedError")
+            assert came.endswith("from then on EngineFailedError")
         check_closed(engine, swap_path, caplog)
     tell(fault, f"{policy}; {'/'.join(placement)}", came)
 
@@ -125,7 +125,7 @@ def test_the_nth_request_fails_whichever_it_is(
     tell(
         f"EIO on the n-th {kind}",
         policy,
-        f"{len(chosen)} runs, each raised in one of {', '.join(sorted(calls))}; from then on LatchedError",
+        f"{len(chosen)} runs, each raised in one of {', '.join(sorted(calls))}; from then on EngineFailedError",
     )
 
 
@@ -149,12 +149,12 @@ def test_a_commit_whose_fsync_fails(effect: int | str, swap_path: Path, tell: Te
     disk.add(Fault("sync", disk.count("sync") + 1, effect))
     with pytest.raises(TransferError, match=r"sync of .* EIO .*resume from the last checkpoint"):
         store.commit(2, {})
-    with pytest.raises(LatchedError, match="Resume from step 1"):
+    with pytest.raises(EngineFailedError, match="Resume from step 1"):
         store.commit(3, {})
     store.close()
     disk.close()
     assert list(swap_path.iterdir()) == []
-    tell("EIO on fsync", "store", "raised in commit(); from then on LatchedError; the last commit stays")
+    tell("EIO on fsync", "store", "raised in commit(); from then on EngineFailedError; the last commit stays")
 
 
 @pytest.mark.parametrize("policy", ["overlapped", "overlapped in backward", "delayed"])
@@ -174,10 +174,10 @@ def test_the_last_update_fails_and_nothing_follows(
         failure = train(engine, STEP + 1, before=arm)
         if failure is None:
             with pytest.raises(
-                (TransferError, LatchedError), match=rf"write of \d+ bytes at offset \d+ of {swap_path}"
+                (TransferError, EngineFailedError), match=rf"write of \d+ bytes at offset \d+ of {swap_path}"
             ):
                 engine.close() if how == "close" else engine.module.state_dict()
-        with suppress(LatchedError):  # said again, where a look at the module was told and no call of the engine
+        with suppress(EngineFailedError):  # said again, where a look at the module was told and no call of the engine
             engine.close()
         check_closed(engine, swap_path, caplog)
     tell("EIO in the last update of a run", f"{policy}; none/nvme", "raised in close(), or when weights are read")

@@ -18,7 +18,7 @@ from tests.fakes.tier_rig import make_runtime
 from tests.fakes.units import make_params, make_unit
 from tiered_zero.errors import ModelError
 from tiered_zero.grads.accumulator import NUM_KEPT, SUM_CHUNK_NUMEL, GradientStore
-from tiered_zero.grads.norms import NormTaker
+from tiered_zero.grads.norms import GradNorm
 from tiered_zero.hardware.host_memory import HostArena
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.hardware.staging import StagingPool
@@ -57,7 +57,7 @@ class World:
         arena = HostArena(MIB, self.runtime.accelerator, False, self.runtime.ledger)
         staging = StagingPool(arena, 8192, 1, "staging", self.runtime.recorder, 5.0)
         resident = frozenset(homes) if on_device else frozenset()
-        norms = NormTaker(None)
+        norms = GradNorm(None)
         self.store = GradientStore(members, homes, self.runtime, resident, in_flight, staging, norms)
 
     def give(self, param: nn.Parameter, grad: torch.Tensor) -> None:
@@ -217,7 +217,7 @@ def test_gradients_that_fail_to_cross_are_forgotten_all(runtime: Runtime, monkey
         raise OSError("the link is down")
 
     with monkeypatch.context() as patch:
-        patch.setattr(NormTaker, "receives", fail)
+        patch.setattr(GradNorm, "receives", fail)
         for param in world.params[0]:
             world.give(param, randn(1000))
         gate.set()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tiered_zero.grads import norms as norms_module
-from tiered_zero.grads.norms import NormTaker
+from tiered_zero.grads.norms import GradNorm
 from tiered_zero.native.update import UpdateKernel
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -17,23 +17,23 @@ SIZES = (0, 1, 5, 12, 17, 5_000, 200_003)
 
 
 @pytest.fixture
-def norms(library: Path) -> NormTaker:
-    return NormTaker(UpdateKernel(library))
+def norms(library: Path) -> GradNorm:
+    return GradNorm(UpdateKernel(library))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("numel", SIZES)
-def test_they_have_the_bits_of_torch(numel: int, dtype: torch.dtype, norms: NormTaker) -> None:
+def test_they_have_the_bits_of_torch(numel: int, dtype: torch.dtype, norms: GradNorm) -> None:
     for scale in (1e-3, 1.0, 30.0):
         grad = (torch.randn(numel) * scale).to(dtype)
         expected = torch.linalg.vector_norm(grad, 2, dtype=torch.float32)
-        assert torch.equal(NormTaker(None).of(grad), expected)
+        assert torch.equal(GradNorm(None).of(grad), expected)
         assert torch.equal(norms.of(grad), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("numel", SIZES)
-def test_a_copy_brings_every_bit_and_the_same_norm(numel: int, dtype: torch.dtype, norms: NormTaker) -> None:
+def test_a_copy_brings_every_bit_and_the_same_norm(numel: int, dtype: torch.dtype, norms: GradNorm) -> None:
     target, source = torch.empty(numel, dtype=dtype), torch.randn(numel).to(dtype)
     if norms.receives(target, source):  # always, where torch is a build for x86
         assert torch.equal(norms.receive(target, source, add=False), norms.of(source))
@@ -44,21 +44,21 @@ def test_a_copy_brings_every_bit_and_the_same_norm(numel: int, dtype: torch.dtyp
         assert torch.equal(target, total)
 
 
-def test_the_kernel_takes_them_here(norms: NormTaker) -> None:
+def test_the_kernel_takes_them_here(norms: GradNorm) -> None:
     """On x86 with torch's own wheels; elsewhere torch may take them."""
     assert norms.receives(torch.ones(3), torch.ones(3)) or torch.backends.cpu.get_cpu_capability() not in (
         "AVX2",
         "AVX512",
     )
-    assert not NormTaker(None).receives(torch.ones(3), torch.ones(3))
+    assert not GradNorm(None).receives(torch.ones(3), torch.ones(3))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_is_not_finite_shows(bad: float, dtype: torch.dtype, norms: NormTaker) -> None:
+def test_what_is_not_finite_shows(bad: float, dtype: torch.dtype, norms: GradNorm) -> None:
     source = torch.ones(100_000).to(dtype)
     source[77_777] = bad
-    assert not math.isfinite(norms.of(source).item()) and not math.isfinite(NormTaker(None).of(source).item())
+    assert not math.isfinite(norms.of(source).item()) and not math.isfinite(GradNorm(None).of(source).item())
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -68,7 +68,7 @@ def test_torchs_defaults_do_not_matter(device: str, library: Path, monkeypatch: 
     torch.set_default_dtype(torch.float64)
     try:
         with torch.device(device):
-            norm = NormTaker(UpdateKernel(library)).of(grad)
+            norm = GradNorm(UpdateKernel(library)).of(grad)
     finally:
         torch.set_default_dtype(torch.float32)
     assert torch.equal(norm, expected)

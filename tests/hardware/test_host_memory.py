@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tiered_zero.errors import BudgetError
 from tiered_zero.hardware.cpu import CpuAccelerator
-from tiered_zero.hardware.host_memory import HostArena, passing_zeros
+from tiered_zero.hardware.host_memory import HostArena, temporary_zeros
 from tiered_zero.hardware.probe import huge_pages
 from tiered_zero.sizes import MIB, PAGE_NBYTES, align_up
 from tiered_zero.telemetry.ledger import Ledger
@@ -209,7 +209,7 @@ def _mappings(smaps):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool])
 @pytest.mark.parametrize("shape", [(), (0,), (3, 5), (300, 1000)])
 def test_passing_zeros_are_like_any_other(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    found = passing_zeros(shape, dtype)
+    found = temporary_zeros(shape, dtype)
     assert torch.equal(found, torch.zeros(shape, dtype=dtype)) and found.shape == torch.Size(shape)
     assert found.dtype is dtype and found.is_contiguous() and not found.requires_grad
 
@@ -224,17 +224,17 @@ def test_large_ones_that_come_and_go_leave_nothing_in_the_heap() -> None:
 
 PASSING = """
 import ctypes, torch
-from tiered_zero.hardware.host_memory import passing_zeros
+from tiered_zero.hardware.host_memory import temporary_zeros
 
 class Figures(ctypes.Structure):
     _fields_ = [(name, ctypes.c_size_t) for name in "arena a b c d e f used free keep".split()]
 
 mallinfo2 = ctypes.CDLL(None).mallinfo2
 mallinfo2.restype = Figures
-kept = [passing_zeros((1,), torch.float32)]
+kept = [temporary_zeros((1,), torch.float32)]
 before = mallinfo2().arena
 for _ in range(30):
-    large = passing_zeros((1 << 18,), torch.float32).fill_(1.0)
+    large = temporary_zeros((1 << 18,), torch.float32).fill_(1.0)
     kept.append([bytes(600) for _ in range(10)])
     del large
 print(mallinfo2().arena - before)

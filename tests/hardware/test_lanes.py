@@ -10,7 +10,7 @@ import torch
 
 from tiered_zero.hardware.accelerator import Event
 from tiered_zero.hardware.cpu import CpuAccelerator, copy_bytes
-from tiered_zero.hardware.lanes import JobEvent, Pace
+from tiered_zero.hardware.lanes import DelayInjector, JobEvent
 
 
 @pytest.fixture
@@ -195,7 +195,7 @@ def test_pace_is_a_function_of_seed_and_lane(monkeypatch):
     def draw(seed, lane):
         slept = []
         monkeypatch.setattr(time, "sleep", slept.append)
-        pace = Pace(seed, lane)
+        pace = DelayInjector(seed, lane)
         for _ in range(500):
             pace.delay()
         return slept
@@ -209,7 +209,7 @@ def test_pace_is_a_function_of_seed_and_lane(monkeypatch):
 
 def test_every_job_is_delayed_at_its_start_and_before_its_event(monkeypatch):
     seen = []
-    monkeypatch.setattr(Pace, "delay", lambda pace: seen.append("delay"))
+    monkeypatch.setattr(DelayInjector, "delay", lambda pace: seen.append("delay"))
     accelerator = CpuAccelerator(delay_seed=0)
     event = accelerator.lane("gather").submit(lambda: seen.append("job"))
     event.wait()

@@ -10,9 +10,9 @@ import pytest
 
 from tests.native_build import DIRECT_IO_SOURCE, compile_shared
 from tiered_zero.errors import ConfigError
-from tiered_zero.io.direct import NativeEngine
 from tiered_zero.io.disk_engine import DiskEngine
 from tiered_zero.io.engine import IOSettings
+from tiered_zero.io.native import NativeEngine
 from tiered_zero.io.select import BUILDERS
 
 BuildEngine = Callable[..., DiskEngine]

@@ -11,8 +11,8 @@ from tests.io.conftest import io_uring_refusal, takes_direct
 from tests.io.test_select import works
 from tiered_zero.errors import ConfigError, TransferError
 from tiered_zero.io import ring_choice
-from tiered_zero.io.direct import NativeEngine
 from tiered_zero.io.engine import IOSettings
+from tiered_zero.io.native import NativeEngine
 from tiered_zero.io.ring_choice import Rates
 from tiered_zero.io.select import BUILDERS, config_of, select_engine
 from tiered_zero.sizes import MIB

@@ -12,10 +12,10 @@ from torch import nn
 
 from tests.fakes.units import make_unit
 from tiered_zero.config import load
-from tiered_zero.draft import draft_run, smaller_sub_groups
 from tiered_zero.layout.flat import Unit
 from tiered_zero.layout.subgroups import cut_subgroups
 from tiered_zero.layout.swap_bytes import CUT_NUMEL
+from tiered_zero.run_spec import smaller_sub_groups, specify_run
 from tiered_zero.sizes import PAGE_NBYTES
 
 
@@ -186,8 +186,8 @@ def test_a_limit_that_would_leave_nothing_to_overlap(given_numel: int | None, nu
     """DeepSpeed's 1e9 stands in most configs; a model of a few million elements is cut nevertheless, and it is said."""
     zero = {} if given_numel is None else {"sub_group_size": given_numel}
     config = load({"train_batch_size": 1, "optimizer": {"type": "Adam"}, "zero_optimization": zero})
-    draft = draft_run(config, nn.Linear(3000, 3000, device="meta"))
-    sizes = [layout.subgroup.numel for layout in draft.layouts]
+    run_spec = specify_run(config, nn.Linear(3000, 3000, device="meta"))
+    sizes = [layout.subgroup.numel for layout in run_spec.layouts]
     assert max(sizes) == numel and len(sizes) > 1
     told = [f"{given_numel} is a limit; sub-groups are cut at {numel} elements"] if given_numel == 10**8 else []
     assert [line.partition(": ")[2] for line in smaller_sub_groups(config)] == told

@@ -14,7 +14,6 @@ from tiered_zero.cli.capacity import swap_need
 from tiered_zero.config import load
 from tiered_zero.config.schema import RuntimeSection
 from tiered_zero.demo import gpt
-from tiered_zero.draft import draft_run
 from tiered_zero.errors import ConfigError
 from tiered_zero.layout.swap_bytes import (
     STATE_ITEMSIZES,
@@ -32,13 +31,14 @@ from tiered_zero.layout.swap_bytes import (
     size_text,
 )
 from tiered_zero.plan.planner import Plan
+from tiered_zero.run_spec import specify_run
 from tiered_zero.sizes import MIB, format_nbytes
 
 ALL_ON_NVME = SwapSettings(2, ("a",), ("a",))
 
 
 def planned(config: dict[str, Any], shape: GPTShape) -> Plan:
-    return draft_run(load(config), gpt.build_gpt(gpt.parse_gpt(str(shape)))).plan
+    return specify_run(load(config), gpt.build_gpt(gpt.parse_gpt(str(shape)))).plan
 
 
 def kinds(plan: Plan) -> SwapNeed:

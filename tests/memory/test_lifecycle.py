@@ -20,7 +20,7 @@ import tiered_zero
 from tests.house import ROOT
 from tests.parity.models import ParityGPT, batch
 from tests.parity.trainers import FAR, tiered, train
-from tiered_zero.params.storage import AwayParameter
+from tiered_zero.params.flat_storage import OffloadedParameter
 
 
 def held() -> tuple[set[int], set[str]]:
@@ -37,7 +37,7 @@ def held() -> tuple[set[int], set[str]]:
 def tensor_nbytes() -> int:
     """Bytes of all live tensors: a closed engine that anything still refers to keeps its model's and its arena's."""
     gc.collect()
-    kinds = (torch.Tensor, nn.Parameter, AwayParameter)  # other classes (a compiler's fakes) need not have bytes
+    kinds = (torch.Tensor, nn.Parameter, OffloadedParameter)  # other classes (a compiler's fakes) need not have bytes
     storages = [t.untyped_storage() for t in gc.get_objects() if type(t) in kinds]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 

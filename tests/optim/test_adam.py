@@ -11,7 +11,7 @@ import torch
 
 from tiered_zero.errors import ModelError
 from tiered_zero.native.update import UpdateKernel
-from tiered_zero.optim import adam, native_rule, torch_bits
+from tiered_zero.optim import adam, kernel_rule, torch_bits
 from tiered_zero.optim.adam import AdamRule, build_adam
 from tiered_zero.optim.formats import join_master, split_master
 from tiered_zero.optim.rule import Run
@@ -373,7 +373,7 @@ def test_a_slow_kernel_is_said_to_be_slow(
 ) -> None:
     kernel = UpdateKernel(library, "scalar", num_threads=1)
     monkeypatch.setattr(adam, "open_kernel", lambda level, num_threads: kernel)
-    monkeypatch.setattr(native_rule, "measure_copy_rate", lambda: 1e15)
+    monkeypatch.setattr(kernel_rule, "measure_copy_rate", lambda: 1e15)
     with caplog.at_level(logging.INFO, "tiered_zero"):
         rule = build_adam(False)
     assert [record.levelname for record in caplog.records if "quarter" in record.message] == ["WARNING"]

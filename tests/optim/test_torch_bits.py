@@ -11,11 +11,11 @@ import torch
 from tests.fakes.wrong_root import build_wrong_root, plant_root
 from tests.native_build import UPDATE_SOURCE, compile_shared
 from tiered_zero.native.update import Flag, UpdateKernel
-from tiered_zero.optim import native_rule, torch_bits
+from tiered_zero.optim import kernel_rule, torch_bits
 from tiered_zero.optim.adam import AdamRule
-from tiered_zero.optim.native_rule import NativeRule
+from tiered_zero.optim.kernel_rule import NativeRule
 from tiered_zero.optim.rule import Run
-from tiered_zero.optim.single_state import AdagradRule, LionRule, SgdRule
+from tiered_zero.optim.sgd_adagrad_lion import AdagradRule, LionRule, SgdRule
 from tiered_zero.optim.torch_bits import choose_root, find_torch_root
 
 HEADER = UPDATE_SOURCE.with_name("update_kernel.h")
@@ -31,7 +31,7 @@ def wrong_library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a new process."""
     monkeypatch.setattr(torch_bits, "_found", {})
-    monkeypatch.setattr(native_rule, "_torch_bits", {})
+    monkeypatch.setattr(kernel_rule, "_torch_bits", {})
 
 
 def assert_bits_of_torch(rule: NativeRule, kind: type[torch.optim.Optimizer], **hyper: Any) -> None:

@@ -80,7 +80,7 @@ def test_a_second_thread_is_refused_while_the_first_is_inside(way, swap_path):
         first.join()
         for name, error in errors.items():
             if name == "a parameter":
-                assert isinstance(error, tiered_zero.ParameterAwayError)
+                assert isinstance(error, tiered_zero.ParameterOffloadedError)
             else:
                 assert isinstance(error, tiered_zero.ModelError) and "'second'" in str(error), (name, error)
                 assert "'first'" in str(error) and "lock" in str(error)

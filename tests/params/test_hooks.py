@@ -11,7 +11,7 @@ from torch import nn
 
 import tiered_zero
 from tiered_zero.engine import Engine
-from tiered_zero.params.storage import AwayParameter
+from tiered_zero.params.flat_storage import OffloadedParameter
 
 CONFIG: dict[str, Any] = {
     "train_batch_size": 1,
@@ -74,7 +74,7 @@ def test_an_error_in_the_middle_is_raised_as_it_is_and_training_goes_on(start: S
     failing[0] = True
     with pytest.raises(ValueError, match="the user's own"):
         engine(torch.ones(1, 8))
-    assert all(isinstance(param, AwayParameter) for param in model.parameters()), "nothing stays lent"
+    assert all(isinstance(param, OffloadedParameter) for param in model.parameters()), "nothing stays lent"
     failing[0] = False
     assert train(engine) < first
 

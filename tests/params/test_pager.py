@@ -14,16 +14,16 @@ import tiered_zero
 from tests.fakes.slow_tier import SlowTier
 from tests.fakes.tier_rig import make_runtime
 from tests.fakes.units import flat_of, make_params, make_unit
-from tiered_zero.errors import BudgetError, ModelError, ParameterAwayError, TransferError
+from tiered_zero.errors import BudgetError, ModelError, ParameterOffloadedError, TransferError
 from tiered_zero.hardware.accelerator import Event
 from tiered_zero.layout.flat import Unit
-from tiered_zero.params.homes import HomeKeeper
+from tiered_zero.params.flat_storage import OffloadedParameter
+from tiered_zero.params.offloaded_params import OffloadedParams
 from tiered_zero.params.pager import Pager
-from tiered_zero.params.residency import PagerLimits, SavedView, UnitState
-from tiered_zero.params.storage import AwayParameter
+from tiered_zero.params.unit_state import PagerLimits, SavedView, UnitState
 from tiered_zero.tiers.inventory import Home, Inventory
-from tiered_zero.tiers.publication import Publication
 from tiered_zero.tiers.tier import as_bytes
+from tiered_zero.tiers.unit_update import UnitUpdate
 
 N = 2048
 FREE = 1 << 30
@@ -45,7 +45,7 @@ class World:
         self.runtime = make_runtime(seed=None)
         self.inventory = Inventory()
         self.changed: list[int] = []
-        keeper = HomeKeeper(self.inventory, None, lambda unit, flat, old: self.changed.append(unit.index))
+        keeper = OffloadedParams(self.inventory, None, lambda unit, flat, old: self.changed.append(unit.index))
         live_nbytes = live * N * 4 if live < FREE else FREE
         self.pager = Pager(self.runtime, self.inventory, keeper, PagerLimits(live_nbytes, prefetch * N, reuse * N))
         self.units: list[Unit] = []
@@ -77,11 +77,11 @@ class World:
     def check_lent(self, index: int) -> None:
         unit = self.units[index]
         for entry, param in zip(unit.entries, self.params[index], strict=True):
-            assert not isinstance(param, AwayParameter)
+            assert not isinstance(param, OffloadedParameter)
             assert torch.equal(param.detach(), self.values[index][entry.start : entry.stop])
 
     def check_away(self, index: int) -> None:
-        assert all(isinstance(param, AwayParameter) for param in self.params[index])
+        assert all(isinstance(param, OffloadedParameter) for param in self.params[index])
 
     def use(self, *indices: int) -> None:
         """One module each, one after another."""
@@ -161,7 +161,9 @@ def test_functional_use_inside_a_frame_lends_until_it_ends() -> None:
 
 def test_functional_use_between_steps_is_refused_by_name() -> None:
     world = World([1])
-    with pytest.raises(ParameterAwayError, match=r"mul needs the bytes of parameter 'u0\.p1', .* tier nvme .*gathered"):
+    with pytest.raises(
+        ParameterOffloadedError, match=r"mul needs the bytes of parameter 'u0\.p1', .* tier nvme .*gathered"
+    ):
         world.params[0][1] * 1
     assert world.fetches() == []
 
@@ -511,7 +513,7 @@ def test_close_keeps_what_lives_on_the_device_and_ends_the_rest() -> None:
     world.pager.close()
     world.check_lent(0)
     assert world.runtime.ledger.now("device") == 0
-    with pytest.raises(ParameterAwayError, match="closed"):
+    with pytest.raises(ParameterOffloadedError, match="closed"):
         world.params[1][0] * 1
 
 
@@ -520,24 +522,24 @@ def test_close_keeps_what_lives_on_the_device_and_ends_the_rest() -> None:
 
 def test_use_waits_for_the_units_own_update() -> None:
     world = World([1, 1])
-    publications = [Publication(), Publication()]
-    for unit, publication in zip(world.units, publications, strict=True):
-        world.inventory.publish(unit, publication)
-    world.pager.withhold()
-    publications[0].complete()
+    unit_updates = [UnitUpdate(), UnitUpdate()]
+    for unit, unit_update in zip(world.units, unit_updates, strict=True):
+        world.inventory.publish(unit, unit_update)
+    world.pager.block_for_update()
+    unit_updates[0].complete()
     world.use(0)
     with pytest.raises(RuntimeError, match="the update broke"):
-        publications[1].fail(RuntimeError("the update broke"))
+        unit_updates[1].fail(RuntimeError("the update broke"))
         world.use(1)
 
 
 def test_a_unit_on_the_device_is_guarded_until_its_update_and_then_free_between_steps_too() -> None:
     world = World([1], resident=[0])
-    publication = Publication()
-    world.inventory.publish(world.units[0], publication)
-    world.pager.withhold()
+    unit_update = UnitUpdate()
+    world.inventory.publish(world.units[0], unit_update)
+    world.pager.block_for_update()
     world.check_away(0)
-    publication.complete()
+    unit_update.complete()
     assert (world.params[0][0] * 1).isfinite().all()  # outside of any frame
     world.check_lent(0)
 
@@ -574,5 +576,5 @@ def test_an_attribute_is_named_as_the_user_wrote_it(name: str) -> None:
     optimizer = {"type": "SGD", "params": {"lr": 0.1}}
     config = {"train_micro_batch_size_per_gpu": 1, "optimizer": optimizer, "zero_optimization": zero}
     engine, *_ = tiered_zero.initialize(model=model, config=config)
-    with engine, pytest.raises(ParameterAwayError, match=rf"^\.{name} needs the bytes of parameter '0\.weight'"):
+    with engine, pytest.raises(ParameterOffloadedError, match=rf"^\.{name} needs the bytes of parameter '0\.weight'"):
         getattr(model[0].weight, name)

@@ -8,12 +8,12 @@ import torch
 
 import tiered_zero
 from tiered_zero.layout.flat import Unit
-from tiered_zero.optim.masters import Masters
 from tiered_zero.tiers.device import DeviceTier
 from tiered_zero.tiers.host import HostTier
 from tiered_zero.tiers.nvme import NvmeTier
 from tiered_zero.tiers.slots import read_slot
 from tiered_zero.tiers.tier import HostBuffer, Slot
+from tiered_zero.update.masters import Masters
 
 
 def everything(engine: tiered_zero.Engine) -> dict[str, Any]:

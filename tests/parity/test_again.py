@@ -21,9 +21,9 @@ def test_a_model_is_initialized_again_after_close(placement, swap_path):
     if placement[0] != "none":
         with pytest.raises(tiered_zero.ModelError, match=r"has no value.*load_state_dict\(\) with it before"):
             tiered(model, swap_path, placement)
-        with pytest.raises(tiered_zero.ParameterAwayError, match="closed"):
+        with pytest.raises(tiered_zero.ParameterOffloadedError, match="closed"):
             model.norm.weight.sum()
-        with pytest.raises(tiered_zero.ParameterAwayError, match="closed"), torch.no_grad():
+        with pytest.raises(tiered_zero.ParameterOffloadedError, match="closed"), torch.no_grad():
             torch.empty(model.norm.weight.shape).copy_(model.norm.weight)
         model.load_state_dict(first.weights)
         assert all(type(param) is nn.Parameter for param in model.parameters())

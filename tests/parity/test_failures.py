@@ -70,7 +70,7 @@ def try_step(trainer: Any, number: int, trip: tuple[str, int], direct: bool = Fa
 
 UNDONE = [(0.5, None), (0.0, "barrier")]
 """(clipping, update policy): where nothing of a step is applied before step(). Without clipping and with the overlapped
-policy updates begin in backward; that a backward then cannot be undone is said by a LatchedError."""
+policy updates begin in backward; that a backward then cannot be undone is said by a EngineFailedError."""
 
 
 @pytest.mark.parametrize(("clipping", "update"), UNDONE)
@@ -111,7 +111,7 @@ def test_a_backward_that_cannot_be_undone_says_so(swap_path):
     with tiered(Fragile(), swap_path) as engine:
         train(engine, batch, 2)
         assert "Trip" in try_step(engine, 5, ("backward", 1))
-        with pytest.raises(tiered_zero.LatchedError, match="optimizer_in_backward"):
+        with pytest.raises(tiered_zero.EngineFailedError, match="optimizer_in_backward"):
             engine(*batch(0))
 
 

@@ -19,8 +19,8 @@ from tests.parity.models import ParityGPT, batch, groups
 from tests.parity.test_optimizers import RowScaled
 from tests.parity.trainers import Plain, named_weights, same_bits, tiered, train
 from tiered_zero.errors import BudgetError, ModelError, TransferError
-from tiered_zero.optim import optimizer_state
 from tiered_zero.optim.lion import Lion
+from tiered_zero.update import optimizer_state
 
 Maker = Callable[[nn.Module], Optimizer]
 

@@ -14,7 +14,7 @@ from tests.native_build import ROOT
 from tests.parity.models import ParityGPT, batch
 from tests.parity.on_this_processor import make_optimizer
 from tests.parity.trainers import assert_parity, train
-from tiered_zero.optim import native_rule
+from tiered_zero.optim import kernel_rule
 
 FORCED = [
     {"MKL_CBWR": "COMPATIBLE"},
@@ -43,6 +43,6 @@ def test_a_root_that_is_wrong_in_one_value_of_a_thousand_changes_no_bit(
     name: str, tmp_path: Path, swap_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wrong = plant_root(build_wrong_root(tmp_path), mask=0x7FFFFF, divisor=1000, remainder=7)
-    monkeypatch.setattr(native_rule, "find_torch_root", lambda: wrong)
+    monkeypatch.setattr(kernel_rule, "find_torch_root", lambda: wrong)
     make = functools.partial(make_optimizer, name)
     assert_parity(ParityGPT, lambda own: train(own, batch, 4), swap_path, [("cpu", "cpu")], make)

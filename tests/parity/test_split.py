@@ -12,7 +12,7 @@ import torch
 from tests.parity.models import ParityGPT, batch, groups
 from tests.parity.trainers import Plain, Record, assert_same_bits, follow, tiered, train
 from tiered_zero.errors import ConfigError
-from tiered_zero.optim.stepper import StreamingStepper
+from tiered_zero.update.stepper import StreamingStepper
 
 OPTIMIZERS = {
     "adamw": lambda model: torch.optim.AdamW(groups(model), lr=3e-3),

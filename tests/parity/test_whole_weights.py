@@ -299,7 +299,7 @@ def test_an_exception_inside_gathered_keeps_nothing_and_lends_nothing(swap_path)
             engine.module.norm.weight.fill_(3)
             raise ZeroDivisionError
         assert not differences(before, everything(engine))
-        with pytest.raises(tiered_zero.ParameterAwayError):
+        with pytest.raises(tiered_zero.ParameterOffloadedError):
             engine.module.norm.weight.sum()
 
 
@@ -314,7 +314,7 @@ def test_gathered_nests_and_spans_a_forward(swap_path):
                     engine(*batch(0))
             assert weight.shape == (HIDDEN, HIDDEN) and torch.isfinite(weight.sum())
         engine.train()
-        with pytest.raises(tiered_zero.ParameterAwayError):
+        with pytest.raises(tiered_zero.ParameterOffloadedError):
             weight.sum()
     plain = torch.nn.Linear(2, 2)
     with tiered_zero.gathered(plain, modify=True):  # nobody pages it: left alone

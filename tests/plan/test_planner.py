@@ -19,8 +19,8 @@ from tiered_zero.plan.planner import (
     NUM_PARAM_STAGING,
     NUM_STATE_STAGING,
     Plan,
-    SubGroupNeed,
-    Wishes,
+    PlanRequest,
+    SubGroupSize,
     make_plan,
     place_params,
 )
@@ -42,8 +42,8 @@ def some_units(dtype: torch.dtype = torch.bfloat16) -> list[Unit]:
     ]
 
 
-def wishes(param_tier: str = "host", optimizer_tier: str = "host", **changes: object) -> Wishes:
-    return replace(Wishes(param_tier, optimizer_tier, {}), **changes)  # type: ignore[arg-type]
+def wishes(param_tier: str = "host", optimizer_tier: str = "host", **changes: object) -> PlanRequest:
+    return replace(PlanRequest(param_tier, optimizer_tier, {}), **changes)  # type: ignore[arg-type]
 
 
 def rows(plan: Plan) -> dict[tuple[str, str], int]:
@@ -52,8 +52,8 @@ def rows(plan: Plan) -> dict[tuple[str, str], int]:
 
 
 NEEDS = [
-    SubGroupNeed(40 * PAGE_NBYTES, {0: 4 * K, 1: 7 * K}),
-    SubGroupNeed(24 * PAGE_NBYTES, {1: 3 * K, 2: 6 * K, 3: 2 * K}),
+    SubGroupSize(40 * PAGE_NBYTES, {0: 4 * K, 1: 7 * K}),
+    SubGroupSize(24 * PAGE_NBYTES, {1: 3 * K, 2: 6 * K, 3: 2 * K}),
 ]
 
 
@@ -109,7 +109,7 @@ def test_every_row_of_every_placement(param_tier: str, optimizer_tier: str, sums
 def test_a_whole_unit_is_staged_where_there_is_room(largest: int, limit: int | None, count: int) -> None:
     sizes = [4, largest, *[1] * 60]
     units = [make_unit(index, [size * MIB], torch.bfloat16) for index, size in enumerate(sizes)]
-    needs = [SubGroupNeed(12 * MIB, {unit.index: MIB}) for unit in units for _ in range(unit.numel // MIB)]
+    needs = [SubGroupSize(12 * MIB, {unit.index: MIB}) for unit in units for _ in range(unit.numel // MIB)]
     limits = {} if limit is None else {"host": (limit, "the test")}
     plan = make_plan(units, needs, wishes("nvme", "nvme", limits=limits))
     assert plan.state_staging == (14 * MIB, count)
@@ -129,7 +129,7 @@ def test_the_delayed_update_keeps_gradients_and_trainable_parameters_twice(param
 
 
 def test_updates_in_place_need_no_staging() -> None:
-    needs = [SubGroupNeed(PAGE_NBYTES, {0: K})]
+    needs = [SubGroupSize(PAGE_NBYTES, {0: K})]
     assert "staging_state" not in {row.kind for row in make_plan(some_units(), needs, wishes()).rows}
     plan = make_plan(some_units(), needs, wishes(optimizer_tier="nvme"))
     assert plan.state_staging == (PAGE_NBYTES, 1), "one sub-group never needs two buffers"
@@ -137,7 +137,7 @@ def test_updates_in_place_need_no_staging() -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 7])
 def test_buffer_counts_of_the_user_are_honoured(count: int) -> None:
-    needs = [SubGroupNeed(PAGE_NBYTES, {0: K})] * 5
+    needs = [SubGroupSize(PAGE_NBYTES, {0: K})] * 5
     plan = make_plan(some_units(), needs, wishes("nvme", "nvme", num_param_staging=count, num_state_staging=count))
     assert plan.param_staging[1] == count
     assert plan.state_staging[1] == min(count, 5)
@@ -164,10 +164,10 @@ def test_a_buffer_smaller_than_a_parameter_is_refused_with_the_least_size() -> N
 # -- state on several tiers --------------------------------------------------------------------------------------------
 
 
-def spread() -> tuple[list[Unit], list[SubGroupNeed]]:
+def spread() -> tuple[list[Unit], list[SubGroupSize]]:
     """Four units of K fp32 elements, the last an embedding, in halves: eight sub-groups of 12 bytes an element."""
     units = [make_unit(index, [K]) for index in range(4)]
-    return units, [SubGroupNeed(6 * K, {index // 2: K // 2}, index >= 6) for index in range(8)]
+    return units, [SubGroupSize(6 * K, {index // 2: K // 2}, index >= 6) for index in range(8)]
 
 
 def test_fast_tiers_are_filled_with_embeddings_and_then_in_the_order_of_the_forward() -> None:
@@ -193,7 +193,7 @@ def test_what_an_update_cannot_write_in_place_is_staged(param_tier: str) -> None
 @pytest.mark.parametrize("sums", [False, True])
 def test_gradients_that_go_back_to_the_device_are_planned(sums: bool) -> None:
     big = make_unit(0, [8 * K], torch.bfloat16)
-    needs = [SubGroupNeed(84 * K, {0: 7 * K}), SubGroupNeed(12 * K, {0: K})]
+    needs = [SubGroupSize(84 * K, {0: 7 * K}), SubGroupSize(12 * K, {0: K})]
     plan = make_plan([big], needs, wishes("host", "host", sums_gradients=sums, state_limits={"device": 84 * K}))
     assert plan.gradient_tiers == {0: "host"}, "a unit that is split"
     assert plan.in_flight_nbytes == max(16 * K, 7 * K * (4 if sums else 2))
@@ -204,7 +204,7 @@ SIZED = st.lists(st.tuples(st.integers(1, 50), st.booleans()), min_size=1, max_s
 
 @given(sized=SIZED, ratio=st.floats(0, 1), last=st.sampled_from(["host", "nvme"]))
 def test_the_ratio_is_kept_to_within_one_sub_group(sized: list[tuple[int, bool]], ratio: float, last: str) -> None:
-    needs = [SubGroupNeed(PAGE_NBYTES * pages, {}, embedding) for pages, embedding in sized]
+    needs = [SubGroupSize(PAGE_NBYTES * pages, {}, embedding) for pages, embedding in sized]
     plan = make_plan([], needs, wishes("host", last, ratio=ratio))
     total = sum(need.state_nbytes for need in needs)
     kept = (1 - ratio) * total
@@ -219,7 +219,7 @@ def test_the_ratio_is_kept_to_within_one_sub_group(sized: list[tuple[int, bool]]
 def test_limits_are_never_passed_and_embeddings_are_the_last_to_leave(
     sized: list[tuple[int, bool]], device: int, host: int, last: str
 ) -> None:
-    needs = [SubGroupNeed(pages, {}, embedding) for pages, embedding in sized]
+    needs = [SubGroupSize(pages, {}, embedding) for pages, embedding in sized]
     plan = make_plan([], needs, wishes("host", last, state_limits={"device": device, "host": host}))
     held = {tier: plan.nbytes(tier, "state") for tier in TIERS}
     assert held["device"] <= device and (last == "host" or held["host"] <= host)
@@ -343,15 +343,15 @@ def test_a_tier_too_small_by_one_byte_is_refused_with_the_table(tier: str) -> No
     [
         (
             {"optimizer_tier": "nvme"},
-            [SubGroupNeed(MIB, {})],
+            [SubGroupSize(MIB, {})],
             "Set zero_optimization.offload_optimizer.buffer_count to 3",
         ),
         ({"param_tier": "nvme", "num_param_staging": 9}, [], "Lower zero_optimization.offload_param.buffer_count"),
-        ({"optimizer_tier": "host"}, [SubGroupNeed(MIB, {})], "Move it to nvme"),
+        ({"optimizer_tier": "host"}, [SubGroupSize(MIB, {})], "Move it to nvme"),
     ],
 )
 def test_the_advice_names_the_setting_that_helps(
-    changes: dict[str, object], needs: list[SubGroupNeed], advice: str
+    changes: dict[str, object], needs: list[SubGroupSize], advice: str
 ) -> None:
     plan = make_plan(some_units(), needs, wishes(limits={"host": (1, "a test")}, **changes))  # type: ignore[arg-type]
     with pytest.raises(PlanError, match=advice):
@@ -371,7 +371,7 @@ def test_the_table_is_plain_values_and_sums_up() -> None:
 
 
 @st.composite
-def runs(draw: st.DrawFn) -> tuple[list[Unit], Wishes]:
+def runs(draw: st.DrawFn) -> tuple[list[Unit], PlanRequest]:
     units = [
         make_unit(
             index,
@@ -385,12 +385,12 @@ def runs(draw: st.DrawFn) -> tuple[list[Unit], Wishes]:
     return units, wishes(draw(st.sampled_from(TIERS)), draw(st.sampled_from(TIERS)), sums_gradients=draw(st.booleans()))
 
 
-def needs_of(units: list[Unit]) -> list[SubGroupNeed]:
-    return [SubGroupNeed(12 * unit.numel, {unit.index: unit.numel}) for unit in units if unit.trainable]
+def needs_of(units: list[Unit]) -> list[SubGroupSize]:
+    return [SubGroupSize(12 * unit.numel, {unit.index: unit.numel}) for unit in units if unit.trainable]
 
 
 @given(run=runs())
-def test_a_longer_model_needs_no_less_anywhere(run: tuple[list[Unit], Wishes]) -> None:
+def test_a_longer_model_needs_no_less_anywhere(run: tuple[list[Unit], PlanRequest]) -> None:
     units, wished = run
     whole, part = make_plan(units, needs_of(units), wished), make_plan(units[:-1], needs_of(units[:-1]), wished)
     for tier in TIERS:
@@ -398,7 +398,7 @@ def test_a_longer_model_needs_no_less_anywhere(run: tuple[list[Unit], Wishes]) -
 
 
 @given(run=runs())
-def test_every_byte_of_the_model_rests_on_one_tier(run: tuple[list[Unit], Wishes]) -> None:
+def test_every_byte_of_the_model_rests_on_one_tier(run: tuple[list[Unit], PlanRequest]) -> None:
     units, wished = run
     plan = make_plan(units, needs_of(units), wished)
     assert sum(plan.nbytes(tier, "param") for tier in TIERS) == sum(unit.nbytes for unit in units)
@@ -409,7 +409,7 @@ def test_every_byte_of_the_model_rests_on_one_tier(run: tuple[list[Unit], Wishes
 
 
 @given(run=runs(), limits=st.lists(st.integers(0, 2_000_000), min_size=2, max_size=2))
-def test_a_larger_device_gets_no_smaller_window(run: tuple[list[Unit], Wishes], limits: list[int]) -> None:
+def test_a_larger_device_gets_no_smaller_window(run: tuple[list[Unit], PlanRequest], limits: list[int]) -> None:
     units, wished = run
     small, large = (
         make_plan(units, needs_of(units), replace(wished, limits={"device": (limit, "")})) for limit in sorted(limits)
@@ -418,7 +418,7 @@ def test_a_larger_device_gets_no_smaller_window(run: tuple[list[Unit], Wishes], 
 
 
 @given(run=runs())
-def test_offloading_further_takes_nothing_more_of_the_device(run: tuple[list[Unit], Wishes]) -> None:
+def test_offloading_further_takes_nothing_more_of_the_device(run: tuple[list[Unit], PlanRequest]) -> None:
     units, wished = run
     on_host = make_plan(units, needs_of(units), replace(wished, param_tier="host"))
     on_nvme = make_plan(units, needs_of(units), replace(wished, param_tier="nvme"))

@@ -7,8 +7,8 @@ import pytest
 
 from tests.parity.models import ParityGPT, batch
 from tests.parity.trainers import PLACEMENTS, tiered
-from tiered_zero.optim.policy import BarrierPolicy, DelayedPolicy, OverlappedPolicy
 from tiered_zero.plan.update_policy import choose_update_policy
+from tiered_zero.update.policy import BarrierPolicy, DelayedPolicy, OverlappedPolicy
 
 CLASSES = {"barrier": BarrierPolicy, "overlapped": OverlappedPolicy, "delayed": DelayedPolicy}
 ALL_TIERS = [{"device"}, {"host"}, {"nvme"}, {"device", "host"}, {"device", "nvme"}, {"host", "nvme"}]

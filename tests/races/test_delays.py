@@ -21,7 +21,7 @@ from tiered_zero.errors import TieredZeroError
 from tiered_zero.grads.accumulator import GradientStore
 from tiered_zero.hardware.cpu import CpuAccelerator
 from tiered_zero.tiers.nvme import TicketEvent
-from tiered_zero.tiers.publication import Publication
+from tiered_zero.tiers.unit_update import UnitUpdate
 
 NUM_SCHEDULES = 200
 NUM_CHUNKS = 10
@@ -99,7 +99,7 @@ def drop(*_: Any) -> None:
 WAITS = {
     "compute for parameters": (CpuAccelerator, "wait_on_compute", range(0, 60, 7)),
     "the verdict for gradients": (GradientStore, "wait", range(0, 60, 7)),
-    "a unit for its update": (Publication, "wait", range(0, 60, 7)),
+    "a unit for its update": (UnitUpdate, "wait", range(0, 60, 7)),
     "the update for state from disk": (TicketEvent, "wait", (2, 5, 8, 11, 14, 17, 20)),
 }
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.fakes.sync_io import SyncEngine
-from tiered_zero.errors import LatchedError
+from tiered_zero.errors import EngineFailedError
 from tiered_zero.io.engine import IOEngine, Ticket
 from tiered_zero.io.select import select_engine
 from tiered_zero.sizes import MIB
@@ -106,7 +106,7 @@ def test_an_interrupted_write_is_whole_or_undone_or_latches(swap_path: Path, eng
             outcomes.add(into[0])
             assert into in (memory(1), memory(2))
             store.write(record, memory(3)).wait()
-        except LatchedError:
+        except EngineFailedError:
             outcomes.add("latched")
         store.close()
         at += 1

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.fakes.sync_io import SyncEngine
-from tiered_zero.errors import CorruptionError, LatchedError, StoreError, TransferError
+from tiered_zero.errors import CorruptionError, EngineFailedError, StoreError, TransferError
 from tiered_zero.io.engine import IOEngine
 from tiered_zero.io.select import select_engine
 from tiered_zero.sizes import MIB
@@ -222,7 +222,7 @@ def test_a_failed_write_raises_and_latches(make: Callable[..., SwapStore], engin
         lambda: store.write(record, pattern(PAGE)),
         lambda: store.commit(1, {}),
     ):
-        with pytest.raises(LatchedError, match="injected"):
+        with pytest.raises(EngineFailedError, match="injected"):
             act()
     assert store.nbytes_written == {"a": PAGE}
 
@@ -243,7 +243,7 @@ def test_tickets_that_nobody_waits_for_are_settled(make: Callable[..., SwapStore
     ticket = store.write(record, pattern(PAGE))
     while not ticket.done() and time.monotonic() < deadline_s:
         time.sleep(0.001)
-    with pytest.raises(LatchedError, match="injected"):
+    with pytest.raises(EngineFailedError, match="injected"):
         store.write(record, pattern(PAGE))
 
 
@@ -259,7 +259,7 @@ def test_a_failed_fsync_latches_and_is_not_retried(make: Callable[..., SwapStore
     engine.before = fail
     with pytest.raises(TransferError, match="injected"):
         store.commit(1, {})
-    with pytest.raises(LatchedError, match="the last checkpoint"):
+    with pytest.raises(EngineFailedError, match="the last checkpoint"):
         store.commit(1, {})
     assert sum(operation[0] == "sync" for operation in engine.operations) == 1
     store.close()
@@ -346,7 +346,7 @@ def test_a_directory_removed_in_mid_run_fails_the_commit(make: Callable[..., Swa
     assert read(store, "a") == pattern(PAGE), "the open file still serves"
     with pytest.raises(StoreError, match="cannot be written"):
         store.commit(1, {})
-    with pytest.raises(LatchedError, match="No such file"):
+    with pytest.raises(EngineFailedError, match="No such file"):
         store.read(record, aligned(bytes(PAGE)))
 
 

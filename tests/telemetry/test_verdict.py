@@ -15,7 +15,7 @@ from tests.parity.trainers import tiered, train
 from tiered_zero import assembly
 from tiered_zero.io.engine import File, IOEngine, Request, Ticket
 from tiered_zero.io.select import Selection, select_engine
-from tiered_zero.optim.native_rule import NativeRule
+from tiered_zero.optim.kernel_rule import NativeRule
 from tiered_zero.telemetry.report import StepReport
 
 

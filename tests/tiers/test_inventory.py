@@ -9,7 +9,7 @@ from tests.fakes.units import make_unit
 from tiered_zero.layout.subgroups import cut_subgroups
 from tiered_zero.tiers.device import DeviceTier
 from tiered_zero.tiers.inventory import Home, Inventory
-from tiered_zero.tiers.publication import Publication
+from tiered_zero.tiers.unit_update import UnitUpdate
 
 
 def test_homes_are_told_apart_by_owner_and_kind() -> None:
@@ -38,8 +38,8 @@ def test_homes_are_told_apart_by_owner_and_kind() -> None:
 def test_the_last_update_is_published() -> None:
     inventory, unit = Inventory(), make_unit(0)
     assert inventory.published(unit) is None
-    publications = [Publication(), Publication()]
-    for publication in publications:
-        inventory.publish(unit, publication)
-        assert inventory.published(unit) is publication
+    unit_updates = [UnitUpdate(), UnitUpdate()]
+    for unit_update in unit_updates:
+        inventory.publish(unit, unit_update)
+        assert inventory.published(unit) is unit_update
     assert inventory.published(make_unit(1)) is None

@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 
 from tests.fakes.sync_io import SyncEngine
 from tests.fakes.tier_rig import Rig, open_rig, random_bytes
-from tiered_zero.errors import LatchedError, TransferError
+from tiered_zero.errors import EngineFailedError, TransferError
 from tiered_zero.hardware.accelerator import Event
 from tiered_zero.io.engine import IOSettings
 from tiered_zero.io.threads import ThreadsEngine
 from tiered_zero.sizes import PAGE_NBYTES
 from tiered_zero.tiers.inventory import Home
-from tiered_zero.tiers.publication import Publication
 from tiered_zero.tiers.slots import write_slot
+from tiered_zero.tiers.unit_update import UnitUpdate
 
 
 def fill(rig: Rig, name: str, num_pages: int) -> tuple[Home, torch.Tensor]:
@@ -75,7 +75,7 @@ def test_a_failing_chunk_raises_where_waited_and_gives_every_buffer_back(
 ) -> None:
     with open_rig("nvme", swap_path, num_buffers=num_buffers, engine=failing_reads(bad_chunk)) as rig:
         home, data = fill(rig, "a", 5)
-        with pytest.raises((TransferError, LatchedError), match="the disk failed"):
+        with pytest.raises((TransferError, EngineFailedError), match="the disk failed"):
             rig.tier.fetch(home.slot, torch.zeros_like(data)).wait()
         assert rig.staging.num_free == num_buffers
 
@@ -87,7 +87,7 @@ def test_a_fetch_that_cannot_be_submitted_gives_every_buffer_back(swap_path: Pat
         with pytest.raises(TransferError, match="the disk failed"):
             rig.tier.fetch(home.slot, torch.zeros_like(data)).wait()
         for _ in range(5):
-            with pytest.raises(LatchedError, match="the disk failed"):
+            with pytest.raises(EngineFailedError, match="the disk failed"):
                 rig.tier.fetch(home.slot, torch.zeros_like(data)).wait()
             assert rig.staging.num_free == 4
 
@@ -139,7 +139,7 @@ def test_fetches_are_urgent_and_reads_of_state_are_not(swap_path: Path, num_buff
         assert kinds == [("read", True)] * 4 + [("read", False), ("write", False)]
 
 
-def receiving(rig: Rig) -> tuple[Publication, Event, torch.Tensor, torch.Tensor]:
+def receiving(rig: Rig) -> tuple[UnitUpdate, Event, torch.Tensor, torch.Tensor]:
     """A fetch of four pages to where they are used, while an update of them is under way and has made the second.
 
     Returns what it publishes, the fetch, its target, and what that should hold in the end.
@@ -148,20 +148,20 @@ def receiving(rig: Rig) -> tuple[Publication, Event, torch.Tensor, torch.Tensor]
     place = rig.runtime.accelerator.reserve_place(expected.numel(), expected.numel())
     assert place is not None
     place.fill()
-    publication = Publication()
-    event = rig.tier.fetch(home.slot, place.tensor, publication)
+    unit_update = UnitUpdate()
+    event = rig.tier.fetch(home.slot, place.tensor, unit_update)
     expected[PAGE_NBYTES : 2 * PAGE_NBYTES] = made = random_bytes(PAGE_NBYTES)
-    publication.hand_over(PAGE_NBYTES, made, rig.runtime.accelerator.copy)
-    return publication, event, place.tensor, expected
+    unit_update.hand_over(PAGE_NBYTES, made, rig.runtime.accelerator.copy)
+    return unit_update, event, place.tensor, expected
 
 
 def test_what_an_update_hands_over_is_not_read(swap_path: Path) -> None:
     kinds: list[str] = []
     engine = SyncEngine(before=lambda kind, number: kinds.append(kind))
     with open_rig("nvme", swap_path, engine=engine) as rig:
-        publication, event, target, expected = receiving(rig)
+        unit_update, event, target, expected = receiving(rig)
         assert "read" not in kinds and not event.done()
-        publication.complete()
+        unit_update.complete()
         event.wait()
         assert torch.equal(target, expected)
         assert kinds.count("read") == 2, "before it and behind it"
@@ -170,7 +170,7 @@ def test_what_an_update_hands_over_is_not_read(swap_path: Path) -> None:
 @pytest.mark.parametrize("bad_read", [1, 2])
 def test_a_failing_read_of_the_rest_raises_where_waited(swap_path: Path, bad_read: int) -> None:
     with open_rig("nvme", swap_path, engine=failing_reads(bad_read)) as rig:
-        publication, event, _, _ = receiving(rig)
-        publication.complete()
+        unit_update, event, _, _ = receiving(rig)
+        unit_update.complete()
         with pytest.raises(TransferError, match="the disk failed"):
             event.wait()

@@ -11,9 +11,9 @@ import torch
 from tests.fakes.tier_rig import TIERS, Rig, open_rig, random_bytes
 from tiered_zero.sizes import PAGE_NBYTES
 from tiered_zero.tiers.inventory import Home
-from tiered_zero.tiers.publication import Publication
 from tiered_zero.tiers.slots import read_slot, write_slot
 from tiered_zero.tiers.tier import Slot, as_bytes
+from tiered_zero.tiers.unit_update import UnitUpdate
 
 
 @pytest.fixture(params=TIERS)
@@ -81,19 +81,19 @@ def test_a_fetch_of_less_than_the_slot(rig: Rig) -> None:
     assert torch.equal(out, data[: out.numel()])
 
 
-def publish(rig: Rig, job: Callable[[], object]) -> Publication:
+def publish(rig: Rig, job: Callable[[], object]) -> UnitUpdate:
     """What an update on its lane publishes."""
-    publication = Publication()
+    unit_update = UnitUpdate()
 
     def update() -> None:
         try:
             job()
         except RuntimeError as error:
-            publication.fail(error)
-        publication.complete()
+            unit_update.fail(error)
+        unit_update.complete()
 
     rig.runtime.accelerator.lane("optimizer").submit(update)
-    return publication
+    return unit_update
 
 
 def test_a_fetch_waits_for_the_update_that_writes_the_slot(rig: Rig) -> None:

@@ -101,7 +101,7 @@ def swap_need(config: Config, shape: GPTShape) -> tuple[SwapNeed, SwapSettings]:
 def _planned_need(config: Config, shape: GPTShape) -> SwapNeed:
     from tiered_zero.demo.gpt import build_gpt
     from tiered_zero.demo.gpt import parse_gpt as parse_config
-    from tiered_zero.draft import draft_run
+    from tiered_zero.run_spec import specify_run
 
-    planned = draft_run(config, build_gpt(parse_config(str(shape)))).plan
+    planned = specify_run(config, build_gpt(parse_config(str(shape)))).plan
     return SwapNeed(*(planned.nbytes("nvme", kind) for kind in ("param", "param_back", "state")))

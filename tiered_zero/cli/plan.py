@@ -12,8 +12,8 @@ from tiered_zero.cli.options import CONFIG_FILE, DEMO_MODEL, JSON_OPTION, parse_
 from tiered_zero.cli.tables import plan_table
 from tiered_zero.config import load
 from tiered_zero.demo.gpt import GPTConfig, build_gpt, num_parameters
-from tiered_zero.draft import draft_run
 from tiered_zero.errors import PlanError
+from tiered_zero.run_spec import specify_run
 from tiered_zero.sizes import parse_nbytes
 
 
@@ -44,7 +44,7 @@ def plan(
     shape = model or sized or DEMO_MODEL
     given = {"device": ("--device-memory", device_memory), "host": ("--host-memory", host_memory)}
     limits = {tier: (_nbytes(text, option), option) for tier, (option, text) in given.items() if text is not None}
-    planned = draft_run(load(config), build_gpt(shape), limits=limits).plan
+    planned = specify_run(load(config), build_gpt(shape), limits=limits).plan
     try:
         planned.check()
         problem = None

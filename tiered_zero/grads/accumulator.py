@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tiered_zero.errors import ModelError
-from tiered_zero.grads.norms import NormTaker
+from tiered_zero.grads.norms import GradNorm
 from tiered_zero.grads.unit_gradients import UnitGradients
 from tiered_zero.hardware.accelerator import Event
 from tiered_zero.hardware.runtime import Runtime
@@ -51,7 +51,7 @@ class GradientStore:
         on_device: frozenset[int],
         in_flight_nbytes: int,
         staging: StagingPool | None,
-        norms: NormTaker,
+        norms: GradNorm,
     ) -> None:
         self._params = dict(params)
         self._units = {

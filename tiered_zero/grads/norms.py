@@ -6,7 +6,7 @@ from typing import final
 
 import torch
 
-from tiered_zero.native.update import Dtype, Reception, UpdateKernel
+from tiered_zero.native.update import CopyNormArgs, Dtype, UpdateKernel
 
 _DTYPES = {torch.float32: Dtype.FLOAT32, torch.bfloat16: Dtype.BFLOAT16, torch.float16: Dtype.FLOAT16}
 _fused_tails: dict[str, bool | None] = {}
@@ -14,7 +14,7 @@ _fused_tails: dict[str, bool | None] = {}
 
 
 @final
-class NormTaker:
+class GradNorm:
     """What `clip_grad_norm_` takes of one parameter's gradient, 0-d fp32, beside it. Not finite if an element is not.
 
     torch converts 16-bit gradients in a pass of their own and adds in another; the kernel gives the same bits in one.
@@ -45,14 +45,14 @@ class NormTaker:
         assert self._kernel is not None and target.numel() == source.numel(), "as `receives` says"
         return self._run(self._kernel, _reception(source, target, add))
 
-    def _run(self, kernel: UpdateKernel, reception: Reception) -> torch.Tensor:
+    def _run(self, kernel: UpdateKernel, reception: CopyNormArgs) -> torch.Tensor:
         return torch.tensor(kernel.copy_norm(reception, fused_tail=self._fused_tail), dtype=torch.float32, device="cpu")
 
 
-def _reception(source: torch.Tensor, target: torch.Tensor | None, add: bool) -> Reception:
+def _reception(source: torch.Tensor, target: torch.Tensor | None, add: bool) -> CopyNormArgs:
     target_type = _DTYPES[torch.float32 if target is None else target.dtype]
     address = None if target is None else target.data_ptr()
-    return Reception(source.data_ptr(), address, source.numel(), _DTYPES[source.dtype], target_type, add)
+    return CopyNormArgs(source.data_ptr(), address, source.numel(), _DTYPES[source.dtype], target_type, add)
 
 
 def _find_fused_tail(kernel: UpdateKernel) -> bool | None:

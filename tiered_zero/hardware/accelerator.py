@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tiered_zero.hardware.window import Place
+from tiered_zero.hardware.huge_pages import PageRange
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ class Accelerator(ABC):
     def prepare(self, flat: torch.Tensor) -> None:
         """`flat` on the device has just been given memory, whose content is undefined: poisoned in debug mode."""
 
-    def reserve_place(self, nbytes: int, window_nbytes: int) -> Place | None:
+    def reserve_place(self, nbytes: int, window_nbytes: int) -> PageRange | None:
         """Addresses for a flat that comes and goes, beside others, at most `window_nbytes` at once; None where the
         device's allocator is to give it memory."""
         return None

@@ -11,9 +11,17 @@ from typing import final
 import torch
 
 from tiered_zero.hardware.accelerator import Event, MemoryFigures
-from tiered_zero.hardware.lanes import DeviceMarker, JobEvent, LaneAccelerator, Pace, Work, WorkerLane, runs_on_lane
+from tiered_zero.hardware.huge_pages import HugePagePool, PageRange
+from tiered_zero.hardware.lanes import (
+    DelayInjector,
+    DeviceMarker,
+    JobEvent,
+    LaneAccelerator,
+    Work,
+    WorkerLane,
+    runs_on_lane,
+)
 from tiered_zero.hardware.probe import available_host_nbytes
-from tiered_zero.hardware.window import Place, Window
 from tiered_zero.sizes import HUGE_PAGE_NBYTES, align_up
 
 logger = logging.getLogger("tiered_zero")
@@ -75,19 +83,19 @@ class CpuAccelerator(LaneAccelerator):
         self._delay_seed = delay_seed
         self.shares_cores = delay_seed is None
         self._told_pin = False
-        self._window: Window | None = None
+        self._window: HugePagePool | None = None
         self._pages: dict[int, memoryview] = {}
 
     def _build_lane(self, name: str) -> WorkerLane:
-        pace = None if self._delay_seed is None else Pace(self._delay_seed, name)
+        pace = None if self._delay_seed is None else DelayInjector(self._delay_seed, name)
         return WorkerLane(name, _launch, pace, inline=self.shares_cores)
 
     def record_compute(self) -> JobEvent:
         return JobEvent.launched()
 
-    def reserve_place(self, nbytes: int, window_nbytes: int) -> Place | None:
+    def reserve_place(self, nbytes: int, window_nbytes: int) -> PageRange | None:
         try:
-            self._window = self._window or Window(window_nbytes)
+            self._window = self._window or HugePagePool(window_nbytes)
             place = self._window.reserve(nbytes)
         except OSError as error:
             logger.info("paged parameters get memory from malloc each time: %s", error)

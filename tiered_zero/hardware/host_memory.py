@@ -48,7 +48,7 @@ class HostSlot:
         return typed_view(self.tensor, dtype, numel)
 
 
-def return_free_memory() -> None:
+def trim_malloc() -> None:
     """Give the system back what malloc keeps of freed blocks; glibc only.
 
     glibc raises its threshold for blocks of their own to the largest one freed, so that a unit's first values, freed
@@ -58,7 +58,7 @@ def return_free_memory() -> None:
         trim(0)
 
 
-def passing_zeros(shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def temporary_zeros(shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Zeros on the CPU that are needed for a moment; large ones in a mapping of their own.
 
     Values that come and go one after another, while small blocks stay between them, make malloc's heap grow by their

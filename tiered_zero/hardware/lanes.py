@@ -109,7 +109,7 @@ Launch = Callable[[Work], DeviceMarker | None]
 """Runs a job on the calling thread, after `work.after` on the device, and marks its completion there. May raise."""
 
 
-class Pace:
+class DelayInjector:
     """Seeded delays at the start and the end of jobs, so that a missing wait meets a late partner. One thread."""
 
     def __init__(self, seed: int, lane: str) -> None:
@@ -130,7 +130,7 @@ class WorkerLane(Lane):
     `inline`: jobs that wait for nothing run on the thread that submits them, while the lane is idle.
     """
 
-    def __init__(self, name: str, launch: Launch, pace: Pace | None = None, inline: bool = False) -> None:
+    def __init__(self, name: str, launch: Launch, pace: DelayInjector | None = None, inline: bool = False) -> None:
         self.name = name
         self._inline = inline
         self._launch = launch

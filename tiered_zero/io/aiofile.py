@@ -11,7 +11,7 @@ from typing import Any, final
 from tiered_zero.errors import ConfigError
 from tiered_zero.io.disk_file import DiskFile, transfer_error
 from tiered_zero.io.engine import IOSettings
-from tiered_zero.io.pieces import Piece, PieceEngine, PieceQueue, Progress
+from tiered_zero.io.pieces import IOPiece, PieceEngine, PieceQueue, Progress
 
 
 @final
@@ -41,7 +41,7 @@ class AiofilesEngine(PieceEngine):
     def _piece_nbytes(self, nbytes: int) -> int:
         return self.settings.block_nbytes * self.settings.queue_depth
 
-    def _enqueue(self, piece: Piece) -> None:
+    def _enqueue(self, piece: IOPiece) -> None:
         self._queues.setdefault(piece.ticket.file, PieceQueue()).put(piece)
         asyncio.run_coroutine_threadsafe(self._run_next(piece.ticket.file), self._loop)
 
@@ -64,7 +64,7 @@ class AiofilesEngine(PieceEngine):
             self._handles[file] = await opening
         return self._handles[file]
 
-    async def _carry_out(self, piece: Piece) -> None:
+    async def _carry_out(self, piece: IOPiece) -> None:
         """Raises TransferError."""
         request, file, view = piece.ticket.request, piece.ticket.file, piece.view
         if request.kind == "sync":

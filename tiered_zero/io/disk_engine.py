@@ -16,7 +16,7 @@ from tiered_zero.sizes import PAGE_NBYTES
 _SLICE_S = 0.25
 """A wait returns to Python this often, so that signal handlers run (Ctrl-C, SIGUSR1) and stalls are seen."""
 
-_LOOK_S = 0.005
+_POLL_S = 0.005
 """The least that a wait takes for a request that hangs: it may be coming just now."""
 
 
@@ -42,7 +42,7 @@ class DiskTicket(Ticket):
     def wait(self) -> None:
         self.engine.check_process(self.request.path)
         begun_s = time.monotonic()
-        while not self.finished_within(min(_SLICE_S, max(_LOOK_S, self._patience_s(begun_s)))):
+        while not self.finished_within(min(_SLICE_S, max(_POLL_S, self._patience_s(begun_s)))):
             if self._patience_s(begun_s) <= 0.0:
                 raise self.engine.stall(self)
         error = self.failure()

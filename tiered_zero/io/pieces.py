@@ -112,7 +112,7 @@ class PieceTicket(DiskTicket):
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class IOPiece:
     """What one worker does in one go. A sync is one piece without bytes."""
 
     ticket: PieceTicket
@@ -126,13 +126,13 @@ class PieceQueue:
     caller sees to it that one thread at a time is in it."""
 
     def __init__(self) -> None:
-        self._urgent: deque[Piece] = deque()
-        self._others: deque[Piece] = deque()
+        self._urgent: deque[IOPiece] = deque()
+        self._others: deque[IOPiece] = deque()
 
-    def put(self, piece: Piece) -> None:
+    def put(self, piece: IOPiece) -> None:
         (self._urgent if piece.ticket.request.urgent else self._others).append(piece)
 
-    def take(self) -> Piece:
+    def take(self) -> IOPiece:
         return (self._urgent or self._others).popleft()
 
 
@@ -150,7 +150,7 @@ class PieceEngine(DiskEngine):
         """How large the pieces of a request of `nbytes` are; a whole number of blocks."""
 
     @abstractmethod
-    def _enqueue(self, piece: Piece) -> None:
+    def _enqueue(self, piece: IOPiece) -> None:
         """Pass a piece to the workers. Never blocks; called with the engine's lock held."""
 
     def _start(self, kind: str, file: DiskFile, request: Request, view: memoryview) -> PieceTicket:
@@ -172,17 +172,17 @@ class PieceEngine(DiskEngine):
             if ticket.blockers:
                 self._waiting_syncs.append(ticket)
             elif kind == "sync":
-                self._enqueue(Piece(ticket, 0, view))
+                self._enqueue(IOPiece(ticket, 0, view))
             for start in starts:
-                self._enqueue(Piece(ticket, request.offset + start, view[start : start + step]))
+                self._enqueue(IOPiece(ticket, request.offset + start, view[start : start + step]))
         return ticket
 
-    def begin(self, piece: Piece) -> bool:
+    def begin(self, piece: IOPiece) -> bool:
         """A worker takes a piece up; False if its request has failed already, so that only `end` is left to do."""
         piece.ticket.moved_s = self.moved_s = time.monotonic()
         return piece.ticket.error is None
 
-    def end(self, piece: Piece, error: BaseException | None) -> None:
+    def end(self, piece: IOPiece, error: BaseException | None) -> None:
         """A worker is through with a piece."""
         ticket = piece.ticket
         ticket.moved_s = self.moved_s = time.monotonic()
@@ -203,7 +203,7 @@ class PieceEngine(DiskEngine):
             sync.error = sync.error or ticket.error  # what was not written cannot be made durable
             if not sync.blockers:
                 self._waiting_syncs.remove(sync)
-                self._enqueue(Piece(sync, 0, memoryview(b"")))
+                self._enqueue(IOPiece(sync, 0, memoryview(b"")))
 
 
 def _settled(error: BaseException, request: Request) -> TransferError:

@@ -18,9 +18,9 @@ from functools import partial
 from typing import Final, NamedTuple
 
 from tiered_zero.errors import ConfigError, TransferError
-from tiered_zero.io.direct import NativeEngine
 from tiered_zero.io.engine import IOSettings
 from tiered_zero.io.measure import measure_rate
+from tiered_zero.io.native import NativeEngine
 from tiered_zero.sizes import MIB, align_up, format_nbytes
 
 _LEAST_NBYTES, _MOST_NBYTES = 16 * MIB, 32 * MIB

@@ -13,9 +13,9 @@ from typing import Literal, TypedDict
 
 from tiered_zero.errors import ConfigError, TransferError
 from tiered_zero.io.aiofile import AiofilesEngine
-from tiered_zero.io.direct import NativeEngine
 from tiered_zero.io.disk_engine import DiskEngine
 from tiered_zero.io.engine import IOEngine, IOSettings
+from tiered_zero.io.native import NativeEngine
 from tiered_zero.io.ring_choice import compare_rates, known_rates
 from tiered_zero.io.threads import ThreadsEngine
 from tiered_zero.sizes import PAGE_NBYTES

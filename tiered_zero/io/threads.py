@@ -11,7 +11,7 @@ from typing import final
 from tiered_zero.errors import ConfigError
 from tiered_zero.io.disk_file import transfer_error
 from tiered_zero.io.engine import IOSettings
-from tiered_zero.io.pieces import Piece, PieceEngine, PieceQueue, Progress
+from tiered_zero.io.pieces import IOPiece, PieceEngine, PieceQueue, Progress
 
 _MAX_BLOCKS_A_CALL = 4
 
@@ -52,7 +52,7 @@ class ThreadsEngine(PieceEngine):
         num_blocks = -(-nbytes // block_nbytes)
         return block_nbytes * min(max(num_blocks // self.settings.num_workers, 1), _MAX_BLOCKS_A_CALL)
 
-    def _enqueue(self, piece: Piece) -> None:
+    def _enqueue(self, piece: IOPiece) -> None:
         self._queue.put(piece)
         self._calls.put(True)
 
@@ -78,7 +78,7 @@ class ThreadsEngine(PieceEngine):
             worker.join()
 
 
-def _carry_out(piece: Piece) -> None:
+def _carry_out(piece: IOPiece) -> None:
     """Raises TransferError."""
     request, file, view = piece.ticket.request, piece.ticket.file, piece.view
     if request.kind == "sync":

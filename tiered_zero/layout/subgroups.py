@@ -10,7 +10,7 @@ from tiered_zero.layout.swap_bytes import cut_flats
 
 
 @dataclass(frozen=True)
-class Piece:
+class ParamPiece:
     """The part of one parameter that lies in a sub-group.
 
     `index`: its place among the sub-group's pieces. `start`: first element in the sub-group; `param_start`: in the
@@ -41,7 +41,7 @@ class Segment:
     unit_start: int
     start: int
     numel: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ParamPiece, ...]
 
     @property
     def stop(self) -> int:
@@ -66,7 +66,7 @@ class SubGroup:
         return {segment.unit.index: segment.numel for segment in self.segments}
 
     @cached_property
-    def pieces(self) -> tuple[Piece, ...]:
+    def pieces(self) -> tuple[ParamPiece, ...]:
         return tuple(piece for segment in self.segments for piece in segment.pieces)
 
 
@@ -102,13 +102,13 @@ def _is_stepped_embedding(param: ParamSpec, group_of: dict[str, int]) -> bool:
     return param.embedding and param.numel > 0 and param.name in group_of
 
 
-def _pieces(segment: Segment, group_of: dict[str, int], first_index: int) -> tuple[Piece, ...]:
-    pieces: list[Piece] = []
+def _pieces(segment: Segment, group_of: dict[str, int], first_index: int) -> tuple[ParamPiece, ...]:
+    pieces: list[ParamPiece] = []
     for entry in segment.unit.entries:
         first = max(entry.start, segment.unit_start)
         stop = min(entry.stop, segment.unit_start + segment.numel)
         if first < stop and entry.param.name in group_of:
             index, start = first_index + len(pieces), segment.start + first - segment.unit_start
             group = group_of[entry.param.name]
-            pieces.append(Piece(index, entry.param, group, start, first - entry.start, stop - first))
+            pieces.append(ParamPiece(index, entry.param, group, start, first - entry.start, stop - first))
     return tuple(pieces)

@@ -1,4 +1,4 @@
-/* A pool that moves blocks between memory and files; bound with ctypes by tiered_zero/io/direct.py.
+/* A pool that moves blocks between memory and files; bound with ctypes by tiered_zero/io/native.py.
  *
  * A request of any size is one tz_submit and one tz_wait. The pool keeps the unfinished requests in one list: urgent
  * reads, then all others, both in the order in which they came. A free worker takes the next unclaimed block of the

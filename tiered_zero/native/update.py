@@ -83,7 +83,7 @@ class MklRoot(NamedTuple):
     set_threads: int
 
 
-class Reception(ctypes.Structure):
+class CopyNormArgs(ctypes.Structure):
     """One array for `UpdateKernel.copy_norm`. `source`, `target`: addresses; without a target it is scanned. `add`: to
     what the target holds, instead of replacing it. Types are `Dtype`s."""
 
@@ -179,7 +179,7 @@ class UpdateKernel:
         """Decode `values` from codes and scales, or encode them. The caller vouches for the memory, as in `update`."""
         self._check(self._library.tz_convert_moments(self._pool, ctypes.byref(moments), LEVELS[self.level]))
 
-    def copy_norm(self, reception: Reception, *, fused_tail: bool) -> float:
+    def copy_norm(self, reception: CopyNormArgs, *, fused_tail: bool) -> float:
         """Copy, add or scan an array in one pass on the calling thread, and return the L2 norm of what the target then
         holds (without one, of the source), taken in fp32 in the order of ATen's vector_norm.
 

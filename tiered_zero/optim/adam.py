@@ -8,7 +8,7 @@ from typing import Any, final
 import torch
 
 from tiered_zero.native.update import Flag, Hyper, Rule, UpdateKernel
-from tiered_zero.optim.native_rule import NativeRule, open_kernel
+from tiered_zero.optim.kernel_rule import NativeRule, open_kernel
 from tiered_zero.optim.torch_rule import TorchRule
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tiered_zero.layout.subgroups import Piece, Segment, SubGroup
+from tiered_zero.layout.subgroups import ParamPiece, Segment, SubGroup
 from tiered_zero.optim.master_format import FullMasters, MasterFormat
 from tiered_zero.optim.rule import StateField, UpdateRule
 from tiered_zero.sizes import PAGE_NBYTES, align_up
@@ -104,7 +104,7 @@ class StateLayout:
         """[numel] view of the state array whose signs belong to the masters; None where no array lends its signs."""
         return _view(raw, self.arrays[0]) if len(self.masters.dtypes) > 1 else None
 
-    def state(self, raw: torch.Tensor, piece: Piece, start: int, stop: int) -> dict[str, torch.Tensor]:
+    def state(self, raw: torch.Tensor, piece: ParamPiece, start: int, stop: int) -> dict[str, torch.Tensor]:
         """State views of elements [start, stop) of the sub-group (elementwise), or of `piece` in its own shapes."""
         shared = [array for array in self._arrays_of[None] if array.field.name in self.fields_of_group[piece.group]]
         own = self._arrays_of[piece.index]
@@ -113,7 +113,7 @@ class StateLayout:
         }
 
 
-def _shaped(piece: Piece, field: StateField, memory: torch.Tensor) -> torch.Tensor:
+def _shaped(piece: ParamPiece, field: StateField, memory: torch.Tensor) -> torch.Tensor:
     """In the field's shape; one of the parameter's shape has its strides, as torch's zeros_like() gives them."""
     return piece.param.view(memory) if field.shape == piece.param.shape else memory.view(field.shape)
 

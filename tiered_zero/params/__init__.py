@@ -8,7 +8,7 @@ Never: gradients, optimizer state, files.
 [Note: Three doors]
 A unit is needed in one of three ways, and each leads to `Pager.acquire`:
 1. A module's forward pre-hook (hooks.py): the unit is lent until that module's forward ends.
-2. A function is called with a parameter that is away (storage.py, `AwayParameter`): functional use, tied weights,
+2. A function is called with a parameter that is away (storage.py, `OffloadedParameter`): functional use, tied weights,
 children
    called past their parent. Lent until the innermost running module ends; outside of forward and backward it raises.
 3. Backward unpacks a saved view of a flat (hooks.py, saved-tensor hooks): autograd keeps (unit, geometry), not the

@@ -9,15 +9,15 @@ import torch
 from torch import nn
 
 from tiered_zero.params.driver_thread import DriverThread
-from tiered_zero.params.homes import HomeKeeper
-from tiered_zero.params.residency import Residency
+from tiered_zero.params.offloaded_params import OffloadedParams
+from tiered_zero.params.unit_state import Residency
 
 
 @final
 class ParamCopies:
     """Reads each unit once for copies that come in a row. Driver thread."""
 
-    def __init__(self, keeper: HomeKeeper, driver: DriverThread) -> None:
+    def __init__(self, keeper: OffloadedParams, driver: DriverThread) -> None:
         self._keeper = keeper
         self._driver = driver
         self._by_param: dict[nn.Parameter, torch.Tensor] = {}

@@ -18,11 +18,11 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from tiered_zero.errors import ModelError, TieredZeroError
 from tiered_zero.layout.flat import Unit
-from tiered_zero.params.lending import lend
+from tiered_zero.params.flat_storage import OffloadedParameter
+from tiered_zero.params.gather import lend
 from tiered_zero.params.outside_modes import runs_outside_modes
 from tiered_zero.params.pager import Pager
 from tiered_zero.params.slots import ParameterSlots
-from tiered_zero.params.storage import AwayParameter
 
 GradientSink = Callable[[nn.Parameter], None]
 """The first post-accumulate hook: called on autograd's thread when `param.grad` is complete for one pass."""
@@ -71,7 +71,7 @@ def _hide_from_compiler() -> None:
     from torch._C._dynamo.eval_frame import set_code_exec_strategy
 
     skip = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)
-    for function in (_Hook.__call__, Pager.pack, Pager.unpack, AwayParameter.__torch_function__):
+    for function in (_Hook.__call__, Pager.pack, Pager.unpack, OffloadedParameter.__torch_function__):
         for code in {function.__code__, inspect.unwrap(function).__code__}:
             set_code_exec_strategy(code, skip)
 

@@ -24,7 +24,7 @@ from safetensors import safe_open
 from torch import nn
 
 from tiered_zero.errors import ModelError
-from tiered_zero.hardware.host_memory import passing_zeros
+from tiered_zero.hardware.host_memory import temporary_zeros
 from tiered_zero.layout.flat import ParamSpec
 
 _NUM_NAMED = 5
@@ -229,7 +229,7 @@ def _holding(stand_in: nn.Module, owners: Mapping[str, nn.Module], tensors: Sequ
 
 def _give_memory(param: nn.Parameter, name: str) -> None:
     """As `torch.utils.swap_tensors` does, which also refuses where there are weak references: those stay good."""
-    value = nn.Parameter(passing_zeros(param.shape, param.dtype), param.requires_grad)
+    value = nn.Parameter(temporary_zeros(param.shape, param.dtype), param.requires_grad)
     try:
         if _is_held(param):
             raise RuntimeError("it is referred to more than once")

@@ -12,18 +12,18 @@ from torch import nn
 
 from tiered_zero.errors import TieredZeroError
 from tiered_zero.layout.flat import Unit
+from tiered_zero.params.flat_storage import ClosedEngine, FlatStorage
 from tiered_zero.params.outside_modes import runs_outside_modes
 from tiered_zero.params.pager_state import PagerState
 from tiered_zero.params.refusals import (
-    away_error,
     changed_past_home_error,
     changed_since_forward_error,
     lent_error,
     no_room_error,
+    offloaded_error,
     used_before_step_error,
 )
-from tiered_zero.params.residency import Frame, HeldWrapper, Loan, Residency, SavedView, UnitState
-from tiered_zero.params.storage import ClosedEngine, FlatStorage
+from tiered_zero.params.unit_state import Frame, HeldWrapper, Loan, Residency, SavedView, UnitState
 from tiered_zero.sizes import format_nbytes
 
 logger = logging.getLogger("tiered_zero")
@@ -153,7 +153,7 @@ class Pager(PagerState):
         self._check_open(residency.unit)
         name = residency.unit.entries[residency.params[param]].param.name
         tier = self._inventory.home(residency.unit, "param").tier.name
-        raise away_error(function, name, tier, residency.unit.dtype, self._accelerator.device)
+        raise offloaded_error(function, name, tier, residency.unit.dtype, self._accelerator.device)
 
     @runs_outside_modes
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | SavedView | HeldWrapper:
@@ -179,7 +179,7 @@ class Pager(PagerState):
             return saved
         self._in_backward()
         residency = self._residencies[saved.unit_index]
-        if residency.unit.index not in self._withheld and residency.version != saved.version:
+        if residency.unit.index not in self._blocked and residency.version != saved.version:
             raise changed_since_forward_error(residency.unit.name)
         return self._acquire(residency).storage.view(saved.size, saved.stride, saved.offset, saved.dtype)
 
@@ -246,9 +246,9 @@ class Pager(PagerState):
             raise lent_error(residency.unit.name)
         self._evict(residency)
 
-    def withhold(self) -> None:
+    def block_for_update(self) -> None:
         """Updates begin that will be published one by one: every trainable unit is guarded until its own."""
-        begun, self._withheld = self._withheld, set()
+        begun, self._blocked = self._blocked, set()
         for residency in self._residencies.values():
             if not residency.unit.trainable or residency.unit.index in begun:
                 continue  # what was fetched of those since waits for their updates, which may wait for this step
@@ -257,7 +257,7 @@ class Pager(PagerState):
                 self._guard(residency)
         self.refuse_changes(late=True)
 
-    def withhold_unit(self, unit: Unit) -> bool:
+    def block_unit_for_update(self, unit: Unit) -> bool:
         """The unit's update begins while backward goes on, so nobody may see it before the step is taken. False, with
         nothing done, while somebody uses it."""
         residency = self._residencies[unit.index]
@@ -269,29 +269,29 @@ class Pager(PagerState):
         else:
             self._evict(residency)
         residency.version += 1
-        self._withheld.add(unit.index)
+        self._blocked.add(unit.index)
         return True
 
-    def readmit(self) -> None:
-        """The updates that units were withheld for are given up, before they began."""
-        self._withheld.clear()
+    def unblock(self) -> None:
+        """The updates that units were blocked for are given up, before they began."""
+        self._blocked.clear()
 
     def await_update(self, unit: Unit) -> None:
         """Block until the unit's last update is published; raise what made it fail."""
-        publication = self._inventory.published(unit)
-        if publication is not None and not publication.done():
+        unit_update = self._inventory.published(unit)
+        if unit_update is not None and not unit_update.done():
             with self._recorder.span("compute", "wait_update", unit.name):
-                publication.wait()
-        elif publication is not None:
-            publication.wait()  # done: returns at once, or raises
+                unit_update.wait()
+        elif unit_update is not None:
+            unit_update.wait()  # done: returns at once, or raises
 
     def await_making(self, unit: Unit) -> None:
         """Block until the unit's new parameters are computed: its gradients are not needed any more, and a fetch knows
         how they come here. Raises what made that fail, in so far as it has by then."""
-        publication = self._inventory.published(unit)
-        if publication is not None and not publication.done():
+        unit_update = self._inventory.published(unit)
+        if unit_update is not None and not unit_update.done():
             with self._recorder.span("compute", "wait_update", unit.name):
-                publication.wait_made()
+                unit_update.wait_made()
 
     @runs_outside_modes
     def abort(self) -> None:
@@ -409,7 +409,7 @@ class Pager(PagerState):
         if not self.is_device_resident(residency.unit):
             self._schedule.observe(self.phase, residency.unit.index)
         residency.clock = next(self._ticks)
-        if residency.unit.index in self._withheld:
+        if residency.unit.index in self._blocked:
             raise used_before_step_error(residency.unit.name)
         if residency.state is UnitState.LENT:
             return residency
@@ -510,8 +510,8 @@ class Pager(PagerState):
 
     def _may_fetch_ahead(self, unit: Unit) -> bool:
         """Not while its update waits for backward, which may wait for what stands behind it on the lane."""
-        publication = self._inventory.published(unit)
-        return unit.index not in self._withheld or publication is None or publication.done()
+        unit_update = self._inventory.published(unit)
+        return unit.index not in self._blocked or unit_update is None or unit_update.done()
 
     def _evictable(self) -> list[Residency]:
         """Units with bytes that nobody is using, least recently used first."""

@@ -12,9 +12,9 @@ from tiered_zero.errors import ModelError
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.params.copies import ParamCopies
 from tiered_zero.params.driver_thread import DriverThread
-from tiered_zero.params.homes import HomeKeeper
-from tiered_zero.params.residency import Frame, PagerLimits, Residency
+from tiered_zero.params.offloaded_params import OffloadedParams
 from tiered_zero.params.schedule import Schedule
+from tiered_zero.params.unit_state import Frame, PagerLimits, Residency
 from tiered_zero.tiers.inventory import Inventory
 
 
@@ -25,7 +25,7 @@ class PagerState:
         self,
         runtime: Runtime,
         inventory: Inventory,
-        keeper: HomeKeeper,
+        keeper: OffloadedParams,
         limits: PagerLimits,
     ) -> None:
         self._accelerator = runtime.accelerator
@@ -43,7 +43,7 @@ class PagerState:
         self._live_nbytes = 0
         self.before_reading: Callable[[], None] = lambda: None
         """Called before weights are read between steps: makes every update visible."""
-        self._withheld: set[int] = set()
+        self._blocked: set[int] = set()
         self._refusal: ModelError | None = None
         self._told_excess = False
         self._closed = False

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from tiered_zero.errors import BudgetError, ModelError, ParameterAwayError
+from tiered_zero.errors import BudgetError, ModelError, ParameterOffloadedError
 from tiered_zero.sizes import format_nbytes
 
 _CONVERSIONS = frozenset("to cpu cuda type float double half bfloat16".split())
@@ -17,16 +17,18 @@ def is_conversion(function: str) -> bool:
     return function in _CONVERSIONS
 
 
-def away_error(function: str, param: str, tier: str, dtype: torch.dtype, device: torch.device) -> ParameterAwayError:
+def offloaded_error(
+    function: str, param: str, tier: str, dtype: torch.dtype, device: torch.device
+) -> ParameterOffloadedError:
     """`param`, by name, rests on `tier`; it is of `dtype` on `device` wherever it is used."""
     if is_conversion(function):
-        return ParameterAwayError(
+        return ParameterOffloadedError(
             f"{function} cannot move or convert parameter {param!r}: it is {dtype} on {device} wherever it is used, "
             f"and rests on tier {tier} between uses. Leave out module.to(...), .cpu(), .half() and the like: set the "
             "precision in the config (bf16, fp16), and read values inside `with tiered_zero.gathered(param):`, or from "
             "engine.module.state_dict()."
         )
-    return ParameterAwayError(
+    return ParameterOffloadedError(
         f"{function} needs the bytes of parameter {param!r}, which rest on tier {tier} between uses. Read it inside "
         "`with tiered_zero.gathered(param):` (modify=True to change it), or use it in the forward of a module, which "
         "is called as module(...); engine.module.state_dict() has a copy."

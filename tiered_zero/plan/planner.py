@@ -33,7 +33,7 @@ WINDOW_UNITS = 3
 
 
 @dataclass(frozen=True)
-class Wishes:
+class PlanRequest:
     """What the config asks for, in our units. Sizes are bytes unless named otherwise; None: the planner chooses.
 
     `param_tier`, `optimizer_tier`: "device", "host" or "nvme". `max_host_param_numel`: with nvme, elements of paged
@@ -64,7 +64,7 @@ class Wishes:
 
 
 @dataclass(frozen=True)
-class SubGroupNeed:
+class SubGroupSize:
     """`state_nbytes`: its slot, masters and state. `parts`: unit index -> its elements of the unit. `embedding`: it
     goes to faster tiers before others.
     """
@@ -146,7 +146,7 @@ class Plan:
                 )
 
 
-def make_plan(units: Sequence[Unit], needs: Sequence[SubGroupNeed], wishes: Wishes) -> Plan:
+def make_plan(units: Sequence[Unit], needs: Sequence[SubGroupSize], wishes: PlanRequest) -> Plan:
     """Place every byte. Raises ConfigError where a size that the user fixed cannot work; does not check limits."""
     tiers = place_params(units, wishes)
     paged = [unit for unit in units if tiers[unit.index] != "device"]
@@ -228,7 +228,7 @@ def make_plan(units: Sequence[Unit], needs: Sequence[SubGroupNeed], wishes: Wish
 
 
 def _place_gradients(
-    trainable: Sequence[Unit], needs: Sequence[SubGroupNeed], state_tiers: Sequence[str], last: str
+    trainable: Sequence[Unit], needs: Sequence[SubGroupSize], state_tiers: Sequence[str], last: str
 ) -> dict[int, str]:
     """Unit index -> tier, see Plan. A unit that no sub-group holds follows the last tier."""
     tiers_of: dict[int, set[str]] = {}
@@ -239,7 +239,7 @@ def _place_gradients(
 
 
 def _back_on_device_nbytes(
-    to_host: Sequence[Unit], needs: Sequence[SubGroupNeed], state_tiers: Sequence[str], sums: bool
+    to_host: Sequence[Unit], needs: Sequence[SubGroupSize], state_tiers: Sequence[str], sums: bool
 ) -> int:
     """Gradients of a unit that is split over tiers go back for the update on the device, a sub-group at a time."""
     itemsizes = {unit.index: 4 if sums else unit.dtype.itemsize for unit in to_host}
@@ -267,7 +267,7 @@ def back_tier(param_tier: str) -> str:
     return "nvme" if param_tier == "nvme" else "host"
 
 
-def place_params(units: Sequence[Unit], wishes: Wishes) -> dict[int, str]:
+def place_params(units: Sequence[Unit], wishes: PlanRequest) -> dict[int, str]:
     """Unit index -> tier. With nvme the first units stay in host memory, as far as `max_host_param_numel` goes."""
     tiers: dict[int, str] = {}
     room = wishes.max_host_param_numel
@@ -285,7 +285,7 @@ def gradient_nbytes(unit: Unit, sums: bool) -> int:
     return unit.numel * 4 if sums else unit.nbytes
 
 
-def _live_nbytes(paged: Sequence[Unit], wishes: Wishes, room_nbytes: int) -> int:
+def _live_nbytes(paged: Sequence[Unit], wishes: PlanRequest, room_nbytes: int) -> int:
     """The largest chain of units that are in use together (a module inside a module), and the next largest to fetch.
 
     `room_nbytes`: what the device's limit leaves; the window shrinks to it, but not below the chain.
@@ -308,7 +308,7 @@ def _contains(outer: str, inner: str) -> bool:
     return outer == inner or outer == "" or inner.startswith(outer + ".")
 
 
-def _param_staging(on_nvme: Sequence[Unit], wishes: Wishes) -> tuple[int, int]:
+def _param_staging(on_nvme: Sequence[Unit], wishes: PlanRequest) -> tuple[int, int]:
     """(bytes a buffer, how many)."""
     if not on_nvme:
         return 0, 0
@@ -330,14 +330,14 @@ def _param_staging(on_nvme: Sequence[Unit], wishes: Wishes) -> tuple[int, int]:
 
 
 def _state_staging(
-    needs: Sequence[SubGroupNeed],
+    needs: Sequence[SubGroupSize],
     state_tiers: Sequence[str],
     param_tiers: Mapping[int, str],
     itemsizes: Mapping[int, int],
-    wishes: Wishes,
+    wishes: PlanRequest,
 ) -> tuple[int, int]:
     """State that is not updated in place, and 16-bit parameters that the update cannot write where they belong. See
-    Passage.
+    SubGroupIO.
     """
     staged = []
     for need, tier in zip(needs, state_tiers, strict=True):

@@ -19,7 +19,7 @@ from tiered_zero.store.manifest import sync_directory
 DATA_NAME = "data.bin"
 
 
-class Piece(NamedTuple):
+class StripePiece(NamedTuple):
     """`nbytes` at `file_offset` of file `file_index`."""
 
     file_index: int
@@ -42,10 +42,10 @@ class Stripes:
         self._counts = [self._turn.count(index) for index in range(len(weights))]
         self._ranks = [self._turn[:place].count(index) for place, index in enumerate(self._turn)]
 
-    def pieces(self, offset: int, nbytes: int) -> Iterator[Piece]:
+    def pieces(self, offset: int, nbytes: int) -> Iterator[StripePiece]:
         """The pieces of `[offset, offset + nbytes)` in order; with one file a single piece."""
         if len(self.weights) == 1:
-            yield Piece(0, offset, nbytes)
+            yield StripePiece(0, offset, nbytes)
             return
         end = offset + nbytes
         while offset < end:
@@ -53,7 +53,7 @@ class Stripes:
             length = min(STRIPE_NBYTES - within, end - offset)
             turn, place = divmod(stripe, len(self._turn))
             index = self._turn[place]
-            yield Piece(index, (turn * self._counts[index] + self._ranks[place]) * STRIPE_NBYTES + within, length)
+            yield StripePiece(index, (turn * self._counts[index] + self._ranks[place]) * STRIPE_NBYTES + within, length)
             offset += length
 
     def file_nbytes(self, capacity_nbytes: int) -> list[int]:

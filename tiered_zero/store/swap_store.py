@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Literal, final
 
-from tiered_zero.errors import CorruptionError, LatchedError, StoreError, TransferError
+from tiered_zero.errors import CorruptionError, EngineFailedError, StoreError, TransferError
 from tiered_zero.hardware.process import OwnProcess
 from tiered_zero.io.engine import IOEngine, Request, Ticket
 from tiered_zero.sizes import MIB, PAGE_NBYTES, align_up
@@ -433,7 +433,7 @@ class SwapStore:
     def _check(self) -> None:
         self._process.check()
         if self._failure is not None:
-            raise LatchedError(
+            raise EngineFailedError(
                 f"The swap store failed earlier and cannot be trusted any more: {self._failure} "
                 f"Resume from {self._resume_text()}."
             ) from self._failure

@@ -6,8 +6,8 @@ import torch
 
 from tiered_zero.hardware.accelerator import Accelerator, Event
 from tiered_zero.telemetry.ledger import Ledger
-from tiered_zero.tiers.publication import Publication
 from tiered_zero.tiers.tier import HostBuffer, Slot, Tier, as_bytes
+from tiered_zero.tiers.unit_update import UnitUpdate
 
 
 class DeviceTier(Tier):
@@ -40,7 +40,7 @@ class DeviceTier(Tier):
     def write(self, slot: Slot, data: HostBuffer, offset: int = 0) -> Event:
         return self._copy(self.view(slot)[offset : offset + data.tensor.numel()], data.tensor, "update")
 
-    def fetch(self, slot: Slot, out: torch.Tensor, after: Publication | None = None) -> Event:
+    def fetch(self, slot: Slot, out: torch.Tensor, after: UnitUpdate | None = None) -> Event:
         target = as_bytes(out)
         return self._copy(target, self.view(slot)[: target.numel()], "gather", after)
 

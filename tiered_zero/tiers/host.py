@@ -7,8 +7,8 @@ import torch
 from tiered_zero.hardware.accelerator import Event
 from tiered_zero.hardware.host_memory import HostArena, HostSlot
 from tiered_zero.hardware.runtime import Runtime
-from tiered_zero.tiers.publication import Publication
 from tiered_zero.tiers.tier import DoneEvent, HostBuffer, Slot, Tier, as_bytes
+from tiered_zero.tiers.unit_update import UnitUpdate
 
 
 class HostTier(Tier):
@@ -40,7 +40,7 @@ class HostTier(Tier):
         self.view(slot)[offset : offset + data.tensor.numel()].copy_(data.tensor)
         return DoneEvent()
 
-    def fetch(self, slot: Slot, out: torch.Tensor, after: Publication | None = None) -> Event:
+    def fetch(self, slot: Slot, out: torch.Tensor, after: UnitUpdate | None = None) -> Event:
         target = as_bytes(out)
         source = self.view(slot)[: target.numel()]
         events = [self._accelerator.record_compute()] + ([after.making] if after else [])  # they are made in place

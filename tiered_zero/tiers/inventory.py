@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from tiered_zero.layout.flat import Unit
 from tiered_zero.layout.subgroups import SubGroup
-from tiered_zero.tiers.publication import Publication
 from tiered_zero.tiers.tier import Slot, Tier
+from tiered_zero.tiers.unit_update import UnitUpdate
 
 Owner = Unit | SubGroup
 
@@ -22,7 +22,7 @@ class Home:
 
 
 class Inventory:
-    """(unit or sub-group, kind) -> home, and for each unit the publication of its last update.
+    """(unit or sub-group, kind) -> home, and for each unit the unit_update of its last update.
 
     A unit without a "param" home rests on the device, in its own storage. Driver thread; reads also from the update
     thread.
@@ -30,7 +30,7 @@ class Inventory:
 
     def __init__(self) -> None:
         self._homes: dict[tuple[type, int, str], Home] = {}
-        self._published: dict[int, Publication] = {}
+        self._published: dict[int, UnitUpdate] = {}
 
     def place(self, owner: Owner, kind: str, home: Home) -> None:
         key = (type(owner), owner.index, kind)
@@ -49,11 +49,11 @@ class Inventory:
         """Give each (owner, kind) the home named here: all at once, so that nothing can break off in between."""
         self._homes.update({(type(owner), owner.index, kind): home for (owner, kind), home in homes.items()})
 
-    def publish(self, unit: Unit, publication: Publication) -> None:
+    def publish(self, unit: Unit, unit_update: UnitUpdate) -> None:
         """Once that is complete, the unit's home (or its storage on the device) holds the updated parameters."""
-        self._published[unit.index] = publication
+        self._published[unit.index] = unit_update
 
-    def published(self, unit: Unit) -> Publication | None:
+    def published(self, unit: Unit) -> UnitUpdate | None:
         return self._published.get(unit.index)
 
     def homes(self) -> Iterator[Home]:

@@ -19,8 +19,8 @@ from tiered_zero.sizes import PAGE_NBYTES, align_up
 from tiered_zero.store.manifest import Record
 from tiered_zero.store.swap_store import SwapStore
 from tiered_zero.telemetry.spans import Recorder
-from tiered_zero.tiers.publication import Publication
 from tiered_zero.tiers.tier import HostBuffer, Slot, Tier, as_bytes
+from tiered_zero.tiers.unit_update import UnitUpdate
 
 
 class TicketEvent(Event):
@@ -115,7 +115,7 @@ class NvmeTier(Tier):
         record = self._records[slot.name]
         return TicketEvent(self._store.write(record, data.memory, offset), slot.name, self._recorder)
 
-    def fetch(self, slot: Slot, out: torch.Tensor, after: Publication | None = None) -> Event:
+    def fetch(self, slot: Slot, out: torch.Tensor, after: UnitUpdate | None = None) -> Event:
         """One job on the gather lane carries all chunks, each at most one staging buffer: disk -> buffer -> device.
 
         Chunks whose buffer is free are read at once; the job takes buffers for the others. While a job with such chunks
@@ -151,7 +151,7 @@ class NvmeTier(Tier):
             raise
 
     def _fetch_in_place(
-        self, record: Record, pages: memoryview, target: torch.Tensor, after: Publication | None
+        self, record: Record, pages: memoryview, target: torch.Tensor, after: UnitUpdate | None
     ) -> Event:
         """Whole pages, from the disk to where the unit is used; an update under way brings what it has not written."""
         nbytes = target.numel()

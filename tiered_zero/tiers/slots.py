@@ -10,7 +10,7 @@ import torch
 from tiered_zero.hardware.staging import StagingPool
 from tiered_zero.sizes import PAGE_NBYTES, align_up
 from tiered_zero.tiers.inventory import Home
-from tiered_zero.tiers.tier import Window, as_bytes
+from tiered_zero.tiers.tier import BufferView, as_bytes
 
 
 def read_slot(home: Home, offset: int, nbytes: int, staging: StagingPool | None) -> torch.Tensor:
@@ -59,7 +59,7 @@ def lent_slot(
     assert staging is not None, "a tier without views is planned with staging buffers"
     with staging.lease(home.slot.nbytes, home.slot.name) as lease:
         if read.start < read.stop:
-            home.tier.read(home.slot, Window(lease.tensor[read], lease.memory[read]), read.start).wait()
+            home.tier.read(home.slot, BufferView(lease.tensor[read], lease.memory[read]), read.start).wait()
         yield lease.tensor
         if write is not None and write.start < write.stop:
-            home.tier.write(home.slot, Window(lease.tensor[write], lease.memory[write]), write.start).wait()
+            home.tier.write(home.slot, BufferView(lease.tensor[write], lease.memory[write]), write.start).wait()

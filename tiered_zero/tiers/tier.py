@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from tiered_zero.hardware.accelerator import Event
-from tiered_zero.tiers.publication import Publication
+from tiered_zero.tiers.unit_update import UnitUpdate
 
 
 class HostBuffer(Protocol):
@@ -24,7 +24,7 @@ class HostBuffer(Protocol):
 
 
 @dataclass(frozen=True)
-class Window:
+class BufferView:
     """A part of a lease as a host buffer of its own."""
 
     tensor: torch.Tensor
@@ -69,7 +69,7 @@ class Tier(ABC):
         """All of `data` -> slot bytes from `offset` on. `data` is the tier's until the event is done."""
 
     @abstractmethod
-    def fetch(self, slot: Slot, out: torch.Tensor, after: Publication | None = None) -> Event:
+    def fetch(self, slot: Slot, out: torch.Tensor, after: UnitUpdate | None = None) -> Event:
         """The whole slot -> `out`, a contiguous device tensor of at most as many bytes, on the gather lane.
 
         Starts after what compute has launched so far, since `out` may be memory that compute has just given up, and

@@ -36,7 +36,7 @@ import numpy
 import torch
 
 import tiered_zero.native
-from tiered_zero.grads.norms import NormTaker
+from tiered_zero.grads.norms import GradNorm
 from tiered_zero.native import find_library
 from tiered_zero.native.update import Dtype, Hyper, UpdateKernel
 from tiered_zero.optim.adam import AdamRule
@@ -81,7 +81,7 @@ def make_table(rule: AdamRule, runs: list[Run]) -> tuple[numpy.ndarray, Hyper]:
     return numpy.array(rows, numpy.uint64), hyper
 
 
-def whole_update(rule: AdamRule, norms: NormTaker, runs: list[Run]) -> None:
+def whole_update(rule: AdamRule, norms: GradNorm, runs: list[Run]) -> None:
     """What a step does to gradients that carry a loss scale, of one large run."""
     (run,) = runs
     norm = norms.of(run.grad).item() / LOSS_SCALE
@@ -153,7 +153,7 @@ def main(arguments: list[str] | None = None) -> dict[str, object]:
     best = next(iter(kernels.values()))
     rules = {level: AdamRule(decoupled=True, kernel=kernel) for level, kernel in kernels.items()}
     rule, fallback = rules[best.level], AdamRule(decoupled=True, kernel=None)
-    norms = NormTaker(best)
+    norms = GradNorm(best)
     torch.set_num_threads(best.num_threads)
 
     numel = options.numel

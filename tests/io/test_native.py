@@ -1,0 +1,240 @@
+"""What only the native engine shows: its library, and its rate beside a busy interpreter."""
+
+import ctypes
+import gc
+import os
+import shutil
+import subprocess
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.io.conftest import io_uring_refusal, pages
+from tests.native_build import DIRECT_IO_SOURCE, ROOT, compile_shared
+from tiered_zero.errors import ConfigError
+from tiered_zero.io.engine import IOSettings
+from tiered_zero.io.native import NativeEngine, _Request, load_library
+from tiered_zero.native import find_library
+
+
+def test_the_library_is_found_by_its_name(native_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIERED_ZERO_NATIVE_DIR", str(native_dir))
+    assert find_library("_direct_io") == native_dir / "_direct_io.so"
+    assert find_library("_none") is None
+
+
+def test_no_library_is_a_reason_and_no_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIERED_ZERO_NATIVE_DIR", str(tmp_path))
+    with pytest.raises(ConfigError, match="C compiler"):
+        load_library()
+    (tmp_path / "_direct_io.so").write_bytes(b"no library")
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        load_library()
+
+
+def test_a_library_of_another_version_is_refused(tmp_path: Path) -> None:
+    source = tmp_path / "other.c"
+    text = (DIRECT_IO_SOURCE).read_text()
+    source.write_text(
+        text.replace("    int32_t finished;\n} tz_request;", "    int32_t finished, more, yet;\n} tz_request;")
+    )
+    with pytest.raises(ConfigError, match="another version"):
+        load_library(compile_shared(source, tmp_path / "other.so", f"-I{DIRECT_IO_SOURCE.parent}"))
+
+
+def test_the_request_is_laid_out_as_in_c(native_dir: Path, tmp_path: Path) -> None:
+    fields = [name for name, _ in _Request._fields_]
+    offsets = ", ".join(f"(long)offsetof(tz_request, {name})" for name in fields)
+    source = tmp_path / "layout.c"
+    source.write_text(f'#include <stddef.h>\n#include "{DIRECT_IO_SOURCE}"\nlong offsets[] = {{{offsets}}};\n')
+    library = ctypes.CDLL(str(compile_shared(source, tmp_path / "layout.so")))
+    found = list((ctypes.c_long * len(fields)).in_dll(library, "offsets"))
+    assert found == [getattr(_Request, name).offset for name in fields]
+
+
+Build = Callable[..., NativeEngine]
+
+
+@pytest.fixture(params=[False, True], ids=["threads", "io_uring"])
+def build(request: pytest.FixtureRequest, native_dir: Path) -> Build:
+    """Of both ways."""
+    if request.param and (refusal := io_uring_refusal(native_dir)):
+        pytest.skip(refusal)
+
+    def build(block_size: int = 1 << 20, queue_depth: int = 8) -> NativeEngine:
+        settings = IOSettings(block_size=block_size, queue_depth=queue_depth)
+        path = native_dir / "_direct_io.so"
+        return NativeEngine(
+            direct=False, alignment=1, settings=settings, io_timeout_s=20.0, io_uring=request.param, library_path=path
+        )
+
+    return build
+
+
+def test_its_workers_need_no_python(build: Build, swap_path: Path) -> None:
+    """A request ends though nobody gives the GIL away."""
+    engine = build(block_size=4096)
+    file = engine.open(str(swap_path / "data"), create=True)
+    ticket = engine.write(file, 0, pages(1 << 20, b"no GIL"))
+    ctypes.PyDLL(None).usleep(900_000)  # PyDLL: the GIL is held while it sleeps
+    assert ticket.done()
+    ticket.wait()
+    file.close()
+    engine.close()
+
+
+def test_a_wait_lets_other_threads_run(build: Build) -> None:
+    engine = build()
+    never = _Request()
+    turns: list[int] = []
+    stop = threading.Event()
+
+    def count() -> None:
+        while not stop.wait(0.001):
+            turns.append(1)
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    before = len(turns)
+    assert engine.library.wait(engine.pool, never, 500_000_000) == 0
+    assert len(turns) > before + 10
+    stop.set()
+    thread.join()
+    engine.close()
+
+
+def test_urgent_reads_are_claimed_before_all_that_no_worker_has(tmp_path: Path, swap_path: Path) -> None:
+    include = f"-I{DIRECT_IO_SOURCE.parent}"
+    library_path = compile_shared(ROOT / "tests/io/gated_reads.c", tmp_path / "gated_reads.so", include)
+    library = ctypes.CDLL(str(library_path))
+    num_noted = ctypes.c_int.in_dll(library, "num_noted")
+    settings = IOSettings(block_size=4096, queue_depth=1)
+    engine = NativeEngine(direct=False, alignment=1, settings=settings, io_timeout_s=20.0, library_path=library_path)
+    path = swap_path / "data"
+    path.write_bytes(bytes(16 * 4096))
+    file = engine.open(str(path))
+    tickets = [engine.write(file, 0, pages(4096)), engine.sync(file)]
+    tickets += [engine.read(file, number * 4096, pages(2 * 4096)) for number in (0, 2)]
+    while not num_noted.value:
+        time.sleep(0.001)
+    tickets += [engine.read(file, number * 4096, pages(2 * 4096), urgent=True) for number in (8, 10)]
+    tickets += [engine.read(file, 4 * 4096, pages(4096)), engine.write(file, 0, pages(4096)), engine.sync(file)]
+    ctypes.c_int.in_dll(library, "gate_is_open").value = 1
+    for ticket in tickets:
+        ticket.wait()
+    noted = (ctypes.c_long * num_noted.value).in_dll(library, "noted")
+    assert [offset // 4096 for offset in noted] == [0, 8, 9, 10, 11, 1, 2, 3, 4]
+    file.close()
+    engine.close()
+
+
+def test_the_pool_lives_as_long_as_a_ticket_that_may_ask_it(build: Build, swap_path: Path) -> None:
+    engine = build()
+    freed: list[object] = []
+    free_pool = engine.library.free_pool
+    engine.library.free_pool = freed.append
+    pool = engine.pool
+    file = engine.open(str(swap_path / "data"), create=True)
+    ticket = engine.write(file, 0, pages(4096))
+    file.close()
+    engine.close()
+    del engine, file
+    gc.collect()
+    assert not freed
+    ticket.wait()  # looks there for the last sign of life
+    del ticket
+    gc.collect()
+    assert freed == [pool]
+    free_pool(pool)
+
+
+def test_long_lived_memory_is_registered_with_a_ring(build: Build, swap_path: Path) -> None:
+    """Requests inside it, outside of it and across its end all carry the right bytes."""
+    engine = build(block_size=8192)
+    memory = pages(10 * 8192, b"registered, and not")
+    inside, across = memory[8192 : 5 * 8192], memory[3 * 8192 + 4096 :]
+    said = engine.register(memory[: 5 * 8192])
+    assert said == ("io_uring: 40.0 KiB of memory are registered" if engine.io_uring else "")
+    expected = bytes(memory)
+    file = engine.open(str(swap_path / "data"), create=True)
+    engine.write(file, 0, memory).wait()
+    assert (swap_path / "data").read_bytes() == expected
+    for part in (inside, across, memory):
+        at = len(memory) - len(part) if part is across else 8192 if part is inside else 0
+        part[:] = bytes(len(part))
+        engine.read(file, at, part).wait()
+        assert memory == expected
+    file.close()
+    engine.close()
+    mapping = weakref.ref(memory.obj)
+    del memory, inside, across, part
+    assert mapping() is None, "held by an engine that is closed"
+
+
+def test_more_memory_than_the_table_holds_is_said_and_used_all_the_same(build: Build, swap_path: Path) -> None:
+    engine = build(block_size=4096)
+    parts = [pages(4096, bytes([number])) for number in range(70)]
+    said = [engine.register(part) for part in parts]
+    if engine.io_uring:
+        assert said[63] == "io_uring: 4.0 KiB of memory are registered" and "not registered" in said[64]
+    file = engine.open(str(swap_path / "data"), create=True)
+    for ticket in [engine.write(file, number * 4096, part) for number, part in enumerate(parts)]:
+        ticket.wait()
+    assert (swap_path / "data").read_bytes() == b"".join(map(bytes, parts))
+    file.close()
+    engine.close()
+
+
+@pytest.mark.usefixtures("no_leaks")
+def test_a_ring_needs_one_thread_and_gives_back_its_descriptors(build: Build, swap_path: Path) -> None:
+    def count(what: str) -> int:
+        return len(os.listdir(f"/proc/self/{what}"))
+
+    threads, descriptors = count("task"), count("fd")
+    engine = build(queue_depth=6)
+    assert count("task") - threads == (1 if engine.io_uring else 6)
+    file = engine.open(str(swap_path / "data"), create=True)
+    engine.write(file, 0, pages(1 << 22)).wait()
+    file.close()
+    engine.close()
+    assert count("fd") == descriptors, "at once, and not with the engine's last ticket"
+    del engine, file
+    gc.collect()
+    assert count("fd") == descriptors
+
+
+def test_thousands_of_small_requests(build: Build, swap_path: Path) -> None:
+    engine = build()
+    file = engine.open(str(swap_path / "data"), create=True)
+    data = pages(5000 * 1024, bytes(range(256)))
+    tickets = [engine.write(file, index * 1024, data[index * 1024 : index * 1024 + 1024]) for index in range(5000)]
+    for ticket in tickets:
+        ticket.wait()
+    assert engine.in_flight() == [] and (swap_path / "data").read_bytes() == data
+    file.close()
+    engine.close()
+
+
+@pytest.mark.parametrize("way", ["threads", "io_uring"])
+def test_under_the_thread_sanitizer(tmp_path: Path, native_dir: Path, way: str) -> None:
+    """A C program that submits from several threads, with syncs and failures between, built with -fsanitize=thread."""
+    if way == "io_uring" and (refusal := io_uring_refusal(native_dir)):
+        pytest.skip(refusal)
+    program = tmp_path / "race"
+    compiler = shutil.which("cc") or pytest.skip("no C compiler on this machine")
+    command = [compiler, "-g", "-O1", "-fsanitize=thread", "-pthread", "-I", str(ROOT / "tiered_zero/native")]
+    made = subprocess.run(
+        [*command, str(ROOT / "tests/io/race.c"), "-o", str(program)], check=False, capture_output=True, text=True
+    )
+    if made.returncode:
+        pytest.skip(f"no thread sanitizer here: {made.stderr.strip()[:200]}")
+    ran = subprocess.run(
+        [str(program), str(tmp_path / "data"), way], check=False, capture_output=True, text=True, timeout=300
+    )
+    if "unexpected memory mapping" in ran.stderr:
+        pytest.skip("the thread sanitizer does not run on this kernel")
+    assert ran.returncode == 0, ran.stderr

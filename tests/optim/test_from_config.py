@@ -1,0 +1,123 @@
+"""The optimizer section of the JSON: DeepSpeed's mapping, its defaults, and one clear error a mistake."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tiered_zero.errors import ConfigError
+from tiered_zero.optim.from_config import resolve_optimizer
+from tiered_zero.optim.lion import Lion
+from tiered_zero.optim.torch_rule import TorchRule
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "kind", "decoupled"),
+    [
+        ("Adam", {}, torch.optim.AdamW, True),
+        ("adam", {"adam_w_mode": True}, torch.optim.AdamW, True),
+        ("Adam", {"adam_w_mode": False}, torch.optim.Adam, False),
+        ("ADAMW", {}, torch.optim.AdamW, True),
+        ("AdamW", {"adam_w_mode": False}, torch.optim.AdamW, True),
+        ("Adam", {"torch_adam": True}, torch.optim.AdamW, True),
+        ("Adam", {"torch_adam": True, "adam_w_mode": False}, torch.optim.Adam, False),
+    ],
+)
+def test_adam_is_adamw_unless_adam_w_mode_says_otherwise(
+    name: str, params: dict[str, Any], kind: type[torch.optim.Optimizer], decoupled: bool
+) -> None:
+    resolved = resolve_optimizer(name, params)
+    assert (resolved.optimizer_class, resolved.rule_kind, resolved.decoupled) == (kind, "adam", decoupled)
+    assert resolved.defaults.keys() <= {"weight_decay"}
+    assert ("decoupled" in resolved.text) == decoupled
+    assert ('"Adam" means AdamW' in resolved.text) == (name.lower() == "adam" and decoupled)
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW"])
+def test_both_spellings_decay_as_they_say(name: str) -> None:
+    """One step with a zero gradient moves a decoupled weight by lr * decay exactly, and an L2 one by about lr."""
+    moved = {}
+    for mode in (True, False):
+        resolved = resolve_optimizer(name, {"lr": 0.1, "weight_decay": 0.5, "adam_w_mode": mode})
+        leaf = torch.ones(3, requires_grad=True)
+        leaf.grad = torch.zeros(3)
+        resolved.optimizer_class([leaf], **resolved.defaults).step()
+        moved[mode] = leaf.detach()
+    assert torch.equal(moved[True], torch.full((3,), 1.0).mul_(1 - 0.1 * 0.5))
+    assert torch.equal(moved[False], moved[True]) == (name == "AdamW")
+
+
+def test_weight_decay_defaults_to_deepspeeds_zero_and_to_torchs_on_request() -> None:
+    assert resolve_optimizer("AdamW", {}).defaults == {"weight_decay": 0.0}
+    assert resolve_optimizer("AdamW", {"weight_decay": "auto"}).defaults == {"weight_decay": 0.0}
+    assert resolve_optimizer("AdamW", {"torch_adam": True}).defaults == {}
+    assert resolve_optimizer("AdamW", {"weight_decay": 0.2}).defaults == {"weight_decay": 0.2}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("sgd", torch.optim.SGD), ("Adagrad", torch.optim.Adagrad), ("RMSprop", torch.optim.RMSprop), ("Lion", Lion)],
+)
+def test_other_names_are_torchs_classes_in_any_case(name: str, kind: type[torch.optim.Optimizer]) -> None:
+    for spelling in (name, name.upper(), name.lower()):
+        resolved = resolve_optimizer(spelling, {"lr": 0.5})
+        assert (resolved.optimizer_class, resolved.rule_kind, resolved.defaults) == (kind, "torch", {"lr": 0.5})
+        assert kind.__name__ in resolved.text and "lr 0.5" in resolved.text
+        TorchRule(kind, resolved.defaults)
+
+
+def test_numbers_as_strings_lists_and_auto_are_resolved_and_said() -> None:
+    resolved = resolve_optimizer("Adam", {"lr": "3e-5", "betas": [0.9, "0.95"], "eps": "auto", "bias_correction": True})
+    assert resolved.defaults == {"lr": 3e-5, "betas": (0.9, 0.95), "weight_decay": 0.0}
+    assert "eps 1e-08 (auto)" in resolved.text
+
+
+def test_options_that_only_torchs_own_code_covers_keep_torchs_rule() -> None:
+    assert resolve_optimizer("Adam", {"fused": True}).rule_kind == "torch"
+    assert resolve_optimizer("Adam", {"foreach": True}).rule_kind == "torch"
+    assert resolve_optimizer("Adam", {"foreach": None, "amsgrad": True}).rule_kind == "adam"
+    assert resolve_optimizer("SGD", {"momentum": 0.9, "nesterov": True}).defaults["nesterov"] is True
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "words"),
+    [
+        ("Adan", {}, "'Adan' is no known optimizer. Did you mean 'Adam'"),
+        ("Optimizer", {}, "is no known optimizer"),
+        ("OneBitAdam", {}, "compresses gradients"),
+        ("ZeroOneAdam", {}, "compresses gradients"),
+        ("OneBitLamb", {}, "compresses gradients"),
+        ("MuAdam", {}, "mup"),
+        ("musgd", {}, "mup"),
+        ("Muon", {"lr": 0.1}, r"initialize\(optimizer="),
+        ("Lamb", {}, "no LAMB"),
+        ("LBFGS", {}, "couples all parameters"),
+        ("SparseAdam", {}, "sparse gradients"),
+        ("Adam", {"max_grad_norm": 1.0}, "gradient_clipping"),
+        ("Adam", {"weight_decy": 0.1}, "optimizer.params.weight_decy.*Did you mean 'weight_decay'"),
+        ("Adam", {"learning_rate": 0.1}, "'learning_rate' is no parameter of AdamW. Did you mean 'lr'"),
+        ("SGD", {"bias_correction": True}, "optimizer.params.bias_correction"),
+        ("Adam", {"bias_correction": False}, "optimizer.params.bias_correction must be true"),
+        ("Lion", {"fp32_optimizer_states": False}, "optimizer.params.fp32_optimizer_states must be true"),
+        ("Adam", {"adam_w_mode": "yes"}, "optimizer.params.adam_w_mode must be true or false"),
+        ("Adam", {"lr": "fast"}, "optimizer.params.lr must be a finite number; found 'fast'"),
+        ("Adam", {"lr": True}, "optimizer.params.lr must be a finite number"),
+        ("Adam", {"lr": float("nan")}, "optimizer.params.lr must be a finite number"),
+        ("Adam", {"lr": None}, "optimizer.params.lr must be a finite number"),
+        ("Adam", {"lr": [0.1]}, "optimizer.params.lr must be a finite number"),
+        ("Adam", {"lr": -1.0}, "optimizer.params.lr: AdamW does not take"),
+        ("Adam", {"betas": 0.9}, "optimizer.params.betas must be a list of 2 numbers"),
+        ("Adam", {"betas": [0.9, "x"]}, r"optimizer.params.betas\[1\] must be a finite number"),
+        ("Adam", {"betas": [0.9, 1.0]}, "optimizer.params.betas: AdamW"),
+        ("Lion", {"betas": [0.9, 1.0]}, "optimizer.params.betas: Lion"),
+        ("Adam", {"amsgrad": 1}, "optimizer.params.amsgrad must be true or false"),
+        ("Adam", {"fused": "yes"}, "optimizer.params.fused must be true or false"),
+        ("Adam", {"capturable": True}, "optimizer.params.capturable must be false"),
+        ("SGD", {"nesterov": True}, "Nesterov momentum requires"),
+    ],
+)
+def test_mistakes_name_the_key_and_what_to_do(name: str, params: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        resolve_optimizer(name, params)

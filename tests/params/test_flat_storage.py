@@ -1,0 +1,316 @@
+"""A unit's storage: filled and emptied under its views; and what may be asked of a parameter that is away."""
+
+from __future__ import annotations
+
+import copy
+import io
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from tests.fakes.units import flat_of, make_params, make_unit
+from tiered_zero.errors import ParameterOffloadedError
+from tiered_zero.layout.flat import Unit
+from tiered_zero.params.flat_storage import FlatStorage, OffloadedParameter, pager_of
+
+CPU = torch.device("cpu")
+
+
+class Refusing:
+    """A lender without anything to lend; remembers what was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.copy: torch.Tensor | None = None
+
+    def demand(self, params: Sequence[nn.Parameter], function: str) -> None:
+        self.asked.append(function)
+        raise ParameterOffloadedError(function)
+
+    def copy_of(self, param: nn.Parameter) -> torch.Tensor | None:
+        return self.copy
+
+    def idle_copy(self, param: nn.Parameter) -> torch.Tensor | None:
+        return None
+
+
+class Lending:
+    """Lends the whole unit at the first demand, with the values given."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self.values = values
+        self.storage: FlatStorage | None = None
+        self.num_demands = 0
+
+    def demand(self, params: Sequence[nn.Parameter], function: str) -> None:
+        assert self.storage is not None
+        self.num_demands += 1
+        self.storage.fill()
+        self.storage.flat.copy_(self.values)
+        self.storage.expose()
+
+    def copy_of(self, param: nn.Parameter) -> torch.Tensor | None:
+        return None
+
+    def idle_copy(self, param: nn.Parameter) -> torch.Tensor | None:
+        return None
+
+
+def away(shape: tuple[int, ...] = (4, 4)) -> tuple[nn.Parameter, Refusing]:
+    unit = make_unit(0, [torch.Size(shape).numel()])
+    params = [nn.Parameter(torch.randn(shape))]
+    lender = Refusing()
+    storage = FlatStorage(_reshaped(unit, shape), params, CPU, lender)
+    assert not storage.is_full and isinstance(params[0], OffloadedParameter)
+    return params[0], lender
+
+
+def _reshaped(unit: Unit, shape: tuple[int, ...]) -> Unit:
+    (entry,) = unit.entries
+    return replace(unit, entries=(replace(entry, param=replace(entry.param, shape=shape)),))
+
+
+METADATA: dict[str, Callable[[nn.Parameter], Any]] = {
+    "shape": lambda p: tuple(p.shape) == (4, 4),
+    "size": lambda p: p.size(0) == 4 and tuple(p.size()) == (4, 4),
+    "dtype": lambda p: p.dtype is torch.float32,
+    "device": lambda p: p.device == CPU,
+    "layout": lambda p: p.layout is torch.strided,
+    "numel": lambda p: p.numel() == p.nelement() == 16,
+    "ndim": lambda p: p.ndim == p.dim() == p.ndimension() == 2,
+    "stride": lambda p: p.stride() == (4, 1) and p.is_contiguous(),
+    "len": lambda p: len(p) == 4,
+    "nbytes": lambda p: p.nbytes == 64 and p.itemsize == p.element_size() == 4,
+    "requires_grad": lambda p: p.requires_grad and p.is_leaf and p.grad_fn is None,
+    "requires_grad_": lambda p: p.requires_grad_(False) is p and not p.requires_grad,
+    "grad": lambda p: p.grad is None,
+    "set grad": lambda p: setattr(p, "grad", torch.ones(4, 4)) is None and p.grad.sum() == 16,
+    "is_floating_point": lambda p: p.is_floating_point() and not p.is_complex() and torch.is_floating_point(p),
+    "is_cuda": lambda p: not p.is_cuda and not p.is_meta and not p.is_sparse,
+    "hash": lambda p: hash(p) == id(p) and p in {p} and {p: 1}[p] == 1,
+    "isinstance": lambda p: isinstance(p, nn.Parameter) and isinstance(p, torch.Tensor),
+    "is_tensor": lambda p: torch.is_tensor(p),
+    "repr": lambda p: "away" in repr(p) and "(4, 4)" in repr(p),
+    "hook": lambda p: p.register_post_accumulate_grad_hook(lambda _: None).remove() is None,
+    "version": lambda p: p._version >= 0,
+    "is_shared": lambda p: p.is_shared() in (False, True),
+}
+
+
+@pytest.mark.parametrize("question", METADATA)
+def test_everything_but_the_bytes_is_answered(question: str) -> None:
+    param, lender = away()
+    assert METADATA[question](param)
+    assert lender.asked == []
+
+
+X = torch.ones(4, 4)
+BYTES: dict[str, Callable[[nn.Parameter], Any]] = {
+    "add": lambda p: p + 1,
+    "radd": lambda p: 1 + p,
+    "matmul": lambda p: X @ p,
+    "rmatmul": lambda p: p @ X,
+    "torch.mm": lambda p: torch.mm(X, p),
+    "out=": lambda p: torch.add(X, X, out=p),
+    "linear": lambda p: functional.linear(X, p),
+    "linear with keyword": lambda p: functional.linear(X, weight=p),
+    "embedding": lambda p: functional.embedding(torch.tensor([1]), p),
+    "layer_norm": lambda p: functional.layer_norm(X, (4, 4), p, p),
+    "stack": lambda p: torch.stack([p, p]),
+    "cat in a tuple": lambda p: torch.cat((X, p)),
+    "einsum": lambda p: torch.einsum("ij,jk->ik", X, p),
+    "index": lambda p: p[0],
+    "index by": lambda p: X[p.to(torch.int64)],
+    "setitem": lambda p: operator.setitem(p, 0, 1.0),
+    "view": lambda p: p.view(-1),
+    "reshape": lambda p: p.reshape(16),
+    "transpose": lambda p: p.t(),
+    "T": lambda p: p.T,
+    "data": lambda p: p.data,
+    "set data": lambda p: setattr(p, "data", X),
+    "detach": lambda p: p.detach(),
+    "clone": lambda p: p.clone(),
+    "to": lambda p: p.to(torch.bfloat16),
+    "float": lambda p: p.half(),
+    "numpy": lambda p: p.numpy(),
+    "item": lambda p: p.sum().item(),
+    "tolist": lambda p: p.tolist(),
+    "bool": lambda p: bool(p.any()),
+    "eq": lambda p: p == X,
+    "equal": lambda p: torch.equal(X, p),
+    "allclose": lambda p: torch.allclose(X, p),
+    "norm": lambda p: torch.linalg.vector_norm(p),
+    "foreach": lambda p: torch._foreach_norm([X, p]),
+    "copy_": lambda p: p.copy_(X),
+    "copy_ from": lambda p: X.clone().copy_(p),
+    "add_": lambda p: p.add_(1),
+    "init": lambda p: nn.init.zeros_(p),
+    "where": lambda p: torch.where(X > 0, X, p),
+    "iter": lambda p: list(p),
+    "contains": lambda p: 1.0 in p,
+    "save": lambda p: torch.save(p, io.BytesIO()),
+    "deepcopy": lambda p: copy.deepcopy(p),
+    "copy": lambda p: copy.copy(p),
+    "data_ptr": lambda p: p.data_ptr() > 0,
+    "as_subclass": lambda p: p.as_subclass(torch.Tensor),
+    "unbind": lambda p: p.unbind(),
+    "format": lambda p: format(p[0, 0], ".2f"),
+}
+
+
+@pytest.mark.parametrize("use", BYTES)
+@pytest.mark.parametrize("grad", [True, False])
+def test_whatever_needs_the_bytes_asks_the_lender(use: str, grad: bool) -> None:
+    param, lender = away()
+    with torch.set_grad_enabled(grad), pytest.raises(ParameterOffloadedError):
+        BYTES[use](param)
+    assert len(lender.asked) == 1
+
+
+SAME = [use for use in BYTES if use not in ("set data", "out=", "copy_", "add_", "setitem", "init", "numpy", "save")]
+
+
+@pytest.mark.parametrize("use", SAME)
+def test_once_lent_the_call_gives_what_a_plain_parameter_gives(use: str) -> None:
+    values = torch.rand(4, 4)
+    unit = _reshaped(make_unit(0, [16]), (4, 4))
+    plain, param = nn.Parameter(values.clone()), nn.Parameter(values.clone())
+    lender = Lending(flat_of(unit, [param]))
+    lender.storage = FlatStorage(unit, [param], CPU, lender)
+    with torch.no_grad():
+        found, expected = BYTES[use](param), BYTES[use](plain)
+    assert lender.num_demands == 1
+    assert type(param) is nn.Parameter
+    compare(found, expected)
+
+
+def compare(found: Any, expected: Any) -> None:
+    if isinstance(expected, (list, tuple)):
+        for one, other in zip(found, expected, strict=True):
+            compare(one, other)
+    elif isinstance(expected, torch.Tensor):
+        assert not isinstance(found, OffloadedParameter)
+        assert torch.equal(found, expected)
+    else:
+        assert found == expected
+
+
+def test_two_parameters_of_one_unit_are_demanded_once() -> None:
+    unit = make_unit(0, [3, 3])
+    params = make_params(unit)
+    expected = params[0].detach() + params[1].detach()
+    lender = Lending(flat_of(unit, params))
+    lender.storage = FlatStorage(unit, params, CPU, lender)
+    assert torch.equal(params[0] + params[1], expected)
+    assert lender.num_demands == 1
+
+
+def test_a_subclass_of_parameter_is_itself_again_when_lent() -> None:
+    class Scaled(nn.Parameter):
+        scale = 3.0
+
+    unit = make_unit(0, [8])
+    param = Scaled(torch.randn(8))
+    param.note = "kept"  # type: ignore[attr-defined]
+    values = param.detach().clone()
+    lender = Lending(flat_of(unit, [param]))
+    lender.storage = FlatStorage(unit, [param], CPU, lender)
+    assert type(param) is OffloadedParameter
+    assert torch.equal(param * 1, values)
+    assert type(param) is Scaled and param.scale == 3.0 and param.note == "kept"  # type: ignore[attr-defined]
+    lender.storage.hide()
+    assert type(param) is OffloadedParameter
+
+
+def test_detach_while_a_state_dict_is_taken_gives_the_copy() -> None:
+    param, lender = away()
+    lender.copy = torch.arange(16.0).view(4, 4)
+    assert param.detach() is lender.copy
+    assert lender.asked == []
+
+
+# -- the storage -------------------------------------------------------------------------------------------------------
+
+
+def full(numels: list[int]) -> tuple[FlatStorage, list[nn.Parameter], torch.Tensor]:
+    unit = make_unit(0, numels)
+    params = make_params(unit)
+    values = flat_of(unit, params)
+    storage = FlatStorage(unit, params, CPU, Refusing())
+    storage.fill()
+    storage.flat.copy_(values)
+    storage.expose()
+    return storage, params, values
+
+
+def test_parameters_are_views_of_one_flat() -> None:
+    storage, params, values = full([5, 0, 1, 700])
+    for entry, param in zip(storage.unit.entries, params, strict=True):
+        assert torch.equal(param, values[entry.start : entry.stop])
+        assert pager_of(param) is not None
+    with torch.no_grad():
+        params[3].fill_(7.0)
+    assert storage.flat[storage.unit.entries[3].start] == 7.0
+    assert torch.equal(storage.entry_view(3), params[3].detach())
+
+
+def test_emptying_gives_the_memory_back_and_refilling_keeps_views_and_versions() -> None:
+    storage, params, values = full([64, 64])
+    view, versions = params[1].detach(), [param._version for param in params]
+    storage.hide()
+    storage.empty()
+    assert (storage.is_full, storage._bytes.nbytes()) == (False, 0)
+    assert [tuple(param.shape) for param in params] == [(64,), (64,)]
+    storage.fill()
+    storage.flat.data.copy_(values)
+    storage.expose()
+    assert storage._bytes.nbytes() == storage.unit.nbytes
+    assert torch.equal(view, values[storage.unit.entries[1].start : storage.unit.entries[1].stop])
+    assert [param._version for param in params] == versions, "autograd's saved views stay valid"
+
+
+def test_somebody_elses_view_is_noticed() -> None:
+    storage, params, _ = full([64])
+    assert not storage.is_viewed
+    for make in (
+        lambda: params[0][3:5],
+        lambda: params[0].detach(),
+        lambda: params[0].data,
+        lambda: params[0].view(8, 8),
+    ):
+        view = make()
+        assert storage.is_viewed
+        del view
+        assert not storage.is_viewed
+    summed = (params[0] * 1.0).sum()
+    assert not storage.is_viewed, "a result is no view"
+    del summed
+
+
+def test_a_saved_view_is_found_again_by_its_geometry() -> None:
+    storage, params, _ = full([64, 64])
+    view = params[1].detach().view(8, 8).t()[2:4]
+    again = storage.view(view.size(), view.stride(), view.storage_offset(), view.dtype)
+    assert torch.equal(again, view) and again.data_ptr() == view.data_ptr()
+    as_int = params[0].detach().view(torch.int32)
+    assert torch.equal(storage.view(as_int.size(), as_int.stride(), as_int.storage_offset(), torch.int32), as_int)
+
+
+@pytest.mark.parametrize("is_full", [True, False])
+def test_at_the_end_parameters_with_bytes_keep_them(is_full: bool) -> None:
+    storage, params, values = full([8])
+    if not is_full:
+        storage.hide()
+        storage.empty()
+    storage.detach_params()
+    assert isinstance(params[0], OffloadedParameter) == (not is_full)
+    assert (pager_of(params[0]) is None) == is_full
+    if is_full:
+        storage.empty()
+        assert torch.equal(params[0].detach(), values[:8])

@@ -1,0 +1,263 @@
+"""A birth that breaks off, wherever it does, leaves the user's model, optimizer and disk as they were."""
+
+import inspect
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tiered_zero
+from tests.fakes.faulty_runs import faulty_disks
+from tests.fakes.io_faults import Fault
+from tiered_zero.errors import TransferError
+from tiered_zero.params.flat_storage import pager_of
+
+pytestmark = [pytest.mark.usefixtures("one_thread", "no_leaks")]
+
+PLACEMENTS = [(param, state) for param in ("none", "cpu", "nvme") for state in ("none", "cpu", "nvme")]
+
+
+class Noted(nn.Parameter):
+    """As users make them: a class of their own, with something noted on it."""
+
+    note = ""
+
+
+class Layer(nn.Module):
+    """`breaks`: its initialiser raises, with a view of the weight in hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(32, 32))
+        self.register_buffer("scale", torch.empty(32))
+        self.breaks = False
+        if not self.weight.is_meta:
+            self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=0.1)
+        self.scale = torch.ones(32)
+        first, *_ = self.weight.chunk(4)
+        if self.breaks:
+            raise ZeroDivisionError(f"in reset_parameters: {first.sum()}")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ self.weight.T * self.scale.to(x.dtype))
+
+
+def build_model(born_on_meta: bool) -> nn.Sequential:
+    """Tied, frozen and a user's own parameters; with `born_on_meta` all but the last layers are there."""
+    torch.manual_seed(0)
+    with torch.device("meta" if born_on_meta else "cpu"):
+        layers = [Layer() for _ in range(4)]
+    with torch.device("cpu"):
+        layers.append(Layer())
+    layers[1].weight.requires_grad_(False)
+    layers[3].weight = layers[2].weight
+    own = Noted(torch.randn(32, 32))
+    own.note = "the user's"
+    layers[4].weight = own
+    return nn.Sequential(*layers, nn.Linear(32, 32), nn.BatchNorm1d(32))
+
+
+def settings(path: Path, param: str, state: str, bf16: bool, update: str = "overlapped") -> dict[str, Any]:
+    def tier(device: str) -> dict[str, Any]:
+        return {"device": device, **({"nvme_path": str(path)} if device == "nvme" else {})}
+
+    zero = {"stage": 3, "offload_param": {**tier(param), "max_in_cpu": 0}, "offload_optimizer": tier(state)}
+    zero |= {"stage3_param_persistence_threshold": 0, "sub_group_size": 2048}
+    return {
+        "train_micro_batch_size_per_gpu": 4,
+        "zero_optimization": zero,
+        "bf16": {"enabled": bf16},
+        "tiered_zero": {"device": "cpu", "update": update, "unit_size_cap": 1100},
+    }
+
+
+def look(model: nn.Module) -> dict[str, Any]:
+    """All that a run changes of a model while it has it."""
+    found: dict[str, Any] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        found[name] = (id(param), type(param), param.requires_grad, param.dtype, dict(param.__dict__))
+        found[name] += (None if param.is_meta else param.tolist(), pager_of(param))
+        found[f"{name} hooks"] = dict(getattr(param, "_post_accumulate_grad_hooks", None) or {})
+    for name, buffer in model.named_buffers():
+        found[name] = (id(buffer), buffer.dtype, None if buffer.is_meta else buffer.tolist())
+    for name, module in model.named_modules():
+        for attribute, value in vars(module).items():
+            if "hooks" in attribute:
+                found[f"{name}.{attribute}"] = dict(value)
+    return found
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, config: dict[str, Any]) -> None:
+    with tiered_zero.initialize(model=model, optimizer=optimizer, config=config)[0] as engine:
+        dtype = torch.bfloat16 if config["bf16"]["enabled"] else torch.float32
+        for _ in range(2):
+            loss = engine(torch.randn(4, 32, dtype=dtype)).float().square().mean()
+            engine.backward(loss)
+            engine.step()
+        assert loss.isfinite()
+
+
+@contextmanager
+def interrupted(at_call: int) -> Iterator[list[str]]:
+    """Ctrl-C as function number `at_call` of a birth begins. Yields the functions that began, up to the point from
+    which on the engine is there."""
+    calls: list[str] = []
+
+    def trace(frame: FrameType, event: str, _argument: Any) -> None:
+        path, name = frame.f_code.co_filename, frame.f_code.co_name
+        if frame.f_code.co_flags & inspect.CO_GENERATOR:
+            return  # what it raises when it is closed early goes nowhere
+        if "/tiered_zero/" in path and (calls or name == "materialize_model"):
+            calls.append(f"{Path(path).stem}.{name}")
+            if calls[-1] == "snapshot.drop":
+                sys.settrace(None)
+            elif len(calls) == at_call:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield calls
+    finally:
+        sys.settrace(before)
+
+
+class Case:
+    """A model with what belongs to it, as it was before; `check` what is left of a birth that broke off."""
+
+    def __init__(self, path: Path, placement: tuple[str, str], bf16: bool, born_on_meta: bool) -> None:
+        self.path = path
+        self.model = build_model(born_on_meta)
+        self.config = settings(path, *placement, bf16)
+        self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=0.01)
+        for param in self.model.parameters():
+            if not param.is_meta:
+                param.grad = torch.ones_like(param)
+        self.optimizer.step()  # a history for what has values
+        self.optimizer.zero_grad()
+        self.before = look(self.model)
+        self.state = {id(param): dict(state) for param, state in self.optimizer.state.items()}
+
+    def give_birth(self) -> tiered_zero.Engine:
+        return tiered_zero.initialize(model=self.model, optimizer=self.optimizer, config=self.config)[0]
+
+    def check(self) -> None:
+        after = look(self.model)
+        assert {name: (value, after[name]) for name, value in self.before.items() if value != after[name]} == {}
+        state = {id(param): dict(state) for param, state in self.optimizer.state.items()}
+        assert state.keys() == self.state.keys()
+        assert all(found[name] is self.state[key][name] for key, found in state.items() for name in found)
+        assert os.listdir(self.path) == []
+
+    def train(self) -> None:
+        """A second try."""
+        with self.give_birth() as engine:
+            dtype = torch.bfloat16 if self.config["bf16"]["enabled"] else torch.float32
+            for _ in range(2):
+                loss = engine(torch.randn(4, 32).to(dtype)).float().square().mean()
+                engine.backward(loss)
+                engine.step()
+            assert loss.isfinite()
+        assert os.listdir(self.path) == []
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS, ids="-".join)
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+def test_an_initialiser_that_raises(placement: tuple[str, str], bf16: bool, swap_path: Path) -> None:
+    case = Case(swap_path, placement, bf16, born_on_meta=True)
+    case.model[2].breaks = True
+    with pytest.raises(ZeroDivisionError, match="in reset_parameters"):
+        case.give_birth()
+    case.check()
+    case.model[2].breaks = False
+    case.train()
+
+
+@pytest.mark.parametrize("placement", [("nvme", "nvme"), ("nvme", "cpu"), ("cpu", "nvme")], ids="-".join)
+@pytest.mark.parametrize("born_on_meta", [False, True], ids=["with values", "on meta"])
+def test_writes_that_fail(placement: tuple[str, str], born_on_meta: bool, swap_path: Path) -> None:
+    case = Case(swap_path, placement, True, born_on_meta)
+    with faulty_disks() as disks:
+        case.give_birth().close()
+    num_writes = disks[0].count("write")
+    assert num_writes > 4
+    for nth in (1, num_writes // 2, num_writes):
+        case = Case(swap_path, placement, True, born_on_meta)
+        with faulty_disks(Fault("write", nth)), pytest.raises(TransferError):
+            case.give_birth()
+        case.check()
+    case.train()
+
+
+@pytest.mark.parametrize("placement", [("nvme", "nvme"), ("none", "cpu"), ("cpu", "none")], ids="-".join)
+@pytest.mark.parametrize("born_on_meta", [False, True], ids=["with values", "on meta"])
+def test_ctrl_c_at_any_time(placement: tuple[str, str], born_on_meta: bool, swap_path: Path) -> None:
+    Case(swap_path, placement, True, born_on_meta).give_birth().close()  # what a process does once
+    case = Case(swap_path, placement, True, born_on_meta)
+    with interrupted(0) as calls:
+        engine = case.give_birth()
+    engine.close()
+    case, num_broken = Case(swap_path, placement, True, born_on_meta), 0
+    for at_call in range(1, len(calls), len(calls) // 12):
+        try:
+            with interrupted(at_call):
+                engine = case.give_birth()
+        except KeyboardInterrupt:
+            num_broken += 1
+            case.check()
+        else:  # the birth was over before: how many calls it takes depends on what must be waited for
+            engine.close()
+            case = Case(swap_path, placement, True, born_on_meta)
+    assert num_broken >= 10
+    case.train()
+
+
+@pytest.mark.parametrize("name", ["_is_metadata", "_watch_state_dict", "_redirected", "register"])
+@pytest.mark.parametrize("placement", [("none", "cpu"), ("cpu", "none")], ids="-".join)
+def test_ctrl_c_between_an_effect_and_what_undoes_it(placement: tuple[str, str], name: str, swap_path: Path) -> None:
+    case = Case(swap_path, placement, True, born_on_meta=False)
+    with interrupted(0) as calls:
+        engine = case.give_birth()
+    engine.close()
+    found = [number for number, call in enumerate(calls, 1) if call.endswith(f".{name}")]
+    case = Case(swap_path, placement, True, born_on_meta=False)
+    for at_call in found[-1:]:
+        with pytest.raises(KeyboardInterrupt), interrupted(at_call):
+            case.give_birth()
+        case.check()
+
+
+def test_a_loader_that_cannot_be_made(swap_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(swap_path, ("nvme", "nvme"), True, born_on_meta=True)
+    monkeypatch.setattr("tiered_zero.api.DataLoader", lambda *_args, **_options: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        tiered_zero.initialize(model=case.model, optimizer=case.optimizer, training_data=[1], config=case.config)
+    case.check()
+
+
+def test_buffers_beside_tied_parameters_are_filled(swap_path: Path) -> None:
+    """The tied layer's own initialiser sets its buffer, though its parameter was born with another module."""
+    case = Case(swap_path, ("cpu", "cpu"), False, born_on_meta=True)
+    with case.give_birth() as engine:
+        assert torch.equal(engine.module[3].scale, torch.ones(32))
+
+
+def test_a_models_memory_is_its_own_again(swap_path: Path) -> None:
+    """Not only the same values: a parameter is where it was."""
+    case = Case(swap_path, ("nvme", "nvme"), False, born_on_meta=False)
+    address = case.model[0].weight.data_ptr()
+    case.model[2].breaks = True  # is not asked: the model has values
+    with faulty_disks(Fault("write", 5)), pytest.raises(TransferError):
+        case.give_birth()
+    assert case.model[0].weight.data_ptr() == address

@@ -1,0 +1,130 @@
+"""A unit's update: what it hands over on the way, and when it is made and complete."""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+
+import pytest
+import torch
+
+from tiered_zero.tiers.unit_update import UnitUpdate
+
+PART = 64
+
+
+def copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    target.copy_(source)
+
+
+def part(value: int) -> torch.Tensor:
+    return torch.full((PART,), value, dtype=torch.uint8)
+
+
+def values(target: torch.Tensor) -> list[int]:
+    """One of each part."""
+    return target.view(-1, PART)[:, 0].tolist()
+
+
+@pytest.mark.parametrize(
+    "order", [("receive", "make", "write"), ("make", "receive", "write"), ("make", "write", "receive")]
+)
+def test_a_part_comes_by_copy_or_is_read_but_never_both(order: tuple[str, ...]) -> None:
+    """Part 0 is made early, part 1 is neither made nor written: the update leaves it as it was."""
+    unit_update, target = UnitUpdate(), torch.zeros(2 * PART, dtype=torch.uint8)
+    memory = part(7)
+    written: list[tuple[int, int]] = []
+    for what in order:
+        if what == "receive":
+            written = unit_update.receive(target)
+        elif what == "make":
+            unit_update.hand_over(0, memory, copy)
+        else:
+            unit_update.take_back(0, copy)
+            memory.fill_(9)  # somebody else's now
+    unit_update.finish_making()
+    assert unit_update.take_rest(copy) == [(PART, 2 * PART)]
+    if order[-1] == "receive":
+        assert written == [(0, PART)] and values(target) == [0, 0]
+    else:
+        assert written == [] and values(target) == [7, 0]
+    assert not unit_update.done(), "and none of it waits for the unit to be home"
+
+
+def test_every_part_comes_one_way_or_the_other() -> None:
+    unit_update, target = UnitUpdate(), torch.zeros(4 * PART, dtype=torch.uint8)
+    parts = {index: part(index + 1) for index in range(4)}
+    for index in (2, 0):
+        unit_update.hand_over(index * PART, parts[index], copy)
+    unit_update.take_back(2 * PART, copy)
+    assert unit_update.receive(target) == [(2 * PART, 3 * PART)]
+    unit_update.hand_over(3 * PART, parts[3], copy)
+    assert values(target) == [0, 0, 0, 4], "at once"
+    unit_update.take_back(0, copy)
+    assert values(target) == [1, 0, 0, 4], "before its memory goes to others"
+    unit_update.hand_over(PART, parts[1], copy)
+    unit_update.finish_making()
+    assert unit_update.take_rest(copy) == []
+    assert values(target) == [1, 2, 0, 4]
+
+
+def test_taking_the_rest_waits_for_the_unit_to_be_made() -> None:
+    unit_update, target = UnitUpdate(), torch.zeros(2 * PART, dtype=torch.uint8)
+    unit_update.hand_over(0, part(1), copy)
+    unit_update.receive(target)
+    found: list[list[tuple[int, int]]] = []
+    waiting = threading.Thread(target=lambda: found.append(unit_update.take_rest(copy)), daemon=True)
+    waiting.start()
+    waiting.join(0.05)
+    assert waiting.is_alive() and not found and not unit_update.making.done()
+    unit_update.hand_over(PART, part(2), copy)
+    unit_update.finish_making()
+    waiting.join(10)
+    unit_update.making.wait()
+    assert unit_update.making.done() and not unit_update.done()
+    assert found == [[]] and values(target) == [1, 2]
+
+
+def test_the_target_is_its_owners_again_once_the_rest_is_taken() -> None:
+    unit_update, target = UnitUpdate(), torch.zeros(PART, dtype=torch.uint8)
+    unit_update.receive(target)
+    unit_update.hand_over(0, part(7), copy)
+    unit_update.finish_making()
+    unit_update.take_rest(copy)
+    unit_update.hand_over(0, part(9), copy)
+    unit_update.take_back(0, copy)
+    assert values(target) == [7]
+
+
+def test_a_second_target_starts_anew() -> None:
+    unit_update = UnitUpdate()
+    first, second = (torch.zeros(2 * PART, dtype=torch.uint8) for _ in range(2))
+    unit_update.receive(first)
+    unit_update.hand_over(0, part(1), copy)
+    assert unit_update.receive(second) == []
+    unit_update.hand_over(PART, part(2), copy)
+    unit_update.finish_making()
+    assert unit_update.take_rest(copy) == []
+    assert values(second) == [1, 2] and values(first) == [1, 0]
+
+
+@pytest.mark.parametrize("made", [False, True])
+def test_a_failure_reaches_who_waits_for_it_and_ends_the_copying(made: bool) -> None:
+    unit_update, target = UnitUpdate(), torch.zeros(PART, dtype=torch.uint8)
+    unit_update.receive(target)
+    if made:
+        unit_update.finish_making()
+    unit_update.fail(RuntimeError("the disk broke"))
+    for wait in (unit_update.wait, unit_update.wait_made, partial(unit_update.take_rest, copy)):
+        with pytest.raises(RuntimeError, match="the disk broke"):
+            wait()
+    unit_update.hand_over(0, part(1), copy)
+    assert not target.any()
+
+
+def test_a_failure_after_the_end_is_nobodys() -> None:
+    unit_update = UnitUpdate()
+    unit_update.complete()
+    unit_update.fail(RuntimeError("too late"))
+    unit_update.wait()
+    unit_update.wait_made()

@@ -1,0 +1,30 @@
+"""The queue between backward and a running update: whatever one side does meanwhile, the other goes on."""
+
+from types import SimpleNamespace
+from typing import Any
+
+from tiered_zero.update.ready import ReadyQueue
+
+
+def layout(index: int) -> Any:
+    return SimpleNamespace(subgroup=SimpleNamespace(index=index))
+
+
+def test_the_shallowest_comes_first_and_skipped_ones_are_told_once() -> None:
+    queue = ReadyQueue([layout(3), layout(1)], [layout(2)])
+    first = queue.peek()
+    assert first is not None and first.subgroup.index == 1
+    queue.add(layout(0))  # comes in before what was looked at
+    queue.take(first)
+    assert [queue.peek().subgroup.index, queue.wait()] == [0, True]  # type: ignore[union-attr]
+    assert [item.subgroup.index for item in queue.take_skipped()] == [2] and queue.take_skipped() == []
+
+
+def test_backward_gives_up_between_the_look_and_the_taking() -> None:
+    queue = ReadyQueue([layout(0), layout(1)])
+    seen = queue.peek()
+    assert seen is not None
+    queue.clear()
+    queue.close()
+    queue.take(seen)
+    assert queue.peek() is None and not queue.wait()

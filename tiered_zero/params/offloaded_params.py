@@ -1,0 +1,77 @@
+"""Whole units between their homes and plain CPU tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import torch
+
+from tiered_zero.errors import TieredZeroError
+from tiered_zero.hardware.staging import StagingPool
+from tiered_zero.layout.flat import Unit
+from tiered_zero.tiers.inventory import Inventory
+from tiered_zero.tiers.slots import read_slot, write_slot
+
+
+class OffloadedParams:
+    """Reads and writes a unit's parameters where they rest. Driver thread; blocks.
+
+    `on_change(unit, flat, old)`: what is derived from the parameters (the fp32 masters) must follow `flat` [P], on the
+    CPU. `cuts(unit)`: where masters are made of parameters, the first elements of the parts in which the update reads
+    them; they are written in the same parts, which is how their reads are verified, and `on_change` is given `old`.
+    """
+
+    def __init__(
+        self,
+        inventory: Inventory,
+        staging: StagingPool | None,
+        on_change: Callable[[Unit, torch.Tensor, torch.Tensor | None], None],
+        cuts: Callable[[Unit], Sequence[int]] | None = None,
+    ) -> None:
+        self._inventory = inventory
+        self._staging = staging
+        self._on_change = on_change
+        self._cuts = cuts
+        self.changing: Unit | None = None
+        """The unit that `change` is at work on, or was when it was interrupted."""
+        self.is_busy = False
+        """Whether bytes are read or written, or were when that was interrupted."""
+        self.before_change: Callable[[], None] = lambda: None
+        """Called before anything is written over: no update may be under way, nor what it needs be read already."""
+
+    def read(self, unit: Unit) -> torch.Tensor:
+        """[P] of the unit's dtype, a CPU tensor of the caller's own. The unit has a home off the device."""
+        self.is_busy = True
+        try:
+            flat = read_slot(self._inventory.home(unit, "param"), 0, unit.nbytes, self._staging).view(unit.dtype)
+        except TieredZeroError:
+            self.is_busy = False
+            raise
+        self.is_busy = False
+        return flat
+
+    def store(self, unit: Unit, flat: torch.Tensor) -> None:
+        """First bytes: `flat` [P] of the unit's dtype, on the CPU, to the unit's home off the device."""
+        starts = sorted({0, *(self._cuts(unit) if self._cuts is not None else ())})
+        for start, stop in pairwise([*starts, unit.numel]):
+            home, offset = self._inventory.home(unit, "param"), start * unit.dtype.itemsize
+            write_slot(home, offset, flat[start:stop], self._staging)
+
+    def remember(self, unit: Unit, flat: torch.Tensor) -> torch.Tensor | None:
+        """Before `flat` [P], on the device, is changed: what `change` needs as `old`, a copy on the CPU or nothing."""
+        return flat.to("cpu", copy=True) if self._cuts is not None and unit.trainable else None
+
+    def change(self, unit: Unit, flat: torch.Tensor, old: torch.Tensor | None) -> None:
+        """`flat` [P], on the device or the CPU, becomes the unit's value; masters follow where it differs."""
+        self.before_change()
+        value = flat.to("cpu")
+        self.changing = unit
+        try:
+            if self._inventory.find(unit, "param") is not None:
+                self.store(unit, value)
+            self._on_change(unit, value, old)
+        except TieredZeroError:
+            self.changing = None
+            raise
+        self.changing = None

@@ -1,0 +1,319 @@
+"""The optimizer that the user holds: a real torch.optim.Optimizer whose step is the engine's."""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
+from itertools import chain
+from types import MethodType
+from typing import Any, NoReturn, final
+
+from torch import nn
+from torch.optim import Optimizer
+
+from tiered_zero.errors import ModelError
+from tiered_zero.optim.optimizer_copy import bare_copy
+from tiered_zero.update.optimizer_state import OptimizerState, ParamState
+from tiered_zero.update.policy import UpdatePolicy
+
+
+class TieredOptimizer(Optimizer):
+    """Live `param_groups` over the model's parameters; state rests on the tiers, and `state` shows which have any.
+
+    Every LR scheduler of torch drives it, and changes to a group's values take effect at the next step. `param_groups`
+    are the very dicts of `source` where the user brought an optimizer, so that schedulers built on that one still work;
+    hooks registered on either are those of both.
+    """
+
+    overflow = False
+    """Whether the last step was skipped because its gradients were not finite."""
+
+    def __init__(
+        self,
+        source: Optimizer,
+        step: Callable[[], None],
+        zero_grad: Callable[[bool], None],
+        loss_scale: Callable[[], float],
+    ) -> None:
+        super().__init__([{"params": list(group["params"])} for group in source.param_groups], dict(source.defaults))
+        self.param_groups = source.param_groups
+        self._source = source
+        self._take_step = step
+        self._zero_grad = zero_grad
+        self._loss_scale = loss_scale
+        for name in _HOOKS:
+            setattr(self, name, getattr(source, name))
+
+    @property
+    def loss_scale(self) -> float:
+        """What `backward` multiplies the loss by: of fp16, else 1."""
+        return self._loss_scale()
+
+    @property
+    def cur_scale(self) -> float:
+        return self._loss_scale()
+
+    def connect(
+        self, state: OptimizerState, policy: UpdatePolicy, at_end: Callable[[Callable[[], None]], None]
+    ) -> None:
+        """The run is built: state is read from and written to its tiers from now on, and calls of the user's own
+        optimizer come here. `at_end` is given the acts that end that, each before what it ends begins."""
+        access = self._access = StateAccess(state, policy, self.param_groups)
+        at_end(access.close)
+        self.state = access  # type: ignore[assignment]
+        _redirect(self._source, self, at_end)
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """The same as `engine.step()`: counts a micro-batch, and updates at an accumulation boundary."""
+        if closure is not None:
+            raise ModelError(
+                "step(closure) runs forward and backward inside step(), which an offloaded update cannot do. Call "
+                "engine(batch) and engine.backward(loss) first, then step() without a closure."
+            )
+        self._take_step()
+        return None
+
+    step.hooked = True  # type: ignore[attr-defined]  # torch then leaves it alone: hooks fire in `update`
+
+    def update(self, act: Callable[[], None]) -> None:
+        """Make one optimizer step by `act`, between the step hooks. The engine's call, at accumulation boundaries; a
+        step that is skipped fires no hooks, as with torch's GradScaler."""
+        self._act = act
+        try:
+            self._update_between_hooks()
+        finally:
+            del self._act
+        self.overflow = False
+        for optimizer in (self, self._source):
+            optimizer._opt_called = True  # type: ignore[attr-defined]  # by which schedulers check the order of steps
+
+    @Optimizer.profile_hook_step
+    def _update_between_hooks(self) -> None:
+        self._act()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """The same as `engine.zero_grad()`."""
+        self._zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's own format, with copies: fp32 CPU tensors in the parameters' shapes, from any tier and state format.
+
+        Waits for the updates under way. fp32 masters are no part of it: they follow `module.state_dict()`, in whose
+        16 bits those of a 16-bit model lose their last ones. Raises BudgetError where the tensors do not fit into free
+        host memory.
+        """
+        with self._access.reading():
+            return super().state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over what `state_dict()` or a plain torch optimizer of the same class gave, as torch does.
+
+        Values of the param groups change in place, so that schedulers and the engine see one list. Arrays are rounded
+        where tiered_zero.state_format has fewer bits; a warning says so. Raises ModelError, with nothing changed, where
+        groups, shapes or keys do not fit.
+        """
+        given = dict(state_dict)
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            given = pre_hook(self, given) or given
+        states, groups = self._matched(given)
+        self._access.replace(states, groups)
+        for group, values in zip(self.param_groups, groups, strict=True):
+            group.clear()
+            group.update(values)
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def read_state(self, param: nn.Parameter) -> ParamState:
+        """One parameter's state, as `state_dict()` gives it; empty before its first step."""
+        return self._access.read_one(param)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if hasattr(self, "_take_step"):
+            raise ModelError(
+                "Parameters cannot join after tiered_zero.initialize(): their state is laid out when the run starts. "
+                "Pass all parameter groups to initialize(); set requires_grad=False or lr=0 for those that shall wait."
+            )
+        super().add_param_group(param_group)
+
+    def __getstate__(self) -> NoReturn:
+        raise ModelError("The optimizer of an engine cannot be copied or pickled. Save optimizer.state_dict() instead.")
+
+    def _matched(self, given: Mapping[str, Any]) -> tuple[dict[nn.Parameter, ParamState], list[dict[str, Any]]]:
+        """The state of each parameter, and the groups' new values with "params", as the class itself completes them."""
+        try:
+            states, saved = given["state"], deepcopy(given["param_groups"])
+            sizes = [len(group["params"]) for group in saved]
+        except (KeyError, TypeError) as error:
+            raise ModelError(
+                'An optimizer state_dict was expected: {"state": ..., "param_groups": [{"params": ...}, ...]}; reading '
+                f"it raised {type(error).__name__}: {error}."
+            ) from error
+        own = [len(group["params"]) for group in self.param_groups]
+        if sizes != own:
+            raise ModelError(
+                f"The state_dict was expected to have param groups of {own} parameters, as this optimizer has; found "
+                f"{sizes}. Load the state of an optimizer over the same parameters in the same groups."
+            )
+        ids = chain.from_iterable(group["params"] for group in saved)
+        params = dict(zip(ids, chain.from_iterable(group["params"] for group in self.param_groups), strict=True))
+        if unknown := [key for key in states if key not in params]:
+            raise ModelError(
+                "The state_dict was expected to hold state of the parameters in its param groups alone; found state "
+                f"of {unknown[:3]}. Load the state of an optimizer of this class."
+            )
+        for group, new in zip(self.param_groups, saved, strict=True):
+            new["params"] = group["params"]
+            if "param_names" in group:
+                new.setdefault("param_names", group["param_names"])
+        twin = bare_copy(self._source)  # torch's classes convert what older versions of them have saved
+        found = {params[key]: dict(values) for key, values in states.items()}
+        try:
+            twin.__setstate__({"state": defaultdict(dict, found), "param_groups": saved})
+        except Exception as error:
+            raise ModelError(
+                f"The state_dict was expected to be one of {type(self._source).__name__}, which raised "
+                f"{type(error).__name__} over it: {error}. Load the state of an optimizer of this class."
+            ) from error
+        for new in saved:
+            if missing := sorted(self._source.defaults.keys() - new.keys()):
+                raise ModelError(
+                    f"The state_dict was expected to have every option of {type(self._source).__name__} in its param "
+                    f"groups; missing: {missing}. Load the state of an optimizer of this class."
+                )
+        return {param: twin.state[param] for param in found}, saved
+
+
+_HOOKS = (
+    "_optimizer_step_pre_hooks",
+    "_optimizer_step_post_hooks",
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
+_REDIRECTED = ("step", "zero_grad", "state_dict", "load_state_dict", "add_param_group")
+
+
+def _redirect(source: Optimizer, handle: TieredOptimizer, at_end: Callable[[Callable[[], None]], None]) -> None:
+    """Send the calls of the user's own instance to `handle`, whose class says what they mean here. `at_end` is given
+    what undoes that. The user's instance does not keep the engine alive."""
+    owner = weakref.ref(handle)
+    before = {name: vars(source)[name] for name in _REDIRECTED if name in vars(source)}
+    redirects = {name: MethodType(_redirected(name, owner), source) for name in _REDIRECTED}
+    own_state = source.state
+
+    def restore() -> None:
+        for name, redirect in redirects.items():
+            if vars(source).get(name) is redirect:
+                del vars(source)[name]
+                vars(source).update({name: before[name]} if name in before else {})
+        source.state = own_state
+
+    at_end(restore)
+    vars(source).update(redirects)
+    source.state = handle.state
+
+
+def _redirected(name: str, owner: weakref.ref[TieredOptimizer]) -> Callable[..., Any]:
+    def call(source: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        handle = owner()
+        if handle is None:
+            raise ModelError(f"The engine that trains with this optimizer is gone; {name}() has nothing to act on.")
+        return getattr(handle, name)(*args, **kwargs)
+
+    call._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedulers need not wrap it to see its steps
+    return call
+
+
+@final
+class StateAccess(Mapping[nn.Parameter, ParamState]):
+    """What stands as `state` in an optimizer whose state rests on the tiers: it knows which parameters have any, and
+    refuses to hand any out, for a change to what it hands out would be lost.
+
+    Always true: code that finds an optimizer without state may make a step to create it, as
+    torch.distributed.checkpoint does. Driver thread.
+    """
+
+    def __init__(self, state: OptimizerState, policy: UpdatePolicy, groups: list[dict[str, Any]]) -> None:
+        """`groups`: the live param groups."""
+        self._state: OptimizerState | None = state
+        self._policy = policy
+        self._groups = groups
+        self._copies: dict[nn.Parameter, ParamState] | None = None
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __len__(self) -> int:
+        return len(self._open().stepped())
+
+    def __iter__(self) -> Iterator[nn.Parameter]:
+        return iter(self._copies if self._copies is not None else self._open().stepped())
+
+    def __contains__(self, param: object) -> bool:
+        return any(param is stepped for stepped in self._open().stepped())
+
+    def __getitem__(self, param: nn.Parameter) -> ParamState:
+        if self._copies is None:
+            self._refuse()
+        return self._copies[param]
+
+    def __setitem__(self, param: nn.Parameter, values: ParamState) -> None:
+        self._refuse()
+
+    def __delitem__(self, param: nn.Parameter) -> None:
+        self._refuse()
+
+    def clear(self) -> None:
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise ModelError(
+            "optimizer.state is not at hand: the state of each parameter rests on its tier. Read it with "
+            "engine.optimizer.state_dict() or read_state(param), and change it with load_state_dict()."
+        )
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """While open, items are at hand: copies of everything as it is now."""
+        if self._copies is not None:
+            yield
+            return
+        state = self._open()
+        self._policy.check_untouched("Optimizer state is read")
+        self._policy.flush()
+        self._copies = state.read(self._groups)
+        try:
+            yield
+        finally:
+            self._copies = None
+
+    def read_one(self, param: nn.Parameter) -> ParamState:
+        state = self._open()
+        self._policy.check_untouched("Optimizer state is read")
+        self._policy.flush()
+        return state.read(self._groups, only=param).get(param, {})
+
+    def replace(self, states: Mapping[nn.Parameter, ParamState], groups: list[dict[str, Any]]) -> None:
+        """`groups`: the values that the param groups are about to have."""
+        state = self._open()
+        self._policy.check_untouched("Optimizer state is loaded")
+        state.check(states, groups)
+        self._policy.settle()
+        try:
+            state.write(states, groups)
+        except BaseException as error:
+            self._policy.failure = error  # partly the old state, partly the new
+            raise
+
+    def close(self) -> None:
+        """The engine ends, and its tiers with it."""
+        self._state = None
+
+    def _open(self) -> OptimizerState:
+        if self._state is None:
+            raise ModelError("The engine is closed, and the optimizer state is gone. Read it before engine.close().")
+        return self._state

@@ -1,0 +1,239 @@
+"""The optimizer state of a run in torch's format, read from and written to the tiers sub-group by sub-group."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import nn
+
+from tiered_zero.errors import BudgetError, ModelError
+from tiered_zero.hardware.probe import available_host_nbytes
+from tiered_zero.hardware.staging import StagingPool
+from tiered_zero.layout.subgroups import ParamPiece
+from tiered_zero.optim.optimizer_copy import same
+from tiered_zero.optim.rule import Run, UpdateRule
+from tiered_zero.optim.state_layout import StateLayout
+from tiered_zero.sizes import format_nbytes
+from tiered_zero.tiers.inventory import Inventory
+from tiered_zero.tiers.slots import lent_slot
+from tiered_zero.update.stepper import StreamingStepper
+
+logger = logging.getLogger("tiered_zero")
+
+ParamState = dict[str, Any]
+"""One parameter's state as `torch.optim.Optimizer.state` holds it: arrays in its shape, 0-d tensors, plain values."""
+
+
+class OptimizerState:
+    """Reads and writes what torch's optimizer keeps in `state`. Driver thread, while no update runs; blocks.
+
+    fp32 masters are no part of it: they follow the parameters' values. A state format without loss, and a plain torch
+    optimizer, give the same bits after any number of moves between them.
+    """
+
+    def __init__(
+        self,
+        params: Mapping[str, nn.Parameter],
+        layouts: Sequence[StateLayout],
+        rule: UpdateRule,
+        stepper: StreamingStepper,
+        inventory: Inventory,
+        staging: StagingPool | None,
+    ) -> None:
+        """`params`: by name."""
+        self._params = params
+        self._layouts = layouts
+        self._rule = rule
+        self._stepper = stepper
+        self._inventory = inventory
+        self._staging = staging
+
+    def stepped(self) -> list[nn.Parameter]:
+        """The parameters that have state."""
+        found = {
+            piece.param.name: None
+            for layout in self._layouts
+            for piece in layout.subgroup.pieces
+            if self._stepper.scalars(layout.subgroup, piece)
+        }
+        return [self._params[name] for name in found]
+
+    # -- out -----------------------------------------------------------------------------------------------------------
+
+    def read(
+        self, groups: Sequence[Mapping[str, Any]], only: nn.Parameter | None = None
+    ) -> dict[nn.Parameter, ParamState]:
+        """The state of every parameter that has any, or of one: copies, fp32 on the CPU, in the parameters' own shapes.
+
+        `groups`: the live param groups. Raises BudgetError where the copies do not fit into free host memory.
+        """
+        self._check_room(only)
+        found: dict[nn.Parameter, ParamState] = {}
+        for layout in self._layouts:
+            pieces = [
+                piece for piece in layout.subgroup.pieces if only is None or self._params[piece.param.name] is only
+            ]
+            for piece in pieces:
+                if not self._stepper.scalars(layout.subgroup, piece):
+                    first = self._rule.first_state(piece.param.shape, groups[piece.group])
+                    if first:
+                        found[self._params[piece.param.name]] = first
+            stepped = [piece for piece in pieces if self._stepper.scalars(layout.subgroup, piece)]
+            if stepped:
+                home = self._inventory.home(layout.subgroup, "state")
+                with lent_slot(home, self._staging, slice(0, layout.nbytes)) as raw:
+                    for piece in stepped:
+                        self._export(layout, piece, raw, found.setdefault(self._params[piece.param.name], {}))
+        return {
+            param: found[param]
+            for group in groups
+            for param in group["params"]
+            if found.get(param)  # some classes keep nothing for a parameter that they have stepped
+        }
+
+    def _export(self, layout: StateLayout, piece: ParamPiece, raw: torch.Tensor, values: ParamState) -> None:
+        state = layout.state(raw, piece, piece.start, piece.stop)
+        if layout.masters.needs_params:
+            for name in state.keys() & {self._rule.unsigned_field}:
+                state[name] = state[name].abs()  # its signs belong to the masters
+        exported = self._rule.export_state(state, self._stepper.scalars(layout.subgroup, piece))
+        for name, value in exported.items():
+            if not isinstance(value, torch.Tensor) or name not in state:
+                values[name] = value
+            elif not self._rule.elementwise:
+                values[name] = value.to("cpu", copy=True)
+            else:
+                if name not in values:
+                    values[name] = piece.param.view(torch.empty(piece.param.numel, dtype=value.dtype))
+                piece.param.flatten(values[name])[piece.param_start : piece.param_start + piece.numel].copy_(value)
+
+    def _check_room(self, only: nn.Parameter | None) -> None:
+        needed = sum(
+            self._exported_nbytes(layout, piece)
+            for layout in self._layouts
+            for piece in layout.subgroup.pieces
+            if (only is None or self._params[piece.param.name] is only)
+            and self._stepper.scalars(layout.subgroup, piece)
+        )
+        if needed > (free := available_host_nbytes()):
+            raise BudgetError(
+                f"The optimizer state was expected to fit into free host memory as fp32 tensors; it takes "
+                f"{format_nbytes(needed)} and {format_nbytes(free)} are free. Read it parameter by parameter with "
+                "optimizer.read_state(param)."
+            )
+
+    def _exported_nbytes(self, layout: StateLayout, piece: ParamPiece) -> int:
+        if self._rule.elementwise:
+            names = layout.fields_of_group[piece.group]
+            return 4 * piece.numel * sum(a.field.name in names and a.field.block_numel == 1 for a in layout.arrays)
+        fields = [array.field for array in layout.arrays if array.piece == piece.index]
+        return sum(prod(field.shape) * field.dtype.itemsize for field in fields)
+
+    # -- in ------------------------------------------------------------------------------------------------------------
+
+    def check(self, states: Mapping[Any, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
+        """Raise ModelError where `write` could not go on from `states` with the values of `groups`."""
+        held: set[nn.Parameter] = set()
+        for layout in self._layouts:
+            for piece in layout.subgroup.pieces:
+                param, hyper = self._params[piece.param.name], groups[piece.group]
+                held.add(param)
+                self._check_planned(layout, piece, hyper)
+                if piece.param_start == 0 and (values := states.get(param)):
+                    try:
+                        self._rule.check_state(values, piece.param.shape, hyper)
+                    except ModelError as error:
+                        raise ModelError(f"Optimizer state of {piece.param.name}: {error}") from error
+        if idle := sum(bool(values) and param not in held for param, values in states.items()):
+            logger.warning("optimizer state of %d parameters that are not trained is left out", idle)
+
+    def _check_planned(self, layout: StateLayout, piece: ParamPiece, hyper: Mapping[str, Any]) -> None:
+        needed = {field.name for field in self._rule.state_fields(piece.param.shape, hyper)}
+        planned = set(layout.fields_of_group.get(piece.group, ())) | {
+            array.field.name for array in layout.arrays if array.piece == piece.index
+        }
+        if missing := sorted(needed - planned):
+            raise ModelError(
+                f"{self._rule.name} was planned with the state arrays {sorted(planned)}; the param group that is "
+                f"loaded needs {missing} besides. Set the option that needs them (momentum, amsgrad ...) in the "
+                "optimizer that is passed to tiered_zero.initialize()."
+            )
+
+    def write(self, states: Mapping[Any, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
+        """Replace the whole state by `states`, which `check` has passed; parameters without any start anew."""
+        num_rounded = 0
+        for layout in self._layouts:
+            stepper, subgroup = self._stepper, layout.subgroup
+            given = {
+                piece.index: values
+                for piece in subgroup.pieces
+                if (values := states.get(self._params[piece.param.name]))
+            }
+            if not given and not stepper.has_state(layout):
+                continue
+            home = self._inventory.home(subgroup, "state")
+            # bytes that were written at once are read and written at once, so that they are verified
+            born = stepper.has_state(layout)
+            first = 0 if born else layout.state_start
+            last = layout.nbytes if born else layout.master_nbytes
+            with lent_slot(home, self._staging, slice(first, last), slice(first, layout.nbytes)) as raw:
+                scalars, rounded = self._fill(layout, raw, given, groups)
+            num_rounded += rounded
+            stepper.replace_scalars(subgroup, scalars)
+        if num_rounded:
+            logger.warning(
+                "optimizer state was rounded to tiered_zero.state_format as it was loaded (%d arrays)", num_rounded
+            )
+
+    def _fill(
+        self,
+        layout: StateLayout,
+        raw: torch.Tensor,
+        given: Mapping[int, Mapping[str, Any]],
+        groups: Sequence[Mapping[str, Any]],
+    ) -> tuple[dict[int, dict[str, Any]], int]:
+        """Returns piece index -> scalars, and how many arrays were rounded."""
+        marks = layout.marks(raw)
+        signs = None if marks is None else marks.signbit()
+        raw[layout.state_start : layout.nbytes].zero_()
+        scalars: dict[int, dict[str, Any]] = {}
+        last: dict[str, Any] = {}
+        num_rounded = 0
+        for piece in layout.subgroup.pieces:
+            state, hyper = layout.state(raw, piece, piece.start, piece.stop), groups[piece.group]
+            if piece.index not in given:
+                master = layout.master(raw)[piece.start : piece.stop]
+                self._rule.init_state(Run(master, master, state, {}, hyper))
+                continue
+            values = self._part(given[piece.index], state, piece)
+            own = self._rule.import_state(values, state, hyper)
+            last = last if same(last, own) else own  # neighbours of one history are stepped together
+            scalars[piece.index] = last
+            num_rounded += self._num_rounded(state, last, values)
+        if marks is not None and signs is not None:
+            marks.copy_(torch.where(signs, -marks.abs(), marks.abs()))
+        return scalars, num_rounded
+
+    def _num_rounded(
+        self, state: Mapping[str, torch.Tensor], scalars: Mapping[str, Any], values: Mapping[str, Any]
+    ) -> int:
+        """How many of the arrays in `values` have other values in `state`, whose dtype has fewer bits."""
+        narrow = [
+            name
+            for name in values.keys() & state.keys()
+            if isinstance(values[name], torch.Tensor) and state[name].dtype.itemsize < values[name].dtype.itemsize
+        ]
+        kept = self._rule.export_state(state, scalars) if narrow else {}
+        return sum(not torch.equal(kept[name].cpu(), values[name].detach().cpu()) for name in narrow)
+
+    def _part(self, values: Mapping[str, Any], state: Mapping[str, torch.Tensor], piece: ParamPiece) -> dict[str, Any]:
+        """The piece's part of a parameter's state."""
+        part = dict(values)
+        for name, value in values.items():
+            if self._rule.elementwise and name in state and isinstance(value, torch.Tensor):
+                part[name] = piece.param.flatten(value.detach())[piece.param_start : piece.param_start + piece.numel]
+        return part
