@@ -21,7 +21,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from tests.native_build import UPDATE_SOURCE, compile_shared
+from tests.support.native_build import UPDATE_SOURCE, compile_shared
 from tiered_zero.io.preflight import filesystem_type, is_local
 from tiered_zero.native import find_library
 from tiered_zero.store import runs

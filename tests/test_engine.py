@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 import tiered_zero
 from tests.bad_inputs import held
-from tests.fakes.faulty_runs import faulty_disks
 from tests.fakes.io_faults import Fault
+from tests.support.faulty_runs import faulty_disks
 from tiered_zero import engine as engine_module
 from tiered_zero.errors import (
     ConfigError,

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import tiered_zero
-from tests.fakes.faulty_runs import faulty_disks
 from tests.fakes.io_faults import Fault
+from tests.support.faulty_runs import faulty_disks
 from tiered_zero.errors import TransferError
 from tiered_zero.params.flat_storage import pager_of
 

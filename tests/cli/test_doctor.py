@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from tests.native_build import DIRECT_IO_SOURCE, compile_shared
+from tests.support.native_build import DIRECT_IO_SOURCE, compile_shared
 from tiered_zero.cli import doctor as module
 from tiered_zero.cli.doctor import BAD, GOOD, POOR
 from tiered_zero.cli.main import main

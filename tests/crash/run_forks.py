@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 
 import tiered_zero
-from tests.fakes.faulty_runs import build, differing, reference, train
-from tests.parity.models import batch, named_weights
+from tests.support.faulty_runs import build, differing, reference, train
+from tests.support.models import batch, named_weights
 from tiered_zero.errors import TieredZeroError
 
 PATIENCE_S = 30.0

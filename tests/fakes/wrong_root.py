@@ -3,7 +3,7 @@
 import ctypes
 from pathlib import Path
 
-from tests.native_build import compile_shared
+from tests.support.native_build import compile_shared
 from tiered_zero.native.update import MklRoot
 from tiered_zero.optim.torch_bits import find_torch_root
 

@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 import torch._dynamo  # what the first engine would import, in each child anew
 
-from tests.fakes.faulty_runs import build, train
-from tests.parity.models import named_weights
+from tests.support.faulty_runs import build, train
+from tests.support.models import named_weights
 
 
 def say(**fields: object) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from tests.fakes.faulty_runs import (
+from tests.support.faulty_runs import (
     POLICIES,
     Failure,
     build,

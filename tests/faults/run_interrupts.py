@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 import tiered_zero
-from tests.parity.trainers import tiered
+from tests.support.trainers import tiered
 from tiered_zero.errors import EngineFailedError, TieredZeroError
 
 HANG_S = 40.0

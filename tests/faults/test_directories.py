@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.fakes.faulty_runs import (
+from tests.faults.conftest import Tell
+from tests.support.faulty_runs import (
     POLICIES,
     build,
     check_aftermath,
@@ -19,8 +20,7 @@ from tests.fakes.faulty_runs import (
     train,
     weights_after,
 )
-from tests.fakes.file_systems import mounted, shut_down
-from tests.faults.conftest import Tell
+from tests.support.file_systems import mounted, shut_down
 from tiered_zero import assembly
 from tiered_zero.errors import ConfigError, StoreError
 from tiered_zero.io.measure import weigh_directories

@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.fakes.faulty_runs import (
+from tests.faults.conftest import Tell
+from tests.faults.test_rot import punch
+from tests.support.faulty_runs import (
     POLICIES,
     build,
     check_aftermath,
@@ -21,10 +23,8 @@ from tests.fakes.faulty_runs import (
     train,
     weights_after,
 )
-from tests.fakes.file_systems import KINDS, fill, mounted, shut_down
-from tests.faults.conftest import Tell
-from tests.faults.test_rot import punch
-from tests.parity.trainers import adamw, tiered
+from tests.support.file_systems import KINDS, fill, mounted, shut_down
+from tests.support.trainers import adamw, tiered
 from tiered_zero.errors import StoreError
 
 pytestmark = [pytest.mark.usefixtures("no_leaks")]

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.fakes.faulty_runs import (
+from tests.faults.conftest import Tell
+from tests.support.faulty_runs import (
     POLICIES,
     build,
     check_aftermath,
@@ -19,7 +20,6 @@ from tests.fakes.faulty_runs import (
     train,
     weights_after,
 )
-from tests.faults.conftest import Tell
 from tiered_zero.errors import ConfigError, StoreError, TransferError
 from tiered_zero.store.runs import list_runs
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from tests.fakes.faulty_runs import POLICIES, reference
 from tests.faults.conftest import ROOT, Tell
 from tests.faults.run_children import digest
+from tests.support.faulty_runs import POLICIES, reference
 from tiered_zero.cli.main import main
 from tiered_zero.store.runs import list_runs
 

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.fakes.faulty_runs import (
+from tests.fakes.io_faults import flip_in_file
+from tests.faults.conftest import Tell
+from tests.support.faulty_runs import (
     POLICIES,
     build,
     check_aftermath,
@@ -21,8 +23,6 @@ from tests.fakes.faulty_runs import (
     train,
     weights_after,
 )
-from tests.fakes.io_faults import flip_in_file
-from tests.faults.conftest import Tell
 from tiered_zero.errors import CorruptionError, TieredZeroError
 
 pytestmark = [pytest.mark.usefixtures("no_leaks")]

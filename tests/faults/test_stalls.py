@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.fakes.faulty_runs import (
+from tests.faults.conftest import Tell
+from tests.support.faulty_runs import (
     NVME,
     POLICIES,
     build,
@@ -20,7 +21,6 @@ from tests.fakes.faulty_runs import (
     reference,
     train,
 )
-from tests.faults.conftest import Tell
 
 pytestmark = [pytest.mark.usefixtures("no_leaks")]
 

@@ -10,7 +10,7 @@ import pytest
 from tests.faults.conftest import ROOT, Tell
 from tests.faults.run_faulty_libc import MENDED, POLICIES, RAISED
 from tests.io.conftest import io_uring_faults_refusal
-from tests.native_build import DIRECT_IO_SOURCE, compile_shared
+from tests.support.native_build import DIRECT_IO_SOURCE, compile_shared
 
 ENGINES = ("native", "io_uring", "threads")
 Outcomes = dict[tuple[str, str, str], str]

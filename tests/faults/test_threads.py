@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fakes.faulty_runs import build, train
+from tests.support.faulty_runs import build, train
 from tiered_zero.errors import ConfigError, PlanError, StoreError
 from tiered_zero.io.select import select_engine
 from tiered_zero.io.threads import ThreadsEngine

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 import tiered_zero
-from tests.fakes.faulty_runs import POLICIES, build, differing, faulty_disks, store_of, train
 from tests.faults.conftest import Tell
-from tests.parity.models import ParityGPT, batch, named_weights
-from tests.parity.trainers import Plain
+from tests.support.faulty_runs import POLICIES, build, differing, faulty_disks, store_of, train
+from tests.support.models import ParityGPT, batch, named_weights
+from tests.support.trainers import Plain
 from tiered_zero.sizes import MIB
 
 pytestmark = [pytest.mark.usefixtures("no_leaks")]

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.fakes.faulty_runs import (
+from tests.fakes.io_faults import Fault, FaultyEngine
+from tests.faults.conftest import Tell
+from tests.support.faulty_runs import (
     CALLS,
     NVME,
     POLICIES,
@@ -18,8 +20,6 @@ from tests.fakes.faulty_runs import (
     faulty_disks,
     train,
 )
-from tests.fakes.io_faults import Fault, FaultyEngine
-from tests.faults.conftest import Tell
 from tiered_zero.errors import EngineFailedError, TransferError
 from tiered_zero.io.select import select_engine
 from tiered_zero.store.swap_dir import SwapDir

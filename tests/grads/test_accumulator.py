@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from tests.fakes.tier_rig import make_runtime
-from tests.fakes.units import make_params, make_unit
+from tests.support.tier_rig import make_runtime
+from tests.support.units import make_params, make_unit
 from tiered_zero.errors import ModelError
 from tiered_zero.grads.accumulator import NUM_KEPT, SUM_CHUNK_NUMEL, GradientStore
 from tiered_zero.grads.norms import GradNorm

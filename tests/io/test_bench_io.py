@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.native_build import ROOT
+from tests.support.native_build import ROOT
 
 
 def test_smoke(native_dir: Path, swap_path: Path, tmp_path: Path) -> None:

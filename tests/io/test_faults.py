@@ -18,10 +18,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.fakes.file_systems import mounted
 from tests.io.conftest import BuildEngine, io_uring_faults_refusal, io_uring_refusal, pages, takes_direct
 from tests.io.fault_cases import CASES, RING_CASES
-from tests.native_build import ROOT, compile_shared
+from tests.support.file_systems import mounted
+from tests.support.native_build import ROOT, compile_shared
 from tiered_zero.errors import TransferError
 from tiered_zero.io.preflight import preflight_directory
 from tiered_zero.io.select import BUILDERS, select_engine

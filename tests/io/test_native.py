@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.io.conftest import io_uring_refusal, pages
-from tests.native_build import DIRECT_IO_SOURCE, ROOT, compile_shared
+from tests.support.native_build import DIRECT_IO_SOURCE, ROOT, compile_shared
 from tiered_zero.errors import ConfigError
 from tiered_zero.io.engine import IOSettings
 from tiered_zero.io.native import NativeEngine, _Request, load_library

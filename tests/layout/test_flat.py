@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.fakes.units import make_unit
+from tests.support.units import make_unit
 from tiered_zero.layout.flat import ParamSpec, place_params
 from tiered_zero.layout.swap_bytes import PARAM_ALIGNMENT_NBYTES
 from tiered_zero.sizes import PAGE_NBYTES

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from tests.fakes.units import make_unit
+from tests.support.units import make_unit
 from tiered_zero.config import load
 from tiered_zero.layout.flat import Unit
 from tiered_zero.layout.subgroups import cut_subgroups

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
-from tests.fakes.swap_configs import configs, shapes
+from tests.support.swap_configs import configs, shapes
 from tiered_zero.cli.capacity import swap_need
 from tiered_zero.config import load
 from tiered_zero.config.schema import RuntimeSection

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 import tiered_zero
-from tests.parity.models import ParityGPT, batch
-from tests.parity.trainers import tiered, train
+from tests.support.models import ParityGPT, batch
+from tests.support.trainers import tiered, train
 from tiered_zero.demo.gpt import GPTConfig, build_gpt
 
 HIDDEN = 512

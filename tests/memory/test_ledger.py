@@ -18,8 +18,8 @@ import pytest
 import torch
 
 import tiered_zero
-from tests.parity.models import ParityGPT, batch
-from tests.parity.trainers import PLACEMENTS, tiered, train
+from tests.support.models import ParityGPT, batch
+from tests.support.trainers import PLACEMENTS, tiered, train
 from tiered_zero.layout.flat import Unit
 from tiered_zero.telemetry.ledger import Ledger
 from tiered_zero.tiers.device import DeviceTier

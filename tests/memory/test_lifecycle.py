@@ -18,8 +18,8 @@ from torch import nn
 
 import tiered_zero
 from tests.house import ROOT
-from tests.parity.models import ParityGPT, batch
-from tests.parity.trainers import FAR, tiered, train
+from tests.support.models import ParityGPT, batch
+from tests.support.trainers import FAR, tiered, train
 from tiered_zero.params.flat_storage import OffloadedParameter
 
 

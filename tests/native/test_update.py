@@ -18,7 +18,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.native_build import UPDATE_SOURCE, compile_shared
+from tests.support.native_build import UPDATE_SOURCE, compile_shared
 from tiered_zero.errors import ConfigError
 from tiered_zero.native.update import (
     ADDRESSES_PER_RUN,

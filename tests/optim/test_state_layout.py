@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.fakes.units import make_unit
+from tests.support.units import make_unit
 from tiered_zero.layout.flat import Unit
 from tiered_zero.layout.subgroups import SubGroup, cut_subgroups
 from tiered_zero.layout.swap_bytes import QUANTIZED_BLOCK_NUMEL

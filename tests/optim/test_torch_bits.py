@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.fakes.wrong_root import build_wrong_root, plant_root
-from tests.native_build import UPDATE_SOURCE, compile_shared
+from tests.support.native_build import UPDATE_SOURCE, compile_shared
 from tiered_zero.native.update import Flag, UpdateKernel
 from tiered_zero.optim import kernel_rule, torch_bits
 from tiered_zero.optim.adam import AdamRule

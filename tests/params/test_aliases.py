@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import tiered_zero
-from tests.parity.trainers import assert_parity, tiered
+from tests.support.trainers import assert_parity, tiered
 
 
 class Net(nn.Module):

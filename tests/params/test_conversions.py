@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import tiered_zero
-from tests.parity.trainers import assert_parity, tiered, train
+from tests.support.trainers import assert_parity, tiered, train
 
 PLACEMENTS = [("nvme", "nvme"), ("cpu", "cpu"), ("none", "cpu")]
 

@@ -12,8 +12,8 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import tiered_zero
-from tests.parity.models import HIDDEN, ParityGPT, batch
-from tests.parity.trainers import FAR, Plain, assert_same_bits, follow, tiered, train
+from tests.support.models import HIDDEN, ParityGPT, batch
+from tests.support.trainers import FAR, Plain, assert_same_bits, follow, tiered, train
 
 
 @pytest.mark.parametrize("placement", [*FAR, ("none", "cpu")], ids="-".join)

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import tiered_zero
-from tests.parity.models import ParityGPT, batch
-from tests.parity.trainers import FAR, tiered, train
+from tests.support.models import ParityGPT, batch
+from tests.support.trainers import FAR, tiered, train
 
 
 class Waiting(nn.Module):

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from tests.fakes.units import flat_of, make_params, make_unit
+from tests.support.units import flat_of, make_params, make_unit
 from tiered_zero.errors import ParameterOffloadedError
 from tiered_zero.layout.flat import Unit
 from tiered_zero.params.flat_storage import FlatStorage, OffloadedParameter, pager_of

@@ -12,8 +12,8 @@ from torch import nn
 
 import tiered_zero
 from tests.fakes.slow_tier import SlowTier
-from tests.fakes.tier_rig import make_runtime
-from tests.fakes.units import flat_of, make_params, make_unit
+from tests.support.tier_rig import make_runtime
+from tests.support.units import flat_of, make_params, make_unit
 from tiered_zero.errors import BudgetError, ModelError, ParameterOffloadedError, TransferError
 from tiered_zero.hardware.accelerator import Event
 from tiered_zero.layout.flat import Unit

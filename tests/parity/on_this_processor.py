@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from tests.parity.models import ParityGPT, batch
-from tests.parity.trainers import Plain, assert_same_bits, follow, tiered, train
+from tests.support.models import ParityGPT, batch
+from tests.support.trainers import Plain, assert_same_bits, follow, tiered, train
 from tiered_zero.native import find_library
 from tiered_zero.native.update import UpdateKernel
 from tiered_zero.optim.adam import AdamRule

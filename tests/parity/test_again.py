@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import tiered_zero
-from tests.parity.models import ParityGPT, batch
-from tests.parity.trainers import FAR, Plain, assert_parity, assert_same_bits, follow, tiered, train
+from tests.support.models import ParityGPT, batch
+from tests.support.trainers import FAR, Plain, assert_parity, assert_same_bits, follow, tiered, train
 
 
 @pytest.mark.parametrize("placement", [*FAR, ("none", "cpu")], ids="-".join)

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 import tiered_zero
-from tests.parity.trainers import Plain, assert_parity, assert_same_bits, follow, tiered, train
+from tests.support.trainers import Plain, assert_parity, assert_same_bits, follow, tiered, train
 
 transformers = pytest.importorskip("transformers")
 

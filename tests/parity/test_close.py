@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.parity.models import ParityGPT, batch
 from tests.parity.test_optimizers import WHOLE
-from tests.parity.trainers import Plain, adamw, same_bits, tiered, train
+from tests.support.models import ParityGPT, batch
+from tests.support.trainers import Plain, adamw, same_bits, tiered, train
 from tiered_zero.layout.flat import Unit
 
 RESIDENT_NUMEL = 200

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.parity.trainers import Plain, assert_same_bits, follow, tiered
+from tests.support.trainers import Plain, assert_same_bits, follow, tiered
 
 IDS = torch.arange(16).view(2, 8)
 NUM_BLOCKS = 3

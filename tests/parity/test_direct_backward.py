@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import tiered_zero
-from tests.parity.trainers import assert_same_bits, follow, tiered
+from tests.support.trainers import assert_same_bits, follow, tiered
 from tiered_zero.errors import ModelError
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tiered_zero
-from tests.parity.insides import differences, everything
-from tests.parity.models import HIDDEN, VOCAB, Block, batch
-from tests.parity.trainers import FAR, assert_parity, tiered, train
+from tests.support.inspection import differences, everything
+from tests.support.models import HIDDEN, VOCAB, Block, batch
+from tests.support.trainers import FAR, assert_parity, tiered, train
 
 
 class Trip(Exception):

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.parity.models import ParityGPT, batch, groups
-from tests.parity.trainers import PLACEMENTS, Plain, Record, assert_same_bits, follow, tiered, train
+from tests.support.models import ParityGPT, batch, groups
+from tests.support.trainers import PLACEMENTS, Plain, Record, assert_same_bits, follow, tiered, train
 
 OPTIMIZERS = {
     "adamw": lambda model: torch.optim.AdamW(groups(model), lr=3e-3),

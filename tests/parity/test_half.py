@@ -33,8 +33,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.parity.models import ParityGPT, batch, groups, named_weights
-from tests.parity.trainers import (
+from tests.support.models import ParityGPT, batch, groups, named_weights
+from tests.support.trainers import (
     FAR,
     PLACEMENTS,
     OptimizerMaker,

@@ -9,7 +9,7 @@ import pytest
 
 from tests.parity import idioms
 from tests.parity.idioms import IDIOMS, Idiom, build, momentum
-from tests.parity.trainers import Plain, assert_same_bits, follow, tiered
+from tests.support.trainers import Plain, assert_same_bits, follow, tiered
 from tiered_zero.errors import ModelError
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.fakes.faulty_runs import POLICIES, build, differing, train
 from tests.io.conftest import io_uring_refusal
-from tests.native_build import DIRECT_IO_SOURCE, compile_shared
-from tests.parity.models import ParityGPT, batch, named_weights
-from tests.parity.trainers import assert_parity
-from tests.parity.trainers import train as train_and_look
+from tests.support.faulty_runs import POLICIES, build, differing, train
+from tests.support.models import ParityGPT, batch, named_weights
+from tests.support.native_build import DIRECT_IO_SOURCE, compile_shared
+from tests.support.trainers import assert_parity
+from tests.support.trainers import train as train_and_look
 
 THROUGH_RING = {"io_engine": "native", "io_uring": True}
 

@@ -16,8 +16,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.flop_counter import FlopCounterMode
 
 import tiered_zero
-from tests.parity.models import ParityGPT, batch
-from tests.parity.trainers import FAR, Plain, assert_parity, assert_same_bits, follow, tiered, train
+from tests.support.models import ParityGPT, batch
+from tests.support.trainers import FAR, Plain, assert_parity, assert_same_bits, follow, tiered, train
 
 HIDDEN = 16
 X = torch.linspace(-1, 1, 4 * HIDDEN).view(4, HIDDEN)

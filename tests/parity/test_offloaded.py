@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import tiered_zero
-from tests.parity.models import HIDDEN, ParityGPT, batch
-from tests.parity.trainers import tiered, train
+from tests.support.models import HIDDEN, ParityGPT, batch
+from tests.support.trainers import tiered, train
 
 NAME = "blocks.0.out.weight"
 

@@ -14,10 +14,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 import tiered_zero
-from tests.parity.insides import unverified_nbytes
-from tests.parity.models import ParityGPT, batch, groups
 from tests.parity.test_optimizers import RowScaled
-from tests.parity.trainers import Plain, named_weights, same_bits, tiered, train
+from tests.support.inspection import unverified_nbytes
+from tests.support.models import ParityGPT, batch, groups
+from tests.support.trainers import Plain, named_weights, same_bits, tiered, train
 from tiered_zero.errors import BudgetError, ModelError, TransferError
 from tiered_zero.optim.lion import Lion
 from tiered_zero.update import optimizer_state

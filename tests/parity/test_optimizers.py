@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from tests.parity.models import ParityGPT, batch, groups, matrices, named_weights
-from tests.parity.trainers import FAR, Plain, assert_same_bits, follow, same_bits, tiered, train
+from tests.support.models import ParityGPT, batch, groups, matrices, named_weights
+from tests.support.trainers import FAR, Plain, assert_same_bits, follow, same_bits, tiered, train
 from tiered_zero.optim.lion import Lion
 from tiered_zero.optim.torch_rule import ELEMENTWISE, REFUSED
 

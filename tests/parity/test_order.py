@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tiered_zero
-from tests.parity.insides import Traffic, param_slots
-from tests.parity.models import HIDDEN, LENGTH, VOCAB, Block, batch
-from tests.parity.trainers import Plain, assert_parity, assert_same_bits, follow, tiered, train
+from tests.support.inspection import Traffic, param_slots
+from tests.support.models import HIDDEN, LENGTH, VOCAB, Block, batch
+from tests.support.trainers import Plain, assert_parity, assert_same_bits, follow, tiered, train
 
 TIGHT = [{"stage3_max_live_parameters": 0, "stage3_prefetch_bucket_size": 0}, {}]
 """Room for the units in use and no prefetching; the defaults."""

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import tiered_zero
-from tests.parity.insides import differences, everything
-from tests.parity.models import ParityGPT, batch, groups
-from tests.parity.trainers import FAR, Plain, assert_same_bits, follow, tiered, train
+from tests.support.inspection import differences, everything
+from tests.support.models import ParityGPT, batch, groups
+from tests.support.trainers import FAR, Plain, assert_same_bits, follow, tiered, train
 
 BAD_STEPS = {2, 3, 6}
 """Counted from 0."""

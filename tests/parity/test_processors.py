@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from tests.fakes.wrong_root import build_wrong_root, plant_root
-from tests.native_build import ROOT
-from tests.parity.models import ParityGPT, batch
 from tests.parity.on_this_processor import make_optimizer
-from tests.parity.trainers import assert_parity, train
+from tests.support.models import ParityGPT, batch
+from tests.support.native_build import ROOT
+from tests.support.trainers import assert_parity, train
 from tiered_zero.optim import kernel_rule
 
 FORCED = [

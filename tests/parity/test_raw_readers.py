@@ -8,7 +8,7 @@ from safetensors.torch import save
 from torch import nn
 from torch.utils.dlpack import from_dlpack
 
-from tests.parity.trainers import FAR, adamw, tiered
+from tests.support.trainers import FAR, adamw, tiered
 from tiered_zero.errors import TieredZeroError
 
 with warnings.catch_warnings():

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import tiered_zero
-from tests.parity.models import HIDDEN, VOCAB, Block, batch
-from tests.parity.trainers import FAR, Plain, assert_parity, assert_same_bits, follow, tiered, train
+from tests.support.models import HIDDEN, VOCAB, Block, batch
+from tests.support.trainers import FAR, Plain, assert_parity, assert_same_bits, follow, tiered, train
 
 
 class Recomputed(nn.Module):

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.parity.models import ParityGPT, batch, groups
-from tests.parity.trainers import Plain, Record, assert_same_bits, follow, tiered, train
+from tests.support.models import ParityGPT, batch, groups
+from tests.support.trainers import Plain, Record, assert_same_bits, follow, tiered, train
 from tiered_zero.errors import ConfigError
 from tiered_zero.update.stepper import StreamingStepper
 

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 import tiered_zero
-from tests.parity.insides import masters, unverified_nbytes
-from tests.parity.models import LENGTH, VOCAB, ParityGPT, batch
-from tests.parity.trainers import adamw, assert_same_bits, follow, num_different, tiered, train
+from tests.support.inspection import masters, unverified_nbytes
+from tests.support.models import LENGTH, VOCAB, ParityGPT, batch
+from tests.support.trainers import adamw, assert_same_bits, follow, num_different, tiered, train
 from tiered_zero.demo.gpt import GPTConfig, build_gpt
 
 BF16 = {"bf16": {"enabled": True}}

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.parity.trainers import FAR, assert_parity, tiered, train
+from tests.support.trainers import FAR, assert_parity, tiered, train
 
 
 class Net(nn.Module):

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.parity.insides import Traffic, everything, param_slots
-from tests.parity.models import HIDDEN, VOCAB, Block, ParityGPT, batch, groups
-from tests.parity.trainers import FAR, assert_parity, tiered, train
+from tests.support.inspection import Traffic, everything, param_slots
+from tests.support.models import HIDDEN, VOCAB, Block, ParityGPT, batch, groups
+from tests.support.trainers import FAR, assert_parity, tiered, train
 
 
 def final_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import tiered_zero
-from tests.parity.insides import differences, everything
-from tests.parity.models import HIDDEN, ParityGPT, batch, groups, named_weights
-from tests.parity.trainers import FAR, PLACEMENTS, Plain, assert_parity, assert_same_bits, follow, tiered, train
+from tests.support.inspection import differences, everything
+from tests.support.models import HIDDEN, ParityGPT, batch, groups, named_weights
+from tests.support.trainers import FAR, PLACEMENTS, Plain, assert_parity, assert_same_bits, follow, tiered, train
 
 BF16 = {"bf16": {"enabled": True}}
 

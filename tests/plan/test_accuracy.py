@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import tiered_zero
-from tests.parity.models import LENGTH, VOCAB, ParityGPT
+from tests.support.models import LENGTH, VOCAB, ParityGPT
 from tiered_zero.demo.gpt import GPTConfig, build_gpt
 from tiered_zero.plan.planner import Plan
 from tiered_zero.sizes import PAGE_NBYTES

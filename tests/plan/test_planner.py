@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.fakes.units import make_unit
+from tests.support.units import make_unit
 from tiered_zero.errors import ConfigError, PlanError
 from tiered_zero.layout.flat import Unit
 from tiered_zero.plan.planner import (

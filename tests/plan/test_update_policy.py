@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from tests.parity.models import ParityGPT, batch
-from tests.parity.trainers import PLACEMENTS, tiered
+from tests.support.models import ParityGPT, batch
+from tests.support.trainers import PLACEMENTS, tiered
 from tiered_zero.plan.update_policy import choose_update_policy
 from tiered_zero.update.policy import BarrierPolicy, DelayedPolicy, OverlappedPolicy
 

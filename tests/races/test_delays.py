@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.parity.models import ParityGPT, batch
-from tests.parity.trainers import PLACEMENTS, Plain, Record, adamw, follow, same_bits, tiered, train
+from tests.support.models import ParityGPT, batch
+from tests.support.trainers import PLACEMENTS, Plain, Record, adamw, follow, same_bits, tiered, train
 from tiered_zero.errors import TieredZeroError
 from tiered_zero.grads.accumulator import GradientStore
 from tiered_zero.hardware.cpu import CpuAccelerator

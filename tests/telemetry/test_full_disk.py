@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fakes.faulty_runs import build, train
+from tests.support.faulty_runs import build, train
 from tiered_zero.telemetry import runlog
 from tiered_zero.telemetry.page import render_page
 from tiered_zero.telemetry.report import StepReport

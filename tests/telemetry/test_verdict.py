@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from torch import nn
 
-from tests.parity.models import ParityGPT, batch
-from tests.parity.trainers import tiered, train
+from tests.support.models import ParityGPT, batch
+from tests.support.trainers import tiered, train
 from tiered_zero import assembly
 from tiered_zero.io.engine import File, IOEngine, Request, Ticket
 from tiered_zero.io.select import Selection, select_engine

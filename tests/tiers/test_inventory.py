@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.fakes.tier_rig import make_runtime
-from tests.fakes.units import make_unit
+from tests.support.tier_rig import make_runtime
+from tests.support.units import make_unit
 from tiered_zero.layout.subgroups import cut_subgroups
 from tiered_zero.tiers.device import DeviceTier
 from tiered_zero.tiers.inventory import Home, Inventory

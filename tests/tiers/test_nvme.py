@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.fakes.sync_io import SyncEngine
-from tests.fakes.tier_rig import Rig, open_rig, random_bytes
+from tests.support.tier_rig import Rig, open_rig, random_bytes
 from tiered_zero.errors import EngineFailedError, TransferError
 from tiered_zero.hardware.accelerator import Event
 from tiered_zero.io.engine import IOSettings

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.fakes.tier_rig import TIERS, Rig, open_rig, random_bytes
+from tests.support.tier_rig import TIERS, Rig, open_rig, random_bytes
 from tiered_zero.sizes import PAGE_NBYTES
 from tiered_zero.tiers.inventory import Home
 from tiered_zero.tiers.slots import read_slot, write_slot

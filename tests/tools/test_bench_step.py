@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.native_build import ROOT
+from tests.support.native_build import ROOT
 
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.native_build import ROOT
+from tests.support.native_build import ROOT
 from tiered_zero.native.update import UpdateKernel
 
 CASES = ["triad", "kernel fp32", "small", "small, packed", "whole", "torch", "torch, reuse", "fallback"]

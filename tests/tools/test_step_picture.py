@@ -5,9 +5,9 @@ import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
-from tests.native_build import ROOT
-from tests.parity.models import ParityGPT, batch
-from tests.parity.trainers import tiered, train
+from tests.support.models import ParityGPT, batch
+from tests.support.native_build import ROOT
+from tests.support.trainers import tiered, train
 
 
 def draw(run: Path, out: Path) -> subprocess.CompletedProcess[str]:

@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.fakes.swap_configs import configs, shapes
+from tests.support.swap_configs import configs, shapes
 from tiered_zero.cli.main import main
 from tiered_zero.config.json_file import parse_json
 from tiered_zero.layout.swap_bytes import GPTShape

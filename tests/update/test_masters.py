@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.fakes.tier_rig import TIERS, open_rig
-from tests.fakes.units import flat_of, make_params, make_unit
+from tests.support.tier_rig import TIERS, open_rig
+from tests.support.units import flat_of, make_params, make_unit
 from tiered_zero.layout.flat import Unit
 from tiered_zero.layout.subgroups import cut_subgroups
 from tiered_zero.layout.swap_bytes import CUT_NUMEL

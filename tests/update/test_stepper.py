@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from tests.fakes.slow_tier import Entry, SlowTier
-from tests.fakes.tier_rig import make_runtime
-from tests.fakes.units import flat_of, make_params, make_unit
+from tests.support.tier_rig import make_runtime
+from tests.support.units import flat_of, make_params, make_unit
 from tiered_zero.errors import TransferError
 from tiered_zero.hardware.host_memory import HostArena
 from tiered_zero.hardware.staging import StagingPool

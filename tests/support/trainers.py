@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import tiered_zero
-from tests.parity.models import named_weights
+from tests.support.models import named_weights
 
 OptimizerMaker = Callable[[nn.Module], Optimizer]
 SchedulerMaker = Callable[[Optimizer], Any]

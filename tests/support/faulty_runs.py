@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 import tiered_zero
 from tests.fakes.io_faults import Fault, FaultyEngine
-from tests.parity.models import ParityGPT, batch, named_weights
-from tests.parity.trainers import tiered
+from tests.support.models import ParityGPT, batch, named_weights
+from tests.support.trainers import tiered
 from tiered_zero import assembly
 from tiered_zero.errors import CorruptionError, EngineFailedError, TieredZeroError, TransferError
 from tiered_zero.io.select import Selection, select_engine

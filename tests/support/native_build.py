@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 UPDATE_SOURCE = ROOT / "tiered_zero/native/update.c"
 DIRECT_IO_SOURCE = ROOT / "tiered_zero/native/direct_io.c"
 
