@@ -317,7 +317,7 @@ def _open_store(
         prefer=config.tiered_zero.io_engine,
         settings=IOSettings(aio.block_size, aio.queue_depth, aio.intra_op_parallelism),
         io_timeout_s=config.tiered_zero.io_timeout_s,
-        io_uring=config.tiered_zero.io_uring,
+        io_uring=config.tiered_zero.io_uring is True,
     )
     resources.callback(selection.engine.close)
     resources.callback(install_signal_dump([selection.engine]).close)

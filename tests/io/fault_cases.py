@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from mmap import mmap
 from pathlib import Path
 
-from tiered_zero.errors import TransferError
+from tiered_zero.errors import ConfigError, TransferError
 from tiered_zero.io.disk_engine import DiskEngine
 from tiered_zero.io.engine import File, IOSettings, Ticket
 from tiered_zero.io.select import BUILDERS, select_engine
@@ -279,9 +279,11 @@ def register_fails(scene: Scene) -> str:
 def setup_fails(scene: Scene) -> str:
     """EPERM on io_uring_setup"""
     scene.arm("setup", 0, "fail", errno.EPERM)
-    selection = select_engine(scene.path.parent)
-    selection.engine.close()
-    return f"{selection.engine.name}: {selection.io_uring}"
+    try:
+        select_engine(scene.path.parent, io_uring=True).engine.close()
+    except ConfigError as error:
+        return str(error)
+    return "an engine was opened"
 
 
 @ring_case

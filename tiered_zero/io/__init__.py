@@ -12,14 +12,14 @@ Never: no callback runs on a worker, no worker touches torch, two requests are o
     disk_engine.py  what all engines share: admission, tickets, the watchdog, closing
     disk_file.py    an open file, and the text of a failure
     pieces.py       what the two Python engines share: pieces of a request, short transfers, syncs after writes
-    threads.py  aiofile.py  direct.py (the native engine)
-    select.py       the choice, by trying;  ring_choice.py: threads or io_uring
+    threads.py  aiofile.py  native.py
+    select.py       the choice, by trying
     preflight.py    what is wrong with a directory
     measure.py      the rate of an engine on a disk;  watch.py: what is in flight, as text and by signal
 
-The native engine's pool is threads in system calls, or one thread with an io_uring. With 2 MiB x 8 and memory in huge
-pages a ring takes 4..5 ms of CPU time a GB where threads take 7..9, for 0.88..1.04 of their rate on an idle machine;
-registered memory changes neither. But it has one turn where threads have many, and falls to 0.6..0.95 beside busy
-processors: so it is timed against them, not presumed. tools/bench/io.py holds both against fio. Without huge pages
+The native engine's pool is threads in system calls or, where the config asks for it, one thread with an io_uring. With
+2 MiB x 8 and memory in huge pages a ring takes 4..5 ms of CPU time a GB where threads take 7..9, for 0.88..1.04 of
+their rate on an idle machine; registered memory changes neither. Beside busy processors it falls to 0.6..0.95, for one
+thread waits for its turn where of many some have theirs. tools/bench/io.py holds both against fio. Without huge pages
 threads take 47..58 ms a GB, and a ring 25, both at half of the rate.
 """

@@ -200,16 +200,6 @@ class NativeEngine(DiskEngine):
         if code:
             raise ConfigError(f"its {settings.num_workers} threads cannot be started: {errno_text(code)}")
 
-    def another(self, *, io_uring: bool) -> NativeEngine:
-        """A new engine of the same settings. Raises ConfigError."""
-        return NativeEngine(
-            direct=self.direct,
-            alignment=self.alignment,
-            settings=self.settings,
-            io_timeout_s=self.io_timeout_s,
-            io_uring=io_uring,
-        )
-
     def register(self, memory: memoryview) -> str:
         """A ring has the kernel pin the memory once, where RLIMIT_MEMLOCK or CAP_IPC_LOCK allow."""
         if not self.io_uring or self._closed:
