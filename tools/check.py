@@ -1,8 +1,9 @@
-"""The one command before a change goes in: format, lint, types, and the rules of the house.
+"""The one command before a change goes in: format, lint, types, the rules of the house, and the API pages.
 
     python tools/check.py
 
-Runs every check, prints each command and its result, and exits with 1 if any failed. Needs the extras `dev` and `test`.
+Runs every check, prints each command and its result, and exits with 1 if any failed. Needs the extras `dev`, `docs` and
+`test`. The API pages, made from docstrings, are in build/api afterwards; a warning of their generator is a failure.
 """
 
 import shlex
@@ -14,18 +15,20 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 CHECKS = (
-    "ruff format --check .",
-    "ruff check .",
-    "mypy --strict tiered_zero",
-    "pytest -q tests/test_house_rules.py",
+    "-m ruff format --check .",
+    "-m ruff check .",
+    "-m mypy --strict tiered_zero",
+    "-m pytest -q tests/test_house_rules.py",
+    "-W error -m pdoc --docformat markdown --output-directory build/api tiered_zero tiered_zero.store",
 )
+"""Arguments of this interpreter."""
 
 
 def passes(command: str) -> bool:
-    """Run one check, as a module of this interpreter, from the root of the checkout; its own output goes through."""
-    print(f"$ {command}", flush=True)
+    """Run one check from the root of the checkout; its own output goes through."""
+    print(f"$ python {command}", flush=True)
     start_s = time.perf_counter()
-    code = subprocess.run([sys.executable, "-m", *shlex.split(command)], cwd=ROOT).returncode
+    code = subprocess.run([sys.executable, *shlex.split(command)], cwd=ROOT).returncode
     print(f"  {'ok' if code == 0 else f'FAILED (exit {code})'} in {time.perf_counter() - start_s:.1f} s\n", flush=True)
     return code == 0
 
