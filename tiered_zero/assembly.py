@@ -22,6 +22,7 @@ from tiered_zero.grads.accumulator import GradientStore
 from tiered_zero.grads.arrivals import GradientArrivals
 from tiered_zero.grads.loss_scaler import LossScaler
 from tiered_zero.grads.norms import GradNorm
+from tiered_zero.grads.unit_gradients import UnitGradients
 from tiered_zero.hardware.accelerator import Accelerator
 from tiered_zero.hardware.host_memory import HostArena, temporary_zeros, trim_malloc, typed_view
 from tiered_zero.hardware.runtime import Runtime
@@ -136,7 +137,7 @@ def _build(run_spec: RunSpec, lr_scheduler: Any) -> Engine:
         resources.callback(pager.close)
         resources.callback(accelerator.close)  # where birth is interrupted, lanes end before the parameters go
         materialize_model(run_spec, weights, snapshot, pager, keeper, masters, inventory, accelerator)
-        gradients = _make_gradients(run_spec, tiers, runtime)
+        gradients = _make_gradients(run_spec, tiers, inventory, runtime)
         resources.callback(gradients.close)
         trainable = [unit for unit in run_spec.units if unit.trainable]
         visible_gradients = VisibleGradients(
@@ -146,8 +147,13 @@ def _build(run_spec: RunSpec, lr_scheduler: Any) -> Engine:
         )
         resources.callback(visible_gradients.close)  # before the effect, for an interrupt may come between the two
         visible_gradients.open()
+
+        def complete(unit: Unit) -> None:
+            pager.finish_gradients(unit)
+            policy.complete_unit(unit)
+
         arrivals = GradientArrivals(
-            gradients, config.gradient_accumulation_steps, scaler is not None, visible_gradients.show
+            gradients, config.gradient_accumulation_steps, scaler is not None, complete, visible_gradients.show
         )
         hooks = ModuleHooks(
             run_spec.model, run_spec.units, pager, arrivals.take if run_spec.trains else _refuse_gradient
@@ -180,13 +186,6 @@ def _build(run_spec: RunSpec, lr_scheduler: Any) -> Engine:
         )
         resources.callback(values.unregister)  # and holds it
         values.register()
-
-        def complete(unit: Unit) -> None:
-            pager.finish_gradients(unit)
-            policy.complete_unit(unit)
-
-        gradients.on_unit_complete = complete
-        gradients.before_take = pager.await_making
         resources.callback(accelerator.close)  # first of all: what lanes still do ends before its memory goes
 
         def drain() -> None:
@@ -412,9 +411,9 @@ def _settle_unit(
     pager.settle(unit)
 
 
-def _make_gradients(run_spec: RunSpec, tiers: _Tiers, runtime: Runtime) -> GradientStore:
+def _make_gradients(run_spec: RunSpec, tiers: _Tiers, inventory: Inventory, runtime: Runtime) -> GradientStore:
     plan = run_spec.plan
-    homes: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+    units: list[UnitGradients] = []
     members: dict[nn.Parameter, tuple[Unit, FlatEntry]] = {}
     for unit in run_spec.units:
         if unit.trainable:
@@ -427,11 +426,12 @@ def _make_gradients(run_spec: RunSpec, tiers: _Tiers, runtime: Runtime) -> Gradi
                 assert raw is not None, "gradients rest where they can be addressed"
                 flats.append(flat := typed_view(raw, dtype, unit.numel))
                 _zero_padding(flat, unit)
-            homes[unit.index] = (flats[0], flats[1] if plan.delayed else None)
+            on_device = plan.gradient_tiers[unit.index] == "device"
+            spare = flats[1] if plan.delayed else None
+            units.append(UnitGradients(unit=unit, flat=flats[0], spare=spare, on_device=on_device))
             members.update(zip(run_spec.params_of(unit), ((unit, entry) for entry in unit.entries), strict=True))
-    on_device = frozenset(index for index, tier in plan.gradient_tiers.items() if tier == "device")
     norms = GradNorm(run_spec.rule.kernel or open_kernel())
-    return GradientStore(members, homes, runtime, on_device, plan.in_flight_nbytes, tiers.gradient_staging, norms)
+    return GradientStore(members, units, inventory, runtime, plan.in_flight_nbytes, tiers.gradient_staging, norms)
 
 
 def _zero_padding(flat: torch.Tensor, unit: Unit) -> None:
@@ -471,7 +471,7 @@ def _make_policy(
     choice = run_spec.plan.update_policy
     if choice.policy == "barrier":
         return BarrierPolicy(stepper, groups, pager.forget, pager.end_update)
-    in_backward = BackwardStart(run_spec.layouts, gradients.seal) if choice.optimizer_in_backward else None
+    in_backward = BackwardStart(run_spec.layouts, gradients.freeze) if choice.optimizer_in_backward else None
     if choice.policy == "overlapped":
         return OverlappedPolicy(stepper, groups, inventory, units, runtime, pager, in_backward)
     overlapped = OverlappedPolicy(stepper, groups, inventory, units, runtime, pager)

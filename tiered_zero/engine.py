@@ -29,7 +29,7 @@ from tiered_zero.engine_parts import (
     root_cause,
 )
 from tiered_zero.errors import ModelError, NonFiniteError, TieredZeroError
-from tiered_zero.grads.check import GradCheck, judge
+from tiered_zero.grads.check import GradCheck, check_gradients
 from tiered_zero.hardware.process import OwnProcess
 from tiered_zero.params.outside_modes import runs_outside_modes
 from tiered_zero.plan.planner import Plan
@@ -151,7 +151,7 @@ class Engine(DeepSpeedNames):
             scaled = self._scaled(loss, scale_wrt_gas)
             self._losses.append(parts.checked_loss(loss))
             boundary = self.is_gradient_accumulation_boundary()
-            parts.gradients.measuring = boundary
+            parts.gradients.begin_backward(is_last=boundary)
             self._num_backwards += 1
             only = self._num_backwards == 1 and self._one_backward_each and not retain_graph
             parts.gradients.hidden = self._why_hidden(boundary and only)
@@ -310,7 +310,7 @@ class Engine(DeepSpeedNames):
         with self._changing(Phase.BACKWARD):
             if set_to_none:
                 self._drop_gradients()
-                self._parts.gradients.forget_earlier()
+                self._parts.gradients.reset_zero()
             else:
                 self._parts.arrivals.reset()
                 self._parts.gradients.zero()
@@ -472,7 +472,7 @@ class Engine(DeepSpeedNames):
     def _take_step(self) -> None:
         parts = self._parts
         parts.gradients.collect_assigned()
-        parts.gradients.wait()
+        parts.gradients.wait_transfers()
         norms = parts.gradients.norms()
         if not norms and not self._warned_of_no_gradient:
             self._warned_of_no_gradient = True
@@ -480,7 +480,7 @@ class Engine(DeepSpeedNames):
                 "step() without backward(): no parameter has a gradient, so this step changes no weight. It counts "
                 "as a step for the learning rate schedule; this is said once."
             )
-        verdict = judge(norms, self.loss_scale, self.config.gradient_clipping)
+        verdict = check_gradients(norms, self.loss_scale, self.config.gradient_clipping)
         self._verdict = verdict
         self.global_steps += 1
         if self._may_update(verdict):
@@ -496,7 +496,7 @@ class Engine(DeepSpeedNames):
         self._parts.arrivals.reset()
         self._parts.visible_gradients.hide()
         self._parts.gradients.hidden = self._why_hidden(False)
-        self._parts.gradients.drop()
+        self._parts.gradients.discard()
 
     def _may_update(self, verdict: GradCheck) -> bool:
         """Tell the loss scaler; count and report a skipped step. fp32 goes on with NaNs, as plain PyTorch does."""
@@ -540,7 +540,7 @@ class Engine(DeepSpeedNames):
 
         def apply() -> None:
             self._phase = Phase.UPDATE
-            parts.policy.apply(parts.gradients.hand_over(), verdict.grad_scale)
+            parts.policy.apply(parts.gradients.detach_step(), verdict.grad_scale)
             self._step_applied = True
 
         try:

@@ -19,11 +19,14 @@ from tests.support.units import make_params, make_unit
 from tiered_zero.errors import ModelError
 from tiered_zero.grads.accumulator import NUM_KEPT, SUM_CHUNK_NUMEL, GradientStore
 from tiered_zero.grads.norms import GradNorm
+from tiered_zero.grads.unit_gradients import UnitGradients
 from tiered_zero.hardware.host_memory import HostArena
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.hardware.staging import StagingPool
 from tiered_zero.layout.flat import Unit
 from tiered_zero.sizes import MIB
+from tiered_zero.tiers.inventory import Inventory
+from tiered_zero.tiers.unit_update import UnitUpdate
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -53,20 +56,24 @@ class World:
         def flat(unit: Unit) -> torch.Tensor:
             return torch.zeros(unit.numel, dtype=torch.float32 if sums else unit.dtype)
 
-        homes = {unit.index: (flat(unit), flat(unit) if spare else None) for unit in units}
+        homes = [
+            UnitGradients(unit=unit, flat=flat(unit), spare=flat(unit) if spare else None, on_device=on_device)
+            for unit in units
+        ]
+        self.inventory = Inventory()
         arena = HostArena(MIB, self.runtime.accelerator, False, self.runtime.ledger)
         staging = StagingPool(arena, 8192, 1, "staging", self.runtime.recorder, 5.0)
-        resident = frozenset(homes) if on_device else frozenset()
         norms = GradNorm(None)
-        self.store = GradientStore(members, homes, self.runtime, resident, in_flight, staging, norms)
+        self.store = GradientStore(members, homes, self.inventory, self.runtime, in_flight, staging, norms)
 
-    def give(self, param: nn.Parameter, grad: torch.Tensor) -> None:
+    def give(self, param: nn.Parameter, grad: torch.Tensor) -> Unit | None:
         param.grad = grad
-        self.store.take(param)
-        assert param.grad is None, "taken away"
+        completed = self.store.accumulate(param)
+        assert param.grad is None, "moved to its home"
+        return completed
 
     def sums(self) -> dict[int, torch.Tensor]:
-        self.store.wait()
+        self.store.wait_transfers()
         return {spec.index: grad.clone() for spec, grad in self.store.present()}
 
 
@@ -148,7 +155,7 @@ def test_several_backwards_are_promoted_to_fp32_with_one_warning(
     sums = world.sums()
     for index in range(2):
         assert torch.equal(sums[10_000 * index], added(grads[index]))
-    world.store.drop()
+    world.store.discard()
     world.give(world.params[0][0], grads[0][0].clone())  # the next step begins anew, and is charged for no more
     assert torch.equal(world.sums()[0], grads[0][0].to(torch.float32))
     assert runtime.ledger.by_kind()[tier]["gradient_sums"][0] == 2 * 4 * units[0].numel
@@ -163,7 +170,7 @@ def test_single_gradients_stay_in_16_bit(runtime: Runtime, caplog: pytest.LogCap
         world.give(world.params[0][0], grad.clone())
         assert torch.equal(world.sums()[0], grad)
         assert world.sums()[0].dtype == torch.bfloat16
-        world.store.drop()
+        world.store.discard()
     assert caplog.text == ""
 
 
@@ -179,7 +186,7 @@ def test_autograd_waits_while_too_much_is_on_its_way(runtime: Runtime) -> None:
     gate.set()
     waited.join(5)
     assert stalled and on_its_way == (8000, 8000)
-    world.store.wait()
+    world.store.wait_transfers()
     assert ledger.by_kind()["device"]["gradient_in_flight"] == (0, 8000), "never more than the plan has"
     assert len(world.sums()) == 4
 
@@ -188,11 +195,11 @@ def test_a_gradient_larger_than_the_room_goes_alone(runtime: Runtime) -> None:
     world = World([make_unit(0, [1000] * 3)], in_flight=100, runtime=runtime)
     for param in world.params[0]:
         world.give(param, randn(1000))
-    world.store.wait()
+    world.store.wait_transfers()
     assert runtime.ledger.by_kind()["device"]["gradient_in_flight"] == (0, 4000)
 
 
-@pytest.mark.parametrize("end", ["free_landed", "wait", "drop", "close"])
+@pytest.mark.parametrize("end", ["finish_transfers", "wait_transfers", "discard", "close"])
 def test_the_oldest_gradients_are_freed_first_and_the_last_at_the_end(end: str, runtime: Runtime) -> None:
     world = World([make_unit(0, [1000] * 9)], runtime=runtime)
     alive = []
@@ -217,12 +224,12 @@ def test_gradients_that_fail_to_cross_are_forgotten_all(runtime: Runtime, monkey
         raise OSError("the link is down")
 
     with monkeypatch.context() as patch:
-        patch.setattr(GradNorm, "receives", fail)
+        patch.setattr(GradNorm, "fuses_copy", fail)
         for param in world.params[0]:
             world.give(param, randn(1000))
         gate.set()
         with pytest.raises(OSError, match="the link is down"):
-            world.store.drop()
+            world.store.discard()
     assert world.sums() == {}
     assert runtime.ledger.by_kind()["device"]["gradient_in_flight"][0] == 0
     grad = randn(1000)
@@ -253,13 +260,13 @@ def test_an_empty_parameter_in_no_unit_is_let_go(runtime: Runtime) -> None:
     world = World([make_unit(0, [8])], runtime=runtime)
     stray = nn.Parameter(torch.empty(0))
     stray.grad = torch.empty(0)
-    world.store.take(stray)
+    world.store.accumulate(stray)
     assert stray.grad is None and world.sums() == {}
 
 
 def test_no_gradient_is_not_a_gradient(runtime: Runtime) -> None:
     world = World([make_unit(0, [8, 8])], runtime=runtime)
-    world.store.take(world.params[0][0])
+    world.store.accumulate(world.params[0][0])
     world.give(world.params[0][1], torch.zeros(8))
     assert list(world.sums()) == [1], "a zero gradient is one"
 
@@ -274,25 +281,34 @@ def test_present_is_in_the_order_of_the_model(runtime: Runtime) -> None:
 
 def test_a_unit_is_complete_when_all_its_gradients_of_this_backward_are_there(runtime: Runtime) -> None:
     world = World([make_unit(0, [8, 8]), make_unit(1, [8])], sums=True, runtime=runtime)
-    order: list[tuple[str, int]] = []
-    world.store.before_take = lambda unit: order.append(("take", unit.index))
-    world.store.on_unit_complete = lambda unit: order.append(("complete", unit.index))
+    everything = [*itertools.chain(*world.params)]
     for _ in range(2):
-        for param in itertools.chain(*world.params):
-            world.give(param, randn(8))
+        completed = [world.give(param, randn(8)) for param in everything]
+        assert completed == [None, world.units[0], world.units[1]]
         world.store.end_backward()
-    one_pass = [("take", 0), ("take", 0), ("complete", 0), ("take", 1), ("complete", 1)]
-    assert order == 2 * one_pass
-    world.give(world.params[0][0], randn(8))
+    assert world.give(everything[0], randn(8)) is None
     world.store.end_backward()
-    world.give(world.params[0][1], randn(8))
-    assert order[-1] == ("take", 0), "half of one backward and half of the next make no whole"
+    assert world.give(everything[1], randn(8)) is None, "half of one backward and half of the next make no whole"
 
 
-def test_drop_forgets_the_step(runtime: Runtime) -> None:
+def test_a_gradient_waits_until_the_last_update_has_read_the_one_before(runtime: Runtime) -> None:
+    world = World([make_unit(0, [8]), make_unit(1, [8])], runtime=runtime)
+    update = UnitUpdate()
+    world.inventory.publish(world.units[0], update)
+    world.give(world.params[1][0], randn(8))  # another unit's, at once
+    giving = threading.Thread(target=world.give, args=(world.params[0][0], randn(8)), daemon=True)
+    giving.start()
+    giving.join(0.2)
+    assert giving.is_alive()
+    update.finish_making()
+    giving.join(10.0)
+    assert not giving.is_alive() and len(world.sums()) == 2
+
+
+def test_discard_drops_the_step(runtime: Runtime) -> None:
     world = World([make_unit(0, [8])], sums=True, runtime=runtime)
     world.give(world.params[0][0], randn(8))
-    world.store.drop()
+    world.store.discard()
     assert world.sums() == {} and not world.store.norms()
     grad = randn(8)
     world.give(world.params[0][0], grad.clone())
@@ -304,18 +320,18 @@ def test_handed_gradients_stay_while_the_next_step_begins(spare: bool, runtime: 
     world = World([make_unit(0, [8, 8])], spare=spare, runtime=runtime)
     unit, grads = world.units[0], [randn(8) for _ in range(3)]
     world.give(world.params[0][0], grads[0].clone())
-    world.store.wait()
-    handed = world.store.hand_over()
+    world.store.wait_transfers()
+    handed = world.store.detach_step()
     assert handed.has(unit, unit.entries[0].param) and not handed.has(unit, unit.entries[1].param)
     assert world.sums() == {}
     if spare:
         world.give(world.params[0][0], grads[1].clone())
-        world.store.wait()
+        world.store.wait_transfers()
     assert torch.equal(handed.flat(unit)[:8], grads[0])
     if spare:
-        second = world.store.hand_over()
+        second = world.store.detach_step()
         world.give(world.params[0][0], grads[2].clone())
-        world.store.wait()
+        world.store.wait_transfers()
         assert torch.equal(second.flat(unit)[:8], grads[1]), "the two flats take turns"
         assert torch.equal(handed.flat(unit)[:8], grads[2])
 
@@ -324,7 +340,7 @@ def test_handed_gradients_stay_while_the_next_step_begins(spare: bool, runtime: 
 def test_norms_taken_on_arrival_are_those_of_the_sums(num_passes: int, runtime: Runtime) -> None:
     world = World([make_unit(0, [5000, 1, 0])], sums=True, runtime=runtime)
     for number in range(num_passes):
-        world.store.measuring = number == num_passes - 1
+        world.store.begin_backward(is_last=number == num_passes - 1)
         for param in world.params[0]:
             world.give(param, randn(param.numel()))
     sums = world.sums()
@@ -336,7 +352,8 @@ def test_norms_taken_on_arrival_are_those_of_the_sums(num_passes: int, runtime: 
 
 def test_a_norm_that_became_old_is_forgotten(runtime: Runtime) -> None:
     world = World([make_unit(0, [8])], sums=True, runtime=runtime)
-    for world.store.measuring in (True, False):
+    for is_last in (True, False):
+        world.store.begin_backward(is_last=is_last)
         world.give(world.params[0][0], randn(8))
-        world.store.wait()
+        world.store.wait_transfers()
         assert world.store.norms()[0][1] == torch.linalg.vector_norm(world.sums()[0])

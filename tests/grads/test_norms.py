@@ -35,22 +35,22 @@ def test_they_have_the_bits_of_torch(numel: int, dtype: torch.dtype, norms: Grad
 @pytest.mark.parametrize("numel", SIZES)
 def test_a_copy_brings_every_bit_and_the_same_norm(numel: int, dtype: torch.dtype, norms: GradNorm) -> None:
     target, source = torch.empty(numel, dtype=dtype), torch.randn(numel).to(dtype)
-    if norms.receives(target, source):  # always, where torch is a build for x86
-        assert torch.equal(norms.receive(target, source, add=False), norms.of(source))
+    if norms.fuses_copy(target, source):  # always, where torch is a build for x86
+        assert torch.equal(norms.copy_with_norm(target, source, add=False), norms.of(source))
         assert torch.equal(target, source)
         total = source.float() + source.float()
         target = source.float()
-        assert torch.equal(norms.receive(target, source, add=True), norms.of(total))
+        assert torch.equal(norms.copy_with_norm(target, source, add=True), norms.of(total))
         assert torch.equal(target, total)
 
 
 def test_the_kernel_takes_them_here(norms: GradNorm) -> None:
     """On x86 with torch's own wheels; elsewhere torch may take them."""
-    assert norms.receives(torch.ones(3), torch.ones(3)) or torch.backends.cpu.get_cpu_capability() not in (
+    assert norms.fuses_copy(torch.ones(3), torch.ones(3)) or torch.backends.cpu.get_cpu_capability() not in (
         "AVX2",
         "AVX512",
     )
-    assert not GradNorm(None).receives(torch.ones(3), torch.ones(3))
+    assert not GradNorm(None).fuses_copy(torch.ones(3), torch.ones(3))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

@@ -98,7 +98,7 @@ def drop(*_: Any) -> None:
 
 WAITS = {
     "compute for parameters": (CpuAccelerator, "wait_on_compute", range(0, 60, 7)),
-    "the verdict for gradients": (GradientStore, "wait", range(0, 60, 7)),
+    "the gradient check for gradients": (GradientStore, "wait_transfers", range(0, 60, 7)),
     "a unit for its update": (UnitUpdate, "wait", range(0, 60, 7)),
     "the update for state from disk": (TicketEvent, "wait", (2, 5, 8, 11, 14, 17, 20)),
 }

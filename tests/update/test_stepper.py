@@ -99,7 +99,7 @@ class Gradients:
     def has(self, unit: Unit, param: ParamSpec) -> bool:
         return param.index not in self.absent
 
-    def land(self, unit: Unit) -> None:
+    def wait_transfers(self, unit: Unit) -> None:
         self.landed.add(unit.index)
 
     def fill(self, later: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,13 +18,14 @@ from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.hardware.staging import StagingPool
 from tiered_zero.layout.flat import FlatEntry, ParamSpec, Unit
 from tiered_zero.sizes import format_nbytes
+from tiered_zero.tiers.inventory import Inventory
 from tiered_zero.tiers.step_gradients import StepGradients
 
 logger = logging.getLogger("tiered_zero")
 
 NUM_KEPT = 4
-"""Gradients, at most, that have landed and are not freed yet. Autograd's thread frees them, in order and some gradients
-late, so that every step meets the same heap: freed by the lane, whenever it came to it, they left holes of 25 MiB.
+"""Transferred gradients kept before they are freed. Autograd's thread frees them, in order, so that every step meets
+the same heap: freed by the reduce lane, at varying times, they left holes of 25 MiB in it.
 """
 
 GRAD_SLOT: Any = torch.Tensor.grad
@@ -37,33 +38,27 @@ SUM_CHUNK_NUMEL = 1 << 15
 class GradientStore:
     """Takes each gradient from autograd and adds it up at its unit's home, on the device or in host memory.
 
-    `homes`: unit index -> the flat that its gradients rest in, and a spare one if steps overlap. `on_device`: indices
-    of the units with a home on the device, whose sums run on compute. `in_flight_nbytes`:
-    gradients that may wait on the device for their way to the host; autograd waits for the oldest when there are more.
-    Driver or autograd's thread; copies and sums to the host run on the reduce lane.
+    Sums of units whose gradients rest on the device run on compute; copies and sums to the host run on the reduce lane.
+    A unit's gradient waits for the unit's last update, which still reads the one before. Driver or autograd's thread.
     """
 
     def __init__(
         self,
         params: Mapping[nn.Parameter, tuple[Unit, FlatEntry]],
-        homes: Mapping[int, tuple[torch.Tensor, torch.Tensor | None]],
+        units: Iterable[UnitGradients],
+        inventory: Inventory,
         runtime: Runtime,
-        on_device: frozenset[int],
         in_flight_nbytes: int,
         staging: StagingPool | None,
         norms: GradNorm,
     ) -> None:
+        """`in_flight_nbytes`: gradients that may wait on the device for their transfer; autograd waits for the oldest
+        when there are more."""
         self._params = dict(params)
-        self._units = {
-            unit.index: UnitGradients(
-                unit=unit, flat=homes[unit.index][0], spare=homes[unit.index][1], on_device=unit.index in on_device
-            )
-            for unit, _ in self._params.values()
-        }
-        self._storages = {each.flat.untyped_storage()._cdata for each in self._units.values()}
-        self._storages |= {
-            each.spare.untyped_storage()._cdata for each in self._units.values() if each.spare is not None
-        }
+        self._units = {gradients.unit.index: gradients for gradients in units}
+        flats = [flat for each in self._units.values() for flat in (each.flat, each.spare) if flat is not None]
+        self._storages = {flat.untyped_storage()._cdata for flat in flats}
+        self._inventory = inventory
         self._staging = staging
         self._norms = norms
         self._accelerator = runtime.accelerator
@@ -72,45 +67,57 @@ class GradientStore:
         self._in_flight_nbytes = in_flight_nbytes
         self._in_flight: deque[tuple[Event, torch.Tensor]] = deque()
         """Each gradient with the event of its arrival."""
-        self._landed: deque[torch.Tensor] = deque()
+        self._transferred: deque[torch.Tensor] = deque()
         """Gradients that are to be freed, the oldest first."""
         self._extra_nbytes: Counter[str] = Counter()
         """Tier -> bytes that the plan does not hold, see `_promote`."""
+        self._measures_norms = True
         self.hidden: str | None = None
         """Why `param.grad` is neither read nor assigned now; None where it may be."""
-        self.measuring = True
-        """Whether a gradient that arrives may be the last of its parameter in this step, so that its norm is taken."""
-        self.before_take: Callable[[Unit], None] = lambda unit: None
-        self.on_unit_complete: Callable[[Unit], None] = lambda unit: None
 
     # -- filling -----------------------------------------------------------------------------------------------------
 
-    def take(self, param: nn.Parameter) -> None:
-        """Move `param.grad` to its home, and add it to what is there: the parameter is left without one."""
+    def begin_backward(self, *, is_last: bool) -> None:
+        """Take the norm of each gradient on its way if this is the step's last backward; of a sum it would be lost."""
+        self._measures_norms = is_last
+
+    def accumulate(self, param: nn.Parameter) -> Unit | None:
+        """Move `param.grad` to its home and add it to what is there; the parameter is left without one.
+
+        Returns the parameter's unit once all of its gradients of this backward have come.
+        """
         with torch._C.DisableTorchFunctionSubclass():
             grad: torch.Tensor | None = GRAD_SLOT.__get__(param)
             GRAD_SLOT.__set__(param, None)
         if grad is None or (place := self._place(param)) is None:
-            return
+            return None
         gradients, entry = place
         unit, index = gradients.unit, entry.param.index
         _check_new(gradients, entry, grad)
-        self.before_take(unit)
+        self._wait_update(unit)
         gradients.store_assigned()
-        first = not gradients.adds_to(index)
-        if not first and gradients.flat.dtype != torch.float32:
+        adds = gradients.adds_to(index)
+        if adds and gradients.flat.dtype != torch.float32:
             self._promote(gradients)
         gradients.zeroed.discard(index)
         gradients.present.add(index)
         gradients.arrived.add(index)
-        target = gradients.flat[entry.start : entry.stop]
-        source = entry.param.flatten(grad)
-        if gradients.on_device:
-            target.copy_(source) if first else target.add_(source)
+        self.receive(unit, slice(entry.start, entry.stop), entry.param.flatten(grad), adds=adds, param=entry.param)
+        return unit if len(gradients.arrived) == len(unit.entries) else None
+
+    def receive(self, unit: Unit, part: slice, source: torch.Tensor, *, adds: bool, param: ParamSpec) -> None:
+        """Bring a reduced gradient to elements `part` of its unit's flat: the one way to a gradient's home.
+
+        `source`: [n] on the device. `adds`: to what is there, instead of replacing it. `param`: whose norm is taken.
+        """
+        gradients = self._units[unit.index]
+        target = gradients.flat[part]
+        if not gradients.on_device:
+            self._send(gradients, param, target, source, adds)
+        elif adds:
+            target.add_(source)
         else:
-            self._send(gradients, entry.param, target, source, first)
-        if len(gradients.arrived) == len(unit.entries):
-            self.on_unit_complete(unit)
+            target.copy_(source)
 
     def show_sum(self, param: nn.Parameter) -> None:
         """Add what is at home to `param.grad`, which then replaces it: hooks see the sum, as in plain PyTorch."""
@@ -125,7 +132,7 @@ class GradientStore:
             return
         if gradients.flat.dtype != torch.float32:
             self._promote(gradients)
-        gradients.wait()
+        gradients.wait_transfers()
         total = gradients.view(entry).to(grad.device) + grad
         gradients.present.discard(entry.param.index)
         with torch._C.DisableTorchFunctionSubclass():
@@ -133,51 +140,50 @@ class GradientStore:
                 param.grad_dtype = None  # the sum is fp32
             GRAD_SLOT.__set__(param, total)
 
-    def free_landed(self) -> None:
-        """What a backward leaves on the device is what has not reached its home yet. Raises what failed on its way."""
-        self._land(self._in_flight_nbytes)
+    def finish_transfers(self) -> None:
+        """End a backward: what is left on the device is what has not reached its home yet. Raises transfer errors."""
+        self._wait_oldest(self._in_flight_nbytes)
         self._free(0, 0)
         for gradients in self._units.values():
             if gradients.shown:  # users may hold views of it
-                gradients.wait()
+                gradients.wait_transfers()
 
     def end_backward(self) -> None:
         for gradients in self._units.values():
             gradients.arrived.clear()
 
-    def wait(self) -> None:
-        """Block until every gradient taken so far rests at its home, the empty ones too."""
-        self._land(-1)
+    def wait_transfers(self) -> None:
+        """Block until every gradient so far rests at its home, the empty ones too."""
+        self._wait_oldest(-1)
 
-    def seal(self, unit: Unit, into: StepGradients) -> None:
-        """Hand one unit's gradients to an update that begins in backward: no more may come for it in this step."""
+    def freeze(self, unit: Unit, into: StepGradients) -> None:
+        """Detach one unit's gradients for an update that begins in backward: later ones of this step are refused."""
         gradients = self._units[unit.index]
         gradients.store_assigned()
         gradients.expire_views()
         into.shares[unit.index] = gradients.share()
-        gradients.sealed = True
+        gradients.frozen = True
 
-    def hand_over(self) -> StepGradients:
-        """Give this step's gradients to its update, and begin the next step without any.
+    def detach_step(self) -> StepGradients:
+        """Return this step's gradients for its update, and begin the next step without any.
 
-        The update reads them in place: a unit's next gradient waits for its update (`before_take`), or goes to the
-        spare flat.
+        The update reads them in place: a unit's next gradient waits for its update, or goes to the spare flat.
         """
-        handed = StepGradients()
+        step = StepGradients()
         for gradients in self._units.values():
-            handed.shares[gradients.unit.index] = gradients.share()
+            step.shares[gradients.unit.index] = gradients.share()
             gradients.clear()
             if gradients.spare is not None:
                 gradients.flat, gradients.spare = gradients.spare, gradients.flat
-        return handed
+        return step
 
-    def drop(self) -> None:
-        """Drop this step's gradients, also those that a broken backward left on parameters; what is still on its way
-        lands first. Raises the first error of that."""
+    def discard(self) -> None:
+        """Discard this step's gradients, also those that a failed backward left on parameters, once all transfers have
+        ended. Raises the first transfer error."""
         failure: BaseException | None = None
-        for _ in range(len(self._in_flight) + 1):  # each failure ends one landing
+        for _ in range(len(self._in_flight) + 1):  # each failure ends one wait
             try:
-                self._land(-1)
+                self._wait_oldest(-1)
             except BaseException as error:
                 failure = failure or error
         for gradients in self._units.values():
@@ -190,10 +196,9 @@ class GradientStore:
             raise failure
 
     def abort(self) -> None:
-        """The lanes are idle: what `drop` has not counted, because it was on its way when a call was interrupted, goes
-        too."""
+        """Free what an interrupted `discard` has left. The lanes are idle."""
         self._in_flight.clear()
-        self._landed.clear()
+        self._transferred.clear()
         self._ledger.correct("device", "gradient_in_flight", 0)
 
     # -- param.grad --------------------------------------------------------------------------------------------------
@@ -238,7 +243,7 @@ class GradientStore:
             )
         if value.untyped_storage()._cdata in self._storages:
             value = value.detach().clone()  # made of another gradient's home, which may get another value first
-        self.before_take(gradients.unit)
+        self._wait_update(gradients.unit)
         gradients.assign(entry, value)
 
     def collect_assigned(self) -> None:
@@ -257,11 +262,11 @@ class GradientStore:
         """Set gradients to 0 instead of None, also those of earlier steps since they were last set to None."""
         for gradients in self._units.values():
             if gradients.present or gradients.earlier:
-                self.before_take(gradients.unit)
+                self._wait_update(gradients.unit)
                 gradients.set_zero()
 
-    def forget_earlier(self) -> None:
-        """Gradients were set to None: `zero` begins anew."""
+    def reset_zero(self) -> None:
+        """Forget which gradients `zero` sets to 0: all were set to None."""
         for gradients in self._units.values():
             gradients.earlier.clear()
 
@@ -290,7 +295,7 @@ class GradientStore:
 
     def close(self) -> None:
         """Lanes have ended."""
-        self._landed.extend(source for _, source in self._in_flight)
+        self._transferred.extend(source for _, source in self._in_flight)
         self._in_flight.clear()
         self._free(0, 0)
         self._units.clear()
@@ -311,26 +316,31 @@ class GradientStore:
         if self.hidden is not None:
             raise ModelError(f"The gradient of {entry.param.name} cannot be read or changed now: {self.hidden}")
 
+    def _wait_update(self, unit: Unit) -> None:
+        """Block until the unit's last update has read its gradients. Raises the error of one that has failed."""
+        update = self._inventory.published(unit)
+        if update is not None and not update.done():
+            with self._recorder.span("compute", "wait_update", unit.name):
+                update.wait_made()
+
     def _send(
-        self, gradients: UnitGradients, spec: ParamSpec, target: torch.Tensor, source: torch.Tensor, first: bool
+        self, gradients: UnitGradients, spec: ParamSpec, target: torch.Tensor, source: torch.Tensor, adds: bool
     ) -> None:
-        accelerator = self._accelerator
-        nbytes = source.nbytes
-        measuring = self.measuring
-        self._land(max(0, self._in_flight_nbytes - nbytes))
+        accelerator, nbytes, measures_norm = self._accelerator, source.nbytes, self._measures_norms
+        self._wait_oldest(max(0, self._in_flight_nbytes - nbytes))
         self._ledger.charge("device", "gradient_in_flight", nbytes)
 
         def send() -> None:
             with self._recorder.span("reduce", "reduce", spec.name, nbytes):
                 gradients.norms.pop(spec.index, None)
                 norm: torch.Tensor | None = None
-                if self._norms.receives(target, source):
-                    norm = self._norms.receive(target, source, add=not first)
-                elif first and target.dtype == source.dtype:
-                    accelerator.copy(target, source, finish=measuring)
+                if self._norms.fuses_copy(target, source):
+                    norm = self._norms.copy_with_norm(target, source, add=adds)
+                elif not adds and target.dtype == source.dtype:
+                    accelerator.copy(target, source, finish=measures_norm)
                 else:
-                    self._add(target, source, first)
-                if measuring:
+                    self._add(target, source, adds)
+                if measures_norm:
                     gradients.norms[spec.index] = self._norms.of(target) if norm is None else norm
 
         after = [accelerator.record_compute()]
@@ -338,40 +348,39 @@ class GradientStore:
         gradients.last = event
         self._in_flight.append((event, source))
 
-    def _land(self, allowed_nbytes: int) -> None:
+    def _wait_oldest(self, allowed_nbytes: int) -> None:
         """Wait for the oldest gradients until at most `allowed_nbytes` are on their way or not freed yet."""
         flying = self._in_flight
         flying_nbytes = sum(source.nbytes for _, source in flying)
         while flying and (flying_nbytes > allowed_nbytes or flying[0][0].done()):
             event, source = flying.popleft()
             flying_nbytes -= source.nbytes
-            self._landed.append(source)
+            self._transferred.append(source)
             with self._recorder.span("compute", "wait_grad"):
                 event.wait()
         self._free(NUM_KEPT, allowed_nbytes - flying_nbytes)
 
     def _free(self, num_kept: int, allowed_nbytes: int) -> None:
-        """Free the oldest of what has landed until at most so many, and so many bytes, are left."""
-        landed = self._landed
-        nbytes = sum(source.nbytes for source in landed)
-        while landed and (len(landed) > num_kept or nbytes > allowed_nbytes):
-            freed_nbytes = landed.popleft().nbytes
+        """Free the oldest transferred gradients until at most so many, and so many bytes, are left."""
+        nbytes = sum(source.nbytes for source in self._transferred)
+        while self._transferred and (len(self._transferred) > num_kept or nbytes > allowed_nbytes):
+            freed_nbytes = self._transferred.popleft().nbytes
             nbytes -= freed_nbytes
             self._ledger.discharge("device", "gradient_in_flight", freed_nbytes)
 
-    def _add(self, target: torch.Tensor, source: torch.Tensor, first: bool) -> None:
+    def _add(self, target: torch.Tensor, source: torch.Tensor, adds: bool) -> None:
         """On the reduce lane: to host memory by way of a staging buffer, then into the fp32 sum."""
         assert self._staging is not None, "sums in host memory are planned with a staging buffer"
         step = self._staging.buffer_nbytes // source.element_size()
         for start in range(0, source.numel(), step):
             part = source[start : start + step]
             with self._staging.lease(part.nbytes, "gradient", lane="reduce") as lease:
-                landed = lease.view(part.dtype, part.numel())
-                self._accelerator.copy(landed, part, finish=True)
+                staged = lease.view(part.dtype, part.numel())
+                self._accelerator.copy(staged, part, finish=True)
                 for low in range(0, part.numel(), SUM_CHUNK_NUMEL):
-                    chunk = landed[low : low + SUM_CHUNK_NUMEL]
+                    chunk = staged[low : low + SUM_CHUNK_NUMEL]
                     into = target[start + low :][: chunk.numel()]
-                    into.copy_(chunk) if first else into.add_(chunk)
+                    into.add_(chunk) if adds else into.copy_(chunk)
 
     def _promote(self, gradients: UnitGradients) -> None:
         """A second gradient for a parameter in a step planned without sums (several backwards): 16-bit sums would
@@ -390,7 +399,7 @@ class GradientStore:
             )
         self._ledger.charge(tier, "gradient_sums", nbytes)
         self._extra_nbytes[tier] += nbytes
-        self.wait()
+        self.wait_transfers()
         gradients.expire_views()
         gradients.flat = gradients.flat.to(torch.float32)
         if gradients.spare is not None:
@@ -412,7 +421,7 @@ def _check_new(gradients: UnitGradients, entry: FlatEntry, grad: torch.Tensor) -
             f"The gradient of {entry.param.name} is sparse; gradients are reduced as dense arrays. "
             "Build the embedding with sparse=False."
         )
-    if gradients.sealed:
+    if gradients.frozen:
         raise ModelError(
             f"{entry.param.name} gets a gradient although the update of this step has begun: without clipping and "
             "overflow checks updates begin in backward, when every gradient of a unit has come once. "

@@ -11,6 +11,7 @@ from torch import nn
 
 from tiered_zero.errors import ModelError
 from tiered_zero.grads.accumulator import GRAD_SLOT, GradientStore
+from tiered_zero.layout.flat import Unit
 
 
 @final
@@ -27,12 +28,19 @@ class GradientArrivals:
     """
 
     def __init__(
-        self, store: GradientStore, num_micro_batches: int, scales_loss: bool, on_end: Callable[[], None]
+        self,
+        store: GradientStore,
+        num_micro_batches: int,
+        scales_loss: bool,
+        on_unit_complete: Callable[[Unit], None],
+        on_end: Callable[[], None],
     ) -> None:
-        """`on_end`: a backward has ended that the engine did not start."""
+        """`on_unit_complete`: called once every gradient of a unit has come in a backward. `on_end`: called at the end
+        of a backward that the engine did not start."""
         self._store = store
         self._num_micro_batches = num_micro_batches
         self._scales_loss = scales_loss
+        self._on_unit_complete = on_unit_complete
         self._on_end = on_end
         self._waiting: list[nn.Parameter] = []
         """Parameters whose users' hooks may still run."""
@@ -49,7 +57,7 @@ class GradientArrivals:
         try:
             yield
             self._take_waiting()
-            self._store.free_landed()
+            self._store.finish_transfers()
         finally:
             self._is_engines = False
             self._store.end_backward()
@@ -64,7 +72,7 @@ class GradientArrivals:
             self._store.show_sum(param)
             self._waiting.append(param)
         else:
-            self._store.take(param)
+            self._accumulate(param)
 
     def expect(self, scaled: torch.Tensor) -> None:
         """Take the gradients of `scaled` as they are: `engine.scale` made this loss."""
@@ -101,7 +109,7 @@ class GradientArrivals:
 
     def _end(self) -> None:
         self._take_waiting()
-        self._store.free_landed()
+        self._store.finish_transfers()
         self._store.end_backward()
         self._on_end()
 
@@ -123,7 +131,11 @@ class GradientArrivals:
     def _take_waiting(self) -> None:
         while self._waiting:
             param = self._waiting.pop(0)
-            self._store.take(param)
+            self._accumulate(param)
             with torch._C.DisableTorchFunctionSubclass():
                 if param.grad_dtype is None:  # `show_sum`
                     param.grad_dtype = param.dtype
+
+    def _accumulate(self, param: nn.Parameter) -> None:
+        if (unit := self._store.accumulate(param)) is not None:
+            self._on_unit_complete(unit)

@@ -12,9 +12,8 @@ from tiered_zero.layout.flat import ParamSpec
 
 @dataclass(frozen=True)
 class GradCheck:
-    """`norm`: global L2 norm of the unscaled gradients. `grad_scale`: what the update multiplies gradients by (unscale
-    and clip
-    in one). `first_bad`: the first parameter whose gradient is not finite."""
+    """What one step's gradients are. `norm`: global L2 norm of the unscaled gradients. `grad_scale`: what the update
+    multiplies gradients by (unscale and clip in one). `first_bad`: the first parameter whose gradient is not finite."""
 
     finite: bool
     norm: float
@@ -22,7 +21,7 @@ class GradCheck:
     first_bad: str | None = None
 
 
-def judge(norms: Sequence[tuple[ParamSpec, torch.Tensor]], loss_scale: float, max_norm: float) -> GradCheck:
+def check_gradients(norms: Sequence[tuple[ParamSpec, torch.Tensor]], loss_scale: float, max_norm: float) -> GradCheck:
     """The arithmetic of torch.nn.utils.clip_grad_norm_, from each parameter's norm on: the norm of the norms, in fp32.
 
     `norms`: 0-d fp32, of gradients scaled by `loss_scale`, in the order of `model.parameters()`. `max_norm`: 0 does not

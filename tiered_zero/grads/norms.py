@@ -34,22 +34,22 @@ class GradNorm:
         if self._kernel is None or not grad.is_cpu or grad.dtype not in _DTYPES:
             norm: torch.Tensor = torch.linalg.vector_norm(grad, 2, dtype=torch.float32)
             return norm
-        return self._run(self._kernel, _reception(grad, None, False))
+        return self._run(self._kernel, _copy_norm_args(grad, None, False))
 
-    def receives(self, target: torch.Tensor, source: torch.Tensor) -> bool:
-        """Whether `receive` takes these."""
+    def fuses_copy(self, target: torch.Tensor, source: torch.Tensor) -> bool:
+        """Whether `copy_with_norm` takes these."""
         return self._kernel is not None and all(x.is_cpu and x.dtype in _DTYPES for x in (target, source))
 
-    def receive(self, target: torch.Tensor, source: torch.Tensor, add: bool) -> torch.Tensor:
+    def copy_with_norm(self, target: torch.Tensor, source: torch.Tensor, add: bool) -> torch.Tensor:
         """`source` [n] -> `target` [n]: copied, or added in the target's dtype; the norm of what it then holds."""
-        assert self._kernel is not None and target.numel() == source.numel(), "as `receives` says"
-        return self._run(self._kernel, _reception(source, target, add))
+        assert self._kernel is not None and target.numel() == source.numel(), "as `fuses_copy` says"
+        return self._run(self._kernel, _copy_norm_args(source, target, add))
 
-    def _run(self, kernel: UpdateKernel, reception: CopyNormArgs) -> torch.Tensor:
-        return torch.tensor(kernel.copy_norm(reception, fused_tail=self._fused_tail), dtype=torch.float32, device="cpu")
+    def _run(self, kernel: UpdateKernel, args: CopyNormArgs) -> torch.Tensor:
+        return torch.tensor(kernel.copy_norm(args, fused_tail=self._fused_tail), dtype=torch.float32, device="cpu")
 
 
-def _reception(source: torch.Tensor, target: torch.Tensor | None, add: bool) -> CopyNormArgs:
+def _copy_norm_args(source: torch.Tensor, target: torch.Tensor | None, add: bool) -> CopyNormArgs:
     target_type = _DTYPES[torch.float32 if target is None else target.dtype]
     address = None if target is None else target.data_ptr()
     return CopyNormArgs(source.data_ptr(), address, source.numel(), _DTYPES[source.dtype], target_type, add)
@@ -61,7 +61,7 @@ def _find_fused_tail(kernel: UpdateKernel) -> bool | None:
     grads = [torch.randn(numel, generator=generator, dtype=torch.float32, device="cpu") for numel in numels]
     expected = [torch.linalg.vector_norm(grad).item() for grad in grads]
     for fused_tail in (True, False):
-        found = (kernel.copy_norm(_reception(grad, None, False), fused_tail=fused_tail) for grad in grads)
+        found = (kernel.copy_norm(_copy_norm_args(grad, None, False), fused_tail=fused_tail) for grad in grads)
         if all(norm == want for norm, want in zip(found, expected, strict=True)):
             return fused_tail
     return None

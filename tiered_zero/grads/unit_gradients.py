@@ -40,7 +40,7 @@ class UnitGradients:
 
     All sets and dicts are of parameter indices. `present`: parameters with a gradient in this step. `arrived`: those of
     this backward. `norms`: of gradients that were measured as they arrived. `last`: the event of the one that left the
-    device last. `sealed`: their update has begun. `spare`: a second flat, where the update of one step runs beside the
+    device last. `frozen`: their update has begun. `spare`: a second flat, where the update of one step runs beside the
     backward of the next. `shown`: what users got as `param.grad`: a view of the flat in the parameter's shape, or, for
     those in `assigned`, the user's own tensor, which `store_assigned` copies into the flat. `zeroed`: present, with
     value 0 and nothing to add to. `earlier`: had a gradient since zero_grad() last set gradients to None.
@@ -54,7 +54,7 @@ class UnitGradients:
     arrived: set[int] = field(default_factory=set)
     norms: dict[int, torch.Tensor] = field(default_factory=dict)
     last: Event | None = None
-    sealed: bool = False
+    frozen: bool = False
     shown: dict[int, torch.Tensor] = field(default_factory=dict)
     assigned: set[int] = field(default_factory=set)
     zeroed: set[int] = field(default_factory=set)
@@ -66,7 +66,7 @@ class UnitGradients:
     def clear(self) -> None:
         self.earlier |= self.present
         self.last = None
-        self.sealed = False
+        self.frozen = False
         self.present.clear()
         self.arrived.clear()
         self.norms.clear()
@@ -74,7 +74,7 @@ class UnitGradients:
         self.expire_views()
         self.assigned.clear()
 
-    def wait(self) -> None:
+    def wait_transfers(self) -> None:
         """Block until every gradient of the unit that has left the device is at its home. Raises what failed there."""
         if self.last is not None:
             self.last.wait()
@@ -87,7 +87,7 @@ class UnitGradients:
         """What `param.grad` is, the same object until the step ends; the gradient is present."""
         index = entry.param.index
         if index not in self.assigned:
-            self.wait()
+            self.wait_transfers()
             self.zeroed.discard(index)
             if index not in self.shown:
                 self.shown[index] = self.view(entry)
@@ -115,7 +115,7 @@ class UnitGradients:
         """Copy the tensors that users assigned into the flat."""
         if not self.assigned:
             return
-        self.wait()
+        self.wait_transfers()
         for entry in self.unit.entries:
             if (index := entry.param.index) in self.assigned:
                 self.view(entry).copy_(self.shown.pop(index).detach())
@@ -124,7 +124,7 @@ class UnitGradients:
 
     def set_zero(self) -> None:
         """Every gradient since `zero_grad()` last set gradients to None becomes 0."""
-        self.wait()
+        self.wait_transfers()
         self.present |= self.earlier
         for entry in self.unit.entries:
             if (index := entry.param.index) in self.present:

@@ -23,7 +23,7 @@ class UnitShare:
 
 @dataclass(frozen=True)
 class StepGradients:
-    """Unit index -> its share. Filled by the driver, unit by unit, before the update gets to the unit."""
+    """Unit index -> its gradients. Filled by the driver, unit by unit, before the update reaches the unit."""
 
     shares: dict[int, UnitShare] = field(default_factory=dict)
 
@@ -37,7 +37,7 @@ class StepGradients:
         """Whether autograd gave this parameter a gradient in this step."""
         return param.index in self.shares[unit.index].present
 
-    def land(self, unit: Unit) -> None:
+    def wait_transfers(self, unit: Unit) -> None:
         """Block until the unit's gradients are where `flat` says."""
         last = self.shares[unit.index].last
         if last is not None:

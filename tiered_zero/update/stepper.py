@@ -233,7 +233,7 @@ class StreamingStepper:
 
     def _update(self, work: SubGroupWork, job: UpdateJob) -> None:
         for segment in work.subgroup.segments:
-            job.gradients.land(segment.unit)
+            job.gradients.wait_transfers(segment.unit)
         with (
             self._runtime.recorder.span("update", "update", f"sub-group {work.subgroup.index}"),
             self._gradients(work, job.gradients) as grads,
