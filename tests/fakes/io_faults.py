@@ -10,8 +10,9 @@ from functools import partial
 from typing import final
 
 from tiered_zero.errors import TransferError
+from tiered_zero.failure_latch import FailureLatch
 from tiered_zero.io.disk_file import transfer_error
-from tiered_zero.io.engine import ErrorLatch, File, IOEngine, Request, Ticket
+from tiered_zero.io.engine import File, IOEngine, Request, Ticket
 from tiered_zero.io.watch import dump_in_flight
 
 
@@ -52,7 +53,7 @@ class FaultyEngine(IOEngine):
         self.io_timeout_s = io_timeout_s
         self.requests: list[Request] = []
         """Everything submitted, in order."""
-        self.latch = ErrorLatch()
+        self.latch = FailureLatch()
         self.stalled: dict[_StalledTicket, None] = {}
         self._lock = threading.Lock()
         self._left: dict[Fault, int] = {}

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tiered_zero.errors import TransferError
-from tiered_zero.io.engine import ErrorLatch, File, IOEngine, Request, Ticket
+from tiered_zero.failure_latch import FailureLatch
+from tiered_zero.io.engine import File, IOEngine, Request, Ticket
 
 
 @dataclass
@@ -67,7 +68,7 @@ class SyncEngine(IOEngine):
     before: Callable[[str, int], None] = lambda kind, n: None
     held: list[SyncTicket] | None = None
     operations: list[tuple[object, ...]] = field(default_factory=list)
-    latch: ErrorLatch = field(default_factory=ErrorLatch)
+    latch: FailureLatch = field(default_factory=FailureLatch)
 
     def open(self, path: str, *, create: bool = False, writable: bool = True) -> SyncFile:
         flags = os.O_RDWR | (os.O_CREAT | os.O_EXCL if create else 0)

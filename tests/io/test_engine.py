@@ -1,9 +1,8 @@
-"""IOSettings and the latch."""
+"""IOSettings."""
 
 import pytest
 
-from tiered_zero.errors import TransferError
-from tiered_zero.io.engine import ErrorLatch, IOSettings
+from tiered_zero.io.engine import IOSettings
 from tiered_zero.sizes import GIB, MIB
 
 
@@ -17,13 +16,3 @@ def test_blocks_are_whole_pages_that_one_call_can_move(block_size: int, block_nb
 @pytest.mark.parametrize(("depth", "threads", "num_workers"), [(8, 1, 8), (32, 8, 32), (0, 0, 1), (2, 3, 6)])
 def test_depth_and_parallelism_make_the_pool(depth: int, threads: int, num_workers: int) -> None:
     assert IOSettings(queue_depth=depth, intra_op_parallelism=threads).num_workers == num_workers
-
-
-def test_the_latch_keeps_the_first_error() -> None:
-    latch = ErrorLatch()
-    latch.check()
-    latch.set(TransferError("first"))
-    latch.set(TransferError("second"))
-    for _ in range(2):
-        with pytest.raises(TransferError, match="first"):
-            latch.check()

@@ -8,7 +8,7 @@ file's descriptor is closed only when nothing is on its way through it.
 Never: no callback runs on a worker, no worker touches torch, two requests are ordered only by a sync between them
 (which waits for the writes before it), and a failed sync is not tried again.
 
-    engine.py       the interface, IOSettings, ErrorLatch
+    engine.py       the interface, IOSettings
     disk_engine.py  what all engines share: admission, tickets, the watchdog, closing
     disk_file.py    an open file, and the text of a failure
     pieces.py       what the two Python engines share: pieces of a request, short transfers, syncs after writes

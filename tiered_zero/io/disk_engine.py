@@ -8,8 +8,9 @@ import time
 from abc import abstractmethod
 
 from tiered_zero.errors import TransferError
+from tiered_zero.failure_latch import FailureLatch
 from tiered_zero.io.disk_file import DiskFile, memory_address, open_descriptor
-from tiered_zero.io.engine import ErrorLatch, File, IOEngine, IOSettings, Request, Ticket
+from tiered_zero.io.engine import File, IOEngine, IOSettings, Request, Ticket
 from tiered_zero.io.watch import dump_in_flight
 from tiered_zero.sizes import PAGE_NBYTES
 
@@ -64,7 +65,7 @@ class DiskEngine(IOEngine):
         assert direct or alignment == 1, "buffered files need no alignment"
         self.direct, self.alignment, self.settings = direct, alignment, settings
         self.io_timeout_s = io_timeout_s
-        self.latch = ErrorLatch()
+        self.latch = FailureLatch()
         self._pid = os.getpid()
         self._closed = False
         self._stopped = False

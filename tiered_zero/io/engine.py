@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -144,20 +143,3 @@ class IOEngine(ABC):
     @abstractmethod
     def close(self) -> None:
         """Finish what is in flight, stop the workers. Idempotent."""
-
-
-class ErrorLatch:
-    """Remembers the first failure; `check()` raises it again. Any thread."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._error: BaseException | None = None
-
-    def set(self, error: BaseException) -> None:
-        with self._lock:
-            if self._error is None:
-                self._error = error
-
-    def check(self) -> None:
-        if self._error is not None:
-            raise self._error

@@ -10,7 +10,8 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Literal, final
 
-from tiered_zero.errors import CorruptionError, EngineFailedError, StoreError, TransferError
+from tiered_zero.errors import CorruptionError, StoreError, TransferError
+from tiered_zero.failure_latch import FailureLatch
 from tiered_zero.hardware.process import OwnProcess
 from tiered_zero.io.engine import IOEngine, Request, Ticket
 from tiered_zero.sizes import MIB, PAGE_NBYTES, align_up
@@ -76,7 +77,7 @@ class SwapStore:
         self._checksums = checksums
         self._table = RecordTable(self.capacity_nbytes)
         self._prepared: Manifest | None = None
-        self._failure: Exception | None = None
+        self._latch = FailureLatch()
         self._num_chunks = 0
         self._count_lock = threading.Lock()
         self._nbytes: dict[str, Counter[str]] = {"read": Counter(), "write": Counter(), "unverified": Counter()}
@@ -276,7 +277,7 @@ class SwapStore:
         try:
             manifest.confirm(self._directory.paths[0])
         except OSError as error:
-            self._latch(error)
+            self._latch.set(error)
             raise StoreError(f"The commit of step {state.step} failed: {error}. Resume from what is there.") from error
         self._prepared = None
         self._table.thaw(state.ranges)
@@ -292,7 +293,7 @@ class SwapStore:
         self._files.drain()
         settled = threading.Event()
         self._settling.submit(settled.set)
-        settled.wait(None if self._failure is None else _STUCK_S)
+        settled.wait(None if self._latch.error is None else _STUCK_S)
         self._table.end_all()
 
     def close(self, remove: bool = True) -> None:
@@ -303,7 +304,7 @@ class SwapStore:
         if not self._process.is_current():
             return  # a forked child owns nothing
         for worker in (self._settling, self._hashing):
-            worker.close(None if self._failure is None else _STUCK_S)
+            worker.close(None if self._latch.error is None else _STUCK_S)
         self._files.close()
         if remove:
             self._directory.remove()
@@ -352,7 +353,7 @@ class SwapStore:
         self, record: Record, request: InFlight, into: memoryview, checks: list[Range], error: Exception | None
     ) -> None:
         if isinstance(error, TransferError):
-            self._latch(error)
+            self._latch.set(error)
         if error is None:
             error = self._find_corruption(record, into, request.start, checks)
         self._table.end(record, request)
@@ -366,7 +367,7 @@ class SwapStore:
     ) -> None:
         hashing.wait()  # on failure too: it reads the caller's memory
         if error is not None:
-            self._latch(error)
+            self._latch.set(error)
             self._table.end(record, request)
             raise error
         self._table.end(record, request, written)
@@ -396,7 +397,7 @@ class SwapStore:
             for ticket in self._files.sync():
                 ticket.wait()
         except Exception as error:
-            self._latch(error)
+            self._latch.set(error)
             raise
 
     def _not_prepared(self, step: int, error: OSError) -> StoreError:
@@ -410,7 +411,7 @@ class SwapStore:
                 raise error
             manifest.discard(first)  # durably: its extents are written to again
         except OSError as failure:
-            self._latch(failure)
+            self._latch.set(failure)
             return StoreError(f"{text}; resume from {self._resume_text()}.")
         self._directory.keep(self.step is not None)
         self._table.thaw(None)
@@ -426,17 +427,14 @@ class SwapStore:
         with self._count_lock:
             return dict(self._nbytes[kind])
 
-    def _latch(self, error: Exception) -> None:
-        if self._failure is None:
-            self._failure = error
-
     def _check(self) -> None:
         self._process.check()
-        if self._failure is not None:
-            raise EngineFailedError(
-                f"The swap store failed earlier and cannot be trusted any more: {self._failure} "
-                f"Resume from {self._resume_text()}."
-            ) from self._failure
+        self._latch.check(self._refusal_text)
+
+    def _refusal_text(self, error: BaseException) -> str:
+        return (
+            f"The swap store failed earlier and cannot be trusted any more: {error} Resume from {self._resume_text()}."
+        )
 
     def _resume_text(self) -> str:
         if self.step is None:
