@@ -158,14 +158,20 @@ def devices_and_collectives_live_in_hardware(source: Source) -> Found:
 
 
 @rule(
-    ("tiered_zero/io/", "tiered_zero/store/"),
+    ("tiered_zero/io/", "tiered_zero/store/", "tiered_zero/plan/", "tiered_zero/layout/"),
     planted={
         "tiered_zero/io/a.py": ["import torch", "def f():\n    from torch import Tensor"],
         "tiered_zero/store/a.py": ["import torch.nn as nn", "from safetensors.torch import load_file"],
+        "tiered_zero/plan/a.py": ["from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch"],
+        "tiered_zero/layout/a.py": ["from torch import dtype"],
     },
-    innocent={"tiered_zero/io/a.py": ["import numpy"], "tiered_zero/tiers/a.py": ["import torch"]},
+    innocent={
+        "tiered_zero/io/a.py": ["import numpy"],
+        "tiered_zero/plan/a.py": ["from tiered_zero.layout.flat import DType"],
+        "tiered_zero/tiers/a.py": ["import torch"],
+    },
 )
-def bytes_know_no_torch(source: Source) -> Found:
+def bytes_and_plans_know_no_torch(source: Source) -> Found:
     return away(source, "torch", "safetensors.torch")
 
 

@@ -15,9 +15,9 @@ from tiered_zero.errors import ConfigError, ModelError
 from tiered_zero.hardware.probe import available_host_nbytes
 from tiered_zero.hardware.select import shares_cores
 from tiered_zero.layout.flat import ParamSpec, Unit
-from tiered_zero.layout.subgroups import cut_subgroups
-from tiered_zero.layout.swap_bytes import TIERS, is_split, sub_group_numel
-from tiered_zero.layout.units import UnitRules, find_units, list_params
+from tiered_zero.layout.subgroups import cut_subgroups, sub_group_numel
+from tiered_zero.layout.swap_bytes import TIERS, is_split
+from tiered_zero.layout.units import UnitRules, find_units
 from tiered_zero.native.update import UpdateKernel
 from tiered_zero.optim.adam import AdamRule
 from tiered_zero.optim.kernel_rule import open_kernel
@@ -29,6 +29,7 @@ from tiered_zero.optim.state_layout import StateLayout
 from tiered_zero.optim.torch_rule import TorchRule
 from tiered_zero.params.aliases import check_memory
 from tiered_zero.params.flat_storage import ClosedEngine, pager_of
+from tiered_zero.params.model_spec import list_params, module_tree
 from tiered_zero.plan.planner import Plan, PlanRequest, SubGroupSize, make_plan
 from tiered_zero.sizes import format_nbytes
 from tiered_zero.update.user_optimizer import group_params, make_optimizer
@@ -69,20 +70,17 @@ def specify_run(
     """
     zero = config.zero_optimization
     trains = optimizer is not None or config.optimizer is not None
-    specs = list_params(model, lambda dtype: compute_dtype(config, dtype))
-    if not trains:
-        specs = {param: replace(spec, trainable=False) for param, spec in specs.items()}
+    specs = list_params(model, lambda dtype: compute_dtype(config, dtype), trains)
     _check_params(specs, trains)
     _check_embeddings(model)
     check_memory(model, specs)
     units = find_units(
-        model,
-        specs,
+        module_tree(model, specs),
+        list(specs.values()),
         UnitRules(
-            config.tiered_zero.unit_size_cap,
-            zero.stage3_param_persistence_threshold if zero.offload_param.device != "none" else 0,
-            zero.stage3_model_persistence_threshold,
-            cast=lambda dtype: compute_dtype(config, dtype),
+            size_cap_numel=config.tiered_zero.unit_size_cap,
+            persistence_numel=zero.stage3_param_persistence_threshold if zero.offload_param.device != "none" else 0,
+            max_persistent_numel=zero.stage3_model_persistence_threshold,
         ),
     )
     source = make_optimizer(config.optimizer, model, optimizer, model_parameters)
@@ -92,7 +90,7 @@ def specify_run(
     size = sub_group_numel(zero.sub_group_size)
     wishes = make_wishes(config, limits or {})
     apart = is_split(wishes.optimizer_tier, wishes.ratio, wishes.state_limits)
-    subgroups = cut_subgroups(units, group_of, size, rule.elementwise, apart)
+    subgroups = cut_subgroups(units, group_of, size, elementwise=rule.elementwise, apart=apart)
     layouts = [StateLayout(subgroup, rule, source.param_groups, masters) for subgroup in subgroups]
     needs = [SubGroupSize(layout.nbytes, layout.subgroup.parts, layout.subgroup.embedding) for layout in layouts]
     if rule.keeps_group_state:  # which changes when a step is taken, and not before
@@ -215,7 +213,7 @@ def wider_window(run_spec: RunSpec) -> list[str]:
     """A line where the parameters in use at once are more than stage3_max_live_parameters; 0 asks for just those."""
     allowed = run_spec.config.zero_optimization.stage3_max_live_parameters
     paged = [unit for unit in run_spec.units if run_spec.plan.param_tiers[unit.index] != "device"]
-    needed = run_spec.plan.live_nbytes // max((unit.dtype.itemsize for unit in paged), default=1)
+    needed = run_spec.plan.live_nbytes // max((unit.itemsize for unit in paged), default=1)
     if not paged or not 0 < allowed < needed:
         return []
     return [

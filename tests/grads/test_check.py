@@ -18,7 +18,10 @@ from tiered_zero.layout.flat import ParamSpec
 def norms_of(grads: list[torch.Tensor]) -> list[tuple[ParamSpec, torch.Tensor]]:
     norms = GradNorm(None)
     return [
-        (ParamSpec(f"p{index}", tuple(grad.shape), grad.dtype, True, index), norms.of(grad.reshape(-1)))
+        (
+            ParamSpec(name=f"p{index}", shape=tuple(grad.shape), dtype=grad.dtype, trainable=True, index=index),
+            norms.of(grad.reshape(-1)),
+        )
         for index, grad in enumerate(grads)
     ]
 

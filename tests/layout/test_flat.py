@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.units import make_unit
-from tiered_zero.layout.flat import ParamSpec, place_params
-from tiered_zero.layout.swap_bytes import PARAM_ALIGNMENT_NBYTES
+from tiered_zero.layout.flat import PARAM_ALIGNMENT_NBYTES, ParamSpec, place_params
 from tiered_zero.sizes import PAGE_NBYTES
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.int64)
@@ -40,9 +39,10 @@ def test_entries_lie_in_order_aligned_and_apart(numels: list[int], dtype: torch.
 )
 def test_every_rank_gets_whole_pages_of_one_size(numels: list[int], dtype: torch.dtype, world_size: int) -> None:
     unit = make_unit(0, numels, dtype, world_size=world_size)
-    assert unit.numel == world_size * unit.shard_numel
-    assert unit.shard_numel * dtype.itemsize % PAGE_NBYTES == 0
-    assert unit.shard_numel % (PAGE_NBYTES // 2) == 0, "a shard is whole pages in 16 bit and in fp32"
+    (shard,) = {len(unit.shard(rank)) for rank in range(world_size)}
+    assert unit.numel == world_size * shard and len(unit.bounds) == world_size + 1
+    assert shard * dtype.itemsize % PAGE_NBYTES == 0
+    assert shard % (PAGE_NBYTES // 2) == 0, "a shard is whole pages in 16 bit and in fp32"
     assert unit.nbytes == unit.numel * dtype.itemsize
     shortest = unit.entries[-1].stop
     page = max(PAGE_NBYTES // 2, PAGE_NBYTES // dtype.itemsize)
@@ -56,7 +56,7 @@ def test_a_uint8_unit_is_whole_pages() -> None:
 
 @pytest.mark.parametrize(("shape", "numel"), [((), 1), ((0,), 0), ((0, 7), 0), ((3, 4), 12)])
 def test_numel_of_scalars_and_empties(shape: tuple[int, ...], numel: int) -> None:
-    spec = ParamSpec("p", shape, torch.float32, True, 0)
+    spec = ParamSpec(name="p", shape=shape, dtype=torch.float32, trainable=True, index=0)
     assert spec.numel == numel
     (entry,) = place_params([spec])
     assert (entry.start, entry.stop) == (0, numel)

@@ -12,9 +12,8 @@ from torch import nn
 
 from tests.support.units import make_unit
 from tiered_zero.config import load
-from tiered_zero.layout.flat import Unit
+from tiered_zero.layout.flat import CUT_NUMEL, Unit, equal_bounds
 from tiered_zero.layout.subgroups import cut_subgroups
-from tiered_zero.layout.swap_bytes import CUT_NUMEL
 from tiered_zero.run_spec import smaller_sub_groups, specify_run
 from tiered_zero.sizes import PAGE_NBYTES
 
@@ -41,7 +40,7 @@ def test_pieces_tile_every_stepped_parameter_once(
 ) -> None:
     units, group_of = layout
     found: dict[str, list[tuple[int, int]]] = {}
-    for subgroup in cut_subgroups(units, group_of, size_numel, elementwise):
+    for subgroup in cut_subgroups(units, group_of, size_numel, elementwise=elementwise):
         for piece in subgroup.pieces:
             assert piece.group == group_of[piece.param.name]
             assert 0 <= piece.start < piece.stop <= subgroup.numel
@@ -65,7 +64,7 @@ def test_segments_tile_the_units_and_cuts_are_pages_in_any_dtype(
     layout: tuple[list[Unit], dict[str, int]], size_numel: int, elementwise: bool
 ) -> None:
     units, group_of = layout
-    subgroups = cut_subgroups(units, group_of, size_numel, elementwise)
+    subgroups = cut_subgroups(units, group_of, size_numel, elementwise=elementwise)
     assert [subgroup.index for subgroup in subgroups] == list(range(len(subgroups)))
     covered: dict[int, int] = {}
     order = []
@@ -99,6 +98,28 @@ def test_sizes_are_kept(layout: tuple[list[Unit], dict[str, int]], size_numel: i
         assert subgroup.numel <= limit or len(subgroup.segments) == 1, "only a unit that is larger stands alone"
 
 
+@given(layout=layouts(), size_numel=st.integers(1, 30_000), world_size=st.integers(1, 4), apart=st.booleans())
+def test_the_ranks_shards_tile_every_stepped_parameter(
+    layout: tuple[list[Unit], dict[str, int]], size_numel: int, world_size: int, apart: bool
+) -> None:
+    units, group_of = layout
+    sharded = [
+        replace(unit, bounds=equal_bounds(unit.entries[-1].stop, unit.dtype.itemsize, world_size)) for unit in units
+    ]
+    found: dict[str, list[range]] = {}
+    for rank in range(world_size):
+        for subgroup in cut_subgroups(sharded, group_of, size_numel, elementwise=True, apart=apart, rank=rank):
+            for segment in subgroup.segments:
+                shard = segment.unit.shard(rank)
+                assert shard.start <= segment.unit_start < segment.unit_start + segment.numel <= shard.stop
+            for piece in subgroup.pieces:
+                found.setdefault(piece.param.name, []).append(range(piece.param_start, piece.param_start + piece.numel))
+    for unit in units if group_of else ():
+        for param in (entry.param for entry in unit.entries if unit.trainable and entry.param.name in group_of):
+            parts = sorted(found.get(param.name, []), key=lambda part: part.start)
+            assert [index for part in parts for index in part] == list(range(param.numel))
+
+
 def test_piece_starts_match_the_flat() -> None:
     """Element k of a parameter is where the unit's flat has it, seen through segment and piece alike."""
     unit = make_unit(0, [3000, 5000, 100])
@@ -107,6 +128,8 @@ def test_piece_starts_match_the_flat() -> None:
         for segment in subgroup.segments:
             for piece in segment.pieces:
                 in_unit = segment.unit_start + piece.start - segment.start
+                flat = torch.arange(unit.numel)
+                assert segment.part_of(flat)[piece.start - segment.start] == in_unit
                 assert in_unit == starts[piece.param.name] + piece.param_start
 
 
@@ -129,8 +152,8 @@ def test_embeddings_are_cut_apart_but_for_their_pages(
     layout: tuple[list[Unit], dict[str, int]], size_numel: int, elementwise: bool
 ) -> None:
     units, group_of = layout
-    together = cut_subgroups(units, group_of, size_numel, elementwise)
-    cut = cut_subgroups(units, group_of, size_numel, elementwise, apart=True)
+    together = cut_subgroups(units, group_of, size_numel, elementwise=elementwise)
+    cut = cut_subgroups(units, group_of, size_numel, elementwise=elementwise, apart=True)
     assert sum(subgroup.numel for subgroup in cut) == sum(subgroup.numel for subgroup in together)
     assert not any(subgroup.embedding for subgroup in together)
     limit = -(-size_numel // CUT_NUMEL) * CUT_NUMEL
@@ -160,7 +183,7 @@ def test_pieces_tile_parameters_also_where_embeddings_are_apart(
 
     def parts(apart: bool) -> dict[str, int]:
         found: dict[str, int] = {}
-        for subgroup in cut_subgroups(units, group_of, size_numel, elementwise, apart):
+        for subgroup in cut_subgroups(units, group_of, size_numel, elementwise=elementwise, apart=apart):
             for piece in subgroup.pieces:
                 assert piece.param_start == found.get(piece.param.name, 0)
                 found[piece.param.name] = piece.param_start + piece.numel
@@ -173,9 +196,9 @@ def test_pieces_tile_parameters_also_where_embeddings_are_apart(
 
 @pytest.mark.parametrize("elementwise", [True, False])
 def test_nothing_to_step_gives_no_subgroups(elementwise: bool) -> None:
-    assert cut_subgroups([], {}, 1000, elementwise) == []
-    assert cut_subgroups([make_unit(0, [10])], {}, 1000, elementwise) == []
-    assert cut_subgroups([make_unit(0, [10], trainable=False)], {"u0.p0": 0}, 1000, elementwise) == []
+    assert cut_subgroups([], {}, 1000, elementwise=elementwise) == []
+    assert cut_subgroups([make_unit(0, [10])], {}, 1000, elementwise=elementwise) == []
+    assert cut_subgroups([make_unit(0, [10], trainable=False)], {"u0.p0": 0}, 1000, elementwise=elementwise) == []
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given
@@ -10,12 +12,15 @@ from torch import nn
 
 from tiered_zero.errors import ModelError
 from tiered_zero.layout.flat import Unit
-from tiered_zero.layout.units import UnitRules, find_units, list_params
+from tiered_zero.layout.units import UnitRules, find_units
+from tiered_zero.params.model_spec import list_params, module_tree
 
 
-def units_of(model: nn.Module, **rules: object) -> list[Unit]:
-    rules_ = UnitRules(**rules)  # type: ignore[arg-type]
-    return find_units(model, list_params(model, rules_.cast), rules_)
+def units_of(
+    model: nn.Module, cast: Callable[[torch.dtype], torch.dtype] = lambda dtype: dtype, **rules: int | None
+) -> list[Unit]:
+    specs = list_params(model, cast)
+    return find_units(module_tree(model, specs), list(specs.values()), UnitRules(**rules))  # type: ignore[arg-type]
 
 
 def names_of(units: list[Unit]) -> list[list[str]]:
@@ -62,8 +67,7 @@ def test_a_tied_parameter_moves_once_and_knows_its_names() -> None:
     assert len(specs) == len(list(model.parameters()))
     assert specs[model.embed.weight].name == "embed.weight"
     assert specs[model.embed.weight].aliases == ("head.weight",)
-    units = find_units(model, specs, UnitRules())
-    names = [name for unit in names_of(units) for name in unit]
+    names = [name for unit in names_of(units_of(model)) for name in unit]
     assert names.count("embed.weight") == 1 and "head.weight" not in names
 
 
@@ -176,7 +180,9 @@ def test_any_tree_is_partitioned(
     if tie and len(owners) > 1:
         owners[-1].register_parameter("tied", next(iter(owners[0]._parameters.values())))
     specs = list_params(model, lambda dtype: dtype)
-    units = find_units(model, specs, UnitRules(cap, persistence, world_size=world_size))
+    tree, listed = module_tree(model, specs), list(specs.values())
+    rules = UnitRules(size_cap_numel=cap, persistence_numel=persistence, world_size=world_size)
+    units = find_units(tree, listed, rules)
     placed = [entry.param for unit in units for entry in unit.entries]
     assert len({spec.index for spec in placed}) == len(placed), "nobody twice"
     assert {spec.index for spec in specs.values() if spec.numel} <= {spec.index for spec in placed}, "nobody left out"
@@ -187,4 +193,4 @@ def test_any_tree_is_partitioned(
             assert (entry.param.dtype, entry.param.trainable) == (unit.dtype, unit.trainable)
             assert unit.persistent == (0 < entry.param.numel <= persistence)
             assert id(next(p for p, spec in specs.items() if spec is entry.param)) in own
-    assert units == find_units(model, specs, UnitRules(cap, persistence, world_size=world_size)), "the same every time"
+    assert units == find_units(module_tree(model, specs), listed, rules), "the same every time"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tiered_zero.layout.swap_bytes import QUANTIZED_BLOCK_NUMEL
+from tiered_zero.layout.subgroups import QUANTIZED_BLOCK_NUMEL
 from tiered_zero.native.update import UpdateKernel
 from tiered_zero.optim import quantized, torch_bits
 from tiered_zero.optim.adam import AdamRule

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from tests.support.units import make_unit
 from tiered_zero.layout.flat import Unit
-from tiered_zero.layout.subgroups import SubGroup, cut_subgroups
-from tiered_zero.layout.swap_bytes import QUANTIZED_BLOCK_NUMEL
+from tiered_zero.layout.subgroups import QUANTIZED_BLOCK_NUMEL, SubGroup, cut_subgroups
 from tiered_zero.optim.adam import AdamRule
 from tiered_zero.optim.master_format import RemainderMasters
 from tiered_zero.optim.quantized import QuantizedAdam
@@ -42,7 +41,7 @@ class Fields(UpdateRule):
 
 def subgroups_of(units: Sequence[Unit], groups: Mapping[str, int], size: int, elementwise: bool) -> list[SubGroup]:
     group_of = {entry.param.name: groups.get(entry.param.name, 0) for unit in units for entry in unit.entries}
-    return cut_subgroups(list(units), group_of, size, elementwise)
+    return cut_subgroups(list(units), group_of, size, elementwise=elementwise)
 
 
 @given(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from tiered_zero.layout.flat import ParamSpec, Unit, place_params
+from tiered_zero.layout.flat import ParamSpec, Unit, equal_bounds, place_params
 
 
 def make_unit(
@@ -21,9 +21,22 @@ def make_unit(
     world_size: int = 1,
 ) -> Unit:
     """A unit of 1-D parameters `u<index>.p<k>`, in a module of its own unless `module` names one."""
-    specs = [ParamSpec(f"u{index}.p{k}", (n,), dtype, trainable, 10_000 * index + k) for k, n in enumerate(numels)]
+    specs = [
+        ParamSpec(name=f"u{index}.p{k}", shape=(n,), dtype=dtype, trainable=trainable, index=10_000 * index + k)
+        for k, n in enumerate(numels)
+    ]
     where = f"u{index}" if module is None else module
-    return Unit(index, where, where, dtype, trainable, persistent, place_params(specs), world_size)
+    entries = place_params(specs)
+    return Unit(
+        index=index,
+        name=where,
+        module=where,
+        dtype=dtype,
+        trainable=trainable,
+        persistent=persistent,
+        entries=entries,
+        bounds=equal_bounds(entries[-1].stop, dtype.itemsize, world_size),
+    )
 
 
 def make_params(unit: Unit) -> list[nn.Parameter]:

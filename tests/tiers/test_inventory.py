@@ -16,7 +16,7 @@ def test_homes_are_told_apart_by_owner_and_kind() -> None:
     runtime = make_runtime()
     tier = DeviceTier(runtime.accelerator, runtime.ledger)
     unit, other = make_unit(0), make_unit(1)
-    (subgroup,) = cut_subgroups([unit], {"u0.p0": 0}, 1 << 20, True)
+    (subgroup,) = cut_subgroups([unit], {"u0.p0": 0}, 1 << 20, elementwise=True)
     inventory = Inventory()
     owners = [(unit, "param"), (unit, "gradient"), (other, "param"), (subgroup, "param")]
     homes = {}

@@ -12,9 +12,8 @@ import torch
 
 from tests.support.tier_rig import TIERS, open_rig
 from tests.support.units import flat_of, make_params, make_unit
-from tiered_zero.layout.flat import Unit
+from tiered_zero.layout.flat import CUT_NUMEL, Unit
 from tiered_zero.layout.subgroups import cut_subgroups
-from tiered_zero.layout.swap_bytes import CUT_NUMEL
 from tiered_zero.optim.adam import AdamRule
 from tiered_zero.optim.master_format import FullMasters, RemainderMasters
 from tiered_zero.optim.state_layout import StateLayout
@@ -50,7 +49,7 @@ def world(request: pytest.FixtureRequest, swap_path: Path) -> Iterator[World]:
     masters_as = RemainderMasters() if how == "remainder" else FullMasters()
     with open_rig(place, swap_path, buffer_nbytes=4096, num_buffers=1) as rig:
         inventory = Inventory()
-        subgroups = cut_subgroups(units, group_of, CUT_NUMEL, True)
+        subgroups = cut_subgroups(units, group_of, CUT_NUMEL, elementwise=True)
         layouts = [StateLayout(subgroup, rule, groups, masters_as) for subgroup in subgroups]
         for layout in layouts:
             slot = rig.tier.reserve(f"s{layout.subgroup.index}", layout.nbytes, "state")

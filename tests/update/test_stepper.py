@@ -16,9 +16,8 @@ from tests.support.units import flat_of, make_params, make_unit
 from tiered_zero.errors import TransferError
 from tiered_zero.hardware.host_memory import HostArena
 from tiered_zero.hardware.staging import StagingPool
-from tiered_zero.layout.flat import ParamSpec, Unit
+from tiered_zero.layout.flat import CUT_NUMEL, ParamSpec, Unit
 from tiered_zero.layout.subgroups import cut_subgroups
-from tiered_zero.layout.swap_bytes import CUT_NUMEL
 from tiered_zero.optim.master_format import MasterFormat, Parts
 from tiered_zero.optim.rule import Run, StateField, UpdateRule
 from tiered_zero.optim.state_layout import StateLayout
@@ -137,7 +136,7 @@ class World:
             tier = self.tier if params_away else host
             slot = tier.reserve(f"u{unit.index}", unit.nbytes, "param")
             self.inventory.place(unit, "param", Home(tier, slot))
-        subgroups = cut_subgroups(self.units, self.group_of, size_numel, elementwise)
+        subgroups = cut_subgroups(self.units, self.group_of, size_numel, elementwise=elementwise)
         self.layouts = [StateLayout(subgroup, self.rule, self.hyper, masters) for subgroup in subgroups]
         for layout in self.layouts:
             slot = self.tier.reserve(f"s{layout.subgroup.index}", layout.nbytes, "state")

@@ -1,17 +1,39 @@
-"""Where each parameter lies in its unit's flat array."""
+"""Where each parameter lies in its unit's flat, and which range of the flat each rank owns."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from typing import Any, TypeVar, cast
 
-import torch
+from tiered_zero.sizes import PAGE_NBYTES, align_up
 
-from tiered_zero.layout.swap_bytes import flat_numel, param_starts
+PARAM_ALIGNMENT_NBYTES = 128
+"""Start of each parameter in its flat: two cache lines, which every GEMM library accepts."""
+
+CUT_NUMEL = PAGE_NBYTES // 2
+"""Shards and sub-groups end at multiples of this many elements: a page even in 16 bit, so that any tier can write a
+cut part.
+"""
+
+Memory = TypeVar("Memory")
+"""A tensor, 1-D and contiguous; this package imports no torch to say so."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
+class DType:
+    """An element type where torch is not imported. `name`: as torch has it, without "torch."."""
+
+    name: str
+    itemsize: int
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True, kw_only=True)
 class ParamSpec:
     """One parameter by identity. `name`: its first fully qualified name; `aliases`: the others (tied weights).
 
@@ -21,32 +43,35 @@ class ParamSpec:
 
     name: str
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    dtype: Any
     trainable: bool
     index: int
     aliases: tuple[str, ...] = ()
     embedding: bool = False
     stride: tuple[int, ...] | None = None
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return prod(self.shape)
 
-    def view(self, memory: torch.Tensor) -> torch.Tensor:
-        """`memory`, [numel] and contiguous, in the parameter's shape and strides."""
+    def view(self, memory: Memory) -> Memory:
+        """View `memory`, [numel], in the parameter's shape and strides."""
+        tensor: Any = memory
         if self.stride is None:
-            return memory.view(self.shape)
-        return memory.as_strided(self.shape, self.stride, memory.storage_offset())
+            return cast("Memory", tensor.view(self.shape))
+        return cast("Memory", tensor.as_strided(self.shape, self.stride, tensor.storage_offset()))
 
-    def flatten(self, tensor: torch.Tensor) -> torch.Tensor:
-        """[numel]: the elements of `tensor`, of the parameter's shape, in the order in which the parameter has them in
-        memory. A view where `tensor` has the parameter's strides."""
+    def flatten(self, value: Memory) -> Memory:
+        """[numel]: the elements of `value`, of the parameter's shape, in the order of the parameter's memory.
+
+        A view where `value` has the parameter's strides.
+        """
+        tensor: Any = value
         if self.stride is None:
-            return tensor.contiguous().view(-1)
+            return cast("Memory", tensor.contiguous().view(-1))
         if tensor.stride() != self.stride:
-            own = torch.empty_strided(self.shape, self.stride, dtype=tensor.dtype, device=tensor.device)
-            tensor = own.copy_(tensor)
-        return tensor.as_strided((self.numel,), (1,), tensor.storage_offset())
+            tensor = tensor.new_empty_strided(self.shape, self.stride).copy_(tensor)
+        return cast("Memory", tensor.as_strided((self.numel,), (1,), tensor.storage_offset()))
 
 
 @dataclass(frozen=True)
@@ -61,38 +86,57 @@ class FlatEntry:
         return self.start + self.param.numel
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Unit:
-    """Parameters that move together: one dtype, trainable or not, persistent or not. A flat [P], `P = W * S`.
+    """Parameters that move together: one dtype, trainable or not, persistent or not.
 
-    `module`: qualified name of the module whose forward uses it ("" is the root). Between entries and after the last
-    lie zeros that are never read as values.
+    `module`: qualified name of the module whose forward uses it ("" is the root). `bounds`: W+1 offsets; rank r owns
+    the elements from `bounds[r]` to `bounds[r + 1]` of the flat. Between entries and after the last lie zeros that are
+    never read as values.
     """
 
     index: int
     name: str
     module: str
-    dtype: torch.dtype
+    dtype: Any
     trainable: bool
     persistent: bool
     entries: tuple[FlatEntry, ...]
-    world_size: int = 1
+    bounds: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements of the flat, padding included."""
+        return self.bounds[-1]
+
+    @property
+    def itemsize(self) -> int:
+        return int(self.dtype.itemsize)
 
     @cached_property
-    def numel(self) -> int:
-        """P: padded so that each rank's shard is whole pages."""
-        return flat_numel(self.entries[-1].stop, self.dtype.itemsize, self.world_size)
-
-    @property
-    def shard_numel(self) -> int:
-        return self.numel // self.world_size
-
-    @property
     def nbytes(self) -> int:
-        return self.numel * self.dtype.itemsize
+        return self.numel * self.itemsize
+
+    @cached_property
+    def params_numel(self) -> int:
+        """Elements without padding."""
+        return sum(entry.param.numel for entry in self.entries)
+
+    def shard(self, rank: int) -> range:
+        """Elements of the flat that `rank` owns."""
+        return range(self.bounds[rank], self.bounds[rank + 1])
 
 
-def place_params(params: list[ParamSpec]) -> tuple[FlatEntry, ...]:
+def place_params(params: Sequence[ParamSpec]) -> tuple[FlatEntry, ...]:
     """Lay parameters of one dtype one after another, each at an aligned start."""
-    starts = param_starts([param.numel for param in params], params[0].dtype.itemsize)
-    return tuple(map(FlatEntry, params, starts))
+    entries, position = [], 0
+    for param in params:
+        entries.append(FlatEntry(param, position))
+        position = align_up(position + param.numel, max(1, PARAM_ALIGNMENT_NBYTES // param.dtype.itemsize))
+    return tuple(entries)
+
+
+def equal_bounds(stop: int, itemsize: int, world_size: int = 1) -> tuple[int, ...]:
+    """Bounds of a flat whose last parameter ends at `stop`: shards of one size, of whole pages in any dtype."""
+    shard = align_up(-(-stop // world_size), max(CUT_NUMEL, PAGE_NBYTES // itemsize))
+    return tuple(rank * shard for rank in range(world_size + 1))

@@ -2,11 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, cast
 
-from tiered_zero.layout.flat import ParamSpec, Unit
-from tiered_zero.layout.swap_bytes import cut_flats
+from tiered_zero.layout.flat import CUT_NUMEL, PARAM_ALIGNMENT_NBYTES, Memory, ParamSpec, Unit
+from tiered_zero.sizes import align_up
+
+AUTO_SUB_GROUP_NUMEL = 1 << 20
+"""Elements of a sub-group where the config leaves the size open: 12 MiB of fp32 Adam state. With many in flight the
+disk never runs dry, and the next forward waits for less at a time; 48 MiB and three in flight took a tenth longer a
+step.
+"""
+
+MAX_SUB_GROUP_NUMEL = 1 << 22
+"""Larger sub_group_size values fall back to the automatic size: DeepSpeed's default, 1e9, stands in most configs and
+would make one sub-group of a small model, with nothing to transfer while it is updated.
+"""
+
+QUANTIZED_BLOCK_NUMEL = PARAM_ALIGNMENT_NBYTES // 4
+"""Moments of 8 bits that share a scale. Every parameter starts with a block, in any dtype; cuts fall between two."""
+
+
+def sub_group_numel(given: int) -> int:
+    """Elements at which sub-groups are cut. `given`: zero_optimization.sub_group_size."""
+    return given if given <= MAX_SUB_GROUP_NUMEL else AUTO_SUB_GROUP_NUMEL
 
 
 @dataclass(frozen=True)
@@ -47,6 +68,20 @@ class Segment:
     def stop(self) -> int:
         return self.start + self.numel
 
+    @property
+    def unit_offset(self) -> int:
+        """Bytes in the unit's flat before the first element, in the unit's dtype."""
+        return self.unit_start * self.unit.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Of the elements in the unit's dtype."""
+        return self.numel * self.unit.itemsize
+
+    def part_of(self, flat: Memory) -> Memory:
+        """[numel]: the segment's elements in `flat`, the unit's flat of any dtype."""
+        return cast("Memory", cast("Any", flat)[self.unit_start : self.unit_start + self.numel])
+
 
 @dataclass(frozen=True)
 class SubGroup:
@@ -71,44 +106,85 @@ class SubGroup:
 
 
 def cut_subgroups(
-    units: list[Unit], group_of: dict[str, int], size_numel: int, elementwise: bool, apart: bool = False
+    units: Sequence[Unit],
+    group_of: Mapping[str, int],
+    size_numel: int,
+    *,
+    elementwise: bool,
+    apart: bool = False,
+    rank: int = 0,
 ) -> list[SubGroup]:
-    """Sub-groups of at most `size_numel` elements (rounded up to a page's worth) over trainable units that have a param
-    group.
+    """Cut `rank`'s shards of the trainable units that have a param group into sub-groups of at most `size_numel`
+    elements (rounded up to a page's worth).
 
     `group_of`: parameter name -> param group; parameters that no group holds are not stepped. An elementwise rule may
     be cut inside a parameter; for any other rule cuts fall between units only, so a unit larger than the size is a
-    sub-group alone. `apart`: embeddings get sub-groups of their own, see `cut_flats`.
+    sub-group alone. `apart`: embeddings share sub-groups with each other and with what lies in the same page; where
+    cuts fall between units only, with the rest of their unit.
     """
-    stepped = [u for u in units if u.trainable and any(entry.param.name in group_of for entry in u.entries)]
-    flats = [
-        (unit.numel, [(e.start, e.stop) for e in unit.entries if _is_stepped_embedding(e.param, group_of)])
-        for unit in stepped
-    ]
+    limit = max(CUT_NUMEL, align_up(size_numel, CUT_NUMEL))
     subgroups: list[SubGroup] = []
-    for cut in cut_flats(flats, size_numel, elementwise, apart):
-        segments: list[Segment] = []
-        num_pieces = filled = 0
-        for index, start, numel in cut.stretches:
-            bare = Segment(stepped[index], start, filled, numel, ())
-            segments.append(replace(bare, pieces=_pieces(bare, group_of, num_pieces)))
-            num_pieces += len(segments[-1].pieces)
-            filled += numel
-        subgroups.append(SubGroup(len(subgroups), tuple(segments), cut.embedding))
+    segments: list[Segment] = []
+    filled = num_pieces = 0
+    kind = False
+
+    def close() -> None:
+        nonlocal filled, num_pieces
+        if segments:
+            subgroups.append(SubGroup(len(subgroups), tuple(segments), kind))
+        segments.clear()
+        filled = num_pieces = 0
+
+    for unit in units:
+        if not unit.trainable or not any(entry.param.name in group_of for entry in unit.entries):
+            continue
+        for start, stop, embedding in _stretches(unit, unit.shard(rank), group_of if apart else {}, elementwise):
+            if embedding != kind or (not elementwise and filled + stop - start > limit):
+                close()
+            kind = embedding
+            while start < stop:
+                numel = min(limit - filled, stop - start) if elementwise else stop - start
+                pieces = _pieces(unit, range(start, start + numel), group_of, filled, num_pieces)
+                segments.append(Segment(unit, start, filled, numel, pieces))
+                num_pieces += len(pieces)
+                filled += numel
+                start += numel
+                if filled >= limit:
+                    close()
+    close()
     return subgroups
 
 
-def _is_stepped_embedding(param: ParamSpec, group_of: dict[str, int]) -> bool:
-    return param.embedding and param.numel > 0 and param.name in group_of
+def _stretches(unit: Unit, shard: range, group_of: Mapping[str, int], elementwise: bool) -> list[tuple[int, int, bool]]:
+    """(start, stop, holds embeddings of `group_of`) of the parts of a shard, at cuts that any tier can write."""
+    embeddings = [
+        (max(entry.start, shard.start), min(entry.stop, shard.stop))
+        for entry in unit.entries
+        if entry.param.embedding and entry.param.name in group_of
+    ]
+    embeddings = [(start, stop) for start, stop in embeddings if start < stop]
+    if not elementwise or not embeddings:
+        return [(shard.start, shard.stop, bool(embeddings))] if shard else []
+    parts: list[tuple[int, int, bool]] = []
+    position = shard.start
+    for start, stop in embeddings:
+        start, stop = start // CUT_NUMEL * CUT_NUMEL, align_up(stop, CUT_NUMEL)
+        if parts and start <= position:
+            parts[-1] = (parts[-1][0], stop, True)
+        else:
+            parts += [(position, start, False), (start, stop, True)]
+        position = stop
+    return [part for part in [*parts, (position, shard.stop, False)] if part[0] < part[1]]
 
 
-def _pieces(segment: Segment, group_of: dict[str, int], first_index: int) -> tuple[ParamPiece, ...]:
+def _pieces(
+    unit: Unit, elements: range, group_of: Mapping[str, int], segment_start: int, first_index: int
+) -> tuple[ParamPiece, ...]:
     pieces: list[ParamPiece] = []
-    for entry in segment.unit.entries:
-        first = max(entry.start, segment.unit_start)
-        stop = min(entry.stop, segment.unit_start + segment.numel)
+    for entry in unit.entries:
+        first, stop = max(entry.start, elements.start), min(entry.stop, elements.stop)
         if first < stop and entry.param.name in group_of:
-            index, start = first_index + len(pieces), segment.start + first - segment.unit_start
+            index, start = first_index + len(pieces), segment_start + first - elements.start
             group = group_of[entry.param.name]
             pieces.append(ParamPiece(index, entry.param, group, start, first - entry.start, stop - first))
     return tuple(pieces)

@@ -7,7 +7,7 @@ from typing import Any, final
 
 import torch
 
-from tiered_zero.layout.swap_bytes import QUANTIZED_BLOCK_NUMEL
+from tiered_zero.layout.subgroups import QUANTIZED_BLOCK_NUMEL
 from tiered_zero.native.update import Moments, UpdateKernel
 from tiered_zero.optim.adam import AdamRule
 from tiered_zero.optim.formats import hash_noise

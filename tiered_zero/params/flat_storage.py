@@ -286,7 +286,7 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 def _sample_places(unit: Unit) -> torch.Tensor:
     """Words of the flat that are compared, int64: `_NUM_SAMPLES` of each parameter, in no regular pattern."""
-    step = -(-unit.dtype.itemsize // 8)
+    step = -(-unit.itemsize // 8)
     golden = (5**0.5 - 1) / 2
     places = {
         entry.start + int(entry.param.numel * (number * golden % 1))
@@ -334,7 +334,7 @@ class FlatStorage:
         else:
             self.flat = torch.empty(self.unit.numel, dtype=self.unit.dtype, device=self._device)
         self._bytes = self.flat.untyped_storage()
-        self._words = self.flat.view(_WORDS.get(self.unit.dtype.itemsize, torch.int64))
+        self._words = self.flat.view(_WORDS.get(self.unit.itemsize, torch.int64))
         with torch._C.DisableTorchFunctionSubclass():
             for entry, param in zip(self.unit.entries, self._params, strict=True):
                 param.data = entry.param.view(self.flat[entry.start : entry.stop])
@@ -402,7 +402,7 @@ class FlatStorage:
         differs, self._differs = self._differs, None
         if differs is None or not bool(differs.any()):
             return None
-        place = int(self._sampled[differs][0]) * self._words.itemsize // self.unit.dtype.itemsize
+        place = int(self._sampled[differs][0]) * self._words.itemsize // self.unit.itemsize
         return next(entry.param.name for entry in self.unit.entries if place < entry.stop)
 
     def check_converted(self) -> None:

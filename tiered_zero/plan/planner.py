@@ -177,11 +177,11 @@ def make_plan(units: Sequence[Unit], needs: Sequence[SubGroupSize], wishes: Plan
     fixed = _total(resident) + in_flight + gradients["device"] + state["device"]
     room = wishes.limits.get("device", (1 << 62, ""))[0] - fixed
     live = _live_nbytes(paged, wishes, room)
-    most_live = min(room, wishes.max_live_numel * max((unit.dtype.itemsize for unit in paged), default=0))
+    most_live = min(room, wishes.max_live_numel * max((unit.itemsize for unit in paged), default=0))
     param_staging = _param_staging(on_nvme, wishes)
-    itemsizes = {unit.index: unit.dtype.itemsize for unit in units}
+    itemsizes = {unit.index: unit.itemsize for unit in units}
     state_staging = _state_staging(needs, state_tiers, tiers, itemsizes, wishes)
-    largest_param = max((e.param.numel * u.dtype.itemsize for u in to_host for e in u.entries), default=0)
+    largest_param = max((e.param.numel * u.itemsize for u in to_host for e in u.entries), default=0)
     gradient_staging = (min(largest_param, MAX_AUTO_STAGING_NBYTES), 1) if to_host else (0, 0)
     rows = [
         PlanRow("device", "param", _total(resident), "parameters that stay on the device"),
@@ -242,7 +242,7 @@ def _back_on_device_nbytes(
     to_host: Sequence[Unit], needs: Sequence[SubGroupSize], state_tiers: Sequence[str], sums: bool
 ) -> int:
     """Gradients of a unit that is split over tiers go back for the update on the device, a sub-group at a time."""
-    itemsizes = {unit.index: 4 if sums else unit.dtype.itemsize for unit in to_host}
+    itemsizes = {unit.index: 4 if sums else unit.itemsize for unit in to_host}
     return max(
         (
             sum(numel * itemsizes.get(index, 0) for index, numel in need.parts.items())
@@ -273,9 +273,9 @@ def place_params(units: Sequence[Unit], wishes: PlanRequest) -> dict[int, str]:
     room = wishes.max_host_param_numel
     for unit in units:
         tier = "device" if unit.persistent else wishes.param_tier
-        if tier == "nvme" and sum(entry.param.numel for entry in unit.entries) <= room:
+        if tier == "nvme" and unit.params_numel <= room:
             tier = "host"
-            room -= sum(entry.param.numel for entry in unit.entries)
+            room -= unit.params_numel
         tiers[unit.index] = tier
     return tiers
 
@@ -299,7 +299,7 @@ def _live_nbytes(paged: Sequence[Unit], wishes: PlanRequest, room_nbytes: int) -
     chain = max(chains, key=_total)
     others = sorted((unit.nbytes for unit in paged if unit not in chain), reverse=True)
     window = _total(chain) + sum(others[: WINDOW_UNITS - 1])
-    itemsize = max(unit.dtype.itemsize for unit in paged)
+    itemsize = max(unit.itemsize for unit in paged)
     allowed = min(window, wishes.max_live_numel * itemsize)
     return max(_total(chain), min(allowed, room_nbytes))
 
@@ -325,7 +325,7 @@ def _param_staging(on_nvme: Sequence[Unit], wishes: PlanRequest) -> tuple[int, i
                         f"leave it "
                         "out to have it sized from the model."
                     )
-        size = min(largest, align_up(wishes.staging_numel * max(u.dtype.itemsize for u in on_nvme), PAGE_NBYTES))
+        size = min(largest, align_up(wishes.staging_numel * max(u.itemsize for u in on_nvme), PAGE_NBYTES))
     return align_up(size, PAGE_NBYTES), wishes.num_param_staging or NUM_PARAM_STAGING
 
 

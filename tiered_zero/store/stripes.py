@@ -11,7 +11,7 @@ from typing import NamedTuple, final
 
 from tiered_zero.errors import StoreError, TieredZeroError
 from tiered_zero.io.engine import File, IOEngine, Ticket
-from tiered_zero.layout.swap_bytes import STRIPE_NBYTES, file_nbytes, stripe_turn
+from tiered_zero.layout.stripes import STRIPE_NBYTES, file_nbytes, stripe_cycle
 from tiered_zero.sizes import format_nbytes
 from tiered_zero.store.descriptors import error_text, kind_text
 from tiered_zero.store.manifest import sync_directory
@@ -38,7 +38,7 @@ class Stripes:
         if not weights or min(weights) <= 0:
             raise StoreError(f"Stripe weights must be one number > 0 for each path; found {list(weights)}.")
         self.weights = tuple(float(weight) for weight in weights)
-        self._turn = stripe_turn(self.weights)
+        self._turn = stripe_cycle(self.weights)
         self._counts = [self._turn.count(index) for index in range(len(weights))]
         self._ranks = [self._turn[:place].count(index) for place, index in enumerate(self._turn)]
 

@@ -35,23 +35,23 @@ class Masters:
     def store(self, unit: Unit, flat: torch.Tensor) -> None:
         """First values: `flat` [P] fp32 on the CPU."""
         for layout, segment in self._segments(unit):
-            self._write(layout, segment, layout.masters.split(_part(flat, segment)))
+            self._write(layout, segment, layout.masters.split(segment.part_of(flat)))
 
     def follow(self, unit: Unit, flat: torch.Tensor, old: torch.Tensor | None = None) -> None:
         """`flat` [P] of the unit's dtype on the CPU was set by hand: masters that round to something else take its
         value. `old`: [P], what it was before, where that is needed.
         """
         for layout, segment in self._segments(unit):
-            before = None if old is None else _part(old, segment)
-            if parts := layout.masters.follow(self._read(layout, segment), _part(flat, segment), before):
+            before = None if old is None else segment.part_of(old)
+            if parts := layout.masters.follow(self._read(layout, segment), segment.part_of(flat), before):
                 self._write(layout, segment, parts)
 
     def read(self, unit: Unit, params: torch.Tensor | None = None) -> torch.Tensor:
         """[P] fp32 on the CPU; zeros where no sub-group holds the unit. `params`: [P], where they are needed."""
         flat = torch.zeros(unit.numel)
         for layout, segment in self._segments(unit):
-            own = None if params is None else _part(params, segment)
-            _part(flat, segment).copy_(layout.masters.join(self._read(layout, segment), own))
+            own = None if params is None else segment.part_of(params)
+            segment.part_of(flat).copy_(layout.masters.join(self._read(layout, segment), own))
         return flat
 
     def _read(self, layout: StateLayout, segment: Segment) -> list[torch.Tensor]:
@@ -69,7 +69,3 @@ class Masters:
             for segment in layout.subgroup.segments:
                 if segment.unit.index == unit.index:
                     yield layout, segment
-
-
-def _part(flat: torch.Tensor, segment: Segment) -> torch.Tensor:
-    return flat[segment.unit_start : segment.unit_start + segment.numel]

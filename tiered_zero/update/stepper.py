@@ -23,7 +23,7 @@ from tiered_zero.tiers.step_gradients import StepGradients
 from tiered_zero.tiers.unit_update import UnitUpdate
 from tiered_zero.update.prefetch import ReadAhead
 from tiered_zero.update.ready import ReadyQueue
-from tiered_zero.update.subgroup_io import SubGroupIO, SubGroupWork, slice_of
+from tiered_zero.update.subgroup_io import SubGroupIO, SubGroupWork
 
 _POLL_S = 0.002
 """How often writes are looked at while gradients are waited for."""
@@ -246,7 +246,7 @@ class StreamingStepper:
         memory: for the part on the device they go back there, into the room of gradients in flight, all landed by now.
         """
         segments = work.subgroup.segments
-        grads = [slice_of(gradients.flat(segment.unit), segment) for segment in segments]
+        grads = [segment.part_of(gradients.flat(segment.unit)) for segment in segments]
         on_device = self._passage.updates_on_device(work.subgroup)
         away = [i for i, segment in enumerate(segments) if on_device and not gradients.on_device(segment.unit)]
         if not away:

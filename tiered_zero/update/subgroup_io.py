@@ -117,7 +117,7 @@ class SubGroupIO:
             if home is None:
                 continue  # on the device, and updated there
             if window is not None:
-                work.reads.append(home.tier.read(home.slot, window, segment.unit_start * segment.unit.dtype.itemsize))
+                work.reads.append(home.tier.read(home.slot, window, segment.unit_offset))
             elif work.param_kind != "param":
                 old, new = (self._out_view(kind, work.subgroup, segment) for kind in ("param", work.param_kind))
                 assert old is not None and new is not None, "both homes of a unit are on one tier"
@@ -136,7 +136,7 @@ class SubGroupIO:
             work.outs.append(view)
 
     def _out_nbytes(self, param_kind: str, subgroup: SubGroup) -> int:
-        return sum(_nbytes(s) for s in subgroup.segments if self._out_view(param_kind, subgroup, s) is None)
+        return sum(s.nbytes for s in subgroup.segments if self._out_view(param_kind, subgroup, s) is None)
 
     def _out_view(self, param_kind: str, subgroup: SubGroup, segment: Segment) -> torch.Tensor | None:
         """The parameters' final place, [numel] of their dtype, where the update can write it directly."""
@@ -144,9 +144,9 @@ class SubGroupIO:
         on_device = self.updates_on_device(subgroup)
         home = self._inventory.find(unit, param_kind)
         if home is None:
-            return slice_of(self._device_flat(unit), segment) if on_device else None
+            return segment.part_of(self._device_flat(unit)) if on_device else None
         raw = home.tier.view(home.slot)
-        return None if raw is None or on_device else slice_of(raw[: unit.nbytes].view(unit.dtype), segment)
+        return None if raw is None or on_device else segment.part_of(raw[: unit.nbytes].view(unit.dtype))
 
     def _staged_outs(self, work: SubGroupWork) -> Iterator[tuple[Segment, BufferView | None]]:
         """Each segment with its part of the lease, or None where it is written in place."""
@@ -157,7 +157,7 @@ class SubGroupIO:
                 yield segment, None
                 continue
             assert work.lease is not None
-            stop = start + _nbytes(segment)
+            stop = start + segment.nbytes
             yield segment, BufferView(work.lease.tensor[start:stop], work.lease.memory[start:stop])
             start = stop
 
@@ -191,13 +191,13 @@ class SubGroupIO:
             ).wait()
         home = self._inventory.find(segment.unit, work.param_kind)
         if home is not None:
-            offset = segment.unit_start * segment.unit.dtype.itemsize
+            offset = segment.unit_offset
             work.writes.append(home.tier.write(home.slot, window, offset))
             if unit_update is not None:
                 unit_update.hand_over(offset, window.tensor, accelerator.copy)
                 work.handed.append((unit_update, offset))
             return
-        target = as_bytes(slice_of(self._device_flat(segment.unit), segment))
+        target = as_bytes(segment.part_of(self._device_flat(segment.unit)))
         event = accelerator.lane("update").submit(
             lambda: accelerator.copy(target, window.tensor), after=[accelerator.record_compute()], holds=[target]
         )
@@ -225,12 +225,3 @@ class SubGroupIO:
     def wait(self, event: Event, work: SubGroupWork) -> None:
         with self._runtime.recorder.span("update", "wait_state", f"sub-group {work.subgroup.index}"):
             event.wait()
-
-
-def slice_of(flat: torch.Tensor, segment: Segment) -> torch.Tensor:
-    """The segment's part of its unit's flat."""
-    return flat[segment.unit_start : segment.unit_start + segment.numel]
-
-
-def _nbytes(segment: Segment) -> int:
-    return segment.numel * segment.unit.dtype.itemsize

@@ -1,0 +1,80 @@
+"""Describe a torch model to the layout: its parameters and its module tree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from tiered_zero.errors import ModelError
+from tiered_zero.layout.flat import ParamSpec
+from tiered_zero.layout.units import ModuleSpec
+
+
+def list_params(
+    model: nn.Module, cast: Callable[[torch.dtype], torch.dtype], trains: bool = True
+) -> dict[nn.Parameter, ParamSpec]:
+    """List every parameter once, by identity, in the order of `model.parameters()`.
+
+    `cast`: the dtype on the device of a parameter with the given dtype. `trains`: False makes every one frozen. Raises
+    ModelError on a model without any, or with one that has no shape yet.
+    """
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        if is_lazy(param):
+            raise ModelError(
+                f"Parameter {name} has no shape yet: its module is a lazy one. Run one batch through the model before "
+                "tiered_zero.initialize(), or give the module its sizes."
+            )
+        names.setdefault(param, []).append(name)
+    if not names:
+        raise ModelError(
+            "The model has no parameters; there is nothing to train. Pass the torch.nn.Module to be trained."
+        )
+    embeddings = {module.weight for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))}
+    return {
+        param: ParamSpec(
+            name=first,
+            shape=tuple(param.shape),
+            dtype=cast(param.dtype),
+            trainable=trains and param.requires_grad,
+            index=index,
+            aliases=tuple(others),
+            embedding=param in embeddings,
+            stride=_kept_stride(param),
+        )
+        for index, (param, (first, *others)) in enumerate(names.items())
+    }
+
+
+def module_tree(model: nn.Module, specs: Mapping[nn.Parameter, ParamSpec], name: str = "") -> ModuleSpec:
+    """Describe `model`, whose parameters `specs` lists, module by module. `name`: its qualified name."""
+    return ModuleSpec(
+        name=name,
+        params=tuple(specs[param].index for param in model.parameters(recurse=False)),
+        children=tuple(
+            module_tree(child, specs, f"{name}.{child_name}" if name else child_name)
+            for child_name, child in model.named_children()
+        ),
+        is_stack=_is_stack(model),
+    )
+
+
+def _is_stack(module: nn.Module) -> bool:
+    """Whether it holds blocks, or experts, that run one by one. A Sequential of plain layers is the inside of one."""
+    if isinstance(module, nn.Sequential):
+        return sum(any(True for grandchild in child.children()) for child in module) > 1
+    return isinstance(module, (nn.ModuleList, nn.ModuleDict)) and len(module) > 1
+
+
+def _kept_stride(param: nn.Parameter) -> tuple[int, ...] | None:
+    """Strides that are dense but not row-major, as with channels_last: kernels and sums follow the order in memory."""
+    with torch._C.DisableTorchFunctionSubclass():
+        if param.layout is not torch.strided or not param.numel():
+            return None
+        if not torch.ops.aten.is_non_overlapping_and_dense(param):
+            return None
+        row_major = torch.empty(param.shape, device="meta").stride()
+        return None if param.stride() == row_major else tuple(param.stride())
