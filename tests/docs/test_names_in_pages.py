@@ -1,0 +1,142 @@
+"""What the pages name exists: files, functions, messages, settings, links."""
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import tiered_zero
+from tests.house import ROOT
+from tiered_zero.config.deepspeed_keys import table
+from tiered_zero.config.schema import Config
+
+PACKAGE = ROOT / "tiered_zero"
+PAGES = [
+    ROOT / name
+    for name in (
+        "README.md CONTRIBUTING.md docs/glossary.md docs/migrating.md docs/troubleshooting.md "
+        "docs/storage.md docs/benchmarks.md"
+    ).split()
+]
+NOT_OURS = {"torch", "loss", "param", "module", "model", "scheduler", "storage", "deepspeed", "param_groups"}
+PLAIN = {"clip_grad_norm_", "reset_parameters", "fsync", "fdatasync", "rename", "print"}
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip().strip("|").split("|")] if line.startswith("|") else []
+
+
+def code_spans(text: str) -> list[str]:
+    return re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL))
+
+
+@cache
+def definitions(path: Path) -> frozenset[str]:
+    """Functions and classes of a file: "f", "Class", "Class.method", and attributes as "Class.attribute"."""
+    found = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            found.add(node.name)
+        for inner in node.body if isinstance(node, ast.ClassDef) else ():
+            if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef):
+                found.add(f"{node.name}.{inner.name}")
+            elif isinstance(inner, ast.AnnAssign | ast.Assign):
+                targets = inner.targets if isinstance(inner, ast.Assign) else [inner.target]
+                found.update(f"{node.name}.{ast.unparse(target)}" for target in targets)
+    return frozenset(found)
+
+
+@cache
+def all_definitions() -> frozenset[str]:
+    return frozenset().union(*(definitions(path) for path in PACKAGE.rglob("*.py")))
+
+
+def find_file(name: str) -> Path | None:
+    """`name` is relative to the checkout or to the package."""
+    return next((base / name for base in (ROOT, PACKAGE) if (base / name).exists()), None)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_file_exists(page: Path) -> None:
+    named = [span for span in code_spans(page.read_text()) if re.fullmatch(r"[\w./]+\.(py|c|h|toml)|[\w./]+/", span)]
+    assert [name for name in named if find_file(name) is None] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_function_exists(page: Path) -> None:
+    known = all_definitions()
+    bare = {name.rsplit(".", 1)[-1] for name in known} | PLAIN
+    wrong = []
+    for span in code_spans(page.read_text()):
+        if (call := re.match(r"((?:\w+\.)*)(\w+)\(.*\)$", span)) is None:
+            continue
+        holders, name = call[1].split(".")[:-1], call[2]
+        if NOT_OURS.intersection(holders):
+            continue
+        if holders == ["engine"]:
+            exists = hasattr(tiered_zero.Engine, name)
+        elif holders and holders[-1][0].isupper():
+            exists = f"{holders[-1]}.{name}" in known
+        else:
+            exists = name in bare
+        if not exists:
+            wrong.append(span)
+    assert wrong == []
+
+
+@cache
+def message_templates() -> tuple[str, ...]:
+    """Every text of the source, with "..." where a value is filled in."""
+    texts = set()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                parts = (part.value if isinstance(part, ast.Constant) else "..." for part in node.values)
+                texts.add("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.add(re.sub(r"%[sdg]", "...", node.value))
+    return tuple(texts)
+
+
+def quoted_messages() -> Iterator[str]:
+    for line in (ROOT / "docs" / "troubleshooting.md").read_text().splitlines():
+        if (row := cells(line)) and len(row) == 3:
+            yield from re.findall(r'"([^"]+)"', row[0])
+
+
+def test_every_quoted_message_is_raised() -> None:
+    quoted = list(quoted_messages())
+    assert len(quoted) > 30
+    gone = []
+    for message in quoted:
+        pattern = re.compile(".*".join(re.escape(part) for part in message.split("...")), re.DOTALL)
+        if not any(pattern.search(text) for text in message_templates()):
+            gone.append(message)
+    assert gone == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_setting_exists(page: Path) -> None:
+    keys = set(table(Config))
+    sections = {key.rpartition(".")[0] for key in keys} | {"tiered_zero", "aio", "optimizer.params"}
+    wrong = []
+    for span in code_spans(page.read_text()):
+        match = re.match(
+            r"(tiered_zero|zero_optimization|offload_param|offload_optimizer|aio|bf16|fp16)\.([a-z_.0-9]+)", span
+        )
+        if match is None or "(" in span or span in ("tiered_zero.store", "tiered_zero.gathered"):
+            continue
+        path = match[0] if not match[1].startswith("offload") else f"zero_optimization.{match[0]}"
+        names_python = match[1] == "tiered_zero" and hasattr(tiered_zero, match[2].split(".")[0])
+        if path not in keys | sections and not names_python:
+            wrong.append(span)
+    assert wrong == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_leads_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
+        assert target.startswith("http") or (page.parent / target).exists(), target
