@@ -22,6 +22,7 @@ import tiered_zero
 from tests.bad_inputs import held
 from tests.fakes.io_faults import Fault
 from tests.support.faulty_runs import faulty_disks
+from tests.support.inspection import lane, policy, weights_at_home
 from tiered_zero import engine as engine_module
 from tiered_zero.errors import (
     ConfigError,
@@ -386,7 +387,7 @@ def test_whoever_meets_a_failure_first_tells_what_happened(first: str, update: s
         happened.__cause__ = OSError(5, "Input/output error")
         refusal = EngineFailedError("The swap store failed earlier")
         refusal.__cause__ = happened
-        engine._parts.policy.failure = refusal
+        policy(engine).failure = refusal
         calls = {
             "forward": lambda: engine(batch(1)),
             "backward": lambda: engine.backward(loss),
@@ -410,23 +411,7 @@ def test_a_failed_read_before_the_update_leaves_the_weights(swap_path: Path) -> 
         disks[0].add(Fault("read", disks[0].count("read") + 1))
         with pytest.raises(TransferError):
             run_step(engine, 1)
-        assert same(before, _read_homes(engine))
-
-
-def _read_homes(engine: tiered_zero.Engine) -> dict[str, Tensor]:
-    """Weights in host memory as they are, whatever the engine says of them."""
-    pager = engine._parts.pager
-    found = {}
-    for name, param in engine.module.named_parameters():
-        residency = pager.residency(param)
-        assert residency is not None
-        entry = residency.unit.entries[residency.params[param]]
-        home = pager._inventory.home(residency.unit, "param")
-        raw = home.tier.view(home.slot)
-        assert raw is not None
-        flat = raw[: residency.unit.nbytes].view(residency.unit.dtype)
-        found[name] = flat[entry.start : entry.stop].view(entry.param.shape).clone()
-    return found
+        assert same(before, weights_at_home(engine))
 
 
 @pytest.mark.parametrize("update", ["barrier", "overlapped"])
@@ -519,11 +504,11 @@ def test_an_engine_that_its_own_lane_finds_forgotten_ends(swap_path: Path) -> No
     forgotten = threading.Event()
     gc.disable()
     try:
-        lane = engine._parts.runtime.accelerator.lane("optimizer")
-        lane.submit(lambda: gc.collect() if forgotten.wait(300) else None)
+        own = lane(engine, "optimizer")
+        own.submit(lambda: gc.collect() if forgotten.wait(300) else None)
         run_step(engine, 0)
         engine.itself = engine  # only the collector finds it
-        del engine, lane
+        del engine, own
         forgotten.set()
         deadline_s = time.monotonic() + 300
         while os.listdir(swap_path) or not held() <= before:
@@ -544,7 +529,7 @@ def test_an_interrupted_close_leaves_nothing(placement: tuple[str, str], swap_pa
     def interrupted() -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(engine._parts.policy, "flush", interrupted)
+    monkeypatch.setattr(policy(engine), "flush", interrupted)
     with pytest.raises(KeyboardInterrupt):
         engine.close()
     assert os.listdir(swap_path) == []

@@ -304,6 +304,18 @@ def names_say_what_a_thing_is(source: Source) -> Found:
 
 
 @rule(
+    ("tests/",),
+    planted={"tests/a.py": ["engine._inspect().pager", "engine._parts.policy"]},
+    innocent={"tests/support/inspection.py": ["engine._inspect()"], "tests/a.py": ["inspect.stack()"]},
+)
+def tests_look_inside_engines_in_one_file(source: Source) -> Found:
+    if source.path != "tests/support/inspection.py":
+        for node in source.nodes(ast.Attribute):
+            if node.attr in ("_inspect", "_parts"):
+                yield node.lineno, f"{node.attr}: ask tests/support/inspection.py"
+
+
+@rule(
     PACKAGE,
     planted={"tiered_zero/engine.py": ["print('x')"], "tiered_zero/client.py": ["def f():\n    print()"]},
     innocent={

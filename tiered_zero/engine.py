@@ -21,6 +21,7 @@ from tiered_zero.engine_parts import (
     HIDDEN_BY_SCALE,
     HIDDEN_BY_UPDATE,
     NO_OPTIMIZER,
+    Internals,
     Parts,
     complete_update,
     count_tokens,
@@ -83,17 +84,14 @@ class Engine(DeepSpeedNames):
         self._phase = Phase.IDLE
         self._counts: Counts | None = None
         self._micro_steps = 0
-        self._boundary: bool | None = None
-        """What the user says of the next `step()`; None: every gradient_accumulation_steps-th one is a boundary."""
+        self._boundary: bool | None = None  # what the user set for the next `step()`; None: by count
         self._closed = False
-        self._told = False
-        """Whether a call has raised since the last step: then nobody believes that its update was made."""
+        self._told = False  # whether a call has raised since the last step, so that its update is known to have failed
         self._num_backwards = 0  # since the last step()
         self._warned_of_no_gradient = False
         self._one_backward_each = True  # in every micro-batch so far, and step() right after it
         self._uses_before_step = 0  # of weights, when the last backward ended
-        self._is_accumulating = False
-        """Whether the last `step()` only counted a micro-batch."""
+        self._is_accumulating = False  # whether the last `step()` only counted a micro-batch
         self._skipped_in_a_row = 0
         self._step_applied = False
         self._nonfinite_in_a_row = 0
@@ -173,9 +171,7 @@ class Engine(DeepSpeedNames):
     @_on_one_thread
     @runs_outside_modes
     def step(self) -> None:
-        """Counts a micro-batch; at an accumulation boundary judges the gradients and updates the weights, or skips
-        them.
-        """
+        """Count a micro-batch; at an accumulation boundary check the gradients, and update the weights or skip it."""
         self._check_trains()
         with self._surface_failure(), self._changing(Phase.STEP):
             boundary = self.is_gradient_accumulation_boundary()
@@ -358,6 +354,10 @@ class Engine(DeepSpeedNames):
         self.close()
 
     # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _inspect(self) -> Internals:
+        parts = self._parts
+        return Internals(pager=parts.pager, gradients=parts.gradients, policy=parts.policy, runtime=parts.runtime)
 
     @contextmanager
     def _changing(self, phase: Phase) -> Iterator[None]:

@@ -86,6 +86,16 @@ class Parts:
         return loss.detach()
 
 
+@dataclass(frozen=True, kw_only=True)
+class Internals:
+    """What `Engine._inspect` shows to tests. They read it in tests/support/inspection.py alone."""
+
+    pager: Pager
+    gradients: GradientStore
+    policy: UpdatePolicy
+    runtime: Runtime
+
+
 def end_open_update(policy: UpdatePolicy, drain: Callable[[], None]) -> None:
     """The first act of a run's end."""
     if policy.is_open:

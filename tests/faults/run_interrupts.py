@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 
 import tiered_zero
+from tests.support.inspection import fetched_nbytes, is_idle, units_in_use
 from tests.support.trainers import tiered
 from tiered_zero.errors import EngineFailedError, TieredZeroError
 
@@ -353,17 +354,14 @@ class Run:
             raise Wrong("a latched engine goes on")
 
     def look_for_leftovers(self, engine: tiered_zero.Engine) -> None:
-        parts = engine._parts
         device = engine.memory_report()["device"]
         if (now := device.get("gradient_in_flight", {"now": 0})["now"]) != 0:
             raise Wrong(f"{now} bytes of gradients in flight are left")
-        units = parts.pager._residencies.values()
-        full = sum(r.unit.nbytes for r in units if r.storage.is_full and not parts.pager.is_device_resident(r.unit))
-        if (now := device["param_window"]["now"]) != full:
+        if (now := device["param_window"]["now"]) != (full := fetched_nbytes(engine)):
             raise Wrong(f"{now} bytes of parameters are counted, {full} are there")
-        if lent := [r.unit.name for r in units if r.num_lends]:
-            raise Wrong(f"{lent} are still lent")
-        if parts.pager._frames or parts.pager.phase != "idle":
+        if used := [unit.name for unit in units_in_use(engine)]:
+            raise Wrong(f"{used} are still in use")
+        if not is_idle(engine):
             raise Wrong("a frame or a phase is left")
         if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
             raise Wrong("hooks for saved tensors are left")

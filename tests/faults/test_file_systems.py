@@ -19,11 +19,11 @@ from tests.support.faulty_runs import (
     differing,
     faulty_disks,
     reference,
-    store_of,
     train,
     weights_after,
 )
 from tests.support.file_systems import KINDS, fill, mounted, shut_down
+from tests.support.inspection import store_of
 from tests.support.trainers import adamw, tiered
 from tiered_zero.errors import StoreError
 

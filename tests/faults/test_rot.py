@@ -23,6 +23,7 @@ from tests.support.faulty_runs import (
     train,
     weights_after,
 )
+from tests.support.inspection import policy as policy_of
 from tiered_zero.errors import CorruptionError, TieredZeroError
 
 pytestmark = [pytest.mark.usefixtures("no_leaks")]
@@ -59,7 +60,7 @@ def test_a_bit_flipped_at_rest(
     engine = build(swap_path, policy)
     assert train(engine, 2) is None
     engine.flush()
-    engine._parts.policy.cancel_prefetch()  # what is read already is not at rest
+    policy_of(engine).cancel_prefetch()  # what is read already is not at rest
     place = extent(engine, what)
     flip_in_file(place.path, place.offsets[100])
     failure = train(engine, 5, first=2)
@@ -125,7 +126,7 @@ def test_a_punched_file(policy: str, swap_path: Path, tell: Tell, caplog: pytest
     engine = build(swap_path, policy)
     assert train(engine, 2) is None
     engine.flush()
-    engine._parts.policy.cancel_prefetch()
+    policy_of(engine).cancel_prefetch()
     offsets = extent(engine, "state").offsets
     try:
         punch(data_files(swap_path)[0], offsets.start, len(offsets))

@@ -21,6 +21,8 @@ from tests.support.faulty_runs import (
     reference,
     train,
 )
+from tests.support.inspection import policy as policy_of
+from tests.support.inspection import prefetched
 
 pytestmark = [pytest.mark.usefixtures("no_leaks")]
 
@@ -139,7 +141,7 @@ def test_what_was_read_ahead_is_left_to_an_exact_update_that_still_runs(swap_pat
     """Updates are late from the fifth step on; one before that is held up while the driver forgets what was read."""
     runtime = {"update": "delayed", "delay_start_step": 4}
     with faulty_disks() as disks, build(swap_path, "delayed", runtime=runtime) as engine:
-        policy = engine._parts.policy
+        policy = policy_of(engine)
         assert train(engine, 2) is None
         engine.flush()
         disks[0].add(extent(engine, "state").fault("write", 1, "stall"))
@@ -148,11 +150,11 @@ def test_what_was_read_ahead_is_left_to_an_exact_update_that_still_runs(swap_pat
         while not disks[0].stalled and time.monotonic() < deadline_s:
             time.sleep(0.002)
         time.sleep(0.05)  # what there is room for is read
-        ahead = dict(policy._stepper._ahead._works)
+        ahead = prefetched(engine)
         policy.cancel_prefetch()
-        assert ahead and policy._stepper._ahead._works == ahead, "an update runs"
+        assert ahead and prefetched(engine) == ahead, "an update runs"
         disks[0].release()
         engine.flush()
         policy.cancel_prefetch()
-        assert not policy._stepper._ahead._works
+        assert not prefetched(engine)
         assert train(engine, 7, first=3) is None

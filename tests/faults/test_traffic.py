@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 import tiered_zero
 from tests.faults.conftest import Tell
-from tests.support.faulty_runs import POLICIES, build, differing, faulty_disks, store_of, train
+from tests.support.faulty_runs import POLICIES, build, differing, faulty_disks, train
+from tests.support.inspection import param_slots, prefetched_nbytes, store_of, units
 from tests.support.models import ParityGPT, batch, named_weights
 from tests.support.trainers import Plain
 from tiered_zero.sizes import MIB
@@ -35,8 +36,7 @@ class Used(ParityGPT):
 
 def trained_units(engine: tiered_zero.Engine) -> list[tuple[int, int]]:
     """(padded elements, bytes an element in compute) of every trainable unit."""
-    units = [r.unit for r in engine._parts.pager._residencies.values()]
-    return [(unit.numel, unit.dtype.itemsize) for unit in units if unit.trainable]
+    return [(unit.numel, unit.dtype.itemsize) for unit in units(engine) if unit.trainable]
 
 
 def step(engine: tiered_zero.Engine, number: int, micro_batches: int = 1) -> None:
@@ -44,15 +44,6 @@ def step(engine: tiered_zero.Engine, number: int, micro_batches: int = 1) -> Non
         engine.backward(engine(*batch(10 * number + micro)))
         engine.step()
     engine.flush()
-
-
-def nbytes_ahead(engine: tiered_zero.Engine) -> int:
-    """State that is read for the step to come, once it is there."""
-    works = list(engine._parts.policy._stepper._ahead._works.values())
-    for work in works:
-        for event in work.reads:
-            event.wait()
-    return sum(work.raw.numel() for work in works)
 
 
 @every_policy
@@ -63,20 +54,20 @@ def test_bytes_written_are_the_closed_form(accumulation: int, dtype: str, policy
     bf16 = {"enabled": dtype == "bf16", "check_grad_overflow": False}
     with faulty_disks() as disks, build(swap_path, policy, Used, accumulation=accumulation, bf16=bf16) as engine:
         (disk,), store = disks, store_of(engine)
-        units = trained_units(engine)
-        params = sum(numel * itemsize for numel, itemsize in units)
-        states = sum(4 * ADAM_ARRAYS * numel for numel, _ in units)
-        assert (2 if dtype == "bf16" else 4) == units[0][1]
+        trained = trained_units(engine)
+        params = sum(numel * itemsize for numel, itemsize in trained)
+        states = sum(4 * ADAM_ARRAYS * numel for numel, _ in trained)
+        assert (2 if dtype == "bf16" else 4) == trained[0][1]
         for number in range(4):
             written, read = Counter(store.nbytes_written), Counter(store.nbytes_read)
-            earlier = nbytes_ahead(engine)
+            earlier = prefetched_nbytes(engine)
             first = len(disk.requests)
             step(engine, number, accumulation)
             now = Counter(store.nbytes_written) - written
             assert now["state"] == states
             assert now["param"] + now["param_back"] == params
             # before its first step a sub-group has a master and no state yet
-            later = nbytes_ahead(engine)
+            later = prefetched_nbytes(engine)
             now = Counter(store.nbytes_read) - read
             if policy == "delayed" and number == 1:
                 earlier = 0  # the first step behind the scenes reads anew what was read for one that is not
@@ -92,9 +83,8 @@ def test_what_does_not_change_is_never_written_again(policy: str, swap_path: Pat
     with faulty_disks() as disks, build(swap_path, policy) as engine:
         (disk,) = disks
         store = store_of(engine)
-        inventory, pager = engine._parts.pager._inventory, engine._parts.pager
-        frozen = [r.unit for r in pager._residencies.values() if not r.unit.trainable]
-        records = [store.records()[inventory.home(unit, "param").slot.name] for unit in frozen]
+        frozen = [slot for slot, unit in param_slots(engine).items() if not unit.trainable]
+        records = [store.records()[slot] for slot in frozen]
         assert len(records) == 2
         first = len(disk.requests)
         assert train(engine, 4) is None

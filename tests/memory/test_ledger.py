@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import tiered_zero
+from tests.support.inspection import ledger, units
 from tests.support.models import ParityGPT, batch
 from tests.support.trainers import PLACEMENTS, tiered, train
 from tiered_zero.layout.flat import Unit
@@ -29,15 +30,6 @@ from tiered_zero.tiers.nvme import NvmeTier
 PRECISIONS: dict[str, tuple[int, dict[str, Any]]] = {"fp32": (4, {}), "bf16": (2, {"bf16": {"enabled": True}})}
 TIERS = ("device", "host", "nvme")
 HOME = dict(zip(("none", "cpu", "nvme"), TIERS, strict=True))
-
-
-def units(engine: Any) -> list[Unit]:
-    return [residency.unit for residency in engine._parts.pager._residencies.values()]
-
-
-def ledger(engine: Any) -> Ledger:
-    found: Ledger = engine._parts.runtime.ledger
-    return found
 
 
 def window(found: list[Unit]) -> int:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import tiered_zero
+from tests.support.inspection import pager
 from tests.support.models import HIDDEN, ParityGPT, batch
 from tests.support.trainers import FAR, Plain, assert_same_bits, follow, tiered, train
 
@@ -87,7 +88,7 @@ def test_a_copied_parameter_reads_its_unit_once(swap_path, monkeypatch):
     """A deepcopy asks for one parameter after the other: of NVMe bytes, a unit's are read once."""
     with tiered(ParityGPT(), swap_path) as engine:
         train(engine, batch, 1)
-        keeper, reads = engine._parts.pager.keeper, []
+        keeper, reads = pager(engine).keeper, []
         read = keeper.read
         monkeypatch.setattr(keeper, "read", lambda unit: reads.append(unit.index) or read(unit))
         copy.deepcopy(engine.module.blocks[0])

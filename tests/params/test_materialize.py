@@ -415,6 +415,7 @@ def test_tensors_that_the_model_does_not_have_are_told_of(tmp_path: Path, caplog
 
 MEASURE = """
 import json, sys, torch, tiered_zero
+from tests.support.inspection import units
 from tiered_zero.demo.gpt import GPTConfig, build_gpt, num_parameters
 
 def build(config, weights=None):
@@ -434,7 +435,7 @@ before = peak_nbytes()
 config = GPTConfig(layers=48, hidden=192)
 engine = build(config, sys.argv[2:])
 grown = peak_nbytes() - before
-unit = max(residency.unit.numel for residency in engine._parts.pager._residencies.values())
+unit = max(unit.numel for unit in units(engine))
 print(json.dumps([grown, engine.plan.nbytes("host"), unit, num_parameters(config)]))
 engine.close()
 """

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from tests.parity.test_optimizers import WHOLE
+from tests.support.inspection import delay_from_now_on, stepper, units_on_device
 from tests.support.models import ParityGPT, batch
 from tests.support.trainers import Plain, adamw, same_bits, tiered, train
-from tiered_zero.layout.flat import Unit
 
 RESIDENT_NUMEL = 200
 """Parameters with fewer elements rest on the device: norms and biases of every block, in sub-groups with others."""
@@ -34,9 +34,9 @@ class HeldUpdates:
 
     def __init__(self, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         self.numel = 0
-        stepper = engine._parts.policy._stepper
+        own = stepper(engine)
         ending = threading.Event()
-        step, end, update = stepper.step, stepper.end, stepper._rule.update
+        step, end, update = own.step, own.end, own._rule.update
 
         def held_step(job: Any) -> None:
             assert ending.wait(60)
@@ -50,9 +50,9 @@ class HeldUpdates:
             self.numel += sum(run.master.numel() for run in runs)
             update(runs)
 
-        monkeypatch.setattr(stepper, "step", held_step)
-        monkeypatch.setattr(stepper, "end", end_and_go)
-        monkeypatch.setattr(stepper._rule, "update", count)
+        monkeypatch.setattr(own, "step", held_step)
+        monkeypatch.setattr(own, "end", end_and_go)
+        monkeypatch.setattr(own._rule, "update", count)
 
 
 @pytest.mark.parametrize("make_optimizer", [adamw, WHOLE["RowScaled"]], ids=["AdamW", "RowScaled"])
@@ -71,15 +71,10 @@ def test_what_stays_visible_is_finished_and_the_rest_is_given_up(
     train(engine, partial(data, 0), steps)
     engine.flush()
     if update == "delayed":
-        engine._parts.policy._start_step = 0
+        delay_from_now_on(engine)
     held = HeldUpdates(engine, monkeypatch)
     train(engine, partial(data, steps), 1)
-    pager = engine._parts.pager
-    resident: list[Unit] = [
-        residency.unit
-        for residency in pager._residencies.values()
-        if pager.is_device_resident(residency.unit) and residency.unit.trainable
-    ]
+    resident = [unit for unit in units_on_device(engine) if unit.trainable]
     model: nn.Module = engine.module
     engine.close()
     expected = dict(plain.module.named_parameters())
@@ -96,9 +91,9 @@ def test_an_update_under_way_drops_what_it_has_read(swap_path: Path, monkeypatch
     engine = tiered(build(), swap_path, ("nvme", "nvme"), adamw, 1, 1.0, runtime={"update": "overlapped"})
     train(engine, partial(data, 0), 2)
     engine.flush()
-    stepper = engine._parts.policy._stepper
+    own = stepper(engine)
     begun, ending, numel = threading.Event(), threading.Event(), []
-    end, update = stepper.end, stepper._rule.update
+    end, update = own.end, own._rule.update
 
     def end_and_go() -> None:
         end()
@@ -110,8 +105,8 @@ def test_an_update_under_way_drops_what_it_has_read(swap_path: Path, monkeypatch
         numel.append(sum(run.master.numel() for run in runs))
         update(runs)
 
-    monkeypatch.setattr(stepper, "end", end_and_go)
-    monkeypatch.setattr(stepper._rule, "update", wait_for_the_end)
+    monkeypatch.setattr(own, "end", end_and_go)
+    monkeypatch.setattr(own._rule, "update", wait_for_the_end)
     train(engine, partial(data, 2), 1)
     assert begun.wait(60)
     engine.close()

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.support.inspection import units
 from tests.support.trainers import Plain, assert_same_bits, follow, tiered
 
 IDS = torch.arange(16).view(2, 8)
@@ -60,7 +61,7 @@ def test_a_compiled_model_has_the_bits_of_the_compiled_plain_one(head, swap_path
         graphs.clear()
         torch._dynamo.reset()
         engine = tiered(Tiny(head), swap_path, clipping=0.5)
-        num_units = len(engine._parts.pager._residencies)
+        num_units = len(units(engine))
         assert_same_bits(expected, follow(script, engine))
         assert 0 < len(graphs) <= num_units, "one graph per unit, and no recompilation"
     finally:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tiered_zero
-from tests.support.inspection import differences, everything
+from tests.support.inspection import differences, everything, evict_all
 from tests.support.models import HIDDEN, VOCAB, Block, batch
 from tests.support.trainers import FAR, assert_parity, tiered, train
 
@@ -103,7 +103,7 @@ def test_a_broken_step_leaves_every_bit_and_nothing_on_the_device(placement, whe
         device = engine.memory_report()["device"]
         assert device.get("gradient_in_flight", {"now": 0})["now"] == 0
         assert device["param_window"]["now"] <= device["param_window"]["planned"]
-        engine._parts.pager.forget()
+        evict_all(engine)
         assert engine.memory_report()["device"]["param_window"]["now"] == 0, "a broken step holds on to a unit"
 
 

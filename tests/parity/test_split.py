@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.inspection import inventory, layouts, ledger, units
 from tests.support.models import ParityGPT, batch, groups
 from tests.support.trainers import Plain, Record, assert_same_bits, follow, tiered, train
 from tiered_zero.errors import ConfigError
@@ -122,23 +123,23 @@ def test_the_ratio_is_what_rests_off_the_device(ratio: float, swap_path: Any) ->
 def test_embeddings_come_first_and_a_unit_may_be_split(swap_path: Any) -> None:
     """The embedding is one sub-group, so the first block follows it; its gradients leave the device and come back."""
     with split(swap_path, "device+nvme") as engine:
-        plan, layouts = engine.plan, engine._parts.policy._stepper._layouts
-        (first,) = [layout.subgroup for layout in layouts if layout.subgroup.embedding]
+        plan, subgroups = engine.plan, [layout.subgroup for layout in layouts(engine)]
+        (first,) = [subgroup for subgroup in subgroups if subgroup.embedding]
         assert {piece.param.name for piece in first.pieces} == {"tokens.weight"}
         assert plan.state_tiers[first.index] == "device"
-        others = [layout.subgroup.index for layout in layouts if not layout.subgroup.embedding]
+        others = [subgroup.index for subgroup in subgroups if not subgroup.embedding]
         assert [plan.state_tiers[index] for index in others] == ["device"] * 6 + ["nvme"] * (len(others) - 6)
         tiers_of: dict[int, set[str]] = {}
-        for layout in layouts:
-            for segment in layout.subgroup.segments:
-                tiers_of.setdefault(segment.unit.index, set()).add(plan.state_tiers[layout.subgroup.index])
+        for subgroup in subgroups:
+            for segment in subgroup.segments:
+                tiers_of.setdefault(segment.unit.index, set()).add(plan.state_tiers[subgroup.index])
         assert {"device", "nvme"} in tiers_of.values()
         assert {index for index, tier in plan.gradient_tiers.items() if tier == "device"} == {
             index for index, tiers in tiers_of.items() if tiers == {"device"}
         }
         charged: list[int] = []
-        charge = engine._parts.runtime.ledger.charge
-        engine._parts.policy._stepper._runtime.ledger.charge = lambda tier, kind, nbytes: (
+        charge = ledger(engine).charge
+        ledger(engine).charge = lambda tier, kind, nbytes: (  # type: ignore[method-assign]
             charged.append(nbytes) if (tier, kind) == ("device", "gradient_in_flight") else None,
             charge(tier, kind, nbytes),
         )
@@ -167,17 +168,17 @@ def test_what_rests_on_the_device_waits_for_nothing_else(swap_path: Any, monkeyp
 
     monkeypatch.setattr(StreamingStepper, "_update", late)
     with split(swap_path, "device+nvme") as engine:
-        inventory, tiers = engine._parts.pager._inventory, engine.plan.gradient_tiers
-        units = [residency.unit for residency in engine._parts.pager._residencies.values() if residency.unit.trainable]
+        published, tiers = inventory(engine).published, engine.plan.gradient_tiers
+        trainable = [unit for unit in units(engine) if unit.trainable]
         engine.backward(engine(*batch(0)))
         engine.step()
-        for unit in units:
+        for unit in trainable:
             if tiers[unit.index] == "device":
-                inventory.published(unit).wait()
-        done = {unit.name for unit in units if inventory.published(unit).done()}
+                published(unit).wait()
+        done = {unit.name for unit in trainable if published(unit).done()}
         begin.set()
-        assert {"tokens:float32"} < done < {unit.name for unit in units}
-        assert done >= {unit.name for unit in units if tiers[unit.index] == "device"}
+        assert {"tokens:float32"} < done < {unit.name for unit in trainable}
+        assert done >= {unit.name for unit in trainable if tiers[unit.index] == "device"}
 
 
 @pytest.mark.parametrize("seed", range(2))

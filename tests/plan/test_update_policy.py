@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from tests.support.inspection import policy
 from tests.support.models import ParityGPT, batch
 from tests.support.trainers import PLACEMENTS, tiered
 from tiered_zero.plan.update_policy import choose_update_policy
@@ -50,7 +51,7 @@ def test_the_planned_policy_runs_and_is_what_the_record_names(placement, update,
     runtime = {"update": update, "report": str(report)}
     with tiered(ParityGPT(), swap_path, placement, runtime=runtime) as engine:
         choice = engine.plan.update_policy
-        assert type(engine._parts.policy) is CLASSES[choice.policy]
+        assert type(policy(engine)) is CLASSES[choice.policy]
         if update is not None and placement[1] != "none":
             assert choice.policy == update, "a request is honoured"
         engine.backward(engine(*batch(0)))

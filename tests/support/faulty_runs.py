@@ -17,13 +17,12 @@ from torch import Tensor, nn
 
 import tiered_zero
 from tests.fakes.io_faults import Fault, FaultyEngine
+from tests.support.inspection import inventory, layouts, store_of, units
 from tests.support.models import ParityGPT, batch, named_weights
 from tests.support.trainers import tiered
 from tiered_zero import assembly
 from tiered_zero.errors import CorruptionError, EngineFailedError, TieredZeroError, TransferError
 from tiered_zero.io.select import Selection, select_engine
-from tiered_zero.store.swap_store import SwapStore
-from tiered_zero.tiers.nvme import NvmeTier
 
 NVME = ("nvme", "nvme")
 CALLS = ("forward", "backward", "step")
@@ -116,11 +115,6 @@ def differing(expected: dict[str, Tensor], found: dict[str, Tensor]) -> list[str
     return [name for name, value in expected.items() if not torch.equal(value, found[name])]
 
 
-def store_of(engine: tiered_zero.Engine) -> SwapStore:
-    """The first swap store of a run."""
-    return next(h.tier._store for h in engine._parts.pager._inventory.homes() if isinstance(h.tier, NvmeTier))
-
-
 @dataclass(frozen=True)
 class Extent:
     """Where a record lies: `offsets` of the file `path`."""
@@ -136,15 +130,14 @@ class Extent:
 def extent(engine: tiered_zero.Engine, what: str) -> Extent:
     """Of one record in the middle of the model: "param" (read now, written by the next update), "frozen" (parameters
     that none writes), or "state"; or the "last state" that is updated, the embedding's. The store has one file."""
-    inventory, pager = engine._parts.pager._inventory, engine._parts.pager
     if what.endswith("state"):
-        layouts = engine._parts.policy._stepper._layouts
-        first = next(layout for layout in layouts if layout.subgroup.pieces[0].param.name == "tokens.weight")
-        home = inventory.home((layouts[len(layouts) // 2] if what == "state" else first).subgroup, "state")
+        subgroups = [layout.subgroup for layout in layouts(engine)]
+        first = next(subgroup for subgroup in subgroups if subgroup.pieces[0].param.name == "tokens.weight")
+        home = inventory(engine).home(subgroups[len(subgroups) // 2] if what == "state" else first, "state")
     else:
         wanted = "<root>:float32:frozen" if what == "frozen" else "blocks.1.query_key_value:float32"
-        unit = next(r.unit for r in pager._residencies.values() if r.unit.name == wanted)
-        home = inventory.home(unit, "param")
+        unit = next(unit for unit in units(engine) if unit.name == wanted)
+        home = inventory(engine).home(unit, "param")
     store = store_of(engine)
     record = store.records()[home.slot.name]
     path, offset = store._files.locate(record.offsets[0])

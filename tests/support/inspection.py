@@ -1,4 +1,4 @@
-"""What a test must look at inside an engine, kept in one place."""
+"""What a test looks at inside an engine, in one file: no other test knows how an engine is put together."""
 
 from __future__ import annotations
 
@@ -7,13 +7,122 @@ from typing import Any
 import torch
 
 import tiered_zero
+from tiered_zero.hardware.accelerator import Lane
 from tiered_zero.layout.flat import Unit
+from tiered_zero.optim.state_layout import StateLayout
+from tiered_zero.params.pager import Pager
+from tiered_zero.store.swap_store import SwapStore
+from tiered_zero.telemetry.ledger import Ledger
 from tiered_zero.tiers.device import DeviceTier
 from tiered_zero.tiers.host import HostTier
+from tiered_zero.tiers.inventory import Home, Inventory
 from tiered_zero.tiers.nvme import NvmeTier
 from tiered_zero.tiers.slots import read_slot
 from tiered_zero.tiers.tier import HostBuffer, Slot
 from tiered_zero.update.masters import Masters
+from tiered_zero.update.policy import UpdatePolicy
+from tiered_zero.update.stepper import StreamingStepper
+
+
+def pager(engine: tiered_zero.Engine) -> Pager:
+    return engine._inspect().pager
+
+
+def policy(engine: tiered_zero.Engine) -> UpdatePolicy:
+    return engine._inspect().policy
+
+
+def stepper(engine: tiered_zero.Engine) -> StreamingStepper:
+    return policy(engine)._stepper
+
+
+def inventory(engine: tiered_zero.Engine) -> Inventory:
+    return pager(engine)._inventory
+
+
+def ledger(engine: tiered_zero.Engine) -> Ledger:
+    return engine._inspect().runtime.ledger
+
+
+def lane(engine: tiered_zero.Engine, name: str) -> Lane:
+    return engine._inspect().runtime.accelerator.lane(name)
+
+
+def layouts(engine: tiered_zero.Engine) -> list[StateLayout]:
+    """Of every sub-group, in the order of their indices."""
+    return list(stepper(engine)._layouts)
+
+
+def units(engine: tiered_zero.Engine) -> list[Unit]:
+    return [residency.unit for residency in pager(engine)._residencies.values()]
+
+
+def units_on_device(engine: tiered_zero.Engine) -> list[Unit]:
+    """Those whose home is the device."""
+    return [unit for unit in units(engine) if pager(engine).is_device_resident(unit)]
+
+
+def units_in_use(engine: tiered_zero.Engine) -> list[Unit]:
+    return [residency.unit for residency in pager(engine)._residencies.values() if residency.num_lends]
+
+
+def fetched_nbytes(engine: tiered_zero.Engine) -> int:
+    """Device memory of units whose home is another tier."""
+    found = [residency for residency in pager(engine)._residencies.values() if residency.storage.is_full]
+    return sum(r.unit.nbytes for r in found if not pager(engine).is_device_resident(r.unit))
+
+
+def is_idle(engine: tiered_zero.Engine) -> bool:
+    """Whether the pager is inside no module and no phase."""
+    return not pager(engine)._frames and pager(engine).phase == "idle"
+
+
+def evict_all(engine: tiered_zero.Engine) -> None:
+    """Every unit that nothing uses leaves the device."""
+    pager(engine).forget()
+
+
+def prefetched(engine: tiered_zero.Engine) -> dict[int, Any]:
+    """Sub-group -> its state that is read ahead of the update."""
+    return dict(stepper(engine)._ahead._works)
+
+
+def prefetched_nbytes(engine: tiered_zero.Engine) -> int:
+    """State that is read ahead of the next step, once the reads have ended."""
+    works = prefetched(engine).values()
+    for work in works:
+        for event in work.reads:
+            event.wait()
+    return sum(work.raw.numel() for work in works)
+
+
+def delay_from_now_on(engine: tiered_zero.Engine) -> None:
+    """End the warm-up of exact steps of a delayed update."""
+    policy(engine)._start_step = 0  # type: ignore[attr-defined]
+
+
+def param_home(engine: tiered_zero.Engine, unit: Unit) -> Home | None:
+    return inventory(engine).find(unit, "param")
+
+
+def weights_at_home(engine: tiered_zero.Engine) -> dict[str, torch.Tensor]:
+    """Name -> the value that lies in host memory, whatever the engine says of it."""
+    found = {}
+    for name, param in engine.module.named_parameters():
+        residency = pager(engine).residency(param)
+        assert residency is not None
+        entry = residency.unit.entries[residency.params[param]]
+        home = inventory(engine).home(residency.unit, "param")
+        raw = home.tier.view(home.slot)
+        assert raw is not None
+        flat = raw[: residency.unit.nbytes].view(residency.unit.dtype)
+        found[name] = flat[entry.start : entry.stop].view(entry.param.shape).clone()
+    return found
+
+
+def store_of(engine: tiered_zero.Engine) -> SwapStore:
+    """The first swap store of a run."""
+    return next(home.tier._store for home in inventory(engine).homes() if isinstance(home.tier, NvmeTier))
 
 
 def everything(engine: tiered_zero.Engine) -> dict[str, Any]:
@@ -21,35 +130,33 @@ def everything(engine: tiered_zero.Engine) -> dict[str, Any]:
     found: dict[str, Any] = dict(engine.module.state_dict())  # first: it waits for an update that is still running
     found["lr"] = engine.get_lr()
     found["scheduler"] = engine.lr_scheduler.last_epoch if engine.lr_scheduler else None
-    stepper, inventory = engine._parts.policy._stepper, engine._parts.pager._inventory
-    for (index, piece), scalars in stepper._scalars.items():
+    own = stepper(engine)
+    for (index, piece), scalars in own._scalars.items():
         found[f"scalars {index}.{piece}"] = {name: float(value) for name, value in scalars.items()}
-    for layout in stepper._layouts:
-        index = layout.subgroup.index
-        nbytes = layout.nbytes if index in stepper._born else layout.master_nbytes
-        found[f"state {index}"] = read_slot(
-            inventory.home(layout.subgroup, "state"), 0, nbytes, stepper._passage._staging
-        )
+    for layout in own._layouts:
+        nbytes = layout.nbytes if layout.subgroup.index in own._born else layout.master_nbytes
+        home = inventory(engine).home(layout.subgroup, "state")
+        found[f"state {layout.subgroup.index}"] = read_slot(home, 0, nbytes, own._passage._staging)
     return found
 
 
 def masters(engine: tiered_zero.Engine) -> dict[str, torch.Tensor]:
     """Unit -> its fp32 masters, in whatever format they rest."""
     engine.flush()
-    stepper, pager = engine._parts.policy._stepper, engine._parts.pager
-    found = Masters(stepper._layouts, stepper._passage._inventory, stepper._passage._staging)
+    own = stepper(engine)
+    found = Masters(own._layouts, own._passage._inventory, own._passage._staging)
     values: dict[str, torch.Tensor] = {}
-    for residency in pager._residencies.values():
-        unit = residency.unit
+    for unit in units(engine):
         if unit.trainable:
-            params = residency.storage.flat if pager.is_device_resident(unit) else pager.keeper.read(unit)
+            is_here = pager(engine).is_device_resident(unit)
+            params = pager(engine).storage(unit).flat if is_here else pager(engine).keeper.read(unit)
             values[f"{unit.index} {unit.name}"] = found.read(unit, params)
     return values
 
 
 def unverified_nbytes(engine: tiered_zero.Engine, category: str) -> int:
     """Bytes read from swap files that no checksum covered, of "param" or "state"."""
-    tiers = {home.tier for home in engine._parts.pager._inventory.homes() if isinstance(home.tier, NvmeTier)}
+    tiers = {home.tier for home in inventory(engine).homes() if isinstance(home.tier, NvmeTier)}
     return sum(tier._store.nbytes_unverified.get(category, 0) for tier in tiers)
 
 
@@ -65,8 +172,7 @@ def _same(left: Any, right: Any) -> bool:
 
 def param_slots(engine: tiered_zero.Engine) -> dict[str, Unit]:
     """Slot name -> unit, of the units whose parameters rest off the device."""
-    pager = engine._parts.pager
-    found = [(pager._inventory.find(r.unit, "param"), r.unit) for r in pager._residencies.values()]
+    found = [(param_home(engine, unit), unit) for unit in units(engine)]
     return {home.slot.name: unit for home, unit in found if home is not None}
 
 
