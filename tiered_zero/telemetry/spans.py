@@ -148,18 +148,18 @@ class _Frame:
 
 
 class _Union:
-    """Intervals, merged where they touch; kept sorted, so that one that arrives late finds its place."""
+    """Intervals, merged where they touch; kept sorted, so that one that arrives late finds its place.
+
+    They are one list, start, end, start, end, ..., because one assignment changes it: an interrupt leaves it whole.
+    """
 
     def __init__(self) -> None:
-        self._starts: list[float] = []
-        self._ends: list[float] = []
+        self._bounds: list[float] = []
 
     def add(self, start_s: float, end_s: float) -> None:
-        first, last = bisect_left(self._ends, start_s), bisect_right(self._starts, end_s)
-        if first < last:
-            start_s, end_s = min(start_s, self._starts[first]), max(end_s, self._ends[last - 1])
-        self._starts[first:last] = [start_s]
-        self._ends[first:last] = [end_s]
+        first, last = bisect_left(self._bounds, start_s), bisect_right(self._bounds, end_s)
+        # a bound whose place is odd lies inside an interval, or at its end
+        self._bounds[first:last] = [start_s] * (first % 2 == 0) + [end_s] * (last % 2 == 0)
 
     def seconds(self) -> float:
-        return sum(end - start for start, end in zip(self._starts, self._ends, strict=True))
+        return sum(end - start for start, end in zip(self._bounds[::2], self._bounds[1::2], strict=True))
