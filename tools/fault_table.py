@@ -1,10 +1,11 @@
-"""The table of the faults that the tests tried and what each gave, from build/faults/*.jsonl.
+"""The table of the faults that the tests tried and what each gave, from the files under build/faults.
 
     python tools/fault_table.py                           writes build/faults/table.md
     python tools/fault_table.py --insert docs/faults.md   and puts it between its markers
 
-The rows are written by the tests: faults of system calls under each I/O engine (tests/io/test_faults.py), and faults
-under whole training runs (tests/faults). Standard library only.
+The rows are written by the tests: faults of system calls under each I/O engine (tests/io/test_faults.py; one file), and
+faults under whole training runs (tests/faults; one file a test, so that parallel workers share none). Remove
+build/faults and run both for a table without rows of tests that are gone. Standard library only.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ CALL = re.compile(r"raised in (\w+\(\))")
 
 
 def read_rows(folder: Path) -> list[dict[str, Any]]:
-    """Every line of every file, files by name. Rows of the engines' tests get the form of the others."""
-    rows = [json.loads(line) for file in sorted(folder.glob("*.jsonl")) for line in file.read_text().splitlines()]
+    """Every line of every file below `folder`, files by name. Rows of the engines' tests get the form of the others."""
+    rows = [json.loads(line) for file in sorted(folder.rglob("*.jsonl")) for line in file.read_text().splitlines()]
     return [{**row, "under": f"{row['engine']}; {row['access']}"} if "engine" in row else row for row in rows]
 
 

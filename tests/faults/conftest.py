@@ -1,19 +1,14 @@
-"""Faults in whole training runs; what each gave goes to build/faults/runs.jsonl, and to the table beside it."""
+"""Faults in whole training runs; what each gave is written where tools/fault_table.py reads it."""
 
 import json
-import subprocess
-import sys
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-ROWS = ROOT / "build/faults/runs.jsonl"
-Tell = Callable[..., None]
-
-_told: dict[str, list[dict[str, str]]] = {}
-"""Test -> rows of the table."""
+EnterRow = Callable[[str, str, str], None]
 
 
 @pytest.fixture(autouse=True)
@@ -22,23 +17,14 @@ def _tiny(one_thread: None) -> None:
 
 
 @pytest.fixture
-def tell(request: pytest.FixtureRequest) -> Tell:
-    """Enter (what was done to the run, under which settings, what came of it) into the table of faults."""
-    rows = _told.setdefault(request.node.nodeid, [])
+def enter_row(request: pytest.FixtureRequest) -> Iterator[EnterRow]:
+    """Enter (what was done to the run, under which settings, what came of it) into the table of faults.
 
-    def enter(fault: str, under: str, came: str) -> None:
-        rows.append({"test": request.node.nodeid, "fault": fault, "under": under, "came": came})
-
-    return enter
-
-
-def pytest_sessionfinish() -> None:
-    """Rows of tests that did not run this time stay as they were."""
-    if not _told:
-        return
-    ROWS.parent.mkdir(parents=True, exist_ok=True)
-    before = [json.loads(line) for line in ROWS.read_text().splitlines()] if ROWS.exists() else []
-    rows = [row for row in before if row["test"] not in _told]
-    rows += [row for found in _told.values() for row in found]
-    ROWS.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    subprocess.run([sys.executable, str(ROOT / "tools/fault_table.py")], check=True, stdout=subprocess.DEVNULL)
+    A test has a file of its own, so that parallel workers lose no row, and rows of tests that do not run stay.
+    """
+    rows: list[str] = []
+    yield lambda fault, under, came: rows.append(json.dumps({"fault": fault, "under": under, "came": came}) + "\n")
+    if rows:
+        path = ROOT / "build/faults/runs" / (re.sub(r"\W+", "-", request.node.nodeid).strip("-") + ".jsonl")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(rows))

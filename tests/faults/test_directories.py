@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.conftest import Tell
+from tests.faults.conftest import EnterRow
 from tests.support.faulty_runs import (
     POLICIES,
     build,
@@ -87,7 +87,9 @@ def test_bytes_go_by_weight(
     assert [list(parent.iterdir()) for parent in parents] == [[], []]
 
 
-def test_speed_is_measured_and_said_once(parents: list[Path], tell: Tell, caplog: pytest.LogCaptureFixture) -> None:
+def test_speed_is_measured_and_said_once(
+    parents: list[Path], enter_row: EnterRow, caplog: pytest.LogCaptureFixture
+) -> None:
     with (
         caplog.at_level(logging.INFO, "tiered_zero"),
         build(parents[0], "barrier", zero=paths_in(parents, True)) as engine,
@@ -98,7 +100,7 @@ def test_speed_is_measured_and_said_once(parents: list[Path], tell: Tell, caplog
         assert train(engine, 3) is None
         assert_parity(engine, "barrier")
     assert [list(parent.iterdir()) for parent in parents] == [[], []]
-    tell("two swap directories", "barrier; nvme/nvme", "striped by measured speed, same weights")
+    enter_row("two swap directories", "barrier; nvme/nvme", "striped by measured speed, same weights")
 
 
 def test_a_slower_directory_gets_less(parents: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,12 +113,14 @@ def test_a_slower_directory_gets_less(parents: list[Path], monkeypatch: pytest.M
     engine.close()
 
 
-def test_a_directory_that_is_missing_at_the_start(parents: list[Path], tell: Tell) -> None:
+def test_a_directory_that_is_missing_at_the_start(parents: list[Path], enter_row: EnterRow) -> None:
     parents[1].rmdir()
     with pytest.raises(ConfigError, match=rf"{parents[1]} cannot be used: ENOENT.*name another"):
         build(parents[0], "overlapped", zero=paths_in(parents, True))
     assert list(parents[0].iterdir()) == []
-    tell("one of two directories is missing at the start", "overlapped", "ConfigError that names it; nothing is left")
+    enter_row(
+        "one of two directories is missing at the start", "overlapped", "ConfigError that names it; nothing is left"
+    )
 
 
 def test_a_directory_that_cannot_be_measured(parents: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +134,7 @@ def test_a_directory_that_cannot_be_measured(parents: list[Path], monkeypatch: p
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_one_directory_is_cut_short(policy: str, parents: list[Path], small_stripes: None, tell: Tell) -> None:
+def test_one_directory_is_cut_short(policy: str, parents: list[Path], small_stripes: None, enter_row: EnterRow) -> None:
     engine = build(parents[0], policy, zero=paths_in(parents, True))
     assert train(engine, 2) is None
     engine.flush()
@@ -140,11 +144,13 @@ def test_one_directory_is_cut_short(policy: str, parents: list[Path], small_stri
     came = check_aftermath(policy, engine, failure, parents[1])
     engine.close()
     assert [list(parent.iterdir()) for parent in parents] == [[], []]
-    tell("the file in one of two directories is cut to nothing", f"{policy}; nvme/nvme", came)
+    enter_row("the file in one of two directories is cut to nothing", f"{policy}; nvme/nvme", came)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_the_device_of_one_directory_is_gone(policy: str, parents: list[Path], small_stripes: None, tell: Tell) -> None:
+def test_the_device_of_one_directory_is_gone(
+    policy: str, parents: list[Path], small_stripes: None, enter_row: EnterRow
+) -> None:
     with mounted("ext4", parents[1]) as point:
         both = [parents[0], point]
         engine = build(parents[0], policy, zero=paths_in(both, True))
@@ -156,4 +162,4 @@ def test_the_device_of_one_directory_is_gone(policy: str, parents: list[Path], s
         came = check_aftermath(policy, engine, failure, point)
         engine.close()
         assert list(parents[0].iterdir()) == []
-    tell("the device under one of two directories is gone", f"{policy}; ext4", came)
+    enter_row("the device under one of two directories is gone", f"{policy}; ext4", came)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.faults.conftest import Tell
+from tests.faults.conftest import EnterRow
 from tests.faults.test_rot import punch
 from tests.support.faulty_runs import (
     POLICIES,
@@ -53,16 +53,16 @@ def steps_with_parity(path: Path, policy: str) -> str:
 
 
 @on(*KINDS)
-def test_every_file_system_trains(disk: Path, tell: Tell, request: pytest.FixtureRequest) -> None:
+def test_every_file_system_trains(disk: Path, enter_row: EnterRow, request: pytest.FixtureRequest) -> None:
     kind = request.node.callspec.params["disk"]
     for policy in POLICIES if kind in ("ext4", "ramfs") else ("overlapped",):
         came = steps_with_parity(disk, policy)
-        tell(f"the swap directory lies on {kind}", policy, came)
+        enter_row(f"the swap directory lies on {kind}", policy, came)
     if kind == "ramfs":
         assert "buffered" in came
 
 
-def test_a_file_system_without_o_direct(swap_path: Path, tell: Tell, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_o_direct(swap_path: Path, enter_row: EnterRow, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without any mount: every open with O_DIRECT is refused, as such file systems do."""
     real_open = os.open
 
@@ -75,11 +75,11 @@ def test_a_file_system_without_o_direct(swap_path: Path, tell: Tell, monkeypatch
     for policy in POLICIES:
         came = steps_with_parity(swap_path, policy)
         assert "buffered" in came
-        tell("open with O_DIRECT is refused", policy, came)
+        enter_row("open with O_DIRECT is refused", policy, came)
 
 
 @on("ext4", "xfs", "btrfs", "tmpfs")
-def test_a_disk_too_small_at_the_start(disk: Path, tell: Tell, request: pytest.FixtureRequest) -> None:
+def test_a_disk_too_small_at_the_start(disk: Path, enter_row: EnterRow, request: pytest.FixtureRequest) -> None:
     free_nbytes = os.statvfs(disk).f_bavail
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(8192, 8192), nn.Linear(8192, 8))
@@ -88,13 +88,13 @@ def test_a_disk_too_small_at_the_start(disk: Path, tell: Tell, request: pytest.F
     assert list(disk.iterdir()) == []
     assert abs(os.statvfs(disk).f_bavail - free_nbytes) <= 2, "beyond what the file system logs of its own"
     kind = request.node.callspec.params["disk"]
-    tell("ENOSPC at the start", kind, "StoreError in initialize(), with bytes needed and free; nothing is left")
+    enter_row("ENOSPC at the start", kind, "StoreError in initialize(), with bytes needed and free; nothing is left")
 
 
 @on("ext4", "xfs")
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_disk_that_runs_full_behind_our_back(
-    disk: Path, policy: str, tell: Tell, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
+    disk: Path, policy: str, enter_row: EnterRow, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The blocks reserved at the start are given away again by somebody else, state first; then the disk fills up."""
     engine = build(disk, policy)
@@ -111,12 +111,12 @@ def test_a_disk_that_runs_full_behind_our_back(
     junk.unlink()
     assert list(disk.iterdir()) == [] and not [text for text in caplog.messages if "still leased" in text]
     kind = request.node.callspec.params["disk"]
-    tell("blocks are taken away and the disk is filled", f"{policy}; {kind}", came)
+    enter_row("blocks are taken away and the disk is filled", f"{policy}; {kind}", came)
 
 
 @on("ext4", "xfs")
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_device_that_is_gone(disk: Path, policy: str, tell: Tell, request: pytest.FixtureRequest) -> None:
+def test_a_device_that_is_gone(disk: Path, policy: str, enter_row: EnterRow, request: pytest.FixtureRequest) -> None:
     engine = build(disk, policy)
     assert train(engine, 2) is None
     engine.flush()
@@ -126,7 +126,7 @@ def test_a_device_that_is_gone(disk: Path, policy: str, tell: Tell, request: pyt
     came = check_aftermath(policy, engine, failure, disk)
     engine.close()
     kind = request.node.callspec.params["disk"]
-    tell("the device under the swap directory is gone", f"{policy}; {kind}", came)
+    enter_row("the device under the swap directory is gone", f"{policy}; {kind}", came)
 
 
 @on("tmpfs", "xfs", "ext4")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from tests.faults.conftest import ROOT, Tell
+from tests.faults.conftest import ROOT, EnterRow
 from tests.faults.run_children import digest
 from tests.support.faulty_runs import POLICIES, reference
 from tiered_zero.cli.main import main
@@ -77,7 +77,9 @@ def swap(*arguments: str) -> Any:
     return json.loads(result.output)
 
 
-def test_many_runs_on_one_directory_and_every_way_to_end(children: Children, swap_path: Path, tell: Tell) -> None:
+def test_many_runs_on_one_directory_and_every_way_to_end(
+    children: Children, swap_path: Path, enter_row: EnterRow
+) -> None:
     stays = children.start("overlapped")
     killed: list[int] = []
     for policy in POLICIES:
@@ -92,10 +94,12 @@ def test_many_runs_on_one_directory_and_every_way_to_end(children: Children, swa
                 killed.append(pid)
                 continue
             assert pid not in [run.pid for run in list_runs(swap_path)], f"{number.name} left a swap directory"
-            tell(f"{number.name} to a training process", f"{policy}; nvme/nvme", "ends by the signal, nothing is left")
+            enter_row(
+                f"{number.name} to a training process", f"{policy}; nvme/nvme", "ends by the signal, nothing is left"
+            )
         assert children.wait(finishing, "digest") == digest(reference(policy, 4)), "runs on one directory have met"
         assert children.wait(finishing, "ended") == 0
-        tell("several runs on one swap directory at once", f"{policy}; nvme/nvme", "same weights, nothing is left")
+        enter_row("several runs on one swap directory at once", f"{policy}; nvme/nvme", "same weights, nothing is left")
     states = {run.pid: run.state for run in list_runs(swap_path)}
     assert states == {**dict.fromkeys(killed, "dead"), children.wait(stays, "pid"): "alive"}
     swap("gc", str(swap_path), "--dry-run")
@@ -103,7 +107,9 @@ def test_many_runs_on_one_directory_and_every_way_to_end(children: Children, swa
     swap("gc", str(swap_path))
     assert [run.pid for run in list_runs(swap_path)] == [children.wait(stays, "pid")]
     for policy in POLICIES:
-        tell("kill -9 of a training process, then swap gc", f"{policy}; nvme/nvme", "gc removes it, and no live run")
+        enter_row(
+            "kill -9 of a training process, then swap gc", f"{policy}; nvme/nvme", "gc removes it, and no live run"
+        )
     children.wait(stays, "step", least=children.wait(stays, "step") + 3)
     assert children.send(stays, signal.SIGTERM) == -signal.SIGTERM
     assert list(swap_path.iterdir()) == []

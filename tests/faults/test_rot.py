@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.fakes.io_faults import flip_in_file
-from tests.faults.conftest import Tell
+from tests.faults.conftest import EnterRow
 from tests.support.faulty_runs import (
     POLICIES,
     build,
@@ -55,7 +55,7 @@ def is_corruption(error: TieredZeroError) -> bool:
 @every_policy
 @pytest.mark.parametrize("what", ["param", "frozen", "state"])
 def test_a_bit_flipped_at_rest(
-    what: str, policy: str, swap_path: Path, tell: Tell, caplog: pytest.LogCaptureFixture
+    what: str, policy: str, swap_path: Path, enter_row: EnterRow, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = build(swap_path, policy)
     assert train(engine, 2) is None
@@ -68,7 +68,7 @@ def test_a_bit_flipped_at_rest(
     assert str(place.offsets.start) in str(failure.error)
     came = check_aftermath(policy, engine, failure, swap_path)
     check_closed(engine, swap_path, caplog)
-    tell(f"a bit of the {what} flipped in the swap file", f"{policy}; nvme/nvme", f"CorruptionError, {came}")
+    enter_row(f"a bit of the {what} flipped in the swap file", f"{policy}; nvme/nvme", f"CorruptionError, {came}")
 
 
 @every_policy
@@ -76,7 +76,13 @@ def test_a_bit_flipped_at_rest(
     ("what", "kind", "effect"), [("param", "read", "flip"), ("state", "read", "flip"), ("param", "write", "torn")]
 )
 def test_bytes_changed_on_the_way(
-    what: str, kind: str, effect: str, policy: str, swap_path: Path, tell: Tell, caplog: pytest.LogCaptureFixture
+    what: str,
+    kind: str,
+    effect: str,
+    policy: str,
+    swap_path: Path,
+    enter_row: EnterRow,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     with faulty_disks() as disks:
         engine = build(swap_path, policy)
@@ -89,10 +95,10 @@ def test_bytes_changed_on_the_way(
         assert failure is not None and is_corruption(failure.error), failure
         came = check_aftermath(policy, engine, failure, swap_path)
         check_closed(engine, swap_path, caplog)
-    tell(f"{effect} {kind} of the {what}, reported as done", f"{policy}; nvme/nvme", f"CorruptionError, {came}")
+    enter_row(f"{effect} {kind} of the {what}, reported as done", f"{policy}; nvme/nvme", f"CorruptionError, {came}")
 
 
-def test_a_transient_flip_costs_one_try(swap_path: Path, tell: Tell) -> None:
+def test_a_transient_flip_costs_one_try(swap_path: Path, enter_row: EnterRow) -> None:
     """A parameter is only read in forward, so the step may be tried again, and ends with the right bits."""
     with faulty_disks() as disks, build(swap_path, "barrier") as engine:
         assert train(engine, 2) is None
@@ -103,11 +109,13 @@ def test_a_transient_flip_costs_one_try(swap_path: Path, tell: Tell) -> None:
             assert failure is not None and isinstance(failure.error, CorruptionError)
         assert train(engine, 4, first=2) is None, "what a failed step held is still held"
         assert not differing(reference("barrier", 4), dict(engine.module.state_dict()))
-    tell("a bit flipped on its way into memory, once", "barrier; nvme/nvme", "CorruptionError, then the step succeeds")
+    enter_row(
+        "a bit flipped on its way into memory, once", "barrier; nvme/nvme", "CorruptionError, then the step succeeds"
+    )
 
 
 @every_policy
-def test_a_truncated_file(policy: str, swap_path: Path, tell: Tell, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_truncated_file(policy: str, swap_path: Path, enter_row: EnterRow, caplog: pytest.LogCaptureFixture) -> None:
     engine = build(swap_path, policy)
     assert train(engine, 2) is None
     engine.flush()
@@ -118,11 +126,11 @@ def test_a_truncated_file(policy: str, swap_path: Path, tell: Tell, caplog: pyte
     assert "met the end of the file" in str(failure.error) and "cut it short" in str(failure.error)
     came = check_aftermath(policy, engine, failure, swap_path)
     check_closed(engine, swap_path, caplog)
-    tell("the swap file is truncated", f"{policy}; nvme/nvme", came)
+    enter_row("the swap file is truncated", f"{policy}; nvme/nvme", came)
 
 
 @every_policy
-def test_a_punched_file(policy: str, swap_path: Path, tell: Tell, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_punched_file(policy: str, swap_path: Path, enter_row: EnterRow, caplog: pytest.LogCaptureFixture) -> None:
     engine = build(swap_path, policy)
     assert train(engine, 2) is None
     engine.flush()
@@ -138,12 +146,12 @@ def test_a_punched_file(policy: str, swap_path: Path, tell: Tell, caplog: pytest
     assert failure is not None and is_corruption(failure.error), failure
     came = check_aftermath(policy, engine, failure, swap_path)
     check_closed(engine, swap_path, caplog)
-    tell("a hole is punched into the swap file", f"{policy}; nvme/nvme", f"CorruptionError, {came}")
+    enter_row("a hole is punched into the swap file", f"{policy}; nvme/nvme", f"CorruptionError, {came}")
 
 
 @every_policy
 def test_the_directory_is_removed_in_mid_run(
-    policy: str, swap_path: Path, tell: Tell, caplog: pytest.LogCaptureFixture
+    policy: str, swap_path: Path, enter_row: EnterRow, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = build(swap_path, policy)
     assert train(engine, 2) is None
@@ -152,7 +160,9 @@ def test_the_directory_is_removed_in_mid_run(
     weights = weights_after(engine)
     assert isinstance(weights, dict) and not differing(reference(policy, 5), weights)
     check_closed(engine, swap_path, caplog)
-    tell("the swap directory is removed in mid-run", f"{policy}; nvme/nvme", "goes on in the open file, same weights")
+    enter_row(
+        "the swap directory is removed in mid-run", f"{policy}; nvme/nvme", "goes on in the open file, same weights"
+    )
 
 
 @pytest.mark.parametrize("policy", ["barrier", "overlapped"])

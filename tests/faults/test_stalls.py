@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.conftest import Tell
+from tests.faults.conftest import EnterRow
 from tests.support.faulty_runs import (
     NVME,
     POLICIES,
@@ -38,7 +38,7 @@ STALLS = {
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("stall", STALLS)
 def test_a_stalled_request(
-    stall: str, policy: str, swap_path: Path, tell: Tell, caplog: pytest.LogCaptureFixture
+    stall: str, policy: str, swap_path: Path, enter_row: EnterRow, caplog: pytest.LogCaptureFixture
 ) -> None:
     what, kind, armed = STALLS[stall]
     began_s: list[float] = []
@@ -61,13 +61,13 @@ def test_a_stalled_request(
         came = check_aftermath(policy, engine, failure, swap_path)
         check_closed(engine, swap_path, caplog)
         assert time.monotonic() - ended_s < 60.0, "closing waited for what is stalled again and again"
-    tell(f"{stall} stalls", f"{policy}; nvme/nvme", f"{came}; the error holds the in-flight table")
+    enter_row(f"{stall} stalls", f"{policy}; nvme/nvme", f"{came}; the error holds the in-flight table")
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("stall", ["a parameter's read", "the state's write"])
 def test_sigusr1_shows_a_stalled_step(
-    stall: str, policy: str, swap_path: Path, tell: Tell, capfd: pytest.CaptureFixture[str]
+    stall: str, policy: str, swap_path: Path, enter_row: EnterRow, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The main thread waits deep in a step; the table comes nevertheless, and the step goes on."""
     what, kind, armed = STALLS[stall]
@@ -103,7 +103,9 @@ def test_sigusr1_shows_a_stalled_step(
         assert kind in table and float(row.split()[0]) >= 0.0
         assert not differing(reference(policy, 4), dict(engine.module.state_dict()))
     assert signal.getsignal(signal.SIGUSR1) == before
-    tell("SIGUSR1 while a request stalls", f"{policy}; nvme/nvme", "the in-flight table on stderr; the step goes on")
+    enter_row(
+        "SIGUSR1 while a request stalls", f"{policy}; nvme/nvme", "the in-flight table on stderr; the step goes on"
+    )
 
 
 @pytest.mark.parametrize("placement", [NVME, ("cpu", "nvme")])

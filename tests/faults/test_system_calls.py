@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.faults.conftest import ROOT, Tell
+from tests.faults.conftest import ROOT, EnterRow
 from tests.faults.run_faulty_libc import MENDED, POLICIES, RAISED
 from tests.io.conftest import io_uring_faults_refusal
 from tests.support.native_build import DIRECT_IO_SOURCE, compile_shared
@@ -50,12 +50,12 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("case", [*MENDED, *RAISED])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_run_on_failing_system_calls(engine: str, case: str, outcomes: Outcomes, tell: Tell) -> None:
+def test_a_run_on_failing_system_calls(engine: str, case: str, outcomes: Outcomes, enter_row: EnterRow) -> None:
     if engine == "io_uring" and engine not in {name for name, _, _ in outcomes}:
         pytest.skip("faults in io_uring need one, and Linux 6.1")
     for policy in POLICIES:
         came = outcomes[engine, case, policy]
-        tell(f"system call: {case}", f"{policy}; {engine} engine", came)
+        enter_row(f"system call: {case}", f"{policy}; {engine} engine", came)
         if case in MENDED:
             assert came == "same weights", policy
         else:

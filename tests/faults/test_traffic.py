@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import tiered_zero
-from tests.faults.conftest import Tell
+from tests.faults.conftest import EnterRow
 from tests.support.faulty_runs import POLICIES, build, differing, faulty_disks, train
 from tests.support.inspection import param_slots, prefetched_nbytes, store_of, units
 from tests.support.models import ParityGPT, batch, named_weights
@@ -115,7 +115,7 @@ class Many(nn.Module):
 
 
 @pytest.mark.parametrize("policy", ["overlapped", "delayed"])
-def test_small_tensors_share_their_requests(policy: str, swap_path: Path, tell: Tell) -> None:
+def test_small_tensors_share_their_requests(policy: str, swap_path: Path, enter_row: EnterRow) -> None:
     """5,000 tensors of 1 KiB: requests are bounded by bytes and chunks, not by tensors."""
     num_params, numel = 5000, 256
 
@@ -133,7 +133,7 @@ def test_small_tensors_share_their_requests(policy: str, swap_path: Path, tell: 
             nbytes = sum(request.nbytes for request in requests)
             assert nbytes >= 16 * num_params * numel * 2 - num_params * numel * 4
             assert len(requests) <= nbytes / MIB + 8, f"{len(requests)} requests for {nbytes / MIB:.1f} MiB"
-    tell(
+    enter_row(
         "5,000 tensors of 1 KiB",
         f"{policy}; nvme/nvme",
         f"{len(requests)} requests per step for {nbytes / MIB:.0f} MiB",
@@ -141,7 +141,7 @@ def test_small_tensors_share_their_requests(policy: str, swap_path: Path, tell: 
 
 
 @pytest.mark.parametrize("policy", ["barrier", "overlapped in backward"])
-def test_ten_thousand_parameters_in_one_group(policy: str, swap_path: Path, tell: Tell) -> None:
+def test_ten_thousand_parameters_in_one_group(policy: str, swap_path: Path, enter_row: EnterRow) -> None:
     def many() -> Many:
         return Many(10_000, 3)
 
@@ -156,4 +156,4 @@ def test_ten_thousand_parameters_in_one_group(policy: str, swap_path: Path, tell
         found = dict(named_weights(engine.module))
         assert not differing(dict(named_weights(plain.module)), found)
     assert list(swap_path.iterdir()) == []
-    tell("10,000 parameters in one group", f"{policy}; nvme/nvme", "trains, same weights as plain PyTorch")
+    enter_row("10,000 parameters in one group", f"{policy}; nvme/nvme", "trains, same weights as plain PyTorch")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.fakes.io_faults import Fault, FaultyEngine
-from tests.faults.conftest import Tell
+from tests.faults.conftest import EnterRow
 from tests.support.faulty_runs import (
     CALLS,
     NVME,
@@ -65,7 +65,12 @@ CASES = [(NVME, fault) for fault in {**READS, **UPDATES}] + ELSEWHERE
     ("placement", "fault"), CASES, ids=lambda value: value if isinstance(value, str) else "-".join(value)
 )
 def test_a_failed_transfer(
-    policy: str, placement: tuple[str, str], fault: str, swap_path: Path, tell: Tell, caplog: pytest.LogCaptureFixture
+    policy: str,
+    placement: tuple[str, str],
+    fault: str,
+    swap_path: Path,
+    enter_row: EnterRow,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     what, kind, armed, effect = {**READS, **UPDATES}[fault]
     with faulty_disks() as disks:
@@ -91,13 +96,13 @@ def test_a_failed_transfer(
         else:
             assert came.endswith("from then on EngineFailedError")
         check_closed(engine, swap_path, caplog)
-    tell(fault, f"{policy}; {'/'.join(placement)}", came)
+    enter_row(fault, f"{policy}; {'/'.join(placement)}", came)
 
 
 @pytest.mark.parametrize("kind", ["read", "write"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_nth_request_fails_whichever_it_is(
-    policy: str, kind: str, swap_path: Path, tell: Tell, caplog: pytest.LogCaptureFixture
+    policy: str, kind: str, swap_path: Path, enter_row: EnterRow, caplog: pytest.LogCaptureFixture
 ) -> None:
     """With late lanes and freed memory full of NaN. A write that fails before training begins fails the start."""
     runtime = {"debug_delay_seed": 1, "debug_poison": True}
@@ -122,7 +127,7 @@ def test_the_nth_request_fails_whichever_it_is(
             calls.add(failure.call)
             check_closed(engine, swap_path, caplog)
     assert list(swap_path.iterdir()) == []
-    tell(
+    enter_row(
         f"EIO on the n-th {kind}",
         policy,
         f"{len(chosen)} runs, each raised in one of {', '.join(sorted(calls))}; from then on EngineFailedError",
@@ -130,18 +135,18 @@ def test_the_nth_request_fails_whichever_it_is(
 
 
 @pytest.mark.parametrize("nth", [1, 20, 39])
-def test_a_write_fails_before_training_begins(nth: int, swap_path: Path, tell: Tell) -> None:
+def test_a_write_fails_before_training_begins(nth: int, swap_path: Path, enter_row: EnterRow) -> None:
     with (
         faulty_disks(Fault("write", nth)),
         pytest.raises(TransferError, match=rf"write of \d+ bytes .*{swap_path}.*EIO"),
     ):
         build(swap_path, "overlapped")
     assert list(swap_path.iterdir()) == []
-    tell("EIO on a write while the model is laid out", "overlapped", "raised in initialize(); nothing is left")
+    enter_row("EIO on a write while the model is laid out", "overlapped", "raised in initialize(); nothing is left")
 
 
 @pytest.mark.parametrize("effect", [errno.EIO, "short"])
-def test_a_commit_whose_fsync_fails(effect: int | str, swap_path: Path, tell: Tell) -> None:
+def test_a_commit_whose_fsync_fails(effect: int | str, swap_path: Path, enter_row: EnterRow) -> None:
     """Training keeps scratch, which is never synced; what commits is the store."""
     disk = FaultyEngine(select_engine(swap_path).engine)
     store = SwapStore(SwapDir.create([swap_path]), disk, capacity_nbytes=1 << 20)
@@ -154,13 +159,13 @@ def test_a_commit_whose_fsync_fails(effect: int | str, swap_path: Path, tell: Te
     store.close()
     disk.close()
     assert list(swap_path.iterdir()) == []
-    tell("EIO on fsync", "store", "raised in commit(); from then on EngineFailedError; the last commit stays")
+    enter_row("EIO on fsync", "store", "raised in commit(); from then on EngineFailedError; the last commit stays")
 
 
 @pytest.mark.parametrize("policy", ["overlapped", "overlapped in backward", "delayed"])
 @pytest.mark.parametrize("how", ["close", "read"])
 def test_the_last_update_fails_and_nothing_follows(
-    how: str, policy: str, swap_path: Path, tell: Tell, caplog: pytest.LogCaptureFixture
+    how: str, policy: str, swap_path: Path, enter_row: EnterRow, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Parameters on the device outlive the engine: close() says where they are not those of the last step."""
     with faulty_disks() as disks:
@@ -180,4 +185,4 @@ def test_the_last_update_fails_and_nothing_follows(
         with suppress(EngineFailedError):  # said again, where a look at the module was told and no call of the engine
             engine.close()
         check_closed(engine, swap_path, caplog)
-    tell("EIO in the last update of a run", f"{policy}; none/nvme", "raised in close(), or when weights are read")
+    enter_row("EIO in the last update of a run", f"{policy}; none/nvme", "raised in close(), or when weights are read")

@@ -11,8 +11,8 @@ TOOL = Path(__file__).resolve().parents[2] / "tools" / "fault_table.py"
 ROWS = [
     {"engine": "native", "access": "direct", "fault": "EIO", "case": "x", "came": "read of 4 at 7 of /a/b/data failed"},
     {"engine": "threads", "access": "direct", "fault": "EIO", "case": "x", "came": "read of 4 at 9 of /c/data failed"},
-    {"test": "t", "fault": "a flip", "under": "barrier; nvme/cpu", "came": "raised in step()"},
-    {"test": "t", "fault": "a flip", "under": "delayed; nvme/cpu", "came": "raised in forward()"},
+    {"fault": "a flip", "under": "barrier; nvme/cpu", "came": "raised in step()"},
+    {"fault": "a flip", "under": "delayed; nvme/cpu", "came": "raised in forward()"},
 ]
 TABLE = """| fault | under | what came of it |
 |---|---|---|
@@ -29,7 +29,9 @@ def run(*arguments: object) -> subprocess.CompletedProcess[str]:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "io.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS[:2]))
-    (tmp_path / "runs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS[2:]))
+    (tmp_path / "runs").mkdir()
+    for number, row in enumerate(ROWS[2:]):
+        (tmp_path / f"runs/{number}.jsonl").write_text(json.dumps(row) + "\n")
     return tmp_path
 
 
