@@ -17,7 +17,7 @@ PACKAGE = ROOT / "tiered_zero"
 PAGES = [
     ROOT / name
     for name in (
-        "README.md CONTRIBUTING.md docs/glossary.md docs/migrating.md docs/troubleshooting.md "
+        "README.md CONTRIBUTING.md docs/architecture.md docs/glossary.md docs/migrating.md docs/troubleshooting.md "
         "docs/storage.md docs/benchmarks.md"
     ).split()
 ]
@@ -84,6 +84,19 @@ def test_every_function_exists(page: Path) -> None:
             exists = name in bare
         if not exists:
             wrong.append(span)
+    assert wrong == []
+
+
+def test_a_function_is_in_the_file_beside_it() -> None:
+    """Rows of the architecture's walks: a cell with one file, then a cell with functions of that file."""
+    rows, wrong = 0, []
+    for line in (ROOT / "docs" / "architecture.md").read_text().splitlines():
+        for left, right in zip(cells(line), cells(line)[1:], strict=False):
+            if (name := re.fullmatch(r"`([\w/]+\.py)`", left)) and (path := find_file(name[1])):
+                spans = re.findall(r"`([\w.]+)(?:\(\))?`", right)
+                rows += bool(spans)
+                wrong += [f"{span} in {name[1]}" for span in spans if span not in definitions(path)]
+    assert rows > 20
     assert wrong == []
 
 
