@@ -59,12 +59,11 @@ from tiered_zero.tiers.inventory import Home, Inventory, Owner
 from tiered_zero.tiers.nvme import NvmeTier
 from tiered_zero.tiers.tier import Tier
 from tiered_zero.update.eager import BackwardStart
-from tiered_zero.update.handle import TieredOptimizer
+from tiered_zero.update.handle import TieredOptimizer, make_scheduler, restored_on_error
 from tiered_zero.update.masters import Masters
 from tiered_zero.update.optimizer_state import OptimizerState
 from tiered_zero.update.policy import BarrierPolicy, DelayedPolicy, OverlappedPolicy, UpdatePolicy
 from tiered_zero.update.stepper import StreamingStepper
-from tiered_zero.update.user_optimizer import make_scheduler, restored_on_error
 
 logger = logging.getLogger("tiered_zero")
 

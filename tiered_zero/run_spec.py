@@ -18,21 +18,15 @@ from tiered_zero.layout.flat import ParamSpec, Unit
 from tiered_zero.layout.subgroups import cut_subgroups, sub_group_numel
 from tiered_zero.layout.swap_bytes import TIERS, is_split
 from tiered_zero.layout.units import UnitRules, find_units
-from tiered_zero.native.update import UpdateKernel
-from tiered_zero.optim.adam import AdamRule
-from tiered_zero.optim.kernel_rule import open_kernel
-from tiered_zero.optim.lion import Lion
+from tiered_zero.optim.from_config import format_rule, group_params, make_optimizer, make_rule
 from tiered_zero.optim.rule import UpdateRule
-from tiered_zero.optim.sgd_adagrad_lion import AdagradRule, LionRule, SgdRule
-from tiered_zero.optim.state_format import check_params, format_rule, master_format
+from tiered_zero.optim.state_formats import check_params, master_format
 from tiered_zero.optim.state_layout import StateLayout
-from tiered_zero.optim.torch_rule import TorchRule
 from tiered_zero.params.aliases import check_memory
 from tiered_zero.params.flat_storage import ClosedEngine, pager_of
 from tiered_zero.params.model_spec import list_params, module_tree
 from tiered_zero.plan.planner import Plan, PlanRequest, SubGroupSize, make_plan
 from tiered_zero.sizes import format_nbytes
-from tiered_zero.update.user_optimizer import group_params, make_optimizer
 
 TIER_OF_DEVICE = {"none": "device", "cpu": "host", "nvme": "nvme"}
 
@@ -85,7 +79,7 @@ def specify_run(
     )
     source = make_optimizer(config.optimizer, model, optimizer, model_parameters)
     state_format = config.tiered_zero.state_format
-    rule, masters = format_rule(state_format, make_rule(config, source)), master_format(state_format)
+    rule, masters = format_rule(state_format, make_rule(source)), master_format(state_format)
     group_of = group_params(source, specs) if trains else {}
     size = sub_group_numel(zero.sub_group_size)
     wishes = make_wishes(config, limits or {})
@@ -235,20 +229,3 @@ def unused_tiers(run_spec: RunSpec) -> list[str]:
         for name, tier in asked.items()
         if tier not in used and any(TIERS.index(tier) < TIERS.index(other) for other in used)
     ]
-
-
-def make_rule(config: Config, source: Optimizer) -> UpdateRule:
-    """The native kernel for what it covers (for tensors on a GPU it takes torch's code); else torch's own class."""
-    natives: dict[type, Callable[[UpdateKernel | None], UpdateRule]] = {
-        torch.optim.AdamW: lambda kernel: AdamRule(decoupled=True, kernel=kernel),
-        torch.optim.Adam: lambda kernel: AdamRule(decoupled=False, kernel=kernel),
-        torch.optim.SGD: SgdRule,
-        torch.optim.Adagrad: AdagradRule,
-        Lion: LionRule,
-    }
-    options = ("fused", "foreach", "capturable", "differentiable")
-    plain = not any(group.get(option) for group in source.param_groups for option in options)
-    if not plain:
-        return TorchRule.from_optimizer(source)
-    make = natives.get(type(source))
-    return make(open_kernel()) if make is not None else TorchRule.from_optimizer(source)

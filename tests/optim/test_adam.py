@@ -11,10 +11,11 @@ import torch
 
 from tiered_zero.errors import ModelError
 from tiered_zero.native.update import UpdateKernel
-from tiered_zero.optim import adam, kernel_rule, torch_bits
-from tiered_zero.optim.adam import AdamRule, build_adam
-from tiered_zero.optim.formats import join_master, split_master
+from tiered_zero.optim import kernel_rule, torch_bits
+from tiered_zero.optim.adam import AdamRule
+from tiered_zero.optim.kernel_rule import open_kernel
 from tiered_zero.optim.rule import Run
+from tiered_zero.optim.state_formats import join_master, split_master
 
 VARIANTS: list[dict[str, Any]] = [
     {},
@@ -360,7 +361,8 @@ def test_without_library_one_notice_names_the_cause(
 ) -> None:
     monkeypatch.setenv("TIERED_ZERO_NATIVE_DIR", str(tmp_path))
     with caplog.at_level(logging.INFO, "tiered_zero"):
-        rule = build_adam(True)
+        rule = AdamRule(decoupled=True, kernel=open_kernel())
+        rule.announce()
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert "no C compiler worked" in record.message and "parameters/s" in record.message
@@ -372,10 +374,10 @@ def test_a_slow_kernel_is_said_to_be_slow(
     library: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     kernel = UpdateKernel(library, "scalar", num_threads=1)
-    monkeypatch.setattr(adam, "open_kernel", lambda level, num_threads: kernel)
     monkeypatch.setattr(kernel_rule, "measure_copy_rate", lambda: 1e15)
     with caplog.at_level(logging.INFO, "tiered_zero"):
-        rule = build_adam(False)
+        rule = AdamRule(decoupled=False, kernel=kernel)
+        rule.announce()
     assert [record.levelname for record in caplog.records if "quarter" in record.message] == ["WARNING"]
     assert rule.report()["isa"] == "scalar" and rule.report()["threads"] == 1
     rule.close()

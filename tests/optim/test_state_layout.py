@@ -15,9 +15,9 @@ from tests.support.units import make_unit
 from tiered_zero.layout.flat import Unit
 from tiered_zero.layout.subgroups import QUANTIZED_BLOCK_NUMEL, SubGroup, cut_subgroups
 from tiered_zero.optim.adam import AdamRule
-from tiered_zero.optim.master_format import RemainderMasters
 from tiered_zero.optim.quantized import QuantizedAdam
 from tiered_zero.optim.rule import Run, StateField, UpdateRule
+from tiered_zero.optim.state_formats import RemainderMasters
 from tiered_zero.optim.state_layout import StateLayout
 from tiered_zero.optim.torch_rule import TorchRule
 from tiered_zero.sizes import PAGE_NBYTES

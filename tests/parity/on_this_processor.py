@@ -19,9 +19,8 @@ from tiered_zero.native import find_library
 from tiered_zero.native.update import UpdateKernel
 from tiered_zero.optim.adam import AdamRule
 from tiered_zero.optim.kernel_rule import NativeRule, open_kernel
-from tiered_zero.optim.lion import Lion
 from tiered_zero.optim.rule import Run
-from tiered_zero.optim.sgd_adagrad_lion import AdagradRule, LionRule, SgdRule
+from tiered_zero.optim.sgd_adagrad_lion import AdagradRule, Lion, LionRule, SgdRule
 from tiered_zero.optim.torch_bits import find_torch_root
 
 OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]] = {

@@ -18,8 +18,8 @@ from tiered_zero.hardware.host_memory import HostArena
 from tiered_zero.hardware.staging import StagingPool
 from tiered_zero.layout.flat import CUT_NUMEL, ParamSpec, Unit
 from tiered_zero.layout.subgroups import cut_subgroups
-from tiered_zero.optim.master_format import MasterFormat, Parts
 from tiered_zero.optim.rule import Run, StateField, UpdateRule
+from tiered_zero.optim.state_formats import MasterFormat, Parts
 from tiered_zero.optim.state_layout import StateLayout
 from tiered_zero.sizes import MIB
 from tiered_zero.tiers.host import HostTier
@@ -76,7 +76,7 @@ class Joined(MasterFormat):
     def follow(self, parts: Parts, new: torch.Tensor, old: torch.Tensor | None) -> Parts | None:
         raise NotImplementedError
 
-    def settle(self, master: torch.Tensor, out: torch.Tensor) -> None: ...
+    def copy_unstepped(self, master: torch.Tensor, out: torch.Tensor) -> None: ...
 
 
 class Gradients:

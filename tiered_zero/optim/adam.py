@@ -8,7 +8,7 @@ from typing import Any, final
 import torch
 
 from tiered_zero.native.update import Flag, Hyper, Rule, UpdateKernel
-from tiered_zero.optim.kernel_rule import NativeRule, open_kernel
+from tiered_zero.optim.kernel_rule import NativeRule
 from tiered_zero.optim.torch_rule import TorchRule
 
 
@@ -49,12 +49,9 @@ class AdamRule(NativeRule):
         return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if hyper["amsgrad"] else ("exp_avg", "exp_avg_sq")
 
     def _kernel_hyper(self, hyper: Mapping[str, Any], scalars: Mapping[str, Any]) -> Hyper:
-        lr, (beta1, beta2), weight_decay = (
-            hyper["lr"],
-            hyper["betas"],
-            hyper["weight_decay"],
-        )  # numbers, or 0-d tensors:
-        step = self._phase(scalars) + 1  # then torch computes all this in fp32, and so do we
+        # numbers, or 0-d tensors: then torch computes all this in fp32, and so do we
+        lr, (beta1, beta2), weight_decay = hyper["lr"], hyper["betas"], hyper["weight_decay"]
+        step = self._phase(scalars) + 1
         flags = (Flag.MAXIMIZE if hyper["maximize"] else Flag(0)) | (Flag.AMSGRAD if hyper["amsgrad"] else Flag(0))
         if weight_decay and not self.decoupled:
             flags |= Flag.L2
@@ -71,19 +68,3 @@ class AdamRule(NativeRule):
             eps=float(hyper["eps"]),
             rate=float(-(lr / (1 - beta1**step))),
         )
-
-
-def build_adam(
-    adam_w_mode: bool,
-    *,
-    level: str | None = None,
-    num_threads: int | None = None,
-    state_dtype: torch.dtype = torch.float32,
-) -> AdamRule:
-    """AdamW (`adam_w_mode`, as DeepSpeed's JSON has it) or Adam, on the best that this machine has; logs what that is.
-
-    Raises ConfigError for a level that does not run here.
-    """
-    rule = AdamRule(decoupled=adam_w_mode, kernel=open_kernel(level, num_threads), state_dtype=state_dtype)
-    rule.announce()
-    return rule

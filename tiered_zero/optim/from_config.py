@@ -1,4 +1,4 @@
-"""The JSON's `optimizer` section -> a torch optimizer class, its defaults, and the rule that steps it.
+"""The optimizer that the user asks for, in JSON or as an object: its class, its groups and the rule that steps it.
 
 Source of names and defaults: DeepSpeed 0.19, runtime/config.py and runtime/engine.py (_configure_basic_optimizer).
 """
@@ -7,18 +7,29 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from tiered_zero.config.deepspeed_keys import OTHER_WORDS, REFUSED_OPTIMIZERS
-from tiered_zero.errors import ConfigError
-from tiered_zero.optim.lion import Lion
-from tiered_zero.optim.torch_rule import REFUSED
+from tiered_zero.config.schema import OptimizerSection
+from tiered_zero.errors import ConfigError, ModelError
+from tiered_zero.layout.flat import ParamSpec
+from tiered_zero.native.update import UpdateKernel
+from tiered_zero.optim.adam import AdamRule
+from tiered_zero.optim.kernel_rule import open_kernel
+from tiered_zero.optim.quantized import QuantizedAdam
+from tiered_zero.optim.rule import UpdateRule
+from tiered_zero.optim.sgd_adagrad_lion import AdagradRule, Lion, LionRule, SgdRule
+from tiered_zero.optim.torch_rule import REFUSED, TorchRule
+
+logger = logging.getLogger("tiered_zero")
 
 _ADAM = {"adam", "adamw"}
 _CLASSES: dict[str, type[Optimizer]] = {
@@ -29,7 +40,6 @@ _CLASSES: dict[str, type[Optimizer]] = {
 
 _REFUSED_NAMES = {**REFUSED_OPTIMIZERS, **{kind.__name__.lower(): reason for kind, reason in REFUSED.items()}}
 
-_DECOUPLED = (Lion, torch.optim.Adafactor)
 _FLAG_OR_NULL = (".foreach", ".fused")
 _REFUSED_OPTIONS = {"capturable", "differentiable"}
 _DEEPSPEED_FLAGS = {
@@ -40,19 +50,112 @@ _DEEPSPEED_FLAGS = {
 """DeepSpeed's own parameters: the one value at which torch's classes do the same, and the types that have them."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ResolvedOptimizer:
     """`optimizer_class(params, **defaults)` is the plain torch optimizer whose bits the rule gives.
 
-    `rule_kind`: "adam" where the native Adam rule covers it. `decoupled`: weight decay acts on the weight, not on the
-    gradient. `text`: the algorithm in words, for the start-up log and `explain`.
+    `text`: the algorithm in words, for the start-up log and `explain`.
     """
 
     optimizer_class: type[Optimizer]
-    rule_kind: Literal["adam", "torch"]
     defaults: dict[str, Any]
-    decoupled: bool
     text: str
+
+
+def make_optimizer(
+    section: OptimizerSection | None,
+    model: nn.Module,
+    optimizer: Optimizer | Callable[[Any], Optimizer] | None,
+    model_parameters: Iterable[Any] | None,
+) -> Optimizer:
+    """The torch optimizer whose param groups and defaults the run uses; it is never stepped itself. Without one, given
+    or in the config, an optimizer without groups.
+    """
+    if isinstance(optimizer, Optimizer):
+        return _chosen(optimizer, section)
+    if optimizer is None and section is None:
+        none = torch.optim.SGD([torch.zeros(1)])
+        none.param_groups.clear()
+        return none
+    trainable = (param for param in model.parameters() if param.requires_grad)
+    params: list[Any] = list(trainable if model_parameters is None else model_parameters)
+    if not params:
+        raise ModelError("model_parameters is empty. Leave it out, or pass the parameters that are to be trained.")
+    if section is None or optimizer is not None:
+        made = optimizer(params) if callable(optimizer) else optimizer
+        if not isinstance(made, Optimizer):
+            raise ModelError(
+                f"optimizer must be a torch.optim.Optimizer, or a callable that makes one; found {type(made).__name__}."
+            )
+        return _chosen(made, section)
+    resolved = resolve_optimizer(section.type, section.params)
+    logger.info("optimizer: %s", resolved.text)
+    source = resolved.optimizer_class([torch.zeros(1, 1, requires_grad=True)], **resolved.defaults)
+    source.param_groups.clear()
+    source.state.clear()  # Adagrad makes its state when it is made; here it is made on the tiers
+    try:
+        for group in params if isinstance(params[0], dict) else [{"params": params}]:
+            source.add_param_group(group)
+    except (TypeError, ValueError) as error:
+        raise ModelError(f"model_parameters cannot be the optimizer's param groups: {error}. Correct them.") from error
+    return source
+
+
+def _chosen(given: Optimizer, section: OptimizerSection | None) -> Optimizer:
+    """The user's optimizer goes before the config's, and that is said."""
+    if section is not None:
+        logger.warning("config: optimizer %s is not used, for initialize() was given one", section.type)
+    return given
+
+
+def group_params(source: Optimizer, specs: Mapping[nn.Parameter, ParamSpec]) -> dict[str, int]:
+    """Parameter name -> index of its param group."""
+    group_of: dict[str, int] = {}
+    for index, group in enumerate(source.param_groups):
+        for param in group["params"]:
+            if param not in specs:
+                raise ModelError(
+                    f"The optimizer's param group {index} holds a parameter of shape {tuple(param.shape)} that is not "
+                    "the model's. Build the optimizer over model.parameters(), after the last change to the model."
+                )
+            group_of[specs[param].name] = index
+    if not any(spec.trainable and spec.name in group_of for spec in specs.values()):
+        raise ModelError(
+            "The optimizer holds no parameter that requires a gradient. Build it over those to be trained."
+        )
+    return group_of
+
+
+def make_rule(source: Optimizer) -> UpdateRule:
+    """The native kernel for what it covers (for tensors on a GPU it takes torch's code); else torch's own class."""
+    natives: dict[type, Callable[[UpdateKernel | None], UpdateRule]] = {
+        torch.optim.AdamW: lambda kernel: AdamRule(decoupled=True, kernel=kernel),
+        torch.optim.Adam: lambda kernel: AdamRule(decoupled=False, kernel=kernel),
+        torch.optim.SGD: SgdRule,
+        torch.optim.Adagrad: AdagradRule,
+        Lion: LionRule,
+    }
+    options = ("fused", "foreach", "capturable", "differentiable")
+    plain = not any(group.get(option) for group in source.param_groups for option in options)
+    if not plain:
+        return TorchRule.from_optimizer(source)
+    make = natives.get(type(source))
+    return make(open_kernel()) if make is not None else TorchRule.from_optimizer(source)
+
+
+def format_rule(name: str, rule: UpdateRule) -> UpdateRule:
+    """The rule that keeps its moments in the format `name`. Raises ConfigError for a rule that cannot."""
+    if name == "fp32":
+        return rule
+    if not isinstance(rule, AdamRule):
+        raise ConfigError(
+            f"tiered_zero.state_format: expected fp32 with {rule.name} as it is given; found {name!r}. The others are "
+            "made of the moments of Adam and AdamW, stepped by the project's own rule: without fused, foreach, "
+            "capturable and differentiable. Write fp32, or change the optimizer."
+        )
+    if name == "lossy_bf16_moments":
+        return rule.with_state(torch.bfloat16)
+    return QuantizedAdam(rule) if name == "lossy_8bit_moments" else rule
 
 
 def resolve_optimizer(type_name: str, params: Mapping[str, Any]) -> ResolvedOptimizer:
@@ -72,10 +175,7 @@ def resolve_optimizer(type_name: str, params: Mapping[str, Any]) -> ResolvedOpti
     kind = _adam_class(name, options) if name in _ADAM else _CLASSES[name]
     _take_deepspeed_flags(name, options, kind)
     defaults, notes = _checked(kind, options)
-    decoupled = bool(_example(kind, defaults).defaults.get("decoupled_weight_decay", kind in _DECOUPLED))
-    native = name in _ADAM and not (defaults.get("fused") or defaults.get("foreach"))
-    text = _text(name, kind, defaults, decoupled, notes)
-    return ResolvedOptimizer(kind, "adam" if native else "torch", defaults, decoupled, text)
+    return ResolvedOptimizer(optimizer_class=kind, defaults=defaults, text=_text(name, kind, defaults, notes))
 
 
 def _adam_class(name: str, options: dict[str, Any]) -> type[Optimizer]:
@@ -166,10 +266,11 @@ def _unknown(path: str, given: str, known: set[str], what: str = "known optimize
     return f"{path}: {given!r} is no {what}.{''.join(nearest)} Known: {', '.join(sorted(known))}."
 
 
-def _text(name: str, kind: type[Optimizer], defaults: Mapping[str, Any], decoupled: bool, notes: list[str]) -> str:
+def _text(name: str, kind: type[Optimizer], defaults: Mapping[str, Any], notes: list[str]) -> str:
     settings = ", ".join([f"{key} {value}" for key, value in defaults.items()] + notes)
     text = f"{kind.__name__} ({settings})" if settings else kind.__name__
     if kind in (torch.optim.Adam, torch.optim.AdamW):
+        decoupled = _example(kind, defaults).defaults["decoupled_weight_decay"]
         text += ", decoupled weight decay" if decoupled else ", weight decay as L2 in the gradient"
         if name == "adam" and kind is torch.optim.AdamW:
             text += '; "Adam" means AdamW as in DeepSpeed, unless optimizer.params.adam_w_mode is false'

@@ -18,8 +18,8 @@ import torch
 from tiered_zero.errors import ModelError
 from tiered_zero.native import find_library
 from tiered_zero.native.update import ADDRESSES_PER_RUN, Dtype, Flag, Hyper, UpdateKernel
-from tiered_zero.optim.formats import join_master, round_randomly, split_master
 from tiered_zero.optim.rule import Run, StateField, UpdateRule
+from tiered_zero.optim.state_formats import join_master, round_randomly, split_master
 from tiered_zero.optim.torch_bits import choose_root, find_torch_root
 from tiered_zero.optim.torch_rule import TorchRule
 

@@ -10,8 +10,8 @@ import torch
 from tiered_zero.layout.subgroups import QUANTIZED_BLOCK_NUMEL
 from tiered_zero.native.update import Moments, UpdateKernel
 from tiered_zero.optim.adam import AdamRule
-from tiered_zero.optim.formats import hash_noise
 from tiered_zero.optim.rule import Run, StateField, UpdateRule
+from tiered_zero.optim.state_formats import hash_noise
 
 _CHUNK_NUMEL = 1 << 19
 _DEVICE_CHUNK_NUMEL = 1 << 22

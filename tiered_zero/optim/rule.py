@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -46,7 +46,6 @@ class Run:
     hyper: Mapping[str, Any]
     out: torch.Tensor | None = None
     grad_scale: float = 1.0
-    extra: dict[str, Any] = field(default_factory=dict)
 
 
 class UpdateRule(ABC):
@@ -74,7 +73,8 @@ class UpdateRule(ABC):
 
     @abstractmethod
     def init_state(self, run: Run) -> None:
-        """Fill `run.state` with the rule's starting values where those are not zero. Called once a run, at birth."""
+        """Fill `run.state` with the rule's starting values where those are not zero. Called once a run, before
+        its first step."""
 
     def first_state(self, shape: tuple[int, ...], hyper: Mapping[str, Any]) -> dict[str, Any]:
         """What torch's optimizer holds for a parameter before its first step; most classes hold nothing."""

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from tiered_zero.layout.subgroups import ParamPiece, Segment, SubGroup
-from tiered_zero.optim.master_format import FullMasters, MasterFormat
 from tiered_zero.optim.rule import StateField, UpdateRule
+from tiered_zero.optim.state_formats import FullMasters, MasterFormat
 from tiered_zero.sizes import PAGE_NBYTES, align_up
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -13,11 +14,16 @@ from typing import Any, NoReturn, final
 
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from tiered_zero.errors import ModelError
+from tiered_zero.config.schema import SchedulerSection
+from tiered_zero.errors import ConfigError, ModelError
+from tiered_zero.optim.lr import build_scheduler
 from tiered_zero.optim.optimizer_copy import bare_copy
 from tiered_zero.update.optimizer_state import OptimizerState, ParamState
 from tiered_zero.update.policy import UpdatePolicy
+
+logger = logging.getLogger("tiered_zero")
 
 
 class TieredOptimizer(Optimizer):
@@ -317,3 +323,52 @@ class StateAccess(Mapping[nn.Parameter, ParamState]):
         if self._state is None:
             raise ModelError("The engine is closed, and the optimizer state is gone. Read it before engine.close().")
         return self._state
+
+
+def make_scheduler(
+    given: Any, section: SchedulerSection | None, handle: TieredOptimizer | None, source: Optimizer
+) -> Any:
+    """The user's scheduler, or what a callable of the user's makes, or else the config's; None where nothing is
+    trained. Raises ConfigError.
+    """
+    if handle is None:
+        if given is not None:
+            raise ConfigError(
+                "lr_scheduler needs an optimizer, and there is none. Pass one to initialize(optimizer=...), or leave "
+                "lr_scheduler out to evaluate."
+            )
+        return None
+    if given is None:
+        return build_scheduler(section, handle) if section else None
+    scheduler = given(handle) if callable(given) else given
+    if not hasattr(scheduler, "step"):
+        raise ConfigError(
+            "lr_scheduler must be a scheduler, or a callable that makes one of an optimizer; found "
+            f"{type(scheduler).__name__}."
+        )
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise ConfigError(
+            "ReduceLROnPlateau needs a metric, which engine.step() does not have. Build it on the returned optimizer, "
+            "and call its step(metric) in your loop."
+        )
+    if getattr(scheduler, "optimizer", handle) not in (handle, source):
+        raise ConfigError(
+            "lr_scheduler drives an optimizer that is not this run's. Build it on the optimizer passed to "
+            "initialize(), or pass a callable that takes the optimizer."
+        )
+    if section is not None:
+        logger.warning("config: scheduler %s is not used, for initialize() was given an lr_scheduler", section.type)
+    return scheduler
+
+
+@contextmanager
+def restored_on_error(groups: list[dict[str, Any]]) -> Iterator[None]:
+    """Schedulers set learning rates when they are made; a run that does not start takes that back."""
+    before = [dict(group) for group in groups]
+    try:
+        yield
+    except BaseException:
+        for group, values in zip(groups, before, strict=True):
+            group.clear()
+            group.update(values)
+        raise

@@ -267,7 +267,7 @@ class StreamingStepper:
             self.materialize_model(work, job)
         runs: list[Run] = []
         members: list[list[ParamPiece]] = []
-        master, settle = layout.master(work.raw), layout.masters.settle
+        master, copy_unstepped = layout.master(work.raw), layout.masters.copy_unstepped
         self._passage.make_outs(work)
         for segment, out, grad in zip(work.subgroup.segments, work.outs, grads, strict=True):
             position = 0  # in the segment, as are `first` and `last`
@@ -279,9 +279,9 @@ class StreamingStepper:
                 runs.append(run)
                 members.append(pieces)
                 # what is not stepped (padding, no gradient) stays what its master says
-                settle(master[segment.start + position : segment.start + first], out[position:first])
+                copy_unstepped(master[segment.start + position : segment.start + first], out[position:first])
                 position = last
-            settle(master[segment.start + position : segment.stop], out[position:])
+            copy_unstepped(master[segment.start + position : segment.stop], out[position:])
         self._rule.update(runs)
         for run, pieces in zip(runs, members, strict=True):
             self._scalars.update(dict.fromkeys(((work.subgroup.index, piece.index) for piece in pieces), run.scalars))
