@@ -314,6 +314,71 @@ def tests_look_inside_engines_in_one_file(source: Source) -> Found:
                 yield node.lineno, f"{node.attr}: ask tests/support/inspection.py"
 
 
+_WORDS = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
+OLD_NAMES = {
+    "break_off": "cancel_all",
+    "carry_over": "import_state",
+    "catalog": "from_config",
+    "draft": "run_spec",
+    "give_way": "evict_last",
+    "gradient_watch": "MissingGradWarning",
+    "home_keeper": "OffloadedParams",
+    "intake": "import_state",
+    "judge": "check_gradients",
+    "latched_error": "EngineFailedError",
+    "norm_taker": "GradNorm",
+    "originals": "ModelSnapshot",
+    "readmit": "unblock",
+    "return_free_memory": "trim_malloc",
+    "telling": "surface_failure",
+    "withheld": "blocked",
+    "withhold": "block_for_update",
+}
+"""Names that the field has other words for, and those; also as parts of a name, in any spelling."""
+_OLD_NAMES = re.compile(rf"_({'|'.join(sorted(OLD_NAMES, key=len, reverse=True))})(?=_)")
+
+
+@rule(
+    CODE,
+    planted={
+        "tiered_zero/a.py": [
+            *(f"def {name}(): ..." for name in OLD_NAMES),
+            "class ModelOriginals: ...",
+            "self._withhold_unit(1)",
+            "f(withheld=1)",
+            "def f(x_withheld): ...",
+            "WITHHELD = 1",
+            "import x as originals",
+        ],
+        "tiered_zero/withhold.py": [""],
+    },
+    innocent={"tiered_zero/a.py": ["'withhold'", "aboriginals = 1", "original = 1"]},
+)
+def names_are_the_fields(source: Source) -> Found:
+    names = [(1, part) for part in source.path.removesuffix(".py").split("/")]
+    for node in source.nodes(*NAMED, ast.keyword):
+        names.append((node.lineno, getattr(node, NAMED.get(type(node), "arg")) or ""))
+    for line, name in names:
+        for match in _OLD_NAMES.finditer(f"_{_WORDS.sub('_', name).lower().strip('_')}_"):
+            yield line, f"{name}: not {match[1]!r}, but {OLD_NAMES[match[1]]}"
+
+
+EMPTY_PHRASES = ("gives away",)
+
+
+@rule(
+    PACKAGE,
+    planted={
+        "tiered_zero/a.py": [f'"""Is done {phrase}."""' for phrase in EMPTY_PHRASES],
+        "tiered_zero/native/a.c": ["// Gives away its slot"],
+    },
+    innocent={"tiered_zero/a.py": ["# forgotten, meant"]},
+)
+def text_says_who_does_what(source: Source) -> Found:
+    for line, phrase in source.matches(rf"(?i)\b(?:{'|'.join(EMPTY_PHRASES)})\b"):
+        yield line, f"{phrase!r}: name the object, the thread or the event"
+
+
 @rule(
     PACKAGE,
     planted={"tiered_zero/engine.py": ["print('x')"], "tiered_zero/client.py": ["def f():\n    print()"]},

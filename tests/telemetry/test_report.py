@@ -1,4 +1,4 @@
-"""Causes sum to the wall time; the verdict follows a delay; a run's typical step is a step."""
+"""Causes sum to the wall time; the bottleneck follows a delay; a run's typical step is a step."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from tiered_zero.telemetry.report import (
     RunReport,
     RunTotals,
     StepReport,
+    bottleneck,
     build_step_report,
     middle_half,
     overlap_fraction,
-    verdict,
 )
 from tiered_zero.telemetry.spans import LANES, Recorder, Totals
 
@@ -41,7 +41,7 @@ def run_step(clock: Clock, recorder: Recorder, delays: dict[str, float]) -> Step
 
 
 @pytest.mark.parametrize("slow", LANES)
-def test_a_delay_in_one_resource_moves_the_verdict_to_it(slow: str, clock: Clock) -> None:
+def test_a_delay_in_one_resource_moves_the_bottleneck_to_it(slow: str, clock: Clock) -> None:
     report = run_step(clock, Recorder(), {slow: 0.06})
     assert report.bound_by.startswith(f"{slow} (")
     assert report.bound_by.endswith("% busy)")
@@ -102,8 +102,8 @@ def test_overlap_lies_between_one_after_the_other_and_the_busiest_alone(busy, wa
 
 
 def test_nothing_measured_is_said() -> None:
-    assert verdict({}, 1.0) == "nothing measured"
-    assert verdict({"disk write": 1.4}, 1.0) == "disk write (100% busy)"
+    assert bottleneck({}, 1.0) == "nothing measured"
+    assert bottleneck({"disk write": 1.4}, 1.0) == "disk write (100% busy)"
 
 
 def test_a_report_survives_json_even_with_a_loss_that_is_not_finite() -> None:

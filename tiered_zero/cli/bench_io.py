@@ -87,7 +87,7 @@ def find_best(
     grid = sorted(itertools.product(BLOCKS, DEPTHS), key=lambda point: _distance(point, DEFAULT))
     settings = [Setting(engine, *point) for point in grid for engine in engines]
     search = Search(num_settings=len(settings))
-    overhead_s = 0.0  # of a setting, beside its slices: to start and to end
+    overhead_s = 0.0  # to start and end a setting, outside its slices
     for share, num_in_round in ((0.5, len(settings)), (0.5, max(3, len(settings) // 4)), (1.0, 3)):
         entrants = search.ranking[:num_in_round] or settings
         round_end_s = clock() + (end_s - clock()) * share

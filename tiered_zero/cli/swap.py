@@ -126,10 +126,10 @@ def _print_verified(results: dict[str, Verified | None], unread: dict[str, str])
         if result is None:
             rows.append((run_id, "-", "-", "nothing committed"))
             continue
-        verdict = f"{len(result.broken)} broken" if result.broken else "whole"
+        found = f"{len(result.broken)} broken" if result.broken else "whole"
         if result.nbytes_unverifiable:
-            verdict += f"; {format_nbytes(result.nbytes_unverifiable)} have no checksum"
-        rows.append((run_id, str(result.step), format_nbytes(result.nbytes), verdict))
+            found += f"; {format_nbytes(result.nbytes_unverifiable)} have no checksum"
+        rows.append((run_id, str(result.step), format_nbytes(result.nbytes), found))
     _print_table(("run", "step", "bytes read", "outcome"), rows)
     for run_id, text in unread.items():
         click.echo(_printable(f"{run_id}: {text}"))

@@ -13,7 +13,7 @@ from tiered_zero.telemetry.report import RunReport, known_first
 
 
 def run_tables(report: RunReport) -> RenderableType:
-    """Bytes by tier, seconds per step by cause, links, and the verdict."""
+    """Bytes by tier, seconds per step by cause, links, and the bottleneck."""
     return Group(_tier_table(report), _cause_table(report), _link_table(report), *_summary(report))
 
 

@@ -142,7 +142,7 @@ def _staging_nbytes(engine: Engine) -> int:
 
 
 def open_engine(settings: Mapping[str, Any], model: GPTConfig, seed: int) -> Engine:
-    """The model is born on `meta`; the engine fills it unit by unit, straight into its tiers."""
+    """Build the model on `meta`; the engine initializes it unit by unit, straight into its tiers."""
     torch.manual_seed(seed)
     return tiered_zero.initialize(model=build_gpt(model), config=settings)[0]
 

@@ -96,7 +96,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Every parameter belongs to a module with `reset_parameters`, so that a model born on `meta` can be filled."""
+    """Every parameter belongs to a module with `reset_parameters`, so that a model on `meta` can be initialized."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What happened: who did what when, how many bytes rest where, and what bound a step.
+"""What happened: spans of time by lane, bytes by tier, and what bound a step.
 
 Promise: the seconds of a step are its work plus its named waits and sum to its wall time; bytes are counted when they
 have arrived, never when they were asked for; a record on disk can be read up to its last line, however the run ended.
@@ -9,6 +9,6 @@ Never: torch, a decision that training depends on, a line of log per step.
 A span lies on a lane (compute, gather, reduce, update, disk read, disk write) and has a kind by which it is summed:
 on compute `forward`, `backward`, `step`; anywhere a named wait (WAIT_CAUSES), on the lane of the thread that waits.
 A span inside another one (opened on the same thread, or on the same lane) takes its seconds away from it: forward's own
-seconds are those in which nobody waited, and the driver's causes sum to its time whichever lanes it works for. A lane's
+seconds are without waits, and the driver's causes sum to its time whichever lanes it works for. A lane's
 busy time is the union of its spans, since requests to a disk overlap, less its waits and what was done for other lanes.
 """

@@ -15,7 +15,7 @@ CHAR_WIDTH = 7.3
 
 NOT_RECORDED = '<p class="none">Not recorded.</p>'
 MAX_POINTS = 120
-"""A longer series is drawn as the means of so many stretches."""
+"""A longer series is drawn as the means of so many parts."""
 
 Points = Sequence[tuple[float, float]]
 
@@ -102,11 +102,11 @@ def line_chart(title: str, x_label: str, y_label: str, series: Sequence[Series],
     plot.y_axis(y_label)
     plot.x_axis(x_label, whole=True)
     for line in thinned:
-        for stretch in _stretches(line.points):
-            path = "L".join(f"{plot.x(x):.1f} {plot.y(y):.1f}" for x, y in stretch)
+        for run in _finite_runs(line.points):
+            path = "L".join(f"{plot.x(x):.1f} {plot.y(y):.1f}" for x, y in run)
             plot.draw(f'<path class="line {line.style}" d="M{path}"><title>{escape(line.name)}</title></path>')
-            if len(stretch) == 1:
-                x, y = stretch[0]
+            if len(run) == 1:
+                x, y = run[0]
                 plot.draw(f'<circle class="{line.style}" cx="{plot.x(x):.1f}" cy="{plot.y(y):.1f}" r="3"/>')
     return plot.svg(title)
 
@@ -212,12 +212,12 @@ def format_tick(value: float) -> str:
 
 
 def thin(points: Points) -> Points:
-    """At most MAX_POINTS points: means of stretches of equal length."""
+    """At most MAX_POINTS points: means of parts of equal length."""
     if len(points) <= MAX_POINTS:
         return points
     length = -(-len(points) // MAX_POINTS)
-    stretches = [points[start : start + length] for start in range(0, len(points), length)]
-    return [(_mean(x for x, _ in part), _mean(y for _, y in part)) for part in stretches if len(part) == length]
+    parts = [points[start : start + length] for start in range(0, len(points), length)]
+    return [(_mean(x for x, _ in part), _mean(y for _, y in part)) for part in parts if len(part) == length]
 
 
 def _mean(values: Iterable[float]) -> float:
@@ -225,7 +225,7 @@ def _mean(values: Iterable[float]) -> float:
     return sum(numbers) / len(numbers)
 
 
-def _stretches(points: Points) -> list[list[tuple[float, float]]]:
+def _finite_runs(points: Points) -> list[list[tuple[float, float]]]:
     """Runs of points that are finite."""
     runs: list[list[tuple[float, float]]] = [[]]
     for point in points:

@@ -14,7 +14,7 @@ TIERS = ("device", "host", "nvme")
 
 
 class Ledger:
-    """Every allocation of ours is charged here before it is made. Any thread."""
+    """Bytes of the run: each allocation is charged before it is made. Any thread."""
 
     def __init__(self, limits: Mapping[str, int] | None = None) -> None:
         self._limits = dict(limits or {})
@@ -48,7 +48,7 @@ class Ledger:
             self._tier_now[tier] -= nbytes
 
     def correct(self, tier: str, kind: str, nbytes: int) -> None:
-        """What is there after calls were broken off between an allocation and its charge."""
+        """Set the bytes of a kind, after calls were interrupted between an allocation and its charge."""
         with self._lock:
             self._tier_now[tier] += nbytes - self._now[tier, kind]
             self._now[tier, kind] = nbytes

@@ -81,7 +81,7 @@ class StepReport(JsonRecord):
 
     @property
     def bytes_per_s(self) -> dict[str, float]:
-        """By lane: its bytes over its busy time."""
+        """By lane: bytes over busy time."""
         return link_rates(self.link_nbytes, self.busy_s)
 
     @property
@@ -90,7 +90,7 @@ class StepReport(JsonRecord):
 
     @property
     def bound_by(self) -> str:
-        return verdict(self.busy_s, self.wall_s)
+        return bottleneck(self.busy_s, self.wall_s)
 
     def to_json(self) -> dict[str, Any]:
         return {**super().to_json(), "overlap": self.overlap, "bound_by": self.bound_by}
@@ -130,8 +130,8 @@ def known_first(known: Sequence[str], found: Iterable[str]) -> list[str]:
     return [name for name in known if name in names] + [name for name in names if name not in known]
 
 
-def verdict(busy_s: Mapping[str, float], wall_s: float) -> str:
-    """'disk write (93% busy)': the busiest lane."""
+def bottleneck(busy_s: Mapping[str, float], wall_s: float) -> str:
+    """Name the busiest lane: 'disk write (93% busy)'."""
     if not busy_s or wall_s <= 0:
         return "nothing measured"
     lane = max(busy_s, key=lambda name: busy_s[name])
@@ -177,7 +177,7 @@ class RunReport(JsonRecord):
 
 
 class RunTotals:
-    """Adds up a run as it goes. One thread."""
+    """Sum the steps of a run. One thread."""
 
     def __init__(self, planned_nbytes: Mapping[str, int] | None = None) -> None:
         self._planned_nbytes = dict(planned_nbytes or {})
@@ -215,7 +215,7 @@ class RunTotals:
             seconds=_mean(typical, lambda report: report.seconds),
             busy_s=busy_s,
             overlap=overlap_fraction(busy_s, step_s),
-            bound_by=verdict(busy_s, step_s),
+            bound_by=bottleneck(busy_s, step_s),
             link_nbytes=dict(self._link_nbytes),
             bytes_per_s=link_rates(self._link_nbytes, self._busy_s),
             planned_nbytes=self._planned_nbytes,

@@ -79,8 +79,8 @@ class Run:
 
 
 class PrivateFile:
-    """A text file of the user alone, written beside training: where it cannot be written any more (a full disk), one
-    warning says so, and nothing more is written. What is whole until then stays, cut after a whole entry.
+    """A text file with mode 0600, written during training. The first failed write (a full disk) logs one warning, cuts
+    the file after its last whole entry and closes it; training goes on.
     """
 
     def __init__(self, path: str | os.PathLike[str], setting: str, cut_mark: str) -> None:
@@ -121,7 +121,7 @@ class PrivateFile:
             self.close()
 
     def close(self) -> None:
-        """Idempotent. A disk that says only now that it is full is told of too."""
+        """Idempotent. Logs a warning where the disk reports only now that it is full."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             try:

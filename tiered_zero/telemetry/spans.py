@@ -1,4 +1,4 @@
-"""Who did what when: spans by lane, named waits, bytes by link."""
+"""Spans of time by lane, named waits, and bytes by link."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Totals:
-    """Sums over a stretch of time, usually one step. See [Note: Lanes and kinds].
+    """Sums over an interval, usually one step. See [Note: Lanes and kinds].
 
     `seconds`: (lane, kind) -> the spans' own seconds, without those of spans inside them. `causes`: kind -> own seconds
     of what the driver did or waited for, on whatever lane. `nbytes`: lane -> bytes that arrived (what a wait is for is
@@ -50,16 +50,16 @@ class Totals:
 
 
 class Recorder:
-    """Collects totals always, and whole spans only while `keep_spans` is set. Any thread."""
+    """Sum spans, and keep them whole while `keep_spans` is set. Any thread."""
 
     def __init__(self, keep_spans: bool = False) -> None:
         self.keep_spans = keep_spans
         self._lock = threading.Lock()
         self._spans: list[Span] = []
         self._open: list[_Frame] = []
-        self._start_anew()
+        self._reset()
 
-    def _start_anew(self) -> None:
+    def _reset(self) -> None:
         self._seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
         self._causes: defaultdict[str, float] = defaultdict(float)
         self._nbytes: defaultdict[str, int] = defaultdict(int)
@@ -68,7 +68,7 @@ class Recorder:
 
     @contextmanager
     def span(self, lane: str, kind: str, name: str = "", nbytes: int = 0) -> Iterator[None]:
-        """Time a block; it ends even on error, and then counts no bytes.
+        """Time a block as a span of `lane`. A block that raises counts its time and no bytes.
 
         `kind` is what totals are kept by ("forward", "wait_param", ...). One thread at a time is inside the spans of a
         lane (autograd's while main waits in backward), so that they nest.
@@ -89,16 +89,16 @@ class Recorder:
                 self._add(frame, kind, name, end_s, arrived)
 
     def add(self, lane: str, kind: str, name: str, start_s: float, end_s: float, nbytes: int = 0) -> None:
-        """Record what is over, whoever's work it was. `nbytes`: those that arrived."""
+        """Record a span that has ended, of any thread. `nbytes`: those that arrived."""
         with self._lock:
             self._add(_Frame(lane, start_s, self._innermost_of(lane)), kind, name, end_s, nbytes)
 
     def take_totals(self) -> Totals:
-        """Sums since the last call; starts anew."""
+        """Return the sums since the last call, and reset them."""
         with self._lock:
             busy_s = {lane: max(0.0, union.seconds() - self._idle_s[lane]) for lane, union in self._worked.items()}
             totals = Totals(dict(self._seconds), dict(self._causes), dict(self._nbytes), busy_s)
-            self._start_anew()
+            self._reset()
         return totals
 
     def take_spans(self) -> list[Span]:

@@ -1,4 +1,4 @@
-"""A run whose disk, update or model is slowed down says so: the verdict of `step_report` names what was delayed."""
+"""A run whose disk, update or model is slowed down says so: the bottleneck of `step_report` names what was delayed."""
 
 from __future__ import annotations
 
