@@ -40,10 +40,11 @@ from tiered_zero.params.materialize import Materializer, WeightFiles
 from tiered_zero.params.offloaded_params import OffloadedParams
 from tiered_zero.params.pager import Pager
 from tiered_zero.params.snapshot import ModelSnapshot
-from tiered_zero.params.unit_state import PagerLimits
 from tiered_zero.params.visible_gradients import VisibleGradients
-from tiered_zero.plan.planner import Plan, back_tier, gradient_nbytes
-from tiered_zero.run_spec import RunSpec, smaller_sub_groups, unused_tiers, wider_window
+from tiered_zero.plan.placement import back_tier
+from tiered_zero.plan.planner import Plan
+from tiered_zero.plan.staging import StagingSize
+from tiered_zero.run_spec import RunSpec, planning_notices
 from tiered_zero.store.new_parents import make_missing
 from tiered_zero.store.swap_dir import SwapDir
 from tiered_zero.store.swap_store import SwapStore
@@ -101,8 +102,7 @@ def _build(run_spec: RunSpec, lr_scheduler: Any) -> Engine:
         for name in ("gather", "reduce", "optimizer"):
             accelerator.lane(name)  # a thread that cannot be started fails here, not in mid-run
         runtime = Runtime(accelerator, ledger, Recorder())
-        own = (*smaller_sub_groups(config), *wider_window(run_spec), *unused_tiers(run_spec))
-        for line in (*config.notices, *warnings, *own):
+        for line in (*config.notices, *warnings, *planning_notices(run_spec)):
             logger.warning("%s", line)
         resources.callback(run_spec.rule.close)
         torch.ones(1).sqrt()  # MKL's first square root is not safe among threads (pytorch#188792): take it alone
@@ -114,16 +114,16 @@ def _build(run_spec: RunSpec, lr_scheduler: Any) -> Engine:
         tiers = _Tiers(run_spec, runtime, resources)
         inventory = Inventory()
         for unit in run_spec.units:
-            tier = tiers.for_params(plan.param_tiers[unit.index])
+            tier = tiers.for_params(plan.tiers.params[unit.index])
             if tier is not None:
                 slot = tier.reserve(f"param/{unit.index}", unit.nbytes, "param")
                 inventory.place(unit, "param", Home(tier, slot))
-            back = tiers.for_params(back_tier(plan.param_tiers[unit.index]))
+            back = tiers.for_params(back_tier(plan.tiers.params[unit.index]))
             if plan.delayed and unit.trainable and back is not None:
                 slot = back.reserve(f"param_back/{unit.index}", unit.nbytes, "param_back")
                 inventory.place(unit, "param_back", Home(back, slot))
         for layout in run_spec.layouts:
-            tier = tiers.for_state(plan.state_tiers[layout.subgroup.index])
+            tier = tiers.for_state(plan.tiers.state[layout.subgroup.index])
             slot = tier.reserve(f"state/{layout.subgroup.index}", layout.nbytes, "state")
             inventory.place(layout.subgroup, "state", Home(tier, slot))
         masters = Masters(run_spec.layouts, inventory, tiers.state_staging)
@@ -131,8 +131,7 @@ def _build(run_spec: RunSpec, lr_scheduler: Any) -> Engine:
         keeper = OffloadedParams(inventory, tiers.param_staging, masters.follow, cuts)
         snapshot = ModelSnapshot(run_spec.model, run_spec.specs)
         resources.callback(snapshot.restore)
-        limits = PagerLimits(plan.live_nbytes, plan.prefetch_numel, plan.reuse_numel, plan.most_live_nbytes)
-        pager = Pager(runtime, inventory, keeper, limits)
+        pager = Pager(runtime, inventory, keeper, plan.pager_limits)
         resources.callback(pager.close)
         resources.callback(accelerator.close)  # where birth is interrupted, lanes end before the parameters go
         materialize_model(run_spec, weights, snapshot, pager, keeper, masters, inventory, accelerator)
@@ -249,9 +248,9 @@ class _Tiers:
         accelerator = runtime.accelerator
         self.arena = HostArena(plan.nbytes("host"), accelerator, pin and accelerator.name == "cuda", runtime.ledger)
         resources.callback(self.arena.close)
-        self.param_staging = self._pool(plan.param_staging, "staging_param", runtime, resources)
-        self.state_staging = self._pool(plan.state_staging, "staging_state", runtime, resources)
-        self.gradient_staging = self._pool(plan.gradient_staging, "staging_gradient", runtime, resources)
+        self.param_staging = self._pool(plan.staging.params, "staging_param", runtime, resources)
+        self.state_staging = self._pool(plan.staging.state, "staging_state", runtime, resources)
+        self.gradient_staging = self._pool(plan.staging.gradients, "staging_gradient", runtime, resources)
         staged = [pool.memory for pool in (self.param_staging, self.state_staging) if pool is not None]
         for line in {engine.register(memory): None for engine in engines for memory in staged}:
             if line:
@@ -295,11 +294,10 @@ class _Tiers:
                 needs[paths] = needs.get(paths, 0) + nbytes
         return needs
 
-    def _pool(self, staging: tuple[int, int], kind: str, runtime: Runtime, resources: Teardown) -> StagingPool | None:
-        nbytes, count = staging
-        if not nbytes:
+    def _pool(self, size: StagingSize, kind: str, runtime: Runtime, resources: Teardown) -> StagingPool | None:
+        if not size.nbytes:
             return None
-        pool = StagingPool(self.arena, nbytes, count, kind, runtime.recorder)
+        pool = StagingPool(self.arena, size.nbytes, size.count, kind, runtime.recorder)
         resources.callback(pool.close)
         return pool
 
@@ -416,21 +414,23 @@ def _make_gradients(run_spec: RunSpec, tiers: _Tiers, inventory: Inventory, runt
     members: dict[nn.Parameter, tuple[Unit, FlatEntry]] = {}
     for unit in run_spec.units:
         if unit.trainable:
-            tier: Tier = tiers.device if plan.gradient_tiers[unit.index] == "device" else tiers.host
-            dtype = torch.float32 if plan.sums_gradients else unit.dtype
+            tier: Tier = tiers.device if plan.tiers.gradients[unit.index] == "device" else tiers.host
+            dtype = torch.float32 if plan.gradients.sums else unit.dtype
             flats: list[torch.Tensor] = []
             for copy in ("gradient", "gradient_spare")[: 2 if plan.delayed else 1]:
-                slot = tier.reserve(f"{copy}/{unit.index}", gradient_nbytes(unit, plan.sums_gradients), "gradient")
+                slot = tier.reserve(f"{copy}/{unit.index}", plan.gradients.nbytes(unit), "gradient")
                 raw = tier.view(slot)
                 assert raw is not None, "gradients rest where they can be addressed"
                 flats.append(flat := typed_view(raw, dtype, unit.numel))
                 _zero_padding(flat, unit)
-            on_device = plan.gradient_tiers[unit.index] == "device"
+            on_device = plan.tiers.gradients[unit.index] == "device"
             spare = flats[1] if plan.delayed else None
             units.append(UnitGradients(unit=unit, flat=flats[0], spare=spare, on_device=on_device))
             members.update(zip(run_spec.params_of(unit), ((unit, entry) for entry in unit.entries), strict=True))
     norms = GradNorm(run_spec.rule.kernel or open_kernel())
-    return GradientStore(members, units, inventory, runtime, plan.in_flight_nbytes, tiers.gradient_staging, norms)
+    return GradientStore(
+        members, units, inventory, runtime, plan.gradients.in_flight_nbytes, tiers.gradient_staging, norms
+    )
 
 
 def _zero_padding(flat: torch.Tensor, unit: Unit) -> None:

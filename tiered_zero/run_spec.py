@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,13 +11,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from tiered_zero.config.schema import Config
-from tiered_zero.errors import ConfigError, ModelError
+from tiered_zero.errors import ModelError
 from tiered_zero.hardware.probe import available_host_nbytes
 from tiered_zero.hardware.select import shares_cores
 from tiered_zero.layout.flat import ParamSpec, Unit
 from tiered_zero.layout.subgroups import cut_subgroups, sub_group_numel
-from tiered_zero.layout.swap_bytes import TIERS, is_split
-from tiered_zero.layout.units import UnitRules, find_units
+from tiered_zero.layout.units import find_units
 from tiered_zero.optim.from_config import format_rule, group_params, make_optimizer, make_rule
 from tiered_zero.optim.rule import UpdateRule
 from tiered_zero.optim.state_formats import check_params, master_format
@@ -25,13 +24,12 @@ from tiered_zero.optim.state_layout import StateLayout
 from tiered_zero.params.aliases import check_memory
 from tiered_zero.params.flat_storage import ClosedEngine, pager_of
 from tiered_zero.params.model_spec import list_params, module_tree
-from tiered_zero.plan.planner import Plan, PlanRequest, SubGroupSize, make_plan
-from tiered_zero.sizes import format_nbytes
+from tiered_zero.plan.planner import Plan, make_plan
+from tiered_zero.plan.request import Limits, SubGroupSize, plan_request, unit_rules
+from tiered_zero.sizes import TIERS, format_nbytes
 
-TIER_OF_DEVICE = {"none": "device", "cpu": "host", "nvme": "nvme"}
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RunSpec:
     """Everything that can be known before a byte is allocated."""
 
@@ -56,42 +54,49 @@ def specify_run(
     model: nn.Module,
     optimizer: Optimizer | Callable[[Any], Optimizer] | None = None,
     model_parameters: Iterable[Any] | None = None,
-    limits: Mapping[str, tuple[int, str]] | None = None,
+    limits: Limits | None = None,
 ) -> RunSpec:
     """Lay the model out and plan its bytes. Reads no parameter's bytes; raises ConfigError and ModelError.
 
     Without an optimizer, given or in the config, the run evaluates: every parameter is frozen to it.
     """
-    zero = config.zero_optimization
     trains = optimizer is not None or config.optimizer is not None
     specs = list_params(model, lambda dtype: compute_dtype(config, dtype), trains)
     _check_params(specs, trains)
     _check_embeddings(model)
     check_memory(model, specs)
-    units = find_units(
-        module_tree(model, specs),
-        list(specs.values()),
-        UnitRules(
-            size_cap_numel=config.tiered_zero.unit_size_cap,
-            persistence_numel=zero.stage3_param_persistence_threshold if zero.offload_param.device != "none" else 0,
-            max_persistent_numel=zero.stage3_model_persistence_threshold,
-        ),
-    )
+    units = find_units(module_tree(model, specs), list(specs.values()), unit_rules(config))
     source = make_optimizer(config.optimizer, model, optimizer, model_parameters)
     state_format = config.tiered_zero.state_format
     rule, masters = format_rule(state_format, make_rule(source)), master_format(state_format)
     group_of = group_params(source, specs) if trains else {}
-    size = sub_group_numel(zero.sub_group_size)
-    wishes = make_wishes(config, limits or {})
-    apart = is_split(wishes.optimizer_tier, wishes.ratio, wishes.state_limits)
-    subgroups = cut_subgroups(units, group_of, size, elementwise=rule.elementwise, apart=apart)
+    settings = config.tiered_zero
+    request = plan_request(
+        config,
+        limits=_limits(config, limits or {}),
+        shares_cores=shares_cores(settings.device, settings.debug_delay_seed),
+        in_backward=not rule.keeps_group_state,  # which changes when a step is taken, and not before
+    )
+    size = sub_group_numel(config.zero_optimization.sub_group_size)
+    subgroups = cut_subgroups(units, group_of, size, elementwise=rule.elementwise, apart=request.state.is_split)
     layouts = [StateLayout(subgroup, rule, source.param_groups, masters) for subgroup in subgroups]
-    needs = [SubGroupSize(layout.nbytes, layout.subgroup.parts, layout.subgroup.embedding) for layout in layouts]
-    if rule.keeps_group_state:  # which changes when a step is taken, and not before
-        wishes = replace(wishes, in_backward=False)
-    plan = make_plan(units, needs, wishes)
-    check_params(masters, subgroups, plan.param_tiers, plan.state_tiers)
-    return RunSpec(config, model, specs, units, source, rule, layouts, plan, trains)
+    sizes = [
+        SubGroupSize(state_nbytes=layout.nbytes, parts=layout.subgroup.parts, embedding=layout.subgroup.embedding)
+        for layout in layouts
+    ]
+    plan = make_plan(units, sizes, request)
+    check_params(masters, subgroups, plan.tiers.params, plan.tiers.state)
+    return RunSpec(
+        config=config,
+        model=model,
+        specs=specs,
+        units=units,
+        source=source,
+        rule=rule,
+        layouts=layouts,
+        plan=plan,
+        trains=trains,
+    )
 
 
 def _check_embeddings(model: nn.Module) -> None:
@@ -140,92 +145,42 @@ def compute_dtype(config: Config, dtype: torch.dtype) -> torch.dtype:
     return wanted if dtype.is_floating_point and wanted != torch.float32 else dtype
 
 
-def make_wishes(config: Config, given_limits: Mapping[str, tuple[int, str]]) -> PlanRequest:
-    zero, settings = config.zero_optimization, config.tiered_zero
-    _check_delayed(config)
-    param, state = zero.offload_param, zero.offload_optimizer
+def _limits(config: Config, given: Limits) -> Limits:
+    """Bytes that the run may use on each tier: those `given` go before the config's and the machine's."""
+    settings = config.tiered_zero
     limits: dict[str, tuple[int, str]] = {}
     if settings.device_memory_limit is not None:
         limits["device"] = (settings.device_memory_limit, "tiered_zero.device_memory_limit")
     limits["host"] = (available_host_nbytes(), "what this machine and its cgroup have free")
     if settings.host_memory_limit is not None and settings.host_memory_limit <= limits["host"][0]:
         limits["host"] = (settings.host_memory_limit, "tiered_zero.host_memory_limit")
-    limits.update(given_limits)
-    return PlanRequest(
-        TIER_OF_DEVICE[param.device],
-        TIER_OF_DEVICE[state.device],
-        limits,
-        sums_gradients=config.gradient_accumulation_steps > 1,
-        update=settings.update,
-        shares_cores=shares_cores(settings.device, settings.debug_delay_seed),
-        checks_gradients=_checks_gradients(config),
-        in_backward=settings.optimizer_in_backward,
-        max_live_numel=zero.stage3_max_live_parameters,
-        prefetch_numel=zero.stage3_prefetch_bucket_size,
-        reuse_numel=zero.stage3_max_reuse_distance,
-        max_host_param_numel=param.max_in_cpu,
-        staging_numel=param.buffer_size if "buffer_size" in param.model_fields_set else None,
-        num_param_staging=param.buffer_count if "buffer_count" in param.model_fields_set else None,
-        num_state_staging=state.buffer_count if "buffer_count" in state.model_fields_set else None,
-        state_format=settings.state_format,
-        ratio=state.ratio,
-        state_limits=settings.state_limits.by_tier,
-    )
+    return {**limits, **given}
 
 
-def _checks_gradients(config: Config) -> bool:
-    """Whether a step's update waits for a gradient check: the global norm for clipping, or a check for overflow."""
-    checks_bf16 = config.bf16.enabled and config.bf16.check_grad_overflow
-    return config.gradient_clipping > 0 or config.fp16.enabled or checks_bf16
-
-
-def _check_delayed(config: Config) -> None:
-    state, settings = config.zero_optimization.offload_optimizer, config.tiered_zero
-    if settings.update != "delayed":
-        return
-    found = "offload_optimizer.device none" if state.device == "none" else ""
-    found = found or (f"offload_optimizer.ratio {state.ratio:g}" if state.ratio < 1 else "")
-    found = found or ("tiered_zero.state_limits.device" if settings.state_limits.device else "")
-    if found:
-        raise ConfigError(
-            "tiered_zero.update: delayed needs the whole optimizer off the device, where its update can run beside "
-            f"compute; found {found}. Set offload_optimizer.device to cpu or nvme with ratio 1 and without "
-            "tiered_zero.state_limits.device, or take overlapped."
-        )
-
-
-def smaller_sub_groups(config: Config) -> list[str]:
-    """A line where sub-groups are cut smaller than somebody asked for; DeepSpeed's default, 1e9, asks for nothing."""
-    given = config.zero_optimization.sub_group_size
+def planning_notices(run_spec: RunSpec) -> list[str]:
+    """One line for each setting that the plan could not follow to the letter."""
+    zero, plan = run_spec.config.zero_optimization, run_spec.plan
+    lines = []
+    given = zero.sub_group_size
     numel = sub_group_numel(given)
-    if numel == given or given >= 1_000_000_000:
-        return []
-    return [f"zero_optimization.sub_group_size: {given} is a limit; sub-groups are cut at {numel} elements"]
-
-
-def wider_window(run_spec: RunSpec) -> list[str]:
-    """A line where the parameters in use at once are more than stage3_max_live_parameters; 0 asks for just those."""
-    allowed = run_spec.config.zero_optimization.stage3_max_live_parameters
-    paged = [unit for unit in run_spec.units if run_spec.plan.param_tiers[unit.index] != "device"]
-    needed = run_spec.plan.live_nbytes // max((unit.itemsize for unit in paged), default=1)
-    if not paged or not 0 < allowed < needed:
-        return []
-    return [
-        f"zero_optimization.stage3_max_live_parameters: {allowed} is less than the {needed} elements that are in use "
-        "at once; those are kept on the device. Lower tiered_zero.unit_size_cap to need fewer."
-    ]
-
-
-def unused_tiers(run_spec: RunSpec) -> list[str]:
-    """A line for each setting that lets a part of the state rest on a faster tier where no sub-group fits."""
-    offload, used = run_spec.config.zero_optimization.offload_optimizer, run_spec.plan.state_tiers
-    asked = {f"tiered_zero.state_limits.{tier}": tier for tier in run_spec.config.tiered_zero.state_limits.by_tier}
-    if offload.ratio < 1:
+    if numel != given < 1_000_000_000:  # DeepSpeed's default asks for nothing
+        lines.append(f"zero_optimization.sub_group_size: {given} is a limit; sub-groups are cut at {numel} elements")
+    allowed = zero.stage3_max_live_parameters
+    paged = [unit for unit in run_spec.units if plan.tiers.params[unit.index] != "device"]
+    needed = plan.pager_limits.live_nbytes // max((unit.itemsize for unit in paged), default=1)
+    if paged and 0 < allowed < needed:  # 0 asks for just what is in use
+        lines.append(
+            f"zero_optimization.stage3_max_live_parameters: {allowed} is less than the {needed} elements that are in "
+            "use at once; those are kept on the device. Lower tiered_zero.unit_size_cap to need fewer."
+        )
+    asked = {f"tiered_zero.state_limits.{tier}": tier for tier in plan.request.state.limits}
+    if zero.offload_optimizer.ratio < 1:
         asked["zero_optimization.offload_optimizer.ratio"] = "device"
+    used = {TIERS.index(tier) for tier in plan.tiers.state}
     smallest = format_nbytes(min((layout.nbytes for layout in run_spec.layouts), default=0))
-    return [
+    return lines + [
         f"{name}: no sub-group rests on tier {tier}, for the smallest needs {smallest}. Lower "
         "zero_optimization.sub_group_size, or give more room."
         for name, tier in asked.items()
-        if tier not in used and any(TIERS.index(tier) < TIERS.index(other) for other in used)
+        if TIERS.index(tier) not in used and any(TIERS.index(tier) < other for other in used)
     ]

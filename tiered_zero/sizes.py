@@ -1,6 +1,9 @@
-"""Byte sizes: alignment, and the one way in which sizes are printed and parsed."""
+"""Tiers and byte sizes: alignment, and the one way in which sizes are printed and parsed."""
 
 import math
+
+TIERS = ("device", "host", "nvme")
+"""Fastest first."""
 
 KIB = 1 << 10
 MIB = 1 << 20

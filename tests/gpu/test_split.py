@@ -47,7 +47,7 @@ def weights_after(update: str, param: str, clipping: float, swap: Path, device: 
         "tiered_zero": {"device": device, "update": update, "state_limits": {"host": "4MiB"}},
     }
     with tiered_zero.initialize(model=Tower(), config=config)[0] as engine:
-        assert set(engine.plan.state_tiers) == {"device", "host", "nvme"}
+        assert set(engine.plan.tiers.state) == {"device", "host", "nvme"}
         for number in range(12):
             generator = torch.Generator().manual_seed(number)
             tokens = torch.randint(4096, (4, 64), generator=generator).to(engine.device)

@@ -14,7 +14,7 @@ from tests.support.units import make_unit
 from tiered_zero.config import load
 from tiered_zero.layout.flat import CUT_NUMEL, Unit, equal_bounds
 from tiered_zero.layout.subgroups import cut_subgroups
-from tiered_zero.run_spec import smaller_sub_groups, specify_run
+from tiered_zero.run_spec import planning_notices, specify_run
 from tiered_zero.sizes import PAGE_NBYTES
 
 
@@ -213,4 +213,4 @@ def test_a_limit_that_would_leave_nothing_to_overlap(given_numel: int | None, nu
     sizes = [layout.subgroup.numel for layout in run_spec.layouts]
     assert max(sizes) == numel and len(sizes) > 1
     told = [f"{given_numel} is a limit; sub-groups are cut at {numel} elements"] if given_numel == 10**8 else []
-    assert [line.partition(": ")[2] for line in smaller_sub_groups(config)] == told
+    assert [line.partition(": ")[2] for line in planning_notices(run_spec)] == told

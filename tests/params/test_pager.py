@@ -20,7 +20,9 @@ from tiered_zero.layout.flat import Unit
 from tiered_zero.params.flat_storage import OffloadedParameter
 from tiered_zero.params.offloaded_params import OffloadedParams
 from tiered_zero.params.pager import Pager
-from tiered_zero.params.unit_state import PagerLimits, SavedView, UnitState
+from tiered_zero.params.unit_state import SavedView, UnitState
+from tiered_zero.plan.planner import PagerLimits
+from tiered_zero.plan.request import LookAhead
 from tiered_zero.tiers.inventory import Home, Inventory
 from tiered_zero.tiers.tier import as_bytes
 from tiered_zero.tiers.unit_update import UnitUpdate
@@ -47,7 +49,9 @@ class World:
         self.changed: list[int] = []
         keeper = OffloadedParams(self.inventory, None, lambda unit, flat, old: self.changed.append(unit.index))
         live_nbytes = live * N * 4 if live < FREE else FREE
-        self.pager = Pager(self.runtime, self.inventory, keeper, PagerLimits(live_nbytes, prefetch * N, reuse * N))
+        look_ahead = LookAhead(prefetch_numel=prefetch * N, reuse_numel=reuse * N)
+        limits = PagerLimits(live_nbytes=live_nbytes, look_ahead=look_ahead)
+        self.pager = Pager(self.runtime, self.inventory, keeper, limits)
         self.units: list[Unit] = []
         self.params: list[list[nn.Parameter]] = []
         self.values: list[torch.Tensor] = []

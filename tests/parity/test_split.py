@@ -68,7 +68,7 @@ def reference(optimizer: str, accumulation: int, clipping: float, backwards: int
 
 
 def tiers_used(engine: Any) -> set[str]:
-    return set(engine.plan.state_tiers)
+    return set(engine.plan.tiers.state)
 
 
 @pytest.mark.parametrize(("param", "update", "accumulation", "clipping"), RUNS)
@@ -126,15 +126,15 @@ def test_embeddings_come_first_and_a_unit_may_be_split(swap_path: Any) -> None:
         plan, subgroups = engine.plan, [layout.subgroup for layout in layouts(engine)]
         (first,) = [subgroup for subgroup in subgroups if subgroup.embedding]
         assert {piece.param.name for piece in first.pieces} == {"tokens.weight"}
-        assert plan.state_tiers[first.index] == "device"
+        assert plan.tiers.state[first.index] == "device"
         others = [subgroup.index for subgroup in subgroups if not subgroup.embedding]
-        assert [plan.state_tiers[index] for index in others] == ["device"] * 6 + ["nvme"] * (len(others) - 6)
+        assert [plan.tiers.state[index] for index in others] == ["device"] * 6 + ["nvme"] * (len(others) - 6)
         tiers_of: dict[int, set[str]] = {}
         for subgroup in subgroups:
             for segment in subgroup.segments:
-                tiers_of.setdefault(segment.unit.index, set()).add(plan.state_tiers[subgroup.index])
+                tiers_of.setdefault(segment.unit.index, set()).add(plan.tiers.state[subgroup.index])
         assert {"device", "nvme"} in tiers_of.values()
-        assert {index for index, tier in plan.gradient_tiers.items() if tier == "device"} == {
+        assert {index for index, tier in plan.tiers.gradients.items() if tier == "device"} == {
             index for index, tiers in tiers_of.items() if tiers == {"device"}
         }
         charged: list[int] = []
@@ -168,7 +168,7 @@ def test_what_rests_on_the_device_waits_for_nothing_else(swap_path: Any, monkeyp
 
     monkeypatch.setattr(StreamingStepper, "_update", late)
     with split(swap_path, "device+nvme") as engine:
-        published, tiers = inventory(engine).published, engine.plan.gradient_tiers
+        published, tiers = inventory(engine).published, engine.plan.tiers.gradients
         trainable = [unit for unit in units(engine) if unit.trainable]
         engine.backward(engine(*batch(0)))
         engine.step()

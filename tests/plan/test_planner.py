@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,20 +15,18 @@ from hypothesis import strategies as st
 from tests.support.units import make_unit
 from tiered_zero.errors import ConfigError, PlanError
 from tiered_zero.layout.flat import Unit
-from tiered_zero.plan.planner import (
+from tiered_zero.plan.placement import place_params
+from tiered_zero.plan.planner import Plan, make_plan
+from tiered_zero.plan.request import Limits, ParamRequest, PlanRequest, StateRequest, SubGroupSize, UpdateRequest
+from tiered_zero.plan.staging import (
     AUTO_STATE_STAGING_NBYTES,
     MAX_AUTO_STAGING_NBYTES,
     NUM_PARAM_STAGING,
     NUM_STATE_STAGING,
-    Plan,
-    PlanRequest,
-    SubGroupSize,
-    make_plan,
-    place_params,
+    StagingSize,
 )
-from tiered_zero.sizes import MIB, PAGE_NBYTES, format_nbytes
+from tiered_zero.sizes import MIB, PAGE_NBYTES, TIERS, format_nbytes
 
-TIERS = ("device", "host", "nvme")
 K = 8192
 """Elements: whole pages in every dtype here, so that units have no padding but what is written down."""
 
@@ -42,8 +42,33 @@ def some_units(dtype: torch.dtype = torch.bfloat16) -> list[Unit]:
     ]
 
 
-def wishes(param_tier: str = "host", optimizer_tier: str = "host", **changes: object) -> PlanRequest:
-    return replace(PlanRequest(param_tier, optimizer_tier, {}), **changes)  # type: ignore[arg-type]
+PARAM_FIELDS = ("max_host_numel", "max_live_numel", "buffer_numel")
+
+
+def request(
+    param_tier: str = "host",
+    optimizer_tier: str = "host",
+    *,
+    update: str = "auto",
+    limits: Limits | None = None,
+    sums_gradients: bool = False,
+    num_buffers: int | None = None,
+    **fields: Any,
+) -> PlanRequest:
+    """`fields`: of ParamRequest and of StateRequest, "state_limits" for its limits; `num_buffers` of both."""
+    of_params = {name: fields.pop(name) for name in PARAM_FIELDS if name in fields}
+    state_limits = fields.pop("state_limits", {})
+    return PlanRequest(
+        params=ParamRequest(tier=param_tier, num_buffers=num_buffers, **of_params),
+        state=StateRequest(tier=optimizer_tier, num_buffers=num_buffers, limits=state_limits, **fields),
+        update=UpdateRequest(policy=update),
+        limits=limits or {},
+        sums_gradients=sums_gradients,
+    )
+
+
+def subgroup(state_nbytes: int, parts: Mapping[int, int], embedding: bool = False) -> SubGroupSize:
+    return SubGroupSize(state_nbytes=state_nbytes, parts=parts, embedding=embedding)
 
 
 def rows(plan: Plan) -> dict[tuple[str, str], int]:
@@ -52,14 +77,14 @@ def rows(plan: Plan) -> dict[tuple[str, str], int]:
 
 
 NEEDS = [
-    SubGroupSize(40 * PAGE_NBYTES, {0: 4 * K, 1: 7 * K}),
-    SubGroupSize(24 * PAGE_NBYTES, {1: 3 * K, 2: 6 * K, 3: 2 * K}),
+    subgroup(40 * PAGE_NBYTES, {0: 4 * K, 1: 7 * K}),
+    subgroup(24 * PAGE_NBYTES, {1: 3 * K, 2: 6 * K, 3: 2 * K}),
 ]
 
 
 @pytest.mark.parametrize(("param_tier", "optimizer_tier", "sums"), [*itertools.product(TIERS, TIERS, [False, True])])
 def test_every_row_of_every_placement(param_tier: str, optimizer_tier: str, sums: bool) -> None:
-    plan = make_plan(some_units(), NEEDS, wishes(param_tier, optimizer_tier, sums_gradients=sums))
+    plan = make_plan(some_units(), NEEDS, request(param_tier, optimizer_tier, sums_gradients=sums))
     state = 64 * PAGE_NBYTES
     gradient_tier = "device" if optimizer_tier == "device" else "host"
     expected = {
@@ -88,9 +113,9 @@ def test_every_row_of_every_placement(param_tier: str, optimizer_tier: str, sums
     assert rows(plan) == {key: nbytes for key, nbytes in expected.items() if nbytes}
     for tier in TIERS:
         assert plan.nbytes(tier) == sum(nbytes for (where, _), nbytes in expected.items() if where == tier)
-    assert plan.state_tiers == [optimizer_tier] * 2
-    assert plan.gradient_tiers == dict.fromkeys(range(4), gradient_tier)
-    assert {unit.index: plan.param_tiers[unit.index] for unit in some_units()} == {
+    assert plan.tiers.state == [optimizer_tier] * 2
+    assert plan.tiers.gradients == dict.fromkeys(range(4), gradient_tier)
+    assert {unit.index: plan.tiers.params[unit.index] for unit in some_units()} == {
         0: param_tier, 1: param_tier, 2: param_tier, 3: "device", 4: param_tier
     }  # fmt: skip
 
@@ -109,16 +134,16 @@ def test_every_row_of_every_placement(param_tier: str, optimizer_tier: str, sums
 def test_a_whole_unit_is_staged_where_there_is_room(largest: int, limit: int | None, count: int) -> None:
     sizes = [4, largest, *[1] * 60]
     units = [make_unit(index, [size * MIB], torch.bfloat16) for index, size in enumerate(sizes)]
-    needs = [SubGroupSize(12 * MIB, {unit.index: MIB}) for unit in units for _ in range(unit.numel // MIB)]
+    needs = [subgroup(12 * MIB, {unit.index: MIB}) for unit in units for _ in range(unit.numel // MIB)]
     limits = {} if limit is None else {"host": (limit, "the test")}
-    plan = make_plan(units, needs, wishes("nvme", "nvme", limits=limits))
-    assert plan.state_staging == (14 * MIB, count)
+    plan = make_plan(units, needs, request("nvme", "nvme", limits=limits))
+    assert plan.staging.state == StagingSize(nbytes=14 * MIB, count=count)
 
 
 @pytest.mark.parametrize("param_tier", TIERS)
 def test_the_delayed_update_keeps_gradients_and_trainable_parameters_twice(param_tier: str) -> None:
     exact, late = (
-        rows(make_plan(some_units(), NEEDS, wishes(param_tier, update=update))) for update in ("auto", "delayed")
+        rows(make_plan(some_units(), NEEDS, request(param_tier, update=update))) for update in ("auto", "delayed")
     )
     back = 20 if param_tier == "nvme" else 22  # what stays on the device gets its second home in host memory
     expected = {**exact, ("host", "gradient"): 2 * exact["host", "gradient"]}
@@ -129,36 +154,37 @@ def test_the_delayed_update_keeps_gradients_and_trainable_parameters_twice(param
 
 
 def test_updates_in_place_need_no_staging() -> None:
-    needs = [SubGroupSize(PAGE_NBYTES, {0: K})]
-    assert "staging_state" not in {row.kind for row in make_plan(some_units(), needs, wishes()).rows}
-    plan = make_plan(some_units(), needs, wishes(optimizer_tier="nvme"))
-    assert plan.state_staging == (PAGE_NBYTES, 1), "one sub-group never needs two buffers"
+    needs = [subgroup(PAGE_NBYTES, {0: K})]
+    assert "staging_state" not in {row.kind for row in make_plan(some_units(), needs, request()).rows}
+    plan = make_plan(some_units(), needs, request(optimizer_tier="nvme"))
+    assert plan.staging.state == StagingSize(nbytes=PAGE_NBYTES, count=1), "one sub-group never needs two buffers"
 
 
 @pytest.mark.parametrize("count", [1, 2, 7])
 def test_buffer_counts_of_the_user_are_honoured(count: int) -> None:
-    needs = [SubGroupSize(PAGE_NBYTES, {0: K})] * 5
-    plan = make_plan(some_units(), needs, wishes("nvme", "nvme", num_param_staging=count, num_state_staging=count))
-    assert plan.param_staging[1] == count
-    assert plan.state_staging[1] == min(count, 5)
+    needs = [subgroup(PAGE_NBYTES, {0: K})] * 5
+    plan = make_plan(some_units(), needs, request("nvme", "nvme", num_buffers=count))
+    assert plan.staging.params.count == count
+    assert plan.staging.state.count == min(count, 5)
 
 
 def test_large_units_are_carried_in_chunks() -> None:
     big = make_unit(0, [40 * MIB], torch.bfloat16)
-    assert make_plan([big], [], wishes("nvme")).param_staging == (MAX_AUTO_STAGING_NBYTES, NUM_PARAM_STAGING)
-    assert make_plan([big], [], wishes("host")).param_staging == (0, 0)
+    chunks = StagingSize(nbytes=MAX_AUTO_STAGING_NBYTES, count=NUM_PARAM_STAGING)
+    assert make_plan([big], [], request("nvme")).staging.params == chunks
+    assert make_plan([big], [], request("host")).staging.params == StagingSize()
 
 
 def test_a_buffer_smaller_than_a_parameter_is_refused_with_the_least_size() -> None:
     with pytest.raises(
         ConfigError, match=rf"buffer_size: {7 * K - 1} elements.*u1\.p0 has {7 * K}\. .*at least {7 * K}"
     ):
-        make_plan(some_units(), [], wishes("nvme", staging_numel=7 * K - 1))
-    nbytes, _ = make_plan(some_units(), [], wishes("nvme", staging_numel=7 * K)).param_staging
+        make_plan(some_units(), [], request("nvme", buffer_numel=7 * K - 1))
+    nbytes = make_plan(some_units(), [], request("nvme", buffer_numel=7 * K)).staging.params.nbytes
     assert nbytes == 2 * 7 * K, "as the user said, though the unit is larger"
-    nbytes, _ = make_plan(some_units(), [], wishes("nvme", staging_numel=100 * K)).param_staging
+    nbytes = make_plan(some_units(), [], request("nvme", buffer_numel=100 * K)).staging.params.nbytes
     assert nbytes == 2 * 10 * K, "never more than the largest unit"
-    make_plan(some_units(), [], wishes("host", staging_numel=1))  # without effect where nothing is staged
+    make_plan(some_units(), [], request("host", buffer_numel=1))  # without effect where nothing is staged
 
 
 # -- state on several tiers --------------------------------------------------------------------------------------------
@@ -167,14 +193,14 @@ def test_a_buffer_smaller_than_a_parameter_is_refused_with_the_least_size() -> N
 def spread() -> tuple[list[Unit], list[SubGroupSize]]:
     """Four units of K fp32 elements, the last an embedding, in halves: eight sub-groups of 12 bytes an element."""
     units = [make_unit(index, [K]) for index in range(4)]
-    return units, [SubGroupSize(6 * K, {index // 2: K // 2}, index >= 6) for index in range(8)]
+    return units, [subgroup(6 * K, {index // 2: K // 2}, index >= 6) for index in range(8)]
 
 
 def test_fast_tiers_are_filled_with_embeddings_and_then_in_the_order_of_the_forward() -> None:
     units, needs = spread()
-    plan = make_plan(units, needs, wishes("host", "nvme", state_limits={"device": 18 * K, "host": 23 * K}))
-    assert plan.state_tiers == ["device", *["host"] * 3, *["nvme"] * 2, *["device"] * 2]
-    assert plan.gradient_tiers == {0: "host", 1: "host", 2: "host", 3: "device"}
+    plan = make_plan(units, needs, request("host", "nvme", state_limits={"device": 18 * K, "host": 23 * K}))
+    assert plan.tiers.state == ["device", *["host"] * 3, *["nvme"] * 2, *["device"] * 2]
+    assert plan.tiers.gradients == {0: "host", 1: "host", 2: "host", 3: "device"}
     found = rows(plan)
     assert [found[tier, "state"] for tier in TIERS] == [18 * K, 18 * K, 12 * K]
     assert [found.get((tier, "gradient"), 0) for tier in TIERS] == [4 * K, 12 * K, 0]
@@ -184,19 +210,19 @@ def test_fast_tiers_are_filled_with_embeddings_and_then_in_the_order_of_the_forw
 @pytest.mark.parametrize("param_tier", TIERS)
 def test_what_an_update_cannot_write_in_place_is_staged(param_tier: str) -> None:
     units, needs = spread()
-    plan = make_plan(units, needs, wishes(param_tier, "host", state_limits={"device": 6 * K}))
-    assert plan.state_tiers == [*["host"] * 6, "device", "host"]
+    plan = make_plan(units, needs, request(param_tier, "host", state_limits={"device": 6 * K}))
+    assert plan.tiers.state == [*["host"] * 6, "device", "host"]
     count = {"device": 7, "host": 1, "nvme": 8}[param_tier]
-    assert plan.state_staging == (2 * K, count)
+    assert plan.staging.state == StagingSize(nbytes=2 * K, count=count)
 
 
 @pytest.mark.parametrize("sums", [False, True])
 def test_gradients_that_go_back_to_the_device_are_planned(sums: bool) -> None:
     big = make_unit(0, [8 * K], torch.bfloat16)
-    needs = [SubGroupSize(84 * K, {0: 7 * K}), SubGroupSize(12 * K, {0: K})]
-    plan = make_plan([big], needs, wishes("host", "host", sums_gradients=sums, state_limits={"device": 84 * K}))
-    assert plan.gradient_tiers == {0: "host"}, "a unit that is split"
-    assert plan.in_flight_nbytes == max(16 * K, 7 * K * (4 if sums else 2))
+    needs = [subgroup(84 * K, {0: 7 * K}), subgroup(12 * K, {0: K})]
+    plan = make_plan([big], needs, request("host", "host", sums_gradients=sums, state_limits={"device": 84 * K}))
+    assert plan.tiers.gradients == {0: "host"}, "a unit that is split"
+    assert plan.gradients.in_flight_nbytes == max(16 * K, 7 * K * (4 if sums else 2))
 
 
 SIZED = st.lists(st.tuples(st.integers(1, 50), st.booleans()), min_size=1, max_size=30)
@@ -204,30 +230,30 @@ SIZED = st.lists(st.tuples(st.integers(1, 50), st.booleans()), min_size=1, max_s
 
 @given(sized=SIZED, ratio=st.floats(0, 1), last=st.sampled_from(["host", "nvme"]))
 def test_the_ratio_is_kept_to_within_one_sub_group(sized: list[tuple[int, bool]], ratio: float, last: str) -> None:
-    needs = [SubGroupSize(PAGE_NBYTES * pages, {}, embedding) for pages, embedding in sized]
-    plan = make_plan([], needs, wishes("host", last, ratio=ratio))
+    needs = [subgroup(PAGE_NBYTES * pages, {}, embedding) for pages, embedding in sized]
+    plan = make_plan([], needs, request("host", last, ratio=ratio))
     total = sum(need.state_nbytes for need in needs)
     kept = (1 - ratio) * total
-    away = [need.state_nbytes for need, tier in zip(needs, plan.state_tiers, strict=True) if tier != "device"]
+    away = [need.state_nbytes for need, tier in zip(needs, plan.tiers.state, strict=True) if tier != "device"]
     assert sum(away) >= ratio * total - 1 and (not away or kept - (total - sum(away)) < min(away) + 1)
-    assert set(plan.state_tiers) <= {"device", last}
+    assert set(plan.tiers.state) <= {"device", last}
     if ratio == 0:
-        assert set(plan.state_tiers) == {"device"}
+        assert set(plan.tiers.state) == {"device"}
 
 
 @given(sized=SIZED, device=st.integers(0, 800), host=st.integers(0, 800), last=st.sampled_from(["host", "nvme"]))
 def test_limits_are_never_passed_and_embeddings_are_the_last_to_leave(
     sized: list[tuple[int, bool]], device: int, host: int, last: str
 ) -> None:
-    needs = [SubGroupSize(pages, {}, embedding) for pages, embedding in sized]
-    plan = make_plan([], needs, wishes("host", last, state_limits={"device": device, "host": host}))
+    needs = [subgroup(pages, {}, embedding) for pages, embedding in sized]
+    plan = make_plan([], needs, request("host", last, state_limits={"device": device, "host": host}))
     held = {tier: plan.nbytes(tier, "state") for tier in TIERS}
     assert held["device"] <= device and (last == "host" or held["host"] <= host)
     assert sum(held.values()) == sum(pages for pages, _ in sized)
-    for need, tier in zip(needs, plan.state_tiers, strict=True):
+    for need, tier in zip(needs, plan.tiers.state, strict=True):
         if tier != "device":  # nothing that is needed later took its place
-            before = [n for n, t in zip(needs, plan.state_tiers, strict=True) if t == "device" and n.embedding]
-            others = [n for n, t in zip(needs, plan.state_tiers, strict=True) if t == "device" and not n.embedding]
+            before = [n for n, t in zip(needs, plan.tiers.state, strict=True) if t == "device" and n.embedding]
+            others = [n for n, t in zip(needs, plan.tiers.state, strict=True) if t == "device" and not n.embedding]
             room = (
                 device
                 - sum(n.state_nbytes for n in before)
@@ -243,8 +269,8 @@ def test_limits_are_never_passed_and_embeddings_are_the_last_to_leave(
 
 def test_the_last_tiers_limit_is_a_bound() -> None:
     units, needs = spread()
-    make_plan(units, needs, wishes("host", "nvme", state_limits={"nvme": 48 * K})).check()
-    plan = make_plan(units, needs, wishes("host", "nvme", state_limits={"nvme": 48 * K - 1}))
+    make_plan(units, needs, request("host", "nvme", state_limits={"nvme": 48 * K})).check()
+    plan = make_plan(units, needs, request("host", "nvme", state_limits={"nvme": 48 * K - 1}))
     with pytest.raises(PlanError) as caught:
         plan.check()
     assert "on tier nvme" in str(caught.value) and "(tiered_zero.state_limits.nvme), 1 bytes too" in str(caught.value)
@@ -262,19 +288,19 @@ def test_the_window_shrinks_to_the_device_limit_but_not_below_the_unit_in_use() 
     units = some_units()
     fixed = 2 * 2 * K + 2 * 10 * K  # persistent, gradients in flight
     for room in (100 * K, 40 * K, 39 * K, 25 * K, 20 * K):
-        plan = make_plan(units, NEEDS, wishes(limits={"device": (fixed + room, "a test")}))
+        plan = make_plan(units, NEEDS, request(limits={"device": (fixed + room, "a test")}))
         assert window(plan) == min(2 * 20 * K, room)
         plan.check()
-    plan = make_plan(units, NEEDS, wishes(limits={"device": (fixed + 20 * K - 1, "a test")}))
+    plan = make_plan(units, NEEDS, request(limits={"device": (fixed + 20 * K - 1, "a test")}))
     assert window(plan) == 2 * 10 * K
     with pytest.raises(PlanError):
         plan.check()
 
 
 def test_max_live_parameters_caps_the_window() -> None:
-    assert window(make_plan(some_units(), [], wishes(max_live_numel=12 * K))) == 2 * 12 * K
-    assert window(make_plan(some_units(), [], wishes(max_live_numel=0))) == 2 * 10 * K, "0: the unit in use only"
-    assert window(make_plan(some_units(), [], wishes(max_live_numel=10 * K - 1))) == 2 * 10 * K, "the unit in use fits"
+    assert window(make_plan(some_units(), [], request(max_live_numel=12 * K))) == 2 * 12 * K
+    assert window(make_plan(some_units(), [], request(max_live_numel=0))) == 2 * 10 * K, "0: the unit in use only"
+    assert window(make_plan(some_units(), [], request(max_live_numel=10 * K - 1))) == 2 * 10 * K, "the unit in use fits"
 
 
 def test_a_module_inside_a_module_is_in_use_with_it() -> None:
@@ -284,9 +310,9 @@ def test_a_module_inside_a_module_is_in_use_with_it() -> None:
         make_unit(2, [3 * K], module="a.b"),
         make_unit(3, [4 * K], module="ab"),  # no relative of "a"
     ]
-    assert window(make_plan(units, [], wishes(max_live_numel=6 * K - 1))) == 4 * 6 * K
-    assert window(make_plan(units, [], wishes(max_live_numel=6 * K))) == 4 * 6 * K
-    assert window(make_plan(units, [], wishes())) == 4 * 10 * K
+    assert window(make_plan(units, [], request(max_live_numel=6 * K - 1))) == 4 * 6 * K
+    assert window(make_plan(units, [], request(max_live_numel=6 * K))) == 4 * 6 * K
+    assert window(make_plan(units, [], request())) == 4 * 10 * K
 
 
 # -- host memory for parameters on nvme --------------------------------------------------------------------------------
@@ -298,17 +324,17 @@ def test_a_module_inside_a_module_is_in_use_with_it() -> None:
 )
 def test_max_in_cpu_is_kept_to_within_one_unit(numels: list[int], room: int) -> None:
     units = [make_unit(index, [numel], torch.bfloat16) for index, numel in enumerate(numels)]
-    tiers = place_params(units, wishes("nvme", max_host_param_numel=room))
+    tiers = place_params(units, request("nvme", max_host_numel=room).params)
     on_host = sum(numel for index, numel in enumerate(numels) if tiers[index] == "host")
     assert on_host <= room
     left = [numel for index, numel in enumerate(numels) if tiers[index] == "nvme"]
     assert not left or on_host + min(left) > room, "no unit is left on nvme that still had room"
-    assert place_params(units, wishes("host", max_host_param_numel=room)) == dict.fromkeys(range(len(units)), "host")
+    assert place_params(units, request("host", max_host_numel=room).params) == dict.fromkeys(range(len(units)), "host")
 
 
 def test_the_first_units_stay_in_host_memory() -> None:
     units = [make_unit(index, [K]) for index in range(4)]
-    assert place_params(units, wishes("nvme", max_host_param_numel=2 * K)) == {
+    assert place_params(units, request("nvme", max_host_numel=2 * K).params) == {
         0: "host",
         1: "host",
         2: "nvme",
@@ -321,12 +347,12 @@ def test_the_first_units_stay_in_host_memory() -> None:
 
 @pytest.mark.parametrize("tier", TIERS)
 def test_a_tier_too_small_by_one_byte_is_refused_with_the_table(tier: str) -> None:
-    free = make_plan(some_units(), NEEDS, wishes("nvme", "nvme"))
+    free = make_plan(some_units(), NEEDS, request("nvme", "nvme"))
     limit = free.nbytes(tier)
     if tier == "device":
         limit -= window(free) - 2 * 10 * K  # to which the window shrinks first
-    make_plan(some_units(), NEEDS, wishes("nvme", "nvme", limits={tier: (limit, "the source")})).check()
-    plan = make_plan(some_units(), NEEDS, wishes("nvme", "nvme", limits={tier: (limit - 1, "the source")}))
+    make_plan(some_units(), NEEDS, request("nvme", "nvme", limits={tier: (limit, "the source")})).check()
+    plan = make_plan(some_units(), NEEDS, request("nvme", "nvme", limits={tier: (limit - 1, "the source")}))
     with pytest.raises(PlanError) as caught:
         plan.check()
     text = str(caught.value)
@@ -343,23 +369,23 @@ def test_a_tier_too_small_by_one_byte_is_refused_with_the_table(tier: str) -> No
     [
         (
             {"optimizer_tier": "nvme"},
-            [SubGroupSize(MIB, {})],
+            [subgroup(MIB, {})],
             "Set zero_optimization.offload_optimizer.buffer_count to 3",
         ),
-        ({"param_tier": "nvme", "num_param_staging": 9}, [], "Lower zero_optimization.offload_param.buffer_count"),
-        ({"optimizer_tier": "host"}, [SubGroupSize(MIB, {})], "Move it to nvme"),
+        ({"param_tier": "nvme", "num_buffers": 9}, [], "Lower zero_optimization.offload_param.buffer_count"),
+        ({"optimizer_tier": "host"}, [subgroup(MIB, {})], "Move it to nvme"),
     ],
 )
 def test_the_advice_names_the_setting_that_helps(
     changes: dict[str, object], needs: list[SubGroupSize], advice: str
 ) -> None:
-    plan = make_plan(some_units(), needs, wishes(limits={"host": (1, "a test")}, **changes))  # type: ignore[arg-type]
+    plan = make_plan(some_units(), needs, request(limits={"host": (1, "a test")}, **changes))  # type: ignore[arg-type]
     with pytest.raises(PlanError, match=advice):
         plan.check()
 
 
 def test_the_table_is_plain_values_and_sums_up() -> None:
-    plan = make_plan(some_units(), NEEDS, wishes("nvme", "nvme", limits={"host": (10**9, "a test")}))
+    plan = make_plan(some_units(), NEEDS, request("nvme", "nvme", limits={"host": (10**9, "a test")}))
     table = plan.table()
     assert [set(row) for row in table] == [{"tier", "kind", "nbytes", "what"}] * len(plan.rows)
     assert sum(row["nbytes"] for row in table) == sum(plan.nbytes(tier) for tier in TIERS)  # type: ignore[misc]
@@ -382,11 +408,13 @@ def runs(draw: st.DrawFn) -> tuple[list[Unit], PlanRequest]:
         )
         for index in range(draw(st.integers(1, 6)))
     ]
-    return units, wishes(draw(st.sampled_from(TIERS)), draw(st.sampled_from(TIERS)), sums_gradients=draw(st.booleans()))
+    return units, request(
+        draw(st.sampled_from(TIERS)), draw(st.sampled_from(TIERS)), sums_gradients=draw(st.booleans())
+    )
 
 
 def needs_of(units: list[Unit]) -> list[SubGroupSize]:
-    return [SubGroupSize(12 * unit.numel, {unit.index: unit.numel}) for unit in units if unit.trainable]
+    return [subgroup(12 * unit.numel, {unit.index: unit.numel}) for unit in units if unit.trainable]
 
 
 @given(run=runs())
@@ -411,16 +439,17 @@ def test_every_byte_of_the_model_rests_on_one_tier(run: tuple[list[Unit], PlanRe
 @given(run=runs(), limits=st.lists(st.integers(0, 2_000_000), min_size=2, max_size=2))
 def test_a_larger_device_gets_no_smaller_window(run: tuple[list[Unit], PlanRequest], limits: list[int]) -> None:
     units, wished = run
-    small, large = (
-        make_plan(units, needs_of(units), replace(wished, limits={"device": (limit, "")})) for limit in sorted(limits)
+    small, large, free = (
+        make_plan(units, needs_of(units), replace(wished, limits=limit)).pager_limits.live_nbytes
+        for limit in (*({"device": (limit, "")} for limit in sorted(limits)), {})
     )
-    assert small.live_nbytes <= large.live_nbytes <= make_plan(units, needs_of(units), wished).live_nbytes
+    assert small <= large <= free
 
 
 @given(run=runs())
 def test_offloading_further_takes_nothing_more_of_the_device(run: tuple[list[Unit], PlanRequest]) -> None:
     units, wished = run
-    on_host = make_plan(units, needs_of(units), replace(wished, param_tier="host"))
-    on_nvme = make_plan(units, needs_of(units), replace(wished, param_tier="nvme"))
+    on_host = make_plan(units, needs_of(units), replace(wished, params=replace(wished.params, tier="host")))
+    on_nvme = make_plan(units, needs_of(units), replace(wished, params=replace(wished.params, tier="nvme")))
     assert on_host.nbytes("device") == on_nvme.nbytes("device")
     assert on_nvme.nbytes("host", "param") == 0

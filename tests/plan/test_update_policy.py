@@ -8,6 +8,7 @@ import pytest
 from tests.support.inspection import policy
 from tests.support.models import ParityGPT, batch
 from tests.support.trainers import PLACEMENTS, tiered
+from tiered_zero.plan.request import UpdateRequest
 from tiered_zero.plan.update_policy import choose_update_policy
 from tiered_zero.update.policy import BarrierPolicy, DelayedPolicy, OverlappedPolicy
 
@@ -19,7 +20,8 @@ ALL_TIERS = [{"device"}, {"host"}, {"nvme"}, {"device", "host"}, {"device", "nvm
 @pytest.mark.parametrize("tiers", ALL_TIERS, ids=lambda tiers: "+".join(sorted(tiers)))
 def test_a_request_is_honoured_wherever_the_policy_has_work_of_its_own(tiers, shares_cores):
     for requested, checks in itertools.product(["barrier", "overlapped", "delayed"], [False, True]):
-        choice = choose_update_policy(requested, state_tiers=tiers, shares_cores=shares_cores, checks_gradients=checks)
+        request = UpdateRequest(policy=requested, shares_cores=shares_cores, checks_gradients=checks)
+        choice = choose_update_policy(request, tiers)
         on_device = requested == "overlapped" and tiers == {"device"}
         assert choice.policy == ("barrier" if on_device else requested)
         assert choice.reason in choice.text
@@ -29,8 +31,8 @@ def test_a_request_is_honoured_wherever_the_policy_has_work_of_its_own(tiers, sh
 
 def test_auto_takes_barrier_where_nothing_would_be_gained():
     def auto(*tiers, shares_cores):
-        choice = choose_update_policy("auto", state_tiers=tiers, shares_cores=shares_cores, checks_gradients=True)
-        return choice.policy
+        request = UpdateRequest(shares_cores=shares_cores, checks_gradients=True)
+        return choose_update_policy(request, tiers).policy
 
     assert auto("host", shares_cores=True) == auto("device", shares_cores=False) == "barrier"
     assert auto("host", shares_cores=False) == auto("nvme", shares_cores=True) == "overlapped"

@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from tiered_zero.telemetry.ledger import TIERS
+from tiered_zero.sizes import TIERS
 from tiered_zero.telemetry.page import MAX_BARS, MAX_ROWS, draw_timeline, render_page
 from tiered_zero.telemetry.page_style import COLOURS, STYLE, style_of
 from tiered_zero.telemetry.report import CAUSES, StepReport

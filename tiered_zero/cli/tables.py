@@ -6,9 +6,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from tiered_zero.plan.planner import Plan
-from tiered_zero.sizes import format_nbytes
+from tiered_zero.sizes import TIERS, format_nbytes
 from tiered_zero.telemetry.advice import explain_pace
-from tiered_zero.telemetry.ledger import TIERS
 from tiered_zero.telemetry.report import RunReport, known_first
 
 

@@ -28,8 +28,7 @@ from tiered_zero.demo.corpus import NUM_BYTE_VALUES, Corpus, read_corpus
 from tiered_zero.demo.gpt import GPTConfig, build_gpt, num_parameters
 from tiered_zero.engine import Engine
 from tiered_zero.errors import NonFiniteError
-from tiered_zero.sizes import format_nbytes
-from tiered_zero.telemetry.ledger import TIERS
+from tiered_zero.sizes import TIERS, format_nbytes
 from tiered_zero.telemetry.report import RunReport, RunTotals
 
 logger = logging.getLogger("tiered_zero")

@@ -479,9 +479,9 @@ class Pager(PagerState):
         """Start what is expected next, as far as the prefetch bucket and the free room go, and at least one unit where
         there is a bucket: a unit may be larger than it. Evicts only what is used later.
         """
-        if not self._limits.prefetch_numel:
+        if not self._limits.look_ahead.prefetch_numel:
             return
-        budget = self._limits.prefetch_numel
+        budget = self._limits.look_ahead.prefetch_numel
         wanted = {current.unit.index}
         for _, index in self._schedule.upcoming():
             residency = self._residencies[index]
@@ -550,7 +550,7 @@ class Pager(PagerState):
         distance = 0
         for _, index in self._schedule.upcoming():
             if index == residency.unit.index:
-                if distance <= self._limits.reuse_numel and self._live_nbytes <= self._limits.live_nbytes:
+                if distance <= self._limits.look_ahead.reuse_numel and self._live_nbytes <= self._limits.live_nbytes:
                     return
                 break
             distance += self._residencies[index].unit.numel

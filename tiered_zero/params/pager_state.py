@@ -14,7 +14,8 @@ from tiered_zero.params.copies import ParamCopies
 from tiered_zero.params.driver_thread import DriverThread
 from tiered_zero.params.offloaded_params import OffloadedParams
 from tiered_zero.params.schedule import Schedule
-from tiered_zero.params.unit_state import Frame, PagerLimits, Residency
+from tiered_zero.params.unit_state import Frame, Residency
+from tiered_zero.plan.planner import PagerLimits
 from tiered_zero.tiers.inventory import Inventory
 
 

@@ -60,19 +60,6 @@ class Loan:
         self.residency = residency
 
 
-@dataclass(frozen=True)
-class PagerLimits:
-    """`live_nbytes`: planned bytes of paged units on the device at once. `most_live_nbytes`: those that are allowed
-    where code uses more units at the same time (a checkpointed region of many blocks, `gathered`). `prefetch_numel`:
-    most elements fetched ahead of use. `reuse_numel`: a unit expected again within this many elements is kept, room
-    permitting."""
-
-    live_nbytes: int
-    prefetch_numel: int
-    reuse_numel: int
-    most_live_nbytes: int = 0
-
-
 @dataclass
 class Frame:
     """A running module or lender. `lent`: stay for its whole length. `demanded`: by functions called in it; any of them

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from tiered_zero.plan.request import UpdateRequest
+
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateChoice:
@@ -24,31 +26,22 @@ class UpdateChoice:
         return f"update policy: {self.policy}{start} ({self.reason})"
 
 
-def choose_update_policy(
-    requested: str,
-    *,
-    state_tiers: Collection[str],
-    shares_cores: bool,
-    checks_gradients: bool,
-    in_backward: bool = True,
-) -> UpdateChoice:
-    """Resolve `tiered_zero.update`: "auto", "barrier", "overlapped" or "delayed".
-
-    `state_tiers`: the tiers that hold optimizer state. `shares_cores`: compute runs on the CPU, like the update.
-    `checks_gradients`: a global norm or a check for overflow comes before any update. `in_backward`: updates may start
-    in backward, so that gradients cannot be read before `step()`.
+def choose_update_policy(request: UpdateRequest, state_tiers: Collection[str]) -> UpdateChoice:
+    """Resolve `tiered_zero.update`. `state_tiers`: the tiers that hold optimizer state.
 
     An update of state on the device takes compute's own time, so `barrier` runs there whatever is requested; where the
     CPU is the device and no state comes from NVMe the same holds, but there a request for `overlapped` is honoured.
     """
-    asked = f"tiered_zero.update is {requested}"
-    if requested in ("barrier", "delayed"):
-        return UpdateChoice(policy=requested, reason=asked)
+    automatic = request.policy == "auto"
+    asked = f"tiered_zero.update is {request.policy}"
+    if request.policy in ("barrier", "delayed"):
+        return UpdateChoice(policy=request.policy, reason=asked)
     if set(state_tiers) == {"device"}:
         return UpdateChoice(policy="barrier", reason="all optimizer state is on the device, whose own time it takes")
-    if requested == "auto" and shares_cores and "nvme" not in state_tiers:
+    if automatic and request.shares_cores and "nvme" not in state_tiers:
         return UpdateChoice(policy="barrier", reason="the CPU is the device: an update beside compute shares its cores")
-    in_backward = in_backward and not checks_gradients and "device" not in state_tiers
-    if requested == "auto":
-        asked = "exact, and runs beside compute or disk"
-    return UpdateChoice(policy="overlapped", reason=asked, optimizer_in_backward=in_backward)
+    return UpdateChoice(
+        policy="overlapped",
+        reason="exact, and runs beside compute or disk" if automatic else asked,
+        optimizer_in_backward=request.in_backward and not request.checks_gradients and "device" not in state_tiers,
+    )

@@ -9,9 +9,6 @@ from collections.abc import Mapping
 from tiered_zero.errors import BudgetError
 from tiered_zero.sizes import format_nbytes
 
-TIERS = ("device", "host", "nvme")
-"""Fastest first."""
-
 
 class Ledger:
     """Bytes of the run: each allocation is charged before it is made. Any thread."""

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from html import escape
 
-from tiered_zero.sizes import GIB, KIB, MIB, format_nbytes
+from tiered_zero.sizes import GIB, KIB, MIB, TIERS, format_nbytes
 from tiered_zero.telemetry.advice import MEANINGS, explain_pace
 from tiered_zero.telemetry.charts import (
     NOT_RECORDED,
@@ -18,7 +18,6 @@ from tiered_zero.telemetry.charts import (
     stacked_chart,
     timeline_chart,
 )
-from tiered_zero.telemetry.ledger import TIERS
 from tiered_zero.telemetry.page_style import PAGE, STYLE, style_of
 from tiered_zero.telemetry.report import CAUSES, RunReport, StepReport, known_first
 from tiered_zero.telemetry.runlog import Run, Timeline

@@ -1,0 +1,87 @@
+"""Which tier each unit, sub-group and gradient rests on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tiered_zero.layout.flat import Unit
+from tiered_zero.plan.request import ParamRequest, PlanRequest, StateRequest, SubGroupSize
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """`params`: unit index -> tier, "device" for those that never leave it. `state`: tier of each sub-group.
+
+    `gradients`: trainable unit -> "device" where all its state rests there, so that gradients and update stay there
+    too, else "host".
+    """
+
+    params: Mapping[int, str]
+    state: Sequence[str]
+    gradients: Mapping[int, str]
+
+
+def place(units: Sequence[Unit], subgroups: Sequence[SubGroupSize], request: PlanRequest) -> Placement:
+    """Give each its tier; limits that cannot be met are checked when the plan is complete."""
+    state = place_state(subgroups, request.state)
+    return Placement(
+        params=place_params(units, request.params),
+        state=state,
+        gradients=_place_gradients(units, subgroups, state, request.state.tier),
+    )
+
+
+def place_params(units: Sequence[Unit], request: ParamRequest) -> dict[int, str]:
+    """Unit index -> tier. With nvme the first units stay in host memory, as far as `max_host_numel` goes."""
+    tiers: dict[int, str] = {}
+    room = request.max_host_numel
+    for unit in units:
+        tier = "device" if unit.persistent else request.tier
+        if tier == "nvme" and unit.params_numel <= room:
+            tier = "host"
+            room -= unit.params_numel
+        tiers[unit.index] = tier
+    return tiers
+
+
+def place_state(subgroups: Sequence[SubGroupSize], request: StateRequest) -> list[str]:
+    """Tier of each sub-group: as much as may rest on each tier faster than `request.tier`, the others there.
+
+    Embeddings come first, since their gradients are the last of a backward and they the first of a forward; then what
+    the next forward needs first.
+    """
+    total = sum(subgroup.state_nbytes for subgroup in subgroups)
+    room = {"device": round((1 - request.ratio) * total), **request.limits}
+    tiers = [request.tier] * len(subgroups)
+    left = sorted(range(len(subgroups)), key=lambda index: (not subgroups[index].embedding, index))
+    for tier in request.faster_tiers:
+        free, passed = room.get(tier, 0), []
+        for index in left:
+            if subgroups[index].state_nbytes <= free:
+                tiers[index] = tier
+                free -= subgroups[index].state_nbytes
+            else:
+                passed.append(index)
+        left = passed
+    return tiers
+
+
+def _place_gradients(
+    units: Sequence[Unit], subgroups: Sequence[SubGroupSize], state_tiers: Sequence[str], last: str
+) -> dict[int, str]:
+    """A unit that no sub-group holds follows the last tier."""
+    tiers_of: dict[int, set[str]] = {}
+    for subgroup, tier in zip(subgroups, state_tiers, strict=True):
+        for index in subgroup.parts:
+            tiers_of.setdefault(index, set()).add(tier)
+    return {
+        unit.index: "device" if tiers_of.get(unit.index, {last}) == {"device"} else "host"
+        for unit in units
+        if unit.trainable
+    }
+
+
+def back_tier(param_tier: str) -> str:
+    """Where the delayed update writes the parameters of a unit that rests on `param_tier`."""
+    return "nvme" if param_tier == "nvme" else "host"

@@ -1,0 +1,172 @@
+"""What the config asks of a plan, in bytes, elements and tiers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from tiered_zero.config.schema import Config
+from tiered_zero.errors import ConfigError
+from tiered_zero.layout.units import UnitRules
+from tiered_zero.sizes import TIERS
+
+NO_LIMIT = 1 << 62
+_TIER_OF_DEVICE = {"none": "device", "cpu": "host", "nvme": "nvme"}
+
+Limits = Mapping[str, tuple[int, str]]
+"""Tier -> (bytes, the name of the setting or fact that sets them)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LookAhead:
+    """How the pager uses spare room. `prefetch_numel`: most elements fetched ahead of use. `reuse_numel`: a unit
+    expected again within this many elements is kept, room permitting.
+    """
+
+    prefetch_numel: int = NO_LIMIT
+    reuse_numel: int = NO_LIMIT
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParamRequest:
+    """Where the compute parameters rest. `max_host_numel`: with tier nvme, elements that rest in host memory instead.
+
+    `buffer_numel`, `num_buffers`: of staging; None: the planner chooses.
+    """
+
+    tier: str
+    max_host_numel: int = 0
+    max_live_numel: int = NO_LIMIT
+    buffer_numel: int | None = None
+    num_buffers: int | None = None
+    look_ahead: LookAhead = field(default_factory=LookAhead)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateRequest:
+    """Where master weights and optimizer state rest. `tier`: the slowest one used.
+
+    `ratio`: the share of all bytes that leaves the device. `limits`: tier -> most bytes on it; what may not rest on a
+    faster tier rests on `tier`. `num_buffers`: of staging; None: the planner chooses.
+    """
+
+    tier: str
+    format: str = "fp32"
+    ratio: float = 1.0
+    limits: Mapping[str, int] = field(default_factory=dict)
+    num_buffers: int | None = None
+
+    @property
+    def is_split(self) -> bool:
+        """Whether the state may rest on more tiers than one."""
+        return self.tier != "device" and (self.ratio < 1 or any(t in self.limits for t in self.faster_tiers))
+
+    @property
+    def faster_tiers(self) -> tuple[str, ...]:
+        """Fastest first."""
+        return TIERS[: TIERS.index(self.tier)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateRequest:
+    """`policy`: "auto", "barrier", "overlapped" or "delayed". `shares_cores`: compute runs on the CPU, like the update.
+
+    `checks_gradients`: a global norm or a check for overflow comes before any update. `in_backward`: updates may start
+    in backward, so that gradients cannot be read before `step()`.
+    """
+
+    policy: str = "auto"
+    shares_cores: bool = False
+    checks_gradients: bool = False
+    in_backward: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest:
+    """Everything that the config and the machine say to the planner. `sums_gradients`: over micro-batches, in fp32."""
+
+    params: ParamRequest
+    state: StateRequest
+    update: UpdateRequest = field(default_factory=UpdateRequest)
+    limits: Limits = field(default_factory=dict)
+    sums_gradients: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class SubGroupSize:
+    """`state_nbytes`: its slot, masters and state. `parts`: unit index -> its elements of the unit. `embedding`: it
+    goes to faster tiers before others.
+    """
+
+    state_nbytes: int
+    parts: Mapping[int, int]
+    embedding: bool = False
+
+
+def unit_rules(config: Config) -> UnitRules:
+    """Read from `config` how units are cut."""
+    zero = config.zero_optimization
+    return UnitRules(
+        size_cap_numel=config.tiered_zero.unit_size_cap,
+        persistence_numel=zero.stage3_param_persistence_threshold if zero.offload_param.device != "none" else 0,
+        max_persistent_numel=zero.stage3_model_persistence_threshold,
+    )
+
+
+def plan_request(config: Config, *, limits: Limits, shares_cores: bool, in_backward: bool = True) -> PlanRequest:
+    """Read from `config` what the planner must know. Raises ConfigError for a delayed update of state on the device.
+
+    `limits`: of this machine, and those that go before the config's. `in_backward`: False where the optimizer's rule
+    does not allow updates in backward.
+    """
+    _check_delayed(config)
+    zero, settings = config.zero_optimization, config.tiered_zero
+    param, state = zero.offload_param, zero.offload_optimizer
+    return PlanRequest(
+        params=ParamRequest(
+            tier=_TIER_OF_DEVICE[param.device],
+            max_host_numel=param.max_in_cpu,
+            max_live_numel=zero.stage3_max_live_parameters,
+            buffer_numel=param.buffer_size if "buffer_size" in param.model_fields_set else None,
+            num_buffers=param.buffer_count if "buffer_count" in param.model_fields_set else None,
+            look_ahead=LookAhead(
+                prefetch_numel=zero.stage3_prefetch_bucket_size, reuse_numel=zero.stage3_max_reuse_distance
+            ),
+        ),
+        state=StateRequest(
+            tier=_TIER_OF_DEVICE[state.device],
+            format=settings.state_format,
+            ratio=state.ratio,
+            limits=settings.state_limits.by_tier,
+            num_buffers=state.buffer_count if "buffer_count" in state.model_fields_set else None,
+        ),
+        update=UpdateRequest(
+            policy=settings.update,
+            shares_cores=shares_cores,
+            checks_gradients=_checks_gradients(config),
+            in_backward=settings.optimizer_in_backward and in_backward,
+        ),
+        limits=limits,
+        sums_gradients=config.gradient_accumulation_steps > 1,
+    )
+
+
+def _checks_gradients(config: Config) -> bool:
+    """Whether a step's update waits for a gradient check: the global norm for clipping, or a check for overflow."""
+    checks_bf16 = config.bf16.enabled and config.bf16.check_grad_overflow
+    return config.gradient_clipping > 0 or config.fp16.enabled or checks_bf16
+
+
+def _check_delayed(config: Config) -> None:
+    state, settings = config.zero_optimization.offload_optimizer, config.tiered_zero
+    if settings.update != "delayed":
+        return
+    found = "offload_optimizer.device none" if state.device == "none" else ""
+    found = found or (f"offload_optimizer.ratio {state.ratio:g}" if state.ratio < 1 else "")
+    found = found or ("tiered_zero.state_limits.device" if settings.state_limits.device else "")
+    if found:
+        raise ConfigError(
+            "tiered_zero.update: delayed needs the whole optimizer off the device, where its update can run beside "
+            f"compute; found {found}. Set offload_optimizer.device to cpu or nvme with ratio 1 and without "
+            "tiered_zero.state_limits.device, or take overlapped."
+        )

@@ -1,0 +1,106 @@
+"""Sizes of the staging buffers: pinned host memory through which bytes pass between tiers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tiered_zero.errors import ConfigError
+from tiered_zero.layout.flat import Unit
+from tiered_zero.plan.placement import Placement
+from tiered_zero.plan.request import NO_LIMIT, ParamRequest, PlanRequest, SubGroupSize
+from tiered_zero.sizes import MIB, PAGE_NBYTES, align_up
+
+MAX_AUTO_STAGING_NBYTES = 16 * MIB
+"""A parameter staging buffer where the config gives no size: enough for full disk rate; units move in chunks of it."""
+
+NUM_PARAM_STAGING = 4
+NUM_STATE_STAGING = 3
+"""At least: one sub-group is read, one updated, one written."""
+
+AUTO_STATE_STAGING_NBYTES = 168 * MIB
+"""Of state in flight, where the config counts no buffers: keeps the disk busy while an update or a wait takes long."""
+
+MAX_AUTO_STATE_STAGING_NBYTES = 640 * MIB
+MAX_AUTO_STATE_STAGING_SHARE = 16
+"""Up to this many bytes, and this part of the host's limit, where a whole unit is staged at once: that of a tied
+embedding, whose gradient is backward's last and whose update the next forward waits for first, is then read before."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagingSize:
+    """`count` buffers of `nbytes` each."""
+
+    nbytes: int = 0
+    count: int = 0
+
+    @property
+    def total_nbytes(self) -> int:
+        return align_up(self.nbytes, PAGE_NBYTES) * self.count
+
+
+@dataclass(frozen=True, kw_only=True)
+class Staging:
+    """One pool of buffers for each kind of bytes."""
+
+    params: StagingSize
+    state: StagingSize
+    gradients: StagingSize
+
+
+def size_staging(
+    units: Sequence[Unit], subgroups: Sequence[SubGroupSize], tiers: Placement, request: PlanRequest
+) -> Staging:
+    """Size every pool. Raises ConfigError for a buffer that a parameter does not fit into."""
+    to_host = [unit for unit in units if unit.trainable and tiers.gradients[unit.index] == "host"]
+    largest = max((entry.param.numel * unit.itemsize for unit in to_host for entry in unit.entries), default=0)
+    return Staging(
+        params=_param_staging([unit for unit in units if tiers.params[unit.index] == "nvme"], request.params),
+        state=_state_staging(units, subgroups, tiers, request),
+        gradients=StagingSize(nbytes=min(largest, MAX_AUTO_STAGING_NBYTES), count=1) if to_host else StagingSize(),
+    )
+
+
+def _param_staging(on_nvme: Sequence[Unit], request: ParamRequest) -> StagingSize:
+    if not on_nvme:
+        return StagingSize()
+    largest = max(unit.nbytes for unit in on_nvme)
+    given = request.buffer_numel
+    if given is None:
+        size = min(align_up(largest, MIB), MAX_AUTO_STAGING_NBYTES)
+    else:
+        for param in (entry.param for unit in on_nvme for entry in unit.entries):
+            if param.numel > given:
+                raise ConfigError(
+                    f"zero_optimization.offload_param.buffer_size: {given} elements, but parameter {param.name} has "
+                    f"{param.numel}. Set it to at least {param.numel}, or leave it out to have it sized from the model."
+                )
+        size = min(largest, align_up(given * max(unit.itemsize for unit in on_nvme), PAGE_NBYTES))
+    return StagingSize(nbytes=align_up(size, PAGE_NBYTES), count=request.num_buffers or NUM_PARAM_STAGING)
+
+
+def _state_staging(
+    units: Sequence[Unit], subgroups: Sequence[SubGroupSize], tiers: Placement, request: PlanRequest
+) -> StagingSize:
+    """State that is not updated in place, and 16-bit parameters that the update cannot write where they belong. See
+    SubGroupIO.
+    """
+    itemsizes = {unit.index: unit.itemsize for unit in units}
+    staged = []
+    for subgroup, tier in zip(subgroups, tiers.state, strict=True):
+        in_place = "device" if tier == "device" else "host"
+        out = sum(numel * itemsizes[i] for i, numel in subgroup.parts.items() if tiers.params[i] != in_place)
+        staged.append(out + (subgroup.state_nbytes if tier == "nvme" else 0))
+    count = sum(nbytes > 0 for nbytes in staged)
+    if not count:
+        return StagingSize()
+    of_unit: Counter[int] = Counter()
+    for subgroup, nbytes in zip(subgroups, staged, strict=True):
+        for index, numel in subgroup.parts.items():
+            of_unit[index] += nbytes * numel // sum(subgroup.parts.values())
+    room = request.limits.get("host", (NO_LIMIT, ""))[0] // MAX_AUTO_STATE_STAGING_SHARE
+    whole = max(of_unit.values(), default=0) + NUM_STATE_STAGING * max(staged)
+    wanted = min(whole, MAX_AUTO_STATE_STAGING_NBYTES, room)
+    auto = max(NUM_STATE_STAGING, max(AUTO_STATE_STAGING_NBYTES, wanted) // max(staged))
+    return StagingSize(nbytes=max(staged), count=min(count, request.state.num_buffers or auto))
