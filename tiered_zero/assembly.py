@@ -242,7 +242,9 @@ class _Tiers:
         self._stores: dict[tuple[str, ...], SwapStore] = {}
         engines: list[IOEngine] = []
         for paths, nbytes in self._nvme_needs(config, plan).items():
-            self._stores[paths], engine = _open_store(config, paths, nbytes, type(run_spec.model).__name__, resources)
+            self._stores[paths], engine = _open_store(
+                config, paths, nbytes, type(run_spec.model).__name__, runtime.recorder, resources
+            )
             engines.append(engine)
         pin = zero.offload_param.pin_memory or zero.offload_optimizer.pin_memory
         accelerator = runtime.accelerator
@@ -303,7 +305,7 @@ class _Tiers:
 
 
 def _open_store(
-    config: Config, paths: tuple[str, ...], nbytes: int, model: str, resources: Teardown
+    config: Config, paths: tuple[str, ...], nbytes: int, model: str, recorder: Recorder, resources: Teardown
 ) -> tuple[SwapStore, IOEngine]:
     directory = SwapDir.create([Path(path) for path in paths], model=model)
     resources.callback(directory.remove)
@@ -321,7 +323,9 @@ def _open_store(
         logger.info("%s", reason)
     weights = _weigh(directory.paths, selection.engine, nbytes)
     checksums = config.tiered_zero.checksums
-    store = SwapStore(directory, selection.engine, capacity_nbytes=nbytes, checksums=checksums, weights=weights)
+    store = SwapStore(
+        directory, selection.engine, capacity_nbytes=nbytes, checksums=checksums, weights=weights, recorder=recorder
+    )
     resources.callback(store.close)
     return store, selection.engine
 

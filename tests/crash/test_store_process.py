@@ -109,8 +109,8 @@ records = [store.reserve(name, 1 << 20, committed=True) for name in "abc"]
 memory = memoryview(mmap.mmap(-1, 1 << 20))
 for step in range(1, 100_000):
     memory[:] = step.to_bytes(4, "little") * (1 << 18)
-    for ticket in [store.write(record, memory) for record in records[: 1 + step % 3]]:
-        ticket.wait()
+    for transfer in [store.write(record, memory) for record in records[: 1 + step % 3]]:
+        transfer.wait()
     store.commit(step, {})
     print(step, flush=True)
 """

@@ -12,7 +12,7 @@ from typing import final
 from tiered_zero.errors import TransferError
 from tiered_zero.failure_latch import FailureLatch
 from tiered_zero.io.disk_file import transfer_error
-from tiered_zero.io.engine import File, IOEngine, Request, Ticket
+from tiered_zero.io.engine import File, IOEngine, IOTransfer, Request
 from tiered_zero.io.watch import dump_in_flight
 
 
@@ -54,7 +54,7 @@ class FaultyEngine(IOEngine):
         self.requests: list[Request] = []
         """Everything submitted, in order."""
         self.latch = FailureLatch()
-        self.stalled: dict[_StalledTicket, None] = {}
+        self.stalled: dict[_StalledTransfer, None] = {}
         self._lock = threading.Lock()
         self._left: dict[Fault, int] = {}
         self._counts: Counter[str] = Counter()
@@ -76,26 +76,26 @@ class FaultyEngine(IOEngine):
 
     def release(self) -> None:
         """Let what is stalled go on."""
-        for ticket in list(self.stalled):
-            ticket.release()
+        for transfer in list(self.stalled):
+            transfer.release()
 
     def open(self, path: str, *, create: bool = False, writable: bool = True) -> File:
         return self.inner.open(path, create=create, writable=writable)
 
-    def read(self, file: File, offset: int, into: memoryview, *, urgent: bool = False) -> Ticket:
+    def read(self, file: File, offset: int, into: memoryview, *, urgent: bool = False) -> IOTransfer:
         fault, request = self._admit("read", file, offset, into.nbytes)
         read = partial(self.inner.read, file, offset, urgent=urgent)
         if fault is None:
             return self._passed(read(into))
         if fault.effect == "flip":
-            return _FlippedTicket(self, read(into), into, fault.at)
+            return _FlippedTransfer(self, read(into), into, fault.at)
         if fault.effect == "stall":
-            return _StalledTicket(self, request, lambda: read(into))
+            return _StalledTransfer(self, request, lambda: read(into))
         if fault.effect == "short":
             read(into[: _half(into, file)]).wait()
         return self._failed(fault, request)
 
-    def write(self, file: File, offset: int, data: memoryview) -> Ticket:
+    def write(self, file: File, offset: int, data: memoryview) -> IOTransfer:
         fault, request = self._admit("write", file, offset, data.nbytes)
         if fault is None:
             return self._passed(self.inner.write(file, offset, data))
@@ -105,7 +105,7 @@ class FaultyEngine(IOEngine):
             flip_in_file(file.path, offset + fault.at)
             return self._passed(whole)
         if fault.effect == "stall":
-            return _StalledTicket(self, request, lambda: self.inner.write(file, offset, data))
+            return _StalledTransfer(self, request, lambda: self.inner.write(file, offset, data))
         if fault.effect in ("torn", "short"):
             half = self.inner.write(file, offset, data[: _half(data, file)])
             if fault.effect == "torn":
@@ -113,17 +113,17 @@ class FaultyEngine(IOEngine):
             half.wait()
         return self._failed(fault, request)
 
-    def sync(self, file: File) -> Ticket:
+    def sync(self, file: File) -> IOTransfer:
         fault, request = self._admit("sync", file, 0, 0)
         if fault is None:
             return self._passed(self.inner.sync(file))
         if fault.effect == "stall":
-            return _StalledTicket(self, request, lambda: self.inner.sync(file))
+            return _StalledTransfer(self, request, lambda: self.inner.sync(file))
         return self._failed(fault, request)
 
     def in_flight(self) -> list[tuple[Request, float]]:
         now_s = time.monotonic()
-        stalled = [(ticket.request, now_s - ticket.submitted_s) for ticket in list(self.stalled)]
+        stalled = [(transfer.request, now_s - transfer.submitted_s) for transfer in list(self.stalled)]
         return stalled + self.inner.in_flight()
 
     def drain(self) -> None:
@@ -131,8 +131,8 @@ class FaultyEngine(IOEngine):
 
     def close(self) -> None:
         """What is stalled is dropped, as by a process that ends."""
-        for ticket in list(self.stalled):
-            ticket.released.set()
+        for transfer in list(self.stalled):
+            transfer.released.set()
         self.inner.close()
 
     def _admit(self, kind: str, file: File, offset: int, nbytes: int) -> tuple[Fault | None, Request]:
@@ -150,21 +150,21 @@ class FaultyEngine(IOEngine):
                     del self._left[fault]
         return struck, request
 
-    def _passed(self, ticket: Ticket) -> Ticket:
-        return _WatchedTicket(self, ticket)
+    def _passed(self, transfer: IOTransfer) -> IOTransfer:
+        return _WatchedTransfer(self, transfer)
 
-    def _failed(self, fault: Fault, request: Request) -> Ticket:
+    def _failed(self, fault: Fault, request: Request) -> IOTransfer:
         code = fault.effect if isinstance(fault.effect, int) else errno.EIO
         got = request.nbytes // 2 if fault.effect == "short" else 0
         error = transfer_error(request, request.offset, request.nbytes, got, code)
         self.latch.set(error)
-        return _FailedTicket(request, error)
+        return _FailedTransfer(request, error)
 
 
-class _WatchedTicket(Ticket):
-    """A ticket of the inner engine; its own failures latch the outer one too."""
+class _WatchedTransfer(IOTransfer):
+    """A transfer of the inner engine; its own failures latch the outer one too."""
 
-    def __init__(self, engine: FaultyEngine, inner: Ticket) -> None:
+    def __init__(self, engine: FaultyEngine, inner: IOTransfer) -> None:
         self.engine, self.inner, self.request = engine, inner, inner.request
 
     def done(self) -> bool:
@@ -183,8 +183,8 @@ class _WatchedTicket(Ticket):
 
 
 @final
-class _FlippedTicket(_WatchedTicket):
-    def __init__(self, engine: FaultyEngine, inner: Ticket, into: memoryview, at: int) -> None:
+class _FlippedTransfer(_WatchedTransfer):
+    def __init__(self, engine: FaultyEngine, inner: IOTransfer, into: memoryview, at: int) -> None:
         super().__init__(engine, inner)
         self._into: memoryview | None = into
         self._at = at
@@ -197,7 +197,7 @@ class _FlippedTicket(_WatchedTicket):
 
 
 @final
-class _FailedTicket(Ticket):
+class _FailedTransfer(IOTransfer):
     seconds = 1e-9
 
     def __init__(self, request: Request, error: TransferError) -> None:
@@ -211,18 +211,18 @@ class _FailedTicket(Ticket):
 
 
 @final
-class _StalledTicket(Ticket):
+class _StalledTransfer(IOTransfer):
     """Moves nothing until it is released; only then is the request made of the engine inside."""
 
     seconds = 0.0
 
-    def __init__(self, engine: FaultyEngine, request: Request, start: Callable[[], Ticket]) -> None:
+    def __init__(self, engine: FaultyEngine, request: Request, start: Callable[[], IOTransfer]) -> None:
         self.request = request
         self.released = threading.Event()
         self.submitted_s = time.monotonic()
         self._engine = engine
         self._start = start
-        self._inner: Ticket | None = None
+        self._inner: IOTransfer | None = None
         engine.stalled[self] = None
 
     def release(self) -> None:

@@ -9,17 +9,20 @@ from functools import partial
 import torch
 
 from tiered_zero.errors import TransferError
-from tiered_zero.hardware.accelerator import Event
 from tiered_zero.tiers.tier import HostBuffer, Slot, Tier, as_bytes
+from tiered_zero.tiers.unit_update import UnitUpdate
+from tiered_zero.transfer import Transfer
 
 Entry = tuple[str, str]
 """(what, slot or name): "read", "read done", "write", "write done", "fetch", "fetch done", and what others log."""
 
 
-class SlowTransfer(Event):
+class SlowTransfer(Transfer):
     """Moves its bytes when it is waited for, or when it is asked for `latency` log entries after its start."""
 
-    def __init__(self, tier: SlowTier, kind: str, slot: Slot, move: Callable[[], object], after: Event | None) -> None:
+    def __init__(
+        self, tier: SlowTier, kind: str, slot: Slot, move: Callable[[], object], after: Transfer | None
+    ) -> None:
         self._tier = tier
         self._kind = kind
         self._slot = slot
@@ -76,24 +79,24 @@ class SlowTier(Tier):
     def view(self, slot: Slot) -> None:
         return None
 
-    def read(self, slot: Slot, out: HostBuffer, offset: int = 0) -> Event:
+    def read(self, slot: Slot, out: HostBuffer, offset: int = 0) -> Transfer:
         target = out.tensor
         return self._start("read", slot, target, self.contents[slot.name][offset : offset + target.numel()])
 
-    def write(self, slot: Slot, data: HostBuffer, offset: int = 0) -> Event:
+    def write(self, slot: Slot, data: HostBuffer, offset: int = 0) -> Transfer:
         source = data.tensor
         return self._start("write", slot, self.contents[slot.name][offset : offset + source.numel()], source)
 
-    def fetch(self, slot: Slot, out: torch.Tensor, after: Event | None = None) -> Event:
+    def fetch(self, slot: Slot, out: torch.Tensor, after: UnitUpdate | None = None) -> Transfer:
         target = as_bytes(out).data  # a version counter of its own, as an accelerator's copies have
-        return self._start("fetch", slot, target, self.contents[slot.name][: target.numel()], after)
+        return self._start("fetch", slot, target, self.contents[slot.name][: target.numel()], after and after.written)
 
     def close(self) -> None:
         self.contents.clear()
 
     def _start(
-        self, kind: str, slot: Slot, target: torch.Tensor, source: torch.Tensor, after: Event | None = None
-    ) -> Event:
+        self, kind: str, slot: Slot, target: torch.Tensor, source: torch.Tensor, after: Transfer | None = None
+    ) -> Transfer:
         if (kind, slot.name) in self.refusing:
             raise TransferError(f"{kind} of {slot.name} refused")
         return SlowTransfer(self, kind, slot, partial(target.copy_, source), after)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from tiered_zero.errors import TransferError
 from tiered_zero.failure_latch import FailureLatch
-from tiered_zero.io.engine import File, IOEngine, Request, Ticket
+from tiered_zero.io.engine import File, IOEngine, IOTransfer, Request
 
 
 @dataclass
@@ -29,7 +29,7 @@ class SyncFile(File):
         self.fd = -1
 
 
-class SyncTicket(Ticket):
+class SyncTransfer(IOTransfer):
     def __init__(self, request: Request, work: Callable[[], None]) -> None:
         self.request = request
         self._work: Callable[[], None] | None = work
@@ -61,12 +61,12 @@ class SyncEngine(IOEngine):
     """`operations`: ("write", path, offset, bytes), ("read", path, offset, nbytes), ("sync", path), in order.
 
     `before(kind, n)`: called ahead of the n-th request of a kind (from 1); raise OSError there to fail it.
-    `held`: requests that are done only when `release` is called or their ticket is waited on (None: done at once).
+    `held`: requests that are done only when `release` is called or their transfer is waited on (None: done at once).
     """
 
     name = "sync"
     before: Callable[[str, int], None] = lambda kind, n: None
-    held: list[SyncTicket] | None = None
+    held: list[SyncTransfer] | None = None
     operations: list[tuple[object, ...]] = field(default_factory=list)
     latch: FailureLatch = field(default_factory=FailureLatch)
 
@@ -75,7 +75,7 @@ class SyncEngine(IOEngine):
         self.operations.append(("create" if create else "open", path))
         return SyncFile(path, os.open(path, flags, 0o600))
 
-    def read(self, file: File, offset: int, into: memoryview, *, urgent: bool = False) -> Ticket:
+    def read(self, file: File, offset: int, into: memoryview, *, urgent: bool = False) -> IOTransfer:
         def work() -> None:
             data = os.pread(file.fd, len(into), offset)
             if len(data) != len(into):
@@ -85,17 +85,17 @@ class SyncEngine(IOEngine):
         request = Request("read", file.path, offset, len(into), urgent)
         return self._submit(request, ("read", file.path, offset, len(into)), work)
 
-    def write(self, file: File, offset: int, data: memoryview) -> Ticket:
+    def write(self, file: File, offset: int, data: memoryview) -> IOTransfer:
         request = Request("write", file.path, offset, len(data))
         return self._submit(
             request, ("write", file.path, offset, bytes(data)), lambda: os.pwrite(file.fd, data, offset)
         )
 
-    def sync(self, file: File) -> Ticket:
+    def sync(self, file: File) -> IOTransfer:
         return self._submit(Request("sync", file.path, 0, 0), ("sync", file.path), lambda: os.fdatasync(file.fd))
 
     def in_flight(self) -> list[tuple[Request, float]]:
-        return [(ticket.request, 0.0) for ticket in self.held or () if not ticket.done()]
+        return [(transfer.request, 0.0) for transfer in self.held or () if not transfer.done()]
 
     def drain(self) -> None:
         self.release()
@@ -104,10 +104,10 @@ class SyncEngine(IOEngine):
         self.release()
 
     def release(self) -> None:
-        for ticket in self.held or ():
-            ticket.finish()
+        for transfer in self.held or ():
+            transfer.finish()
 
-    def _submit(self, request: Request, operation: tuple[object, ...], act: Callable[[], object]) -> Ticket:
+    def _submit(self, request: Request, operation: tuple[object, ...], act: Callable[[], object]) -> IOTransfer:
         self.latch.check()
         self.operations.append(operation)
         number = sum(entry[0] == request.kind for entry in self.operations)
@@ -121,9 +121,9 @@ class SyncEngine(IOEngine):
                 self.latch.set(failure)
                 raise failure from error
 
-        ticket = SyncTicket(request, work)
+        transfer = SyncTransfer(request, work)
         if self.held is None:
-            ticket.finish()
+            transfer.finish()
         else:
-            self.held.append(ticket)
-        return ticket
+            self.held.append(transfer)
+        return transfer

@@ -49,12 +49,12 @@ def test_a_stalled_request(
             if (step, call) == (2, armed if policy != "overlapped in backward" or armed == "forward" else "backward"):
                 disks[0].add(extent(engine, what).fault(kind, 1, "stall"))
             if disks[0].stalled and not began_s:
-                began_s.append(min(ticket.submitted_s for ticket in disks[0].stalled))
+                began_s.append(min(transfer.submitted_s for transfer in disks[0].stalled))
 
         failure = train(engine, 6, before=arm)
         ended_s = time.monotonic()
         assert failure is not None
-        begin_s = began_s[0] if began_s else min(ticket.submitted_s for ticket in disks[0].stalled)
+        begin_s = began_s[0] if began_s else min(transfer.submitted_s for transfer in disks[0].stalled)
         text = str(failure.error)
         assert "made no progress for 0.4 s" in text and f"{kind}  " in text.partition("in flight")[2], text
         assert TIMEOUT_S <= ended_s - begin_s < TIMEOUT_S + 60.0, "raised, not waited for"

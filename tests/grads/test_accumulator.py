@@ -300,7 +300,7 @@ def test_a_gradient_waits_until_the_last_update_has_read_the_one_before(runtime:
     giving.start()
     giving.join(0.2)
     assert giving.is_alive()
-    update.finish_making()
+    update.computed.complete()
     giving.join(10.0)
     assert not giving.is_alive() and len(world.sums()) == 2
 

@@ -8,9 +8,9 @@ import time
 import pytest
 import torch
 
-from tiered_zero.hardware.accelerator import Event
 from tiered_zero.hardware.cpu import CpuAccelerator, copy_bytes
-from tiered_zero.hardware.lanes import DelayInjector, JobEvent
+from tiered_zero.hardware.lanes import DelayInjector, LaneTransfer
+from tiered_zero.transfer import Transfer
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def test_after_orders_lanes(accelerator):
     assert seen == ["gather", "reduce"]
 
 
-class DiskEvent(Event):
+class DiskEvent(Transfer):
     """An event that no lane made."""
 
     def __init__(self, error=None):
@@ -74,9 +74,9 @@ class DiskEvent(Event):
 
 
 def test_a_foreign_event_is_waited_for_on_the_lane(accelerator):
-    ticket = DiskEvent()
-    accelerator.lane("gather").submit(lambda: None, after=[ticket]).wait()
-    assert ticket.waited == 1
+    transfer = DiskEvent()
+    accelerator.lane("gather").submit(lambda: None, after=[transfer]).wait()
+    assert transfer.waited == 1
     ran = []
     event = accelerator.lane("gather").submit(lambda: ran.append(1), after=[DiskEvent(OSError("short read"))])
     with pytest.raises(OSError, match="short read"):
@@ -185,7 +185,7 @@ def test_a_marker_makes_an_event_wait_for_the_device_too():
         def synchronize(self):
             self.complete = True
 
-    event = JobEvent.launched(Marker())
+    event = LaneTransfer.launched(Marker())
     assert not event.done()
     event.wait()
     assert event.done()

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from tiered_zero.errors import ConfigError, TransferError
 from tiered_zero.io.disk_engine import DiskEngine
-from tiered_zero.io.engine import File, IOSettings, Ticket
+from tiered_zero.io.engine import File, IOSettings, IOTransfer
 from tiered_zero.io.select import BUILDERS, select_engine
 
 LIBC = ctypes.CDLL(None)
@@ -49,10 +49,10 @@ class Scene:
     def disarm(self) -> None:
         self.arm("", 0, "", 0)
 
-    def error_of(self, ticket: Ticket) -> str:
-        """The text of the ticket's error, after a look that the engine has latched with it."""
+    def error_of(self, transfer: IOTransfer) -> str:
+        """The text of the transfer's error, after a look that the engine has latched with it."""
         try:
-            ticket.wait()
+            transfer.wait()
         except TransferError as error:
             for submit in (lambda: self.engine.read(self.file, 0, self.into), lambda: self.engine.sync(self.file)):
                 try:
@@ -215,9 +215,9 @@ def urgent_read_in_a_deep_queue(scene: Scene) -> str:
     plain = [scene.engine.read(scene.file, 0, memoryview(mmap(-1, NBYTES))) for _ in range(40)]
     urgent = scene.engine.read(scene.file, 0, scene.into[:BLOCK_NBYTES], urgent=True)
     urgent.wait()
-    num_left = sum(not ticket.done() for ticket in plain)
-    for ticket in plain:
-        ticket.wait()
+    num_left = sum(not transfer.done() for transfer in plain)
+    for transfer in plain:
+        transfer.wait()
     return (
         "came first" if num_left > 30 and scene.into[:BLOCK_NBYTES] == scene.data[:BLOCK_NBYTES] else f"{num_left} left"
     )
@@ -229,13 +229,13 @@ def stalled(scene: Scene) -> str:
     scene.engine.io_timeout_s = 0.3
     scene.arm("read", 1, "stall", 4000)
     begun_s = time.monotonic()
-    ticket = scene.engine.read(scene.file, 0, scene.into[:BLOCK_NBYTES])
-    text = scene.error_of(ticket)
+    transfer = scene.engine.read(scene.file, 0, scene.into[:BLOCK_NBYTES])
+    text = scene.error_of(transfer)
     if time.monotonic() - begun_s < 0.3:
         raise RuntimeError("raised too early")
     scene.file.close()
     scene.engine.close()  # does not wait for it, and leaves it what it still uses
-    if ticket.done():
+    if transfer.done():
         raise RuntimeError("closing waited for the stalled read")
     while scene.into[:BLOCK_NBYTES] != scene.data[:BLOCK_NBYTES]:
         time.sleep(0.01)  # the late read lands in memory that is still there
@@ -292,8 +292,8 @@ def others_go_on_beside_a_stalled_read(scene: Scene) -> str:
     scene.arm("read", 1, "stall", 500)
     stalled = scene.engine.read(scene.file, 0, scene.into[:BLOCK_NBYTES])
     others = [scene.engine.read(scene.file, BLOCK_NBYTES, scene.into[BLOCK_NBYTES:]) for _ in range(20)]
-    for ticket in others:
-        ticket.wait()
+    for transfer in others:
+        transfer.wait()
     went_on = not stalled.done()
     stalled.wait()
     return f"they were {'done before it' if went_on else 'held up'}; {scene.intact()}"

@@ -21,9 +21,13 @@ def test_what_is_written_is_read_back(build_engine: BuildEngine, direct: bool, s
     file = engine.open(str(swap_path / "data"), create=True)
     file.allocate(4096 + nbytes)
     data, into = pages(nbytes, PATTERN), pages(nbytes)
-    ticket = engine.write(file, 4096, data)
-    ticket.wait()
-    assert ticket.done() and ticket.seconds > 0.0 and (ticket.request.kind, ticket.request.nbytes) == ("write", nbytes)
+    transfer = engine.write(file, 4096, data)
+    transfer.wait()
+    assert (
+        transfer.done()
+        and transfer.seconds > 0.0
+        and (transfer.request.kind, transfer.request.nbytes) == ("write", nbytes)
+    )
     engine.sync(file).wait()
     engine.read(file, 4096, into).wait()
     assert into == data
@@ -49,12 +53,12 @@ def test_many_requests_are_on_their_way_at_once(build_engine: BuildEngine, direc
     chunks = [
         (files[index % 2], index // 2 * 16384, pages(4096 + index % 4 * 4096, PATTERN[index:])) for index in range(200)
     ]
-    tickets = [engine.write(*chunk) for chunk in random.Random(2).sample(chunks, len(chunks))]
-    for ticket in tickets:
-        ticket.wait()
+    transfers = [engine.write(*chunk) for chunk in random.Random(2).sample(chunks, len(chunks))]
+    for transfer in transfers:
+        transfer.wait()
     back = [pages(data.nbytes) for _, _, data in chunks]
-    for ticket in [engine.read(file, offset, into) for (file, offset, _), into in zip(chunks, back, strict=True)]:
-        ticket.wait()
+    for transfer in [engine.read(file, offset, into) for (file, offset, _), into in zip(chunks, back, strict=True)]:
+        transfer.wait()
     assert all(into == data for (_, _, data), into in zip(chunks, back, strict=True))
     for file in files:
         file.close()
@@ -87,14 +91,14 @@ def test_the_memory_of_a_finished_request_is_let_go(build_engine: BuildEngine, s
     engine = build_engine()
     file = engine.open(str(swap_path / "data"), create=True)
     data = pages(30000, PATTERN)
-    tickets = []
+    transfers = []
     for act in (engine.write, engine.read):  # one after the other: nothing orders them in flight
-        tickets.append(act(file, 0, data))
-        tickets[-1].wait()
+        transfers.append(act(file, 0, data))
+        transfers[-1].wait()
     short = engine.read(file, 20000, data)
     with pytest.raises(TransferError):
         short.wait()
-    data.release()  # raises BufferError while any ticket still holds it
+    data.release()  # raises BufferError while any transfer still holds it
     file.close()
 
 
@@ -114,10 +118,10 @@ def test_the_end_of_the_file_is_an_error_that_latches(build_engine: BuildEngine,
     path = swap_path / "data"
     path.write_bytes(bytes(12288 + 100))
     file = engine.open(str(path))
-    ticket = engine.read(file, 4096, pages(16384))
+    transfer = engine.read(file, 4096, pages(16384))
     for _ in range(2):
         with pytest.raises(TransferError) as caught:
-            ticket.wait()
+            transfer.wait()
         text = str(caught.value)
         assert str(path) in text and "read of 16384 bytes at offset 4096" in text and "the file has 12388 bytes" in text
         assert "wanted 8192 bytes, got 100" in text or "wanted 16384 bytes, got 8292" in text
@@ -135,8 +139,8 @@ def test_a_failure_that_nobody_waits_for_latches_too(build_engine: BuildEngine, 
     path.write_bytes(bytes(100))
     file = engine.open(str(path))
     engine.read(file, 0, pages(50))
-    ticket = engine.read(file, 0, pages(200))
-    while not ticket.done():
+    transfer = engine.read(file, 0, pages(200))
+    while not transfer.done():
         time.sleep(0.001)
     with pytest.raises(TransferError, match="the file has 100 bytes"):
         engine.sync(file)
@@ -188,18 +192,18 @@ def test_nothing_goes_through_what_is_closed(build_engine: BuildEngine, swap_pat
     engine = build_engine()
     file, other = (engine.open(str(swap_path / name), create=True) for name in ("a", "b"))
     data = pages(1 << 20, PATTERN)
-    ticket = engine.write(file, 0, data)
+    transfer = engine.write(file, 0, data)
     file.close()  # waits for what is in flight
     file.close()
-    ticket.wait()
+    transfer.wait()
     assert (swap_path / "a").read_bytes() == data
     with pytest.raises(TransferError, match="the file has been closed"):
         engine.read(file, 0, data)
-    ticket = engine.write(other, 0, data)
+    transfer = engine.write(other, 0, data)
     engine.close()
     engine.close()
-    assert ticket.done()
-    ticket.wait()
+    assert transfer.done()
+    transfer.wait()
     with pytest.raises(TransferError, match="the engine has been closed"):
         engine.write(other, 0, data)
     other.close()

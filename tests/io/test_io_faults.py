@@ -52,12 +52,12 @@ def test_the_nth_request_fails_and_the_engine_latches(engine: FaultyEngine, file
 def test_half_of_a_write_arrives(engine: FaultyEngine, file: File, effect: str) -> None:
     old, new = pages(NBYTES, b"old"), pages(NBYTES, b"new")
     engine.add(Fault("write", 2, effect))
-    ticket = engine.write(file, 0, new)
+    transfer = engine.write(file, 0, new)
     if effect == "short":
         with pytest.raises(TransferError, match="wanted 8192 bytes, got 4096"):
-            ticket.wait()
+            transfer.wait()
     else:
-        ticket.wait()
+        transfer.wait()
     assert Path(file.path).read_bytes() == bytes(new[:4096]) + bytes(old[4096:])
 
 
@@ -67,18 +67,18 @@ def test_a_bit_flips_in_the_file_or_in_memory(engine: FaultyEngine, file: File) 
     engine.write(file, 0, new).wait()
     assert new == pages(NBYTES, b"new")
     for flipped in ([100], [7, 100], [100]):
-        ticket = engine.read(file, 0, into)
-        ticket.wait()
-        ticket.wait()
+        transfer = engine.read(file, 0, into)
+        transfer.wait()
+        transfer.wait()
         assert [at for at in range(NBYTES) if into[at] != new[at]] == flipped
 
 
 def test_a_stall_lasts_until_it_is_released(engine: FaultyEngine, file: File) -> None:
     engine.add(Fault("read", 1, "stall"))
-    ticket = engine.read(file, 0, pages(NBYTES))
+    transfer = engine.read(file, 0, pages(NBYTES))
     with pytest.raises(TransferError, match="1 requests in flight"):
-        ticket.wait()
-    assert not ticket.done()
+        transfer.wait()
+    assert not transfer.done()
     engine.release()
-    ticket.wait()
-    assert ticket.done() and engine.in_flight() == []
+    transfer.wait()
+    assert transfer.done() and engine.in_flight() == []

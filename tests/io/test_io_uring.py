@@ -51,10 +51,10 @@ def test_a_setting_that_cannot_be_met_is_an_error(
     read = NativeEngine.read
 
     def damage(self: NativeEngine, file: object, offset: int, into: memoryview, **options: bool) -> object:
-        ticket = read(self, file, offset, into, **options)  # type: ignore[arg-type]
-        ticket.wait()
+        transfer = read(self, file, offset, into, **options)  # type: ignore[arg-type]
+        transfer.wait()
         into[-1] ^= self.io_uring
-        return ticket
+        return transfer
 
     with monkeypatch.context() as patch:
         patch.setattr(NativeEngine, "read", damage)

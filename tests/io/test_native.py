@@ -79,10 +79,10 @@ def test_its_workers_need_no_python(build: Build, swap_path: Path) -> None:
     """A request ends though nobody gives the GIL away."""
     engine = build(block_size=4096)
     file = engine.open(str(swap_path / "data"), create=True)
-    ticket = engine.write(file, 0, pages(1 << 20, b"no GIL"))
+    transfer = engine.write(file, 0, pages(1 << 20, b"no GIL"))
     ctypes.PyDLL(None).usleep(900_000)  # PyDLL: the GIL is held while it sleeps
-    assert ticket.done()
-    ticket.wait()
+    assert transfer.done()
+    transfer.wait()
     file.close()
     engine.close()
 
@@ -117,36 +117,36 @@ def test_urgent_reads_are_claimed_before_all_that_no_worker_has(tmp_path: Path, 
     path = swap_path / "data"
     path.write_bytes(bytes(16 * 4096))
     file = engine.open(str(path))
-    tickets = [engine.write(file, 0, pages(4096)), engine.sync(file)]
-    tickets += [engine.read(file, number * 4096, pages(2 * 4096)) for number in (0, 2)]
+    transfers = [engine.write(file, 0, pages(4096)), engine.sync(file)]
+    transfers += [engine.read(file, number * 4096, pages(2 * 4096)) for number in (0, 2)]
     while not num_noted.value:
         time.sleep(0.001)
-    tickets += [engine.read(file, number * 4096, pages(2 * 4096), urgent=True) for number in (8, 10)]
-    tickets += [engine.read(file, 4 * 4096, pages(4096)), engine.write(file, 0, pages(4096)), engine.sync(file)]
+    transfers += [engine.read(file, number * 4096, pages(2 * 4096), urgent=True) for number in (8, 10)]
+    transfers += [engine.read(file, 4 * 4096, pages(4096)), engine.write(file, 0, pages(4096)), engine.sync(file)]
     ctypes.c_int.in_dll(library, "gate_is_open").value = 1
-    for ticket in tickets:
-        ticket.wait()
+    for transfer in transfers:
+        transfer.wait()
     noted = (ctypes.c_long * num_noted.value).in_dll(library, "noted")
     assert [offset // 4096 for offset in noted] == [0, 8, 9, 10, 11, 1, 2, 3, 4]
     file.close()
     engine.close()
 
 
-def test_the_pool_lives_as_long_as_a_ticket_that_may_ask_it(build: Build, swap_path: Path) -> None:
+def test_the_pool_lives_as_long_as_a_transfer_that_may_ask_it(build: Build, swap_path: Path) -> None:
     engine = build()
     freed: list[object] = []
     free_pool = engine.library.free_pool
     engine.library.free_pool = freed.append
     pool = engine.pool
     file = engine.open(str(swap_path / "data"), create=True)
-    ticket = engine.write(file, 0, pages(4096))
+    transfer = engine.write(file, 0, pages(4096))
     file.close()
     engine.close()
     del engine, file
     gc.collect()
     assert not freed
-    ticket.wait()  # looks there for the last sign of life
-    del ticket
+    transfer.wait()  # looks there for the last sign of life
+    del transfer
     gc.collect()
     assert freed == [pool]
     free_pool(pool)
@@ -182,8 +182,8 @@ def test_more_memory_than_the_table_holds_is_said_and_used_all_the_same(build: B
     if engine.io_uring:
         assert said[63] == "io_uring: 4.0 KiB of memory are registered" and "not registered" in said[64]
     file = engine.open(str(swap_path / "data"), create=True)
-    for ticket in [engine.write(file, number * 4096, part) for number, part in enumerate(parts)]:
-        ticket.wait()
+    for transfer in [engine.write(file, number * 4096, part) for number, part in enumerate(parts)]:
+        transfer.wait()
     assert (swap_path / "data").read_bytes() == b"".join(map(bytes, parts))
     file.close()
     engine.close()
@@ -201,7 +201,7 @@ def test_a_ring_needs_one_thread_and_gives_back_its_descriptors(build: Build, sw
     engine.write(file, 0, pages(1 << 22)).wait()
     file.close()
     engine.close()
-    assert count("fd") == descriptors, "at once, and not with the engine's last ticket"
+    assert count("fd") == descriptors, "at once, and not with the engine's last transfer"
     del engine, file
     gc.collect()
     assert count("fd") == descriptors
@@ -211,9 +211,9 @@ def test_thousands_of_small_requests(build: Build, swap_path: Path) -> None:
     engine = build()
     file = engine.open(str(swap_path / "data"), create=True)
     data = pages(5000 * 1024, bytes(range(256)))
-    tickets = [engine.write(file, index * 1024, data[index * 1024 : index * 1024 + 1024]) for index in range(5000)]
-    for ticket in tickets:
-        ticket.wait()
+    transfers = [engine.write(file, index * 1024, data[index * 1024 : index * 1024 + 1024]) for index in range(5000)]
+    for transfer in transfers:
+        transfer.wait()
     assert engine.in_flight() == [] and (swap_path / "data").read_bytes() == data
     file.close()
     engine.close()

@@ -47,8 +47,8 @@ def test_large_requests_take_few_calls_and_small_ones_one_each(
     engine.write(file, 0, pages(4096 * 64)).wait()
     assert sizes == [4096 * 4] * 16
     sizes.clear()
-    for ticket in [engine.write(file, 0, pages(4096 * 2)) for _ in range(5)]:
-        ticket.wait()
+    for transfer in [engine.write(file, 0, pages(4096 * 2)) for _ in range(5)]:
+        transfer.wait()
     assert sizes == [4096] * 10
     file.close()
 
@@ -67,8 +67,8 @@ def test_the_queue_does_not_drain_between_requests(
     monkeypatch.setattr(os, "pwritev", pwritev)
     engine = build(queue_depth=4)
     files = [engine.open(str(swap_path / name), create=True) for name in "ab"]
-    for ticket in [engine.write(file, offset, pages(4096)) for file in files for offset in (0, 4096)]:
-        ticket.wait()
+    for transfer in [engine.write(file, offset, pages(4096)) for file in files for offset in (0, 4096)]:
+        transfer.wait()
     for file in files:
         file.close()
 
@@ -90,14 +90,14 @@ def test_urgent_reads_are_taken_before_all_that_no_worker_has(
     path.write_bytes(bytes(32 * 4096))
     engine = build(queue_depth=1)
     file = engine.open(str(path))
-    tickets = [engine.read(file, 0, pages(8 * 4096)), engine.read(file, 16 * 4096, pages(4096))]
+    transfers = [engine.read(file, 0, pages(8 * 4096)), engine.read(file, 16 * 4096, pages(4096))]
     while not offsets:
         time.sleep(0.001)
-    tickets += [engine.read(file, number * 4096, pages(2 * 4096), urgent=True) for number in (20, 22)]
-    tickets.append(engine.read(file, 24 * 4096, pages(4096)))
+    transfers += [engine.read(file, number * 4096, pages(2 * 4096), urgent=True) for number in (20, 22)]
+    transfers.append(engine.read(file, 24 * 4096, pages(4096)))
     gate.set()
-    for ticket in tickets:
-        ticket.wait()
+    for transfer in transfers:
+        transfer.wait()
     assert offsets == [0, 20, 22, 4, 16, 24]
     file.close()
 
@@ -133,7 +133,7 @@ def test_a_sync_comes_after_the_writes_before_it(
     assert not sync.done() and calls == ["write other", "sync other"]
     gate.set()
     sync.wait()
-    assert all(ticket.done() for ticket in writes) and calls[2:] == ["write slow"] * 3 + ["sync slow"]
+    assert all(transfer.done() for transfer in writes) and calls[2:] == ["write slow"] * 3 + ["sync slow"]
     file.close()
     other.close()
 
@@ -153,9 +153,9 @@ def test_a_sync_after_a_failed_write_fails_with_it(
     file = engine.open(str(swap_path / "data"), create=True)
     write, sync = engine.write(file, 0, pages(4096)), engine.sync(file)
     gate.set()
-    for ticket in (write, sync):
+    for transfer in (write, sync):
         with pytest.raises(TransferError, match=r"write of 4096 bytes at offset 0 .* EIO"):
-            ticket.wait()
+            transfer.wait()
     file.close()
 
 
@@ -240,8 +240,8 @@ def test_a_slow_disk_is_no_stall(build: Build, swap_path: Path, monkeypatch: pyt
     path.write_bytes(bytes(4096 * 64))
     engine = build(queue_depth=1, io_timeout_s=0.3)
     file = engine.open(str(path))
-    tickets = [engine.read(file, 0, pages(4096)) for _ in range(16)]
-    tickets[-1].wait()  # 0.8 s in all, but a read ended every 0.05 s
+    transfers = [engine.read(file, 0, pages(4096)) for _ in range(16)]
+    transfers[-1].wait()  # 0.8 s in all, but a read ended every 0.05 s
     file.close()
 
 

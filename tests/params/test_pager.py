@@ -15,7 +15,6 @@ from tests.fakes.slow_tier import SlowTier
 from tests.support.tier_rig import make_runtime
 from tests.support.units import flat_of, make_params, make_unit
 from tiered_zero.errors import BudgetError, ModelError, ParameterOffloadedError, TransferError
-from tiered_zero.hardware.accelerator import Event
 from tiered_zero.layout.flat import Unit
 from tiered_zero.params.flat_storage import OffloadedParameter
 from tiered_zero.params.offloaded_params import OffloadedParams
@@ -26,6 +25,7 @@ from tiered_zero.plan.request import LookAhead
 from tiered_zero.tiers.inventory import Home, Inventory
 from tiered_zero.tiers.tier import as_bytes
 from tiered_zero.tiers.unit_update import UnitUpdate
+from tiered_zero.transfer import Transfer
 
 N = 2048
 FREE = 1 << 30
@@ -500,7 +500,7 @@ def test_memory_stays_while_a_transfer_still_writes_it(monkeypatch: pytest.Monke
     accelerator = world.runtime.accelerator
     wait = accelerator.wait_on_compute
 
-    def interrupted(event: Event) -> None:
+    def interrupted(event: Transfer) -> None:
         monkeypatch.setattr(accelerator, "wait_on_compute", wait)
         raise KeyboardInterrupt
 

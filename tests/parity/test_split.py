@@ -174,8 +174,8 @@ def test_what_rests_on_the_device_waits_for_nothing_else(swap_path: Any, monkeyp
         engine.step()
         for unit in trainable:
             if tiers[unit.index] == "device":
-                published(unit).wait()
-        done = {unit.name for unit in trainable if published(unit).done()}
+                published(unit).written.wait()
+        done = {unit.name for unit in trainable if published(unit).written.done()}
         begin.set()
         assert {"tokens:float32"} < done < {unit.name for unit in trainable}
         assert done >= {unit.name for unit in trainable if tiers[unit.index] == "device"}

@@ -20,8 +20,8 @@ from tests.support.trainers import PLACEMENTS, Plain, Record, adamw, follow, sam
 from tiered_zero.errors import TieredZeroError
 from tiered_zero.grads.accumulator import GradientStore
 from tiered_zero.hardware.cpu import CpuAccelerator
-from tiered_zero.tiers.nvme import TicketEvent
-from tiered_zero.tiers.unit_update import UnitUpdate
+from tiered_zero.store.transfers import StoreTransfer
+from tiered_zero.transfer import Completion
 
 NUM_SCHEDULES = 200
 NUM_CHUNKS = 10
@@ -99,8 +99,8 @@ def drop(*_: Any) -> None:
 WAITS = {
     "compute for parameters": (CpuAccelerator, "wait_on_compute", range(0, 60, 7)),
     "the gradient check for gradients": (GradientStore, "wait_transfers", range(0, 60, 7)),
-    "a unit for its update": (UnitUpdate, "wait", range(0, 60, 7)),
-    "the update for state from disk": (TicketEvent, "wait", (2, 5, 8, 11, 14, 17, 20)),
+    "a unit for its update": (Completion, "wait", range(0, 60, 7)),
+    "the update for state from disk": (StoreTransfer, "wait", (2, 5, 8, 11, 14, 17, 20)),
 }
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.fakes.sync_io import SyncEngine
 from tiered_zero.errors import EngineFailedError
-from tiered_zero.io.engine import IOEngine, Ticket
+from tiered_zero.io.engine import IOEngine, IOTransfer
 from tiered_zero.io.select import select_engine
 from tiered_zero.sizes import MIB
 from tiered_zero.store.swap_dir import SwapDir
@@ -78,16 +78,16 @@ def test_an_interrupted_read_leaves_nothing_in_flight(
     record = store.reserve("w", NBYTES)
     store.write(record, memory(1)).wait()
     into = memory(0)
-    tickets: list[Ticket] = []
+    transfers: list[IOTransfer] = []
     at = 0
-    while interrupted(lambda: tickets.append(store.read(record, into)), at, error):
+    while interrupted(lambda: transfers.append(store.read(record, into)), at, error):
         assert not store._table.in_flight(record), f"at line {at}"
         store.write(record, memory(at % 251)).wait()  # it would be refused beside a read in flight
         store.read(record, into).wait()
         assert into == memory(at % 251)
         at += 1
     assert at > 30
-    tickets[0].wait()
+    transfers[0].wait()
     store.close()
 
 
@@ -114,7 +114,7 @@ def test_an_interrupted_write_is_whole_or_undone_or_latches(swap_path: Path, eng
     store.close()
 
 
-def test_what_comes_before_the_ticket_and_fails_leaves_nothing(
+def test_what_comes_before_the_transfer_and_fails_leaves_nothing(
     swap_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = new_store(swap_path, SyncEngine(), num_paths=1)

@@ -117,12 +117,12 @@ def test_a_flipped_bit_is_found_before_use(make: Callable[..., SwapStore], swap_
         byte = file.read(1)[0]
         file.seek(at)
         file.write(bytes([byte ^ 4]))
-    ticket = store.read(record, aligned(bytes(3 * MIB)))
+    transfer = store.read(record, aligned(bytes(3 * MIB)))
     for _ in range(2):
         with pytest.raises(
             CorruptionError, match=rf"'state/w'.* read from {data_file(swap_path)} at offset {PAGE + MIB}"
         ):
-            ticket.wait()
+            transfer.wait()
     assert store.nbytes_read == {}
     assert read(store, "state/w", MIB) == pattern(3 * MIB)[:MIB], "a sound chunk stays readable"
     (broken,) = store.verify()
@@ -178,8 +178,8 @@ def test_overlap_with_a_request_in_flight_is_refused(make: Callable[..., SwapSto
     with pytest.raises(StoreError, match="in flight"):
         store.write(record, pattern(PAGE), 2 * PAGE)
     gate.open()
-    for ticket in reading:
-        ticket.wait()
+    for transfer in reading:
+        transfer.wait()
 
 
 class Gate:
@@ -213,9 +213,9 @@ def test_a_failed_write_raises_and_latches(make: Callable[..., SwapStore], engin
         raise OSError(errno.EIO, "injected")
 
     engine.before = fail
-    ticket = store.write(record, pattern(PAGE, seed=2))
+    transfer = store.write(record, pattern(PAGE, seed=2))
     with pytest.raises(TransferError, match="injected"):
-        ticket.wait()
+        transfer.wait()
     engine.before = lambda kind, n: None
     for act in (
         lambda: store.read(record, aligned(bytes(PAGE))),
@@ -227,7 +227,7 @@ def test_a_failed_write_raises_and_latches(make: Callable[..., SwapStore], engin
     assert store.nbytes_written == {"a": PAGE}
 
 
-def test_tickets_that_nobody_waits_for_are_settled(make: Callable[..., SwapStore], engine: SyncEngine) -> None:
+def test_transfers_without_a_waiter_are_finalized(make: Callable[..., SwapStore], engine: SyncEngine) -> None:
     store = make()
     record = store.reserve("a", PAGE)
     store.write(record, pattern(PAGE))
@@ -240,8 +240,8 @@ def test_tickets_that_nobody_waits_for_are_settled(make: Callable[..., SwapStore
         raise OSError(errno.EIO, "injected")
 
     engine.before = fail
-    ticket = store.write(record, pattern(PAGE))
-    while not ticket.done() and time.monotonic() < deadline_s:
+    transfer = store.write(record, pattern(PAGE))
+    while not transfer.done() and time.monotonic() < deadline_s:
         time.sleep(0.001)
     with pytest.raises(EngineFailedError, match="injected"):
         store.write(record, pattern(PAGE))
@@ -327,11 +327,11 @@ def test_commit_waits_for_nobody(make: Callable[..., SwapStore], engine: SyncEng
     store = make()
     record = store.reserve("a", PAGE, committed=True)
     gate = Gate(engine)
-    ticket = store.write(record, pattern(PAGE))
+    transfer = store.write(record, pattern(PAGE))
     with pytest.raises(StoreError, match="being written"):
         store.commit(1, {})
     gate.open()
-    ticket.wait()
+    transfer.wait()
     store.commit(1, {})
     with pytest.raises(StoreError, match="must be JSON"):
         store.commit(2, {"x": object()})

@@ -68,7 +68,7 @@ def open_rig(
         tier: Tier
         if name == "nvme":
             engine = SyncEngine(held=[]) if engine is None else engine
-            store = SwapStore(SwapDir.create([swap_path]), engine, capacity_nbytes=4 * MIB)
+            store = SwapStore(SwapDir.create([swap_path]), engine, capacity_nbytes=4 * MIB, recorder=runtime.recorder)
             stack.callback(store.close)
             tier = NvmeTier(store, staging, runtime)
         elif name == "host":

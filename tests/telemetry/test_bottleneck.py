@@ -13,17 +13,17 @@ from torch import nn
 from tests.support.models import ParityGPT, batch
 from tests.support.trainers import tiered, train
 from tiered_zero import assembly
-from tiered_zero.io.engine import File, IOEngine, Request, Ticket
+from tiered_zero.io.engine import File, IOEngine, IOTransfer, Request
 from tiered_zero.io.select import Selection, select_engine
 from tiered_zero.optim.kernel_rule import NativeRule
 from tiered_zero.telemetry.report import StepReport
 
 
 @dataclass
-class LateTicket(Ticket):
+class LateTransfer(IOTransfer):
     """Done no earlier than `due_s`, which is by time.perf_counter()."""
 
-    inner: Ticket
+    inner: IOTransfer
     begun_s: float
     due_s: float
 
@@ -50,26 +50,26 @@ class LateEngine(IOEngine):
         self.name, self._inner, self._kind, self._free_s = inner.name, inner, kind, 0.0
         self._delay_s = delay_s
 
-    def _late(self, kind: str, ticket: Ticket) -> Ticket:
+    def _late(self, kind: str, transfer: IOTransfer) -> IOTransfer:
         begun_s = time.perf_counter()
         if kind == self._kind:
             self._free_s = max(self._free_s, begun_s) + self._delay_s
-            return LateTicket(ticket, begun_s, self._free_s)
-        return ticket
+            return LateTransfer(transfer, begun_s, self._free_s)
+        return transfer
 
     def open(self, path: str, *, create: bool = False, writable: bool = True) -> File:
         return self._inner.open(path, create=create, writable=writable)
 
-    def read(self, file: File, offset: int, into: memoryview, *options: Any, **named: Any) -> Ticket:
+    def read(self, file: File, offset: int, into: memoryview, *options: Any, **named: Any) -> IOTransfer:
         return self._late("read", self._inner.read(file, offset, into, *options, **named))
 
-    def write(self, file: File, offset: int, data: memoryview) -> Ticket:
+    def write(self, file: File, offset: int, data: memoryview) -> IOTransfer:
         return self._late("write", self._inner.write(file, offset, data))
 
     def drain(self) -> None:
         self._inner.drain()
 
-    def sync(self, file: File) -> Ticket:
+    def sync(self, file: File) -> IOTransfer:
         return self._inner.sync(file)
 
     def in_flight(self) -> list[tuple[Request, float]]:

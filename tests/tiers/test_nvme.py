@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from tests.fakes.sync_io import SyncEngine
 from tests.support.tier_rig import Rig, open_rig, random_bytes
 from tiered_zero.errors import EngineFailedError, TransferError
-from tiered_zero.hardware.accelerator import Event
 from tiered_zero.io.engine import IOSettings
 from tiered_zero.io.threads import ThreadsEngine
 from tiered_zero.sizes import PAGE_NBYTES
 from tiered_zero.tiers.inventory import Home
 from tiered_zero.tiers.slots import write_slot
 from tiered_zero.tiers.unit_update import UnitUpdate
+from tiered_zero.transfer import Transfer
 
 
 def fill(rig: Rig, name: str, num_pages: int) -> tuple[Home, torch.Tensor]:
@@ -46,14 +46,15 @@ def test_many_fetches_at_once_never_deadlock(
         options = {"buffer_nbytes": buffer_pages * PAGE_NBYTES, "num_buffers": num_buffers, "engine": engine}
         with open_rig("nvme", Path(path), lease_timeout_s=5.0, **options) as rig:  # type: ignore[arg-type]
             filled = [fill(rig, str(index), size) for index, size in enumerate(sizes)]
-            gate = rig.runtime.accelerator.lane("update").submit(lambda: None)
+            gate = UnitUpdate()
+            rig.runtime.accelerator.lane("update").submit(gate.complete)
             started = []
             for index, (home, data) in enumerate(filled):
                 out = torch.zeros_like(data)
                 started.append((rig.tier.fetch(home.slot, out, gate if index % 3 == 1 else None), out, data))
             order.shuffle(started)  # type: ignore[attr-defined]
-            for event, out, data in started:
-                event.wait()
+            for transfer, out, data in started:
+                transfer.wait()
                 assert torch.equal(out, data)
         engine.close()
 
@@ -102,10 +103,10 @@ def test_a_failing_write_raises_where_waited(swap_path: Path) -> None:
         with rig.buffers.lease(PAGE_NBYTES) as lease:
             lease.tensor.zero_()
             rig.tier.write(slot, lease).wait()
-            event = rig.tier.write(slot, lease, PAGE_NBYTES)
+            transfer = rig.tier.write(slot, lease, PAGE_NBYTES)
             with pytest.raises(TransferError, match="no space"):
-                event.wait()
-            assert event.done()
+                transfer.wait()
+            assert transfer.done()
 
 
 def test_chunks_with_free_buffers_are_read_before_the_lane_reaches_them(swap_path: Path) -> None:
@@ -116,10 +117,10 @@ def test_chunks_with_free_buffers_are_read_before_the_lane_reaches_them(swap_pat
         engine.operations.clear()
         gate = threading.Event()
         rig.runtime.accelerator.lane("gather").submit(gate.wait)
-        event = rig.tier.fetch(home.slot, out := torch.zeros_like(data))
+        transfer = rig.tier.fetch(home.slot, out := torch.zeros_like(data))
         num_reads = sum(operation[0] == "read" for operation in engine.operations)
         gate.set()
-        event.wait()
+        transfer.wait()
         assert num_reads == 2, "one for each free buffer"
         assert torch.equal(out, data)
 
@@ -135,11 +136,11 @@ def test_fetches_are_urgent_and_reads_of_state_are_not(swap_path: Path, num_buff
         with rig.buffers.lease(PAGE_NBYTES) as lease:
             rig.tier.read(home.slot, lease).wait()
             rig.tier.write(home.slot, lease).wait()
-        kinds = [(ticket.request.kind, ticket.request.urgent) for ticket in engine.held]
+        kinds = [(transfer.request.kind, transfer.request.urgent) for transfer in engine.held]
         assert kinds == [("read", True)] * 4 + [("read", False), ("write", False)]
 
 
-def receiving(rig: Rig) -> tuple[UnitUpdate, Event, torch.Tensor, torch.Tensor]:
+def receiving(rig: Rig) -> tuple[UnitUpdate, Transfer, torch.Tensor, torch.Tensor]:
     """A fetch of four pages to where they are used, while an update of them is under way and has made the second.
 
     Returns what it publishes, the fetch, its target, and what that should hold in the end.
@@ -149,20 +150,20 @@ def receiving(rig: Rig) -> tuple[UnitUpdate, Event, torch.Tensor, torch.Tensor]:
     assert place is not None
     place.fill()
     unit_update = UnitUpdate()
-    event = rig.tier.fetch(home.slot, place.tensor, unit_update)
+    transfer = rig.tier.fetch(home.slot, place.tensor, unit_update)
     expected[PAGE_NBYTES : 2 * PAGE_NBYTES] = made = random_bytes(PAGE_NBYTES)
-    unit_update.hand_over(PAGE_NBYTES, made, rig.runtime.accelerator.copy)
-    return unit_update, event, place.tensor, expected
+    unit_update.add_pending(PAGE_NBYTES, made, rig.runtime.accelerator.copy)
+    return unit_update, transfer, place.tensor, expected
 
 
 def test_what_an_update_hands_over_is_not_read(swap_path: Path) -> None:
     kinds: list[str] = []
     engine = SyncEngine(before=lambda kind, number: kinds.append(kind))
     with open_rig("nvme", swap_path, engine=engine) as rig:
-        unit_update, event, target, expected = receiving(rig)
-        assert "read" not in kinds and not event.done()
+        unit_update, transfer, target, expected = receiving(rig)
+        assert "read" not in kinds and not transfer.done()
         unit_update.complete()
-        event.wait()
+        transfer.wait()
         assert torch.equal(target, expected)
         assert kinds.count("read") == 2, "before it and behind it"
 
@@ -170,7 +171,7 @@ def test_what_an_update_hands_over_is_not_read(swap_path: Path) -> None:
 @pytest.mark.parametrize("bad_read", [1, 2])
 def test_a_failing_read_of_the_rest_raises_where_waited(swap_path: Path, bad_read: int) -> None:
     with open_rig("nvme", swap_path, engine=failing_reads(bad_read)) as rig:
-        unit_update, event, _, _ = receiving(rig)
+        unit_update, transfer, _, _ = receiving(rig)
         unit_update.complete()
         with pytest.raises(TransferError, match="the disk failed"):
-            event.wait()
+            transfer.wait()

@@ -120,7 +120,7 @@ def test_a_failed_update_fails_the_fetch_behind_it(rig: Rig) -> None:
     with pytest.raises(RuntimeError, match="the update failed"):
         rig.tier.fetch(slot, out, after=update).wait()
     with pytest.raises(RuntimeError, match="the update failed"):
-        update.wait()
+        update.written.wait()
     with pytest.raises(RuntimeError, match="the update failed"):
         rig.tier.fetch(slot, out, after=update).wait()  # also when it had failed before
     rig.tier.fetch(slot, out).wait()  # the tier itself goes on

@@ -36,89 +36,89 @@ def test_a_part_comes_by_copy_or_is_read_but_never_both(order: tuple[str, ...]) 
     written: list[tuple[int, int]] = []
     for what in order:
         if what == "receive":
-            written = unit_update.receive(target)
+            written = unit_update.forward_to(target)
         elif what == "make":
-            unit_update.hand_over(0, memory, copy)
+            unit_update.add_pending(0, memory, copy)
         else:
-            unit_update.take_back(0, copy)
+            unit_update.retire(0, copy)
             memory.fill_(9)  # somebody else's now
-    unit_update.finish_making()
-    assert unit_update.take_rest(copy) == [(PART, 2 * PART)]
+    unit_update.computed.complete()
+    assert unit_update.finish_forward(copy) == [(PART, 2 * PART)]
     if order[-1] == "receive":
         assert written == [(0, PART)] and values(target) == [0, 0]
     else:
         assert written == [] and values(target) == [7, 0]
-    assert not unit_update.done(), "and none of it waits for the unit to be home"
+    assert not unit_update.written.done(), "and none of it waits for the unit to be home"
 
 
 def test_every_part_comes_one_way_or_the_other() -> None:
     unit_update, target = UnitUpdate(), torch.zeros(4 * PART, dtype=torch.uint8)
     parts = {index: part(index + 1) for index in range(4)}
     for index in (2, 0):
-        unit_update.hand_over(index * PART, parts[index], copy)
-    unit_update.take_back(2 * PART, copy)
-    assert unit_update.receive(target) == [(2 * PART, 3 * PART)]
-    unit_update.hand_over(3 * PART, parts[3], copy)
+        unit_update.add_pending(index * PART, parts[index], copy)
+    unit_update.retire(2 * PART, copy)
+    assert unit_update.forward_to(target) == [(2 * PART, 3 * PART)]
+    unit_update.add_pending(3 * PART, parts[3], copy)
     assert values(target) == [0, 0, 0, 4], "at once"
-    unit_update.take_back(0, copy)
+    unit_update.retire(0, copy)
     assert values(target) == [1, 0, 0, 4], "before its memory goes to others"
-    unit_update.hand_over(PART, parts[1], copy)
-    unit_update.finish_making()
-    assert unit_update.take_rest(copy) == []
+    unit_update.add_pending(PART, parts[1], copy)
+    unit_update.computed.complete()
+    assert unit_update.finish_forward(copy) == []
     assert values(target) == [1, 2, 0, 4]
 
 
 def test_taking_the_rest_waits_for_the_unit_to_be_made() -> None:
     unit_update, target = UnitUpdate(), torch.zeros(2 * PART, dtype=torch.uint8)
-    unit_update.hand_over(0, part(1), copy)
-    unit_update.receive(target)
+    unit_update.add_pending(0, part(1), copy)
+    unit_update.forward_to(target)
     found: list[list[tuple[int, int]]] = []
-    waiting = threading.Thread(target=lambda: found.append(unit_update.take_rest(copy)), daemon=True)
+    waiting = threading.Thread(target=lambda: found.append(unit_update.finish_forward(copy)), daemon=True)
     waiting.start()
     waiting.join(0.05)
-    assert waiting.is_alive() and not found and not unit_update.making.done()
-    unit_update.hand_over(PART, part(2), copy)
-    unit_update.finish_making()
+    assert waiting.is_alive() and not found and not unit_update.computed.done()
+    unit_update.add_pending(PART, part(2), copy)
+    unit_update.computed.complete()
     waiting.join(10)
-    unit_update.making.wait()
-    assert unit_update.making.done() and not unit_update.done()
+    unit_update.computed.wait()
+    assert unit_update.computed.done() and not unit_update.written.done()
     assert found == [[]] and values(target) == [1, 2]
 
 
 def test_the_target_is_its_owners_again_once_the_rest_is_taken() -> None:
     unit_update, target = UnitUpdate(), torch.zeros(PART, dtype=torch.uint8)
-    unit_update.receive(target)
-    unit_update.hand_over(0, part(7), copy)
-    unit_update.finish_making()
-    unit_update.take_rest(copy)
-    unit_update.hand_over(0, part(9), copy)
-    unit_update.take_back(0, copy)
+    unit_update.forward_to(target)
+    unit_update.add_pending(0, part(7), copy)
+    unit_update.computed.complete()
+    unit_update.finish_forward(copy)
+    unit_update.add_pending(0, part(9), copy)
+    unit_update.retire(0, copy)
     assert values(target) == [7]
 
 
 def test_a_second_target_starts_anew() -> None:
     unit_update = UnitUpdate()
     first, second = (torch.zeros(2 * PART, dtype=torch.uint8) for _ in range(2))
-    unit_update.receive(first)
-    unit_update.hand_over(0, part(1), copy)
-    assert unit_update.receive(second) == []
-    unit_update.hand_over(PART, part(2), copy)
-    unit_update.finish_making()
-    assert unit_update.take_rest(copy) == []
+    unit_update.forward_to(first)
+    unit_update.add_pending(0, part(1), copy)
+    assert unit_update.forward_to(second) == []
+    unit_update.add_pending(PART, part(2), copy)
+    unit_update.computed.complete()
+    assert unit_update.finish_forward(copy) == []
     assert values(second) == [1, 2] and values(first) == [1, 0]
 
 
 @pytest.mark.parametrize("made", [False, True])
 def test_a_failure_reaches_who_waits_for_it_and_ends_the_copying(made: bool) -> None:
     unit_update, target = UnitUpdate(), torch.zeros(PART, dtype=torch.uint8)
-    unit_update.receive(target)
+    unit_update.forward_to(target)
     if made:
-        unit_update.finish_making()
+        unit_update.computed.complete()
     unit_update.fail(RuntimeError("the disk broke"))
-    for wait in (unit_update.wait, unit_update.wait_made, partial(unit_update.take_rest, copy)):
+    for wait in (unit_update.written.wait, unit_update.computed.wait, partial(unit_update.finish_forward, copy)):
         with pytest.raises(RuntimeError, match="the disk broke"):
             wait()
-    unit_update.hand_over(0, part(1), copy)
+    unit_update.add_pending(0, part(1), copy)
     assert not target.any()
 
 
@@ -126,5 +126,5 @@ def test_a_failure_after_the_end_is_nobodys() -> None:
     unit_update = UnitUpdate()
     unit_update.complete()
     unit_update.fail(RuntimeError("too late"))
-    unit_update.wait()
-    unit_update.wait_made()
+    unit_update.written.wait()
+    unit_update.computed.wait()

@@ -454,7 +454,7 @@ def test_nothing_at_all_to_step() -> None:
     unit_update = UnitUpdate()
     world.step(Gradients(world, [world.units[0].entries[0].param]), unit_updates={0: unit_update})
     assert world.tier.log == []
-    unit_update.wait()
+    unit_update.written.wait()
 
 
 def test_every_subgroup_writes_its_parameters_anew_when_asked() -> None:
@@ -507,7 +507,7 @@ def test_a_failing_transfer_raises_in_the_step_and_gives_every_buffer_back(
         world.step(unit_updates=unit_updates)
     assert world.staging.num_free == world.staging.count
     with pytest.raises(TransferError):
-        unit_updates[0].wait()
+        unit_updates[0].written.wait()
     for kind, name in [entry for entry in world.tier.log if entry[0] in ("read", "write")]:
         assert (f"{kind} done", name) in world.tier.log, "nothing still uses a buffer that went back"
     if what == "read":

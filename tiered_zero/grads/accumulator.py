@@ -13,13 +13,13 @@ from torch import nn
 from tiered_zero.errors import ModelError
 from tiered_zero.grads.norms import GradNorm
 from tiered_zero.grads.unit_gradients import UnitGradients
-from tiered_zero.hardware.accelerator import Event
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.hardware.staging import StagingPool
 from tiered_zero.layout.flat import FlatEntry, ParamSpec, Unit
 from tiered_zero.sizes import format_nbytes
 from tiered_zero.tiers.inventory import Inventory
 from tiered_zero.tiers.step_gradients import StepGradients
+from tiered_zero.transfer import Transfer
 
 logger = logging.getLogger("tiered_zero")
 
@@ -65,7 +65,7 @@ class GradientStore:
         self._recorder = runtime.recorder
         self._ledger = runtime.ledger
         self._in_flight_nbytes = in_flight_nbytes
-        self._in_flight: deque[tuple[Event, torch.Tensor]] = deque()
+        self._in_flight: deque[tuple[Transfer, torch.Tensor]] = deque()
         """Each gradient with the event of its arrival."""
         self._transferred: deque[torch.Tensor] = deque()
         """Gradients that are to be freed, the oldest first."""
@@ -319,9 +319,9 @@ class GradientStore:
     def _wait_update(self, unit: Unit) -> None:
         """Block until the unit's last update has read its gradients. Raises the error of one that has failed."""
         update = self._inventory.published(unit)
-        if update is not None and not update.done():
+        if update is not None and not update.written.done():
             with self._recorder.span("compute", "wait_update", unit.name):
-                update.wait_made()
+                update.computed.wait()
 
     def _send(
         self, gradients: UnitGradients, spec: ParamSpec, target: torch.Tensor, source: torch.Tensor, adds: bool

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from tiered_zero.errors import ModelError
-from tiered_zero.hardware.accelerator import Event
 from tiered_zero.layout.flat import FlatEntry, Unit
 from tiered_zero.tiers.step_gradients import UnitShare
+from tiered_zero.transfer import Transfer
 
 
 class ExpiredGradient(torch.Tensor):
@@ -53,7 +53,7 @@ class UnitGradients:
     present: set[int] = field(default_factory=set)
     arrived: set[int] = field(default_factory=set)
     norms: dict[int, torch.Tensor] = field(default_factory=dict)
-    last: Event | None = None
+    last: Transfer | None = None
     frozen: bool = False
     shown: dict[int, torch.Tensor] = field(default_factory=dict)
     assigned: set[int] = field(default_factory=set)

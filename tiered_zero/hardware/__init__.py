@@ -1,6 +1,6 @@
 """The machine behind one interface: lanes of work, pinned host memory, staging buffers, process group, facts.
 
-Promise: work on a lane runs in order and its event carries its error; host memory is one block of the planned size,
+Promise: work on a lane runs in order and its transfer carries its error; host memory is one block of the planned size,
 pinned or said not to be; a lease that must wait, waits, and a deadlock is an error with the holders' names.
 `torch.cuda` and `torch.distributed` occur nowhere else.
 Owner: the assembly builds one accelerator, one arena and one collectives for a run, and closes them: pools, then lanes,
@@ -8,7 +8,7 @@ then the arena. Each lane's thread owns its stream; a lease belongs to whoever t
 Never: synchronizing a device outside measurements and shutdown; host allocations beside the arena; silent fallbacks.
 """
 
-from tiered_zero.hardware.accelerator import Accelerator, Event, Lane, MemoryFigures
+from tiered_zero.hardware.accelerator import Accelerator, Lane, MemoryFigures
 from tiered_zero.hardware.select import build_accelerator
 
-__all__ = ["Accelerator", "Event", "Lane", "MemoryFigures", "build_accelerator"]
+__all__ = ["Accelerator", "Lane", "MemoryFigures", "build_accelerator"]

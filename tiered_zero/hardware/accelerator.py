@@ -1,12 +1,12 @@
-"""What the runtime needs of a device: ordered lanes of work beside compute, events between them, memory figures.
+"""What the runtime needs of a device: ordered lanes of work besides compute, memory figures.
 
 [Note: Lanes]
 A lane is a worker thread with a device stream of its own: `gather` carries parameters to the device, `reduce` carries
-gradients to the host. A job is a plain function; it may first wait for a disk ticket (so nvme -> host -> device needs
-no callback from an I/O worker) and then launches copies. The producer records an event, the consumer waits for it.
+gradients to the host. A job is a plain function; it may first wait for a disk transfer (so nvme -> host -> device needs
+no callback from an I/O worker) and then launches copies. Each job is a transfer, which its consumer waits for.
 The driver thread (or autograd's) is the `compute` lane: `record_compute` marks what it has launched so far,
-`wait_on_compute` orders everything that it launches from now on after an event. On the CPU both reduce to threading.
-Events of lanes and of compute order streams; any other event (a disk ticket's) is waited for on the host.
+`wait_on_compute` orders everything that it launches from now on after a transfer. On the CPU both reduce to threading.
+Transfers of lanes and marks of compute order streams; any other transfer (the disk's) is waited for on the host.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from tiered_zero.hardware.huge_pages import PageRange
+from tiered_zero.transfer import Transfer
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,18 +31,6 @@ class MemoryFigures:
     free_nbytes: int
 
 
-class Event(ABC):
-    """A point in a lane. Carries the error of the job that it marks."""
-
-    @abstractmethod
-    def done(self) -> bool:
-        """True once the work is complete on the device (or failed). Never blocks."""
-
-    @abstractmethod
-    def wait(self) -> None:
-        """Block the calling thread until complete; raise the job's error if it failed."""
-
-
 class Lane(ABC):
     """An ordered queue of jobs on a worker thread."""
 
@@ -51,17 +40,17 @@ class Lane(ABC):
     def submit(
         self,
         job: Callable[[], None],
-        after: Sequence[Event] = (),
+        after: Sequence[Transfer] = (),
         holds: Sequence[torch.Tensor] = (),
         waits: bool = True,
-    ) -> Event:
+    ) -> Transfer:
         """Run `job` on this lane's thread and stream, after all earlier jobs and after `after`.
 
         `holds`: device tensors that the job reads or writes, referenced until it is launched. Free their memory only
-        after `wait_on_compute(event)` or `event.wait()`: the allocator knows of no stream but compute.
+        after `wait_on_compute(transfer)` or `transfer.wait()`: the allocator knows of no stream but compute.
         `waits`: False of a job that waits for nothing but `after`. Where the device is the CPU and nothing is before
         it, it runs at once on the calling thread: beside compute it would only take one of its cores.
-        Returns the event of the job's completion on the device. Any thread.
+        Returns the transfer that is done when the job is complete on the device. Any thread.
         """
 
     @abstractmethod
@@ -81,14 +70,14 @@ class Accelerator(ABC):
         """The lane of that name, started at first use."""
 
     @abstractmethod
-    def record_compute(self) -> Event:
-        """An event after everything that the calling thread has launched on compute so far."""
+    def record_compute(self) -> Transfer:
+        """Mark everything that the calling thread has launched on compute so far."""
 
     @abstractmethod
-    def wait_on_compute(self, event: Event) -> None:
-        """What the calling thread launches on compute from now on runs after `event`. Raises a failed event's error.
+    def wait_on_compute(self, transfer: Transfer) -> None:
+        """Order what the calling thread launches on compute from now on after `transfer`; raise its error.
 
-        Blocks the host only as far as the device needs it to (on the CPU: until the event is done).
+        Blocks the host only as far as the device needs it to (on the CPU: until the transfer is done).
         """
 
     @abstractmethod

@@ -10,19 +10,20 @@ from typing import final
 
 import torch
 
-from tiered_zero.hardware.accelerator import Event, MemoryFigures
+from tiered_zero.hardware.accelerator import MemoryFigures
 from tiered_zero.hardware.huge_pages import HugePagePool, PageRange
 from tiered_zero.hardware.lanes import (
     DelayInjector,
     DeviceMarker,
-    JobEvent,
     LaneAccelerator,
+    LaneTransfer,
     Work,
     WorkerLane,
     runs_on_lane,
 )
 from tiered_zero.hardware.probe import available_host_nbytes
 from tiered_zero.sizes import HUGE_PAGE_NBYTES, align_up
+from tiered_zero.transfer import Transfer
 
 logger = logging.getLogger("tiered_zero")
 
@@ -90,8 +91,8 @@ class CpuAccelerator(LaneAccelerator):
         pace = None if self._delay_seed is None else DelayInjector(self._delay_seed, name)
         return WorkerLane(name, _launch, pace, inline=self.shares_cores)
 
-    def record_compute(self) -> JobEvent:
-        return JobEvent.launched()
+    def record_compute(self) -> LaneTransfer:
+        return LaneTransfer.launched()
 
     def reserve_place(self, nbytes: int, window_nbytes: int) -> PageRange | None:
         try:
@@ -112,8 +113,8 @@ class CpuAccelerator(LaneAccelerator):
             advise_huge_pages(flat)
         super().prepare(flat)
 
-    def wait_on_compute(self, event: Event) -> None:
-        event.wait()
+    def wait_on_compute(self, transfer: Transfer) -> None:
+        transfer.wait()
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, finish: bool = False) -> None:
         copy_bytes(target, source)

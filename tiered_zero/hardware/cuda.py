@@ -9,9 +9,10 @@ from typing import Any, final
 import torch
 
 from tiered_zero.errors import ConfigError
-from tiered_zero.hardware.accelerator import Event, MemoryFigures
-from tiered_zero.hardware.lanes import JobEvent, LaneAccelerator, Work, WorkerLane
+from tiered_zero.hardware.accelerator import MemoryFigures
+from tiered_zero.hardware.lanes import LaneAccelerator, LaneTransfer, Work, WorkerLane
 from tiered_zero.sizes import format_nbytes
+from tiered_zero.transfer import Transfer
 
 logger = logging.getLogger("tiered_zero")
 
@@ -52,8 +53,8 @@ class CudaAccelerator(LaneAccelerator):
             # no record_stream(): a recorded block is reused only once the host sees the event done, so that a host
             # that runs ahead of the device would take new memory at each fetch. Every free is ordered by an event.
             with torch.cuda.stream(stream):
-                for event in work.after:
-                    _order(stream, event)
+                for earlier in work.after:
+                    _order(stream, earlier)
                 try:
                     work.job()
                 except BaseException:
@@ -63,15 +64,15 @@ class CudaAccelerator(LaneAccelerator):
 
         return WorkerLane(name, launch)
 
-    def record_compute(self) -> JobEvent:
-        return JobEvent.launched(_mark(torch.cuda.current_stream(self.device)))
+    def record_compute(self) -> LaneTransfer:
+        return LaneTransfer.launched(_mark(torch.cuda.current_stream(self.device)))
 
-    def wait_on_compute(self, event: Event) -> None:
-        if isinstance(event, JobEvent):
-            event.check_launched()
-            _order(torch.cuda.current_stream(self.device), event)
+    def wait_on_compute(self, transfer: Transfer) -> None:
+        if isinstance(transfer, LaneTransfer):
+            transfer.check_launched()
+            _order(torch.cuda.current_stream(self.device), transfer)
         else:
-            event.wait()
+            transfer.wait()
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, finish: bool = False) -> None:
         target.data.copy_(source.data, non_blocking=True)  # .data: see poison()
@@ -138,10 +139,10 @@ def _runtime() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
-def _order(stream: torch.cuda.Stream, event: Event) -> None:
-    """What is launched on `stream` from now on runs after `event`, which was launched. Does not block."""
-    if isinstance(event, JobEvent) and isinstance(event.marker, torch.cuda.Event):
-        stream.wait_event(event.marker)
+def _order(stream: torch.cuda.Stream, transfer: Transfer) -> None:
+    """Order what is launched on `stream` from now on after `transfer`, which was launched. Does not block."""
+    if isinstance(transfer, LaneTransfer) and isinstance(transfer.marker, torch.cuda.Event):
+        stream.wait_event(transfer.marker)
 
 
 def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:

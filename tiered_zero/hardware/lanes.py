@@ -1,7 +1,7 @@
-"""Worker lanes, shared by every accelerator: one thread, one queue, one event a job.
+"""Worker lanes, shared by every accelerator: one thread, one queue, one transfer a job.
 
-A job is submitted after the jobs whose events it waits for, and a lane runs its jobs in order: so lanes cannot wait for
-each other in a circle through `after`. What a job waits for in its own body is the job's affair.
+A job is submitted after the jobs whose transfers it waits for, and a lane runs its jobs in order: so lanes cannot wait
+for each other in a circle through `after`. What a job waits for in its own body is the job's affair.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from typing import Protocol
 import torch
 
 from tiered_zero.errors import PlanError
-from tiered_zero.hardware.accelerator import Accelerator, Event, Lane
+from tiered_zero.hardware.accelerator import Accelerator, Lane
+from tiered_zero.transfer import Transfer
 
 logger = logging.getLogger("tiered_zero")
 
@@ -36,7 +37,7 @@ def runs_on_lane() -> bool:
 
 
 class DeviceMarker(Protocol):
-    """The device's side of an event; `torch.cuda.Event` is one."""
+    """The device's side of a transfer; `torch.cuda.Event` is one."""
 
     def query(self) -> bool: ...
 
@@ -45,7 +46,7 @@ class DeviceMarker(Protocol):
 
 @dataclass(slots=True)
 class Failure:
-    """Why a job failed; shared by the events of the jobs that failed because of it."""
+    """Why a job failed; shared by the transfers of the jobs that failed because of it."""
 
     lane: str
     error: BaseException
@@ -53,7 +54,7 @@ class Failure:
     collected: bool = False
 
 
-class JobEvent(Event):
+class LaneTransfer(Transfer):
     """Launched on the host, then complete on the device. Without a marker the two are one (the CPU)."""
 
     def __init__(self) -> None:
@@ -62,11 +63,11 @@ class JobEvent(Event):
         self.failure: Failure | None = None
 
     @classmethod
-    def launched(cls, marker: DeviceMarker | None = None) -> JobEvent:
-        """The event of work that the calling thread has already launched."""
-        event = cls()
-        event.finish_launch(marker, None)
-        return event
+    def launched(cls, marker: DeviceMarker | None = None) -> LaneTransfer:
+        """The transfer of work that the calling thread has already launched."""
+        transfer = cls()
+        transfer.finish_launch(marker, None)
+        return transfer
 
     def finish_launch(self, marker: DeviceMarker | None, failure: Failure | None) -> None:
         """Lane's thread only, once."""
@@ -100,9 +101,9 @@ class Work:
     """What a lane's thread takes from its queue. By the time of its launch, `after` was launched without failing."""
 
     job: Job
-    after: Sequence[Event]
+    after: Sequence[Transfer]
     holds: Sequence[torch.Tensor]
-    event: JobEvent
+    transfer: LaneTransfer
 
 
 Launch = Callable[[Work], DeviceMarker | None]
@@ -151,24 +152,24 @@ class WorkerLane(Lane):
             ) from error
 
     def submit(
-        self, job: Job, after: Sequence[Event] = (), holds: Sequence[torch.Tensor] = (), waits: bool = True
-    ) -> JobEvent:
-        work = Work(job, tuple(after), tuple(holds), JobEvent())
+        self, job: Job, after: Sequence[Transfer] = (), holds: Sequence[torch.Tensor] = (), waits: bool = True
+    ) -> LaneTransfer:
+        work = Work(job, tuple(after), tuple(holds), LaneTransfer())
         with self._lock:  # nothing is queued behind the end mark
             if self._closed:
                 raise RuntimeError(f"lane {self.name} is closed; jobs are submitted before the accelerator is closed")
-            inline = self._inline and not waits and not self._num_queued and all(event.done() for event in after)
+            inline = self._inline and not waits and not self._num_queued and all(transfer.done() for transfer in after)
             if not inline:
                 self._num_queued += 1
                 self._queue.put(work)
-                return work.event
+                return work.transfer
         with self._running:
             marker, failure = self._perform(work)
         if failure is not None and not isinstance(failure.error, Exception):
             failure.collected = True  # the caller's own KeyboardInterrupt: raised here, and by no later wait
             raise failure.error
-        work.event.finish_launch(marker, failure)
-        return work.event
+        work.transfer.finish_launch(marker, failure)
+        return work.transfer
 
     def close(self) -> None:
         with self._lock:
@@ -186,25 +187,25 @@ class WorkerLane(Lane):
     def _run(self) -> None:
         _this_thread.is_lane = True
         while (work := self._queue.get()) is not None:
-            event = work.event
+            transfer = work.transfer
             with self._running:
                 marker, failure = self._perform(work)
             with self._lock:
                 self._num_queued = self._queue.qsize()  # also right where a `submit` was interrupted
-            del work  # what the job holds is free before its event says so
+            del work  # what the job holds is free before its transfer says so
             if failure is not None:
                 traceback.clear_frames(failure.traceback)  # as are the names in the frames of a job that failed
-            event.finish_launch(marker, failure)
-            del event, marker, failure
+            transfer.finish_launch(marker, failure)
+            del transfer, marker, failure
 
     def _perform(self, work: Work) -> tuple[DeviceMarker | None, Failure | None]:
         marker: DeviceMarker | None = None
         failure: Failure | None = None
         try:
-            for event in work.after:
-                if not isinstance(event, JobEvent):
-                    event.wait()
-                elif (failure := event.wait_launched()) is not None:
+            for earlier in work.after:
+                if not isinstance(earlier, LaneTransfer):
+                    earlier.wait()
+                elif (failure := earlier.wait_launched()) is not None:
                     return None, failure
             self._delay()
             marker = self._launch(work)
@@ -242,8 +243,8 @@ class LaneAccelerator(Accelerator):
     def synchronize(self) -> None:
         with self._lock:
             lanes = list(self._lanes.values())
-        for event in [lane.submit(_nothing) for lane in lanes]:
-            event.wait()
+        for transfer in [lane.submit(_nothing) for lane in lanes]:
+            transfer.wait()
 
     def prepare(self, flat: torch.Tensor) -> None:
         self.poison(flat)

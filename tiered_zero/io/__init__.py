@@ -1,15 +1,15 @@
 """Moves aligned bytes between files and caller-owned memory, asynchronously; knows no torch.
 
-Promise: one request of any size is one ticket. Splitting, short transfers and bounded retries happen inside; whatever
-else goes wrong is raised by the ticket, with path, offset, bytes wanted and got, errno and free space, and latches the
-engine. A request without progress for `io_timeout_s` is raised with the table of what is in flight.
-Owner: the engine owns a request's memory from submission until the ticket is done, and holds a reference to it; a
+Promise: one request of any size is one transfer. Splitting, continuing short ones and bounded retries happen inside;
+whatever else goes wrong is raised by the transfer, with path, offset, bytes wanted and got, errno and free space, and
+latches the engine. A request without progress for `io_timeout_s` is raised with the table of what is in flight.
+Owner: the engine owns a request's memory from submission until the transfer is done, and holds a reference to it; a
 file's descriptor is closed only when nothing is on its way through it.
 Never: no callback runs on a worker, no worker touches torch, two requests are ordered only by a sync between them
 (which waits for the writes before it), and a failed sync is not tried again.
 
     engine.py       the interface, IOSettings
-    disk_engine.py  what all engines share: admission, tickets, the watchdog, closing
+    disk_engine.py  what all engines share: admission, transfers, the watchdog, closing
     disk_file.py    an open file, and the text of a failure
     pieces.py       what the two Python engines share: pieces of a request, short transfers, syncs after writes
     threads.py  aiofile.py  native.py

@@ -42,8 +42,8 @@ class AiofilesEngine(PieceEngine):
         return self.settings.block_nbytes * self.settings.queue_depth
 
     def _enqueue(self, piece: IOPiece) -> None:
-        self._queues.setdefault(piece.ticket.file, PieceQueue()).put(piece)
-        asyncio.run_coroutine_threadsafe(self._run_next(piece.ticket.file), self._loop)
+        self._queues.setdefault(piece.transfer.file, PieceQueue()).put(piece)
+        asyncio.run_coroutine_threadsafe(self._run_next(piece.transfer.file), self._loop)
 
     async def _run_next(self, file: DiskFile) -> None:
         """The file's next piece: called once for each."""
@@ -54,7 +54,7 @@ class AiofilesEngine(PieceEngine):
             if self.begin(piece):
                 try:
                     await self._carry_out(piece)
-                except BaseException as failure:  # it belongs to the ticket
+                except BaseException as failure:  # it belongs to the transfer
                     error = failure
             self.end(piece, error)
 
@@ -66,7 +66,7 @@ class AiofilesEngine(PieceEngine):
 
     async def _carry_out(self, piece: IOPiece) -> None:
         """Raises TransferError."""
-        request, file, view = piece.ticket.request, piece.ticket.file, piece.view
+        request, file, view = piece.transfer.request, piece.transfer.file, piece.view
         if request.kind == "sync":
             try:
                 await self._loop.run_in_executor(self._executor, file.sync)

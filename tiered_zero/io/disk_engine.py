@@ -10,7 +10,7 @@ from abc import abstractmethod
 from tiered_zero.errors import TransferError
 from tiered_zero.failure_latch import FailureLatch
 from tiered_zero.io.disk_file import DiskFile, memory_address, open_descriptor
-from tiered_zero.io.engine import File, IOEngine, IOSettings, Request, Ticket
+from tiered_zero.io.engine import File, IOEngine, IOSettings, IOTransfer, Request
 from tiered_zero.io.watch import dump_in_flight
 from tiered_zero.sizes import PAGE_NBYTES
 
@@ -21,7 +21,7 @@ _POLL_S = 0.005
 """The least that a wait takes for a request that hangs: it may be coming just now."""
 
 
-class DiskTicket(Ticket):
+class DiskTransfer(IOTransfer):
     """A request of a DiskEngine. Holds the request's memory until it is done."""
 
     def __init__(self, engine: DiskEngine, file: DiskFile, request: Request) -> None:
@@ -71,26 +71,30 @@ class DiskEngine(IOEngine):
         self._stopped = False
         self.has_stalled = False
         # A dict as an ordered set: each operation on it is atomic, so that a signal handler can read it at any time.
-        self._unfinished: dict[DiskTicket, None] = {}
+        self._unfinished: dict[DiskTransfer, None] = {}
 
     def open(self, path: str, *, create: bool = False, writable: bool = True) -> DiskFile:
         fd = open_descriptor(path, create=create, writable=writable, direct=self.direct)
         return DiskFile(path, fd, alignment=self.alignment, direct=self.direct, settle=self._settle)
 
-    def read(self, file: File, offset: int, into: memoryview, *, urgent: bool = False) -> Ticket:
+    def read(self, file: File, offset: int, into: memoryview, *, urgent: bool = False) -> IOTransfer:
         if into.readonly:
             raise TransferError(f"read at offset {offset} of {file.path}: the memory to read into is read-only")
         return self._submit("read", file, offset, into, urgent)
 
-    def write(self, file: File, offset: int, data: memoryview) -> Ticket:
+    def write(self, file: File, offset: int, data: memoryview) -> IOTransfer:
         return self._submit("write", file, offset, data)
 
-    def sync(self, file: File) -> Ticket:
+    def sync(self, file: File) -> IOTransfer:
         return self._submit("sync", file, 0, memoryview(b""))
 
     def in_flight(self) -> list[tuple[Request, float]]:
         now_s = time.monotonic()
-        return [(ticket.request, now_s - ticket.submitted_s) for ticket in list(self._unfinished) if not ticket.done()]
+        return [
+            (transfer.request, now_s - transfer.submitted_s)
+            for transfer in list(self._unfinished)
+            if not transfer.done()
+        ]
 
     def drain(self) -> None:
         self._settle(None)
@@ -103,9 +107,9 @@ class DiskEngine(IOEngine):
                 self._stop(idle)
             self._stopped = True
 
-    def stall(self, ticket: DiskTicket) -> TransferError:
+    def stall(self, transfer: DiskTransfer) -> TransferError:
         """The error of a request without progress; latches, because its memory may still be written to."""
-        request = ticket.request
+        request = transfer.request
         error = TransferError(
             f"{request.kind} of {request.nbytes} bytes at offset {request.offset} of {request.path} made no progress "
             f"for {self.io_timeout_s:g} s (tiered_zero.io_timeout_s). Look at the kernel log (dmesg) and the device; "
@@ -121,14 +125,14 @@ class DiskEngine(IOEngine):
             raise TransferError(f"{path}: an I/O engine has no workers in a forked process; open one there")
 
     @abstractmethod
-    def _start(self, kind: str, file: DiskFile, request: Request, view: memoryview) -> DiskTicket:
+    def _start(self, kind: str, file: DiskFile, request: Request, view: memoryview) -> DiskTransfer:
         """Hand an admitted request to the workers and enter it into `_unfinished`."""
 
     @abstractmethod
     def _stop(self, idle: bool) -> None:
         """End the workers; `idle` is False if some are stuck in a system call and must be abandoned."""
 
-    def _submit(self, kind: str, file: File, offset: int, data: memoryview, urgent: bool = False) -> Ticket:
+    def _submit(self, kind: str, file: File, offset: int, data: memoryview, urgent: bool = False) -> IOTransfer:
         assert isinstance(file, DiskFile), f"{file} was not opened by an engine on disk files"
         self._check_usable(file)
         view = data.cast("B") if data.nbytes else memoryview(b"")
@@ -147,11 +151,11 @@ class DiskEngine(IOEngine):
         """Wait for what is in flight (of one file, or all), but not again after a stall; False if it is stuck."""
         if self._pid != os.getpid():
             return True
-        for ticket in list(self._unfinished):
-            if file is None or ticket.file is file:
+        for transfer in list(self._unfinished):
+            if file is None or transfer.file is file:
                 with contextlib.suppress(TransferError):
-                    ticket.finished_within(0.0) if self.has_stalled else ticket.wait()
-                if not ticket.done():
+                    transfer.finished_within(0.0) if self.has_stalled else transfer.wait()
+                if not transfer.done():
                     return False
         return True
 

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 from tiered_zero.sizes import GIB, MIB, PAGE_NBYTES, align_up
+from tiered_zero.transfer import Transfer
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class IOSettings:
 
 @dataclass(frozen=True)
 class Request:
-    """What one ticket was asked for: for error texts and the in-flight table.
+    """What one transfer was asked for: for error texts and the in-flight table.
 
     `kind`: "read", "write" or "sync". `offset`, `nbytes`: bytes (0 for a sync). `urgent`: of a read.
     """
@@ -72,24 +73,13 @@ class File(ABC):
     def close(self) -> None: ...
 
 
-class Ticket(ABC):
-    """One request on its way; finishes once and carries its own error.
+class IOTransfer(Transfer):
+    """One request of an engine, of any size. The engine owns the request's memory from submission until `done()`.
 
-    The engine owns the request's memory from submission until `done()`; the caller keeps it alive.
+    `wait` blocks at most `io_timeout_s` after the last sign of life, and raises TransferError.
     """
 
     request: Request
-
-    @abstractmethod
-    def done(self) -> bool:
-        """True once the request finished, well or badly. Never blocks."""
-
-    @abstractmethod
-    def wait(self) -> None:
-        """Block until finished (at most the engine's `io_timeout_s`); raise TransferError if it failed.
-
-        May be called from any thread and more than once; a failed ticket raises each time.
-        """
 
     @property
     @abstractmethod
@@ -100,7 +90,7 @@ class Ticket(ABC):
 class IOEngine(ABC):
     """Moves bytes between files and caller-owned memory, asynchronously.
 
-    One request of any size is one ticket: splitting, short transfers and bounded retries of EINTR/EAGAIN are
+    One request of any size is one transfer: splitting, short transfers and bounded retries of EINTR/EAGAIN are
     inside. The first failure latches the engine: every later submission raises it again.
     """
 
@@ -111,16 +101,16 @@ class IOEngine(ABC):
         """Open (or create, mode 0600, O_EXCL|O_NOFOLLOW) a data file. Raises TransferError."""
 
     @abstractmethod
-    def read(self, file: File, offset: int, into: memoryview, *, urgent: bool = False) -> Ticket:
+    def read(self, file: File, offset: int, into: memoryview, *, urgent: bool = False) -> IOTransfer:
         """`urgent`: somebody waits for it now. It goes before all requests that are not; blocks that a worker has taken
         go on. The others wait for as long as there are urgent ones: the caller bounds these.
         """
 
     @abstractmethod
-    def write(self, file: File, offset: int, data: memoryview) -> Ticket: ...
+    def write(self, file: File, offset: int, data: memoryview) -> IOTransfer: ...
 
     @abstractmethod
-    def sync(self, file: File) -> Ticket:
+    def sync(self, file: File) -> IOTransfer:
         """fdatasync after every write submitted before it has finished. A failure latches; it is never retried."""
 
     def register(self, memory: memoryview) -> str:

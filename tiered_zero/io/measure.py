@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from tiered_zero.io.engine import IOEngine, Ticket
+from tiered_zero.io.engine import IOEngine, IOTransfer
 from tiered_zero.sizes import MIB, PAGE_NBYTES, align_up
 
 MODES = ("read", "write", "mixed")
@@ -79,7 +79,7 @@ def measure_rate(
     acts = (engine.read if int((n + 1) * share) > int(n * share) else engine.write for n in itertools.count())
     offsets = range(0, nbytes - request_nbytes + 1, request_nbytes)
     work = zip(acts, itertools.cycle(offsets), strict=False)
-    in_flight: deque[tuple[Ticket, memoryview]] = deque()
+    in_flight: deque[tuple[IOTransfer, memoryview]] = deque()
     num_done = 0
     begun_s = time.perf_counter()
     try:
@@ -89,8 +89,8 @@ def measure_rate(
                 in_flight.append((act(file, offset, memory), memory))
             if not in_flight:
                 return num_done * request_nbytes / (time.perf_counter() - begun_s)
-            ticket, memory = in_flight.popleft()
-            ticket.wait()
+            transfer, memory = in_flight.popleft()
+            transfer.wait()
             free.append(memory)
             num_done += 1
     finally:

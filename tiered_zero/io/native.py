@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final, final
 
 from tiered_zero.errors import ConfigError, TransferError
-from tiered_zero.io.disk_engine import DiskEngine, DiskTicket
+from tiered_zero.io.disk_engine import DiskEngine, DiskTransfer
 from tiered_zero.io.disk_file import DiskFile, end_of_file_error, errno_text, memory_address, transfer_error
 from tiered_zero.io.engine import IOSettings, Request
 from tiered_zero.native import LIBRARY_DIR_VARIABLE, find_library
@@ -24,7 +24,7 @@ _NS: Final = 1_000_000_000
 _DISABLED: Final = Path("/proc/sys/kernel/io_uring_disabled")
 
 _abandoned: list[object] = []
-"""Pools with a worker stuck in a system call, and their tickets: the kernel may still write to their memory."""
+"""Pools with a worker stuck in a system call, and their transfers: the kernel may still write to their memory."""
 
 
 class _Request(ctypes.Structure):
@@ -116,7 +116,7 @@ def _why_no_ring(code: int) -> str:
 
 
 @final
-class NativeTicket(DiskTicket):
+class NativeTransfer(DiskTransfer):
     """Its C request is Python's memory: it must live until `finished`, which the engine's table sees to."""
 
     def __init__(self, engine: NativeEngine, file: DiskFile, request: Request, view: memoryview) -> None:
@@ -212,39 +212,39 @@ class NativeEngine(DiskEngine):
         advice = "; raise ulimit -l, or give CAP_IPC_LOCK" if code in (errno.ENOMEM, errno.EPERM) else ""
         return f"io_uring: {size} of memory are not registered, each transfer pins its own: {errno_text(code)}{advice}"
 
-    def collect(self, ticket: NativeTicket) -> None:
-        """Take a finished ticket out of the table; a failure latches. Any thread, more than once."""
+    def collect(self, transfer: NativeTransfer) -> None:
+        """Take a finished transfer out of the table; a failure latches. Any thread, more than once."""
         with self._lock:
-            if ticket in self._unfinished:
-                error = ticket.settle()
+            if transfer in self._unfinished:
+                error = transfer.settle()
                 if error is not None:
                     self.latch.set(error)
-                del self._unfinished[ticket]
+                del self._unfinished[transfer]
 
-    def _start(self, kind: str, file: DiskFile, request: Request, view: memoryview) -> NativeTicket:
-        ticket = NativeTicket(self, file, request, view)
+    def _start(self, kind: str, file: DiskFile, request: Request, view: memoryview) -> NativeTransfer:
+        transfer = NativeTransfer(self, file, request, view)
         try:
             with self._lock:  # the table stands in the order of submission
-                self._unfinished[ticket] = None
-                self.library.submit(self.pool, ticket.raw)
+                self._unfinished[transfer] = None
+                self.library.submit(self.pool, transfer.raw)
         except BaseException:  # an interrupt, before the pool has the request or after that
-            if not ticket.raw.submitted_ns:
-                self._unfinished.pop(ticket, None)
+            if not transfer.raw.submitted_ns:
+                self._unfinished.pop(transfer, None)
             raise
-        return ticket
+        return transfer
 
     def _check_usable(self, file: DiskFile) -> None:
-        """First see to tickets that nobody has waited for yet: all of them after a failure, else the oldest."""
+        """First see to transfers that nobody has waited for yet: all of them after a failure, else the oldest."""
         if not self._closed and self._pid == os.getpid():
             failed = self.library.failed(self.pool)
-            for ticket in list(self._unfinished) if failed else self._oldest():
-                if isinstance(ticket, NativeTicket) and ticket.done():
-                    ticket.finished_within(0.0)
+            for transfer in list(self._unfinished) if failed else self._oldest():
+                if isinstance(transfer, NativeTransfer) and transfer.done():
+                    transfer.finished_within(0.0)
         super()._check_usable(file)
 
-    def _oldest(self) -> list[DiskTicket]:
+    def _oldest(self) -> list[DiskTransfer]:
         with self._lock:
-            return [ticket for ticket, _ in zip(self._unfinished, range(2), strict=False)]
+            return [transfer for transfer, _ in zip(self._unfinished, range(2), strict=False)]
 
     def _stop(self, idle: bool) -> None:
         if not idle:
@@ -254,6 +254,6 @@ class NativeEngine(DiskEngine):
         if idle:
             self._registered.clear()
             if self._free is None:
-                # With the last ticket, which holds its engine: a thread may be about to ask the pool for one.
+                # With the last transfer, which holds its engine: a thread may be about to ask the pool for one.
                 self._free = weakref.finalize(self, self.library.free_pool, self.pool)
             self._free.atexit = False

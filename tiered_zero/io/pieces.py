@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import final
 
 from tiered_zero.errors import TransferError
-from tiered_zero.io.disk_engine import DiskEngine, DiskTicket
+from tiered_zero.io.disk_engine import DiskEngine, DiskTransfer
 from tiered_zero.io.disk_file import DiskFile, end_of_file_error, transfer_error
 from tiered_zero.io.engine import IOSettings, Request
 
@@ -75,14 +75,14 @@ class Progress:
 
 
 @final
-class PieceTicket(DiskTicket):
+class PieceTransfer(DiskTransfer):
     """Finished when its last piece is. `num_left`, `blockers` and `error` are guarded by the engine's lock."""
 
     def __init__(self, engine: PieceEngine, file: DiskFile, request: Request, num_pieces: int) -> None:
         super().__init__(engine, file, request)
         self._pool = engine
         self.num_left = num_pieces
-        self.blockers: set[PieceTicket] = set()
+        self.blockers: set[PieceTransfer] = set()
         """Of a sync: the writes that it waits for."""
         self.error: TransferError | None = None
         self.moved_s = 0.0
@@ -115,7 +115,7 @@ class PieceTicket(DiskTicket):
 class IOPiece:
     """What one worker does in one go. A sync is one piece without bytes."""
 
-    ticket: PieceTicket
+    transfer: PieceTransfer
     offset: int
     view: memoryview
 
@@ -130,7 +130,7 @@ class PieceQueue:
         self._others: deque[IOPiece] = deque()
 
     def put(self, piece: IOPiece) -> None:
-        (self._urgent if piece.ticket.request.urgent else self._others).append(piece)
+        (self._urgent if piece.transfer.request.urgent else self._others).append(piece)
 
     def take(self) -> IOPiece:
         return (self._urgent or self._others).popleft()
@@ -143,7 +143,7 @@ class PieceEngine(DiskEngine):
         super().__init__(direct=direct, alignment=alignment, settings=settings, io_timeout_s=io_timeout_s)
         self.moved_s = time.monotonic()
         self._lock = threading.Lock()
-        self._waiting_syncs: list[PieceTicket] = []
+        self._waiting_syncs: list[PieceTransfer] = []
 
     @abstractmethod
     def _piece_nbytes(self, nbytes: int) -> int:
@@ -153,54 +153,54 @@ class PieceEngine(DiskEngine):
     def _enqueue(self, piece: IOPiece) -> None:
         """Pass a piece to the workers. Never blocks; called with the engine's lock held."""
 
-    def _start(self, kind: str, file: DiskFile, request: Request, view: memoryview) -> PieceTicket:
+    def _start(self, kind: str, file: DiskFile, request: Request, view: memoryview) -> PieceTransfer:
         step = self._piece_nbytes(request.nbytes)
         starts = range(0, request.nbytes, step)
-        ticket = PieceTicket(self, file, request, num_pieces=1 if kind == "sync" else len(starts))
+        transfer = PieceTransfer(self, file, request, num_pieces=1 if kind == "sync" else len(starts))
         with self._lock:
             self.latch.check()  # again: a write that has failed since cannot be made durable
             if kind == "sync":
-                ticket.blockers = {
+                transfer.blockers = {
                     earlier
                     for earlier in list(self._unfinished)
-                    if isinstance(earlier, PieceTicket) and earlier.file is file and earlier.request.kind == "write"
+                    if isinstance(earlier, PieceTransfer) and earlier.file is file and earlier.request.kind == "write"
                 }
-            if not ticket.num_left:
-                ticket.finish()
-                return ticket
-            self._unfinished[ticket] = None
-            if ticket.blockers:
-                self._waiting_syncs.append(ticket)
+            if not transfer.num_left:
+                transfer.finish()
+                return transfer
+            self._unfinished[transfer] = None
+            if transfer.blockers:
+                self._waiting_syncs.append(transfer)
             elif kind == "sync":
-                self._enqueue(IOPiece(ticket, 0, view))
+                self._enqueue(IOPiece(transfer, 0, view))
             for start in starts:
-                self._enqueue(IOPiece(ticket, request.offset + start, view[start : start + step]))
-        return ticket
+                self._enqueue(IOPiece(transfer, request.offset + start, view[start : start + step]))
+        return transfer
 
     def begin(self, piece: IOPiece) -> bool:
         """A worker takes a piece up; False if its request has failed already, so that only `end` is left to do."""
-        piece.ticket.moved_s = self.moved_s = time.monotonic()
-        return piece.ticket.error is None
+        piece.transfer.moved_s = self.moved_s = time.monotonic()
+        return piece.transfer.error is None
 
     def end(self, piece: IOPiece, error: BaseException | None) -> None:
         """A worker is through with a piece."""
-        ticket = piece.ticket
-        ticket.moved_s = self.moved_s = time.monotonic()
-        failure = _settled(error, ticket.request) if error is not None else None
+        transfer = piece.transfer
+        transfer.moved_s = self.moved_s = time.monotonic()
+        failure = _settled(error, transfer.request) if error is not None else None
         with self._lock:
-            if failure is not None and ticket.error is None:
-                ticket.error = failure
+            if failure is not None and transfer.error is None:
+                transfer.error = failure
                 self.latch.set(failure)
-            ticket.num_left -= 1
-            if ticket.num_left == 0:
-                self._finish(ticket)
+            transfer.num_left -= 1
+            if transfer.num_left == 0:
+                self._finish(transfer)
 
-    def _finish(self, ticket: PieceTicket) -> None:
-        self._unfinished.pop(ticket)
-        ticket.finish()
-        for sync in [waiting for waiting in self._waiting_syncs if ticket in waiting.blockers]:
-            sync.blockers.remove(ticket)
-            sync.error = sync.error or ticket.error  # what was not written cannot be made durable
+    def _finish(self, transfer: PieceTransfer) -> None:
+        self._unfinished.pop(transfer)
+        transfer.finish()
+        for sync in [waiting for waiting in self._waiting_syncs if transfer in waiting.blockers]:
+            sync.blockers.remove(transfer)
+            sync.error = sync.error or transfer.error  # what was not written cannot be made durable
             if not sync.blockers:
                 self._waiting_syncs.remove(sync)
                 self._enqueue(IOPiece(sync, 0, memoryview(b"")))

@@ -67,7 +67,7 @@ class ThreadsEngine(PieceEngine):
         if self.begin(piece):
             try:
                 _carry_out(piece)
-            except BaseException as failure:  # whatever it is, it belongs to the ticket and must not end the worker
+            except BaseException as failure:  # whatever it is, it belongs to the transfer and must not end the worker
                 error = failure
         self.end(piece, error)
 
@@ -80,7 +80,7 @@ class ThreadsEngine(PieceEngine):
 
 def _carry_out(piece: IOPiece) -> None:
     """Raises TransferError."""
-    request, file, view = piece.ticket.request, piece.ticket.file, piece.view
+    request, file, view = piece.transfer.request, piece.transfer.file, piece.view
     if request.kind == "sync":
         try:
             file.sync()

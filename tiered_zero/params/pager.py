@@ -279,19 +279,19 @@ class Pager(PagerState):
     def await_update(self, unit: Unit) -> None:
         """Block until the unit's last update is published; raise what made it fail."""
         unit_update = self._inventory.published(unit)
-        if unit_update is not None and not unit_update.done():
+        if unit_update is not None and not unit_update.written.done():
             with self._recorder.span("compute", "wait_update", unit.name):
-                unit_update.wait()
+                unit_update.written.wait()
         elif unit_update is not None:
-            unit_update.wait()  # done: returns at once, or raises
+            unit_update.written.wait()  # done: returns at once, or raises
 
     def await_making(self, unit: Unit) -> None:
         """Block until the unit's new parameters are computed: its gradients are not needed any more, and a fetch knows
         how they come here. Raises what made that fail, in so far as it has by then."""
         unit_update = self._inventory.published(unit)
-        if unit_update is not None and not unit_update.done():
+        if unit_update is not None and not unit_update.written.done():
             with self._recorder.span("compute", "wait_update", unit.name):
-                unit_update.wait_made()
+                unit_update.computed.wait()
 
     @runs_outside_modes
     def abort(self) -> None:
@@ -511,7 +511,7 @@ class Pager(PagerState):
     def _may_fetch_ahead(self, unit: Unit) -> bool:
         """Not while its update waits for backward, which may wait for what stands behind it on the lane."""
         unit_update = self._inventory.published(unit)
-        return unit.index not in self._blocked or unit_update is None or unit_update.done()
+        return unit.index not in self._blocked or unit_update is None or unit_update.written.done()
 
     def _evictable(self) -> list[Residency]:
         """Units with bytes that nobody is using, least recently used first."""

@@ -10,9 +10,9 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
-from tiered_zero.hardware.accelerator import Event
 from tiered_zero.layout.flat import Unit
 from tiered_zero.params.flat_storage import FlatStorage
+from tiered_zero.transfer import Transfer
 
 
 class UnitState(Enum):
@@ -42,7 +42,7 @@ class Residency:
     unit: Unit
     storage: FlatStorage
     state: UnitState = UnitState.AWAY
-    fetch: Event | None = None
+    fetch: Transfer | None = None
     num_lends: int = 0
     clock: int = 0
     version: int = 0

@@ -20,13 +20,14 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, final
 
 from tiered_zero.errors import StoreError, TieredZeroError
-from tiered_zero.io.engine import IOEngine, Ticket
+from tiered_zero.io.engine import IOEngine
 from tiered_zero.io.select import select_engine
 from tiered_zero.sizes import MIB, PAGE_NBYTES, align_up
 from tiered_zero.store.manifest import Record
 from tiered_zero.store.runs import RunInfo, list_runs
 from tiered_zero.store.swap_dir import SwapDir
 from tiered_zero.store.swap_store import SwapStore
+from tiered_zero.transfer import Transfer, wait_all
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -125,16 +126,16 @@ class ArrayStore:
             if record is not None:
                 self._store.release(record)
             record = self._store.reserve(name, len(data), dtype=dtype, shape=shape, committed=True)
-        tickets: list[Ticket | None] = [None, None]
+        transfers: list[Transfer | None] = [None, None]
         try:
             for turn, (start, memory) in enumerate(self._pieces(record)):
-                if ticket := tickets[turn % 2]:
-                    ticket.wait()
+                if transfer := transfers[turn % 2]:
+                    transfer.wait()
                 part = data[start : start + len(memory)]
                 memory[: len(part)] = part
-                tickets[turn % 2] = self._store.write(record, memory, start)
+                transfers[turn % 2] = self._store.write(record, memory, start)
         finally:
-            _drain(tickets)
+            wait_all(transfers)
 
     def get(self, name: str, into: Buffer | None = None) -> memoryview:
         """The array's bytes, in `into` (writable, of the array's size) or in new memory; checked before it returns."""
@@ -142,7 +143,7 @@ class ArrayStore:
         out = memoryview(bytearray(record.nbytes) if into is None else into).cast("B")
         if len(out) != record.nbytes:
             raise StoreError(f"Array {name!r} has {record.nbytes} bytes; the memory to read it into has {len(out)}.")
-        ahead: list[tuple[int, memoryview, Ticket]] = []
+        ahead: list[tuple[int, memoryview, Transfer]] = []
         try:
             for start, memory in self._pieces(record):
                 ahead.append((start, memory, self._store.read(record, memory, start)))
@@ -152,7 +153,7 @@ class ArrayStore:
                 _land(out, *ahead.pop(0))
         finally:
             with suppress(TieredZeroError):
-                _drain([ticket for _, _, ticket in ahead])
+                wait_all([transfer for _, _, transfer in ahead])
         return out
 
     def delete(self, name: str) -> None:
@@ -176,20 +177,7 @@ class ArrayStore:
             yield start, memoryview(self._bounce[turn % 2])[:nbytes]
 
 
-def _land(out: memoryview, start: int, memory: memoryview, ticket: Ticket) -> None:
-    ticket.wait()
+def _land(out: memoryview, start: int, memory: memoryview, transfer: Transfer) -> None:
+    transfer.wait()
     part = out[start : start + len(memory)]
     part[:] = memory[: len(part)]
-
-
-def _drain(tickets: list[Ticket | None]) -> None:
-    """Wait for all of them, then raise the first error: their memory is used again."""
-    first: TieredZeroError | None = None
-    for ticket in tickets:
-        try:
-            if ticket is not None:
-                ticket.wait()
-        except TieredZeroError as error:
-            first = first or error
-    if first is not None:
-        raise first

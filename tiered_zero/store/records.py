@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from typing import Literal, final
 
 from tiered_zero.errors import StoreError
-from tiered_zero.io.engine import Ticket
 from tiered_zero.sizes import PAGE_NBYTES
 from tiered_zero.store.extents import ExtentMap
 from tiered_zero.store.manifest import Record
 from tiered_zero.store.ranges import Range, RangeMap, first_gap, join, other_slots
+from tiered_zero.store.transfers import StoreTransfer
 
 Written = tuple[Record, Sequence[Range]]
 
@@ -22,14 +22,14 @@ Written = tuple[Record, Sequence[Range]]
 class InFlight:
     """One request of a record, from before it is entered into the table until `RecordTable.end`; known by identity.
 
-    `ticket`: from before the first of its parts is submitted, so that one that an interrupt broke off can be waited
+    `transfer`: from before the first of its parts is submitted, so that one that an interrupt broke off can be waited
     for.
     """
 
     kind: Literal["read", "write"]
     start: int
     end: int
-    ticket: Ticket | None = None
+    transfer: StoreTransfer | None = None
 
     def __repr__(self) -> str:
         return f"a {self.kind} of bytes {self.start} to {self.end}"
@@ -100,7 +100,9 @@ class RecordTable:
         with self._lock:
             state = self._find(record)
             if state.in_flight:
-                raise StoreError(f"Record {record.name!r} is still in use by {state.in_flight}; wait for its tickets.")
+                raise StoreError(
+                    f"Record {record.name!r} is still in use by {state.in_flight}; wait for its transfers."
+                )
             self._refuse_while_frozen(record)
             del self._states[record.name]
             if state.durable is None:
@@ -162,7 +164,9 @@ class RecordTable:
             states = [state for state in self._states.values() if state.record.committed]
             busy = [state.record.name for state in states if any(one.kind == "write" for one in state.in_flight)]
             if busy:
-                raise StoreError(f"Cannot commit while records are being written ({busy[:5]}); wait for their tickets.")
+                raise StoreError(
+                    f"Cannot commit while records are being written ({busy[:5]}); wait for their transfers."
+                )
             self._frozen = step
             return [(state.record, list(state.written)) for state in states]
 
@@ -183,7 +187,7 @@ class RecordTable:
         with self._lock:
             busy = [name for name, state in self._states.items() if state.in_flight]
             if busy:
-                raise StoreError(f"Cannot verify while records are in use ({busy[:5]}); wait for their tickets.")
+                raise StoreError(f"Cannot verify while records are in use ({busy[:5]}); wait for their transfers.")
             return [(state.record, list(state.written)) for state in self._states.values()]
 
     def _admit(self, record: Record, request: InFlight) -> _State:
@@ -197,8 +201,7 @@ class RecordTable:
         for other in state.in_flight:
             if other.start < end and start < other.end and "write" in (kind, other.kind):
                 raise StoreError(
-                    f"Record {record.name!r}: {request} overlaps {other} that is still in flight; wait for its ticket "
-                    "first."
+                    f"Record {record.name!r}: {request} overlaps {other} that is still in flight; wait for it first."
                 )
         return state
 

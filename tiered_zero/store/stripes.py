@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple, final
 
 from tiered_zero.errors import StoreError, TieredZeroError
-from tiered_zero.io.engine import File, IOEngine, Ticket
+from tiered_zero.io.engine import File, IOEngine, IOTransfer
 from tiered_zero.layout.stripes import STRIPE_NBYTES, file_nbytes, stripe_cycle
 from tiered_zero.sizes import format_nbytes
 from tiered_zero.store.descriptors import error_text, kind_text
@@ -113,15 +113,15 @@ class StripedFiles:
         piece = next(self.stripes.pieces(offset, 1))
         return self._files[piece.file_index].path, piece.file_offset
 
-    def read(self, offset: int, into: memoryview, tickets: list[Ticket], *, urgent: bool = False) -> None:
-        """`tickets`: takes those of the pieces, also of the ones before one that is refused."""
-        self._submit(partial(self._engine.read, urgent=urgent), offset, into, tickets)
+    def read(self, offset: int, into: memoryview, transfers: list[IOTransfer], *, urgent: bool = False) -> None:
+        """`transfers`: takes those of the pieces, also of the ones before one that is refused."""
+        self._submit(partial(self._engine.read, urgent=urgent), offset, into, transfers)
 
-    def write(self, offset: int, data: memoryview, tickets: list[Ticket]) -> None:
-        """`tickets`: as in `read`."""
-        self._submit(self._engine.write, offset, data, tickets)
+    def write(self, offset: int, data: memoryview, transfers: list[IOTransfer]) -> None:
+        """`transfers`: as in `read`."""
+        self._submit(self._engine.write, offset, data, transfers)
 
-    def sync(self) -> list[Ticket]:
+    def sync(self) -> list[IOTransfer]:
         return [self._engine.sync(file) for file in self._files]
 
     def drain(self) -> None:
@@ -135,14 +135,14 @@ class StripedFiles:
 
     def _submit(
         self,
-        request: Callable[[File, int, memoryview], Ticket],
+        request: Callable[[File, int, memoryview], IOTransfer],
         offset: int,
         memory: memoryview,
-        tickets: list[Ticket],
+        transfers: list[IOTransfer],
     ) -> None:
         start = 0
         for index, at, nbytes in self.stripes.pieces(offset, len(memory)):
-            tickets.append(request(self._files[index], at, memory[start : start + nbytes]))
+            transfers.append(request(self._files[index], at, memory[start : start + nbytes]))
             start += nbytes
 
 

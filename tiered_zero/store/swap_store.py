@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -13,7 +14,7 @@ from typing import Any, Literal, final
 from tiered_zero.errors import CorruptionError, StoreError, TransferError
 from tiered_zero.failure_latch import FailureLatch
 from tiered_zero.hardware.process import OwnProcess
-from tiered_zero.io.engine import IOEngine, Request, Ticket
+from tiered_zero.io.engine import IOEngine, IOTransfer
 from tiered_zero.sizes import MIB, PAGE_NBYTES, align_up
 from tiered_zero.store import manifest
 from tiered_zero.store.extents import pack
@@ -22,8 +23,10 @@ from tiered_zero.store.ranges import Range, cut, join
 from tiered_zero.store.records import InFlight, RecordTable
 from tiered_zero.store.stripes import StripedFiles, Stripes
 from tiered_zero.store.swap_dir import SwapDir
-from tiered_zero.store.tickets import Once, StoreTicket, Worker, digest
+from tiered_zero.store.transfers import Once, StoreTransfer, Worker, digest
 from tiered_zero.store.verify import Broken, find_broken
+from tiered_zero.telemetry.spans import Recorder
+from tiered_zero.transfer import Transfer
 
 CHUNK_NBYTES = MIB
 """A write is checksummed in pieces that end at multiples of this, counted from the record's start."""
@@ -42,10 +45,10 @@ Checksums = Literal["all", "sample", "off"]
 
 @final
 class SwapStore:
-    """Named records on NVMe. Driven by one thread; its tickets may be waited on by any.
+    """Named records on NVMe. Driven by one thread; its transfers may be waited on by any.
 
     A request that overlaps another of the same record that is still in flight is refused unless both are reads: order
-    is the caller's, who waits on tickets. A failed transfer or sync latches the store: it only raises from then on.
+    is the caller's, who waits on transfers. A failed transfer or sync latches the store: it only raises from then on.
     """
 
     def __init__(
@@ -57,12 +60,13 @@ class SwapStore:
         checksums: Checksums = "all",
         weights: Sequence[float] = (),
         state: Manifest | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         """Create and preallocate the data files, `capacity_nbytes` (in whole pages) together.
 
         `weights`: the speed of each of the directory's paths, in any unit; equal by default. `state`: open the files
-        as this manifest describes them instead (use `recover`). Raises StoreError when the disk is too small; the
-        directory is removed then.
+        as this manifest describes them instead (use `recover`). `recorder`: gets a span for each request. Raises
+        StoreError when the disk is too small; the directory is removed then.
         """
         if checksums not in ("all", "sample", "off"):
             raise StoreError(f"checksums must be all, sample or off; found {checksums!r}.")
@@ -78,6 +82,7 @@ class SwapStore:
         self._table = RecordTable(self.capacity_nbytes)
         self._prepared: Manifest | None = None
         self._latch = FailureLatch()
+        self._recorder = recorder
         self._num_chunks = 0
         self._count_lock = threading.Lock()
         self._nbytes: dict[str, Counter[str]] = {"read": Counter(), "write": Counter(), "unverified": Counter()}
@@ -93,7 +98,7 @@ class SwapStore:
                 self.step, self.metadata = state.step, state.metadata
             self._hashing = Worker("tiered_zero-hash")
             unfinished.callback(self._hashing.close)
-            self._settling = Worker("tiered_zero-settle")
+            self._finalizing = Worker("tiered_zero-finalize")
             unfinished.pop_all()
 
     @classmethod
@@ -177,7 +182,7 @@ class SwapStore:
         """Bytes read without a checksum over them, by category; see the package's text for when that is."""
         return self._counts("unverified")
 
-    def read(self, record: Record, into: memoryview, offset: int = 0, *, urgent: bool = False) -> Ticket:
+    def read(self, record: Record, into: memoryview, offset: int = 0, *, urgent: bool = False) -> Transfer:
         """Fill `into` from the record's byte `offset`; both in whole pages, the memory page-aligned.
 
         `urgent`: see IOEngine.read. `wait()` raises TransferError, or CorruptionError when the bytes are not those
@@ -193,13 +198,13 @@ class SwapStore:
             checks = [r for r in checks if offset <= r.start and r.end <= end]
             runs = join(Range(max(r.start, offset), min(r.end, end), r.slot, None) for r in ranges)
             submit = partial(self._files.read, urgent=urgent)
-            settle = partial(self._end_read, record, request, into, checks)
-            return self._start(request, submit, record, into, runs, settle)
+            finalize = partial(self._end_read, record, request, into, checks)
+            return self._start(request, submit, record, into, runs, finalize)
 
-    def write(self, record: Record, data: memoryview, offset: int = 0) -> Ticket:
+    def write(self, record: Record, data: memoryview, offset: int = 0) -> Transfer:
         """Write `data` at the record's byte `offset`; both in whole pages, the memory page-aligned.
 
-        The caller leaves `data` alone until the ticket is done. `wait()` raises TransferError.
+        The caller leaves `data` alone until the transfer is done. `wait()` raises TransferError.
         """
         self._check()
         data = memoryview(data).cast("B")
@@ -217,16 +222,16 @@ class SwapStore:
                 written[:] = done
 
             hashing = Once(compute)
-            settle = partial(self._end_write, record, request, hashing, written)
+            finalize = partial(self._end_write, record, request, hashing, written)
             if self._checksums != "off":
                 self._hashing.submit(hashing.run)
-            return self._start(request, self._files.write, record, data, runs, settle)
+            return self._start(request, self._files.write, record, data, runs, finalize)
 
     def drain(self, record: Record) -> None:
-        """Return when no request of the record is in flight: an interrupt may have cost a caller its ticket."""
+        """Return when no request of the record is in flight: an interrupt may have cost a caller its transfer."""
         for request in self._table.in_flight(record):
-            if isinstance(request.ticket, StoreTicket):
-                request.ticket.settle()
+            if request.transfer is not None:
+                request.transfer.run()
 
     def commit(self, step: int, metadata: Mapping[str, Any]) -> None:
         """Make all committed records, as written so far, the durable state `step`. `metadata`: JSON only.
@@ -288,12 +293,12 @@ class SwapStore:
         return find_broken(self._directory.paths, self._files.stripes, self._table.at_rest())
 
     def drain_all(self) -> None:
-        """Wait for every request, also for those that nobody holds a ticket of because their caller was interrupted.
+        """Wait for every request, also for those that nobody holds a transfer of because their caller was interrupted.
         Nobody else uses the store meanwhile. Does not raise what makes one fail."""
         self._files.drain()
-        settled = threading.Event()
-        self._settling.submit(settled.set)
-        settled.wait(None if self._latch.error is None else _STUCK_S)
+        finalized = threading.Event()
+        self._finalizing.submit(finalized.set)
+        finalized.wait(None if self._latch.error is None else _STUCK_S)
         self._table.end_all()
 
     def close(self, remove: bool = True) -> None:
@@ -303,7 +308,7 @@ class SwapStore:
         """
         if not self._process.is_current():
             return  # a forked child owns nothing
-        for worker in (self._settling, self._hashing):
+        for worker in (self._finalizing, self._hashing):
             worker.close(None if self._latch.error is None else _STUCK_S)
         self._files.close()
         if remove:
@@ -317,28 +322,37 @@ class SwapStore:
         try:
             yield
         except BaseException as error:
-            if not isinstance(error, Exception):  # an interrupt may have cost a part its ticket
+            if not isinstance(error, Exception):  # an interrupt may have cost a part its transfer
                 self._files.drain()
-            if isinstance(request.ticket, StoreTicket):
-                request.ticket.settle()
+            if request.transfer is not None:
+                request.transfer.run()
             self._table.end(record, request)
             raise
 
     def _start(
         self,
         request: InFlight,
-        submit: Callable[[int, memoryview, list[Ticket]], None],
+        submit: Callable[[int, memoryview, list[IOTransfer]], None],
         record: Record,
         memory: memoryview,
         runs: list[Range],
-        settle: Callable[[Exception | None], None],
-    ) -> Ticket:
-        """Submit the runs of one request and have the ticket settled even if nobody waits for it."""
+        finalize: Callable[[Exception | None], None],
+    ) -> Transfer:
+        """Submit the runs of one request; the transfer is finalized even if the caller does not wait for it."""
         addresses = [record.offsets[run.slot] + run.start for run in runs]
-        about = Request(request.kind, *self._files.locate(addresses[0]), len(memory))
-        parts: list[Ticket] = []
-        refused: list[Exception] = [StoreError(f"A {about.kind} of record {record.name!r} was interrupted.")]
-        request.ticket = ticket = StoreTicket(about, parts, lambda error: settle(refused[0] if refused else error))
+        path, _ = self._files.locate(addresses[0])
+        parts: list[IOTransfer] = []
+        refused: list[Exception] = [StoreError(f"A {request.kind} of record {record.name!r} was interrupted.")]
+        begun_s = time.perf_counter()
+
+        def end(error: Exception | None) -> None:
+            finalize(refused[0] if refused else error)
+            if self._recorder is not None:
+                end_s = begun_s + max(part.seconds for part in parts)
+                nbytes = request.end - request.start
+                self._recorder.add(f"disk {request.kind}", request.kind, record.name, begun_s, end_s, nbytes)
+
+        request.transfer = transfer = StoreTransfer(f"{request.kind} of {path}", parts, end)
         try:
             for address, run in zip(addresses, runs, strict=True):
                 submit(address, memory[run.start - request.start : run.end - request.start], parts)
@@ -346,8 +360,8 @@ class SwapStore:
             refused[0] = error
             raise
         refused.clear()  # until then it is not known what of a write has been written
-        self._settling.submit(ticket.settle)
-        return ticket
+        self._finalizing.submit(transfer.run)
+        return transfer
 
     def _end_read(
         self, record: Record, request: InFlight, into: memoryview, checks: list[Range], error: Exception | None
@@ -394,8 +408,8 @@ class SwapStore:
     def _sync(self) -> None:
         """What was written is on the disks. A failure is never retried: the kernel may have dropped the pages."""
         try:
-            for ticket in self._files.sync():
-                ticket.wait()
+            for transfer in self._files.sync():
+                transfer.wait()
         except Exception as error:
             self._latch.set(error)
             raise

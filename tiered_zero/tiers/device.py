@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from tiered_zero.hardware.accelerator import Accelerator, Event
+from tiered_zero.hardware.accelerator import Accelerator
 from tiered_zero.telemetry.ledger import Ledger
 from tiered_zero.tiers.tier import HostBuffer, Slot, Tier, as_bytes
 from tiered_zero.tiers.unit_update import UnitUpdate
+from tiered_zero.transfer import Transfer
 
 
 class DeviceTier(Tier):
@@ -34,23 +35,23 @@ class DeviceTier(Tier):
     def view(self, slot: Slot) -> torch.Tensor:
         return self._slots[slot.name]
 
-    def read(self, slot: Slot, out: HostBuffer, offset: int = 0) -> Event:
+    def read(self, slot: Slot, out: HostBuffer, offset: int = 0) -> Transfer:
         return self._copy(out.tensor, self.view(slot)[offset : offset + out.tensor.numel()], "update")
 
-    def write(self, slot: Slot, data: HostBuffer, offset: int = 0) -> Event:
+    def write(self, slot: Slot, data: HostBuffer, offset: int = 0) -> Transfer:
         return self._copy(self.view(slot)[offset : offset + data.tensor.numel()], data.tensor, "update")
 
-    def fetch(self, slot: Slot, out: torch.Tensor, after: UnitUpdate | None = None) -> Event:
+    def fetch(self, slot: Slot, out: torch.Tensor, after: UnitUpdate | None = None) -> Transfer:
         target = as_bytes(out)
-        return self._copy(target, self.view(slot)[: target.numel()], "gather", after)
+        return self._copy(target, self.view(slot)[: target.numel()], "gather", after.written if after else None)
 
     def close(self) -> None:
         for slot in list(self._reserved.values()):
             self.release(slot)
 
-    def _copy(self, target: torch.Tensor, source: torch.Tensor, lane: str, after: Event | None = None) -> Event:
+    def _copy(self, target: torch.Tensor, source: torch.Tensor, lane: str, after: Transfer | None = None) -> Transfer:
         accelerator = self._accelerator
-        events = [accelerator.record_compute()] + ([after] if after else [])
+        before = [accelerator.record_compute(), *([after] if after else [])]
         return accelerator.lane(lane).submit(
-            lambda: accelerator.copy(target, source), after=events, holds=[target, source], waits=False
+            lambda: accelerator.copy(target, source), after=before, holds=[target, source], waits=False
         )

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from tiered_zero.hardware.accelerator import Event
 from tiered_zero.hardware.host_memory import HostArena, HostSlot
 from tiered_zero.hardware.runtime import Runtime
-from tiered_zero.tiers.tier import DoneEvent, HostBuffer, Slot, Tier, as_bytes
+from tiered_zero.tiers.tier import HostBuffer, Slot, Tier, as_bytes
 from tiered_zero.tiers.unit_update import UnitUpdate
+from tiered_zero.transfer import COMPLETED, Transfer
 
 
 class HostTier(Tier):
@@ -32,24 +32,24 @@ class HostTier(Tier):
     def view(self, slot: Slot) -> torch.Tensor:
         return self._slots[slot.name].tensor
 
-    def read(self, slot: Slot, out: HostBuffer, offset: int = 0) -> Event:
+    def read(self, slot: Slot, out: HostBuffer, offset: int = 0) -> Transfer:
         out.tensor.copy_(self.view(slot)[offset : offset + out.tensor.numel()])
-        return DoneEvent()
+        return COMPLETED
 
-    def write(self, slot: Slot, data: HostBuffer, offset: int = 0) -> Event:
+    def write(self, slot: Slot, data: HostBuffer, offset: int = 0) -> Transfer:
         self.view(slot)[offset : offset + data.tensor.numel()].copy_(data.tensor)
-        return DoneEvent()
+        return COMPLETED
 
-    def fetch(self, slot: Slot, out: torch.Tensor, after: UnitUpdate | None = None) -> Event:
+    def fetch(self, slot: Slot, out: torch.Tensor, after: UnitUpdate | None = None) -> Transfer:
         target = as_bytes(out)
         source = self.view(slot)[: target.numel()]
-        events = [self._accelerator.record_compute()] + ([after.making] if after else [])  # they are made in place
+        before = [self._accelerator.record_compute(), *([after.computed] if after else [])]  # in place
 
         def job() -> None:
             with self._recorder.span("gather", "fetch", slot.name, target.numel()):
                 self._accelerator.copy(target, source)
 
-        return self._accelerator.lane("gather").submit(job, after=events, holds=[target], waits=False)
+        return self._accelerator.lane("gather").submit(job, after=before, holds=[target], waits=False)
 
     def close(self) -> None:
         self._slots.clear()

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tiered_zero.hardware.accelerator import Event
 from tiered_zero.layout.flat import ParamSpec, Unit
+from tiered_zero.transfer import Transfer
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class UnitShare:
 
     flat: torch.Tensor
     present: frozenset[int]
-    last: Event | None
+    last: Transfer | None
     on_device: bool = False
 
 

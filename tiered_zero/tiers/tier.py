@@ -8,8 +8,8 @@ from typing import Protocol
 
 import torch
 
-from tiered_zero.hardware.accelerator import Event
 from tiered_zero.tiers.unit_update import UnitUpdate
+from tiered_zero.transfer import Transfer
 
 
 class HostBuffer(Protocol):
@@ -44,7 +44,7 @@ class Tier(ABC):
     """A place where bytes rest. Offsets and lengths are bytes, whole pages. Calls come from the driver or the update
     thread.
 
-    An event's error is a TransferError or CorruptionError; it raises where the event is waited for.
+    A transfer's error is a TransferError or CorruptionError.
     """
 
     name: str
@@ -61,33 +61,23 @@ class Tier(ABC):
         """The slot's own bytes, [nbytes] uint8, to be used in place; None where they cannot be addressed (nvme)."""
 
     @abstractmethod
-    def read(self, slot: Slot, out: HostBuffer, offset: int = 0) -> Event:
-        """Slot bytes from `offset` on -> all of `out`. `out` is the tier's until the event is done."""
+    def read(self, slot: Slot, out: HostBuffer, offset: int = 0) -> Transfer:
+        """Slot bytes from `offset` on -> all of `out`. `out` is the tier's until the transfer is done."""
 
     @abstractmethod
-    def write(self, slot: Slot, data: HostBuffer, offset: int = 0) -> Event:
-        """All of `data` -> slot bytes from `offset` on. `data` is the tier's until the event is done."""
+    def write(self, slot: Slot, data: HostBuffer, offset: int = 0) -> Transfer:
+        """All of `data` -> slot bytes from `offset` on. `data` is the tier's until the transfer is done."""
 
     @abstractmethod
-    def fetch(self, slot: Slot, out: torch.Tensor, after: UnitUpdate | None = None) -> Event:
+    def fetch(self, slot: Slot, out: torch.Tensor, after: UnitUpdate | None = None) -> Transfer:
         """The whole slot -> `out`, a contiguous device tensor of at most as many bytes, on the gather lane.
 
-        Starts after what compute has launched so far, since `out` may be memory that compute has just given up, and
-        after `after`: the update that is still writing the slot, or that hands `out` what it makes.
+        Starts after what compute has launched so far, since `out` may be memory that compute has just released, and
+        after `after`: the update that is still writing the slot, or that forwards its new bytes to `out`.
         """
 
     @abstractmethod
     def close(self) -> None: ...
-
-
-class DoneEvent(Event):
-    """Work that was complete when it was asked for."""
-
-    def done(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        return None
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -29,7 +29,6 @@ from functools import partial
 from typing import Any, Protocol
 
 from tiered_zero.errors import EngineFailedError, ModelError
-from tiered_zero.hardware.accelerator import Event
 from tiered_zero.hardware.process import OwnProcess
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.layout.flat import Unit
@@ -37,6 +36,7 @@ from tiered_zero.optim.state_layout import StateLayout
 from tiered_zero.tiers.inventory import Inventory
 from tiered_zero.tiers.step_gradients import StepGradients
 from tiered_zero.tiers.unit_update import UnitUpdate
+from tiered_zero.transfer import Transfer
 from tiered_zero.update.eager import BackwardStart, OpenUpdate
 from tiered_zero.update.stepper import StreamingStepper, UpdateJob
 
@@ -79,7 +79,7 @@ class UpdatePolicy(ABC):
         self._stepper = stepper
         self._groups = groups
         self.failure: BaseException | None = None
-        self._running: list[Event] = []
+        self._running: list[Transfer] = []
         """Jobs on the lane, in order: one that still writes, and one behind it."""
 
     @abstractmethod

@@ -346,7 +346,7 @@ class _Progress:
 
     def count_made(self, subgroup: SubGroup) -> None:
         for unit_update in self._ended(self._unmade, subgroup):
-            unit_update.finish_making()
+            unit_update.computed.complete()
 
     def count_written(self, subgroup: SubGroup) -> None:
         for unit_update in self._ended(self._unwritten, subgroup):

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from tiered_zero.hardware.accelerator import Event
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.hardware.staging import Lease, StagingPool
 from tiered_zero.layout.flat import Unit
@@ -17,6 +16,7 @@ from tiered_zero.optim.state_layout import StateLayout
 from tiered_zero.tiers.inventory import Inventory
 from tiered_zero.tiers.tier import BufferView, as_bytes
 from tiered_zero.tiers.unit_update import UnitUpdate
+from tiered_zero.transfer import Transfer
 
 
 @dataclass
@@ -33,9 +33,9 @@ class SubGroupWork:
     param_kind: str
     raw: torch.Tensor
     lease: Lease | None
-    reads: list[Event] = field(default_factory=list)
+    reads: list[Transfer] = field(default_factory=list)
     outs: list[torch.Tensor] = field(default_factory=list)
-    writes: list[Event] = field(default_factory=list)
+    writes: list[Transfer] = field(default_factory=list)
     handed: list[tuple[UnitUpdate, int]] = field(default_factory=list)
     is_last: bool = False
 
@@ -194,7 +194,7 @@ class SubGroupIO:
             offset = segment.unit_offset
             work.writes.append(home.tier.write(home.slot, window, offset))
             if unit_update is not None:
-                unit_update.hand_over(offset, window.tensor, accelerator.copy)
+                unit_update.add_pending(offset, window.tensor, accelerator.copy)
                 work.handed.append((unit_update, offset))
             return
         target = as_bytes(segment.part_of(self._device_flat(segment.unit)))
@@ -208,7 +208,7 @@ class SubGroupIO:
         for event in work.writes:
             self.wait(event, work)
         for unit_update, offset in work.handed:
-            unit_update.take_back(offset, self._runtime.accelerator.copy)
+            unit_update.retire(offset, self._runtime.accelerator.copy)
         if work.lease is not None:
             work.lease.release()
 
@@ -222,6 +222,6 @@ class SubGroupIO:
             if work.lease is not None:
                 work.lease.release()
 
-    def wait(self, event: Event, work: SubGroupWork) -> None:
+    def wait(self, event: Transfer, work: SubGroupWork) -> None:
         with self._runtime.recorder.span("update", "wait_state", f"sub-group {work.subgroup.index}"):
             event.wait()

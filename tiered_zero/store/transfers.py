@@ -1,4 +1,4 @@
-"""Requests of the store: the engine's tickets joined, with checksums computed beside them."""
+"""Transfers of a store: the engine's transfers of one request joined, with checksums computed in parallel."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import final
 import xxhash
 
 from tiered_zero.errors import StoreError, TransferError
-from tiered_zero.io.engine import Request, Ticket
+from tiered_zero.io.engine import IOTransfer
+from tiered_zero.transfer import Transfer, wait_all
 
 digest: Callable[[bytes | bytearray | memoryview], int] = xxhash.xxh3_64_intdigest
 """xxh3-64 of one range; releases the GIL."""
 
 
-@final
-class Once:
-    """A piece of work that whoever comes first does, and everybody else waits for. Any thread."""
+class Once(Transfer):
+    """Work that the first thread to ask for it does; the others wait for that thread. Any thread."""
 
     def __init__(self, work: Callable[[], None]) -> None:
         self._lock = threading.Lock()
@@ -30,7 +30,7 @@ class Once:
         return self._work is None
 
     def run(self) -> None:
-        """Never raises but for KeyboardInterrupt and its like, which leave the work undone for the next caller."""
+        """Do the work, unless it is done. An interrupt, the only thing that is raised, leaves it to the next call."""
         with self._lock:
             if self._work is None:
                 return
@@ -38,63 +38,56 @@ class Once:
                 self._work()
             except Exception as error:
                 self._error = error
-            self._work = None  # lets go of the request's memory
+            self._work = None  # releases the request's memory
 
     def wait(self) -> None:
-        """Run or wait; raise what the work raised, each time."""
         self.run()
         if self._error is not None:
             raise self._error
 
 
 @final
-class StoreTicket(Ticket):
-    """Several tickets of the engine and what must follow them, as one. `parts` may grow until it is first asked.
+class StoreTransfer(Once):
+    """One request of a store: the engine's transfers, and what follows them. `parts` may grow until the first wait.
 
-    `settle(error)` runs once, after all parts have finished: verifies, books, and raises what the caller must see.
+    `finalize(error)` runs once, after all parts: verifies, books, and raises the error that the caller gets. The first
+    of the caller and the store's finalizing thread (by `run`) runs it.
     """
 
-    def __init__(self, request: Request, parts: Sequence[Ticket], settle: Callable[[Exception | None], None]) -> None:
-        self.request = request
+    def __init__(self, name: str, parts: Sequence[IOTransfer], finalize: Callable[[Exception | None], None]) -> None:
+        """`name`: for errors."""
+
+        def work() -> None:
+            error: Exception | None = None
+            try:
+                wait_all(parts)
+            except Exception as failure:
+                error = failure
+            finalize(error)
+
+        super().__init__(work)
+        self._name = name
         self._parts = parts
         self._pid = os.getpid()
-        self._once = Once(lambda: settle(self._join()))
 
     def done(self) -> bool:
-        """What has arrived is settled here rather than when the settling thread gets to it; never waits for a disk."""
+        """Whether it is finalized; finalizes it here where all parts are done. Never waits for a disk."""
         self._check_process()
-        if not self._once.done() and all(part.done() for part in self._parts):
-            self._once.run()
-        return self._once.done()
+        if not super().done() and all(part.done() for part in self._parts):
+            self.run()
+        return super().done()
 
     def wait(self) -> None:
         self._check_process()
-        self._once.wait()
+        super().wait()
 
     def _check_process(self) -> None:
-        """Raises TransferError in a forked child, where the lock may have been left taken for good."""
+        """Raises TransferError in a forked child, where the lock may never be released."""
         if os.getpid() != self._pid:
             raise TransferError(
-                f"{self.request.kind} of {self.request.path}: begun by process {self._pid}; a process that was forked "
-                "from it cannot wait for it. Open the store there"
+                f"{self._name}: begun by process {self._pid}; a process that was forked from it cannot wait for it. "
+                "Open the store there"
             )
-
-    def settle(self) -> None:
-        """What the store's settling thread does if the caller did not come first."""
-        self._once.run()
-
-    @property
-    def seconds(self) -> float:
-        return max((part.seconds for part in self._parts), default=0.0) if self.done() else 0.0
-
-    def _join(self) -> Exception | None:
-        first: Exception | None = None
-        for part in self._parts:
-            try:
-                part.wait()
-            except Exception as error:
-                first = first or error
-        return first
 
 
 @final
@@ -116,7 +109,7 @@ class Worker:
         self._queue.put(work)
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Finish what was submitted and stop; give up waiting after `timeout_s`. Idempotent."""
+        """Finish what was submitted and stop; wait for that at most `timeout_s`. Idempotent."""
         self._queue.put(None)
         self._thread.join(timeout_s)
 
