@@ -26,8 +26,11 @@ def report(seconds: dict[str, float], busy_s: dict[str, float]) -> RunReport:
         (
             {"forward": 0.4, "wait_param": 0.35, "wait_grad": 0.25},
             {"compute": 0.4, "gather": 0.3},
-            r"more than 40% of it \(the model's own compute\)\. 35% is wait_param: .*stage3_prefetch_bucket_size",
+            r"35% of a typical step .* compute waits for .*\(wait_param\)\. .* the model's own compute, with 40%"
+            r".*stage3_prefetch_bucket_size",
         ),
+        ({"forward": 0.4, "wait_update": 0.6}, {"compute": 0.4, "update": 0.5}, r"60% .* waits for an update .*cores"),
+        ({"forward": 0.4, "wait_update": 0.6}, {"compute": 0.4, "disk read": 0.6}, r"60% .* waits for an .*bench io"),
         (
             {"forward": 0.5, "backward": 0.5},
             {"compute": 0.6},

@@ -13,7 +13,7 @@ OUTSIDE_SHARE = 0.25
 
 _DISK = (
     "More tokens per step (train_micro_batch_size_per_gpu, gradient_accumulation_steps), fewer bytes "
-    "(tiered_zero.state_format, tiered_zero.state_limits.host) or more drives in nvme_path make it less; "
+    "(tiered_zero.state_format, tiered_zero.state_limits.host) or more drives in nvme_path shorten it; "
     "`tiered-zero bench io` finds the drive's best settings."
 )
 
@@ -44,7 +44,7 @@ _LANES = {
 
 _WAITS = {
     "wait_param": "Raise stage3_prefetch_bucket_size or stage3_max_live_parameters, so that more is fetched ahead.",
-    "wait_update": "Take update overlapped or delayed, more tokens per step, or more cores for the update.",
+    "wait_update": "More tokens per step or more cores hide it; tiered_zero.update delayed too, with other numbers.",
     "wait_grad": "Raise tiered_zero.device_memory_limit, so that more gradients may be on their way.",
     "wait_state": "Raise offload_optimizer.buffer_count, so that more state is read ahead.",
     "wait_lease": "Raise offload_param.buffer_count or offload_optimizer.buffer_count.",
@@ -89,8 +89,10 @@ def explain_pace(report: RunReport) -> str:
     waits = {cause: share for cause, share in shares.items() if is_wait(cause)}
     if waits:
         cause = max(waits, key=lambda name: waits[name])
+        of_disk = cause == "wait_update" and lane.startswith("disk")
+        change = change if of_disk else _WAITS.get(cause, "")
         return (
-            f"A typical step takes {report.step_s:.3g} s; no resource is busy for more than {busy:.0%} of it ({doing})."
-            f" {waits[cause]:.0%} is {cause}: {MEANINGS.get(cause, cause)}. {_WAITS.get(cause, '')}"
+            f"{waits[cause]:.0%} of a typical step ({report.step_s:.3g} s) passes while {MEANINGS.get(cause, cause)}"
+            f" ({cause}). The busiest resource is {doing}, with {busy:.0%}. {change}"
         ).rstrip()
     return f"A typical step takes {report.step_s:.3g} s; its busiest resource is {doing}, with {busy:.0%}. {change}"

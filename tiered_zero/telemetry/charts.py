@@ -87,7 +87,7 @@ class Plot:
 
     def svg(self, title: str) -> str:
         inner = "\n".join(self._parts)
-        box = f'viewBox="0 0 {self._width:.0f} {self._height:.0f}" style="max-width: {1.3 * self._width:.0f}px"'
+        box = f'viewBox="0 0 {self._width:.0f} {self._height:.0f}" style="max-width: {self._width:.0f}px"'
         return f'<svg {box} role="img" aria-label="{escape(title)}">\n{inner}\n</svg>'
 
 

@@ -172,7 +172,7 @@ def _style_name(span: Span) -> str:
 
 def _why(report: RunReport) -> str:
     sentence = explain_pace(report)
-    return f'<p class="why">{escape(sentence)}</p>' if sentence else ""
+    return f'<p class="why"><b>What sets the pace.</b> {escape(sentence)}</p>' if sentence else ""
 
 
 def _links(report: RunReport) -> str:

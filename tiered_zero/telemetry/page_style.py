@@ -67,7 +67,7 @@ h1 { font-size: 22px; margin: 0 }
 p { margin: 4px 0 16px; color: var(--soft) }
 p b { color: var(--ink); font-weight: 500 }
 .warn { color: var(--warn) }
-.why { color: var(--ink); font-size: 17px; margin: 12px 0 16px }
+.why { color: var(--ink); font-size: 17px; margin: 12px 0 16px } .why b { font-weight: 600 }
 dl { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 12px; margin: 0 0 16px }
 dl div, figure { background: var(--card); border: 1px solid var(--rule); border-radius: 8px; padding: 12px 16px }
 dt { color: var(--soft); font-size: 13px }
@@ -78,7 +78,7 @@ figure { margin: 0 0 16px }
 .charts + figure { margin-top: 16px }
 figcaption { font-weight: 600; margin-bottom: 4px }
 svg { display: block; width: 100%; height: auto; font: 13px system-ui, sans-serif }
-figure > svg { max-width: 760px } .wide { overflow-x: auto } .wide svg { min-width: 900px }
+.wide { overflow-x: auto } .wide svg { min-width: 900px }
 .tick { fill: var(--soft); font-variant-numeric: tabular-nums } .label { fill: var(--ink); font-size: 14px }
 .inside { fill: var(--inside); pointer-events: none } .middle { text-anchor: middle } .end { text-anchor: end }
 .grid { stroke: var(--rule); fill: none } .axis { stroke: var(--soft); fill: none }
