@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import tiered_zero
+from tiered_zero.train_step import TrainStep
 
 
 class _Breaks(torch.autograd.Function):
@@ -79,9 +80,9 @@ def test_a_step_that_is_interrupted_as_it_begins_is_left_out(swap_path: Path, mo
             for _ in range(2):
                 engine.backward(engine(x).pow(2).mean())
                 if interrupted:
-                    check = type(engine)._check_trains
+                    check = TrainStep.check
                     with monkeypatch.context() as patch, pytest.raises(MemoryError):
-                        patch.setattr(type(engine), "_check_trains", _raise_after(check))
+                        patch.setattr(TrainStep, "check", _raise_after(check))
                         engine.step()
                     engine.backward(engine(x).pow(2).mean())
                 engine.step()
@@ -92,8 +93,8 @@ def test_a_step_that_is_interrupted_as_it_begins_is_left_out(swap_path: Path, mo
 
 
 def _raise_after(check: Any) -> Any:
-    def checked(engine: Any) -> None:
-        check(engine)
+    def checked(step: TrainStep, trains: bool) -> None:
+        check(step, trains)
         raise MemoryError
 
     return checked

@@ -23,7 +23,6 @@ from tests.bad_inputs import held
 from tests.fakes.io_faults import Fault
 from tests.support.faulty_runs import faulty_disks
 from tests.support.inspection import lane, policy, weights_at_home
-from tiered_zero import engine as engine_module
 from tiered_zero.errors import (
     ConfigError,
     EngineFailedError,
@@ -32,6 +31,7 @@ from tiered_zero.errors import (
     ParameterOffloadedError,
     TransferError,
 )
+from tiered_zero.grads import overflow
 
 ROOT = Path(__file__).parents[1]
 PLACEMENTS = (("none", "none"), ("cpu", "cpu"), ("nvme", "nvme"))
@@ -241,7 +241,7 @@ def test_many_skips_in_a_row_end_the_run(
     swap_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a bounded number, with the first bad parameter's name; warnings on the way are few."""
-    monkeypatch.setattr(engine_module, "MAX_SKIPPED_IN_A_ROW", 20)
+    monkeypatch.setattr(overflow, "MAX_SKIPPED_IN_A_ROW", 20)
     with build(swap_path, bf16={"enabled": True}) as engine:
         before = weights(engine)
         caplog.clear()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -14,16 +13,13 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from tiered_zero.config.schema import Config
-from tiered_zero.engine import Engine
-from tiered_zero.engine_parts import NO_OPTIMIZER, Parts
-from tiered_zero.errors import ModelError, StoreError
+from tiered_zero.engine import Engine, Run
+from tiered_zero.errors import StoreError
 from tiered_zero.full_values import FullValues
 from tiered_zero.grads.accumulator import GradientStore
-from tiered_zero.grads.arrivals import GradientArrivals
-from tiered_zero.grads.loss_scaler import LossScaler
 from tiered_zero.grads.norms import GradNorm
+from tiered_zero.grads.overflow import OverflowGuard
 from tiered_zero.grads.unit_gradients import UnitGradients
-from tiered_zero.hardware.accelerator import Accelerator
 from tiered_zero.hardware.host_memory import HostArena, temporary_zeros, trim_malloc, typed_view
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.hardware.select import build_accelerator
@@ -35,10 +31,12 @@ from tiered_zero.io.select import select_engine
 from tiered_zero.io.watch import install_signal_dump
 from tiered_zero.layout.flat import FlatEntry, Unit
 from tiered_zero.optim.kernel_rule import open_kernel
+from tiered_zero.params.call_phase import CallPhase
 from tiered_zero.params.hooks import ModuleHooks
 from tiered_zero.params.materialize import Materializer, WeightFiles
 from tiered_zero.params.offloaded_params import OffloadedParams
 from tiered_zero.params.pager import Pager
+from tiered_zero.params.pass_scope import PassScope
 from tiered_zero.params.snapshot import ModelSnapshot
 from tiered_zero.params.visible_gradients import VisibleGradients
 from tiered_zero.plan.placement import back_tier
@@ -59,6 +57,7 @@ from tiered_zero.tiers.host import HostTier
 from tiered_zero.tiers.inventory import Home, Inventory, Owner
 from tiered_zero.tiers.nvme import NvmeTier
 from tiered_zero.tiers.tier import Tier
+from tiered_zero.train_step import Movers, TrainStep
 from tiered_zero.update.eager import BackwardStart
 from tiered_zero.update.handle import TieredOptimizer, make_scheduler, restored_on_error
 from tiered_zero.update.masters import Masters
@@ -88,10 +87,8 @@ def _build(run_spec: RunSpec, lr_scheduler: Any) -> Engine:
     weights = WeightFiles(config.tiered_zero.weights) if config.tiered_zero.weights else None
     if weights is not None:
         warnings += weights.check(run_spec.model, run_spec.specs)
-    scaler = LossScaler.from_config(config.fp16) if config.fp16.enabled else None
     with restored_on_error(run_spec.source.param_groups), Teardown() as resources:
-        built: list[Engine] = []
-        handle = _make_handle(run_spec, built) if run_spec.trains else None
+        handle = TieredOptimizer(run_spec.source) if run_spec.trains else None
         scheduler = make_scheduler(lr_scheduler, config.scheduler, handle, run_spec.source)
         ledger = Ledger({tier: limit for tier, (limit, _) in plan.limits.items()})
         settings = config.tiered_zero
@@ -131,33 +128,13 @@ def _build(run_spec: RunSpec, lr_scheduler: Any) -> Engine:
         keeper = OffloadedParams(inventory, tiers.param_staging, masters.follow, cuts)
         snapshot = ModelSnapshot(run_spec.model, run_spec.specs)
         resources.callback(snapshot.restore)
-        pager = Pager(runtime, inventory, keeper, plan.pager_limits)
+        pager = Pager(runtime, inventory, keeper, plan.pager_limits, CallPhase())
         resources.callback(pager.close)
-        resources.callback(accelerator.close)  # where birth is interrupted, lanes end before the parameters go
-        materialize_model(run_spec, weights, snapshot, pager, keeper, masters, inventory, accelerator)
+        resources.callback(accelerator.close)  # where materializing is interrupted, lanes end before parameters go
         gradients = _make_gradients(run_spec, tiers, inventory, runtime)
         resources.callback(gradients.close)
-        trainable = [unit for unit in run_spec.units if unit.trainable]
-        visible_gradients = VisibleGradients(
-            [param for unit in trainable for param in run_spec.params_of(unit)],
-            [pager.storage(unit) for unit in trainable],
-            gradients,
-        )
-        resources.callback(visible_gradients.close)  # before the effect, for an interrupt may come between the two
-        visible_gradients.open()
-
-        def complete(unit: Unit) -> None:
-            pager.finish_gradients(unit)
-            policy.complete_unit(unit)
-
-        arrivals = GradientArrivals(
-            gradients, config.gradient_accumulation_steps, scaler is not None, complete, visible_gradients.show
-        )
-        hooks = ModuleHooks(
-            run_spec.model, run_spec.units, pager, arrivals.take if run_spec.trains else _refuse_gradient
-        )
-        resources.callback(hooks.remove)
-        hooks.install()
+        visible_gradients = VisibleGradients(gradients)
+        resources.callback(visible_gradients.close)
         stepper = StreamingStepper(
             run_spec.layouts,
             run_spec.rule,
@@ -166,66 +143,65 @@ def _build(run_spec: RunSpec, lr_scheduler: Any) -> Engine:
             tiers.state_staging,
             lambda unit: pager.storage(unit).flat,
         )
-        named = {spec.name: param for param, spec in run_spec.specs.items()}
-        state = OptimizerState(named, run_spec.layouts, run_spec.rule, stepper, inventory, tiers.state_staging)
-        state.check(run_spec.source.state, run_spec.source.param_groups)
-        state.write(run_spec.source.state, run_spec.source.param_groups)
         policy = _make_policy(run_spec, stepper, inventory, runtime, pager, gradients)
         resources.callback(policy.cancel_prefetch)
-        keeper.before_change = policy.settle
-        values = FullValues(
-            pager=pager,
-            layouts=run_spec.layouts,
-            masters=masters,
-            inventory=inventory,
-            staging=tiers.state_staging,
-            keeper=keeper,
-            policy=policy,
-        )
-        resources.callback(values.unregister)  # and holds it
-        values.register()
-        resources.callback(accelerator.close)  # first of all: what lanes still do ends before its memory goes
 
         def drain() -> None:
             accelerator.synchronize()
             tiers.drain()
 
-        engine = Engine(
-            Parts(
-                config,
-                plan,
-                run_spec.model,
-                handle,
-                scheduler,
-                scaler,
-                pager,
-                hooks,
-                gradients,
-                arrivals,
-                visible_gradients,
-                policy,
-                runtime,
-                _make_observers(run_spec, handle, runtime, resources),
-                drain,
-                resources,
-            )
+        step = TrainStep(
+            Movers(
+                pager=pager,
+                scope=PassScope(run_spec.model, pager),
+                gradients=gradients,
+                visible_gradients=visible_gradients,
+                policy=policy,
+                runtime=runtime,
+                drain=drain,
+            ),
+            config,
+            plan.update_policy,
+            trains=run_spec.trains,
+            overflow=OverflowGuard.from_config(config),
         )
-        built.append(engine)
+        materialize_model(run_spec, weights, snapshot, step, keeper, masters, inventory)
+        trainable = [unit for unit in run_spec.units if unit.trainable]
+        visible_gradients.open(
+            [param for unit in trainable for param in run_spec.params_of(unit)],
+            [pager.storage(unit) for unit in trainable],
+        )
+        hooks = ModuleHooks(run_spec.model, run_spec.units, step)
+        resources.callback(hooks.remove)
+        hooks.install()
+        named = {spec.name: param for param, spec in run_spec.specs.items()}
+        state = OptimizerState(named, run_spec.layouts, run_spec.rule, stepper, inventory, tiers.state_staging)
+        state.check(run_spec.source.state, run_spec.source.param_groups)
+        state.write(run_spec.source.state, run_spec.source.param_groups)
+        values = FullValues(
+            step=step,
+            layouts=run_spec.layouts,
+            masters=masters,
+            inventory=inventory,
+            staging=tiers.state_staging,
+        )
+        resources.callback(values.unregister)  # and holds it
+        values.register()
+        run = Run(
+            module=run_spec.model,
+            config=config,
+            plan=plan,
+            optimizer=handle,
+            lr_scheduler=scheduler,
+            observers=_make_observers(run_spec, handle, runtime, resources),
+        )
+        resources.callback(accelerator.close)  # first of all: what lanes still do ends before its memory goes
+        resources.try_once(step.finish_update)
+        resources.callback(step.end_open_update)
+        engine = Engine(run, step, resources)
         own_state = run_spec.source.state
         if handle is not None:
-            handle.connect(state, policy, resources.callback)
-        engine_ref = weakref.ref(engine)  # a pager that held its engine would keep it from being forgotten
-
-        def recover() -> None:
-            if (own := engine_ref()) is not None:
-                own._recover_between_calls()
-
-        def before_reading() -> None:
-            if not pager.is_running():
-                recover()
-            policy.flush()
-
-        pager.recover, pager.before_reading = recover, before_reading
+            handle.connect(engine, state, policy, resources.callback)
         snapshot.drop()
         if handle is not None:
             own_state.clear()  # the optimizer has it again when the engine ends
@@ -351,11 +327,10 @@ def materialize_model(
     run_spec: RunSpec,
     weights: WeightFiles | None,
     snapshot: ModelSnapshot,
-    pager: Pager,
+    step: TrainStep,
     keeper: OffloadedParams,
     masters: Masters,
     inventory: Inventory,
-    accelerator: Accelerator,
 ) -> None:
     """Group by group: first values to the masters (fp32) and, rounded, to the parameters' homes."""
     materializer = Materializer(run_spec.model, weights, run_spec.specs)
@@ -365,17 +340,18 @@ def materialize_model(
         params = {unit.index: run_spec.params_of(unit) for unit in units}
         materializer.fill(prefix, [param for own in params.values() for param in own])
         for unit in units:
-            _settle_unit(unit, params[unit.index], pager, keeper, masters, inventory)
+            _settle_unit(unit, params[unit.index], step, keeper, masters, inventory)
             if inventory.find(unit, "param") is None:
                 snapshot.give_up(params[unit.index])
         del params
         trim_malloc()
+    device = step.runtime.accelerator.device
     materializer.fill_buffers()  # also beside parameters that are all tied to another module's
     for module in run_spec.model.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
-            dtype = _buffer_dtype(module, buffer, accelerator.device)
-            if buffer.dtype != dtype or buffer.device != accelerator.device:
-                setattr(module, name, buffer.to(accelerator.device, dtype))
+            dtype = _buffer_dtype(module, buffer, device)
+            if buffer.dtype != dtype or buffer.device != device:
+                setattr(module, name, buffer.to(device, dtype))
 
 
 def _buffer_dtype(module: nn.Module, buffer: torch.Tensor, device: torch.device) -> torch.dtype:
@@ -388,7 +364,7 @@ def _buffer_dtype(module: nn.Module, buffer: torch.Tensor, device: torch.device)
 def _settle_unit(
     unit: Unit,
     params: Sequence[nn.Parameter],
-    pager: Pager,
+    step: TrainStep,
     keeper: OffloadedParams,
     masters: Masters,
     inventory: Inventory,
@@ -403,13 +379,13 @@ def _settle_unit(
                 master[entry.start : entry.stop] = entry.param.flatten(param.detach())
         masters.store(unit, master)
         del master
-    storage = pager.adopt(unit, params)
+    storage = step.pager.adopt(unit, params, step)
     if inventory.find(unit, "param") is not None:
         keeper.store(unit, flat)
     else:
         storage.fill()
         storage.flat.copy_(flat)
-    pager.settle(unit)
+    step.pager.settle(unit)
 
 
 def _make_gradients(run_spec: RunSpec, tiers: _Tiers, inventory: Inventory, runtime: Runtime) -> GradientStore:
@@ -443,21 +419,6 @@ def _zero_padding(flat: torch.Tensor, unit: Unit) -> None:
     starts = [*(entry.start for entry in unit.entries), unit.numel]
     for stop, start in zip(stops, starts, strict=True):
         flat[stop:start] = 0
-
-
-def _make_handle(run_spec: RunSpec, built: Sequence[Engine]) -> TieredOptimizer:
-    """`built`: holds the engine as soon as there is one."""
-    return TieredOptimizer(
-        run_spec.source,
-        lambda: built[0].step(),
-        lambda set_to_none: built[0].zero_grad(set_to_none),
-        lambda: built[0].loss_scale,
-    )
-
-
-def _refuse_gradient(param: nn.Parameter) -> None:
-    param.grad = None
-    raise ModelError(NO_OPTIMIZER)
 
 
 def _make_policy(

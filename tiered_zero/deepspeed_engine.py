@@ -48,7 +48,9 @@ MISSING: Mapping[str, str] = {
 class DeepSpeedNames(ABC):
     """Answers for one rank. Mixed into Engine; holds no state."""
 
-    global_steps: int
+    @property
+    @abstractmethod
+    def global_steps(self) -> int: ...
 
     @property
     @abstractmethod

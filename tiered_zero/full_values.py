@@ -14,16 +14,13 @@ from tiered_zero.hardware.staging import StagingPool
 from tiered_zero.layout.flat import FlatEntry, Unit
 from tiered_zero.layout.subgroups import ParamPiece
 from tiered_zero.optim.state_layout import StateLayout
-from tiered_zero.params.flat_storage import pager_of
-from tiered_zero.params.gather import gathered
-from tiered_zero.params.offloaded_params import OffloadedParams
-from tiered_zero.params.pager import Pager
+from tiered_zero.params.gather import access_of, gathered
 from tiered_zero.tiers.inventory import Inventory
 from tiered_zero.tiers.slots import read_slot, write_slot
+from tiered_zero.train_step import TrainStep
 from tiered_zero.update.masters import Masters
-from tiered_zero.update.policy import UpdatePolicy
 
-_of_pager: weakref.WeakKeyDictionary[Pager, weakref.ref[FullValues]] = weakref.WeakKeyDictionary()
+_of_step: weakref.WeakKeyDictionary[TrainStep, weakref.ref[FullValues]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -34,26 +31,24 @@ class FullValues:
     parameter is frozen, or in no param group, or no update has made its state yet.
     """
 
-    pager: Pager
+    step: TrainStep
     layouts: Sequence[StateLayout]
     masters: Masters
     inventory: Inventory
     staging: StagingPool | None
-    keeper: OffloadedParams
-    policy: UpdatePolicy
 
     def register(self) -> None:
         """Let `full_values_of` find this, as long as it is referenced."""
-        _of_pager[self.pager] = weakref.ref(self)
+        _of_step[self.step] = weakref.ref(self)
 
     def unregister(self) -> None:
-        _of_pager.pop(self.pager, None)
+        _of_step.pop(self.step, None)
 
     def read_master(self, param: nn.Parameter) -> torch.Tensor | None:
         unit, entry = self._place(param)
         if not any(self._pieces(unit, entry)):
             return None
-        self.policy.flush()
+        self.step.before_weights_read()
         return entry.param.view(self._read_masters(unit)[entry.start : entry.stop]).clone()
 
     def set_master(self, param: nn.Parameter, value: torch.Tensor) -> None:
@@ -71,7 +66,7 @@ class FullValues:
             )
         with gathered(param, modify=True), torch.no_grad():
             param.copy_(value)
-        self.policy.settle()
+        self.step.before_weights_write()
         flat = self._read_masters(unit)
         flat[entry.start : entry.stop] = entry.param.flatten(value.detach())
         self.masters.store(unit, flat)
@@ -80,10 +75,10 @@ class FullValues:
         """`name`: as torch's optimizer calls it, such as "exp_avg"."""
         unit, entry = self._place(param)
         found = torch.zeros(entry.param.numel)
-        self.policy.flush()
+        self.step.before_weights_read()
         known = False
         for layout, piece in self._pieces(unit, entry):
-            if not self.policy.has_state(layout):
+            if not self.step.policy.has_state(layout):
                 return None
             known = True
             array = self._array(layout, piece, name, self._read(layout))
@@ -96,9 +91,9 @@ class FullValues:
     def set_state(self, param: nn.Parameter, name: str, value: torch.Tensor) -> None:
         unit, entry = self._place(param)
         self._check_shape(entry, value)
-        self.policy.settle()
+        self.step.before_weights_write()
         pieces = list(self._pieces(unit, entry))
-        if not pieces or not all(self.policy.has_state(layout) for layout, _ in pieces):
+        if not pieces or not all(self.step.policy.has_state(layout) for layout, _ in pieces):
             raise ModelError(f"{entry.param.name} has no optimizer state before its first step. Set it after that.")
         for layout, piece in pieces:
             raw = self._read(layout)
@@ -109,7 +104,7 @@ class FullValues:
             write_slot(self.inventory.home(layout.subgroup, "state"), 0, raw, self.staging)
 
     def _place(self, param: nn.Parameter) -> tuple[Unit, FlatEntry]:
-        residency = self.pager.residency(param)
+        residency = self.step.pager.residency(param)
         assert residency is not None, "the pager has lent this parameter"
         return residency.unit, residency.unit.entries[residency.params[param]]
 
@@ -125,8 +120,8 @@ class FullValues:
     def _read_masters(self, unit: Unit) -> torch.Tensor:
         params = None
         if self.masters.need_params:
-            resident = self.pager.is_device_resident(unit)
-            params = self.pager.storage(unit).flat.to("cpu") if resident else self.keeper.read(unit)
+            resident = self.step.pager.is_device_resident(unit)
+            params = self.step.pager.storage(unit).flat.to("cpu") if resident else self.step.pager.keeper.read(unit)
         return self.masters.read(unit, params)
 
     def _array(self, layout: StateLayout, piece: ParamPiece, name: str, raw: torch.Tensor) -> torch.Tensor:
@@ -153,6 +148,6 @@ _MARKED = "exp_avg_sq"
 
 def full_values_of(param: nn.Parameter) -> FullValues | None:
     """Of the engine that trains the parameter, while it is open."""
-    pager = pager_of(param)
-    found = _of_pager.get(pager) if isinstance(pager, Pager) else None
+    access = access_of(param)
+    found = _of_step.get(access) if isinstance(access, TrainStep) else None
     return found() if found is not None else None

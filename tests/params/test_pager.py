@@ -16,6 +16,7 @@ from tests.support.tier_rig import make_runtime
 from tests.support.units import flat_of, make_params, make_unit
 from tiered_zero.errors import BudgetError, ModelError, ParameterOffloadedError, TransferError
 from tiered_zero.layout.flat import Unit
+from tiered_zero.params.call_phase import CallPhase, Phase
 from tiered_zero.params.flat_storage import OffloadedParameter
 from tiered_zero.params.offloaded_params import OffloadedParams
 from tiered_zero.params.pager import Pager
@@ -32,7 +33,8 @@ FREE = 1 << 30
 
 
 class World:
-    """A pager over units of `sizes` pages of fp32, each at home on a slow tier; `resident` ones on the device."""
+    """A pager over units of `sizes` pages of fp32, each at home on a slow tier; `resident` ones on the device. Stands
+    for the engine's TrainStep where a guarded parameter is used; `calls`: which of its events came."""
 
     def __init__(
         self,
@@ -51,7 +53,8 @@ class World:
         live_nbytes = live * N * 4 if live < FREE else FREE
         look_ahead = LookAhead(prefetch_numel=prefetch * N, reuse_numel=reuse * N)
         limits = PagerLimits(live_nbytes=live_nbytes, look_ahead=look_ahead)
-        self.pager = Pager(self.runtime, self.inventory, keeper, limits)
+        self.pager = Pager(self.runtime, self.inventory, keeper, limits, CallPhase())
+        self.calls: list[str] = []
         self.units: list[Unit] = []
         self.params: list[list[nn.Parameter]] = []
         self.values: list[torch.Tensor] = []
@@ -66,7 +69,7 @@ class World:
                 home = Home(self.tier, self.tier.reserve(f"u{index}", unit.nbytes, "param"))
                 self.inventory.place(unit, "param", home)
                 self.tier.contents[f"u{index}"].copy_(as_bytes(flat))
-            storage = self.pager.adopt(unit, params)
+            storage = self.pager.adopt(unit, params, self)
             if index in resident:
                 storage.fill()
                 storage.flat.copy_(flat)
@@ -74,6 +77,21 @@ class World:
             self.units.append(unit)
             self.params.append(params)
             self.values.append(flat)
+
+    def demand(self, params: Sequence[nn.Parameter], function: str) -> None:
+        self.pager.demand(params, function)
+
+    def copy_of(self, param: nn.Parameter) -> torch.Tensor | None:
+        return self.pager.copy_of(param)
+
+    def idle_copy(self, param: nn.Parameter) -> torch.Tensor | None:
+        return self.pager.idle_copy(param, self.before_weights_read)
+
+    def before_weights_read(self) -> None:
+        self.calls.append("read")
+
+    def before_weights_write(self) -> None:
+        self.calls.append("write")
 
     def state(self, index: int) -> UnitState:
         return self.pager.residency(self.params[index][0]).state  # type: ignore[union-attr]
@@ -107,7 +125,7 @@ class World:
 
 def test_away_ready_lent_and_back() -> None:
     world = World([1, 1], prefetch=1)
-    world.pager.phase = "forward"
+    world.pager.phase.now = Phase.FORWARD
     assert world.state(0) is UnitState.AWAY
     world.check_away(0)
     for _ in range(2):
@@ -140,15 +158,12 @@ def test_a_frame_ends_by_an_exception_too() -> None:
     assert world.state(0) is UnitState.AWAY and world.pager.is_called_directly()
 
 
-def test_who_must_know_of_a_change_by_hand_does_before_anything_is_written() -> None:
+def test_updates_end_before_anything_is_written_by_hand() -> None:
     world = World([1])
-    (unit,), keeper = world.units, world.pager.keeper
-    told: list[str] = []
-    keeper.before_change = lambda: told.append("before")
-    keeper.store = lambda unit, flat: told.append("store")  # type: ignore[method-assign]
-    with world.pager.frame([unit]):
-        world.pager.write_back(unit, None)
-    assert told == ["before", "store"] and world.changed == [0]
+    world.pager.keeper.store = lambda unit, flat: world.calls.append("store")  # type: ignore[method-assign]
+    with tiered_zero.gathered(world.params[0][0], modify=True):
+        assert world.calls == ["read"]
+    assert world.calls == ["read", "write", "store"] and world.changed == [0]
 
 
 # -- the three doors ---------------------------------------------------------------------------------------------------
@@ -156,7 +171,7 @@ def test_who_must_know_of_a_change_by_hand_does_before_anything_is_written() -> 
 
 def test_functional_use_inside_a_frame_lends_until_it_ends() -> None:
     world = World([1, 1])
-    world.pager.phase = "forward"
+    world.pager.phase.now = Phase.FORWARD
     with world.pager.frame([world.units[0]]):
         assert torch.equal((world.params[1][0] * 1).detach(), world.values[1][: world.params[1][0].numel()])
         assert world.state(1) is UnitState.LENT
@@ -189,7 +204,7 @@ def test_backward_finds_the_saved_view_wherever_the_bytes_are() -> None:
         saved = world.pager.pack(world.params[0][0].detach().view(-1))
     assert isinstance(saved, SavedView)
     assert not storage.is_full
-    world.pager.phase = "backward"
+    world.pager.phase.now = Phase.BACKWARD
     found = world.pager.unpack(saved)
     assert torch.equal(found, world.values[0][: found.numel()])
     assert world.state(0) is UnitState.LENT
@@ -225,13 +240,13 @@ def test_any_order_of_use_stays_under_the_cap_and_sees_the_right_bytes(
     world.tier.latency = latency
     uses = [order.randrange(len(sizes)) for _ in range(8)]  # type: ignore[attr-defined]
     for _ in range(3):
-        world.pager.phase = "forward"
+        world.pager.phase.now = Phase.FORWARD
         world.use(*uses)
         world.pager.end_pass()
-        world.pager.phase = "backward"
+        world.pager.phase.now = Phase.BACKWARD
         world.use(*reversed(uses))
         world.pager.end_pass()
-        world.pager.phase = "idle"
+        world.pager.phase.now = Phase.IDLE
         world.pager.forget()
         assert world.live_pages == 0
     assert world.peak_pages <= max(sizes) + slack
@@ -243,7 +258,7 @@ def test_any_order_of_use_stays_under_the_cap_and_sees_the_right_bytes(
 def test_prefetching_stays_within_its_bucket() -> None:
     for bucket, ahead in ((0, []), (1, [1]), (2, [1, 2]), (3, [1, 2])):
         world = World([1, 1, 2, 1], prefetch=bucket if bucket < 3 else 2)
-        world.pager.phase = "forward"
+        world.pager.phase.now = Phase.FORWARD
         for _ in range(2):
             world.use(0, 1, 3, 2)
         if bucket in (2, 3):
@@ -255,7 +270,7 @@ def test_prefetching_stays_within_its_bucket() -> None:
 
 def test_the_next_unit_is_prefetched_even_where_it_is_larger_than_the_bucket() -> None:
     world = World([3, 4, 5, 3], prefetch=1, live=9)
-    world.pager.phase = "forward"
+    world.pager.phase.now = Phase.FORWARD
     for _ in range(2):
         world.use(0, 1, 2, 3)
     for index, ahead in ((0, 1), (1, 2), (2, 3)):
@@ -267,7 +282,7 @@ def test_the_next_unit_is_prefetched_even_where_it_is_larger_than_the_bucket() -
 
 def test_prefetching_evicts_only_what_is_used_later() -> None:
     world = World([1, 1, 1], live=2, prefetch=2, reuse=9)
-    world.pager.phase = "forward"
+    world.pager.phase.now = Phase.FORWARD
     for _ in range(3):
         world.use(0, 1, 2)
     num_fetches = len(world.fetches())
@@ -279,14 +294,14 @@ def test_prefetching_evicts_only_what_is_used_later() -> None:
 def test_what_is_expected_soon_is_kept() -> None:
     for reuse, num_fetches in ((0, 6), (1, 5)):
         world = World([1, 1], reuse=reuse)
-        world.pager.phase = "forward"
+        world.pager.phase.now = Phase.FORWARD
         world.use(0, 1, 0, 1, 0, 1)  # after the fourth use the next ones are known
         assert len(world.fetches()) == num_fetches
 
 
 def test_a_wrong_guess_costs_nothing_but_time() -> None:
     world = World([1, 1, 1], live=2, prefetch=1)
-    world.pager.phase = "forward"
+    world.pager.phase.now = Phase.FORWARD
     for _ in range(2):
         world.use(0, 1, 2)
     world.tier.refusing.add(("fetch", "u9"))
@@ -298,7 +313,7 @@ def test_a_wrong_guess_costs_nothing_but_time() -> None:
 
 def test_backward_holds_a_unit_until_its_gradients_are_there() -> None:
     world = World([1, 1])
-    world.pager.phase = "backward"
+    world.pager.phase.now = Phase.BACKWARD
     world.use(0)
     assert world.state(0) is UnitState.LENT, "later nodes of the same unit are likely"
     world.pager.finish_gradients(world.units[0])
@@ -336,7 +351,7 @@ def test_memory_is_found_again_once_its_last_view_is_gone() -> None:
 
 def test_a_viewed_unit_stops_a_prefetch_and_raises_nothing() -> None:
     world = World([1, 1], live=1, prefetch=1)
-    world.pager.phase = "forward"
+    world.pager.phase.now = Phase.FORWARD
     for _ in range(2):
         world.use(0, 1)
     with world.pager.frame([world.units[0]]):
@@ -352,7 +367,7 @@ def test_a_viewed_unit_stops_a_prefetch_and_raises_nothing() -> None:
 
 def test_forget_drops_the_trainable_ones() -> None:
     world = World([1, 1], reuse=9, frozen=[1])
-    world.pager.phase = "forward"
+    world.pager.phase.now = Phase.FORWARD
     world.use(0, 1, 0, 1, 0, 1)
     assert [world.state(index) for index in (0, 1)] == [UnitState.READY, UnitState.READY]
     world.pager.forget()
@@ -363,7 +378,7 @@ def test_forget_drops_the_trainable_ones() -> None:
 
 def test_abort_ends_every_frame_and_empties_every_unit() -> None:
     world = World([1, 1, 1], prefetch=1)
-    world.pager.phase = "forward"
+    world.pager.phase.now = Phase.FORWARD
     for _ in range(2):
         world.use(0, 1, 2)
     world.pager.enter_frame([world.units[0]])
@@ -433,7 +448,7 @@ def test_a_unit_that_finds_no_memory_is_charged_nothing(monkeypatch: pytest.Monk
 
 def test_a_unit_that_finds_no_memory_is_fetched_once_idle_ones_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World([1, 1, 1], reuse=9)
-    world.pager.phase = "forward"
+    world.pager.phase.now = Phase.FORWARD
     for _ in range(2):
         world.use(0, 1)
     assert world.live_pages > 0, "kept, for it is expected again soon"
@@ -445,7 +460,7 @@ def test_a_unit_that_finds_no_memory_is_fetched_once_idle_ones_are_gone(monkeypa
 
 def test_a_prefetch_that_finds_no_memory_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World([1, 1], prefetch=1)
-    world.pager.phase = "forward"
+    world.pager.phase.now = Phase.FORWARD
     for _ in range(2):
         world.use(0, 1)
     log = fail_fills(monkeypatch, world, 1, times=1)
@@ -473,7 +488,7 @@ def test_no_unit_gets_memory_that_a_failed_fetch_may_still_write_to() -> None:
 
 def test_a_prefetch_that_failed_raises_where_the_unit_is_used() -> None:
     world = World([1, 1], prefetch=1)
-    world.pager.phase = "forward"
+    world.pager.phase.now = Phase.FORWARD
     for _ in range(2):
         world.use(0, 1)
     world.tier.failing.add(("fetch", "u1"))
@@ -484,7 +499,7 @@ def test_a_prefetch_that_failed_raises_where_the_unit_is_used() -> None:
 
 def test_evicting_a_prefetch_that_failed_says_nothing() -> None:
     world = World([1, 1], prefetch=1)
-    world.pager.phase = "forward"
+    world.pager.phase.now = Phase.FORWARD
     for _ in range(2):
         world.use(0, 1)
     world.tier.failing.add(("fetch", "u1"))
@@ -496,7 +511,7 @@ def test_evicting_a_prefetch_that_failed_says_nothing() -> None:
 def test_memory_stays_while_a_transfer_still_writes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C in the wait for a unit: the transfer goes on, and is waited for before its target is given up."""
     world = World([1])
-    world.pager.phase = "forward"
+    world.pager.phase.now = Phase.FORWARD
     accelerator = world.runtime.accelerator
     wait = accelerator.wait_on_compute
 
@@ -560,16 +575,14 @@ def test_copies_come_from_wherever_the_bytes_are() -> None:
                 copied = world.pager.cpu_copy(param)
                 assert torch.equal(copied, world.values[index][entry.start : entry.stop])
                 assert copied.data_ptr() != param.data_ptr()
-        flushed: list[int] = []
-        world.pager.before_reading = lambda: flushed.append(1)
         assert world.pager.copy_of(world.params[0][0]) is None
-        world.pager.start_copying()
-        world.pager.start_copying()
+        world.pager.start_copying(world.before_weights_read)
+        world.pager.start_copying(world.before_weights_read)
         first = world.pager.copy_of(world.params[0][0])
         assert first is world.pager.copy_of(world.params[0][0]), "tied names get one tensor"
         world.pager.stop_copying()
         world.pager.stop_copying()
-        assert flushed == [1]
+        assert world.calls == ["read"]
         assert world.pager.copy_of(world.params[0][0]) is None
 
 

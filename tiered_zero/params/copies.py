@@ -30,11 +30,11 @@ class ParamCopies:
         """Whether a state_dict is being taken."""
         return self._depth > 0
 
-    def start(self, before_reading: Callable[[], None]) -> None:
+    def start(self, before_weights_read: Callable[[], None]) -> None:
         """A module's state_dict begins; those of its children begin and end inside."""
         if not self._depth:
             with self._driver.entered("state_dict()"):
-                before_reading()
+                before_weights_read()
                 self._driver.enter("state_dict()")
         self._depth += 1
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from typing import Protocol, cast
 
 import torch
 from torch import nn
@@ -35,9 +36,27 @@ def gathered(target: nn.Module | nn.Parameter | Iterable[nn.Parameter], modify: 
         yield
 
 
+class WeightAccess(Protocol):
+    """What `gathered` needs of the engine that trains a parameter: its `TrainStep`."""
+
+    pager: Pager
+
+    def before_weights_read(self) -> None:
+        """Weights are read between steps: make every update visible."""
+
+    def before_weights_write(self) -> None:
+        """Weights are written between steps: end every update, and drop what is prefetched for the next."""
+
+
+def access_of(param: nn.Parameter) -> WeightAccess | None:
+    """None for a parameter that no open engine trains."""
+    lender = pager_of(param)
+    return None if lender is None or isinstance(lender, ClosedEngine) else cast(WeightAccess, lender)
+
+
 def _pagers(params: Iterable[nn.Parameter]) -> list[Pager]:
-    lenders = {id(lender): lender for lender in map(pager_of, params)}
-    return [lender for lender in lenders.values() if isinstance(lender, Pager)]
+    found = {id(access): access.pager for param in params if (access := access_of(param)) is not None}
+    return list(found.values())
 
 
 _Saved = tuple[Pager | None, torch.Tensor | SavedView | HeldWrapper]
@@ -61,37 +80,40 @@ def _unpack(found: _Saved) -> torch.Tensor:
 @contextmanager
 def lend(params: Iterable[nn.Parameter], modify: bool) -> Iterator[None]:
     with ExitStack() as stack:
-        for pager, residency in _paged(params):
-            stack.enter_context(_loan(pager, residency, modify))
+        for access, residency in _paged(params):
+            stack.enter_context(_loan(access, residency, modify))
         yield
 
 
-def _paged(params: Iterable[nn.Parameter]) -> list[tuple[Pager, Residency]]:
-    """Each unit once, with its pager."""
-    found: dict[tuple[int, int], tuple[Pager, Residency]] = {}
+def _paged(params: Iterable[nn.Parameter]) -> list[tuple[WeightAccess, Residency]]:
+    """Each unit once, with the engine that trains it."""
+    found: dict[tuple[int, int], tuple[WeightAccess, Residency]] = {}
     for param in params:
-        pager = pager_of(param)
-        if isinstance(pager, ClosedEngine):
-            pager.demand([param], "gathered")
-        if isinstance(pager, Pager) and (residency := pager.residency(param)) is not None:
-            found[id(pager), residency.unit.index] = (pager, residency)
+        lender = pager_of(param)
+        if isinstance(lender, ClosedEngine):
+            lender.demand([param], "gathered")
+        access = access_of(param)
+        if access is not None and (residency := access.pager.residency(param)) is not None:
+            found[id(access), residency.unit.index] = (access, residency)
     return list(found.values())
 
 
 @contextmanager
-def _loan(pager: Pager, residency: Residency, modify: bool) -> Iterator[None]:
-    with pager.driver.entered("gathered"):
-        yield from _lend_unit(pager, residency, modify)
+def _loan(access: WeightAccess, residency: Residency, modify: bool) -> Iterator[None]:
+    with access.pager.driver.entered("gathered"):
+        yield from _lend_unit(access, residency, modify)
 
 
-def _lend_unit(pager: Pager, residency: Residency, modify: bool) -> Iterator[None]:
-    pager.before_reading()
+def _lend_unit(access: WeightAccess, residency: Residency, modify: bool) -> Iterator[None]:
+    access.before_weights_read()
+    pager = access.pager
     loan = pager.lend(residency)
     changed: str | None = None
     try:
         old = pager.remember(residency.unit) if modify else None
         yield
         if modify:
+            access.before_weights_write()
             pager.write_back(residency.unit, old)
     finally:
         changed = pager.drop_changes(residency.unit)

@@ -37,8 +37,6 @@ class OffloadedParams:
         """The unit that `change` is at work on, or was when it was interrupted."""
         self.is_busy = False
         """Whether bytes are read or written, or were when that was interrupted."""
-        self.before_change: Callable[[], None] = lambda: None
-        """Called before anything is written over: no update may be under way, nor what it needs be read already."""
 
     def read(self, unit: Unit) -> torch.Tensor:
         """[P] of the unit's dtype, a CPU tensor of the caller's own. The unit has a home off the device."""
@@ -63,8 +61,10 @@ class OffloadedParams:
         return flat.to("cpu", copy=True) if self._cuts is not None and unit.trainable else None
 
     def change(self, unit: Unit, flat: torch.Tensor, old: torch.Tensor | None) -> None:
-        """`flat` [P], on the device or the CPU, becomes the unit's value; masters follow where it differs."""
-        self.before_change()
+        """`flat` [P], on the device or the CPU, becomes the unit's value; masters follow where it differs.
+
+        Call `TrainStep.before_weights_write` before: no update may run, nor may its state be prefetched.
+        """
         value = flat.to("cpu")
         self.changing = unit
         try:

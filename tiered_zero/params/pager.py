@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -12,7 +12,7 @@ from torch import nn
 
 from tiered_zero.errors import TieredZeroError
 from tiered_zero.layout.flat import Unit
-from tiered_zero.params.flat_storage import ClosedEngine, FlatStorage
+from tiered_zero.params.flat_storage import ClosedEngine, FlatStorage, Lender
 from tiered_zero.params.outside_modes import runs_outside_modes
 from tiered_zero.params.pager_state import PagerState
 from tiered_zero.params.refusals import (
@@ -37,14 +37,17 @@ class Pager(PagerState):
 
     # -- set-up ----------------------------------------------------------------------------------------------------
 
-    def adopt(self, unit: Unit, params: Sequence[nn.Parameter]) -> FlatStorage:
-        """Turn `params` into views of one flat of this unit; their former bytes go. Returns the empty storage."""
+    def adopt(self, unit: Unit, params: Sequence[nn.Parameter], lender: Lender) -> FlatStorage:
+        """Turn `params` into views of one flat of this unit; their former bytes go. Returns the empty storage.
+
+        `lender`: is asked where a parameter is used while it is guarded.
+        """
         place = None
         if self._inventory.find(unit, "param") is None:
             self._ledger.charge("device", "param", unit.nbytes)
         else:
             place = self._accelerator.reserve_place(unit.nbytes, self._limits.live_nbytes)
-        storage = FlatStorage(unit, params, self._accelerator.device, self, place)
+        storage = FlatStorage(unit, params, self._accelerator.device, lender, place)
         residency = Residency(unit, storage, params={param: i for i, param in enumerate(params)})
         self._residencies[unit.index] = residency
         self._by_storage[storage.key] = residency
@@ -73,7 +76,7 @@ class Pager(PagerState):
         residency = self._residencies[unit.index]
         residency.num_lends -= 1
         assert residency.num_lends >= 0, f"{unit.name} released more often than acquired"
-        if residency.num_lends == 0 and self.phase != "backward":
+        if residency.num_lends == 0 and self.phase.pass_name != "backward":
             self._retire(residency)
 
     def lend(self, residency: Residency) -> Loan:
@@ -115,7 +118,7 @@ class Pager(PagerState):
         for residency in frame.lent:
             self.release(residency.unit)
         for residency in frame.demanded:
-            if residency.num_lends == 0 and self.phase != "backward":
+            if residency.num_lends == 0 and self.phase.pass_name != "backward":
                 self._retire(residency)
 
     def is_running(self) -> bool:
@@ -126,7 +129,7 @@ class Pager(PagerState):
 
     def is_called_directly(self) -> bool:
         """No module of ours is running, and neither the engine's forward nor a backward has called this one."""
-        return not self._frames and not self._in_backward() and self.phase == "idle"
+        return not self._frames and not self._in_backward() and self.phase.pass_name == "idle"
 
     @runs_outside_modes
     def demand(self, params: Sequence[nn.Parameter], function: str) -> None:
@@ -191,17 +194,15 @@ class Pager(PagerState):
     def _in_backward(self) -> bool:
         """Whether autograd runs, or the engine's backward is about to. Notices one that the user started himself."""
         runs = torch._C._current_graph_task_id() != -1
-        if runs and self.phase == "idle":
-            self.phase = "backward"
-            self._noticed_backward = True
+        if runs and self.phase.pass_name == "idle":
+            self.phase.has_own_backward = True
             torch.autograd.Variable._execution_engine.queue_callback(self._end_noticed_backward)
-        elif not runs and self._noticed_backward:  # it ended by an exception
+        elif not runs and self.phase.has_own_backward:  # it ended by an exception
             self._end_noticed_backward()
-        return runs or self.phase == "backward"
+        return runs or self.phase.pass_name == "backward"
 
     def _end_noticed_backward(self) -> None:
-        self._noticed_backward = False
-        self.phase = "idle"
+        self.phase.has_own_backward = False
         self.end_pass()
 
     @runs_outside_modes
@@ -298,8 +299,7 @@ class Pager(PagerState):
         """No module runs any more: every frame ends, and what was counted is counted anew from what is there."""
         self._frames.clear()
         self._fetching, self._is_moving, self.keeper.is_busy = None, False, False
-        self._noticed_backward = False
-        self.phase = "idle"
+        self.phase.has_own_backward = False
         self._copies.end()
         paged = [r for r in self._residencies.values() if not self.is_device_resident(r.unit)]
         for residency in self._residencies.values():
@@ -363,10 +363,10 @@ class Pager(PagerState):
     def storage(self, unit: Unit) -> FlatStorage:
         return self._residencies[unit.index].storage
 
-    def start_copying(self) -> None:
+    def start_copying(self, before_weights_read: Callable[[], None]) -> None:
         """A module's state_dict begins: `detach` of a parameter that is away gives a CPU copy from its home."""
         self.num_uses += 1
-        self._copies.start(self.before_reading)
+        self._copies.start(before_weights_read)
 
     def stop_copying(self) -> None:
         self._copies.stop()
@@ -375,11 +375,11 @@ class Pager(PagerState):
         return self.cpu_copy(param) if self._copies.is_open else None
 
     @runs_outside_modes
-    def idle_copy(self, param: nn.Parameter) -> torch.Tensor | None:
+    def idle_copy(self, param: nn.Parameter, before_weights_read: Callable[[], None]) -> torch.Tensor | None:
         if self._closed or self._frames or self._in_backward():
             return None
         with self.driver.entered("A copy of a parameter"):
-            self.before_reading()
+            before_weights_read()
             return self.cpu_copy(param)
 
     @runs_outside_modes
@@ -407,7 +407,7 @@ class Pager(PagerState):
 
     def _acquire(self, residency: Residency) -> Residency:
         if not self.is_device_resident(residency.unit):
-            self._schedule.observe(self.phase, residency.unit.index)
+            self._schedule.observe(self.phase.pass_name, residency.unit.index)
         residency.clock = next(self._ticks)
         if residency.unit.index in self._blocked:
             raise used_before_step_error(residency.unit.name)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 
 import torch
 from torch import nn
 
 from tiered_zero.errors import ModelError
 from tiered_zero.hardware.runtime import Runtime
+from tiered_zero.params.call_phase import CallPhase
 from tiered_zero.params.copies import ParamCopies
 from tiered_zero.params.driver_thread import DriverThread
 from tiered_zero.params.offloaded_params import OffloadedParams
@@ -28,6 +28,7 @@ class PagerState:
         inventory: Inventory,
         keeper: OffloadedParams,
         limits: PagerLimits,
+        phase: CallPhase,
     ) -> None:
         self._accelerator = runtime.accelerator
         self._ledger = runtime.ledger
@@ -42,8 +43,6 @@ class PagerState:
         self._frames: list[Frame] = []
         self._ticks = itertools.count(1)
         self._live_nbytes = 0
-        self.before_reading: Callable[[], None] = lambda: None
-        """Called before weights are read between steps: makes every update visible."""
         self._blocked: set[int] = set()
         self._refusal: ModelError | None = None
         self._told_excess = False
@@ -52,17 +51,15 @@ class PagerState:
         """Frames, loans and copies so far: whether weights were used since some moment."""
         self.driver = DriverThread()
         self._copies = ParamCopies(keeper, self.driver)
-        self._noticed_backward = False
         self._fetching: Residency | None = None
         """The unit whose fetch is being started. Stays where that is interrupted: something may write to its memory."""
         self._is_moving = False  # whether memory is taken or given back; stays too
-        self.recover: Callable[[], None] = lambda: None  # clears up after a call that was broken off
-        self.phase = "idle"
+        self.phase = phase
 
     @property
     def was_broken_off(self) -> bool:
         """Between calls: whether a forward, backward or loan that the engine did not run itself has left something."""
-        has_failed = self._noticed_backward and torch._C._current_graph_task_id() == -1
+        has_failed = self.phase.has_own_backward and torch._C._current_graph_task_id() == -1
         return bool(self._frames) or self.needs_drain or self._is_moving or has_failed
 
     @property

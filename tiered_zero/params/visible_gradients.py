@@ -20,14 +20,15 @@ class VisibleGradients:
     place for what users assign. Driver thread.
     """
 
-    def __init__(self, params: Sequence[nn.Parameter], storages: Sequence[FlatStorage], home: GradientHome) -> None:
-        """`params`, `storages`: all that are trainable."""
-        self._params = tuple(params)
-        self._storages = tuple(storages)
+    def __init__(self, home: GradientHome) -> None:
+        self._params: Sequence[nn.Parameter] = ()
+        self._storages: Sequence[FlatStorage] = ()
         self._home = home
 
-    def open(self) -> None:
-        for param in self._params:
+    def open(self, params: Sequence[nn.Parameter], storages: Sequence[FlatStorage]) -> None:
+        """`params`, `storages`: all that are trainable."""
+        self._params, self._storages = params, storages
+        for param in params:
             set_gradient_home(param, self._home)
 
     def show(self) -> None:

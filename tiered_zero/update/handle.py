@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from itertools import chain
 from types import MethodType
-from typing import Any, NoReturn, final
+from typing import Any, NoReturn, Protocol, final
 
 from torch import nn
 from torch.optim import Optimizer
@@ -26,6 +26,17 @@ from tiered_zero.update.policy import UpdatePolicy
 logger = logging.getLogger("tiered_zero")
 
 
+class EngineCalls(Protocol):
+    """The calls of the engine that the optimizer makes."""
+
+    @property
+    def loss_scale(self) -> float: ...
+
+    def step(self) -> None: ...
+
+    def zero_grad(self, set_to_none: bool = True) -> None: ...
+
+
 class TieredOptimizer(Optimizer):
     """Live `param_groups` over the model's parameters; state rests on the tiers, and `state` shows which have any.
 
@@ -37,36 +48,32 @@ class TieredOptimizer(Optimizer):
     overflow = False
     """Whether the last step was skipped because its gradients were not finite."""
 
-    def __init__(
-        self,
-        source: Optimizer,
-        step: Callable[[], None],
-        zero_grad: Callable[[bool], None],
-        loss_scale: Callable[[], float],
-    ) -> None:
+    def __init__(self, source: Optimizer) -> None:
         super().__init__([{"params": list(group["params"])} for group in source.param_groups], dict(source.defaults))
         self.param_groups = source.param_groups
         self._source = source
-        self._take_step = step
-        self._zero_grad = zero_grad
-        self._loss_scale = loss_scale
+        self._engine: EngineCalls | None = None
         for name in _HOOKS:
             setattr(self, name, getattr(source, name))
 
     @property
     def loss_scale(self) -> float:
         """What `backward` multiplies the loss by: of fp16, else 1."""
-        return self._loss_scale()
+        return self._calls().loss_scale
 
-    @property
-    def cur_scale(self) -> float:
-        return self._loss_scale()
+    cur_scale = loss_scale
 
     def connect(
-        self, state: OptimizerState, policy: UpdatePolicy, at_end: Callable[[Callable[[], None]], None]
+        self,
+        engine: EngineCalls,
+        state: OptimizerState,
+        policy: UpdatePolicy,
+        at_end: Callable[[Callable[[], None]], None],
     ) -> None:
-        """The run is built: state is read from and written to its tiers from now on, and calls of the user's own
-        optimizer come here. `at_end` is given the acts that end that, each before what it ends begins."""
+        """The run is built: calls go to `engine`, which lives as long as this, state is read from and written to its
+        tiers, and calls of the user's own optimizer come here. `at_end` is given the acts that end that, each before
+        what it ends begins."""
+        self._engine = engine
         access = self._access = StateAccess(state, policy, self.param_groups)
         at_end(access.close)
         self.state = access  # type: ignore[assignment]
@@ -79,7 +86,7 @@ class TieredOptimizer(Optimizer):
                 "step(closure) runs forward and backward inside step(), which an offloaded update cannot do. Call "
                 "engine(batch) and engine.backward(loss) first, then step() without a closure."
             )
-        self._take_step()
+        self._calls().step()
         return None
 
     step.hooked = True  # type: ignore[attr-defined]  # torch then leaves it alone: hooks fire in `update`
@@ -102,7 +109,7 @@ class TieredOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """The same as `engine.zero_grad()`."""
-        self._zero_grad(set_to_none)
+        self._calls().zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
         """torch's own format, with copies: fp32 CPU tensors in the parameters' shapes, from any tier and state format.
@@ -137,7 +144,7 @@ class TieredOptimizer(Optimizer):
         return self._access.read_one(param)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        if hasattr(self, "_take_step"):
+        if hasattr(self, "_engine"):
             raise ModelError(
                 "Parameters cannot join after tiered_zero.initialize(): their state is laid out when the run starts. "
                 "Pass all parameter groups to initialize(); set requires_grad=False or lr=0 for those that shall wait."
@@ -146,6 +153,11 @@ class TieredOptimizer(Optimizer):
 
     def __getstate__(self) -> NoReturn:
         raise ModelError("The optimizer of an engine cannot be copied or pickled. Save optimizer.state_dict() instead.")
+
+    def _calls(self) -> EngineCalls:
+        if self._engine is None:
+            raise ModelError("The optimizer steps once tiered_zero.initialize() has returned; it was called before.")
+        return self._engine
 
     def _matched(self, given: Mapping[str, Any]) -> tuple[dict[nn.Parameter, ParamState], list[dict[str, Any]]]:
         """The state of each parameter, and the groups' new values with "params", as the class itself completes them."""

@@ -1,0 +1,140 @@
+"""What surrounds a forward or backward: checks of the model, and the hooks by which autograd saves views of units."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import final
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from tiered_zero.errors import ModelError, TieredZeroError
+from tiered_zero.params.pager import Pager
+from tiered_zero.params.slots import ParameterSlots
+
+_NO_TRANSFORM = (
+    "torch.func.grad, vjp, jacrev and hessian do not support saved tensor hooks, by which paged parameters are saved "
+    "for backward, so they cannot run over a module of the engine, nor inside its forward. Use torch.autograd.grad "
+    "(with create_graph=True where the result is differentiated again), or torch.func.jvp."
+)
+
+
+@final
+class PassScope:
+    """Saves views of units by name while a pass runs: one of the engine, or of a module that is called directly, past
+    the engine. Driver thread.
+    """
+
+    def __init__(self, model: nn.Module, pager: Pager) -> None:
+        self._model = model
+        self._pager = pager
+        self._slots = ParameterSlots(model)
+        self._frozen = {name: param for name, param in model.named_parameters() if not param.requires_grad}
+        self.is_direct = False
+        """Whether a module runs that was called directly, in thread `_opener`."""
+        self._opener = 0
+        self._saving: saved_tensors_hooks | None = None
+        self._innermost: nn.Module | None = None
+        """The module without units that was called directly, and how often it runs inside itself."""
+        self._depth = 0
+
+    def is_root(self, module: nn.Module) -> bool:
+        return module is self._model
+
+    @contextmanager
+    def saving_views(self) -> Iterator[None]:
+        """While open, autograd saves views of flats by name instead of by address."""
+        self._refuse_tracing()
+        self._pager.refuse_changes()
+        saving = self._start_saving()
+        try:
+            yield
+        except RuntimeError as error:
+            if "saved tensor hooks" in str(error) and not isinstance(error, TieredZeroError):
+                raise ModelError(_NO_TRANSFORM) from error
+            raise
+        finally:
+            saving.__exit__()
+
+    def check_parameters(self) -> None:
+        """Raises ModelError where the model has other parameters than those that are paged."""
+        self._slots.check()
+
+    # -- modules that are called directly ------------------------------------------------------------------------------
+
+    def begin_direct(self, module: nn.Module) -> None:
+        self._refuse_tracing()
+        self._pager.driver.enter(f"The forward of {type(module).__name__}")
+        self.is_direct, self._opener = True, threading.get_ident()
+
+    def save_direct(self) -> None:
+        """The module's frame is open: save views by name until `end_direct`."""
+        self._saving = self._start_saving()
+
+    def end_direct(self) -> None:
+        self.is_direct = False
+        self._innermost = None
+        saving, self._saving = self._saving, None
+        if self._opener == threading.get_ident():  # else that thread has ended, and with it what autograd held for it
+            if saving is not None and self._is_saving():
+                saving.__exit__()
+            self._pager.driver.leave()
+
+    def enters_direct(self, module: nn.Module) -> bool:
+        """Whether the call of `module`, which owns no unit, is a direct one. Pairs with `leaves_direct`."""
+        if self._pager.is_running():
+            self._depth += self._innermost is module
+        elif self._pager.is_called_directly():
+            self._innermost, self._depth = module, 1
+            return True
+        return False
+
+    def leaves_direct(self, module: nn.Module) -> bool:
+        """Whether this ends the direct call of `module`."""
+        if self._innermost is not module or self._pager.driver.is_other():
+            return False
+        self._depth -= 1
+        return not self._depth
+
+    def abort(self) -> None:
+        """No forward runs any more: what one that was interrupted has left on autograd's stack of hooks goes."""
+        if self.is_direct:
+            self.end_direct()
+        while self._is_saving():
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _is_saving(self) -> bool:
+        """Whether our hooks for saved tensors are the top of this thread's."""
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        return hooks is not None and hooks[0] == self._pager.pack
+
+    def _start_saving(self) -> saved_tensors_hooks:
+        """Check what must hold of the model when the outermost forward or a backward begins; then save by name."""
+        self._check_frozen()
+        self._pager.check_converted()
+        if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+            raise ModelError(_NO_TRANSFORM)
+        saving = saved_tensors_hooks(self._pager.pack, self._pager.unpack)
+        saving.__enter__()
+        return saving
+
+    def _check_frozen(self) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            thawed = next((name for name, param in self._frozen.items() if param.requires_grad), None)
+        if thawed is not None:
+            raise ModelError(
+                f"Parameter {thawed} requires a gradient, but was frozen when the run started: it has no optimizer "
+                "state, and would never be updated. Freeze parameters that shall wait after tiered_zero.initialize()."
+            )
+
+    def _refuse_tracing(self) -> None:
+        if torch._C._get_tracing_state():
+            raise ModelError(
+                "torch.jit.trace cannot trace a module of a tiered_zero engine: the trace would read parameters while "
+                "their bytes rest elsewhere. Use a copy: torch.jit.trace(copy.deepcopy(engine.module), ...)."
+            )

@@ -1,0 +1,478 @@
+"""The order of events within a step: the one place where phase, parameters, gradients and updates meet."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from tiered_zero.config.schema import Config
+from tiered_zero.errors import EngineFailedError, ModelError, NonFiniteError, TieredZeroError
+from tiered_zero.grads.accumulator import GradientStore
+from tiered_zero.grads.arrivals import GradientArrivals
+from tiered_zero.grads.check import GradCheck, check_gradients
+from tiered_zero.grads.overflow import OverflowGuard
+from tiered_zero.hardware.process import OwnProcess
+from tiered_zero.hardware.runtime import Runtime
+from tiered_zero.layout.flat import Unit
+from tiered_zero.params.call_phase import CallPhase, Phase
+from tiered_zero.params.pager import Pager
+from tiered_zero.params.pass_scope import PassScope
+from tiered_zero.params.visible_gradients import VisibleGradients
+from tiered_zero.plan.update_policy import UpdateChoice
+from tiered_zero.telemetry.step_meter import StepMeter
+from tiered_zero.update.handle import TieredOptimizer
+from tiered_zero.update.policy import UpdatePolicy
+
+logger = logging.getLogger("tiered_zero")
+
+HIDDEN_BY_UPDATE = (
+    'its update begins in backward, as it does where nothing is clipped or checked. Set "tiered_zero": '
+    '{"optimizer_in_backward": false} to read and change gradients until step(). To clip, set gradient_clipping; '
+    "engine.get_global_grad_norm() has the norm after step()."
+)
+HIDDEN_BY_SCALE = (
+    "it is multiplied by the loss scale of fp16 until step(). To clip, set gradient_clipping; "
+    "engine.get_global_grad_norm() has the norm after step(); engine.zero_grad() drops gradients. To read or change "
+    "gradients, train in bf16 or fp32."
+)
+NO_OPTIMIZER = (
+    'This engine evaluates: initialize() was given no optimizer, and the config has no section "optimizer". Add one of '
+    "the two to train."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Movers:
+    """What `TrainStep` orders. `drain`: blocks until lanes and disk are idle, also after an interrupted call."""
+
+    pager: Pager
+    scope: PassScope
+    gradients: GradientStore
+    visible_gradients: VisibleGradients
+    policy: UpdatePolicy
+    runtime: Runtime
+    drain: Callable[[], None]
+
+
+@dataclass(kw_only=True)
+class StepCounts:
+    """What a step that is applied or skipped counts, and one that is dropped leaves as it was."""
+
+    micro_steps: int = 0
+    global_steps: int = 0
+    grad_check: GradCheck | None = None
+
+
+class TrainStep:
+    """Orders the events of one engine, to which it has no reference.
+
+    Module hooks, the guard of offloaded parameters, `gathered`, state_dict and the engine call it; the movers know
+    neither it nor each other. Driver thread, or autograd's while the driver waits in backward.
+    """
+
+    def __init__(
+        self,
+        movers: Movers,
+        config: Config,
+        choice: UpdateChoice,
+        *,
+        trains: bool,
+        overflow: OverflowGuard,
+    ) -> None:
+        self.pager, self.scope = movers.pager, movers.scope
+        self.gradients, self.visible_gradients = movers.gradients, movers.visible_gradients
+        self.policy, self.runtime, self._drain_lanes = movers.policy, movers.runtime, movers.drain
+        self.phase: CallPhase = movers.pager.phase
+        self.overflow = overflow
+        self.meter = StepMeter(self.runtime.recorder, self.runtime.ledger)
+        self.num_micro_batches = config.gradient_accumulation_steps
+        self.arrivals = GradientArrivals(
+            self.gradients,
+            self.num_micro_batches,
+            overflow.scaler is not None,
+            self.unit_grads_complete,
+            self.visible_gradients.show,
+        )
+        self.counts = StepCounts()
+        self.boundary: bool | None = None
+        """What the user says of the next `step()`; None: every gradient_accumulation_steps-th one is a boundary."""
+        self.was_applied = False
+        self.is_closed = False
+        self.is_reported = False
+        """Whether a call has raised since the last step: then nobody believes that its update was made."""
+        self._trains = trains
+        self._clipping = config.gradient_clipping
+        self._optimizer_in_backward = choice.optimizer_in_backward
+        self._process = OwnProcess()
+        self._before_step: tuple[StepCounts, Any] | None = None
+        self._num_backwards = 0  # since the last step()
+        self._one_backward_each = True  # in every micro-batch so far, and step() right after it
+        self._uses_before_step = 0  # of weights, when the last backward ended
+        self._is_accumulating = False
+        """Whether the last `step()` only counted a micro-batch."""
+        self._warned_of_no_gradient = False
+        self.gradients.hidden = self._why_hidden(False)
+
+    # -- module hooks, on the driver thread or in a recomputation in backward ------------------------------------------
+
+    def pre_forward(self, module: nn.Module, units: Sequence[Unit]) -> None:
+        """Open the module's frame and make `units` usable; begin a pass where the module is called directly."""
+        if self.scope.is_root(module):  # which does not run inside itself
+            self._end_interrupted_forward()
+        is_direct = self.pager.is_called_directly()
+        if is_direct:
+            self._recover_between_calls()
+            self.scope.begin_direct(module)
+        self.pager.enter_frame(units)
+        if is_direct:
+            self.scope.save_direct()
+
+    def post_forward(self) -> None:
+        """Close the module's frame: release what it used."""
+        self.pager.exit_frame()
+        if self.scope.is_direct and not self.pager.is_running():
+            self.scope.end_direct()
+
+    def _end_interrupted_forward(self) -> None:
+        """End what a module that was called directly has left where it was interrupted: torch runs no hook then."""
+        self.pager.driver.check("A module's forward")
+        if self.scope.is_direct:
+            self._recover_between_calls()
+            self.scope.abort()
+            self.pager.abort()
+
+    def grad_ready(self, param: nn.Parameter) -> None:
+        """Move `param.grad`, complete for one pass, to its home. Autograd's thread."""
+        if not self._trains:
+            param.grad = None
+            raise ModelError(NO_OPTIMIZER)
+        self.arrivals.take(param)
+
+    def unit_grads_complete(self, unit: Unit) -> None:
+        """Release the unit, and let its update begin where the policy updates in backward."""
+        self.pager.finish_gradients(unit)
+        self.policy.complete_unit(unit)
+
+    # -- reads and writes of weights -----------------------------------------------------------------------------------
+
+    def before_weights_read(self) -> None:
+        """Make every update visible. Called by `gathered`, state_dict and copies of parameters."""
+        if not self.pager.is_running():
+            self._recover_between_calls()
+        self.policy.flush()
+
+    def before_weights_write(self) -> None:
+        """End every update, and drop what is prefetched for the next: weights or state are about to be written."""
+        self.policy.settle()
+
+    def pre_state_dict(self) -> None:
+        self.pager.start_copying(self.before_weights_read)
+
+    def demand(self, params: Sequence[nn.Parameter], function: str) -> None:
+        """Make `params` usable, the first of which is guarded and passed to `function`; or raise."""
+        self.pager.demand(params, function)
+
+    def copy_of(self, param: nn.Parameter) -> torch.Tensor | None:
+        return self.pager.copy_of(param)
+
+    def idle_copy(self, param: nn.Parameter) -> torch.Tensor | None:
+        return self.pager.idle_copy(param, self.before_weights_read)
+
+    # -- the engine's calls --------------------------------------------------------------------------------------------
+
+    def check(self, trains: bool = False) -> None:
+        """Begin a call: clear up after an interrupted one. Raises EngineFailedError once an update has failed, and
+        ModelError where the engine is closed, `trains` without an optimizer, or has lost parameters."""
+        self.recover()
+        if self.is_closed:
+            raise ModelError("This engine is closed; its tiers are gone. Make another with tiered_zero.initialize().")
+        with self.surfacing():
+            self.policy.check()
+            self.scope.check_parameters()
+        if trains and not self._trains:
+            raise ModelError(NO_OPTIMIZER)
+
+    def forward(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], num_tokens: int) -> Any:
+        self.check()
+        with self.surfacing(), self._pass(Phase.FORWARD):
+            if not (torch.is_grad_enabled() and module.training):
+                self.policy.prepare_evaluation()
+            self.meter.num_tokens += num_tokens if torch.is_grad_enabled() else 0
+            with self.pager.frame(), self.scope.saving_views():
+                return module(*args, **kwargs)
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool, by_steps: bool) -> None:
+        """`by_steps`: divide the loss by the accumulation steps."""
+        self.check(trains=True)
+        with self.surfacing(), self._pass(Phase.BACKWARD):
+            scaled = self.scaled(loss, by_steps)
+            if not loss.requires_grad:
+                raise ModelError(
+                    "backward() was given a loss that requires no gradient: it was computed under torch.no_grad() or "
+                    "detached, or every parameter that it depends on is frozen (requires_grad=False) by now."
+                )
+            self.meter.losses.append(loss.detach())
+            boundary = self.is_boundary()
+            self.gradients.begin_backward(is_last=boundary)
+            self._num_backwards += 1
+            only = self._num_backwards == 1 and self._one_backward_each and not retain_graph
+            self.gradients.hidden = self._why_hidden(boundary and only)
+            with self.scope.saving_views(), self.arrivals.engine_backward():
+                if boundary and only and self.counts.global_steps:
+                    self.policy.begin_backward()
+                scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+            self._uses_before_step = self.pager.num_uses
+
+    def scaled(self, loss: torch.Tensor, by_steps: bool = True) -> torch.Tensor:
+        """The loss divided by the accumulation steps and multiplied by the loss scale."""
+        scaled = loss / self.num_micro_batches if self.num_micro_batches > 1 and by_steps else loss
+        return scaled if self.overflow.scaler is None else scaled.float() * self.overflow.loss_scale
+
+    def step(self, optimizer: TieredOptimizer, lr_scheduler: Any) -> bool:
+        """Count a micro-batch; at a boundary: gradient check -> loss scaler -> update -> learning rate -> report.
+
+        `optimizer`: fires its hooks around the update. They are arguments, because modules refer to this object, and
+        would keep an optimizer, with its engine, from being garbage. Returns whether it was a boundary.
+        """
+        self.check(trains=True)
+        with self.surfacing(), self._changing(Phase.STEP):
+            boundary = self.is_boundary()
+            self._before_step = replace(self.counts), self.overflow.state()
+            self.was_applied = False
+            self.counts.micro_steps += 1
+            used = self._num_backwards and self.pager.num_uses != self._uses_before_step
+            self._one_backward_each &= self._num_backwards == 1 and not used  # then no update begins in backward
+            self._num_backwards = 0
+            self.arrivals.has_noticed = False
+            self._is_accumulating = not boundary
+            if boundary:
+                with self.runtime.recorder.span("compute", "step"):
+                    self._take_step(optimizer, lr_scheduler)
+                self.is_reported = False
+        if boundary:
+            check = self.counts.grad_check
+            self.meter.finish(
+                self.counts.global_steps,
+                grad_norm=check.norm if check else None,
+                loss_scale=self.overflow.loss_scale,
+                skipped=self.overflow.counts.skipped_in_a_row > 0,
+            )
+        return boundary
+
+    def is_boundary(self) -> bool:
+        """Whether the next `step()` updates the weights."""
+        return (self.counts.micro_steps + 1) % self.num_micro_batches == 0 if self.boundary is None else self.boundary
+
+    def flush(self) -> None:
+        self.recover()
+        with self.surfacing():
+            self.policy.flush()
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        self.recover()
+        if self._is_accumulating and not (self._num_backwards or self.arrivals.has_noticed):
+            return
+        self.policy.check_untouched("Gradients are dropped")
+        with self._changing(Phase.DROP):
+            if set_to_none:
+                self._drop_gradients()
+                self.gradients.reset_zero()
+            else:
+                self.arrivals.reset()
+                self.gradients.zero()
+                self.visible_gradients.show()
+                self.gradients.hidden = self._why_hidden(False)
+            self._num_backwards = 0
+            self.meter.losses.clear()
+
+    # -- inside a step -------------------------------------------------------------------------------------------------
+
+    def _take_step(self, optimizer: TieredOptimizer, lr_scheduler: Any) -> None:
+        self.gradients.collect_assigned()
+        self.gradients.wait_transfers()
+        norms = self.gradients.norms()
+        if not norms and not self._warned_of_no_gradient:
+            self._warned_of_no_gradient = True
+            logger.warning(
+                "step() without backward(): no parameter has a gradient, so this step changes no weight. It counts "
+                "as a step for the learning rate schedule; this is said once."
+            )
+        check = self.counts.grad_check = check_gradients(norms, self.overflow.loss_scale, self._clipping)
+        self.counts.global_steps += 1
+        try:
+            is_applied = self.overflow.allows(check, self.counts.global_steps)
+        except NonFiniteError:
+            self._before_step = None  # training ends here, and this step is counted
+            raise
+        if is_applied:
+            self.policy.prepare()
+            self._update(optimizer, lr_scheduler, check)
+        else:
+            self.policy.skip()
+            optimizer.overflow = True
+        self._drop_gradients()
+        self._before_step = None
+
+    def _update(self, optimizer: TieredOptimizer, lr_scheduler: Any, check: GradCheck) -> None:
+        def apply() -> None:
+            self.phase.now = Phase.UPDATE
+            self.policy.apply(self.gradients.detach_step(), check.grad_scale)
+            self.was_applied = True
+
+        try:
+            optimizer.update(apply)
+            if lr_scheduler is not None:
+                lr_scheduler.step()
+        except MemoryError:
+            raise
+        except Exception:
+            if self.was_applied:  # the error of a hook, or of the scheduler: the step is made all the same
+                self._before_step = None
+                self.phase.now = Phase.IDLE
+            raise
+
+    def _drop_gradients(self) -> None:
+        self.arrivals.reset()
+        self.visible_gradients.hide()
+        self.gradients.hidden = self._why_hidden(False)
+        self.gradients.discard()
+
+    def _why_hidden(self, is_only_backward: bool) -> str | None:
+        """Why gradients of this backward cannot be read until step(): the same in every step of a run, though the first
+        step's update never begins in backward."""
+        if is_only_backward and self._optimizer_in_backward:
+            return HIDDEN_BY_UPDATE
+        return HIDDEN_BY_SCALE if self.overflow.loss_scale != 1.0 else None
+
+    # -- interrupted calls ---------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _changing(self, phase: Phase) -> Iterator[None]:
+        """Run a call that changes the step inside. See [Note: Interrupted calls]."""
+        try:
+            self.phase.now = phase
+            yield
+            self.phase.now = Phase.IDLE
+        except BaseException:
+            self.recover()
+            raise
+
+    @contextmanager
+    def _pass(self, phase: Phase) -> Iterator[None]:
+        """Run a forward or backward inside."""
+        with self._changing(phase):
+            self.visible_gradients.hide()
+            with self.runtime.recorder.span("compute", phase.value):
+                yield
+            self.pager.end_pass()
+            self.visible_gradients.show()
+
+    @contextmanager
+    def surfacing(self) -> Iterator[None]:
+        """Raise the original error the first time a failure surfaces, and EngineFailedError after that."""
+        try:
+            yield
+        except BaseException as error:
+            is_reported, self.is_reported = self.is_reported, True
+            if is_reported or (cause := _root_cause(error)) is error:
+                raise
+            raise cause from cause.__cause__
+
+    def _recover_between_calls(self) -> None:
+        """As `recover`, for what the user calls past the engine, perhaps in its forward."""
+        if self.phase.now is Phase.IDLE:
+            self.recover()
+
+    def recover(self) -> None:
+        """Clear up after an interrupted call, if there was one. See [Note: Interrupted calls]."""
+        if self.is_closed or not self._process.is_current():
+            return
+        changing = self.pager.keeper.changing
+        if changing is not None and self.policy.failure is None:
+            self._latch(f"a change by hand of the parameters of {changing.name} was interrupted")
+        phase = self.phase
+        if phase.now is Phase.IDLE:
+            if not self.pager.was_broken_off:
+                return
+            phase.now = Phase.BACKWARD if phase.has_own_backward else Phase.FORWARD
+        if phase.now is Phase.UPDATE and self.policy.failure is None:
+            self._latch("step() was broken off after its update had begun")
+        if phase.now is Phase.FORWARD and not (self.policy.is_open and self.pager.needs_drain):
+            if self.pager.needs_drain:
+                self._drain()
+            self.pager.abort()
+            self.scope.abort()
+            self.visible_gradients.show()
+        else:
+            with suppress(Exception):  # of what is dropped
+                self._drop_step()
+        phase.now = Phase.IDLE
+
+    def drop_interrupted(self) -> None:
+        """Drop the step: a caller cannot know that its call was made, or had not begun, and repeats the batch."""
+        self.phase.now = Phase.DROP
+        self.recover()
+
+    def abort(self) -> None:
+        """Drop the step: drain transfers, offload units, drop gradients. Raises the error of a gradient's transfer."""
+        self.recover()
+        if not self.is_closed:
+            self.phase.now = Phase.DROP
+            self._drop_step()
+            self.phase.now = Phase.IDLE
+
+    def _drop_step(self) -> None:
+        self._drain()
+        self.policy.abort()
+        self.pager.abort()
+        self.scope.abort()
+        self._num_backwards = 0
+        self.meter.clear()
+        if self._before_step is not None:
+            self.counts, overflow = self._before_step
+            self.overflow.restore(overflow)
+        self.counts.micro_steps -= self.counts.micro_steps % self.num_micro_batches
+        self._is_accumulating = False
+        try:
+            self._drop_gradients()
+        finally:
+            self.arrivals.abort()
+            self.gradients.abort()
+
+    def _latch(self, why: str) -> None:
+        self._drain()
+        self.policy.latch(why)
+
+    def _drain(self) -> None:
+        self.policy.give_up()
+        self._drain_lanes()
+        self.policy.cancel_prefetch()
+
+    # -- the first acts of shutdown ------------------------------------------------------------------------------------
+
+    def end_open_update(self) -> None:
+        """Cancel the update of a step that was begun in backward and not taken."""
+        if self.policy.is_open:
+            self.policy.give_up()
+            self._drain_lanes()
+        self.policy.abort()
+
+    def finish_update(self) -> None:
+        """Finish the last update that was taken."""
+        try:
+            self.policy.finalize()
+        except Exception as error:
+            logger.error("the last update was not completed: %s", error)
+
+
+def _root_cause(error: BaseException) -> BaseException:
+    """The failure that latched whatever refuses to go on; `error` itself where that is no refusal."""
+    while isinstance(error, EngineFailedError) and isinstance(error.__cause__, TieredZeroError):
+        error = error.__cause__
+    return error
