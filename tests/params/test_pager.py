@@ -384,7 +384,7 @@ def test_abort_ends_every_frame_and_empties_every_unit() -> None:
     world.pager.enter_frame([world.units[0]])
     world.pager.enter_frame([world.units[1]])
     world.pager.abort()
-    assert world.pager.is_called_directly()
+    assert not world.pager.is_running()
     assert [world.state(index) for index in range(3)] == [UnitState.AWAY] * 3
     assert world.live_pages == 0
     world.use(0, 1, 2)
