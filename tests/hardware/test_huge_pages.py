@@ -24,8 +24,8 @@ def resident_nbytes() -> int:
 
 @pytest.mark.parametrize("nbytes", SIZES)
 def test_a_place_holds_what_is_written_until_it_is_emptied(nbytes: int) -> None:
-    window = HugePagePool(16 * MIB)
-    place, other = window.reserve(nbytes), window.reserve(nbytes)
+    pool = HugePagePool(16 * MIB)
+    place, other = pool.reserve(nbytes), pool.reserve(nbytes)
     assert place.tensor.numel() == nbytes and place.tensor.data_ptr() % PAGE_NBYTES == 0
     assert place.memory.nbytes % PAGE_NBYTES == 0 and place.memory.nbytes >= nbytes
     for value in (1, 2, 3):
@@ -41,9 +41,9 @@ def test_a_place_holds_what_is_written_until_it_is_emptied(nbytes: int) -> None:
 
 
 def test_places_of_all_sizes_share_the_same_memory() -> None:
-    """Four times as much as the window is used in turn; what is resident stays within it."""
-    window = HugePagePool(32 * MIB)
-    places = [window.reserve(nbytes * MIB) for nbytes in (30, 10, 14, 6, 24, 4, 2, 30)]
+    """Four times as much as the pool holds is used in turn; what is resident stays within the pool."""
+    pool = HugePagePool(32 * MIB)
+    places = [pool.reserve(nbytes * MIB) for nbytes in (30, 10, 14, 6, 24, 4, 2, 30)]
     gc.collect()
     before = resident_nbytes()
     for _ in range(3):
@@ -56,9 +56,9 @@ def test_places_of_all_sizes_share_the_same_memory() -> None:
     assert kept < 48 * MIB
 
 
-def test_more_than_the_window_is_lent_and_goes_back_to_the_system() -> None:
-    window = HugePagePool(8 * MIB)
-    places = [window.reserve(8 * MIB) for _ in range(4)]
+def test_more_than_the_pool_holds_is_mapped_and_freed_again() -> None:
+    pool = HugePagePool(8 * MIB)
+    places = [pool.reserve(8 * MIB) for _ in range(4)]
     before = resident_nbytes()
     for number, place in enumerate(places):
         place.fill()
@@ -72,8 +72,8 @@ def test_more_than_the_window_is_lent_and_goes_back_to_the_system() -> None:
 
 def test_memory_is_moved_not_cleared() -> None:
     """The bytes of the unit that had the pages before are still in them."""
-    window = HugePagePool(HUGE_PAGE_NBYTES)
-    first, second = window.reserve(HUGE_PAGE_NBYTES), window.reserve(HUGE_PAGE_NBYTES)
+    pool = HugePagePool(HUGE_PAGE_NBYTES)
+    first, second = pool.reserve(HUGE_PAGE_NBYTES), pool.reserve(HUGE_PAGE_NBYTES)
     first.fill()
     first.tensor.fill_(7)
     first.empty()
@@ -98,9 +98,9 @@ def test_a_store_that_begins_inside_of_a_huge_page_stays_within_its_memory(monke
 
 
 def test_pages_that_are_kept_make_room_for_units_that_are_smaller_than_a_page() -> None:
-    window = HugePagePool(32 * MIB)
-    large = window.reserve(32 * MIB)
-    small = [window.reserve(HUGE_PAGE_NBYTES - PAGE_NBYTES) for _ in range(16)]
+    pool = HugePagePool(32 * MIB)
+    large = pool.reserve(32 * MIB)
+    small = [pool.reserve(HUGE_PAGE_NBYTES - PAGE_NBYTES) for _ in range(16)]
     before = resident_nbytes()
     for places in ([large], small, [large]):
         for place in places:
@@ -125,12 +125,12 @@ def test_a_closed_accelerator_keeps_no_pages_for_places_that_are_still_held() ->
     accelerator.close()
 
 
-def test_views_keep_their_memory_when_the_window_is_gone() -> None:
-    window = HugePagePool(8 * MIB)
-    place = window.reserve(8 * MIB)
+def test_views_keep_their_memory_when_the_pool_is_gone() -> None:
+    pool = HugePagePool(8 * MIB)
+    place = pool.reserve(8 * MIB)
     place.fill()
     view = place.tensor[5:].fill_(9)
-    del window, place
+    del pool, place
     gc.collect()
     assert view.eq(9).all()
 
@@ -161,8 +161,8 @@ def test_a_file_is_read_into_a_place_without_a_copy(swap_path: Path) -> None:
 
 
 def test_where_no_page_moves_any_more_the_system_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    window = HugePagePool(8 * MIB)
-    places = [window.reserve(4 * MIB) for _ in range(2)]
+    pool = HugePagePool(8 * MIB)
+    places = [pool.reserve(4 * MIB) for _ in range(2)]
     places[0].fill()
     places[0].tensor.fill_(1)
     places[0].empty()
@@ -170,7 +170,7 @@ def test_where_no_page_moves_any_more_the_system_serves(monkeypatch: pytest.Monk
     def refused(*_: object) -> None:
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr(window.__class__, "_move", refused)
+    monkeypatch.setattr(pool.__class__, "_move", refused)
     for place in places:
         place.fill()
         place.tensor.fill_(2)
@@ -180,8 +180,8 @@ def test_where_no_page_moves_any_more_the_system_serves(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_what_has_no_memory_shows_nan(dtype: torch.dtype) -> None:
-    window = HugePagePool(8 * MIB)
-    places = [window.reserve(nbytes) for nbytes in (5 * MIB + 4, HUGE_PAGE_NBYTES, 100)]
+    pool = HugePagePool(8 * MIB)
+    places = [pool.reserve(nbytes) for nbytes in (5 * MIB + 4, HUGE_PAGE_NBYTES, 100)]
 
     def shows_nan(index: int) -> bool:
         return bool(places[index].tensor.view(dtype).isnan().all())
@@ -197,6 +197,6 @@ def test_what_has_no_memory_shows_nan(dtype: torch.dtype) -> None:
     places[0].fill()
     places[0].tensor.fill_(7)
     assert shows_nan(1), "nothing that is written to memory reaches the pattern"
-    window.close()
+    pool.close()
     places[0].empty()
-    assert shows_nan(0), "also after the window is closed"
+    assert shows_nan(0), "also after the pool is closed"

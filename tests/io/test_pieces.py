@@ -12,7 +12,7 @@ from tiered_zero.io.pieces import Progress
 
 
 def progress_over(path: Path, kind: str, nbytes: int, alignment: int) -> tuple[Progress, DiskFile]:
-    file = DiskFile(str(path), -1, alignment=alignment, direct=alignment > 1, settle=lambda _: True)
+    file = DiskFile(str(path), -1, alignment=alignment, direct=alignment > 1, drain=lambda _: True)
     return Progress(Request(kind, str(path), 0, nbytes), file, 0, nbytes), file
 
 

@@ -49,7 +49,7 @@ class Lane(ABC):
         `holds`: device tensors that the job reads or writes, referenced until it is launched. Free their memory only
         after `wait_on_compute(transfer)` or `transfer.wait()`: the allocator knows of no stream but compute.
         `waits`: False of a job that waits for nothing but `after`. Where the device is the CPU and nothing is before
-        it, it runs at once on the calling thread: beside compute it would only take one of its cores.
+        it, it runs at once on the calling thread: on its own thread it would take a core from compute.
         Returns the transfer that is done when the job is complete on the device. Any thread.
         """
 
@@ -101,8 +101,8 @@ class Accelerator(ABC):
         """`flat` on the device has just been given memory, whose content is undefined: poisoned in debug mode."""
 
     def reserve_place(self, nbytes: int, window_nbytes: int) -> PageRange | None:
-        """Addresses for a flat that comes and goes, beside others, at most `window_nbytes` at once; None where the
-        device's allocator is to give it memory."""
+        """Reserve addresses for a flat that is fetched and evicted; all such flats hold at most `window_nbytes` at
+        once. None where the device's allocator is to give it memory."""
         return None
 
     def host_pages(self, flat: torch.Tensor) -> memoryview | None:

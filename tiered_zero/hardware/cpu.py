@@ -83,8 +83,8 @@ class CpuAccelerator(LaneAccelerator):
         self._memory_limit_nbytes = memory_limit_nbytes
         self._delay_seed = delay_seed
         self.shares_cores = delay_seed is None
-        self._told_pin = False
-        self._window: HugePagePool | None = None
+        self._logged_pin = False
+        self._page_pool: HugePagePool | None = None
         self._pages: dict[int, memoryview] = {}
 
     def _build_lane(self, name: str) -> WorkerLane:
@@ -96,8 +96,8 @@ class CpuAccelerator(LaneAccelerator):
 
     def reserve_place(self, nbytes: int, window_nbytes: int) -> PageRange | None:
         try:
-            self._window = self._window or HugePagePool(window_nbytes)
-            place = self._window.reserve(nbytes)
+            self._page_pool = self._page_pool or HugePagePool(window_nbytes)
+            place = self._page_pool.reserve(nbytes)
         except OSError as error:
             logger.info("paged parameters get memory from malloc each time: %s", error)
             return None
@@ -108,7 +108,7 @@ class CpuAccelerator(LaneAccelerator):
         return self._pages.get(flat.data_ptr())
 
     def prepare(self, flat: torch.Tensor) -> None:
-        """A unit's memory comes and goes twice a step: in huge pages that costs a few faults, not thousands."""
+        """Advise huge pages: a unit's memory is mapped twice a step, which then costs a few faults, not thousands."""
         if flat.data_ptr() not in self._pages:
             advise_huge_pages(flat)
         super().prepare(flat)
@@ -121,9 +121,9 @@ class CpuAccelerator(LaneAccelerator):
 
     def close(self) -> None:
         super().close()
-        if self._window is not None:
-            self._window.close()  # places hold it for as long as somebody holds them
-        self._window = None
+        if self._page_pool is not None:
+            self._page_pool.close()  # its ranges hold it as long as they are held
+        self._page_pool = None
         self._pages.clear()
 
     def total_memory_nbytes(self) -> int:
@@ -133,8 +133,8 @@ class CpuAccelerator(LaneAccelerator):
         return None
 
     def pin(self, address: int, nbytes: int) -> bool:
-        if not self._told_pin:
-            self._told_pin = True
+        if not self._logged_pin:
+            self._logged_pin = True
             logger.info("host memory is pageable: the device is the CPU, which needs no pinned memory")
         return False
 

@@ -42,7 +42,7 @@ class CudaAccelerator(LaneAccelerator):
             )
         self.device = torch.device("cuda", index)
         self._memory_limit_nbytes = memory_limit_nbytes
-        self._told_pin = False
+        self._logged_pin = False
 
     def _build_lane(self, name: str) -> WorkerLane:
         stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
@@ -112,8 +112,8 @@ class CudaAccelerator(LaneAccelerator):
         if code == 0:
             return True
         self._clear_error()
-        if not self._told_pin:
-            self._told_pin = True
+        if not self._logged_pin:
+            self._logged_pin = True
             logger.warning(
                 "host memory is pageable, so copies to and from the device are slow and do not overlap: "
                 "pinning %s failed (%s)",
@@ -146,6 +146,6 @@ def _order(stream: torch.cuda.Stream, transfer: Transfer) -> None:
 
 
 def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    marker = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # who waits sleeps: the update needs the core
+    marker = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # waiting sleeps: the update needs the core
     marker.record(stream)
     return marker

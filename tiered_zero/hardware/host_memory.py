@@ -40,8 +40,8 @@ class HostSlot:
     _arena: HostArena
 
     def release(self) -> None:
-        """Give the bytes back, once; the caller keeps no view of them, for they will be somebody else's."""
-        self._arena._take_back(self)
+        """Free the bytes, once. The caller keeps no view of them, for the arena gives them to the next slot."""
+        self._arena._release(self)
 
     def view(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
         """The first `numel` elements as a flat of `dtype`."""
@@ -49,7 +49,7 @@ class HostSlot:
 
 
 def trim_malloc() -> None:
-    """Give the system back what malloc keeps of freed blocks; glibc only.
+    """Return the retained heap, malloc's freed blocks, to the system; glibc only.
 
     glibc raises its threshold for blocks of their own to the largest one freed, so that a unit's first values, freed
     before the next unit's are made, leave holes of up to 32 MiB each in the heap. A few milliseconds.
@@ -61,8 +61,8 @@ def trim_malloc() -> None:
 def temporary_zeros(shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Zeros on the CPU that are needed for a moment; large ones in a mapping of their own.
 
-    Values that come and go one after another, while small blocks stay between them, make malloc's heap grow by their
-    sum; what is allocated in the holes later makes them resident, up to all of it.
+    Values that are allocated and freed one after another, while small blocks stay between them, make malloc's heap
+    grow by their sum; what is allocated in the holes later makes them resident, up to all of it.
     """
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes < _MAPPED_NBYTES:
@@ -117,7 +117,7 @@ class HostArena:
             self._taken[offset] = slot
         return slot
 
-    def _take_back(self, slot: HostSlot) -> None:
+    def _release(self, slot: HostSlot) -> None:
         with self._lock:
             if self._closed:
                 return

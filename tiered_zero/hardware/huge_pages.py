@@ -1,10 +1,10 @@
-"""Memory for the units that come and go where the CPU is the device: whole huge pages change places, and stay.
+"""Memory for paged units where the CPU is the device: huge pages move from one unit's addresses to another's.
 
 malloc gives a large block back to the system when it is freed, and the system clears it page by page when it is asked
 for again: on the machine where this was measured, a virtual one, that took several times as long as to read the unit
-from its disk. Here each unit has addresses of its own for good, without memory behind them. The memory is moved under
-them in huge pages (mremap(2), which moves an entry of the page table, not bytes), and away again into a store of such
-pages. So it never falls into pieces, and the disk can write to it directly, for it begins at a page.
+from its disk. Here each unit keeps its own addresses, without memory behind them. Memory is mapped there in huge pages
+(mremap(2), which moves an entry of the page table, not bytes), and unmapped again into a store of such pages. So it is
+never fragmented, and the disk can write to it directly, for it begins at a page.
 
 Addresses without memory of their own show NaN (all bits set, -1 in whole numbers). Code that takes a tensor's address
 past Python (`torch.tensor(parameter)`, DLPack, TorchScript) meets those, and not zeros that look like weights.
@@ -30,8 +30,8 @@ _MAX_STORED = 4096
 
 @final
 class HugePagePool:
-    """Places for units, and huge pages that are kept while no unit has them, as far as `nbytes` go beside those that
-    are full. Driver thread.
+    """Address ranges for units, and a store of huge pages that no unit has; full ranges and the store hold `nbytes` at
+    most. Driver thread.
 
     Raises OSError where the system cannot move pages (not Linux, before 5.7).
     """
@@ -55,20 +55,20 @@ class HugePagePool:
         return PageRange(self, nbytes)
 
     def close(self) -> None:
-        """What is stored goes to the system, and so does from now on what places are emptied of. Idempotent."""
+        """Free what is stored, and from now on what ranges are emptied of. Idempotent."""
         self._vacant.clear()
         self._stored.clear()
         self._store.close()
 
-    def bring(self, address: int, nbytes: int) -> None:
-        """Huge pages from the store under the addresses from `address` on, as many as there are; the system gives the
-        others when they are touched, and takes from the store what would be too much beside them."""
+    def map(self, address: int, nbytes: int) -> None:
+        """Map huge pages of the store at `address`, as many as there are; the system gives the others when they are
+        touched, and the store frees what would be too much with them."""
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED | _MAP_NORESERVE
         size = align_up(nbytes, PAGE_NBYTES)
         if self._libc.mmap(address, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0) == _FAILED:
             raise OSError(ctypes.get_errno(), "mmap of memory for units")
         self._advise(address, size)
-        with suppress(OSError):  # no more mappings are to be had: then the system gives the rest too
+        with suppress(OSError):  # out of mappings: then the system gives the rest too
             for index in range(min(nbytes // HUGE_PAGE_NBYTES, len(self._stored))):
                 self._move(self._stored[-1], address + index * HUGE_PAGE_NBYTES)
                 self._vacant.append(self._stored.pop())
@@ -77,10 +77,10 @@ class HugePagePool:
             self._libc.madvise(self._stored[-1], HUGE_PAGE_NBYTES, mmap.MADV_DONTNEED)
             self._vacant.append(self._stored.pop())
 
-    def take(self, address: int, nbytes: int, keep: bool) -> None:
-        """What lies under these addresses: huge pages into the store as far as it has room, the rest to the system.
-        `keep`: False gives the system everything."""
-        with suppress(OSError):  # and takes the rest
+    def unmap(self, address: int, nbytes: int, keep: bool) -> None:
+        """Move the huge pages at `address` into the store as far as it has room, and free the rest. `keep`: False frees
+        everything."""
+        with suppress(OSError):  # then the rest is freed
             for index in range(min(nbytes // HUGE_PAGE_NBYTES, len(self._vacant)) if keep else 0):
                 self._move(address + index * HUGE_PAGE_NBYTES, self._vacant[-1])
                 self._stored.append(self._vacant.pop())
@@ -115,8 +115,8 @@ class PageRange:
     after `fill` until something is written, and NaN before it and after `empty`. The mapping ends with its last view.
     """
 
-    def __init__(self, window: HugePagePool, nbytes: int) -> None:
-        self._window = window
+    def __init__(self, pool: HugePagePool, nbytes: int) -> None:
+        self._pool = pool
         self._nbytes = align_up(max(nbytes, 1), PAGE_NBYTES)
         mapping = _map(align_up(self._nbytes, HUGE_PAGE_NBYTES) + HUGE_PAGE_NBYTES)
         start = -_address(mapping) % HUGE_PAGE_NBYTES
@@ -124,15 +124,15 @@ class PageRange:
         self.memory = memoryview(mapping)[start : start + self._nbytes]
         self.tensor = torch.frombuffer(mapping, dtype=torch.uint8, offset=start, count=nbytes)
         self.is_full = False
-        window.show_nans(self._address_of_first, self._nbytes)
+        pool.show_nans(self._address_of_first, self._nbytes)
 
     def fill(self) -> None:
-        self._window.bring(self._address_of_first, self._nbytes)
+        self._pool.map(self._address_of_first, self._nbytes)
         self.is_full = True
 
     def empty(self, keep: bool = True) -> None:
-        """`keep`: False where something may still write to this memory, so that no other place may get it."""
-        self._window.take(self._address_of_first, self._nbytes, keep)
+        """`keep`: False where something may still write to this memory, so that no other range may get it."""
+        self._pool.unmap(self._address_of_first, self._nbytes, keep)
         self.is_full = False
 
 

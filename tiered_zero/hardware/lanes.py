@@ -111,7 +111,7 @@ Launch = Callable[[Work], DeviceMarker | None]
 
 
 class DelayInjector:
-    """Seeded delays at the start and the end of jobs, so that a missing wait meets a late partner. One thread."""
+    """Seeded delays at the start and the end of jobs: a missing wait then finds its partner late. One thread."""
 
     def __init__(self, seed: int, lane: str) -> None:
         self._random = random.Random(f"{seed}/{lane}")
@@ -181,7 +181,7 @@ class WorkerLane(Lane):
             if not failure.collected:
                 failure.collected = True
                 exc_info = (type(failure.error), failure.error, failure.traceback)
-                logger.error("a job on lane %s failed and nobody waited for it", self.name, exc_info=exc_info)
+                logger.error("a job on lane %s failed and was not waited for", self.name, exc_info=exc_info)
         self._failures.clear()
 
     def _run(self) -> None:
@@ -259,7 +259,7 @@ class LaneAccelerator(Accelerator):
             flat.data.view(torch.uint8).fill_(0xA5)
 
     def close(self) -> None:
-        """Finish every lane's jobs and stop the threads; errors that nobody waited for are logged. Idempotent."""
+        """Finish every lane's jobs and stop the threads; errors that were not waited for are logged. Idempotent."""
         with self._lock:
             self._closed = True
             lanes = list(self._lanes.values())

@@ -43,7 +43,7 @@ class Lease:
         return typed_view(self.tensor, dtype, numel)
 
     def release(self) -> None:
-        self._pool._take_back(self, self._index)
+        self._pool._release(self, self._index)
 
     def __enter__(self) -> Lease:
         return self
@@ -98,7 +98,7 @@ class StagingPool:
     def lease(self, nbytes: int, holder: str = "", lane: str = "compute") -> Lease:
         """A buffer, as soon as one is free; the wait is recorded as `wait_lease` on `lane`.
 
-        `holder`: who asks, for the table of holders. Raises BudgetError: more than a buffer, or the time is up.
+        `holder`: a name for the table of holders. Raises BudgetError: more than a buffer, or the time is up.
         """
         self._check_size(nbytes)
         with self._changed:
@@ -121,7 +121,7 @@ class StagingPool:
             self._leased = {}
 
     def holders(self) -> list[tuple[str, float]]:
-        """Who holds buffers, each with the lease's age in seconds, oldest first."""
+        """The holders of buffers, each with the lease's age in seconds, oldest first."""
         now_s = time.monotonic()
         with self._changed:
             return [(lease.holder, now_s - lease.since_s) for lease in self._leased.values()]
@@ -152,11 +152,11 @@ class StagingPool:
         self._leased[index] = lease
         return lease
 
-    def _take_back(self, lease: Lease, index: int) -> None:
+    def _release(self, lease: Lease, index: int) -> None:
         with self._changed:
             if self._leased.get(index) is not lease:
                 return
-            self._changed.notify()  # who is woken goes on once the lock is free
+            self._changed.notify()  # the woken thread goes on once the lock is free
             del self._leased[index]
             tensor = lease.tensor
             lease.tensor, lease.memory = tensor[:0], lease.memory[:0]

@@ -16,7 +16,7 @@ from tiered_zero.io.pieces import IOPiece, PieceEngine, PieceQueue, Progress
 
 @final
 class AiofilesEngine(PieceEngine):
-    """An event loop on one thread, and aiofiles' executor beside it. Asks of the platform only seek, read and write.
+    """An event loop on one thread, and aiofiles' executor. Needs of the platform only seek, read and write.
 
     These share the file's position, so that one transfer is on its way in each file: it is made large instead.
     """
@@ -87,15 +87,15 @@ class AiofilesEngine(PieceEngine):
                 progress.advance(moved or 0)  # a raw file says None where it would block
             if progress.pause_s:
                 await asyncio.sleep(progress.pause_s)
-        file.forget(piece.offset, len(view))
+        file.drop_pages(piece.offset, len(view))
 
-    def _settle(self, file: DiskFile | None) -> bool:
-        settled = super()._settle(file)
-        if settled and file is not None:
+    def _drain(self, file: DiskFile | None = None) -> bool:
+        drained = super()._drain(file)
+        if drained and file is not None:
             self._queues.pop(file, None)
             self._locks.pop(file, None)
             self._handles.pop(file, None)
-        return settled
+        return drained
 
     def _stop(self, idle: bool) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)

@@ -51,8 +51,8 @@ class DiskTransfer(IOTransfer):
             raise error
 
     def _patience_s(self, begun_s: float) -> float:
-        """How long it may still go on without a sign of life. Of many requests that hang one is waited for to the
-        limit; the others hang as long already."""
+        """Seconds for which it may still go on without a sign of life. Of many requests that hang, one is waited for
+        to the limit; the others hang as long already."""
         since_s = self.progressed_s() if self.engine.has_stalled else max(begun_s, self.progressed_s())
         return since_s + self.engine.io_timeout_s - time.monotonic()
 
@@ -75,7 +75,7 @@ class DiskEngine(IOEngine):
 
     def open(self, path: str, *, create: bool = False, writable: bool = True) -> DiskFile:
         fd = open_descriptor(path, create=create, writable=writable, direct=self.direct)
-        return DiskFile(path, fd, alignment=self.alignment, direct=self.direct, settle=self._settle)
+        return DiskFile(path, fd, alignment=self.alignment, direct=self.direct, drain=self._drain)
 
     def read(self, file: File, offset: int, into: memoryview, *, urgent: bool = False) -> IOTransfer:
         if into.readonly:
@@ -97,12 +97,12 @@ class DiskEngine(IOEngine):
         ]
 
     def drain(self) -> None:
-        self._settle(None)
+        self._drain()
 
     def close(self) -> None:
         self._closed = True
         if not self._stopped:  # nor if the wait was interrupted
-            idle = self._settle(None)
+            idle = self._drain()
             if self._pid == os.getpid():
                 self._stop(idle)
             self._stopped = True
@@ -147,7 +147,7 @@ class DiskEngine(IOEngine):
             raise TransferError(f"{file.path}: the {'engine' if self._closed else 'file'} has been closed")
         self.check_process(file.path)
 
-    def _settle(self, file: DiskFile | None) -> bool:
+    def _drain(self, file: DiskFile | None = None) -> bool:
         """Wait for what is in flight (of one file, or all), but not again after a stall; False if it is stuck."""
         if self._pid != os.getpid():
             return True

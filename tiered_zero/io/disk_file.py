@@ -123,12 +123,12 @@ def open_descriptor(path: str, *, create: bool, writable: bool, direct: bool) ->
 
 @final
 class DiskFile(File):
-    """One descriptor. `settle` waits until nothing of this file is in flight and says whether that came true."""
+    """One descriptor. `drain` waits until nothing of this file is in flight, and returns False where it is stuck."""
 
-    def __init__(self, path: str, fd: int, *, alignment: int, direct: bool, settle: Callable[[DiskFile], bool]) -> None:
+    def __init__(self, path: str, fd: int, *, alignment: int, direct: bool, drain: Callable[[DiskFile], bool]) -> None:
         self.path, self.alignment = path, alignment
         self.fd, self.direct = fd, direct
-        self._settle = settle
+        self._drain = drain
 
     def allocate(self, nbytes: int) -> None:
         try:
@@ -161,9 +161,9 @@ class DiskFile(File):
     def sync(self) -> None:
         """Raises OSError. What is on the disk need not stay in memory."""
         getattr(os, "fdatasync", os.fsync)(self.fd)
-        self.forget(0, 0)
+        self.drop_pages(0, 0)
 
-    def forget(self, offset: int, nbytes: int) -> None:
+    def drop_pages(self, offset: int, nbytes: int) -> None:
         """Ask for buffered pages to be written and dropped (`nbytes` 0: to the end): host memory has its own plan."""
         if not self.direct and hasattr(os, "posix_fadvise"):
             with contextlib.suppress(OSError):  # advice only
@@ -173,8 +173,8 @@ class DiskFile(File):
         return os.fstat(self.fd).st_size
 
     def close(self) -> None:
-        """Idempotent. A request that is stuck keeps the descriptor open for good: its number, once closed, could be
-        given to another file, and a late write would land there."""
-        if self.fd >= 0 and self._settle(self):
+        """Idempotent. The descriptor of a stuck request is never closed: its number could be given to another file,
+        which a late write would then land in."""
+        if self.fd >= 0 and self._drain(self):
             os.close(self.fd)
         self.fd = -1

@@ -19,8 +19,6 @@ class IOSettings:
     `queue_depth` x `intra_op_parallelism`: the number of workers, that is of calls on their way at once, in all
     engines (with io_uring: of blocks, from one worker); more than 32 is cut to 32, because 32 blocks of 1 MiB already
     fill the fastest array of drives.
-    `single_submit`, `overlap_events`: without effect. They steer how libaio is fed in batches; here workers take the
-    next block whenever they are free, across requests and files, so that nothing is batched and nothing drains.
 
     The defaults, on a virtio disk of 3.4 GB/s read and 6.6 written: alone 2 MiB x 8 comes within 2..5% of the best of
     0.5..4 MiB x 2..16, but where compute has the processors a worker comes late to its next block, and a training step
@@ -31,8 +29,6 @@ class IOSettings:
     block_size: int = 4 * MIB
     queue_depth: int = 16
     intra_op_parallelism: int = 1
-    single_submit: bool = False
-    overlap_events: bool = True
 
     @property
     def block_nbytes(self) -> int:
@@ -102,7 +98,7 @@ class IOEngine(ABC):
 
     @abstractmethod
     def read(self, file: File, offset: int, into: memoryview, *, urgent: bool = False) -> IOTransfer:
-        """`urgent`: somebody waits for it now. It goes before all requests that are not; blocks that a worker has taken
+        """`urgent`: a thread waits for it now. It goes before all requests that are not; blocks that a worker has taken
         go on. The others wait for as long as there are urgent ones: the caller bounds these.
         """
 
@@ -114,7 +110,7 @@ class IOEngine(ABC):
         """fdatasync after every write submitted before it has finished. A failure latches; it is never retried."""
 
     def register(self, memory: memoryview) -> str:
-        """Tell of large memory that requests will lie in again and again; the engine holds it until it is gone itself.
+        """Announce large memory that many requests will lie in; the engine holds it until it is closed.
 
         Once, before such requests, by one thread. Returns what came of it, for the log; "" where nothing could. Nothing
         else depends on it.

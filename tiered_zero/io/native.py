@@ -155,8 +155,8 @@ class NativeTransfer(DiskTransfer):
     def seconds(self) -> float:
         return (self.raw.finished_ns - self.raw.submitted_ns) / _NS if self.raw.finished else 0.0
 
-    def settle(self) -> TransferError | None:
-        """Of a finished request: let go of its memory, and put its outcome into words. Once, by the engine."""
+    def complete_io(self) -> TransferError | None:
+        """Release the memory of a finished request, and return its error. Called once, by the engine."""
         self._view = None
         raw = self.raw
         block = (raw.error_offset, raw.error_wanted, raw.error_got)
@@ -170,7 +170,7 @@ class NativeTransfer(DiskTransfer):
 @final
 class NativeEngine(DiskEngine):
     """One call submits a request and one waits for it, whatever its size; in between its workers need no GIL, so that
-    the rate holds beside Python code that computes. `io_uring`: one thread with a ring instead of a thread a block."""
+    the rate holds while Python code computes. `io_uring`: one thread with a ring instead of a thread a block."""
 
     name = "native"
 
@@ -216,7 +216,7 @@ class NativeEngine(DiskEngine):
         """Take a finished transfer out of the table; a failure latches. Any thread, more than once."""
         with self._lock:
             if transfer in self._unfinished:
-                error = transfer.settle()
+                error = transfer.complete_io()
                 if error is not None:
                     self.latch.set(error)
                 del self._unfinished[transfer]
@@ -234,7 +234,7 @@ class NativeEngine(DiskEngine):
         return transfer
 
     def _check_usable(self, file: DiskFile) -> None:
-        """First see to transfers that nobody has waited for yet: all of them after a failure, else the oldest."""
+        """First collect finished transfers that were not waited for: all of them after a failure, else the oldest."""
         if not self._closed and self._pid == os.getpid():
             failed = self.library.failed(self.pool)
             for transfer in list(self._unfinished) if failed else self._oldest():

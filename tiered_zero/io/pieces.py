@@ -16,7 +16,7 @@ from tiered_zero.io.disk_file import DiskFile, end_of_file_error, transfer_error
 from tiered_zero.io.engine import IOSettings, Request
 
 _MAX_TRIES = 16
-"""Tries without a byte moved before a transfer is given up: they last about a second in all."""
+"""Tries without a byte moved before a transfer fails: they last about a second in all."""
 
 
 @final
@@ -186,7 +186,7 @@ class PieceEngine(DiskEngine):
         """A worker is through with a piece."""
         transfer = piece.transfer
         transfer.moved_s = self.moved_s = time.monotonic()
-        failure = _settled(error, transfer.request) if error is not None else None
+        failure = _as_transfer_error(error, transfer.request) if error is not None else None
         with self._lock:
             if failure is not None and transfer.error is None:
                 transfer.error = failure
@@ -206,7 +206,7 @@ class PieceEngine(DiskEngine):
                 self._enqueue(IOPiece(sync, 0, memoryview(b"")))
 
 
-def _settled(error: BaseException, request: Request) -> TransferError:
+def _as_transfer_error(error: BaseException, request: Request) -> TransferError:
     """As a TransferError without a traceback: its frames would keep the request's memory alive."""
     error.__context__ = error.__cause__ = error.__traceback__ = None
     if isinstance(error, TransferError):

@@ -35,7 +35,7 @@ _ACCESS = ((True, 512), (True, PAGE_NBYTES), (False, 1))
 
 @dataclass(frozen=True)
 class Selection:
-    """`engine`: open, to be closed by whoever asked for it. `alignment`: what its O_DIRECT needs; 1 if buffered.
+    """`engine`: open; the caller closes it. `alignment`: what its O_DIRECT needs; 1 if buffered.
 
     `reasons`: one line for each better engine or access that is off, and the last for the one that was taken.
     """

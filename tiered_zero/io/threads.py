@@ -21,7 +21,7 @@ class ThreadsEngine(PieceEngine):
     """One queue for all requests and files: whichever worker is free takes the next piece, so that the device's queue
     does not drain at the end of a request or a file.
 
-    Needs no compiler. Every call crosses the GIL: beside Python code that computes, prefer the native engine.
+    Needs no compiler. Every call crosses the GIL: while Python code computes, prefer the native engine.
     """
 
     name = "threads"
@@ -99,4 +99,4 @@ def _carry_out(piece: IOPiece) -> None:
             progress.advance(moved)
         if progress.pause_s:
             time.sleep(progress.pause_s)
-    file.forget(piece.offset, len(view))
+    file.drop_pages(piece.offset, len(view))

@@ -6,7 +6,7 @@
  * waits until the writes to its descriptor that stand before it in the list are finished.
  *
  * The workers are threads in system calls, a block each; or one thread with an io_uring, which claims blocks by the
- * same rules, has up to `depth` of them on their way, and takes what became of each through the same `settle`.
+ * same rules, has up to `depth` of them on their way, and takes what became of each through the same `complete_io`.
  *
  * Everything is guarded by the pool's one mutex, except for the system calls themselves and `finished`: that is stored
  * last (release), after which the pool does not touch the request again, and its owner may free it.
@@ -115,7 +115,7 @@ static void aim(block *block)
 /* Take in what one try gave: bytes moved, or -errno. 1 once the block is done, well or badly; else it is tried again,
  * after a pause if `num_tries`. A short transfer is continued; EINTR, EAGAIN and transfers of nothing are tried again,
  * within bounds; a sync is tried once. */
-static int settle(block *block, int64_t moved)
+static int complete_io(block *block, int64_t moved)
 {
     const tz_request *request = block->request;
     if (request->kind == TZ_SYNC) {
@@ -168,7 +168,7 @@ static void carry_out(block *block)
 {
     for (;;) {
         aim(block);
-        if (settle(block, try_once(block)))
+        if (complete_io(block, try_once(block)))
             break;
         if (block->num_tries)
             pause_before_try(block->num_tries);
@@ -319,7 +319,7 @@ static void close_event(tz_pool *pool)
 }
 
 /* End the workers once their blocks are done. `abandon`: do not wait for them, because some are stuck in a system
- * call; what they use, the pool and its unfinished requests, must then stay where it is for good. */
+ * call; what they use, the pool and its unfinished requests, must then never be freed. */
 void tz_pool_close(tz_pool *pool, int32_t abandon)
 {
     pthread_mutex_lock(&pool->mutex);
@@ -334,13 +334,13 @@ void tz_pool_close(tz_pool *pool, int32_t abandon)
             pthread_join(pool->threads[index], NULL);
     }
     if (!abandon) {
-        pthread_mutex_lock(&pool->mutex); /* who submits too late wakes nobody */
+        pthread_mutex_lock(&pool->mutex); /* a late submission wakes no thread */
         close_event(pool);
         pthread_mutex_unlock(&pool->mutex);
     }
 }
 
-/* Of a pool that was closed and not abandoned, once nobody is in a call with it or will be. */
+/* Of a pool that was closed and not abandoned, once no thread is in a call with it or will be. */
 void tz_pool_free(tz_pool *pool)
 {
     pthread_cond_destroy(&pool->work);

@@ -165,7 +165,7 @@ static int ring_enter(ring *ring)
     return taken < 0 ? errno : 0;
 }
 
-/* Take back the last entry that was put and not taken by the kernel; 0 where there is none. */
+/* Remove the last entry that was put and not taken by the kernel; 0 where there is none. */
 static int ring_take_back(ring *ring, uint64_t *tag)
 {
     if (!ring_num_put(ring))

@@ -33,7 +33,7 @@ static void put_block(ring *ring, block *block, int32_t index)
     ring_put(ring, entry);
 }
 
-/* The others go on meanwhile. */
+/* The others go on. */
 static void put_pause(ring *ring, block *block, int32_t index)
 {
     block->pause[0] = 0;
@@ -46,7 +46,7 @@ static void put_pause(ring *ring, block *block, int32_t index)
 /* A try has ended, or a pause. 1 once the block is done. */
 static int advance(ring *ring, block *block, int32_t index, int pause_ended, int64_t result)
 {
-    if (!pause_ended && settle(block, result)) {
+    if (!pause_ended && complete_io(block, result)) {
         drop_pages(block);
         return 1;
     }

@@ -86,7 +86,7 @@ struct tz_copy {
 };
 
 /* MKL's Fortran entry point of vmsSqrt, and the mode in which ATen calls it (VML_HA, denormals kept, errors ignored). Once
- * torch.set_num_threads was called, MKL would start threads even for a block: so each thread here tells it not to. */
+ * torch.set_num_threads was called, MKL would start threads even for a block: so each thread here forbids it. */
 typedef void tz_root(const int32_t *n, const float *a, float *y, const int64_t *mode);
 typedef int tz_set_threads(int num_threads);
 #define TZ_ROOT_MODE (0x2 | 0x140000 | 0x100)
@@ -156,7 +156,7 @@ API int tz_supported(int level) {
 }
 
 /* ---- Threads: a pool that sleeps between calls, one job at a time; the pieces of a job are taken in turn, so that a slow
- * core does not hold up the rest. A second caller meanwhile works alone. Threads start with the first job that has use for
+ * core does not hold up the rest. A second caller at that time works alone. Threads start with the first job that has use for
  * them; a child after fork() has none of its parent's and starts its own. ---- */
 
 struct job {
@@ -270,7 +270,7 @@ static void run(struct tz_pool *pool, void (*piece)(void *, int64_t), void *cont
     pthread_mutex_unlock(&pool->lock);
     work(&job);
     pthread_mutex_lock(&pool->lock);
-    pool->job = NULL; /* who has not woken by now need not */
+    pool->job = NULL; /* a thread that has not woken by now need not */
     while (pool->busy) wait_briefly(&pool->finished, &pool->lock);
     pthread_mutex_unlock(&pool->lock);
     atomic_store(&pool->holder, 0);

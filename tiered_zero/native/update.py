@@ -30,7 +30,7 @@ class Dtype(enum.IntEnum):
     FLOAT16 = 2
     REMAINDER = 3
     """Of Adam's master: int16 that is added to its bfloat16 `out`, taken as the high half of 32 bits; the sign of the
-    second moment tells ties apart."""
+    second moment distinguishes ties."""
 
 
 class Rule(enum.IntEnum):

@@ -2,7 +2,7 @@
 
 Two files in the run's first directory: `manifest`, the committed state, and `manifest.next`, one that is prepared.
 Each is a header line (format, version, bytes and xxh3 of the body) and a JSON body; a torn one is known by its header.
-`prepare` makes the next one durable beside the current one, `confirm` renames it over: several processes that prepare,
+`prepare` makes the next one durable next to the current one, `confirm` renames it over: several processes that prepare,
 meet at a barrier and then confirm always have one step in common.
 """
 
@@ -53,7 +53,7 @@ _RECORD_FIELDS: dict[str, Kinds] = {
 @final
 @dataclass(frozen=True)
 class Record:
-    """A named home for bytes in a store.
+    """A named region of a store.
 
     `nbytes`: what was asked for; `extent_nbytes`: that in whole pages, the limit of reads and writes.
     `offsets`: where each slot starts in the store: one for scratch, two for committed.
@@ -185,7 +185,7 @@ def _ranges(record: Record, items: Any) -> list[Range]:
 
 
 def prepare(directory: Path, data: bytes) -> None:
-    """Write the next (encoded) manifest durably beside the current one. Raises OSError."""
+    """Write the next (encoded) manifest durably, next to the current one. Raises OSError."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     fd = os.open(directory / NEXT_NAME, flags, 0o600)
     try:

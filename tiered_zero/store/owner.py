@@ -1,4 +1,4 @@
-"""Who holds a run's directories: the owner file, its lock, and what tells its process from a later one."""
+"""The owner of a run's directories: the owner file, its lock, and what distinguishes its process from a later one."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _MOST_NBYTES = 1 << 20
 @final
 @dataclass(frozen=True)
 class Owner:
-    """Who holds a run's directories; the text of each directory's owner file, which its process holds by flock.
+    """The owner of a run's directories: the text of each directory's owner file, which its process holds by flock.
 
-    `start_ticks`: the process's start time in clock ticks since boot (proc(5), stat field 22), which tells a process
-    from a later one with the same pid. `created_s`: seconds since the epoch. `paths`: all directories of the run.
+    `start_ticks`: the process's start time in clock ticks since boot (proc(5), stat field 22), which a later process
+    with the same pid does not have. `created_s`: seconds since the epoch. `paths`: all directories of the run.
     """
 
     run_id: str

@@ -1,4 +1,4 @@
-"""The table of a store's records: where they rest, what is written and durable of them, and who uses them now."""
+"""The table of a store's records: where they rest, what of them is written and durable, and their requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The runs under a swap path: who they belong to, whether that process lives, and the removal of dead ones.
+"""The runs under a swap path: their owners, whether that process lives, and the removal of dead ones.
 
 A directory that is not as a run leaves it, or that belongs to another user, is listed with the reason and never stops
 the look at the others. Nothing of another user is read but the owner file, and nothing of theirs is removed.
@@ -137,7 +137,7 @@ def _collect(run: RunInfo, dry_run: bool, committed: bool, unknown: bool) -> Col
             remove_files(fd, keep=OWNER_NAME)
             unlink_missing_ok(OWNER_NAME, fd)
         except BlockingIOError:
-            return Collected(run, False, "a process took it over meanwhile")
+            return Collected(run, False, "another process took it over")
         finally:
             if lock >= 0:
                 os.close(lock)  # NFS and FUSE keep an open file in its directory under another name
@@ -161,7 +161,7 @@ def _take_lock(dir_fd: int, uid: int, unknown: bool) -> int:
     except BaseException as error:
         os.close(fd)
         if isinstance(error, BlockingIOError):
-            raise StoreError("a process took it over meanwhile") from None
+            raise StoreError("another process took it over") from None
         if isinstance(error, OSError) and unknown:
             return -1
         raise

@@ -166,7 +166,7 @@ class SwapDir:
 def check_parent(path: Path) -> Path:
     """`path` made absolute, if this user may safely put private files below it.
 
-    Raises ConfigError (missing, no directory, not writable), or StoreError where somebody else could put other files in
+    Raises ConfigError (missing, no directory, not writable), or StoreError where another user could put other files in
     their place: another user owns a part of the path or may rename in it. A symbolic link is followed only where root
     or this user made it, and never as the last component.
     """
@@ -247,7 +247,7 @@ def _lock(hold: _Hold, flags: int = 0) -> None:
         ) from None
     lock_fd(hold.lock)
     if not os.fstat(hold.lock).st_nlink:
-        raise StoreError(f"The run's directory {hold.path} was removed meanwhile.")
+        raise StoreError(f"The run's directory {hold.path} was removed by another process.")
 
 
 def _leave(pid: int, holds: list[_Hold], delete: bool) -> None:

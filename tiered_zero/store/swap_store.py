@@ -35,7 +35,7 @@ _SAMPLE = 16
 """With checksums "sample" one chunk of so many has one."""
 
 _STUCK_S = 5.0
-"""How long `close` waits for requests after a failure; they may be stuck for good."""
+"""How long `close` waits for requests after a failure; they may be stuck for ever."""
 
 _PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE)
 """Failures to write a manifest after which the same commit may be tried again."""
@@ -47,8 +47,8 @@ Checksums = Literal["all", "sample", "off"]
 class SwapStore:
     """Named records on NVMe. Driven by one thread; its transfers may be waited on by any.
 
-    A request that overlaps another of the same record that is still in flight is refused unless both are reads: order
-    is the caller's, who waits on transfers. A failed transfer or sync latches the store: it only raises from then on.
+    A request that overlaps another of the same record that is still in flight is refused unless both are reads: the
+    caller orders them, by waiting. A failed transfer or sync latches the store: it only raises from then on.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class SwapStore:
     def reserve(
         self, name: str, nbytes: int, *, dtype: str = "uint8", shape: tuple[int, ...] = (), committed: bool = False
     ) -> Record:
-        """A home for `nbytes`, page-aligned; a committed one takes two slots. Its bytes cannot be read before written.
+        """A record of `nbytes`, page-aligned; a committed one takes two slots. Its bytes cannot be read before written.
 
         Raises StoreError: the name is taken, or the capacity is used up.
         """
@@ -156,7 +156,7 @@ class SwapStore:
         return self.reserve(name, nbytes, **options), offsets
 
     def release(self, record: Record) -> None:
-        """Give the record's extents back; those that the durable manifest names after the next commit."""
+        """Free the record's extents; those that the durable manifest names after the next commit."""
         self._table.release(record)
 
     def records(self) -> dict[str, Record]:
@@ -192,7 +192,7 @@ class SwapStore:
         into = memoryview(into).cast("B")
         end = offset + len(into)
         request = InFlight("read", offset, end)
-        with self._given_up(record, request):
+        with self._ended_on_error(record, request):
             ranges = self._table.begin_read(record, request)
             checks = [] if self._checksums == "off" else [r for r in ranges if r.digest is not None]
             checks = [r for r in checks if offset <= r.start and r.end <= end]
@@ -209,7 +209,7 @@ class SwapStore:
         self._check()
         data = memoryview(data).cast("B")
         request = InFlight("write", offset, offset + len(data))
-        with self._given_up(record, request):
+        with self._ended_on_error(record, request):
             runs = self._table.begin_write(record, request)
             pieces = [(piece, self._is_hashed()) for run in runs for piece in cut(run, CHUNK_NBYTES)]
             written: list[Range] = []
@@ -242,7 +242,7 @@ class SwapStore:
         self.confirm()
 
     def prepare(self, step: int, metadata: Mapping[str, Any]) -> None:
-        """First half of `commit`: the new state is durable beside the last one; `recover` can open either.
+        """First half of `commit`: the new state is durable next to the last one; `recover` can open either.
 
         Processes that must commit together prepare, meet, and confirm. Committed records rest until `confirm`.
         Raises StoreError while one of them is being written, and, with nothing changed, if the manifest does not fit.
@@ -293,8 +293,8 @@ class SwapStore:
         return find_broken(self._directory.paths, self._files.stripes, self._table.at_rest())
 
     def drain_all(self) -> None:
-        """Wait for every request, also for those that nobody holds a transfer of because their caller was interrupted.
-        Nobody else uses the store meanwhile. Does not raise what makes one fail."""
+        """Wait for every request, also for those whose transfer was lost because their caller was interrupted. No other
+        thread uses the store at this time. Does not raise the error of a failed one."""
         self._files.drain()
         finalized = threading.Event()
         self._finalizing.submit(finalized.set)
@@ -317,7 +317,7 @@ class SwapStore:
             self._directory.release()
 
     @contextmanager
-    def _given_up(self, record: Record, request: InFlight) -> Iterator[None]:
+    def _ended_on_error(self, record: Record, request: InFlight) -> Iterator[None]:
         """If the block raises, the request has ended when that is passed on: nothing of it moves bytes any more."""
         try:
             yield

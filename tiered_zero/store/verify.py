@@ -47,7 +47,7 @@ class Verified:
 
 
 def verify_run(paths: Sequence[Path]) -> Verified | None:
-    """Check the committed state of the run in `paths`; None if it has none. A live run may commit meanwhile.
+    """Check the committed state of the run in `paths`; None if it has none. A live run may commit at the same time.
 
     Extents that the durable manifest names are not rewritten before the next one is durable, so what was found
     counts if the manifest is still the same at the end. Raises StoreError for a damaged manifest.

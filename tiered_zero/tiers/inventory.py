@@ -22,7 +22,7 @@ class Home:
 
 
 class Inventory:
-    """(unit or sub-group, kind) -> home, and for each unit the unit_update of its last update.
+    """(unit or sub-group, kind) -> home, and the last update of each unit.
 
     A unit without a "param" home rests on the device, in its own storage. Driver thread; reads also from the update
     thread.
@@ -46,11 +46,11 @@ class Inventory:
         return home
 
     def move(self, homes: Mapping[tuple[Owner, str], Home]) -> None:
-        """Give each (owner, kind) the home named here: all at once, so that nothing can break off in between."""
+        """Set the home of each (owner, kind), all at once, so that an interrupt cannot separate them."""
         self._homes.update({(type(owner), owner.index, kind): home for (owner, kind), home in homes.items()})
 
     def publish(self, unit: Unit, unit_update: UnitUpdate) -> None:
-        """Once that is complete, the unit's home (or its storage on the device) holds the updated parameters."""
+        """Set the unit's last update: once it is written, its home (or device storage) holds the new parameters."""
         self._published[unit.index] = unit_update
 
     def published(self, unit: Unit) -> UnitUpdate | None:

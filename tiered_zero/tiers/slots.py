@@ -1,4 +1,4 @@
-"""Plain CPU tensors to and from slots: for birth, state_dict and changes by hand. Not the fast path; it blocks."""
+"""Move plain CPU tensors to and from slots: for initial values, state_dict and user changes. Slow: it blocks."""
 
 from __future__ import annotations
 

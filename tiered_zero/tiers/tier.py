@@ -33,7 +33,7 @@ class BufferView:
 
 @dataclass(frozen=True)
 class Slot:
-    """A named, fixed-size home in a tier. `nbytes`: whole pages. `kind`: what the ledger counts it as."""
+    """A named region of a tier, of fixed size. `nbytes`: whole pages. `kind`: what the ledger counts it as."""
 
     name: str
     nbytes: int
