@@ -1,4 +1,4 @@
-"""Run as a program: training runs with one call broken off at its n-th line, and how they go on.
+"""Run as a program: training runs with one call interrupted at one of its lines, and how they go on.
 
     python run_interrupts.py SWAP_PATH < lines of JSON, each the fields of a `Batch`
 
@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -62,22 +63,24 @@ KINDS: dict[str, type[BaseException]] = {"interrupt": KeyboardInterrupt, "memory
 
 @dataclass(frozen=True)
 class Case:
-    """`kind` of exception raised at line `line` (from 1; 0: none) of one `call`, in step NUM_BEFORE of a run of
-    `config`. `aborts`: the user calls `abort_step()` then; else he only catches it. `repeats`: he makes the step again
-    where it was not made; else he leaves it out."""
+    """`kind` of exception raised in one `call`, in step NUM_BEFORE of a run of `config`, the `nth` time (from 1) that
+    the line `place` ("file:line"; "" for none) is executed. `aborts`: the user calls `abort_step()` then; else he only
+    catches it. `repeats`: he makes the step again where it was not made; else he leaves it out."""
 
     config: str
     call: str
     kind: str = "interrupt"
-    line: int = 0
+    place: str = ""
+    nth: int = 1
     aborts: bool = False
     repeats: bool = True
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Cases of one `call` in runs of `config`: `count` lines of the package, drawn by `seed`; 0:
-    every line, each time."""
+    """Cases of one `call` in runs of `config`: `count` places in the package, drawn by `seed`; 0: every place, each
+    time that it is executed. Which lines a call executes depends on the timing of threads: the draw ranks places by
+    their hash, so that a place more or less changes no other case."""
 
     config: str
     call: str
@@ -87,15 +90,18 @@ class Batch:
 
     def cases(self, places: list[str]) -> Iterator[Case]:
         """`places`: the lines that the call executes, in order."""
-        draw = random.Random(f"{self.seed}/{self.config}/{self.call}")
-        times: dict[str, list[int]] = {}
-        for line, place in enumerate(places, start=1):
-            times.setdefault(place, []).append(line)
-        drawn = draw.sample(sorted(times), min(self.count, len(times)))
-        for line in [draw.choice(times[place]) for place in drawn] if self.count else range(1, len(places) + 1):
-            # where updates begin in backward, a step that is given up after that latches the engine
+        times = Counter(places)
+        ranked = sorted(times, key=lambda one: self._draw(one, 0).random())
+        drawn = [(one, 0) for one in ranked[: self.count]]
+        for place, nth in drawn or [(one, nth) for one in times for nth in range(1, times[one] + 1)]:
+            draw = self._draw(place, nth)
+            nth = nth or draw.randint(1, min(3, times[place]))
+            # where updates begin in backward, a step that is dropped after that latches the engine
             aborts = draw.random() < 0.3 and not begins_in_backward(self.config)
-            yield Case(self.config, self.call, draw.choice(self.kinds), line, aborts, draw.random() < 0.6)
+            yield Case(self.config, self.call, draw.choice(self.kinds), place, nth, aborts, draw.random() < 0.6)
+
+    def _draw(self, place: str, nth: int) -> random.Random:
+        return random.Random(f"{self.seed}/{self.config}/{self.call}/{place}/{nth}")
 
 
 def begins_in_backward(config: str) -> bool:
@@ -104,12 +110,13 @@ def begins_in_backward(config: str) -> bool:
 
 
 class Breaker:
-    """Counts the lines that the calling thread executes in the package, and raises at one of them."""
+    """Lists the lines of the package that the calling thread executes, and raises at one of them, the `nth` time that
+    `place` is executed; "": at any place; `nth` 0: not at all."""
 
-    def __init__(self, error: type[BaseException], line: int) -> None:
+    def __init__(self, error: type[BaseException], place: str, nth: int) -> None:
         self._error = error
-        self._line = line
-        self.num_lines = 0
+        self._place = place
+        self._left = nth
         self.where = ""
         self.places: list[str] = []
 
@@ -123,12 +130,12 @@ class Breaker:
         if not frame.f_code.co_filename.startswith(PACKAGE):
             return None
         if event == "line" and not _cannot_be_interrupted(frame):
-            self.num_lines += 1
-            if not self._line:
-                self.places.append(f"{frame.f_code.co_filename[len(PACKAGE) :]}:{frame.f_lineno}")
-            elif self.num_lines == self._line:
+            place = f"{frame.f_code.co_filename[len(PACKAGE) :]}:{frame.f_lineno}"
+            self.places.append(place)
+            self._left -= self._place in ("", place)
+            if self._left == 0 and self._place in ("", place):
                 sys.settrace(None)
-                self.where = f"{frame.f_code.co_filename[len(PACKAGE) :]}:{frame.f_lineno}"
+                self.where = place
                 raise self._error
         return self._trace
 
@@ -225,7 +232,7 @@ class Run:
     def __init__(self, case: Case, swap_path: Path) -> None:
         self.case = case
         self.swap_path = swap_path
-        self.breaker = Breaker(KINDS[case.kind], case.line)
+        self.breaker = Breaker(KINDS[case.kind], case.place, case.nth if case.place else 0)
         self.losses: list[float] = []
         self.engine: tiered_zero.Engine | None = None
 
@@ -433,8 +440,8 @@ def run(case: Case, swap_path: Path) -> dict[str, Any]:
             result.setdefault("wrong", f"close: {type(error).__name__}: {error}")
             result.setdefault("traceback", "".join(traceback.format_exception(error))[-3000:])
     own.engine = None
-    result["num_lines"], result["where"] = own.breaker.num_lines, own.breaker.where
-    if not case.line:
+    result["num_lines"], result["where"] = len(own.breaker.places), own.breaker.where
+    if not case.place:
         result["places"] = own.breaker.places
     del own
     gc.collect()

@@ -137,7 +137,7 @@ def test_an_interrupt_at_any_line_leaves_a_recorder_that_works() -> None:
         recorder = Recorder()
         recorder.add("update", "update", "", 0.0, 2.0)
         recorder.add("update", "update", "", 4.0, 6.0)
-        breaker = Breaker(KeyboardInterrupt, line)
+        breaker = Breaker(KeyboardInterrupt, "", line)
         with suppress(KeyboardInterrupt), breaker:
             recorder.add("update", "update", "", 1.0, 5.0)
         recorder.add("update", "update", "", 6.0, 9.0)
