@@ -387,7 +387,7 @@ def test_whoever_meets_a_failure_first_tells_what_happened(first: str, update: s
         happened.__cause__ = OSError(5, "Input/output error")
         refusal = EngineFailedError("The swap store failed earlier")
         refusal.__cause__ = happened
-        policy(engine).failure = refusal
+        policy(engine).failures.set(refusal)
         calls = {
             "forward": lambda: engine(batch(1)),
             "backward": lambda: engine.backward(loss),
@@ -497,14 +497,14 @@ def test_an_engine_that_nobody_holds_ends(swap_path: Path) -> None:
 
 
 def test_an_engine_that_its_own_lane_finds_forgotten_ends(swap_path: Path) -> None:
-    """Garbage is collected where some is made: here on the optimizer lane, while an update waits there."""
+    """Garbage is collected where some is made: here on the update lane, while an update waits there."""
     build(swap_path).close()
     before = held()
     engine = build(swap_path)
     forgotten = threading.Event()
     gc.disable()
     try:
-        own = lane(engine, "optimizer")
+        own = lane(engine, "update")
         own.submit(lambda: gc.collect() if forgotten.wait(300) else None)
         run_step(engine, 0)
         engine.itself = engine  # only the collector finds it

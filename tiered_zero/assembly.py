@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,7 @@ from tiered_zero.tiers.inventory import Home, Inventory, Owner
 from tiered_zero.tiers.nvme import NvmeTier
 from tiered_zero.tiers.tier import Tier
 from tiered_zero.train_step import Movers, TrainStep
-from tiered_zero.update.eager import BackwardStart
+from tiered_zero.update.eager import EagerUpdate
 from tiered_zero.update.handle import TieredOptimizer, make_scheduler, restored_on_error
 from tiered_zero.update.masters import Masters
 from tiered_zero.update.optimizer_state import OptimizerState
@@ -96,7 +97,7 @@ def _build(run_spec: RunSpec, lr_scheduler: Any) -> Engine:
             settings.device, settings.device_memory_limit, settings.debug_poison, settings.debug_delay_seed
         )
         resources.callback(accelerator.close)
-        for name in ("gather", "reduce", "optimizer"):
+        for name in ("gather", "reduce", "update"):
             accelerator.lane(name)  # a thread that cannot be started fails here, not in mid-run
         runtime = Runtime(accelerator, ledger, Recorder())
         for line in (*config.notices, *warnings, *planning_notices(run_spec)):
@@ -435,12 +436,13 @@ def _make_policy(
     choice = run_spec.plan.update_policy
     if choice.policy == "barrier":
         return BarrierPolicy(stepper, groups, pager.forget, pager.end_update)
-    in_backward = BackwardStart(run_spec.layouts, gradients.freeze) if choice.optimizer_in_backward else None
     if choice.policy == "overlapped":
-        return OverlappedPolicy(stepper, groups, inventory, units, runtime, pager, in_backward)
+        open_eagerly = partial(EagerUpdate, run_spec.layouts, gradients.freeze)
+        eagerly = open_eagerly if choice.optimizer_in_backward else None
+        return OverlappedPolicy(stepper, groups, inventory, units, runtime, pager, eagerly)
     overlapped = OverlappedPolicy(stepper, groups, inventory, units, runtime, pager)
     back_slots = _BackSlots(units, inventory, pager)
-    return DelayedPolicy(overlapped, settings.delay_start_step, stepper, groups, runtime, back_slots)
+    return DelayedPolicy(overlapped, settings.delay_start_step, stepper, groups, back_slots)
 
 
 class _BackSlots:

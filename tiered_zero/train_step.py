@@ -157,7 +157,7 @@ class TrainStep:
     def unit_grads_complete(self, unit: Unit) -> None:
         """Release the unit, and let its update begin where the policy updates in backward."""
         self.pager.finish_gradients(unit)
-        self.policy.complete_unit(unit)
+        self.policy.unit_ready(unit)
 
     # -- reads and writes of weights -----------------------------------------------------------------------------------
 
@@ -169,7 +169,7 @@ class TrainStep:
 
     def before_weights_write(self) -> None:
         """End every update, and drop what is prefetched for the next: weights or state are about to be written."""
-        self.policy.settle()
+        self.policy.quiesce()
 
     def pre_state_dict(self) -> None:
         self.pager.start_copying(self.before_weights_read)
@@ -450,7 +450,7 @@ class TrainStep:
         self.policy.latch(why)
 
     def _drain(self) -> None:
-        self.policy.give_up()
+        self.policy.cancel_open()
         self._drain_lanes()
         self.policy.cancel_prefetch()
 
@@ -459,7 +459,7 @@ class TrainStep:
     def end_open_update(self) -> None:
         """Cancel the update of a step that was begun in backward and not taken."""
         if self.policy.is_open:
-            self.policy.give_up()
+            self.policy.cancel_open()
             self._drain_lanes()
         self.policy.abort()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,6 +31,7 @@ class SlowTransfer(Transfer):
         self._after = after
         self._start = len(tier.log)
         self._error: Exception | None = None
+        self._lock = threading.Lock()
         tier.log.append((kind, slot.name))
 
     def done(self) -> bool:
@@ -43,18 +45,19 @@ class SlowTransfer(Transfer):
             raise self._error
 
     def _finish(self) -> None:
-        move, self._move = self._move, None  # finished: the tensors are let go
-        if move is None:
-            return
-        try:
-            if self._after is not None:
-                self._after.wait()
-            if (self._kind, self._slot.name) in self._tier.failing:
-                raise TransferError(f"{self._kind} of {self._slot.name} failed")
-            move()
-        except Exception as error:
-            self._error = error.with_traceback(None)  # whose frames hold the tensors
-        self._tier.log.append((f"{self._kind} done", self._slot.name))
+        with self._lock:
+            if self._move is None:
+                return
+            try:
+                if self._after is not None:
+                    self._after.wait()
+                if (self._kind, self._slot.name) in self._tier.failing:
+                    raise TransferError(f"{self._kind} of {self._slot.name} failed")
+                self._move()
+            except Exception as error:
+                self._error = error.with_traceback(None)  # whose frames hold the tensors
+            self._move = None  # finished: the tensors are let go
+            self._tier.log.append((f"{self._kind} done", self._slot.name))
 
 
 @dataclass

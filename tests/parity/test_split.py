@@ -163,7 +163,7 @@ def test_what_rests_on_the_device_waits_for_nothing_else(swap_path: Any, monkeyp
     update = StreamingStepper._update
 
     def late(self: StreamingStepper, work: Any, job: Any) -> None:
-        assert self._passage.updates_on_device(work.subgroup) or begin.wait(300)
+        assert self._io.updates_on_device(work.subgroup) or begin.wait(300)
         update(self, work, job)
 
     monkeypatch.setattr(StreamingStepper, "_update", late)

@@ -84,7 +84,7 @@ def evict_all(engine: tiered_zero.Engine) -> None:
 
 def prefetched(engine: tiered_zero.Engine) -> dict[int, Any]:
     """Sub-group -> its state that is read ahead of the update."""
-    return dict(stepper(engine)._ahead._works)
+    return dict(stepper(engine)._prefetcher._works)
 
 
 def prefetched_nbytes(engine: tiered_zero.Engine) -> int:
@@ -134,9 +134,9 @@ def everything(engine: tiered_zero.Engine) -> dict[str, Any]:
     for (index, piece), scalars in own._scalars.items():
         found[f"scalars {index}.{piece}"] = {name: float(value) for name, value in scalars.items()}
     for layout in own._layouts:
-        nbytes = layout.nbytes if layout.subgroup.index in own._born else layout.master_nbytes
+        nbytes = layout.nbytes if layout.subgroup.index in own._initialized else layout.master_nbytes
         home = inventory(engine).home(layout.subgroup, "state")
-        found[f"state {layout.subgroup.index}"] = read_slot(home, 0, nbytes, own._passage._staging)
+        found[f"state {layout.subgroup.index}"] = read_slot(home, 0, nbytes, own._io._staging)
     return found
 
 
@@ -144,7 +144,7 @@ def masters(engine: tiered_zero.Engine) -> dict[str, torch.Tensor]:
     """Unit -> its fp32 masters, in whatever format they rest."""
     engine.flush()
     own = stepper(engine)
-    found = Masters(own._layouts, own._passage._inventory, own._passage._staging)
+    found = Masters(own._layouts, own._io._inventory, own._io._staging)
     values: dict[str, torch.Tensor] = {}
     for unit in units(engine):
         if unit.trainable:

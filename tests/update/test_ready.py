@@ -1,5 +1,6 @@
 """The queue between backward and a running update: whatever one side does meanwhile, the other goes on."""
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,3 +29,16 @@ def test_backward_gives_up_between_the_look_and_the_taking() -> None:
     queue.close()
     queue.take(seen)
     assert queue.peek() is None and not queue.wait()
+
+
+def test_a_notification_ends_one_wait_even_if_it_came_before() -> None:
+    queue = ReadyQueue()
+    queue.notify()
+    queue.wait_change()
+    waiting = threading.Thread(target=queue.wait_change, daemon=True)
+    waiting.start()
+    waiting.join(0.05)
+    assert waiting.is_alive()
+    queue.notify()
+    waiting.join(10.0)
+    assert not waiting.is_alive() and queue.peek() is None

@@ -155,7 +155,7 @@ class World:
     def step(self, gradients: Gradients | None = None, grad_scale: float = 1.0, **job: Any) -> None:
         gradients = gradients or Gradients(self)
         job.setdefault("unit_updates", {})
-        self.stepper.step(UpdateJob(gradients, grad_scale, self.hyper, **job))
+        self.stepper.step(UpdateJob(gradients=gradients, grad_scale=grad_scale, groups=self.hyper, **job))
         for unit in self.units:
             for entry in unit.entries:
                 if entry.param.index in gradients.absent:
@@ -262,7 +262,7 @@ def reads(world: World) -> list[str]:
 
 def test_what_the_next_step_begins_with_is_read_at_the_end_of_this_one() -> None:
     world = six(num_buffers=4, latency=LATE, params_away=True)
-    world.stepper.read_ahead()
+    world.stepper.prefetch()
     assert not reads(world), "nothing is known before the first step"
     world.step()
     assert reads(world) == [f"s{index}" for index in (*range(6), 0, 1, 2)]
@@ -271,7 +271,7 @@ def test_what_the_next_step_begins_with_is_read_at_the_end_of_this_one() -> None
         assert world.tier.log.index(("write done", f"s{index}")) < last(world, "read", f"s{index}")
     assert last(world, "read", "s0") < world.at("write done", "s5"), "while it still has writes of its own to do"
     world.tier.log.clear()
-    world.stepper.read_ahead()
+    world.stepper.prefetch()
     assert not reads(world), "all that there is room for is read"
     world.step()
     assert reads(world) == [f"s{index}" for index in (3, 4, 5, 0, 1, 2)], "none is read twice"
@@ -337,7 +337,7 @@ def test_state_that_changes_is_read_again() -> None:
     layout.master(world.tier.contents["s0"]).fill_(3.0)
     for segment in layout.subgroup.segments:
         world.masters[segment.unit.index][segment.unit_start : segment.unit_start + segment.numel] = 3.0
-    world.stepper.read_ahead()
+    world.stepper.prefetch()
     world.step()
     world.check()
 
@@ -348,9 +348,9 @@ def test_a_failed_read_ahead_fails_the_step_or_nobody() -> None:
     before = {name: raw.clone() for name, raw in world.tier.contents.items()}
     world.stepper.cancel_prefetch()
     world.tier.failing.add(("read", "s1"))
-    world.stepper.read_ahead()
+    world.stepper.prefetch()
     world.stepper.cancel_prefetch()
-    world.stepper.read_ahead()
+    world.stepper.prefetch()
     with pytest.raises(TransferError, match="read of s1"):
         world.step()
     assert world.staging.num_free == world.staging.count

@@ -320,11 +320,11 @@ class StateAccess(Mapping[nn.Parameter, ParamState]):
         state = self._open()
         self._policy.check_untouched("Optimizer state is loaded")
         state.check(states, groups)
-        self._policy.settle()
+        self._policy.quiesce()
         try:
             state.write(states, groups)
         except BaseException as error:
-            self._policy.failure = error  # partly the old state, partly the new
+            self._policy.failures.set(error)  # partly the old state, partly the new
             raise
 
     def close(self) -> None:

@@ -23,6 +23,7 @@ class ReadyQueue:
         """Their indices, and perhaps some that are taken."""
         self._skipped = list(skipped)
         self._closed = False
+        self._notified = False
 
     def add(self, layout: StateLayout) -> None:
         with self._changed:
@@ -41,7 +42,7 @@ class ReadyQueue:
             self._changed.notify()
 
     def clear(self, keep: Collection[int] = ()) -> list[StateLayout]:
-        """Give up what is not taken yet, but for the sub-groups in `keep`. Returns what is given up."""
+        """Remove what is not taken yet, but for the sub-groups in `keep`. Returns what is removed."""
         with self._changed:
             dropped = [layout for index, layout in self._ready.items() if index not in keep]
             self._ready = {index: layout for index, layout in self._ready.items() if index in keep}
@@ -55,7 +56,7 @@ class ReadyQueue:
             return self._ready[self._heap[0]] if self._heap else None
 
     def take(self, layout: StateLayout) -> None:
-        """Remove what `peek` gave; something shallower may have come before it since, or all have been given up."""
+        """Remove what `peek` gave; something shallower may have come before it since, or all have been removed."""
         with self._changed:
             self._ready.pop(layout.subgroup.index, None)
 
@@ -74,8 +75,20 @@ class ReadyQueue:
         with self._changed:
             return self._closed and not self._ready
 
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """Block until a sub-group is ready (True), or none is left in a closed queue or the time is up (False)."""
+    def notify(self) -> None:
+        """End a `wait_change`, the next one if there is none now."""
         with self._changed:
-            self._changed.wait_for(lambda: self._ready or self._closed, timeout_s)
+            self._notified = True
+            self._changed.notify()
+
+    def wait(self) -> bool:
+        """Block until a sub-group is ready (True), or none is left in a closed queue (False)."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._ready or self._closed)
             return bool(self._ready)
+
+    def wait_change(self) -> None:
+        """Block until a sub-group is ready, the queue is closed, or `notify` was called since the last time."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._ready or self._closed or self._notified)
+            self._notified = False

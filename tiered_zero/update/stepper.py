@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -21,39 +21,37 @@ from tiered_zero.optim.state_layout import StateLayout
 from tiered_zero.tiers.inventory import Inventory
 from tiered_zero.tiers.step_gradients import StepGradients
 from tiered_zero.tiers.unit_update import UnitUpdate
-from tiered_zero.update.prefetch import ReadAhead
+from tiered_zero.transfer import Completion, Transfer
+from tiered_zero.update.prefetch import NullPrefetcher, Prefetcher
 from tiered_zero.update.ready import ReadyQueue
 from tiered_zero.update.subgroup_io import SubGroupIO, SubGroupWork
 
-_POLL_S = 0.002
-"""How often writes are looked at while gradients are waited for."""
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class UpdateJob:
     """One optimizer step, with everything that may change before it is done.
 
-    `groups`: the param groups' values as they were when the step was taken. `param_kind`: which home of a unit takes
-    the new parameters ("param", or "param_back" behind the scenes). `unit_updates`: unit index -> what to complete when
-    the unit's parameters are written. `every_subgroup`: also those without a gradient, whose parameters are written
-    anew. `queue`: sub-groups that become ready one by one; None: all those with a gradient are. `on_device`: only those
-    whose state rests on the device (True) or does not (False); the others count as written. `made`: set once every
-    update is computed, while the last are still written, or when it breaks off.
+    `groups`: the param groups' values when the step was taken. `param_kind`: which home of a unit takes the new
+    parameters ("param", or "param_back" for a delayed update). `unit_updates`: unit index -> what to complete.
+    `every_subgroup`: also those without a gradient, whose parameters are written anew. `queue`: sub-groups that become
+    ready one by one; None: all those with a gradient are. `on_device`: only those whose state rests on the device
+    (True) or does not (False); the others count as written. `computed`: done once every update is computed, while the
+    last are still written, or when the job fails.
     """
 
     gradients: StepGradients
     grad_scale: float
     groups: Sequence[Mapping[str, Any]]
-    unit_updates: dict[int, UnitUpdate]
+    unit_updates: dict[int, UnitUpdate] = field(default_factory=dict)
     param_kind: str = "param"
     every_subgroup: bool = False
     queue: ReadyQueue | None = None
     on_device: bool | None = None
-    made: threading.Event = field(default_factory=threading.Event)
+    computed: Completion = field(default_factory=Completion)
 
 
 class StreamingStepper:
-    """Steps sub-groups in order; with state on nvme as many are on their way as there are staging buffers.
+    """Steps sub-groups in order; with state on nvme as many are in flight as there are staging buffers.
 
     `device_flat`: the flat of a unit that lives on the device. One step at a time, on the thread that calls `step`.
     """
@@ -70,22 +68,24 @@ class StreamingStepper:
         self._layouts = layouts
         self._rule = rule
         self._runtime = runtime
-        self._passage = SubGroupIO(inventory, runtime, staging, device_flat)
-        self._ahead = ReadAhead(self._passage, self._open_nowait)
+        self._io = SubGroupIO(inventory, runtime, staging, device_flat)
+        self._prefetcher = Prefetcher(self._io, self._open_nowait)
+        self._retire_lane = runtime.accelerator.lane("retire") if staging is not None else None
         self._scalars: dict[tuple[int, int], dict[str, Any]] = {}
-        self._born: set[int] = set()
+        self._initialized: set[int] = set()
+        """Sub-groups whose homes hold state besides their masters."""
         self._ending = threading.Event()
 
     @cached_property
     def has_device_state(self) -> bool:
         """Whether the state of some sub-group rests on the device. Homes of state never change."""
-        return any(self._passage.updates_on_device(layout.subgroup) for layout in self._layouts)
+        return any(self._io.updates_on_device(layout.subgroup) for layout in self._layouts)
 
     # -- while no step runs and nothing is read ahead ------------------------------------------------------------------
 
     def has_state(self, layout: StateLayout) -> bool:
-        """Whether the sub-group's home holds state beside its masters."""
-        return layout.subgroup.index in self._born
+        """Whether the sub-group's home holds state besides its masters."""
+        return layout.subgroup.index in self._initialized
 
     def scalars(self, subgroup: SubGroup, piece: ParamPiece) -> Mapping[str, Any]:
         """The piece's `Run.scalars`; empty before its first step."""
@@ -97,11 +97,11 @@ class StreamingStepper:
         for piece in subgroup.pieces:
             self._scalars.pop((subgroup.index, piece.index), None)
         self._scalars.update({(subgroup.index, index): values for index, values in scalars.items()})
-        self._born.add(subgroup.index)
+        self._initialized.add(subgroup.index)
 
     def freeze_groups(self, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The values of the live param groups as they are now, for the step that is taken: schedulers change them while
-        an update runs. The live groups get what the step itself makes of them."""
+        """Copy the values of the live param groups for the step that is taken: schedulers change them while it runs.
+        The live groups get what the step itself makes of them."""
         frozen = [
             {
                 key: value.clone() if isinstance(value, torch.Tensor) else value
@@ -113,85 +113,115 @@ class StreamingStepper:
         self._rule.advance_groups(groups, frozen)
         return frozen
 
-    # -- ahead of the step ---------------------------------------------------------------------------------------------
+    # -- between steps -------------------------------------------------------------------------------------------------
 
-    def read_ahead(self) -> None:
-        """Start to read what the next step will most likely begin with, if that was not done or is forgotten. While no
-        step runs."""
-        self._ahead.read()
+    def prefetch(self) -> None:
+        """Start to read what the next step will most likely begin with, as far as that is not under way."""
+        self._prefetcher.read()
 
     def cancel_prefetch(self) -> None:
-        """What was read ahead is not, or not any more, what the next step needs. While no step runs."""
-        self._ahead.forget()
+        """Drop what was read ahead: state changes, or the next step needs something else."""
+        self._prefetcher.cancel()
 
     def end(self) -> None:
-        """The engine ends, and state and parameters off the device are not read again: give up what only makes
-        those, of a step under way too. Any thread."""
+        """Leave out what the engine's end makes useless: updates, of a step under way too, whose state and parameters
+        are all off the device. Any thread."""
         self._ending.set()
 
     # -- the step ------------------------------------------------------------------------------------------------------
 
     def step(self, job: UpdateJob) -> None:
-        """One update of every sub-group that has a gradient; returns when all of it is written.
+        """Update every sub-group that has a gradient once; return when all of it is written.
 
         Raises TransferError or CorruptionError before a sub-group is changed from bytes that cannot be trusted; what
-        was stepped before that stays stepped. A failure reaches every unit_update that is not complete.
+        was stepped before that stays stepped. A failure reaches every unit update that is not complete.
         """
         queue = job.queue or self._queue_all(job)
         progress = _Progress(job.unit_updates, [layout.subgroup for layout in self._layouts])
+        prefetcher = NullPrefetcher(self._prefetcher) if job.on_device else self._prefetcher
         opened: deque[SubGroupWork] = deque()
         written: deque[SubGroupWork] = deque()
-        staged = job.on_device is not True
-        if staged:
-            self._ahead.begin_step(job.param_kind)
+        prefetcher.begin_step(job.param_kind)
         try:
             while opened or written or queue.wait():
                 if self._ending.is_set():
-                    progress.count_skipped(self._give_up_unseen(queue, opened))
+                    progress.count_skipped(self._drop_unseen(queue, opened))
                 progress.count_skipped(queue.take_skipped())
-                self._open_ready(job, queue, opened)
+                self._fill(job, queue, opened, prefetcher)
                 if opened:
-                    work = opened[0]
-                    for event in work.reads:
-                        self._passage.wait(event, work)
-                    self._update(work, job)
-                    self._passage.write(work, job.unit_updates)
-                    progress.count_made(work.layout.subgroup)
+                    self._update_one(job, opened[0])
+                    progress.count_computed(opened[0].layout.subgroup)
                     written.append(opened.popleft())
-                all_made = not opened and queue.has_ended()
-                if all_made:
-                    job.made.set()
-                if staged:
-                    self._read_ahead(queue)
-                # a write is waited for where nothing goes on without its buffer, or nothing else is to come; otherwise
-                # they are only looked at
-                must_wait = all_made or (not opened and queue.peek() is not None)
-                while written and (must_wait or all(event.done() for event in written[0].writes)):
-                    self._passage.end(written[0])
-                    if staged:
-                        self._ahead.note_ended(written[0])
+                if all_computed := not opened and queue.has_ended():
+                    job.computed.complete()
+                self._prefetch(queue, prefetcher)
+                # a write is waited for where nothing goes on without its buffer, or nothing else is to come
+                must_wait = all_computed or (not opened and queue.peek() is not None)
+                while written and (must_wait or written[0].is_written()):
+                    self._io.finish(written[0])
+                    prefetcher.note_ended(written[0])
                     progress.count_written(written.popleft().layout.subgroup)
                     must_wait = False
-                if staged:
-                    self._read_ahead(queue)
+                self._prefetch(queue, prefetcher)
                 if written and not opened:
-                    queue.wait(_POLL_S)
+                    self._wait_ready_or_written(queue, written[0])
             progress.count_skipped(queue.take_skipped())
         except BaseException as error:
             progress.fail(error)
-            self._passage.abandon([*opened, *written])
-            self._ahead.cancel_all()
+            self._io.cancel([*opened, *written])
+            self._prefetcher.cancel_all()
             raise
         if self._ending.is_set():
-            self._ahead.cancel_all()
-        elif staged:
-            self._ahead.end_step()
+            self._prefetcher.cancel_all()
+        else:
+            prefetcher.end_step()
 
-    def _give_up_unseen(self, queue: ReadyQueue, opened: deque[SubGroupWork]) -> list[StateLayout]:
-        """Returns the sub-groups of which nothing rests on the device, as far as they are not updated yet."""
-        seen = {x.subgroup.index for x in self._layouts if self._passage.outlasting(x.subgroup).segments}
+    def _fill(self, job: UpdateJob, queue: ReadyQueue, opened: deque[SubGroupWork], prefetcher: Prefetcher) -> None:
+        """Open what is ready: first what was prefetched, whatever its place; then in order, as buffers are free."""
+        opened.extend(map(prefetcher.take, queue.take_among(prefetcher.subgroups)))
+        while (layout := queue.peek()) is not None:
+            work = self._open_nowait(layout, job.param_kind)
+            if work is not None:
+                queue.take(layout)
+                prefetcher.note_begun(work)
+                opened.append(work)
+            elif opened or not prefetcher.evict_last():
+                return
+
+    def _update_one(self, job: UpdateJob, work: SubGroupWork) -> None:
+        """Update a sub-group once its bytes are read, and start its writes."""
+        for read in work.reads:
+            self._io.wait(read, work)
+        for segment in work.subgroup.segments:
+            job.gradients.wait_transfers(segment.unit)
+        with (
+            self._runtime.recorder.span("update", "update", f"sub-group {work.subgroup.index}"),
+            self._gradients(work, job.gradients) as grads,
+        ):
+            self._step_runs(work, job, grads)
+        self._io.write(work, job.unit_updates)
+
+    def _prefetch(self, queue: ReadyQueue, prefetcher: Prefetcher) -> None:
+        """Into buffers that nothing needs which is ready."""
+        if queue.peek() is None and not self._ending.is_set():
+            if queue.has_ended():
+                prefetcher.expect_next_step()
+            prefetcher.read()
+
+    def _wait_ready_or_written(self, queue: ReadyQueue, work: SubGroupWork) -> None:
+        """Block until a sub-group is ready, the queue ends, or `work` is written, of which the retire lane notifies."""
+        if queue.peek() is not None or queue.has_ended():
+            return
+        if not work.is_watched and self._retire_lane is not None:
+            work.is_watched = True
+            self._retire_lane.submit(partial(_notify_when_written, tuple(work.writes), queue))
+        queue.wait_change()
+
+    def _drop_unseen(self, queue: ReadyQueue, opened: deque[SubGroupWork]) -> list[StateLayout]:
+        """Take out the sub-groups of which nothing rests on the device, as far as they are not updated yet."""
+        seen = {x.subgroup.index for x in self._layouts if self._io.resident_part(x.subgroup).segments}
         unseen = [work for work in opened if work.subgroup.index not in seen]
-        self._passage.abandon(unseen)
+        self._io.cancel(unseen)
         for work in unseen:
             opened.remove(work)
         return [*(work.layout for work in unseen), *queue.clear(keep=seen)]
@@ -202,52 +232,24 @@ class StreamingStepper:
         for layout in self._layouts:
             todo = job.every_subgroup or has_gradient(layout.subgroup, job.gradients)
             if job.on_device is not None:
-                todo &= self._passage.updates_on_device(layout.subgroup) == job.on_device
+                todo &= self._io.updates_on_device(layout.subgroup) == job.on_device
             (ready if todo else skipped).append(layout)
         queue = ReadyQueue(ready, skipped)
         queue.close()
         return queue
 
-    def _open_ready(self, job: UpdateJob, queue: ReadyQueue, opened: deque[SubGroupWork]) -> None:
-        """Begin what is ready: first what was read ahead, whatever its turn; then in turn, as buffers are free."""
-        opened.extend(map(self._ahead.take, queue.take_among(self._ahead.subgroups)))
-        while (layout := queue.peek()) is not None:
-            work = self._open_nowait(layout, job.param_kind)
-            if work is not None:
-                queue.take(layout)
-                self._ahead.note_begun(work)
-                opened.append(work)
-            elif opened or not self._ahead.evict_last():
-                return
-
-    def _read_ahead(self, queue: ReadyQueue) -> None:
-        """Into buffers that nothing needs which is ready."""
-        if queue.peek() is None and not self._ending.is_set():
-            if queue.has_ended():
-                self._ahead.expect_next_step()
-            self._ahead.read()
-
     def _open_nowait(self, layout: StateLayout, param_kind: str) -> SubGroupWork | None:
-        part = self._passage.outlasting(layout.subgroup) if self._ending.is_set() else None
-        return self._passage.open_nowait(layout, param_kind, born=layout.subgroup.index in self._born, part=part)
-
-    def _update(self, work: SubGroupWork, job: UpdateJob) -> None:
-        for segment in work.subgroup.segments:
-            job.gradients.wait_transfers(segment.unit)
-        with (
-            self._runtime.recorder.span("update", "update", f"sub-group {work.subgroup.index}"),
-            self._gradients(work, job.gradients) as grads,
-        ):
-            self._step_runs(work, job, grads)
+        part = self._io.resident_part(layout.subgroup) if self._ending.is_set() else None
+        return self._io.open_nowait(layout, param_kind, initialized=self.has_state(layout), part=part)
 
     @contextmanager
     def _gradients(self, work: SubGroupWork, gradients: StepGradients) -> Iterator[list[torch.Tensor]]:
-        """Each segment's gradients, beside the state. Those of a unit whose state is split over tiers rest in host
-        memory: for the part on the device they go back there, into the room of gradients in flight, all landed by now.
-        """
+        """Each segment's gradients, on the device of its state. Those of a unit whose state is split over tiers rest in
+        host memory: for the part on the device they are copied back, into the room of gradients in flight, all of which
+        have left it by now."""
         segments = work.subgroup.segments
         grads = [segment.part_of(gradients.flat(segment.unit)) for segment in segments]
-        on_device = self._passage.updates_on_device(work.subgroup)
+        on_device = self._io.updates_on_device(work.subgroup)
         away = [i for i, segment in enumerate(segments) if on_device and not gradients.on_device(segment.unit)]
         if not away:
             yield grads
@@ -263,15 +265,15 @@ class StreamingStepper:
 
     def _step_runs(self, work: SubGroupWork, job: UpdateJob, grads: Sequence[torch.Tensor]) -> None:
         layout, gradients = work.layout, job.gradients
-        if work.subgroup.index not in self._born:
-            self.materialize_model(work, job)
+        if not self.has_state(layout):
+            self._initialize_state(work, job)
         runs: list[Run] = []
         members: list[list[ParamPiece]] = []
         master, copy_unstepped = layout.master(work.raw), layout.masters.copy_unstepped
-        self._passage.make_outs(work)
+        self._io.bind_outputs(work)
         for segment, out, grad in zip(work.subgroup.segments, work.outs, grads, strict=True):
             position = 0  # in the segment, as are `first` and `last`
-            for pieces in self._stretches(work, segment, gradients):
+            for pieces in self._spans(work, segment, gradients):
                 first, last = pieces[0].start - segment.start, pieces[-1].stop - segment.start
                 run = self._run(work, job, pieces)
                 run.grad, run.grad_scale = self._shaped(pieces[0], grad[first:last]), job.grad_scale
@@ -286,7 +288,7 @@ class StreamingStepper:
         for run, pieces in zip(runs, members, strict=True):
             self._scalars.update(dict.fromkeys(((work.subgroup.index, piece.index) for piece in pieces), run.scalars))
 
-    def _stretches(self, work: SubGroupWork, segment: Segment, gradients: StepGradients) -> Iterator[list[ParamPiece]]:
+    def _spans(self, work: SubGroupWork, segment: Segment, gradients: StepGradients) -> Iterator[list[ParamPiece]]:
         """Neighbouring pieces with a gradient, the same group and the same history."""
         current: list[ParamPiece] = []
         for piece in segment.pieces:
@@ -320,32 +322,32 @@ class StreamingStepper:
         """As the rule takes it: [n] of neighbouring parameters, or one whole parameter."""
         return memory if self._rule.elementwise else piece.param.view(memory)
 
-    def materialize_model(self, work: SubGroupWork, job: UpdateJob) -> None:
-        """Before its first step a sub-group has no state on its tier: make it here, zeros first."""
+    def _initialize_state(self, work: SubGroupWork, job: UpdateJob) -> None:
+        """Make a sub-group's state before its first step, when its tier holds none: zeros first."""
         work.raw[work.layout.master_nbytes :].zero_()
         for piece in work.subgroup.pieces:
             self._rule.init_state(self._run(work, job, [piece]))
-        self._born.add(work.subgroup.index)
+        self._initialized.add(work.subgroup.index)
 
 
 class _Progress:
-    """A unit's unit_update is made, and complete, when the last sub-group with a part of the unit is."""
+    """Completes a unit's update when the last sub-group with a part of the unit is computed, and written."""
 
     def __init__(self, unit_updates: Mapping[int, UnitUpdate], subgroups: Sequence[SubGroup]) -> None:
-        self._publications = unit_updates
-        self._unmade = Counter(segment.unit.index for subgroup in subgroups for segment in subgroup.segments)
-        self._unwritten = self._unmade.copy()
-        for index, unit_update in list(unit_updates.items()):  # the driver adds to them meanwhile
+        self._unit_updates = unit_updates
+        self._uncomputed = Counter(segment.unit.index for subgroup in subgroups for segment in subgroup.segments)
+        self._unwritten = self._uncomputed.copy()
+        for index, unit_update in list(unit_updates.items()):  # to which the driver may add
             if not self._unwritten[index]:
                 unit_update.complete()
 
     def count_skipped(self, layouts: Sequence[StateLayout]) -> None:
         for layout in layouts:
-            self.count_made(layout.subgroup)
+            self.count_computed(layout.subgroup)
             self.count_written(layout.subgroup)
 
-    def count_made(self, subgroup: SubGroup) -> None:
-        for unit_update in self._ended(self._unmade, subgroup):
+    def count_computed(self, subgroup: SubGroup) -> None:
+        for unit_update in self._ended(self._uncomputed, subgroup):
             unit_update.computed.complete()
 
     def count_written(self, subgroup: SubGroup) -> None:
@@ -355,12 +357,20 @@ class _Progress:
     def _ended(self, missing: Counter[int], subgroup: SubGroup) -> Iterator[UnitUpdate]:
         for segment in subgroup.segments:
             missing[segment.unit.index] -= 1
-            if not missing[segment.unit.index] and segment.unit.index in self._publications:
-                yield self._publications[segment.unit.index]
+            if not missing[segment.unit.index] and segment.unit.index in self._unit_updates:
+                yield self._unit_updates[segment.unit.index]
 
     def fail(self, error: BaseException) -> None:
-        for unit_update in list(self._publications.values()):
+        for unit_update in list(self._unit_updates.values()):
             unit_update.fail(error)
+
+
+def _notify_when_written(writes: Sequence[Transfer], queue: ReadyQueue) -> None:
+    """On the retire lane. Errors are the stepper's, which waits for the same writes."""
+    for write in writes:
+        with suppress(Exception):
+            write.wait()
+    queue.notify()
 
 
 def has_gradient(subgroup: SubGroup, gradients: StepGradients) -> bool:

@@ -1,4 +1,4 @@
-"""A sub-group's way to where it is updated, and back."""
+"""Transfers of sub-groups: state and parameters to staging buffers, and back to their homes."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from tiered_zero.tiers.unit_update import UnitUpdate
 from tiered_zero.transfer import Transfer
 
 
-@dataclass
+@dataclass(kw_only=True)
 class SubGroupWork:
-    """One sub-group on its way. `param_kind`: which home of a unit takes the new parameters ("param", or "param_back"
-    behind the scenes). `raw`: [n] uint8, its state, in place or staged. `lease`: staged state, then the staged 16-bit
-    parameters. `reads`: the transfers that fill the state and, where masters need them, the parameters. `outs`: where
-    the rule writes each segment's parameters: [numel] of the unit's dtype. `handed`: which staged parameters, by their
-    first byte in the unit, are handed over until they are written. `is_last`: its state is not read again.
+    """One sub-group in flight. `param_kind`: which home of a unit takes the new parameters. `raw`: [n] uint8, its
+    state, in place or staged. `lease`: staged state, then the staged 16-bit parameters. `reads`: the transfers that
+    fill the state and, where masters need them, the parameters. `outs`: where the rule writes each segment's
+    parameters: [numel] of the unit's dtype. `pending`: which staged parameters, by their first byte in the unit, can be
+    forwarded until they are written. `is_last`: its state is not read again. `is_watched`: the stepper is notified once
+    it is written.
     """
 
     subgroup: SubGroup
@@ -36,12 +37,16 @@ class SubGroupWork:
     reads: list[Transfer] = field(default_factory=list)
     outs: list[torch.Tensor] = field(default_factory=list)
     writes: list[Transfer] = field(default_factory=list)
-    handed: list[tuple[UnitUpdate, int]] = field(default_factory=list)
+    pending: list[tuple[UnitUpdate, int]] = field(default_factory=list)
     is_last: bool = False
+    is_watched: bool = False
+
+    def is_written(self) -> bool:
+        return all(write.done() for write in self.writes)
 
 
 class SubGroupIO:
-    """Opens sub-groups and sends them home. Any one thread at a time.
+    """Brings sub-groups to where they are updated, and back to their homes. Any one thread at a time.
 
     `device_flat`: the flat of a unit that lives on the device. A staging buffer holds one sub-group's state and, where
     parameters are not updated in place, its 16-bit parameters.
@@ -61,7 +66,7 @@ class SubGroupIO:
 
     @property
     def num_free(self) -> int:
-        """Staging buffers that nobody holds."""
+        """Staging buffers that are free."""
         return self._staging.num_free if self._staging is not None else 0
 
     def updates_on_device(self, subgroup: SubGroup) -> bool:
@@ -69,18 +74,19 @@ class SubGroupIO:
 
     # -- in ------------------------------------------------------------------------------------------------------------
 
-    def outlasting(self, subgroup: SubGroup) -> SubGroup:
-        """The part of a sub-group whose parameters rest on the device, and outlast the engine."""
+    def resident_part(self, subgroup: SubGroup) -> SubGroup:
+        """The part of a sub-group whose parameters rest on the device, and outlive the engine."""
         return replace(
             subgroup, segments=tuple(s for s in subgroup.segments if self._inventory.find(s.unit, "param") is None)
         )
 
     def open_nowait(
-        self, layout: StateLayout, param_kind: str, *, born: bool, part: SubGroup | None = None
+        self, layout: StateLayout, param_kind: str, *, initialized: bool, part: SubGroup | None = None
     ) -> SubGroupWork | None:
-        """A sub-group with its reads under way; None while no staging buffer is free. `born`: it has state beside its
-        masters. `part`: the segments that are updated, for the last time: no more than they need is read, and their
-        state is not written; None: all."""
+        """Start the reads of a sub-group; None while no staging buffer is free.
+
+        `initialized`: it has state besides its masters. `part`: the segments that are updated, for the last time: no
+        more than they need is read, and their state is not written; None: all."""
         home = self._inventory.home(layout.subgroup, "state")
         raw = home.tier.view(home.slot)
         staged = raw is None
@@ -94,10 +100,17 @@ class SubGroupIO:
         if raw is None:
             assert lease is not None
             raw = lease.tensor[: layout.nbytes]
-        work = SubGroupWork(part or layout.subgroup, layout, param_kind, raw, lease, is_last=part is not None)
+        work = SubGroupWork(
+            subgroup=part or layout.subgroup,
+            layout=layout,
+            param_kind=param_kind,
+            raw=raw,
+            lease=lease,
+            is_last=part is not None,
+        )
         try:
             if staged and lease is not None:
-                stored = layout.nbytes if born else layout.master_nbytes
+                stored = layout.nbytes if initialized else layout.master_nbytes
                 spans = [(0, stored)] if part is None else layout.spans(part)
                 for start, last in spans:
                     if start < (stop := min(last, stored)):
@@ -106,12 +119,12 @@ class SubGroupIO:
             if layout.masters.needs_params:
                 self._read_params(work)
         except BaseException:
-            self.abandon([work])
+            self.cancel([work])
             raise
         return work
 
     def _read_params(self, work: SubGroupWork) -> None:
-        """The old parameters to where the new ones will stand; they are there already where those replace them."""
+        """Read the old parameters to where the new ones will be written, where they are not there already."""
         for segment, window in self._staged_outs(work):
             home = self._inventory.find(segment.unit, "param")
             if home is None:
@@ -123,8 +136,8 @@ class SubGroupIO:
                 assert old is not None and new is not None, "both homes of a unit are on one tier"
                 new.copy_(old)
 
-    def make_outs(self, work: SubGroupWork) -> None:
-        """Beside the state, or where the parameters belong."""
+    def bind_outputs(self, work: SubGroupWork) -> None:
+        """Choose where the rule writes: into the lease, behind the state, or into the parameters' home."""
         work.outs = []
         for segment, window in self._staged_outs(work):
             view = self._out_view(work.param_kind, work.subgroup, segment)
@@ -139,7 +152,7 @@ class SubGroupIO:
         return sum(s.nbytes for s in subgroup.segments if self._out_view(param_kind, subgroup, s) is None)
 
     def _out_view(self, param_kind: str, subgroup: SubGroup, segment: Segment) -> torch.Tensor | None:
-        """The parameters' final place, [numel] of their dtype, where the update can write it directly."""
+        """The parameters' home, [numel] of their dtype, where the update can write it directly."""
         unit = segment.unit
         on_device = self.updates_on_device(subgroup)
         home = self._inventory.find(unit, param_kind)
@@ -164,8 +177,8 @@ class SubGroupIO:
     # -- out -----------------------------------------------------------------------------------------------------------
 
     def write(self, work: SubGroupWork, unit_updates: Mapping[int, UnitUpdate]) -> None:
-        """Start the way home of the state and of the parameters. `unit_updates`: unit index -> who may want them
-        sooner."""
+        """Start the writes of state and parameters. `unit_updates`: unit index -> what forwards parameters until they
+        are written."""
         home = self._inventory.home(work.subgroup, "state")
         if home.tier.view(home.slot) is None and not work.is_last:
             assert work.lease is not None
@@ -186,7 +199,7 @@ class SubGroupIO:
         accelerator = self._runtime.accelerator
         if self.updates_on_device(work.subgroup):
             target = window.tensor
-            accelerator.lane("update").submit(
+            accelerator.lane("write_back").submit(
                 lambda: accelerator.copy(target, as_bytes(out)), after=[accelerator.record_compute()], holds=[out]
             ).wait()
         home = self._inventory.find(segment.unit, work.param_kind)
@@ -195,26 +208,25 @@ class SubGroupIO:
             work.writes.append(home.tier.write(home.slot, window, offset))
             if unit_update is not None:
                 unit_update.add_pending(offset, window.tensor, accelerator.copy)
-                work.handed.append((unit_update, offset))
+                work.pending.append((unit_update, offset))
             return
         target = as_bytes(segment.part_of(self._device_flat(segment.unit)))
-        event = accelerator.lane("update").submit(
+        event = accelerator.lane("write_back").submit(
             lambda: accelerator.copy(target, window.tensor), after=[accelerator.record_compute()], holds=[target]
         )
         work.writes.append(event)
 
-    def end(self, work: SubGroupWork) -> None:
-        """Wait until the work is written, and give its buffer back."""
+    def finish(self, work: SubGroupWork) -> None:
+        """Wait until the work is written, and release its buffer."""
         for event in work.writes:
             self.wait(event, work)
-        for unit_update, offset in work.handed:
+        for unit_update, offset in work.pending:
             unit_update.retire(offset, self._runtime.accelerator.copy)
         if work.lease is not None:
             work.lease.release()
 
-    def abandon(self, works: Sequence[SubGroupWork]) -> None:
-        """They are not wanted any more: what still uses the staging buffers ends, well or badly, and the buffers go
-        back."""
+    def cancel(self, works: Sequence[SubGroupWork]) -> None:
+        """Release the buffers of works that are not needed, once all transfers that use them have ended."""
         for work in works:
             for event in (*work.reads, *work.writes):
                 with suppress(Exception):
