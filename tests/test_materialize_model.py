@@ -17,7 +17,7 @@ import tiered_zero
 from tests.fakes.io_faults import Fault
 from tests.support.faulty_runs import faulty_disks
 from tiered_zero.errors import TransferError
-from tiered_zero.params.flat_storage import pager_of
+from tiered_zero.params.guarded_parameter import handler_of
 
 pytestmark = [pytest.mark.usefixtures("one_thread", "no_leaks")]
 
@@ -86,7 +86,7 @@ def look(model: nn.Module) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         found[name] = (id(param), type(param), param.requires_grad, param.dtype, dict(param.__dict__))
-        found[name] += (None if param.is_meta else param.tolist(), pager_of(param))
+        found[name] += (None if param.is_meta else param.tolist(), handler_of(param))
         found[f"{name} hooks"] = dict(getattr(param, "_post_accumulate_grad_hooks", None) or {})
     for name, buffer in model.named_buffers():
         found[name] = (id(buffer), buffer.dtype, None if buffer.is_meta else buffer.tolist())

@@ -126,10 +126,10 @@ def _build(run_spec: RunSpec, lr_scheduler: Any) -> Engine:
             inventory.place(layout.subgroup, "state", Home(tier, slot))
         masters = Masters(run_spec.layouts, inventory, tiers.state_staging)
         cuts = masters.cuts if masters.need_params else None
-        keeper = OffloadedParams(inventory, tiers.param_staging, masters.follow, cuts)
+        offloaded_params = OffloadedParams(inventory, tiers.param_staging, masters.follow, cuts)
         snapshot = ModelSnapshot(run_spec.model, run_spec.specs)
         resources.callback(snapshot.restore)
-        pager = Pager(runtime, inventory, keeper, plan.pager_limits, CallPhase())
+        pager = Pager(runtime, inventory, offloaded_params, plan.pager_limits, CallPhase())
         resources.callback(pager.close)
         resources.callback(accelerator.close)  # where materializing is interrupted, lanes end before parameters go
         gradients = _make_gradients(run_spec, tiers, inventory, runtime)
@@ -166,7 +166,7 @@ def _build(run_spec: RunSpec, lr_scheduler: Any) -> Engine:
             trains=run_spec.trains,
             overflow=OverflowGuard.from_config(config),
         )
-        materialize_model(run_spec, weights, snapshot, step, keeper, masters, inventory)
+        materialize_model(run_spec, weights, snapshot, step, offloaded_params, masters, inventory)
         trainable = [unit for unit in run_spec.units if unit.trainable]
         visible_gradients.open(
             [param for unit in trainable for param in run_spec.params_of(unit)],
@@ -329,7 +329,7 @@ def materialize_model(
     weights: WeightFiles | None,
     snapshot: ModelSnapshot,
     step: TrainStep,
-    keeper: OffloadedParams,
+    offloaded_params: OffloadedParams,
     masters: Masters,
     inventory: Inventory,
 ) -> None:
@@ -341,7 +341,7 @@ def materialize_model(
         params = {unit.index: run_spec.params_of(unit) for unit in units}
         materializer.fill(prefix, [param for own in params.values() for param in own])
         for unit in units:
-            _settle_unit(unit, params[unit.index], step, keeper, masters, inventory)
+            _settle_unit(unit, params[unit.index], step, offloaded_params, masters, inventory)
             if inventory.find(unit, "param") is None:
                 snapshot.give_up(params[unit.index])
         del params
@@ -366,7 +366,7 @@ def _settle_unit(
     unit: Unit,
     params: Sequence[nn.Parameter],
     step: TrainStep,
-    keeper: OffloadedParams,
+    offloaded_params: OffloadedParams,
     masters: Masters,
     inventory: Inventory,
 ) -> None:
@@ -382,11 +382,11 @@ def _settle_unit(
         del master
     storage = step.pager.adopt(unit, params, step)
     if inventory.find(unit, "param") is not None:
-        keeper.store(unit, flat)
+        offloaded_params.store(unit, flat)
     else:
         storage.fill()
         storage.flat.copy_(flat)
-    step.pager.settle(unit)
+        step.pager.mark_resident(unit)
 
 
 def _make_gradients(run_spec: RunSpec, tiers: _Tiers, inventory: Inventory, runtime: Runtime) -> GradientStore:
@@ -435,12 +435,12 @@ def _make_policy(
     units = list({s.unit.index: s.unit for layout in run_spec.layouts for s in layout.subgroup.segments}.values())
     choice = run_spec.plan.update_policy
     if choice.policy == "barrier":
-        return BarrierPolicy(stepper, groups, pager.forget, pager.end_update)
+        return BarrierPolicy(stepper, groups, pager.updates.invalidate, pager.updates.end_update)
     if choice.policy == "overlapped":
         open_eagerly = partial(EagerUpdate, run_spec.layouts, gradients.freeze)
         eagerly = open_eagerly if choice.optimizer_in_backward else None
-        return OverlappedPolicy(stepper, groups, inventory, units, runtime, pager, eagerly)
-    overlapped = OverlappedPolicy(stepper, groups, inventory, units, runtime, pager)
+        return OverlappedPolicy(stepper, groups, inventory, units, runtime, pager.updates, eagerly)
+    overlapped = OverlappedPolicy(stepper, groups, inventory, units, runtime, pager.updates)
     back_slots = _BackSlots(units, inventory, pager)
     return DelayedPolicy(overlapped, settings.delay_start_step, stepper, groups, back_slots)
 
@@ -463,13 +463,13 @@ class _BackSlots:
         self._published |= {(unit, "param_back"): homes(unit, "param") for unit in away}
 
     def publish(self) -> None:
-        self._pager.forget()
+        self._pager.updates.invalidate()
         for unit in self._units:
             if self._pager.is_device_resident(unit):
                 back = self._inventory.home(unit, "param_back")
                 back.tier.fetch(back.slot, self._pager.storage(unit).flat).wait()
         self._inventory.move(self._published)
-        self._pager.end_update()
+        self._pager.updates.end_update()
 
 
 def _make_observers(

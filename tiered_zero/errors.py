@@ -17,8 +17,12 @@ class ModelError(TieredZeroError):
     """The model (or the optimizer over it) is not one that can be trained here; the message says why."""
 
 
+class InternalError(TieredZeroError):
+    """A rule of tiered_zero's own is broken: an error in this package, not in the model or the run."""
+
+
 class ParameterOffloadedError(TieredZeroError, RuntimeError):
-    """A parameter's bytes were read while they rest on another tier. `tiered_zero.gathered` lends them."""
+    """A parameter's bytes were read while they are on another tier. Read them inside `tiered_zero.gathered`."""
 
 
 class BudgetError(TieredZeroError):

@@ -104,9 +104,9 @@ class FullValues:
             write_slot(self.inventory.home(layout.subgroup, "state"), 0, raw, self.staging)
 
     def _place(self, param: nn.Parameter) -> tuple[Unit, FlatEntry]:
-        residency = self.step.pager.residency(param)
-        assert residency is not None, "the pager has lent this parameter"
-        return residency.unit, residency.unit.entries[residency.params[param]]
+        paged = self.step.pager.find(param)
+        assert paged is not None, "the pager has gathered this parameter"
+        return paged.unit, paged.unit.entries[paged.params[param]]
 
     def _pieces(self, unit: Unit, entry: FlatEntry) -> Iterator[tuple[StateLayout, ParamPiece]]:
         for layout in self.layouts:
@@ -121,7 +121,11 @@ class FullValues:
         params = None
         if self.masters.need_params:
             resident = self.step.pager.is_device_resident(unit)
-            params = self.step.pager.storage(unit).flat.to("cpu") if resident else self.step.pager.keeper.read(unit)
+            params = (
+                self.step.pager.storage(unit).flat.to("cpu")
+                if resident
+                else self.step.pager.offloaded_params.read(unit)
+            )
         return self.masters.read(unit, params)
 
     def _array(self, layout: StateLayout, piece: ParamPiece, name: str, raw: torch.Tensor) -> torch.Tensor:

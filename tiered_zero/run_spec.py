@@ -22,7 +22,7 @@ from tiered_zero.optim.rule import UpdateRule
 from tiered_zero.optim.state_formats import check_params, master_format
 from tiered_zero.optim.state_layout import StateLayout
 from tiered_zero.params.aliases import check_memory
-from tiered_zero.params.flat_storage import ClosedEngine, pager_of
+from tiered_zero.params.guarded_parameter import ClosedEngine, handler_of
 from tiered_zero.params.model_spec import list_params, module_tree
 from tiered_zero.plan.planner import Plan, make_plan
 from tiered_zero.plan.request import Limits, SubGroupSize, plan_request, unit_rules
@@ -112,14 +112,14 @@ def _check_embeddings(model: nn.Module) -> None:
 
 def _check_params(specs: Mapping[nn.Parameter, ParamSpec], trains: bool) -> None:
     for param, spec in specs.items():
-        lender = pager_of(param)
-        if isinstance(lender, ClosedEngine):
+        handler = handler_of(param)
+        if isinstance(handler, ClosedEngine):
             raise ModelError(
                 f"Parameter {spec.name} has no value: it rested on a tier of an engine that is closed. Take "
                 "engine.module.state_dict() before engine.close(), and call model.load_state_dict() with it before "
                 "tiered_zero.initialize()."
             )
-        if lender is not None:
+        if handler is not None:
             raise ModelError(
                 f"Parameter {spec.name} belongs to an engine already, which is open. Use that engine, or close it "
                 "first."

@@ -174,9 +174,9 @@ class TrainStep:
     def pre_state_dict(self) -> None:
         self.pager.start_copying(self.before_weights_read)
 
-    def demand(self, params: Sequence[nn.Parameter], function: str) -> None:
+    def fault_in(self, params: Sequence[nn.Parameter], function: str) -> None:
         """Make `params` usable, the first of which is guarded and passed to `function`; or raise."""
-        self.pager.demand(params, function)
+        self.pager.fault_in(params, function)
 
     def copy_of(self, param: nn.Parameter) -> torch.Tensor | None:
         return self.pager.copy_of(param)
@@ -393,7 +393,7 @@ class TrainStep:
         """Clear up after an interrupted call, if there was one. See [Note: Interrupted calls]."""
         if self.is_closed or not self._process.is_current():
             return
-        changing = self.pager.keeper.changing
+        changing = self.pager.offloaded_params.changing
         if changing is not None and self.policy.failure is None:
             self._latch(f"a change by hand of the parameters of {changing.name} was interrupted")
         phase = self.phase

@@ -20,7 +20,7 @@ import tiered_zero
 from tests.house import ROOT
 from tests.support.models import ParityGPT, batch
 from tests.support.trainers import FAR, tiered, train
-from tiered_zero.params.flat_storage import OffloadedParameter
+from tiered_zero.params.guarded_parameter import OffloadedParameter
 
 
 def held() -> tuple[set[int], set[str]]:

@@ -88,9 +88,9 @@ def test_a_copied_parameter_reads_its_unit_once(swap_path, monkeypatch):
     """A deepcopy asks for one parameter after the other: of NVMe bytes, a unit's are read once."""
     with tiered(ParityGPT(), swap_path) as engine:
         train(engine, batch, 1)
-        keeper, reads = pager(engine).keeper, []
-        read = keeper.read
-        monkeypatch.setattr(keeper, "read", lambda unit: reads.append(unit.index) or read(unit))
+        offloaded_params, reads = pager(engine).offloaded_params, []
+        read = offloaded_params.read
+        monkeypatch.setattr(offloaded_params, "read", lambda unit: reads.append(unit.index) or read(unit))
         copy.deepcopy(engine.module.blocks[0])
         assert reads and len(reads) == len(set(reads))
         weight = engine.module.blocks[0].out.weight

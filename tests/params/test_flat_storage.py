@@ -1,4 +1,4 @@
-"""A unit's storage: filled and emptied under its views; and what may be asked of a parameter that is away."""
+"""A unit's storage: filled and emptied under its views; and what an offloaded parameter answers."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ from torch.nn import functional
 from tests.support.units import flat_of, make_params, make_unit
 from tiered_zero.errors import ParameterOffloadedError
 from tiered_zero.layout.flat import Unit
-from tiered_zero.params.flat_storage import FlatStorage, OffloadedParameter, pager_of
+from tiered_zero.params.flat_storage import FlatStorage
+from tiered_zero.params.guarded_parameter import OffloadedParameter, handler_of
 
 CPU = torch.device("cpu")
 
 
 class Refusing:
-    """A lender without anything to lend; remembers what was asked."""
+    """A pager that refuses every fault; remembers what was asked."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
         self.copy: torch.Tensor | None = None
 
-    def demand(self, params: Sequence[nn.Parameter], function: str) -> None:
+    def fault_in(self, params: Sequence[nn.Parameter], function: str) -> None:
         self.asked.append(function)
         raise ParameterOffloadedError(function)
 
@@ -40,20 +41,20 @@ class Refusing:
         return None
 
 
-class Lending:
-    """Lends the whole unit at the first demand, with the values given."""
+class Fetching:
+    """A pager that fetches the whole unit at the first fault, with the values given."""
 
     def __init__(self, values: torch.Tensor) -> None:
         self.values = values
         self.storage: FlatStorage | None = None
-        self.num_demands = 0
+        self.num_faults = 0
 
-    def demand(self, params: Sequence[nn.Parameter], function: str) -> None:
+    def fault_in(self, params: Sequence[nn.Parameter], function: str) -> None:
         assert self.storage is not None
-        self.num_demands += 1
+        self.num_faults += 1
         self.storage.fill()
         self.storage.flat.copy_(self.values)
-        self.storage.expose()
+        self.storage.unguard()
 
     def copy_of(self, param: nn.Parameter) -> torch.Tensor | None:
         return None
@@ -62,13 +63,13 @@ class Lending:
         return None
 
 
-def away(shape: tuple[int, ...] = (4, 4)) -> tuple[nn.Parameter, Refusing]:
+def offloaded(shape: tuple[int, ...] = (4, 4)) -> tuple[nn.Parameter, Refusing]:
     unit = make_unit(0, [torch.Size(shape).numel()])
     params = [nn.Parameter(torch.randn(shape))]
-    lender = Refusing()
-    storage = FlatStorage(_reshaped(unit, shape), params, CPU, lender)
+    pager = Refusing()
+    storage = FlatStorage(_reshaped(unit, shape), params, CPU, pager)
     assert not storage.is_full and isinstance(params[0], OffloadedParameter)
-    return params[0], lender
+    return params[0], pager
 
 
 def _reshaped(unit: Unit, shape: tuple[int, ...]) -> Unit:
@@ -96,7 +97,7 @@ METADATA: dict[str, Callable[[nn.Parameter], Any]] = {
     "hash": lambda p: hash(p) == id(p) and p in {p} and {p: 1}[p] == 1,
     "isinstance": lambda p: isinstance(p, nn.Parameter) and isinstance(p, torch.Tensor),
     "is_tensor": lambda p: torch.is_tensor(p),
-    "repr": lambda p: "away" in repr(p) and "(4, 4)" in repr(p),
+    "repr": lambda p: "offloaded" in repr(p) and "(4, 4)" in repr(p),
     "hook": lambda p: p.register_post_accumulate_grad_hook(lambda _: None).remove() is None,
     "version": lambda p: p._version >= 0,
     "is_shared": lambda p: p.is_shared() in (False, True),
@@ -105,9 +106,9 @@ METADATA: dict[str, Callable[[nn.Parameter], Any]] = {
 
 @pytest.mark.parametrize("question", METADATA)
 def test_everything_but_the_bytes_is_answered(question: str) -> None:
-    param, lender = away()
+    param, pager = offloaded()
     assert METADATA[question](param)
-    assert lender.asked == []
+    assert pager.asked == []
 
 
 X = torch.ones(4, 4)
@@ -166,26 +167,26 @@ BYTES: dict[str, Callable[[nn.Parameter], Any]] = {
 
 @pytest.mark.parametrize("use", BYTES)
 @pytest.mark.parametrize("grad", [True, False])
-def test_whatever_needs_the_bytes_asks_the_lender(use: str, grad: bool) -> None:
-    param, lender = away()
+def test_whatever_needs_the_bytes_asks_the_pager(use: str, grad: bool) -> None:
+    param, pager = offloaded()
     with torch.set_grad_enabled(grad), pytest.raises(ParameterOffloadedError):
         BYTES[use](param)
-    assert len(lender.asked) == 1
+    assert len(pager.asked) == 1
 
 
 SAME = [use for use in BYTES if use not in ("set data", "out=", "copy_", "add_", "setitem", "init", "numpy", "save")]
 
 
 @pytest.mark.parametrize("use", SAME)
-def test_once_lent_the_call_gives_what_a_plain_parameter_gives(use: str) -> None:
+def test_once_fetched_the_call_gives_what_a_plain_parameter_gives(use: str) -> None:
     values = torch.rand(4, 4)
     unit = _reshaped(make_unit(0, [16]), (4, 4))
     plain, param = nn.Parameter(values.clone()), nn.Parameter(values.clone())
-    lender = Lending(flat_of(unit, [param]))
-    lender.storage = FlatStorage(unit, [param], CPU, lender)
+    pager = Fetching(flat_of(unit, [param]))
+    pager.storage = FlatStorage(unit, [param], CPU, pager)
     with torch.no_grad():
         found, expected = BYTES[use](param), BYTES[use](plain)
-    assert lender.num_demands == 1
+    assert pager.num_faults == 1
     assert type(param) is nn.Parameter
     compare(found, expected)
 
@@ -201,17 +202,17 @@ def compare(found: Any, expected: Any) -> None:
         assert found == expected
 
 
-def test_two_parameters_of_one_unit_are_demanded_once() -> None:
+def test_two_parameters_of_one_unit_are_fetched_once() -> None:
     unit = make_unit(0, [3, 3])
     params = make_params(unit)
     expected = params[0].detach() + params[1].detach()
-    lender = Lending(flat_of(unit, params))
-    lender.storage = FlatStorage(unit, params, CPU, lender)
+    pager = Fetching(flat_of(unit, params))
+    pager.storage = FlatStorage(unit, params, CPU, pager)
     assert torch.equal(params[0] + params[1], expected)
-    assert lender.num_demands == 1
+    assert pager.num_faults == 1
 
 
-def test_a_subclass_of_parameter_is_itself_again_when_lent() -> None:
+def test_a_subclass_of_parameter_is_itself_again_in_use() -> None:
     class Scaled(nn.Parameter):
         scale = 3.0
 
@@ -219,20 +220,20 @@ def test_a_subclass_of_parameter_is_itself_again_when_lent() -> None:
     param = Scaled(torch.randn(8))
     param.note = "kept"  # type: ignore[attr-defined]
     values = param.detach().clone()
-    lender = Lending(flat_of(unit, [param]))
-    lender.storage = FlatStorage(unit, [param], CPU, lender)
+    pager = Fetching(flat_of(unit, [param]))
+    pager.storage = FlatStorage(unit, [param], CPU, pager)
     assert type(param) is OffloadedParameter
     assert torch.equal(param * 1, values)
     assert type(param) is Scaled and param.scale == 3.0 and param.note == "kept"  # type: ignore[attr-defined]
-    lender.storage.hide()
+    pager.storage.guard()
     assert type(param) is OffloadedParameter
 
 
 def test_detach_while_a_state_dict_is_taken_gives_the_copy() -> None:
-    param, lender = away()
-    lender.copy = torch.arange(16.0).view(4, 4)
-    assert param.detach() is lender.copy
-    assert lender.asked == []
+    param, pager = offloaded()
+    pager.copy = torch.arange(16.0).view(4, 4)
+    assert param.detach() is pager.copy
+    assert pager.asked == []
 
 
 # -- the storage -------------------------------------------------------------------------------------------------------
@@ -245,7 +246,7 @@ def full(numels: list[int]) -> tuple[FlatStorage, list[nn.Parameter], torch.Tens
     storage = FlatStorage(unit, params, CPU, Refusing())
     storage.fill()
     storage.flat.copy_(values)
-    storage.expose()
+    storage.unguard()
     return storage, params, values
 
 
@@ -253,7 +254,7 @@ def test_parameters_are_views_of_one_flat() -> None:
     storage, params, values = full([5, 0, 1, 700])
     for entry, param in zip(storage.unit.entries, params, strict=True):
         assert torch.equal(param, values[entry.start : entry.stop])
-        assert pager_of(param) is not None
+        assert handler_of(param) is not None
     with torch.no_grad():
         params[3].fill_(7.0)
     assert storage.flat[storage.unit.entries[3].start] == 7.0
@@ -263,19 +264,19 @@ def test_parameters_are_views_of_one_flat() -> None:
 def test_emptying_gives_the_memory_back_and_refilling_keeps_views_and_versions() -> None:
     storage, params, values = full([64, 64])
     view, versions = params[1].detach(), [param._version for param in params]
-    storage.hide()
+    storage.guard()
     storage.empty()
     assert (storage.is_full, storage._bytes.nbytes()) == (False, 0)
     assert [tuple(param.shape) for param in params] == [(64,), (64,)]
     storage.fill()
     storage.flat.data.copy_(values)
-    storage.expose()
+    storage.unguard()
     assert storage._bytes.nbytes() == storage.unit.nbytes
     assert torch.equal(view, values[storage.unit.entries[1].start : storage.unit.entries[1].stop])
     assert [param._version for param in params] == versions, "autograd's saved views stay valid"
 
 
-def test_somebody_elses_view_is_noticed() -> None:
+def test_another_view_is_noticed() -> None:
     storage, params, _ = full([64])
     assert not storage.is_viewed
     for make in (
@@ -306,11 +307,11 @@ def test_a_saved_view_is_found_again_by_its_geometry() -> None:
 def test_at_the_end_parameters_with_bytes_keep_them(is_full: bool) -> None:
     storage, params, values = full([8])
     if not is_full:
-        storage.hide()
+        storage.guard()
         storage.empty()
     storage.detach_params()
     assert isinstance(params[0], OffloadedParameter) == (not is_full)
-    assert (pager_of(params[0]) is None) == is_full
+    assert (handler_of(params[0]) is None) == is_full
     if is_full:
         storage.empty()
         assert torch.equal(params[0].detach(), values[:8])

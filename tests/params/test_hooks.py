@@ -11,7 +11,7 @@ from torch import nn
 
 import tiered_zero
 from tiered_zero.engine import Engine
-from tiered_zero.params.flat_storage import OffloadedParameter
+from tiered_zero.params.guarded_parameter import OffloadedParameter
 
 CONFIG: dict[str, Any] = {
     "train_batch_size": 1,

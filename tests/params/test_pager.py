@@ -17,10 +17,11 @@ from tests.support.units import flat_of, make_params, make_unit
 from tiered_zero.errors import BudgetError, ModelError, ParameterOffloadedError, TransferError
 from tiered_zero.layout.flat import Unit
 from tiered_zero.params.call_phase import CallPhase, Phase
-from tiered_zero.params.flat_storage import OffloadedParameter
+from tiered_zero.params.guarded_parameter import OffloadedParameter
 from tiered_zero.params.offloaded_params import OffloadedParams
 from tiered_zero.params.pager import Pager
-from tiered_zero.params.unit_state import SavedView, UnitState
+from tiered_zero.params.saved_views import SavedView
+from tiered_zero.params.unit_state import UnitState
 from tiered_zero.plan.planner import PagerLimits
 from tiered_zero.plan.request import LookAhead
 from tiered_zero.tiers.inventory import Home, Inventory
@@ -49,11 +50,13 @@ class World:
         self.runtime = make_runtime(seed=None)
         self.inventory = Inventory()
         self.changed: list[int] = []
-        keeper = OffloadedParams(self.inventory, None, lambda unit, flat, old: self.changed.append(unit.index))
+        offloaded_params = OffloadedParams(
+            self.inventory, None, lambda unit, flat, old: self.changed.append(unit.index)
+        )
         live_nbytes = live * N * 4 if live < FREE else FREE
         look_ahead = LookAhead(prefetch_numel=prefetch * N, reuse_numel=reuse * N)
         limits = PagerLimits(live_nbytes=live_nbytes, look_ahead=look_ahead)
-        self.pager = Pager(self.runtime, self.inventory, keeper, limits, CallPhase())
+        self.pager = Pager(self.runtime, self.inventory, offloaded_params, limits, CallPhase())
         self.calls: list[str] = []
         self.units: list[Unit] = []
         self.params: list[list[nn.Parameter]] = []
@@ -73,13 +76,13 @@ class World:
             if index in resident:
                 storage.fill()
                 storage.flat.copy_(flat)
-            self.pager.settle(unit)
+                self.pager.mark_resident(unit)
             self.units.append(unit)
             self.params.append(params)
             self.values.append(flat)
 
-    def demand(self, params: Sequence[nn.Parameter], function: str) -> None:
-        self.pager.demand(params, function)
+    def fault_in(self, params: Sequence[nn.Parameter], function: str) -> None:
+        self.pager.fault_in(params, function)
 
     def copy_of(self, param: nn.Parameter) -> torch.Tensor | None:
         return self.pager.copy_of(param)
@@ -94,22 +97,22 @@ class World:
         self.calls.append("write")
 
     def state(self, index: int) -> UnitState:
-        return self.pager.residency(self.params[index][0]).state  # type: ignore[union-attr]
+        return self.pager.units.by_param[self.params[index][0]].state
 
-    def check_lent(self, index: int) -> None:
+    def check_in_use(self, index: int) -> None:
         unit = self.units[index]
         for entry, param in zip(unit.entries, self.params[index], strict=True):
             assert not isinstance(param, OffloadedParameter)
             assert torch.equal(param.detach(), self.values[index][entry.start : entry.stop])
 
-    def check_away(self, index: int) -> None:
+    def check_guarded(self, index: int) -> None:
         assert all(isinstance(param, OffloadedParameter) for param in self.params[index])
 
     def use(self, *indices: int) -> None:
         """One module each, one after another."""
         for index in indices:
             with self.pager.frame([self.units[index]]):
-                self.check_lent(index)
+                self.check_in_use(index)
 
     def fetches(self) -> list[int]:
         return [int(name[1:]) for what, name in self.tier.log if what == "fetch"]
@@ -123,31 +126,31 @@ class World:
         return self.runtime.ledger.peak("device") // (N * 4)
 
 
-def test_away_ready_lent_and_back() -> None:
+def test_the_four_states_and_back() -> None:
     world = World([1, 1], prefetch=1)
     world.pager.phase.now = Phase.FORWARD
-    assert world.state(0) is UnitState.AWAY
-    world.check_away(0)
+    assert world.state(0) is UnitState.OFFLOADED
+    world.check_guarded(0)
     for _ in range(2):
         world.use(0, 1)
     with world.pager.frame([world.units[0]]):
-        assert (world.state(0), world.state(1)) == (UnitState.LENT, UnitState.READY)
-        world.check_away(1)  # its bytes are there or on their way, but nobody has waited for them
+        assert (world.state(0), world.state(1)) == (UnitState.IN_USE, UnitState.FETCHING)
+        world.check_guarded(1)  # its bytes are there or on their way, but nobody has waited for them
         assert world.live_pages == 2
-    assert world.state(0) is UnitState.AWAY
-    world.check_away(0)
+    assert world.state(0) is UnitState.OFFLOADED
+    world.check_guarded(0)
 
 
-def test_nested_frames_lend_until_the_last_ends() -> None:
+def test_nested_frames_hold_until_the_last_ends() -> None:
     world = World([1, 1])
     pager, (outer, inner) = world.pager, world.units
     with pager.frame([outer]):
         with pager.frame([outer, inner]):
-            world.check_lent(0)
-            world.check_lent(1)
-        world.check_lent(0)
-        world.check_away(1)
-    world.check_away(0)
+            world.check_in_use(0)
+            world.check_in_use(1)
+        world.check_in_use(0)
+        world.check_guarded(1)
+    world.check_guarded(0)
     assert world.fetches() == [0, 1]
 
 
@@ -155,27 +158,27 @@ def test_a_frame_ends_by_an_exception_too() -> None:
     world = World([1])
     with pytest.raises(ValueError, match="inside"), world.pager.frame(world.units):
         raise ValueError("inside")
-    assert world.state(0) is UnitState.AWAY and world.pager.is_called_directly()
+    assert world.state(0) is UnitState.OFFLOADED and world.pager.is_called_directly()
 
 
 def test_updates_end_before_anything_is_written_by_hand() -> None:
     world = World([1])
-    world.pager.keeper.store = lambda unit, flat: world.calls.append("store")  # type: ignore[method-assign]
+    world.pager.offloaded_params.store = lambda unit, flat: world.calls.append("store")  # type: ignore[method-assign]
     with tiered_zero.gathered(world.params[0][0], modify=True):
         assert world.calls == ["read"]
     assert world.calls == ["read", "write", "store"] and world.changed == [0]
 
 
-# -- the three doors ---------------------------------------------------------------------------------------------------
+# -- the entry points -------------------------------------------------------------------------------------------------
 
 
-def test_functional_use_inside_a_frame_lends_until_it_ends() -> None:
+def test_functional_use_inside_a_frame_holds_until_it_ends() -> None:
     world = World([1, 1])
     world.pager.phase.now = Phase.FORWARD
     with world.pager.frame([world.units[0]]):
         assert torch.equal((world.params[1][0] * 1).detach(), world.values[1][: world.params[1][0].numel()])
-        assert world.state(1) is UnitState.LENT
-    assert world.state(1) is UnitState.AWAY
+        assert world.state(1) is UnitState.IN_USE
+    assert world.state(1) is UnitState.OFFLOADED
 
 
 def test_functional_use_between_steps_is_refused_by_name() -> None:
@@ -201,13 +204,13 @@ def test_backward_finds_the_saved_view_wherever_the_bytes_are() -> None:
     world = World([1])
     storage = world.pager.storage(world.units[0])
     with world.pager.frame(world.units):
-        saved = world.pager.pack(world.params[0][0].detach().view(-1))
+        saved = world.pager.saved_views.pack(world.params[0][0].detach().view(-1))
     assert isinstance(saved, SavedView)
     assert not storage.is_full
     world.pager.phase.now = Phase.BACKWARD
-    found = world.pager.unpack(saved)
+    found = world.pager.saved_views.unpack(saved)
     assert torch.equal(found, world.values[0][: found.numel()])
-    assert world.state(0) is UnitState.LENT
+    assert world.state(0) is UnitState.IN_USE
 
 
 # -- the cap -----------------------------------------------------------------------------------------------------------
@@ -247,7 +250,7 @@ def test_any_order_of_use_stays_under_the_cap_and_sees_the_right_bytes(
         world.use(*reversed(uses))
         world.pager.end_pass()
         world.pager.phase.now = Phase.IDLE
-        world.pager.forget()
+        world.pager.updates.invalidate()
         assert world.live_pages == 0
     assert world.peak_pages <= max(sizes) + slack
 
@@ -264,7 +267,7 @@ def test_prefetching_stays_within_its_bucket() -> None:
         if bucket in (2, 3):
             ahead = [1, 3]
         with world.pager.frame([world.units[0]]):
-            ready = [index for index in range(4) if world.state(index) is UnitState.READY]
+            ready = [index for index in range(4) if world.state(index) is UnitState.FETCHING]
             assert ready == ahead, f"bucket of {bucket}"
 
 
@@ -275,7 +278,7 @@ def test_the_next_unit_is_prefetched_even_where_it_is_larger_than_the_bucket() -
         world.use(0, 1, 2, 3)
     for index, ahead in ((0, 1), (1, 2), (2, 3)):
         with world.pager.frame([world.units[index]]):
-            ready = [other for other in range(4) if world.state(other) is UnitState.READY]
+            ready = [other for other in range(4) if world.state(other) is UnitState.FETCHING]
             assert ready == [ahead], "one ahead, and no more than one"
     assert world.peak_pages == 9, "charged, within the window"
 
@@ -306,7 +309,7 @@ def test_a_wrong_guess_costs_nothing_but_time() -> None:
         world.use(0, 1, 2)
     world.tier.refusing.add(("fetch", "u9"))
     with world.pager.frame([world.units[0]]):
-        assert world.state(1) is UnitState.READY
+        assert world.state(1) is UnitState.FETCHING
     world.use(2)  # not 1
     assert world.peak_pages == 2
 
@@ -315,22 +318,22 @@ def test_backward_holds_a_unit_until_its_gradients_are_there() -> None:
     world = World([1, 1])
     world.pager.phase.now = Phase.BACKWARD
     world.use(0)
-    assert world.state(0) is UnitState.LENT, "later nodes of the same unit are likely"
+    assert world.state(0) is UnitState.IN_USE, "later nodes of the same unit are likely"
     world.pager.finish_gradients(world.units[0])
-    assert world.state(0) is UnitState.AWAY
+    assert world.state(0) is UnitState.OFFLOADED
     world.use(1)
     world.pager.end_pass()
-    assert world.state(1) is UnitState.AWAY
+    assert world.state(1) is UnitState.OFFLOADED
 
 
 # -- views -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_storage_that_somebody_views_keeps_its_memory() -> None:
+def test_a_storage_that_is_viewed_keeps_its_memory() -> None:
     world = World([1, 1], live=1)
     with world.pager.frame([world.units[0]]):
         view = world.params[0][1].detach()
-    assert world.state(0) is UnitState.AWAY
+    assert world.state(0) is UnitState.OFFLOADED
     assert torch.equal(view, world.values[0][world.units[0].entries[1].start :][:372])
     with pytest.raises(BudgetError):
         world.pager.acquire(world.units[1])
@@ -356,7 +359,7 @@ def test_a_viewed_unit_stops_a_prefetch_and_raises_nothing() -> None:
         world.use(0, 1)
     with world.pager.frame([world.units[0]]):
         view = world.params[0][1].detach()
-        assert world.state(1) is UnitState.AWAY
+        assert world.state(1) is UnitState.OFFLOADED
     world.use(0)
     del view
     world.use(1)
@@ -365,15 +368,15 @@ def test_a_viewed_unit_stops_a_prefetch_and_raises_nothing() -> None:
 # -- steps, failures and ends ------------------------------------------------------------------------------------------
 
 
-def test_forget_drops_the_trainable_ones() -> None:
+def test_invalidate_evicts_the_trainable_ones() -> None:
     world = World([1, 1], reuse=9, frozen=[1])
     world.pager.phase.now = Phase.FORWARD
     world.use(0, 1, 0, 1, 0, 1)
-    assert [world.state(index) for index in (0, 1)] == [UnitState.READY, UnitState.READY]
-    world.pager.forget()
-    assert [world.state(index) for index in (0, 1)] == [UnitState.AWAY, UnitState.READY]
-    with world.pager.frame([world.units[0]]), pytest.raises(ModelError, match=r"u0 is lent by tiered_zero\.gathered"):
-        world.pager.forget()
+    assert [world.state(index) for index in (0, 1)] == [UnitState.CACHED, UnitState.CACHED]
+    world.pager.updates.invalidate()
+    assert [world.state(index) for index in (0, 1)] == [UnitState.OFFLOADED, UnitState.CACHED]
+    with world.pager.frame([world.units[0]]), pytest.raises(ModelError, match=r"u0 is in use by tiered_zero\.gathered"):
+        world.pager.updates.invalidate()
 
 
 def test_abort_ends_every_frame_and_empties_every_unit() -> None:
@@ -385,21 +388,20 @@ def test_abort_ends_every_frame_and_empties_every_unit() -> None:
     world.pager.enter_frame([world.units[1]])
     world.pager.abort()
     assert not world.pager.is_running()
-    assert [world.state(index) for index in range(3)] == [UnitState.AWAY] * 3
+    assert [world.state(index) for index in range(3)] == [UnitState.OFFLOADED] * 3
     assert world.live_pages == 0
     world.use(0, 1, 2)
 
 
-def test_abort_leaves_what_somebody_else_has_borrowed() -> None:
+def test_abort_leaves_what_is_gathered() -> None:
     world = World([1, 1])
-    residency = world.pager.residency(world.params[0][0])
-    assert residency is not None
-    loan = world.pager.lend(residency)
+    paged = world.pager.units.by_param[world.params[0][0]]
+    gather = world.pager.begin_gather(paged)
     world.pager.enter_frame([world.units[1]])
     world.pager.abort()
-    world.check_lent(0)
-    world.check_away(1)
-    world.pager.end_loan(loan)
+    world.check_in_use(0)
+    world.check_guarded(1)
+    world.pager.end_gather(gather)
     assert world.live_pages == 0
 
 
@@ -409,9 +411,9 @@ def test_a_failed_fetch_raises_and_leaves_nothing_behind(how: str) -> None:
     getattr(world.tier, how).add(("fetch", "u0"))
     for _ in range(2):
         with pytest.raises(TransferError), world.pager.frame([world.units[0]]):
-            pytest.fail("lent without its bytes")
-        assert world.state(0) is UnitState.AWAY
-        world.check_away(0)
+            pytest.fail("in use without its bytes")
+        assert world.state(0) is UnitState.OFFLOADED
+        world.check_guarded(0)
         world.use(1)  # the room is there again, once the error's frames are gone
     world.pager.abort()
     assert world.live_pages == 0
@@ -440,9 +442,9 @@ def test_a_unit_that_finds_no_memory_is_charged_nothing(monkeypatch: pytest.Monk
     fail_fills(monkeypatch, world, 0, times=8)
     for _ in range(4):
         with pytest.raises(torch.OutOfMemoryError), world.pager.frame([world.units[0]]):
-            pytest.fail("lent without memory")
-        assert world.live_pages == 0 and world.pager._live_nbytes == 0
-        assert world.state(0) is UnitState.AWAY
+            pytest.fail("in use without memory")
+        assert world.live_pages == 0 and world.pager._cache._live_nbytes == 0
+        assert world.state(0) is UnitState.OFFLOADED
     world.use(0, 1)  # there is memory again, and all of the budget
 
 
@@ -454,7 +456,7 @@ def test_a_unit_that_finds_no_memory_is_fetched_once_idle_ones_are_gone(monkeypa
     assert world.live_pages > 0, "kept, for it is expected again soon"
     log = fail_fills(monkeypatch, world, 2, times=1)
     with world.pager.frame([world.units[2]]):
-        world.check_lent(2)
+        world.check_in_use(2)
     assert log == ["fill", "release at 0", "fill"]
 
 
@@ -465,7 +467,7 @@ def test_a_prefetch_that_finds_no_memory_is_left_out(monkeypatch: pytest.MonkeyP
         world.use(0, 1)
     log = fail_fills(monkeypatch, world, 1, times=1)
     with world.pager.frame([world.units[0]]):
-        assert log == ["fill"] and world.state(1) is UnitState.AWAY
+        assert log == ["fill"] and world.state(1) is UnitState.OFFLOADED
     world.use(1)
     assert log == ["fill", "fill"]
 
@@ -504,7 +506,7 @@ def test_evicting_a_prefetch_that_failed_says_nothing() -> None:
         world.use(0, 1)
     world.tier.failing.add(("fetch", "u1"))
     world.use(0)
-    world.pager.forget()
+    world.pager.updates.invalidate()
     assert world.live_pages == 0
 
 
@@ -530,7 +532,7 @@ def test_memory_stays_while_a_transfer_still_writes_it(monkeypatch: pytest.Monke
 def test_close_keeps_what_lives_on_the_device_and_ends_the_rest() -> None:
     world = World([1, 1], resident=[0])
     world.pager.close()
-    world.check_lent(0)
+    world.check_in_use(0)
     assert world.runtime.ledger.now("device") == 0
     with pytest.raises(ParameterOffloadedError, match="closed"):
         world.params[1][0] * 1
@@ -544,7 +546,7 @@ def test_use_waits_for_the_units_own_update() -> None:
     unit_updates = [UnitUpdate(), UnitUpdate()]
     for unit, unit_update in zip(world.units, unit_updates, strict=True):
         world.inventory.publish(unit, unit_update)
-    world.pager.block_for_update()
+    world.pager.updates.block_for_update()
     unit_updates[0].complete()
     world.use(0)
     with pytest.raises(RuntimeError, match="the update broke"):
@@ -556,11 +558,11 @@ def test_a_unit_on_the_device_is_guarded_until_its_update_and_then_free_between_
     world = World([1], resident=[0])
     unit_update = UnitUpdate()
     world.inventory.publish(world.units[0], unit_update)
-    world.pager.block_for_update()
-    world.check_away(0)
+    world.pager.updates.block_for_update()
+    world.check_guarded(0)
     unit_update.complete()
     assert (world.params[0][0] * 1).isfinite().all()  # outside of any frame
-    world.check_lent(0)
+    world.check_in_use(0)
 
 
 # -- copies and changes ------------------------------------------------------------------------------------------------
@@ -568,7 +570,7 @@ def test_a_unit_on_the_device_is_guarded_until_its_update_and_then_free_between_
 
 def test_copies_come_from_wherever_the_bytes_are() -> None:
     world = World([1, 1, 1], resident=[2])
-    # this tier's slots have no views and the keeper no buffers: what is on the device is copied from there
+    # this tier's slots have no views and OffloadedParams no buffers: what is on the device is copied from there
     with world.pager.frame([world.units[0]]):
         for index in (0, 2):
             for entry, param in zip(world.units[index].entries, world.params[index], strict=True):

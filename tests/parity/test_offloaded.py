@@ -1,4 +1,4 @@
-"""A parameter that is away: what may be asked of it works, what needs its bytes raises an error that names it."""
+"""An offloaded parameter: what needs no bytes works, what needs them raises an error that names it."""
 
 import numpy
 import pytest
@@ -106,7 +106,7 @@ def test_everything_else_may_be_asked(engine):
     assert not param.is_meta and not param.is_sparse and param.is_contiguous() and param.is_floating_point()
     for text in (repr(param), str(param), f"{param}", repr(nn.ParameterList([param]))):
         assert "32" in text or "[32, 32]" in text
-    assert "away" in repr(param) and str(HIDDEN) in repr(engine.module.blocks[0])
+    assert "offloaded" in repr(param) and str(HIDDEN) in repr(engine.module.blocks[0])
     assert isinstance(param, nn.Parameter) and param in set(engine.module.parameters())
     assert hash(param) == hash(param) and param is engine.module.blocks[0].out.weight
     assert sum(p.numel() for p in engine.module.parameters() if p.requires_grad) > 20_000
@@ -127,8 +127,8 @@ def test_after_close_the_error_says_so(swap_path):
         engine(*batch(0))
 
 
-def test_numpy_may_look_at_what_is_lent(engine):
-    """It makes the storage unresizable for good; the unit takes another one, under the same parameters."""
+def test_numpy_may_view_what_is_gathered(engine):
+    """It makes the storage unresizable; another one replaces it, under the same parameters."""
     norm = engine.module.norm
     for _ in range(2):
         train(engine, batch, 1)
@@ -141,8 +141,8 @@ def test_numpy_may_look_at_what_is_lent(engine):
             norm.weight.sum()
 
 
-def test_lent_parameters_are_plain_again(engine):
-    """`gathered` lends whole units; afterwards they are refused as before."""
+def test_gathered_parameters_are_plain(engine):
+    """`gathered` fetches whole units; after it they are refused as before."""
     param = engine.module.get_parameter(NAME)
     other = engine.module.get_parameter("blocks.1.out.weight")
     with tiered_zero.gathered(param):

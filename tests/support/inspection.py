@@ -54,7 +54,7 @@ def layouts(engine: tiered_zero.Engine) -> list[StateLayout]:
 
 
 def units(engine: tiered_zero.Engine) -> list[Unit]:
-    return [residency.unit for residency in pager(engine)._residencies.values()]
+    return [paged.unit for paged in pager(engine).units]
 
 
 def units_on_device(engine: tiered_zero.Engine) -> list[Unit]:
@@ -63,12 +63,12 @@ def units_on_device(engine: tiered_zero.Engine) -> list[Unit]:
 
 
 def units_in_use(engine: tiered_zero.Engine) -> list[Unit]:
-    return [residency.unit for residency in pager(engine)._residencies.values() if residency.num_lends]
+    return [paged.unit for paged in pager(engine).units if paged.num_users]
 
 
 def fetched_nbytes(engine: tiered_zero.Engine) -> int:
     """Device memory of units whose home is another tier."""
-    found = [residency for residency in pager(engine)._residencies.values() if residency.storage.is_full]
+    found = [paged for paged in pager(engine).units if paged.storage.is_full]
     return sum(r.unit.nbytes for r in found if not pager(engine).is_device_resident(r.unit))
 
 
@@ -79,7 +79,7 @@ def is_idle(engine: tiered_zero.Engine) -> bool:
 
 def evict_all(engine: tiered_zero.Engine) -> None:
     """Every unit that nothing uses leaves the device."""
-    pager(engine).forget()
+    pager(engine).updates.invalidate()
 
 
 def prefetched(engine: tiered_zero.Engine) -> dict[int, Any]:
@@ -109,13 +109,13 @@ def weights_at_home(engine: tiered_zero.Engine) -> dict[str, torch.Tensor]:
     """Name -> the value that lies in host memory, whatever the engine says of it."""
     found = {}
     for name, param in engine.module.named_parameters():
-        residency = pager(engine).residency(param)
-        assert residency is not None
-        entry = residency.unit.entries[residency.params[param]]
-        home = inventory(engine).home(residency.unit, "param")
+        paged = pager(engine).find(param)
+        assert paged is not None
+        entry = paged.unit.entries[paged.params[param]]
+        home = inventory(engine).home(paged.unit, "param")
         raw = home.tier.view(home.slot)
         assert raw is not None
-        flat = raw[: residency.unit.nbytes].view(residency.unit.dtype)
+        flat = raw[: paged.unit.nbytes].view(paged.unit.dtype)
         found[name] = flat[entry.start : entry.stop].view(entry.param.shape).clone()
     return found
 
@@ -149,7 +149,7 @@ def masters(engine: tiered_zero.Engine) -> dict[str, torch.Tensor]:
     for unit in units(engine):
         if unit.trainable:
             is_here = pager(engine).is_device_resident(unit)
-            params = pager(engine).storage(unit).flat if is_here else pager(engine).keeper.read(unit)
+            params = pager(engine).storage(unit).flat if is_here else pager(engine).offloaded_params.read(unit)
             values[f"{unit.index} {unit.name}"] = found.read(unit, params)
     return values
 

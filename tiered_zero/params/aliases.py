@@ -16,7 +16,7 @@ from torch import nn
 
 from tiered_zero.errors import ModelError
 from tiered_zero.layout.flat import ParamSpec
-from tiered_zero.params.flat_storage import pager_of
+from tiered_zero.params.guarded_parameter import handler_of
 
 
 def check_memory(model: nn.Module, specs: Mapping[nn.Parameter, ParamSpec]) -> None:
@@ -60,7 +60,7 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 
 def _is_paged(tensor: torch.Tensor) -> bool:
     """By an engine that is closed: its values are gone."""
-    return isinstance(tensor, nn.Parameter) and pager_of(tensor) is not None
+    return isinstance(tensor, nn.Parameter) and handler_of(tensor) is not None
 
 
 def _check_dense(param: nn.Parameter, name: str) -> None:

@@ -1,4 +1,4 @@
-"""Lend parameters outside of forward and backward."""
+"""Gather parameters for user code, outside of forward and backward."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from tiered_zero.errors import ModelError
-from tiered_zero.params.flat_storage import ClosedEngine, pager_of
+from tiered_zero.params.guarded_parameter import ClosedEngine, handler_of
 from tiered_zero.params.pager import Pager
-from tiered_zero.params.unit_state import HeldWrapper, Residency, SavedView
+from tiered_zero.params.saved_views import Saved
+from tiered_zero.params.unit_state import PagedUnit
 
 
 @contextmanager
 def gathered(target: nn.Module | nn.Parameter | Iterable[nn.Parameter], modify: bool = False) -> Iterator[None]:
-    """Lend the full values of parameters, on the device, for the length of the block.
+    """Make parameters plain, with full values on the device, for the length of the block.
 
     `target`: a module (all its parameters), one parameter, or several. They must fit the room that
-    stage3_max_live_parameters and the device leave; lend a large model part by part. `modify`: changes made inside are
-    kept: they go to the parameters' homes, and the fp32 master of every element that changed is set to its new value
+    stage3_max_live_parameters and the device leave; gather a large model part by part. `modify`: keep changes made
+    inside: they go to the parameters' homes, and the fp32 master of every element that changed is set to its new value
     (an unchanged element keeps its master's full precision). Without `modify` a change raises ModelError at the end of
     the block. What is computed inside may be differentiated after it, until the parameters change. Parameters that no
     engine pages are left alone.
@@ -32,7 +33,7 @@ def gathered(target: nn.Module | nn.Parameter | Iterable[nn.Parameter], modify: 
         params = list(target.parameters())
     else:
         params = [target] if isinstance(target, nn.Parameter) else list(target)
-    with lend(params, modify), saved_tensors_hooks(partial(_pack, _pagers(params)), _unpack):
+    with gather(params, modify), saved_tensors_hooks(partial(_pack, _pagers(params)), _unpack):
         yield
 
 
@@ -49,9 +50,9 @@ class WeightAccess(Protocol):
 
 
 def access_of(param: nn.Parameter) -> WeightAccess | None:
-    """None for a parameter that no open engine trains."""
-    lender = pager_of(param)
-    return None if lender is None or isinstance(lender, ClosedEngine) else cast(WeightAccess, lender)
+    """Return the access to the engine that trains the parameter; None where no open engine does."""
+    handler = handler_of(param)
+    return None if handler is None or isinstance(handler, ClosedEngine) else cast(WeightAccess, handler)
 
 
 def _pagers(params: Iterable[nn.Parameter]) -> list[Pager]:
@@ -59,65 +60,66 @@ def _pagers(params: Iterable[nn.Parameter]) -> list[Pager]:
     return list(found.values())
 
 
-_Saved = tuple[Pager | None, torch.Tensor | SavedView | HeldWrapper]
+_PagerAndSaved = tuple[Pager | None, Saved]
 
 
-def _pack(pagers: Sequence[Pager], tensor: torch.Tensor) -> _Saved:
+def _pack(pagers: Sequence[Pager], tensor: torch.Tensor) -> _PagerAndSaved:
     for pager in pagers:
-        if (saved := pager.pack(tensor)) is not tensor:
+        if (saved := pager.saved_views.pack(tensor)) is not tensor:
             return pager, saved
     return None, tensor
 
 
-def _unpack(found: _Saved) -> torch.Tensor:
+def _unpack(found: _PagerAndSaved) -> torch.Tensor:
     pager, saved = found
     if pager is not None:
-        return pager.unpack(saved)
+        return pager.saved_views.unpack(saved)
     assert isinstance(saved, torch.Tensor)
     return saved
 
 
 @contextmanager
-def lend(params: Iterable[nn.Parameter], modify: bool) -> Iterator[None]:
+def gather(params: Iterable[nn.Parameter], modify: bool) -> Iterator[None]:
+    """Hold the units of `params` until the block ends. `modify`: write them back there."""
     with ExitStack() as stack:
-        for access, residency in _paged(params):
-            stack.enter_context(_loan(access, residency, modify))
+        for access, paged in _paged(params):
+            stack.enter_context(_gather_unit(access, paged, modify))
         yield
 
 
-def _paged(params: Iterable[nn.Parameter]) -> list[tuple[WeightAccess, Residency]]:
+def _paged(params: Iterable[nn.Parameter]) -> list[tuple[WeightAccess, PagedUnit]]:
     """Each unit once, with the engine that trains it."""
-    found: dict[tuple[int, int], tuple[WeightAccess, Residency]] = {}
+    found: dict[tuple[int, int], tuple[WeightAccess, PagedUnit]] = {}
     for param in params:
-        lender = pager_of(param)
-        if isinstance(lender, ClosedEngine):
-            lender.demand([param], "gathered")
+        handler = handler_of(param)
+        if isinstance(handler, ClosedEngine):
+            handler.fault_in([param], "gathered")
         access = access_of(param)
-        if access is not None and (residency := access.pager.residency(param)) is not None:
-            found[id(access), residency.unit.index] = (access, residency)
+        if access is not None and (paged := access.pager.find(param)) is not None:
+            found[id(access), paged.unit.index] = (access, paged)
     return list(found.values())
 
 
 @contextmanager
-def _loan(access: WeightAccess, residency: Residency, modify: bool) -> Iterator[None]:
+def _gather_unit(access: WeightAccess, paged: PagedUnit, modify: bool) -> Iterator[None]:
     with access.pager.driver.entered("gathered"):
-        yield from _lend_unit(access, residency, modify)
+        yield from _hold(access, paged, modify)
 
 
-def _lend_unit(access: WeightAccess, residency: Residency, modify: bool) -> Iterator[None]:
+def _hold(access: WeightAccess, paged: PagedUnit, modify: bool) -> Iterator[None]:
     access.before_weights_read()
     pager = access.pager
-    loan = pager.lend(residency)
+    user = pager.begin_gather(paged)
     changed: str | None = None
     try:
-        old = pager.remember(residency.unit) if modify else None
+        old = pager.changes.remember(paged.unit) if modify else None
         yield
         if modify:
             access.before_weights_write()
-            pager.write_back(residency.unit, old)
+            pager.changes.write_back(paged.unit, old)
     finally:
-        changed = pager.drop_changes(residency.unit)
-        pager.end_loan(loan)
+        changed = pager.changes.drop(paged.unit)
+        pager.end_gather(user)
     if changed is not None:
         raise ModelError(
             f"Parameter {changed} was changed inside tiered_zero.gathered() without modify=True, so that the change is "

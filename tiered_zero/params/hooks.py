@@ -1,6 +1,6 @@
 """The hooks between a model and the pager: the only file that registers any on modules.
 
-Nothing here computes. Hooks call `TrainStep` where a forward begins or ends; see [Note: Three doors] in the package.
+Nothing here computes. Hooks call `TrainStep` where a forward begins or ends; see [Note: Entry points] in the package.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from torch import nn
 
 from tiered_zero.errors import ModelError
 from tiered_zero.layout.flat import Unit
-from tiered_zero.params.flat_storage import OffloadedParameter
-from tiered_zero.params.gather import lend
+from tiered_zero.params.gather import gather
+from tiered_zero.params.guarded_parameter import OffloadedParameter
 from tiered_zero.params.outside_modes import runs_outside_modes
 from tiered_zero.params.pager import Pager
 from tiered_zero.params.pass_scope import PassScope
+from tiered_zero.params.saved_views import SavedViews
 
 
 class ForwardEvents(Protocol):
@@ -65,7 +66,7 @@ class _ForwardHook(_Hook):
     def __name__(self) -> str:
         """torch.jit.script asks for it, before anything else."""
         raise ModelError(
-            "torch.jit.script cannot compile a module of a tiered_zero engine: its parameters come and go in Python. "
+            "torch.jit.script cannot compile a module of a tiered_zero engine: its parameters are paged by Python. "
             "Use a model that is built anew, with engine.module.state_dict() loaded."
         )
 
@@ -78,7 +79,7 @@ def _hide_from_compiler() -> None:
     from torch._C._dynamo.eval_frame import set_code_exec_strategy
 
     skip = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)
-    for function in (_Hook.__call__, Pager.pack, Pager.unpack, OffloadedParameter.__torch_function__):
+    for function in (_Hook.__call__, SavedViews.pack, SavedViews.unpack, OffloadedParameter.__torch_function__):
         for code in {function.__code__, inspect.unwrap(function).__code__}:
             set_code_exec_strategy(code, skip)
 
@@ -88,9 +89,9 @@ class ModuleHooks:
     has left.
 
     [Note: Frames of modules]
-    Modules that own units (and the root) lend them for the length of their forward. Every other module with parameters
+    Modules that own units (and the root) hold them for the length of their forward. Every other module with parameters
     can be called directly, past the root, as `generate()` calls an encoder: it then opens a frame without units, which
-    what it demands is lent to. Inside another module's frame its hooks do nothing.
+    holds what is faulted in. Inside another module's frame its hooks do nothing.
     """
 
     def __init__(self, model: nn.Module, units: Sequence[Unit], events: ForwardEvents) -> None:
@@ -109,7 +110,7 @@ class ModuleHooks:
         by_module: dict[str, list[Unit]] = defaultdict(list)
         for unit in self._units:
             by_module[unit.module].append(unit)
-        by_module[""] += []  # also a root without parameters of its own: functions that its forward calls demand them
+        by_module[""] += []  # also a root without parameters of its own: functions that its forward calls fault them in
         for name, module in modules.items():
             if name in by_module:
                 self._watch_forward(module, tuple(by_module[name]))
@@ -188,9 +189,8 @@ class ModuleHooks:
         self._handles.append(module.register_forward_hook(_ForwardHook(self, after), always_call=True))
 
     def _watch_state_dict(self, module: nn.Module) -> None:
-        """state_dict() gives CPU copies of real shape; load_state_dict() finds its parameters lent, and writes them
-        home.
-        """
+        """state_dict() gives CPU copies of real shape; load_state_dict() finds its parameters gathered, and writes
+        them back."""
         events, pager = self._events, self._events.pager
         params = {name: param for name, param in module._parameters.items() if param is not None}
 
@@ -209,15 +209,15 @@ class ModuleHooks:
             if metadata.get("assign_to_params_buffers"):
                 raise ModelError(
                     "load_state_dict(assign=True) would put other parameters in the place of those that the engine "
-                    "trains. Leave assign out: values are copied to where the parameters rest."
+                    "trains. Leave assign out: values are copied to the parameters' homes."
                 )
-            loans.append(loan := lend(params.values(), modify=True))
-            loan.__enter__()
+            blocks.append(block := gather(params.values(), modify=True))
+            block.__enter__()
 
         def after_load(*_: Any) -> None:
-            loans.pop().__exit__(None, None, None)
+            blocks.pop().__exit__(None, None, None)
 
-        loans: list[AbstractContextManager[None]] = []
+        blocks: list[AbstractContextManager[None]] = []
         self._handles.append(module.register_state_dict_pre_hook(_Hook(self, before_save)))  # type: ignore[no-untyped-call]
         self._handles.append(module.register_state_dict_post_hook(_Hook(self, after_save)))  # type: ignore[no-untyped-call]
         if params:

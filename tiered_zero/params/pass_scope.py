@@ -48,7 +48,7 @@ class PassScope:
     def saving_views(self) -> Iterator[None]:
         """While open, autograd saves views of flats by name instead of by address."""
         self._refuse_tracing()
-        self._pager.refuse_changes()
+        self._pager.changes.refuse()
         saving = self._start_saving()
         try:
             yield
@@ -111,15 +111,15 @@ class PassScope:
     def _is_saving(self) -> bool:
         """Whether our hooks for saved tensors are the top of this thread's."""
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        return hooks is not None and hooks[0] == self._pager.pack
+        return hooks is not None and hooks[0] == self._pager.saved_views.pack
 
     def _start_saving(self) -> saved_tensors_hooks:
         """Check what must hold of the model when the outermost forward or a backward begins; then save by name."""
         self._check_frozen()
-        self._pager.check_converted()
+        self._pager.changes.check_converted()
         if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
             raise ModelError(_NO_TRANSFORM)
-        saving = saved_tensors_hooks(self._pager.pack, self._pager.unpack)
+        saving = saved_tensors_hooks(self._pager.saved_views.pack, self._pager.saved_views.unpack)
         saving.__enter__()
         return saving
 
@@ -136,5 +136,5 @@ class PassScope:
         if torch._C._get_tracing_state():
             raise ModelError(
                 "torch.jit.trace cannot trace a module of a tiered_zero engine: the trace would read parameters while "
-                "their bytes rest elsewhere. Use a copy: torch.jit.trace(copy.deepcopy(engine.module), ...)."
+                "their bytes are elsewhere. Use a copy: torch.jit.trace(copy.deepcopy(engine.module), ...)."
             )

@@ -57,9 +57,9 @@ def changed_past_home_error(param: str) -> ModelError:
     )
 
 
-def lent_error(unit: str) -> ModelError:
+def gathered_error(unit: str) -> ModelError:
     return ModelError(
-        f"Unit {unit} is lent by tiered_zero.gathered() while a step is about to change it. Leave the `with` block "
+        f"Unit {unit} is in use by tiered_zero.gathered() while a step is about to change it. Leave the `with` block "
         "before step()."
     )
 

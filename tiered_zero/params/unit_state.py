@@ -1,92 +1,197 @@
-"""What is known of a unit's stay on the device."""
+"""The state of a unit, and the one table of its legal changes.
+
+[Note: State of a unit]
+Two enums say it; they change together, and only by `PagedUnit.change`. The rest is a plain fact (`num_users`, `clock`,
+`version`, `fetch`), or the storage knows it: `is_full`, and `is_viewed`, which keeps the memory of a unit that is
+OFFLOADED already. A view is held by a node that runs, a tensor that a checkpointed region has
+recomputed, an output that is a slice of a weight. So neither eviction nor a wrong prefetch can pull memory from under a
+computation; at worst the budget is passed, which raises.
+
+A unit that lives on the device has its storage as its home: it is IN_USE, or CACHED while it waits for its update.
+An interrupt may leave any pair of the table, with parameters guarded or not: `Pager.abort` leads from each back to
+OFFLOADED, or leaves the unit to the `gathered` block that uses it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from enum import Enum, auto
+from enum import Enum
 from typing import final
 from weakref import WeakSet
 
-import torch
 from torch import nn
 
+from tiered_zero.errors import InternalError
 from tiered_zero.layout.flat import Unit
 from tiered_zero.params.flat_storage import FlatStorage
 from tiered_zero.transfer import Transfer
 
 
 class UnitState(Enum):
-    """AWAY: no bytes on the device; they rest at the unit's home. READY: bytes are there or on their way, but
-    parameters are
-    guarded (prefetched, or kept for reuse). LENT: compute may use them; parameters are plain."""
+    """Which bytes of a unit are on the device.
 
-    AWAY = auto()
-    READY = auto()
-    LENT = auto()
+    OFFLOADED: none; they are in its home. FETCHING: device memory is allocated, a transfer is in flight, and compute
+    has not waited for it. CACHED: all, and parameters are guarded. IN_USE: all, and parameters are plain; users hold
+    the unit, or backward does until it needs the room.
+    """
+
+    __hash__ = object.__hash__  # Enum's own runs in Python, twice for each change
+    OFFLOADED = "offloaded"
+    FETCHING = "fetching"
+    CACHED = "cached"
+    IN_USE = "in use"
 
 
-# A unit's bytes leave only while nobody holds a view of them (`FlatStorage.is_viewed`): a node that runs, a tensor that
-# a checkpointed region has recomputed, an output that is a slice of a weight. So neither eviction nor a wrong guess can
-# pull memory from under a computation; at worst the budget is passed, which raises.
+class WeightState(Enum):
+    """Which weights a fetch from the unit's home gives.
+
+    CURRENT: those of the last step; the fetch waits for what of that update is still under way. UPDATING: those of a
+    step that is not taken yet, whose update began in backward: any use is refused. STALE: older ones than user code has
+    written to the device, which are dropped at the end of their use.
+    """
+
+    __hash__ = object.__hash__
+    CURRENT = "current"
+    UPDATING = "updating"
+    STALE = "stale"
 
 
-@dataclass
-class Residency:
-    """What the pager knows of one unit. `fetch`: the transfer that fills it, until compute has waited for it.
+State = tuple[UnitState, WeightState]
 
-    `num_lends`: running modules and `loans` that use it; with none it may still be LENT, held for the rest of its
-    backward. `clock`: when it was last used. `version`: how often its values have changed, for graphs that saved
-    earlier ones. `is_changed`: its bytes on the device are no longer its home's.
+_OFFLOADED = UnitState.OFFLOADED, WeightState.CURRENT
+_OFFLOADED_UPDATING = UnitState.OFFLOADED, WeightState.UPDATING
+_FETCHING = UnitState.FETCHING, WeightState.CURRENT
+_FETCHING_UPDATING = UnitState.FETCHING, WeightState.UPDATING
+_CACHED = UnitState.CACHED, WeightState.CURRENT
+_CACHED_UPDATING = UnitState.CACHED, WeightState.UPDATING
+_IN_USE = UnitState.IN_USE, WeightState.CURRENT
+_IN_USE_STALE = UnitState.IN_USE, WeightState.STALE
+
+LEGAL_CHANGES: dict[tuple[State, State], str] = {
+    (_OFFLOADED, _FETCHING): "fetch",
+    (_FETCHING, _FETCHING): "fetch",  # the start of the first was interrupted
+    (_OFFLOADED_UPDATING, _FETCHING_UPDATING): "fetch",  # ahead of use, once the update is done
+    (_FETCHING, _IN_USE): "acquire",
+    (_CACHED, _IN_USE): "acquire",
+    (_IN_USE, _CACHED): "guard",
+    (_OFFLOADED, _OFFLOADED): "evict",  # frees what a view had kept
+    (_OFFLOADED_UPDATING, _OFFLOADED_UPDATING): "evict",
+    (_FETCHING, _OFFLOADED): "evict",
+    (_FETCHING_UPDATING, _OFFLOADED_UPDATING): "evict",
+    (_CACHED, _OFFLOADED): "evict",
+    (_IN_USE, _OFFLOADED): "evict",
+    (_IN_USE_STALE, _OFFLOADED): "evict",
+    (_IN_USE, _IN_USE_STALE): "write",
+    (_OFFLOADED, _OFFLOADED_UPDATING): "block",
+    (_CACHED, _CACHED_UPDATING): "block",
+    (_OFFLOADED_UPDATING, _OFFLOADED): "unblock",
+    (_FETCHING_UPDATING, _FETCHING): "unblock",
+    (_CACHED_UPDATING, _CACHED): "unblock",
+}
+"""(before, after) -> the act that makes this change. No other change is legal."""
+
+
+@dataclass(eq=False, kw_only=True)
+class PagedUnit:
+    """What the pager knows of one unit. `params`: the index of each parameter in the unit.
+
+    `fetch`: the transfer that fills the storage, until compute has waited for it. `num_users`: running modules and
+    `gathers` that use the unit, one more where it lives on the device; with none it may still be IN_USE, held for the
+    rest of its backward. `clock`: when it was last used. `version`: how often its values have changed, for graphs that
+    saved earlier ones.
     """
 
     unit: Unit
     storage: FlatStorage
-    state: UnitState = UnitState.AWAY
+    is_resident: bool
+    params: dict[nn.Parameter, int]
     fetch: Transfer | None = None
-    num_lends: int = 0
+    num_users: int = 0
     clock: int = 0
     version: int = 0
-    is_changed: bool = False
-    params: dict[nn.Parameter, int] = field(default_factory=dict)
-    loans: WeakSet[Loan] = field(default_factory=WeakSet)
+    gathers: WeakSet[Gather] = field(default_factory=WeakSet)
+    _at: State = _OFFLOADED
+
+    def __post_init__(self) -> None:
+        if self.is_resident:
+            self._at = _CACHED
+
+    @property
+    def state(self) -> UnitState:
+        return self._at[0]
+
+    @property
+    def weights(self) -> WeightState:
+        return self._at[1]
+
+    def change(self, state: UnitState, weights: WeightState | None = None) -> None:
+        """Enter `state` (and `weights`, where they change too), and guard or unguard the parameters with it.
+
+        Raises InternalError for a change that LEGAL_CHANGES has not, with nothing changed.
+        """
+        before = self._at
+        after = state, before[1] if weights is None else weights
+        if (before, after) not in LEGAL_CHANGES:
+            raise InternalError(
+                f"Unit {self.unit.name} cannot change from {_describe(before)} to {_describe(after)}. This is an error "
+                "in tiered_zero, not in the model: please report it with this message."
+            )
+        if state is UnitState.IN_USE and before[0] is not state:
+            self.storage.unguard()
+        self._at = after
+        if state is UnitState.OFFLOADED or state is UnitState.CACHED:
+            self.storage.guard()
+
+    @property
+    def is_starting(self) -> bool:
+        """Whether its fetch is being started; it stays so where that was interrupted, with the transfer perhaps writing
+        to its memory."""
+        return self._at[0] is UnitState.FETCHING and self.fetch is None
+
+    @property
+    def is_evictable(self) -> bool:
+        """Whether nothing uses it and eviction frees memory. A transfer in flight views the storage too."""
+        if self.num_users or not self.storage.is_full:
+            return False
+        return self.fetch is not None if self._at[0] is UnitState.FETCHING else not self.storage.is_viewed
+
+
+def _describe(state: State) -> str:
+    return f"{state[0].name}/{state[1].name}"
 
 
 @final
-class Loan:
-    """A block of user code that may use a unit. An interrupt may keep the block's end from running: then the last
-    reference to its loan goes with it."""
+class Gather:
+    """A user of a unit outside of forward and backward: a block of `gathered`. An interrupt may keep the block's end
+    from running: then the last reference to this object goes with the block."""
 
-    def __init__(self, residency: Residency) -> None:
-        self.residency = residency
-
-
-@dataclass
-class Frame:
-    """A running module or lender. `lent`: stay for its whole length. `demanded`: by functions called in it; any of them
-    goes when room is short and nobody views it, and comes back when the next function is called with it."""
-
-    lent: list[Residency] = field(default_factory=list)
-    demanded: list[Residency] = field(default_factory=list)
+    def __init__(self, paged: PagedUnit) -> None:
+        self.paged = paged
 
 
-@dataclass(frozen=True)
-class SavedView:
-    """What autograd keeps instead of a view of a flat: which unit in which version, and the view's geometry in
-    elements."""
+@dataclass(eq=False)
+class UnitTable:
+    """Every unit of a model, by index, by parameter and by the identity of its storage."""
 
-    unit_index: int
-    version: int
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
+    by_index: dict[int, PagedUnit] = field(default_factory=dict)
+    by_param: dict[nn.Parameter, PagedUnit] = field(default_factory=dict)
+    by_storage: dict[int, PagedUnit] = field(default_factory=dict)
 
+    def add(self, unit: Unit, storage: FlatStorage, params: Sequence[nn.Parameter], is_resident: bool) -> None:
+        indices = {param: i for i, param in enumerate(params)}
+        paged = PagedUnit(unit=unit, storage=storage, is_resident=is_resident, params=indices)
+        self.by_index[unit.index] = paged
+        self.by_storage[storage.key] = paged
+        self.by_param.update(dict.fromkeys(params, paged))
 
-@dataclass(frozen=True)
-class HeldWrapper:
-    """What autograd keeps of a view of a flat inside a torch.func transform: the transform's wrapper cannot be made
-    anew, so its bytes stay. `view`: keeps them there (`FlatStorage.is_viewed`), for the wrapper itself does not."""
+    def renew_storage(self, former_key: int) -> None:
+        """Emptying a storage may have replaced it by another."""
+        paged = self.by_storage.pop(former_key)
+        self.by_storage[paged.storage.key] = paged
 
-    wrapper: torch.Tensor
-    view: torch.Tensor
-    inner: SavedView
+    def renew_storages(self) -> None:
+        self.by_storage = {paged.storage.key: paged for paged in self}
+
+    def __iter__(self) -> Iterator[PagedUnit]:
+        return iter(self.by_index.values())

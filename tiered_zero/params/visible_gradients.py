@@ -7,7 +7,8 @@ from typing import final
 
 from torch import nn
 
-from tiered_zero.params.flat_storage import FlatStorage, GradientHome, set_gradient_home
+from tiered_zero.params.flat_storage import FlatStorage
+from tiered_zero.params.guarded_parameter import GradientHome, set_gradient_home
 
 
 @final

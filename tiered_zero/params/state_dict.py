@@ -10,15 +10,15 @@ from torch import nn
 
 from tiered_zero.params.driver_thread import DriverThread
 from tiered_zero.params.offloaded_params import OffloadedParams
-from tiered_zero.params.unit_state import Residency
+from tiered_zero.params.unit_state import PagedUnit
 
 
 @final
 class ParamCopies:
     """Reads each unit once for copies that come in a row. Driver thread."""
 
-    def __init__(self, keeper: OffloadedParams, driver: DriverThread) -> None:
-        self._keeper = keeper
+    def __init__(self, offloaded_params: OffloadedParams, driver: DriverThread) -> None:
+        self._offloaded_params = offloaded_params
         self._driver = driver
         self._by_param: dict[nn.Parameter, torch.Tensor] = {}
         self._last: tuple[int, int, torch.Tensor] | None = None
@@ -31,7 +31,7 @@ class ParamCopies:
         return self._depth > 0
 
     def start(self, before_weights_read: Callable[[], None]) -> None:
-        """A module's state_dict begins; those of its children begin and end inside."""
+        """Begin a module's state_dict; those of its children begin and end inside."""
         if not self._depth:
             with self._driver.entered("state_dict()"):
                 before_weights_read()
@@ -45,30 +45,30 @@ class ParamCopies:
             self._depth -= 1
 
     def end(self) -> None:
-        """Also where a state_dict broke off: the next one waits for updates again, and copies anew."""
+        """End also a state_dict that was interrupted: the next one waits for updates again, and copies anew."""
         if self._depth:
             self._driver.leave()
         self._depth = 0
         self._by_param.clear()
         self._last = None
 
-    def take(self, param: nn.Parameter, residency: Residency, on_device: bool) -> torch.Tensor:
-        """[its shape] on the CPU, a copy; tied names get the same tensor while a state_dict is taken. `on_device`: the
-        bytes are there."""
+    def take(self, param: nn.Parameter, paged: PagedUnit, on_device: bool) -> torch.Tensor:
+        """Copy a parameter to the CPU, in its shape; tied names get the same tensor while a state_dict is taken.
+        `on_device`: the bytes are there."""
         if param in self._by_param:
             return self._by_param[param]
-        index = residency.params[param]
+        index = paged.params[param]
         if on_device:
-            value = residency.storage.entry_view(index).to("cpu", copy=True)
+            value = paged.storage.entry_view(index).to("cpu", copy=True)
         else:
-            key = residency.unit.index, residency.version
+            key = paged.unit.index, paged.version
             if self._last is None or self._last[:2] != key:
                 try:
-                    self._last = *key, self._keeper.read(residency.unit)
+                    self._last = *key, self._offloaded_params.read(paged.unit)
                 except BaseException:
                     self.end()
                     raise
-            entry = residency.unit.entries[index]
+            entry = paged.unit.entries[index]
             value = entry.param.view(self._last[2][entry.start : entry.stop]).clone()
         if self._depth:
             self._by_param[param] = value

@@ -1,0 +1,279 @@
+"""The class of a parameter whose unit is not in use: it answers what needs no bytes; the rest it fetches or refuses.
+
+PyTorch itself does not notice a read of an empty storage (it crashes or returns garbage), so while a unit is not in use
+its parameters carry the class `OffloadedParameter`, whose `__torch_function__` stands between them and every operator.
+While the unit is in use they are plain `Parameter`s again and cost nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from tiered_zero.errors import ParameterOffloadedError
+from tiered_zero.params.refusals import is_conversion
+
+
+class FaultHandler(Protocol):
+    """What a guarded parameter asks for its bytes: the TrainStep of its engine."""
+
+    def fault_in(self, params: Sequence[nn.Parameter], function: str) -> None:
+        """Bring the units of `params`, the first of which is offloaded, together for the running forward or backward,
+        or raise ParameterOffloadedError."""
+
+    def copy_of(self, param: nn.Parameter) -> torch.Tensor | None:
+        """Copy the parameter to the CPU while a state_dict is taken; else return None."""
+
+    def idle_copy(self, param: nn.Parameter) -> torch.Tensor | None:
+        """Copy an offloaded parameter to the CPU, for a copy of its module; return None while modules run."""
+
+
+class ClosedEngine:
+    """The handler of parameters whose engine is closed, and whose bytes ended with its tiers."""
+
+    def __init__(self, unit_name: str, own_class: type[nn.Parameter] = nn.Parameter) -> None:
+        self._unit_name = unit_name
+        self._own_class = own_class
+
+    def revive(self, param: nn.Parameter, func: Callable[..., Any], args: Sequence[Any]) -> bool:
+        """Whether `func` gives the parameter a value, as load_state_dict() does: then it is plain again, with it."""
+        if (
+            func not in (torch.Tensor.copy_, _set_data)
+            or args[0] is not param
+            or isinstance(args[1], OffloadedParameter)
+        ):
+            return False
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            value = args[1]
+            if func != _set_data:
+                value = torch.empty(param.shape, dtype=param.dtype, device=param.device).copy_(value)
+            param.data = value
+        release_param(param, self._own_class)
+        return True
+
+    def fault_in(self, params: Sequence[nn.Parameter], function: str) -> None:
+        raise ParameterOffloadedError(
+            f"{function} needs the bytes of parameters of {self._unit_name}; they rested on a tier of an engine that "
+            "is closed, and are gone. Take engine.module.state_dict() before engine.close(); module.load_state_dict() "
+            "of it gives the parameters values again."
+        )
+
+    def copy_of(self, param: nn.Parameter) -> torch.Tensor | None:
+        return None
+
+    def idle_copy(self, param: nn.Parameter) -> torch.Tensor | None:
+        return None
+
+
+_handlers: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def handler_of(param: nn.Parameter) -> FaultHandler | None:
+    """Return the handler of this parameter, ClosedEngine after its engine's end; None for a plain parameter."""
+    return _handlers.get(param)  # type: ignore[no-untyped-call,no-any-return]
+
+
+def set_handler(param: nn.Parameter, handler: FaultHandler) -> None:
+    _handlers[param] = handler
+
+
+def release_param(param: nn.Parameter, own: type[nn.Parameter]) -> None:
+    """Make the parameter a plain one of its `own` class again, without a handler."""
+    param.__class__ = own
+    _handlers.pop(param, None)  # type: ignore[no-untyped-call]
+
+
+# What may be asked of an offloaded parameter: everything but its bytes.
+_BYTE_PROPERTIES = frozenset({"data", "T", "H", "mT", "mH", "real", "imag"})
+_METADATA_METHODS = frozenset(
+    "size dim ndimension numel nelement stride storage_offset is_contiguous element_size is_floating_point is_complex "
+    "is_signed get_device requires_grad_ register_hook register_post_accumulate_grad_hook retain_grad __len__ "
+    "untyped_storage is_inference dim_order is_same_size __hash__ is_shared "
+    "_has_compatible_shallow_copy_type".split()
+)
+
+
+_grad: Any = torch.Tensor.grad  # the descriptor
+_gradient_homes: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+class GradientHome(Protocol):
+    """Where the gradients of parameters are between backward and step()."""
+
+    @property
+    def has_gradients(self) -> bool: ...
+
+    def read(self, param: nn.Parameter) -> torch.Tensor | None:
+        """Return what `param.grad` is."""
+
+    def assign(self, param: nn.Parameter, value: torch.Tensor | None) -> None:
+        """Do `param.grad = value`."""
+
+
+def set_gradient_home(param: nn.Parameter, home: GradientHome | None) -> None:
+    """Let `home` answer for `param.grad` where autograd's attribute is empty and the parameter has a class of ours."""
+    if home is None:
+        _gradient_homes.pop(param, None)  # type: ignore[no-untyped-call]
+    else:
+        _gradient_homes[param] = home
+
+
+def _read_grad(param: nn.Parameter) -> torch.Tensor | None:
+    with torch._C.DisableTorchFunctionSubclass():
+        grad: torch.Tensor | None = _grad.__get__(param)
+    home: GradientHome | None = _gradient_homes.get(param)  # type: ignore[no-untyped-call]
+    return grad if grad is not None or home is None else home.read(param)
+
+
+def _assign_grad(param: nn.Parameter, value: torch.Tensor | None) -> None:
+    home: GradientHome | None = _gradient_homes.get(param)  # type: ignore[no-untyped-call]
+    if home is not None:
+        home.assign(param, value)
+        value = None
+    with torch._C.DisableTorchFunctionSubclass():
+        _grad.__set__(param, value)
+
+
+def _delete_grad(param: nn.Parameter) -> None:
+    _assign_grad(param, None)
+
+
+class ResidentParameter(nn.Parameter):
+    """A parameter whose bytes are on the device, between backward and step(). Operators treat it as a plain one; its
+    `grad` is at its home."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __new__(cls, data: torch.Tensor, requires_grad: bool = True) -> Any:
+        return nn.Parameter(data, requires_grad)  # a copy has no handler
+
+    grad = property(_read_grad, _assign_grad, _delete_grad)
+
+
+@cache
+def resident_class(own: type[nn.Parameter]) -> type[nn.Parameter]:
+    """`own` with the `grad` of a ResidentParameter."""
+    if own is nn.Parameter:
+        return ResidentParameter
+
+    def new(_: type, *args: Any, **kwargs: Any) -> Any:
+        return own(*args, **kwargs)
+
+    return type(own.__name__, (own,), {"grad": ResidentParameter.grad, "__new__": new})
+
+
+class OffloadedParameter(nn.Parameter):
+    """A parameter whose unit is not in use. Shape, dtype, grad and hooks work; bytes are fetched or refused.
+
+    An entry point of [Note: Entry points]."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        keywords = dict(kwargs or {})
+        if isinstance(param := args[0] if args else None, OffloadedParameter) and _keeps(
+            func, param, args[1:], keywords
+        ):
+            return None if func == _set_data else param
+        if not _is_metadata(func):
+            used = list(_parameters_in((args, keywords)))
+            for index, param in enumerate(used):
+                if not isinstance(
+                    param, OffloadedParameter
+                ):  # nor any more, where an earlier one's fault has fetched it too
+                    continue
+                handler: FaultHandler = _handlers[param]
+                if isinstance(handler, ClosedEngine) and handler.revive(param, func, args):
+                    return param if func != _set_data else None
+                if func is torch.Tensor.detach and (copy := handler.copy_of(param)) is not None:
+                    return copy
+                others = [p for p in used[:index] + used[index + 1 :] if handler_of(p) is handler]
+                handler.fault_in([param, *others], _name_of(func))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **keywords)
+
+    grad = ResidentParameter.grad
+
+    def __format__(self, spec: str) -> str:
+        return super().__format__(spec) if spec else repr(self)  # type: ignore[no-untyped-call]
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        return (
+            f"Parameter(offloaded, shape={tuple(self.shape)}, dtype={self.dtype}, requires_grad={self.requires_grad})"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if (copy := self._plain_copy("deepcopy")) is not None:
+            memo[id(self)] = copy  # a second name of a tied parameter finds it
+            return copy
+        return self.__deepcopy__(memo)  # of its own class, which it has again
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if (copy := self._plain_copy("pickle")) is not None:
+            return copy.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        return self.__reduce_ex__(protocol)
+
+    def as_subclass(self, cls: type[Any]) -> Any:
+        """torch does not dispatch here."""
+        _handlers[self].fault_in([self], "as_subclass")
+        return self.as_subclass(cls)
+
+    def _plain_copy(self, function: str) -> nn.Parameter | None:
+        """Copy the parameter to the CPU, as state_dict() does. None: it is in use now, and of its own class."""
+        handler: FaultHandler = _handlers[self]
+        if (value := handler.idle_copy(self)) is not None:
+            return nn.Parameter(value, self.requires_grad)
+        handler.fault_in([self], function)
+        return None
+
+
+_set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+def _keeps(func: Callable[..., Any], param: nn.Parameter, args: Sequence[Any], keywords: Mapping[str, Any]) -> bool:
+    """Whether `func` leaves the parameter as it is: a conversion to what it is, or `param.data = param`. That is all
+    that `module.to(device)` does to a parameter that is there already."""
+    if func == _set_data:
+        return args[0] is param
+    if not is_conversion(getattr(func, "__name__", "")) or not (args or keywords or func.__name__ != "type"):
+        return False
+    if any(isinstance(value, torch.memory_format) for value in (*args, *keywords.values())):
+        return False
+    with torch._C.DisableTorchFunctionSubclass():
+        probe = torch.empty(0, dtype=param.dtype, device=param.device)
+        return func(probe, *args, **keywords) is probe
+
+
+def _name_of(func: Any) -> str:
+    """As the user wrote it: `mul`, or `.data` for the getter of an attribute."""
+    name = getattr(func, "__name__", str(func))
+    return f".{getattr(func.__self__, '__name__', name)}" if name in ("__get__", "__set__") else name
+
+
+def _is_metadata(func: Callable[..., Any]) -> bool:
+    if func in (torch.autograd.grad, torch.autograd.backward):
+        return True  # backward fetches what it needs
+    name = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__", "__delete__"):
+        return getattr(getattr(func, "__self__", None), "__name__", "data") not in _BYTE_PROPERTIES
+    return name in _METADATA_METHODS
+
+
+def _parameters_in(value: Any) -> Iterator[nn.Parameter]:
+    if isinstance(value, nn.Parameter):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _parameters_in(item)
+    elif isinstance(value, dict):
+        yield from _parameters_in(list(value.values()))

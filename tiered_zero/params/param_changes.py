@@ -1,0 +1,84 @@
+"""Changes of parameters by user code: written back to their homes, or refused."""
+
+from __future__ import annotations
+
+from typing import final
+
+import torch
+
+from tiered_zero.errors import ModelError
+from tiered_zero.layout.flat import Unit
+from tiered_zero.params.offloaded_params import OffloadedParams
+from tiered_zero.params.outside_modes import runs_outside_modes
+from tiered_zero.params.refusals import changed_past_home_error
+from tiered_zero.params.unit_state import PagedUnit, UnitState, UnitTable, WeightState
+
+
+@final
+class ParamChanges:
+    """Finds changes on the device that the homes do not have. Driver thread. See [Note: Writes through .data]."""
+
+    def __init__(self, units: UnitTable, offloaded_params: OffloadedParams) -> None:
+        self._units = units
+        self._offloaded_params = offloaded_params
+        self._refusal: ModelError | None = None
+
+    def look(self, paged: PagedUnit) -> None:
+        """Mark a unit in use as stale where its parameters were changed: the change is lost, and the next `refuse`
+        raises for it."""
+        if paged.state is UnitState.IN_USE and (name := paged.storage.end_change()) is not None:
+            self._refusal = changed_past_home_error(name)
+            _mark_stale(paged)
+
+    def refuse(self, late: bool = False) -> None:
+        """Raises ModelError where parameters were changed past their homes since the last call. `late`: also look at
+        what only the device knows yet, and wait for it."""
+        if self._refusal is not None:
+            refusal, self._refusal = self._refusal, None
+            raise refusal
+        for paged in self._units if late else ():
+            if (name := paged.storage.late_change()) is not None:
+                raise changed_past_home_error(name)
+
+    @runs_outside_modes
+    def check_converted(self) -> None:
+        """Raises ModelError where a parameter that lives on the device was moved or converted."""
+        for paged in self._units:
+            if paged.state is UnitState.IN_USE and paged.is_resident:
+                paged.storage.check_converted()
+
+    # -- gathered --------------------------------------------------------------------------------------------------
+
+    @runs_outside_modes
+    def remember(self, unit: Unit) -> torch.Tensor | None:
+        """Copy what `write_back` needs of the unit's parameters before user code changes them."""
+        return self._offloaded_params.remember(unit, self._units.by_index[unit.index].storage.flat)
+
+    @runs_outside_modes
+    def write_back(self, unit: Unit, old: torch.Tensor | None) -> None:
+        """Write the parameters that user code has changed to their home, and to whatever was derived from them."""
+        paged = self._units.by_index[unit.index]
+        paged.version += 1
+        paged.storage.take_back(keep=True)
+        try:
+            self._offloaded_params.change(unit, paged.storage.flat, old)
+        except BaseException:
+            _mark_stale(paged)
+            raise
+
+    @runs_outside_modes
+    def drop(self, unit: Unit) -> str | None:
+        """Return the name of a parameter that was changed and not written back. Its unit is read again. Called where a
+        `gathered` block ends; inside another one, which looks itself, it returns None."""
+        paged = self._units.by_index[unit.index]
+        if paged.num_users > 1 + paged.is_resident:
+            return None
+        if (changed := paged.storage.end_change()) is not None:
+            _mark_stale(paged)
+        return changed
+
+
+def _mark_stale(paged: PagedUnit) -> None:
+    """The storage of a unit that lives on the device is its home, and is never stale."""
+    if paged.state is UnitState.IN_USE and paged.weights is WeightState.CURRENT and not paged.is_resident:
+        paged.change(UnitState.IN_USE, WeightState.STALE)

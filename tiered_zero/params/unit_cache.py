@@ -1,0 +1,217 @@
+"""The units on the device: fetched, prefetched and evicted within the room that the plan leaves them."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from typing import final
+
+import torch
+
+from tiered_zero.errors import TieredZeroError
+from tiered_zero.hardware.runtime import Runtime
+from tiered_zero.params.guarded_parameter import ClosedEngine
+from tiered_zero.params.param_changes import ParamChanges
+from tiered_zero.params.refusals import no_room_error
+from tiered_zero.params.schedule import Schedule
+from tiered_zero.params.unit_state import PagedUnit, UnitState, UnitTable, WeightState
+from tiered_zero.plan.planner import PagerLimits
+from tiered_zero.sizes import format_nbytes
+from tiered_zero.tiers.inventory import Inventory
+
+logger = logging.getLogger("tiered_zero")
+
+
+@final
+class UnitCache:
+    """Moves whole units between their homes and the device. The pager alone calls this, on the driver thread."""
+
+    def __init__(
+        self, runtime: Runtime, inventory: Inventory, limits: PagerLimits, units: UnitTable, changes: ParamChanges
+    ) -> None:
+        self._accelerator = runtime.accelerator
+        self._ledger = runtime.ledger
+        self._inventory = inventory
+        self._limits = limits
+        self._units = units
+        self._changes = changes
+        self.schedule = Schedule()
+        self._ticks = itertools.count(1)
+        self._live_nbytes = 0
+        self._has_warned = False
+        self.is_closed = False
+        self.is_moving = False
+        """Whether device memory is allocated or freed now; stays where that is interrupted, until `recount`."""
+
+    @property
+    def needs_drain(self) -> bool:
+        """Whether an interrupted fetch may still write to a unit's memory."""
+        return any(paged.is_starting for paged in self._units)
+
+    def touch(self, paged: PagedUnit) -> None:
+        """Mark the unit as the most recently used."""
+        paged.clock = next(self._ticks)
+
+    def check_open(self, paged: PagedUnit) -> None:
+        """Raises ParameterOffloadedError once the engine is closed."""
+        if self.is_closed:
+            ClosedEngine(paged.unit.name).fault_in((), "This call")
+
+    # -- fetch -----------------------------------------------------------------------------------------------------
+
+    def fetch(self, paged: PagedUnit) -> None:
+        """Fetch a unit that is about to be used. Where the device has no memory for it, evict every idle unit, and try
+        once more."""
+        try:
+            self._fetch(paged)
+        except torch.OutOfMemoryError:
+            for idle in self._evictable():
+                self.evict(idle)
+            self._accelerator.release_cached_memory()
+            self._fetch(paged)
+
+    def _fetch(self, paged: PagedUnit) -> None:
+        self.check_open(paged)
+        unit, storage = paged.unit, paged.storage
+        if not storage.is_full:
+            self._make_room(paged)
+            self.is_moving = True
+            self._ledger.charge("device", "param_window", unit.nbytes)
+            try:
+                storage.fill()
+            except BaseException:
+                self._ledger.discharge("device", "param_window", unit.nbytes)
+                raise
+            self._live_nbytes += unit.nbytes
+            self.is_moving = False
+        self.touch(paged)
+        paged.change(UnitState.FETCHING)
+        try:
+            self._accelerator.prepare(storage.flat)
+            home = self._inventory.home(unit, "param")
+            paged.fetch = home.tier.fetch(home.slot, storage.flat, self._inventory.published(unit))
+        except (TieredZeroError, torch.OutOfMemoryError):  # the tier has waited for what it had begun
+            self.evict(paged)
+            raise
+
+    def prefetch(self, current: PagedUnit) -> None:
+        """Fetch what is expected after `current`, as far as the prefetch bucket and the free room go, and at least one
+        unit where there is a bucket: a unit may be larger than it. Evicts only what is used later.
+        """
+        budget = self._limits.look_ahead.prefetch_numel
+        if not budget:
+            return
+        wanted = {current.unit.index}
+        for _, index in self.schedule.upcoming():
+            paged = self._units.by_index[index]
+            if index in wanted:
+                continue
+            budget -= paged.unit.numel
+            is_next = len(wanted) == 1
+            wanted.add(index)
+            if (budget < 0 and not is_next) or not self._may_prefetch(paged):
+                return
+            if paged.state is UnitState.OFFLOADED:
+                new_nbytes = 0 if paged.storage.is_full else paged.unit.nbytes
+                missing = self._live_nbytes + new_nbytes - self._limits.live_nbytes
+                victims = [other for other in self._evictable() if other.unit.index not in wanted]
+                if missing > sum(victim.unit.nbytes for victim in victims):
+                    return
+                while missing > 0:
+                    missing -= victims[0].unit.nbytes
+                    self.evict(victims.pop(0))
+                if self._live_nbytes + new_nbytes > self._limits.live_nbytes:
+                    return  # a view keeps the memory of an evicted unit
+                try:
+                    self._fetch(paged)
+                except torch.OutOfMemoryError:
+                    return  # fetched when it is used, with more room made for it
+
+    def _may_prefetch(self, paged: PagedUnit) -> bool:
+        """Not while its update waits for backward, which may wait for what stands behind it on the lane."""
+        if paged.weights is not WeightState.UPDATING:
+            return True
+        unit_update = self._inventory.published(paged.unit)
+        return unit_update is None or unit_update.written.done()
+
+    # -- evict -----------------------------------------------------------------------------------------------------
+
+    def retire(self, paged: PagedUnit) -> None:
+        """Guard a unit that nothing uses any more, and keep its bytes only if they are expected again soon."""
+        if paged.state is not UnitState.IN_USE or paged.is_resident:
+            return
+        self.guard(paged)
+        distance = 0
+        for _, index in self.schedule.upcoming():
+            if index == paged.unit.index:
+                if distance <= self._limits.look_ahead.reuse_numel and self._live_nbytes <= self._limits.live_nbytes:
+                    return
+                break
+            distance += self._units.by_index[index].unit.numel
+        self.evict(paged)
+
+    def guard(self, paged: PagedUnit) -> None:
+        """Guard a unit in use; evict it where its bytes are not its home's any more."""
+        self._changes.look(paged)
+        if paged.weights is WeightState.STALE:
+            self.evict(paged)
+        elif paged.state is UnitState.IN_USE:
+            paged.change(UnitState.CACHED)
+
+    def evict(self, paged: PagedUnit) -> None:
+        """Drop what the device holds of a unit with a home. Its memory stays while a view of it is held."""
+        storage = paged.storage
+        if not storage.is_full or paged.is_resident:
+            return
+        self._changes.look(paged)
+        has_arrived = True
+        if paged.fetch is not None:  # the transfer still writes these bytes; if it failed, no use has seen them
+            try:
+                self._accelerator.wait_on_compute(paged.fetch)
+            except Exception:
+                has_arrived = False  # a read that is stuck may write later
+        is_stale = paged.weights is WeightState.STALE
+        paged.change(UnitState.OFFLOADED, WeightState.CURRENT if is_stale else None)
+        paged.fetch = None
+        if storage.is_viewed:
+            return
+        self.is_moving = True
+        self._accelerator.poison(storage.flat)
+        key = storage.key
+        storage.empty(keep=has_arrived)
+        self._units.renew_storage(key)
+        self._live_nbytes -= paged.unit.nbytes
+        self._ledger.discharge("device", "param_window", paged.unit.nbytes)
+        self.is_moving = False
+
+    def _evictable(self) -> list[PagedUnit]:
+        """Least recently used first."""
+        return sorted((paged for paged in self._units if paged.is_evictable), key=lambda paged: paged.clock)
+
+    def _make_room(self, paged: PagedUnit) -> None:
+        unit = paged.unit
+        limit = self._limits.live_nbytes - unit.nbytes
+        for idle in self._evictable():
+            if self._live_nbytes <= limit:
+                return
+            self.evict(idle)
+        if self._live_nbytes <= limit:
+            return
+        if self._live_nbytes + unit.nbytes > self._limits.most_live_nbytes:
+            held = [other.unit.name for other in self._units if other.storage.is_full and other is not paged]
+            room_nbytes = max(self._limits.live_nbytes, self._limits.most_live_nbytes)
+            raise no_room_error(unit.name, unit.nbytes, held, self._live_nbytes, room_nbytes)
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "%s more on the device than planned: unit %s is used together with others than its parent modules'",
+                format_nbytes(self._live_nbytes - limit), unit.name,
+            )  # fmt: skip
+
+    def recount(self) -> None:
+        """Count what is on the device, after calls that were interrupted."""
+        paged_units = [paged for paged in self._units if not paged.is_resident]
+        self._live_nbytes = sum(paged.unit.nbytes for paged in paged_units if paged.storage.is_full)
+        self._ledger.correct("device", "param_window", self._live_nbytes)
+        self._units.renew_storages()
+        self.is_moving = False

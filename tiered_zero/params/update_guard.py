@@ -1,0 +1,116 @@
+"""Keep units from being used while the update changes them."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from typing import final
+
+from tiered_zero.layout.flat import Unit
+from tiered_zero.params.param_changes import ParamChanges
+from tiered_zero.params.refusals import gathered_error
+from tiered_zero.params.unit_cache import UnitCache
+from tiered_zero.params.unit_state import PagedUnit, UnitState, UnitTable, WeightState
+from tiered_zero.telemetry.spans import Recorder
+from tiered_zero.tiers.inventory import Inventory
+
+
+@final
+class UpdateGuard:
+    """Invalidates and blocks units, and waits for their updates. The update policy calls this, on the driver thread."""
+
+    def __init__(
+        self,
+        units: UnitTable,
+        cache: UnitCache,
+        changes: ParamChanges,
+        inventory: Inventory,
+        recorder: Recorder,
+        frames: Sequence[object],
+    ) -> None:
+        """`frames`: those of the modules that run."""
+        self._units = units
+        self._cache = cache
+        self._changes = changes
+        self._inventory = inventory
+        self._recorder = recorder
+        self._frames = frames
+
+    def invalidate(self) -> None:
+        """Drop what the device holds of trainable units, whose homes are about to change.
+
+        A storage that is still viewed keeps its memory, and is read again in place at the next use.
+        """
+        for paged in self._units:
+            if paged.unit.trainable:
+                self._invalidate(paged)
+        self._changes.refuse(late=True)
+
+    def _invalidate(self, paged: PagedUnit) -> None:
+        paged.version += 1
+        if paged.is_resident:
+            self._changes.look(paged)
+            return
+        if paged.num_users and not self._frames:
+            gc.collect()  # a `gathered` that was interrupted may be kept by the exception's own circle
+            paged.num_users = len(paged.gathers)
+        if paged.num_users:
+            raise gathered_error(paged.unit.name)
+        self._cache.evict(paged)
+
+    def end_update(self) -> None:
+        """Units that live on the device and were acquired during the update have their new values."""
+        for paged in self._units:
+            if paged.state is UnitState.IN_USE and paged.is_resident:
+                paged.storage.begin_watch()
+
+    def block_for_update(self) -> None:
+        """Block use of every trainable unit until its own update completes. The step is taken."""
+        begun = {paged for paged in self._units if paged.weights is WeightState.UPDATING}
+        self.unblock()
+        for paged in self._units:
+            if not paged.unit.trainable or paged in begun:
+                continue  # what was fetched of those since waits for their updates, which may wait for this step
+            self._invalidate(paged)
+            if paged.is_resident:
+                self._cache.guard(paged)
+        self._changes.refuse(late=True)
+
+    def block_unit_for_update(self, unit: Unit) -> bool:
+        """Refuse use of a unit, whose update begins in backward, until the step is taken. False, with nothing done,
+        while it is in use."""
+        paged = self._units.by_index[unit.index]
+        if paged.storage.is_viewed or (paged.num_users and not paged.is_resident):
+            return False
+        if paged.is_resident:
+            self._cache.guard(paged)
+        else:
+            self._cache.evict(paged)
+        paged.version += 1
+        if paged.weights is not WeightState.UPDATING:  # it was blocked already where backward runs twice
+            paged.change(paged.state, WeightState.UPDATING)
+        return True
+
+    def unblock(self) -> None:
+        """Allow use of units that `block_unit_for_update` has blocked: their updates were dropped before they began, or
+        the step is taken."""
+        for paged in self._units:
+            if paged.weights is WeightState.UPDATING:
+                paged.change(paged.state, WeightState.CURRENT)
+
+    def wait_written(self, unit: Unit) -> None:
+        """Block until the unit's last update is in its home; raise what made it fail."""
+        unit_update = self._inventory.published(unit)
+        if unit_update is not None and not unit_update.written.done():
+            with self._recorder.span("compute", "wait_update", unit.name):
+                unit_update.written.wait()
+        elif unit_update is not None:
+            unit_update.written.wait()  # done: returns at once, or raises
+
+    def wait_computed(self, unit: Unit) -> None:
+        """Block until the unit's new parameters are computed: its gradients are not needed any more, and a fetch knows
+        how they come to the device. Raises what made that fail, in so far as it has by then."""
+        unit_update = self._inventory.published(unit)
+        if unit_update is not None and not unit_update.written.done():
+            with self._recorder.span("compute", "wait_update", unit.name):
+                unit_update.computed.wait()
