@@ -68,7 +68,7 @@ def test_no_two_things_share_a_byte(numels: list[int], size: int, elementwise: b
         for number, view in enumerate(views):
             view.fill_(number % 251)
         for number, view in enumerate(views):
-            assert (view == number % 251).all(), "somebody else wrote here"
+            assert (view == number % 251).all(), "written through another view"
 
 
 def test_every_array_starts_at_a_page() -> None:

@@ -171,7 +171,7 @@ def test_what_cannot_be_done_is_refused_with_a_way_out(
 
 
 def test_parameters_read_by_the_update_are_verified(swap_path: Path) -> None:
-    """At birth and by hand they are written in the cuts in which they are read: a rotten one cannot become a master."""
+    """They are written in the cuts in which they are read, also by hand: a rotten one cannot become a master."""
     runtime = {"state_format": "bf16_remainder"}
     with tiered(build(), swap_path, ("nvme", "nvme"), adamw, runtime=runtime, **BF16) as engine:
         for number in range(3):

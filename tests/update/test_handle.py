@@ -201,7 +201,7 @@ def test_a_frozen_parameter_in_a_group_is_left_alone() -> None:
 
 @pytest.mark.parametrize("by", ["engine", "handle", "own"])
 def test_step_hooks_fire_around_each_update(by: str) -> None:
-    """Once per optimizer step, not per micro-batch, whoever takes it; those of the user's own instance too."""
+    """Once per optimizer step, not per micro-batch, through either object; those of the user's own instance too."""
     seen: list[Any] = []
     model = build_model()
     own = build_optimizer(model)

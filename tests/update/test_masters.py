@@ -65,7 +65,7 @@ def world(request: pytest.FixtureRequest, swap_path: Path) -> Iterator[World]:
 def test_what_was_stored_is_read_across_all_cuts(world: World) -> None:
     for index, value in enumerate(world.values[:2]):
         assert torch.equal(world.read(index), value)
-    assert torch.equal(world.read(2), torch.zeros(world.units[2].numel)), "held by nobody"
+    assert torch.equal(world.read(2), torch.zeros(world.units[2].numel)), "in no sub-group"
 
 
 def test_an_unchanged_parameter_keeps_its_masters_full_precision(world: World) -> None:
@@ -84,7 +84,7 @@ def test_what_was_set_by_hand_is_taken_over_element_by_element(world: World) -> 
     assert torch.equal(found[changed], torch.full((int(changed.sum()),), 42.0))
     assert torch.equal(found[~changed], value[~changed])
     assert torch.equal(found.to(torch.bfloat16), flat), "the invariant: a parameter is its master, rounded"
-    assert torch.equal(world.read(0), world.values[0]), "nobody else's"
+    assert torch.equal(world.read(0), world.values[0]), "of no other unit"
 
 
 def test_a_nan_set_by_hand_is_taken_over_too(world: World) -> None:

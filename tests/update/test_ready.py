@@ -1,4 +1,4 @@
-"""The queue between backward and a running update: whatever one side does meanwhile, the other goes on."""
+"""The queue between backward and a running update: whatever one side does, the other goes on."""
 
 import threading
 from types import SimpleNamespace
@@ -11,7 +11,7 @@ def layout(index: int) -> Any:
     return SimpleNamespace(subgroup=SimpleNamespace(index=index))
 
 
-def test_the_shallowest_comes_first_and_skipped_ones_are_told_once() -> None:
+def test_the_shallowest_comes_first_and_skipped_ones_are_reported_once() -> None:
     queue = ReadyQueue([layout(3), layout(1)], [layout(2)])
     first = queue.peek()
     assert first is not None and first.subgroup.index == 1
@@ -21,7 +21,7 @@ def test_the_shallowest_comes_first_and_skipped_ones_are_told_once() -> None:
     assert [item.subgroup.index for item in queue.take_skipped()] == [2] and queue.take_skipped() == []
 
 
-def test_backward_gives_up_between_the_look_and_the_taking() -> None:
+def test_a_queue_that_is_cleared_between_peek_and_take() -> None:
     queue = ReadyQueue([layout(0), layout(1)])
     seen = queue.peek()
     assert seen is not None

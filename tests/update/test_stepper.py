@@ -1,4 +1,4 @@
-"""Read i+1 | update i | write i-1, told from the order of events; numbers, absences, failures, and few runs."""
+"""Read i+1 | update i | write i-1, seen in the order of events; numbers, absences, failures, and few runs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LATE = 10**9
 
 
 class Momentum(UpdateRule):
-    """m += g * scale; w -= lr * m. Its state is born as 0.5, so that a birth that is missed shows."""
+    """m += g * scale; w -= lr * m. Its state begins as 0.5, so that an initialization that is missed shows."""
 
     name = "momentum"
 
@@ -206,7 +206,7 @@ def six(**options: Any) -> World:
 
 @pytest.mark.parametrize("num_buffers", [3, 4])
 def test_reads_run_ahead_and_writes_behind(num_buffers: int) -> None:
-    """Transfers take three more log entries: longer than an update, so that whoever waits too early is seen."""
+    """Transfers take three more log entries: longer than an update, so that a wait that comes too early is seen."""
     world = six(num_buffers=num_buffers, latency=3)
     world.step()
     for i in range(5):
@@ -280,7 +280,7 @@ def test_what_the_next_step_begins_with_is_read_at_the_end_of_this_one() -> None
 
 
 def test_what_is_expected_is_read_while_gradients_are_waited_for() -> None:
-    """And a buffer that a write gives back meanwhile is used for the next."""
+    """And a buffer that a write releases is used for the next."""
     units = [make_unit(index, [CUT_NUMEL - 50]) for index in range(6)]
     world = World(units, num_buffers=3)
     world.step()
@@ -536,5 +536,5 @@ def test_ten_thousand_small_parameters_are_few_runs() -> None:
     for _ in range(2):
         world.step()
     world.check()
-    assert world.rule.num_runs == [4, 4], "one for each stretch of a unit"
+    assert world.rule.num_runs == [4, 4], "one for each span of a unit"
     assert len([entry for entry in world.tier.log if entry[0] == "write"]) == 2, "and one request a step"

@@ -78,7 +78,7 @@ class GradientStore:
     # -- filling -----------------------------------------------------------------------------------------------------
 
     def begin_backward(self, *, is_last: bool) -> None:
-        """Take the norm of each gradient on its way if this is the step's last backward; of a sum it would be lost."""
+        """Measure gradients in their transfer if this is the last backward of the step: later ones change the norms."""
         self._measures_norms = is_last
 
     def accumulate(self, param: nn.Parameter) -> Unit | None:
@@ -242,7 +242,7 @@ class GradientStore:
                 f"expected for {entry.param.name}; found shape {tuple(value.shape)}, {value.dtype}, on {value.device}."
             )
         if value.untyped_storage()._cdata in self._storages:
-            value = value.detach().clone()  # made of another gradient's home, which may get another value first
+            value = value.detach().clone()  # a view of another gradient's home, which may get another value first
         self._wait_update(gradients.unit)
         gradients.assign(entry, value)
 
@@ -349,7 +349,7 @@ class GradientStore:
         self._in_flight.append((event, source))
 
     def _wait_oldest(self, allowed_nbytes: int) -> None:
-        """Wait for the oldest gradients until at most `allowed_nbytes` are on their way or not freed yet."""
+        """Wait for the oldest gradients until at most `allowed_nbytes` are in flight or not freed yet."""
         flying = self._in_flight
         flying_nbytes = sum(source.nbytes for _, source in flying)
         while flying and (flying_nbytes > allowed_nbytes or flying[0][0].done()):

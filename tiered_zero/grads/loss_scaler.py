@@ -13,7 +13,7 @@ _FACTOR = 2.0
 
 
 class LossScaler:
-    """`scale` multiplies the loss; `update` is told once a step whether the gradients overflowed.
+    """`scale` multiplies the loss; `update` is called once a step with whether the gradients overflowed.
 
     `loss_scale` > 0 is static. 0 is dynamic, from 2**initial_scale_power: an overflow uses up one of `hysteresis`
     credits, and the last credit stays: from then on every overflow halves the scale, down to `min_loss_scale`. The

@@ -15,7 +15,7 @@ _fused_tails: dict[str, bool | None] = {}
 
 @final
 class GradNorm:
-    """What `clip_grad_norm_` takes of one parameter's gradient, 0-d fp32, beside it. Not finite if an element is not.
+    """The norm that `clip_grad_norm_` takes of one parameter's gradient, 0-d fp32. Not finite if an element is not.
 
     torch converts 16-bit gradients in a pass of their own and adds in another; the kernel gives the same bits in one.
     Whether it does is tried once; where not (ARM, another compiler), torch is taken. Any thread.

@@ -40,7 +40,7 @@ class UnitGradients:
 
     All sets and dicts are of parameter indices. `present`: parameters with a gradient in this step. `arrived`: those of
     this backward. `norms`: of gradients that were measured as they arrived. `last`: the event of the one that left the
-    device last. `frozen`: their update has begun. `spare`: a second flat, where the update of one step runs beside the
+    device last. `frozen`: their update has begun. `spare`: a second flat, where the update of one step runs under the
     backward of the next. `shown`: what users got as `param.grad`: a view of the flat in the parameter's shape, or, for
     those in `assigned`, the user's own tensor, which `store_assigned` copies into the flat. `zeroed`: present, with
     value 0 and nothing to add to. `earlier`: had a gradient since zero_grad() last set gradients to None.

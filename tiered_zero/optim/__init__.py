@@ -2,5 +2,5 @@
 
 Promise: the bits of the plain torch optimizer, however its state is cut. An UpdateRule advances runs of masters; a
 StateLayout says where masters and state lie in a sub-group's slot, a MasterFormat how masters rest there.
-Owner: nothing; whoever calls owns the tensors. Never: modules, tiers, files, collectives.
+Owner: nothing; the caller owns the tensors. Never: modules, tiers, files, collectives.
 """

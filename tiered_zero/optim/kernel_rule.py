@@ -69,7 +69,7 @@ class NativeRule(UpdateRule):
     elementwise = True
     _takes_root = False
     _variants: Sequence[Mapping[str, Any]] = ()
-    """Hyper keys that, one set after another beside the defaults, bring every operation that the rule has."""
+    """Hyper keys that, one set after another over the defaults, bring every operation that the rule has."""
 
     def __init__(
         self,
@@ -366,6 +366,6 @@ def _misfit(runs: Sequence[Run]) -> ModelError:
         for name, tensor in parts(next(filter(uneven, runs), runs[0])).items()
     )
     return ModelError(
-        "A run was expected to be contiguous arrays of one length in host memory: master float32 (or int16 beside a "
+        "A run was expected to be contiguous arrays of one length in host memory: master float32 (or int16 with a "
         f"bfloat16 out), grad and out float32, bfloat16 or float16, and state as `state_fields` says; found {found}."
     )

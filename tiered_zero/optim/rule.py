@@ -56,7 +56,7 @@ class UpdateRule(ABC):
     """True where element i of an output depends on element i of the inputs only, so that runs may be cut anywhere."""
 
     unsigned_field: str | None = None
-    """A state array that is never negative, where the rule can work beside a mark in its signs ([Note: bf16 and
+    """A state array that is never negative, where the rule can work with a mark in its signs ([Note: bf16 and
     remainder])."""
 
     keeps_group_state: bool = False

@@ -13,7 +13,7 @@
 
 The parameter is the master rounded to nearest, ties to even, as in every other format, and the master loses nothing.
 The remainder is a signed 16-bit number: the low half of the master. One bit is missing, for an even parameter stands
-for 65,537 masters, both ties beside it included. The mark is that bit: set where a tie lies above (in magnitude) the
+for 65,537 masters, both neighbouring ties included. The mark is that bit: set where a tie lies above (in magnitude) the
 even parameter that it was rounded to. It rests in the sign of Adam's second moment, which is never negative.
 Infinities stay; every NaN becomes the same one.
 """

@@ -29,7 +29,7 @@ class StateLayout:
     """The slot of a sub-group: masters [numel], then each state array, every one at a page's start.
 
     `masters`: how they rest. Where that takes a state array besides, it is the first after them, and `master_nbytes`,
-    which a slot holds from birth, counts both. `state_start`: the first byte of the state arrays.
+    which a slot holds from the start, counts both. `state_start`: the first byte of the state arrays.
 
     For an elementwise rule each array spans the sub-group, so that a run is a slice of it; a field that only some param
     groups have exists for all. For any other rule each piece (a whole parameter) has its own arrays.
@@ -129,7 +129,7 @@ def _view(raw: torch.Tensor, array: StateArray) -> torch.Tensor:
 
 
 def _merged(pages: Sequence[int]) -> list[tuple[int, int]]:
-    """Stretches of neighbouring pages, in bytes."""
+    """Spans of neighbouring pages, in bytes."""
     spans: list[tuple[int, int]] = []
     for page in pages:
         start = page * PAGE_NBYTES

@@ -1,4 +1,4 @@
-"""The gradients of one step, on their way from the gradient store to the update."""
+"""The gradients of one step, from the gradient store to the update."""
 
 from __future__ import annotations
 

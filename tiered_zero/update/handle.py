@@ -375,7 +375,7 @@ def make_scheduler(
 
 @contextmanager
 def restored_on_error(groups: list[dict[str, Any]]) -> Iterator[None]:
-    """Schedulers set learning rates when they are made; a run that does not start takes that back."""
+    """Restore the param groups, whose learning rates schedulers set as they are built, where the run does not start."""
     before = [dict(group) for group in groups]
     try:
         yield

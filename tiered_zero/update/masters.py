@@ -1,4 +1,4 @@
-"""fp32 master weights outside of a step: their birth, and their following of a change by hand."""
+"""fp32 master weights between steps: their first values, and values that users set."""
 
 from __future__ import annotations
 

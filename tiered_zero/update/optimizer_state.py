@@ -177,9 +177,9 @@ class OptimizerState:
                 continue
             home = self._inventory.home(subgroup, "state")
             # bytes that were written at once are read and written at once, so that they are verified
-            born = stepper.has_state(layout)
-            first = 0 if born else layout.state_start
-            last = layout.nbytes if born else layout.master_nbytes
+            has_state = stepper.has_state(layout)
+            first = 0 if has_state else layout.state_start
+            last = layout.nbytes if has_state else layout.master_nbytes
             with lent_slot(home, self._staging, slice(first, last), slice(first, layout.nbytes)) as raw:
                 scalars, rounded = self._fill(layout, raw, given, groups)
             num_rounded += rounded

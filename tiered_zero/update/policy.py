@@ -38,7 +38,7 @@ from tiered_zero.optim.state_layout import StateLayout
 from tiered_zero.tiers.inventory import Inventory
 from tiered_zero.tiers.step_gradients import StepGradients
 from tiered_zero.tiers.unit_update import UnitUpdate
-from tiered_zero.transfer import Transfer
+from tiered_zero.transfer import Completion, Transfer
 from tiered_zero.update.eager import EagerUpdate
 from tiered_zero.update.stepper import StreamingStepper, UpdateJob
 
@@ -164,6 +164,22 @@ class UpdatePolicy(ABC):
         self.flush()
         self.cancel_prefetch()
 
+    def at_cut(self, job: Callable[[], None]) -> Transfer:
+        """Run `job` between two updates: behind every write of the last, before the next begins. A save runs there.
+
+        On the update lane where updates run on it, else at once. `flush` and `quiesce` wait for it; the transfer
+        carries its error. Raises ModelError while an update is open in backward, EngineFailedError after a failure.
+        """
+        self.check_untouched("State is to be saved")
+        self.check()
+        cut = Completion()
+        self.run_behind(partial(self._run_cut, job, cut))
+        return cut
+
+    def run_behind(self, act: Callable[[], None], after: Sequence[Transfer] = ()) -> None:
+        """Run `act` behind the update that is under way."""
+        act()
+
     def has_state(self, layout: StateLayout) -> bool:
         """Whether the sub-group has state besides its masters: from its first update on."""
         return self._stepper.has_state(layout)
@@ -175,6 +191,17 @@ class UpdatePolicy(ABC):
     def _is_idle(self) -> bool:
         """Whether no update is under way."""
         return True
+
+    def _run_cut(self, job: Callable[[], None], cut: Completion) -> None:
+        try:
+            self.failures.check()
+            job()
+        except BaseException as error:
+            cut.fail(error)
+            if not isinstance(error, Exception):
+                raise
+        else:
+            cut.complete()
 
     def _job(self, gradients: StepGradients, grad_scale: float, **options: Any) -> UpdateJob:
         groups = self._stepper.freeze_groups(self._groups)
@@ -322,8 +349,7 @@ class OverlappedPolicy(UpdatePolicy):
         self._join()
         self.check()
 
-    def run_on_lane(self, act: Callable[[], None], after: Sequence[Transfer] = ()) -> None:
-        """Run `act` on the update lane, behind what runs there."""
+    def run_behind(self, act: Callable[[], None], after: Sequence[Transfer] = ()) -> None:
         self._running.append(self._runtime.accelerator.lane("update").submit(act, after=after))
 
     def _is_idle(self) -> bool:
@@ -366,7 +392,7 @@ class OverlappedPolicy(UpdatePolicy):
         self._started = job
         while self._running and self._running[0].done():
             self._running.pop(0).wait()  # its error, if it has one, ends this one too
-        self.run_on_lane(partial(self._step, job), after=[self._runtime.accelerator.record_compute()])
+        self.run_behind(partial(self._step, job), after=[self._runtime.accelerator.record_compute()])
         self._runtime.accelerator.lane("update").submit(job.computed.complete)  # also of a job that was not launched
 
 
@@ -395,6 +421,9 @@ class DelayedPolicy(UpdatePolicy):
     def begin_backward(self) -> None:
         """Nothing: the update that runs reads ahead itself when it has no more to read."""
 
+    def run_behind(self, act: Callable[[], None], after: Sequence[Transfer] = ()) -> None:
+        self._exact.run_behind(act, after)
+
     def _is_idle(self) -> bool:
         return self._exact._is_idle()
 
@@ -412,7 +441,7 @@ class DelayedPolicy(UpdatePolicy):
         job = self._job(gradients, grad_scale, param_kind="param_back", every_subgroup=True)
         self._back_slots.begin_update()
         self._is_unpublished = True
-        self._exact.run_on_lane(partial(self._step, job))
+        self._exact.run_behind(partial(self._step, job))
 
     def prepare_evaluation(self) -> None:
         self.flush()
