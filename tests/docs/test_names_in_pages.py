@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import click
 import pytest
 
 import tiered_zero
 from tests.house import ROOT
+from tiered_zero.cli.main import COMMANDS, main
 from tiered_zero.config.deepspeed_keys import table
 from tiered_zero.config.schema import Config
 
@@ -147,6 +149,20 @@ def test_every_setting_exists(page: Path) -> None:
         if path not in keys | sections and not names_python:
             wrong.append(span)
     assert wrong == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_command_and_option_exists(page: Path) -> None:
+    for span in re.findall(r"\btiered-zero ([^`\n]+)", page.read_text()):
+        words = span.replace("\\|", "|").split()
+        assert words[0] in COMMANDS, span
+        command = main.get_command(click.Context(main), words.pop(0))
+        if isinstance(command, click.Group):
+            commands = command.commands
+            *_, command = [commands[name] for name in words.pop(0).split("|")]
+        assert command is not None
+        options = {option for parameter in command.params for option in parameter.opts}
+        assert {word for word in words if word.startswith("--")} <= options, span
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
