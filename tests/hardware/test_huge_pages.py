@@ -87,12 +87,12 @@ def test_a_store_that_begins_inside_of_a_huge_page_stays_within_its_memory(monke
     start = -huge_pages._address(around) % HUGE_PAGE_NBYTES + PAGE_NBYTES
     ends: list[int] = []
 
-    def inside(nbytes: int) -> memoryview:
+    def inside(nbytes: int, flags: int) -> memoryview:
         ends.append(start + nbytes)
         around[start + nbytes :] = b"\x5a" * (len(around) - start - nbytes)
         return memoryview(around)[start : start + nbytes]
 
-    monkeypatch.setattr(huge_pages, "_map", inside)
+    monkeypatch.setattr(huge_pages, "map_memory", inside)
     HugePagePool(HUGE_PAGE_NBYTES)
     assert around[ends[0] :].count(b"\x5a") == len(around) - ends[0]
 

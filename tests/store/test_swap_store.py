@@ -95,7 +95,7 @@ def test_disk_use_is_the_capacity_to_the_byte_and_private(make: Callable[..., Sw
 def test_over_capacity_names_wanted_and_left(make: Callable[..., SwapStore]) -> None:
     store = make(capacity_nbytes=8 * PAGE)
     store.reserve("a", 6 * PAGE)
-    with pytest.raises(StoreError, match=r"12288 bytes.*8192 bytes\) left"):
+    with pytest.raises(StoreError, match=r"12288 bytes.*free \(8192 bytes\)"):
         store.reserve("b", 2 * PAGE + 1)
     with pytest.raises(StoreError):
         store.reserve("c", PAGE + 1, committed=True)
@@ -379,13 +379,6 @@ def test_recover_names_what_is_missing_or_cut_off(swap_path: Path, engine: SyncE
     (path / "manifest").unlink()
     with pytest.raises(StoreError, match=r"does not hold a committed state; it has the steps \[\]"):
         SwapStore.recover(SwapDir.open(path), engine)
-
-
-def test_small_items_share_an_extent(make: Callable[..., SwapStore]) -> None:
-    store = make()
-    record, offsets = store.reserve_packed("norms", {"a": 10, "b": 100, "c": 1})
-    assert offsets == {"a": 0, "b": 64, "c": 192}
-    assert record.extent_nbytes == PAGE
 
 
 def test_ten_thousand_names_of_any_length(make: Callable[..., SwapStore]) -> None:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import bisect
 import ctypes
-import logging
 import math
-import mmap
 import threading
 from dataclasses import dataclass
 from typing import final
@@ -15,10 +12,10 @@ import torch
 
 from tiered_zero.errors import BudgetError
 from tiered_zero.hardware.accelerator import Accelerator
+from tiered_zero.layout.extents import ExtentMap
+from tiered_zero.mappings import map_memory
 from tiered_zero.sizes import PAGE_NBYTES, align_up, format_nbytes
 from tiered_zero.telemetry.ledger import Ledger
-
-logger = logging.getLogger("tiered_zero")
 
 _MAPPED_NBYTES = 128 * 1024
 """malloc, too, gives blocks from this size on a mapping of their own, until the first of them is freed."""
@@ -67,8 +64,7 @@ def temporary_zeros(shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> 
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes < _MAPPED_NBYTES:
         return torch.zeros(shape, dtype=dtype)
-    mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(mapping, dtype=dtype).view(shape)
+    return torch.frombuffer(map_memory(nbytes), dtype=dtype).view(shape)
 
 
 def typed_view(raw: torch.Tensor, dtype: torch.dtype, numel: int) -> torch.Tensor:
@@ -87,11 +83,11 @@ class HostArena:
     """
 
     def __init__(self, capacity_nbytes: int, accelerator: Accelerator, pin: bool, ledger: Ledger) -> None:
-        self.capacity_nbytes = align_up(max(capacity_nbytes, 1), PAGE_NBYTES)
+        self._extents = ExtentMap(max(capacity_nbytes, 1))
+        self.capacity_nbytes = self._extents.capacity_nbytes
         self._accelerator = accelerator
         self._ledger = ledger
         self._lock = threading.Lock()
-        self._free = [(0, self.capacity_nbytes)]  # runs (offset, nbytes), by offset, never adjacent
         self._taken: dict[int, HostSlot] = {}
         self._closed = False
         self._memory, self._tensor = _map(self.capacity_nbytes)
@@ -100,18 +96,23 @@ class HostArena:
 
     @property
     def taken_nbytes(self) -> int:
-        return self.capacity_nbytes - sum(nbytes for _, nbytes in self._free)
+        return self.capacity_nbytes - self._extents.free_nbytes
 
     def take(self, nbytes: int, kind: str) -> HostSlot:
         """A slot of at least `nbytes` bytes, first fit. Its contents are undefined. Raises BudgetError."""
         size = align_up(max(nbytes, 1), PAGE_NBYTES)
         with self._lock:
-            index = next((i for i, (_, run) in enumerate(self._free) if run >= size), None)
-            if index is None:
-                raise BudgetError(self._describe_shortage(size, kind))
-            self._ledger.charge("host", kind, size)
-            offset, run = self._free[index]
-            self._free[index : index + 1] = [(offset + size, run - size)] if run > size else []
+            offset = self._extents.allocate(size)
+            if offset is None:
+                raise BudgetError(
+                    f"{kind} needs {format_nbytes(size)} of the host arena; {self._extents.describe()}. This run has "
+                    "left its plan."
+                )
+            try:
+                self._ledger.charge("host", kind, size)
+            except BudgetError:
+                self._extents.free(offset, size)
+                raise
             end = offset + size
             slot = HostSlot(offset, size, kind, self._tensor[offset:end], self._memory[offset:end], self)
             self._taken[offset] = slot
@@ -125,7 +126,7 @@ class HostArena:
                 raise RuntimeError(f"the {slot.kind} slot at offset {slot.offset} was released before")
             self.poison(slot.tensor)
             del self._taken[slot.offset]
-            self._insert_free(slot.offset, slot.nbytes)
+            self._extents.free(slot.offset, slot.nbytes)
             self._ledger.discharge("host", slot.kind, slot.nbytes)
 
     def poison(self, pages: torch.Tensor) -> None:
@@ -142,39 +143,14 @@ class HostArena:
             for slot in self._taken.values():
                 self._ledger.discharge("host", slot.kind, slot.nbytes)
             self._taken.clear()
-            self._free.clear()
             if self.pinned:
                 self._accelerator.unpin(self._tensor.data_ptr())
                 self.pinned = False
             self._tensor, self._memory = torch.empty(0, dtype=torch.uint8), memoryview(b"")
 
-    def _insert_free(self, offset: int, nbytes: int) -> None:
-        index = bisect.bisect(self._free, (offset, 0))
-        if index < len(self._free) and self._free[index][0] == offset + nbytes:
-            nbytes += self._free.pop(index)[1]
-        if index > 0 and sum(self._free[index - 1]) == offset:
-            index -= 1
-            offset, before = self._free.pop(index)
-            nbytes += before
-        self._free.insert(index, (offset, nbytes))
-
-    def _describe_shortage(self, size: int, kind: str) -> str:
-        free = sum(nbytes for _, nbytes in self._free)
-        largest = max((nbytes for _, nbytes in self._free), default=0)
-        return (
-            f"{kind} needs {format_nbytes(size)} of the host arena; of its {format_nbytes(self.capacity_nbytes)}, "
-            f"{format_nbytes(free)} are free, in one piece {format_nbytes(largest)}. This run has left its plan."
-        )
-
 
 def _map(nbytes: int) -> tuple[memoryview, torch.Tensor]:
     """The bytes, and [nbytes] uint8 over them. Private, and kept from forked children: a child's copy-on-write would
     take pages from under a direct read or write in flight (open(2), O_DIRECT notes)."""
-    mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
-        if hasattr(mmap, advice):
-            try:
-                mapping.madvise(getattr(mmap, advice))
-            except OSError as error:
-                logger.debug("%s is not to be had for host memory: %s", advice, error)
+    mapping = map_memory(nbytes, "MADV_DONTFORK", "MADV_HUGEPAGE")
     return memoryview(mapping), torch.frombuffer(mapping, dtype=torch.uint8)

@@ -19,6 +19,7 @@ from typing import Any, final
 
 import torch
 
+from tiered_zero.mappings import map_memory
 from tiered_zero.sizes import HUGE_PAGE_NBYTES, PAGE_NBYTES, align_up
 
 _MAYMOVE, _FIXED, _DONTUNMAP = 1, 2, 4
@@ -39,7 +40,9 @@ class HugePagePool:
     def __init__(self, nbytes: int) -> None:
         self._libc = _bind()
         num_pages = min(nbytes // HUGE_PAGE_NBYTES, _MAX_STORED)
-        self._store = _map((num_pages + 2) * HUGE_PAGE_NBYTES)  # two more: one is lost where it begins inside of a page
+        self._store = map_memory(
+            (num_pages + 2) * HUGE_PAGE_NBYTES, flags=_MAP_NORESERVE
+        )  # two more: one is lost where it begins inside of a page
         start = align_up(_address(self._store), HUGE_PAGE_NBYTES)
         self._vacant = [start + index * HUGE_PAGE_NBYTES for index in range(num_pages)]
         self._stored: list[int] = []
@@ -118,7 +121,7 @@ class PageRange:
     def __init__(self, pool: HugePagePool, nbytes: int) -> None:
         self._pool = pool
         self._nbytes = align_up(max(nbytes, 1), PAGE_NBYTES)
-        mapping = _map(align_up(self._nbytes, HUGE_PAGE_NBYTES) + HUGE_PAGE_NBYTES)
+        mapping = map_memory(align_up(self._nbytes, HUGE_PAGE_NBYTES) + HUGE_PAGE_NBYTES, flags=_MAP_NORESERVE)
         start = -_address(mapping) % HUGE_PAGE_NBYTES
         self._address_of_first = _address(mapping) + start
         self.memory = memoryview(mapping)[start : start + self._nbytes]
@@ -134,10 +137,6 @@ class PageRange:
         """`keep`: False where something may still write to this memory, so that no other range may get it."""
         self._pool.unmap(self._address_of_first, self._nbytes, keep)
         self.is_full = False
-
-
-def _map(nbytes: int) -> mmap.mmap:
-    return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
 
 
 def _address(mapping: mmap.mmap) -> int:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import mmap
 import os
 import time
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from tiered_zero.io.engine import IOEngine, IOTransfer
+from tiered_zero.mappings import map_memory
 from tiered_zero.sizes import MIB, PAGE_NBYTES, align_up
 
 MODES = ("read", "write", "mixed")
@@ -69,7 +68,11 @@ def measure_rate(
     request and may stay in the processor's cache. `read_share`: of the bytes of "mixed". Raises TransferError.
     """
     request_nbytes = min(request_nbytes, nbytes // num_in_flight // PAGE_NBYTES * PAGE_NBYTES)
-    memories = [_map(request_nbytes) for _ in range(1 if one_memory else num_in_flight)]
+    # huge pages: O_DIRECT pins each page of a transfer, and a device takes so many pieces of memory at once. With pages
+    # of 4 KiB one virtio disk read at 0.4 of the rate.
+    memories = [
+        memoryview(map_memory(request_nbytes, "MADV_HUGEPAGE")) for _ in range(1 if one_memory else num_in_flight)
+    ]
     random = os.urandom(request_nbytes)
     for memory in memories:
         memory[:] = random
@@ -95,13 +98,3 @@ def measure_rate(
             num_done += 1
     finally:
         file.close()
-
-
-def _map(nbytes: int) -> memoryview:
-    """Private memory in huge pages, as hardware/host_memory.py asks for it too: O_DIRECT pins each page of a transfer,
-    and a device takes so many pieces of memory at once. With pages of 4 KiB one virtio disk read at 0.4 of the rate."""
-    mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # advice only
-            mapping.madvise(mmap.MADV_HUGEPAGE)
-    return memoryview(mapping)

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Literal, final
 
 from tiered_zero.errors import StoreError
-from tiered_zero.sizes import PAGE_NBYTES
-from tiered_zero.store.extents import ExtentMap
+from tiered_zero.layout.extents import ExtentMap
+from tiered_zero.sizes import PAGE_NBYTES, align_up, format_nbytes
 from tiered_zero.store.manifest import Record
 from tiered_zero.store.ranges import Range, RangeMap, first_gap, join, other_slots
 from tiered_zero.store.transfers import StoreTransfer
@@ -77,13 +77,16 @@ class RecordTable:
             if name in self._states:
                 raise StoreError(f"The store has a record {name!r} already; release it first, or choose another name.")
             offsets: list[int] = []
-            try:
-                for _ in range(num_slots):
-                    offsets.append(self._extents.allocate(nbytes))
-            except StoreError:
-                for offset in offsets:
-                    self._extents.free(offset, nbytes)
-                raise
+            for _ in range(num_slots):
+                if (offset := self._extents.allocate(nbytes)) is None:
+                    for taken in offsets:
+                        self._extents.free(taken, nbytes)
+                    raise StoreError(
+                        f"Record {name!r} needs {format_nbytes(nbytes)} ({align_up(nbytes, PAGE_NBYTES)} bytes) in one "
+                        f"piece{', twice' * (num_slots > 1)}; {self._extents.describe()}. Create the store with a "
+                        "larger capacity."
+                    )
+                offsets.append(offset)
             record = Record(name, nbytes, dtype, shape, num_slots > 1, tuple(offsets))
             self._states[name] = _State(record)
         return record
@@ -92,7 +95,10 @@ class RecordTable:
         """Take over the records of a durable manifest."""
         for record, ranges in written:
             for offset in record.offsets:
-                self._extents.claim(offset, record.nbytes)
+                try:
+                    self._extents.claim(offset, record.nbytes)
+                except ValueError as error:
+                    raise StoreError(f"Record {record.name!r}: {error}") from error
             self._states[record.name] = _State(record, RangeMap(ranges), RangeMap(ranges))
 
     def release(self, record: Record) -> None:

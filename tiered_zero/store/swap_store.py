@@ -17,7 +17,6 @@ from tiered_zero.hardware.process import OwnProcess
 from tiered_zero.io.engine import IOEngine, IOTransfer
 from tiered_zero.sizes import MIB, PAGE_NBYTES, align_up
 from tiered_zero.store import manifest
-from tiered_zero.store.extents import pack
 from tiered_zero.store.manifest import Manifest, Record
 from tiered_zero.store.ranges import Range, cut, join
 from tiered_zero.store.records import InFlight, RecordTable
@@ -149,11 +148,6 @@ class SwapStore:
         Raises StoreError: the name is taken, or the capacity is used up.
         """
         return self._table.reserve(name, nbytes, dtype, shape, num_slots=2 if committed else 1)
-
-    def reserve_packed(self, name: str, sizes: Mapping[str, int], **options: Any) -> tuple[Record, dict[str, int]]:
-        """One record for many small items that move together, and each item's offset in it, a multiple of 64."""
-        offsets, nbytes = pack(sizes)
-        return self.reserve(name, nbytes, **options), offsets
 
     def release(self, record: Record) -> None:
         """Free the record's extents; those that the durable manifest names after the next commit."""
