@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -75,7 +75,6 @@ def specify_run(
         config,
         limits=_limits(config, limits or {}),
         shares_cores=shares_cores(settings.device, settings.debug_delay_seed),
-        in_backward=not rule.keeps_group_state,  # which changes when a step is taken, and not before
     )
     size = sub_group_numel(config.zero_optimization.sub_group_size)
     subgroups = cut_subgroups(units, group_of, size, elementwise=rule.elementwise, apart=request.state.is_split)
@@ -84,6 +83,8 @@ def specify_run(
         SubGroupSize(state_nbytes=layout.nbytes, parts=layout.subgroup.parts, embedding=layout.subgroup.embedding)
         for layout in layouts
     ]
+    if rule.keeps_group_state:  # known from the layouts on; such state changes when a step is taken, and not before
+        request = replace(request, update=replace(request.update, in_backward=False))
     plan = make_plan(units, sizes, request)
     check_params(masters, subgroups, plan.tiers.params, plan.tiers.state)
     return RunSpec(

@@ -113,11 +113,10 @@ def unit_rules(config: Config) -> UnitRules:
     )
 
 
-def plan_request(config: Config, *, limits: Limits, shares_cores: bool, in_backward: bool = True) -> PlanRequest:
+def plan_request(config: Config, *, limits: Limits, shares_cores: bool) -> PlanRequest:
     """Read from `config` what the planner must know. Raises ConfigError for a delayed update of state on the device.
 
-    `limits`: of this machine, and those that go before the config's. `in_backward`: False where the optimizer's rule
-    does not allow updates in backward.
+    `limits`: of this machine, and those that go before the config's.
     """
     _check_delayed(config)
     zero, settings = config.zero_optimization, config.tiered_zero
@@ -144,7 +143,7 @@ def plan_request(config: Config, *, limits: Limits, shares_cores: bool, in_backw
             policy=settings.update,
             shares_cores=shares_cores,
             checks_gradients=_checks_gradients(config),
-            in_backward=settings.optimizer_in_backward and in_backward,
+            in_backward=settings.optimizer_in_backward,
         ),
         limits=limits,
         sums_gradients=config.gradient_accumulation_steps > 1,
