@@ -14,6 +14,7 @@ from tests.house import ROOT
 from tiered_zero.cli.main import COMMANDS, main
 from tiered_zero.config.deepspeed_keys import table
 from tiered_zero.config.schema import Config
+from tiered_zero.params.unit_state import LEGAL_CHANGES, UnitState, WeightState
 
 PACKAGE = ROOT / "tiered_zero"
 PAGES = [
@@ -100,6 +101,21 @@ def test_a_function_is_in_the_file_beside_it() -> None:
                 wrong += [f"{span} in {name[1]}" for span in spans if span not in definitions(path)]
     assert rows > 20
     assert wrong == []
+
+
+def test_the_changes_of_state_are_those_of_the_table() -> None:
+    """Of current weights; the glossary lists the states."""
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    told = re.findall(r"^\| ([\w ]+) → ([\w ]+) \| (\w+) \|$", page, re.MULTILINE)
+    current = WeightState.CURRENT
+    legal = {
+        (before.value, after.value, act)
+        for ((before, weights), (after, later)), act in LEGAL_CHANGES.items()
+        if weights is later is current and before is not after
+    }
+    assert set(told) == legal
+    glossary = (ROOT / "docs" / "glossary.md").read_text()
+    assert all(f"| **{state.value}** |" in glossary for state in UnitState)
 
 
 @cache
