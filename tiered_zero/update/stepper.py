@@ -7,7 +7,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from tiered_zero.optim.state_layout import StateLayout
 from tiered_zero.tiers.inventory import Inventory
 from tiered_zero.tiers.step_gradients import StepGradients
 from tiered_zero.tiers.unit_update import UnitUpdate
-from tiered_zero.transfer import Completion, Transfer
+from tiered_zero.transfer import Completion, Transfer, wait_all
 from tiered_zero.update.prefetch import NullPrefetcher, Prefetcher
 from tiered_zero.update.ready import ReadyQueue
 from tiered_zero.update.subgroup_io import SubGroupIO, SubGroupWork
@@ -136,95 +136,103 @@ class StreamingStepper:
         Raises TransferError or CorruptionError before a sub-group is changed from bytes that cannot be trusted; what
         was stepped before that stays stepped. A failure reaches every unit update that is not complete.
         """
-        queue = job.queue or self._queue_all(job)
-        progress = _Progress(job.unit_updates, [layout.subgroup for layout in self._layouts])
-        prefetcher = NullPrefetcher(self._prefetcher) if job.on_device else self._prefetcher
-        opened: deque[SubGroupWork] = deque()
-        written: deque[SubGroupWork] = deque()
-        prefetcher.begin_step(job.param_kind)
+        step = _Step(
+            job=job,
+            queue=job.queue or self._queue_all(job),
+            prefetcher=NullPrefetcher(self._prefetcher) if job.on_device else self._prefetcher,
+            progress=_Progress(job.unit_updates, [layout.subgroup for layout in self._layouts]),
+        )
+        step.prefetcher.begin_step(job.param_kind)
         try:
-            while opened or written or queue.wait():
-                if self._ending.is_set():
-                    progress.count_skipped(self._drop_unseen(queue, opened))
-                progress.count_skipped(queue.take_skipped())
-                self._fill(job, queue, opened, prefetcher)
-                if opened:
-                    self._update_one(job, opened[0])
-                    progress.count_computed(opened[0].layout.subgroup)
-                    written.append(opened.popleft())
-                if all_computed := not opened and queue.has_ended():
-                    job.computed.complete()
-                self._prefetch(queue, prefetcher)
-                # a write is waited for where nothing goes on without its buffer, or nothing else is to come
-                must_wait = all_computed or (not opened and queue.peek() is not None)
-                while written and (must_wait or written[0].is_written()):
-                    self._io.finish(written[0])
-                    prefetcher.note_ended(written[0])
-                    progress.count_written(written.popleft().layout.subgroup)
-                    must_wait = False
-                self._prefetch(queue, prefetcher)
-                if written and not opened:
-                    self._wait_ready_or_written(queue, written[0])
-            progress.count_skipped(queue.take_skipped())
+            while step.opened or step.written or step.queue.wait():
+                self._fill(step)
+                self._update_one(step)
+                self._retire(step)
+            step.progress.count_skipped(step.queue.take_skipped())
         except BaseException as error:
-            progress.fail(error)
-            self._io.cancel([*opened, *written])
+            step.progress.fail(error)
+            self._io.cancel([*step.opened, *step.written])
             self._prefetcher.cancel_all()
             raise
         if self._ending.is_set():
             self._prefetcher.cancel_all()
         else:
-            prefetcher.end_step()
+            step.prefetcher.end_step()
 
-    def _fill(self, job: UpdateJob, queue: ReadyQueue, opened: deque[SubGroupWork], prefetcher: Prefetcher) -> None:
+    def _fill(self, step: _Step) -> None:
         """Open what is ready: first what was prefetched, whatever its place; then in order, as buffers are free."""
-        opened.extend(map(prefetcher.take, queue.take_among(prefetcher.subgroups)))
-        while (layout := queue.peek()) is not None:
-            work = self._open_nowait(layout, job.param_kind)
+        if self._ending.is_set():
+            step.progress.count_skipped(self._drop_unseen(step))
+        step.progress.count_skipped(step.queue.take_skipped())
+        step.opened.extend(map(step.prefetcher.take, step.queue.take_among(step.prefetcher.subgroups)))
+        while (layout := step.queue.peek()) is not None:
+            work = self._open_nowait(layout, step.job.param_kind)
             if work is not None:
-                queue.take(layout)
-                prefetcher.note_begun(work)
-                opened.append(work)
-            elif opened or not prefetcher.evict_last():
+                step.queue.take(layout)
+                step.prefetcher.note_begun(work)
+                step.opened.append(work)
+            elif step.opened or not step.prefetcher.evict_last():
                 return
 
-    def _update_one(self, job: UpdateJob, work: SubGroupWork) -> None:
-        """Update a sub-group once its bytes are read, and start its writes."""
+    def _update_one(self, step: _Step) -> None:
+        """Update the first that is open, once its bytes are read, and start its writes."""
+        if not step.opened:
+            return
+        work = step.opened[0]
         for read in work.reads:
             self._io.wait(read, work)
-        for segment in work.subgroup.segments:
-            job.gradients.wait_transfers(segment.unit)
-        with (
-            self._runtime.recorder.span("update", "update", f"sub-group {work.subgroup.index}"),
-            self._gradients(work, job.gradients) as grads,
-        ):
-            self._step_runs(work, job, grads)
-        self._io.write(work, job.unit_updates)
+        self._update(work, step.job)
+        self._io.write(work, step.job.unit_updates)
+        step.progress.count_computed(work.layout.subgroup)
+        step.written.append(step.opened.popleft())
 
-    def _prefetch(self, queue: ReadyQueue, prefetcher: Prefetcher) -> None:
-        """Into buffers that nothing needs which is ready."""
-        if queue.peek() is None and not self._ending.is_set():
-            if queue.has_ended():
-                prefetcher.expect_next_step()
-            prefetcher.read()
+    def _retire(self, step: _Step) -> None:
+        """Release the buffers of what is written, oldest first, and prefetch into what nothing ready needs.
 
-    def _wait_ready_or_written(self, queue: ReadyQueue, work: SubGroupWork) -> None:
-        """Block until a sub-group is ready, the queue ends, or `work` is written, of which the retire lane notifies."""
-        if queue.peek() is not None or queue.has_ended():
+        A write is waited for where nothing goes on without its buffer, or nothing else is to come; where only gradients
+        are missing, block until there are some or the oldest work is written."""
+        all_computed = not step.opened and step.queue.has_ended()
+        if all_computed:
+            step.job.computed.complete()
+        self._prefetch(step)
+        must_wait = all_computed or (not step.opened and step.queue.peek() is not None)
+        while step.written and (must_wait or step.written[0].is_written()):
+            self._io.finish(step.written[0])
+            step.prefetcher.note_ended(step.written[0])
+            step.progress.count_written(step.written.popleft().layout.subgroup)
+            must_wait = False
+        self._prefetch(step)
+        if step.written and not step.opened and step.queue.peek() is None and not step.queue.has_ended():
+            self._notify_when_written(step.written[0], step.queue)
+            step.queue.wait_change()
+
+    def _prefetch(self, step: _Step) -> None:
+        if step.queue.peek() is None and not self._ending.is_set():
+            if step.queue.has_ended():
+                step.prefetcher.expect_next_step()
+            step.prefetcher.read()
+
+    def _notify_when_written(self, work: SubGroupWork, queue: ReadyQueue) -> None:
+        """Let the retire lane wait for the writes of `work`, then notify the queue. Their errors are the stepper's."""
+        if work.is_watched or self._retire_lane is None:
             return
-        if not work.is_watched and self._retire_lane is not None:
-            work.is_watched = True
-            self._retire_lane.submit(partial(_notify_when_written, tuple(work.writes), queue))
-        queue.wait_change()
+        work.is_watched = True
 
-    def _drop_unseen(self, queue: ReadyQueue, opened: deque[SubGroupWork]) -> list[StateLayout]:
+        def notify(writes: Sequence[Transfer] = tuple(work.writes)) -> None:
+            with suppress(Exception):
+                wait_all(writes)
+            queue.notify()
+
+        self._retire_lane.submit(notify)
+
+    def _drop_unseen(self, step: _Step) -> list[StateLayout]:
         """Take out the sub-groups of which nothing rests on the device, as far as they are not updated yet."""
         seen = {x.subgroup.index for x in self._layouts if self._io.resident_part(x.subgroup).segments}
-        unseen = [work for work in opened if work.subgroup.index not in seen]
+        unseen = [work for work in step.opened if work.subgroup.index not in seen]
         self._io.cancel(unseen)
         for work in unseen:
-            opened.remove(work)
-        return [*(work.layout for work in unseen), *queue.clear(keep=seen)]
+            step.opened.remove(work)
+        return [*(work.layout for work in unseen), *step.queue.clear(keep=seen)]
 
     def _queue_all(self, job: UpdateJob) -> ReadyQueue:
         ready: list[StateLayout] = []
@@ -241,6 +249,15 @@ class StreamingStepper:
     def _open_nowait(self, layout: StateLayout, param_kind: str) -> SubGroupWork | None:
         part = self._io.resident_part(layout.subgroup) if self._ending.is_set() else None
         return self._io.open_nowait(layout, param_kind, initialized=self.has_state(layout), part=part)
+
+    def _update(self, work: SubGroupWork, job: UpdateJob) -> None:
+        for segment in work.subgroup.segments:
+            job.gradients.wait_transfers(segment.unit)
+        with (
+            self._runtime.recorder.span("update", "update", f"sub-group {work.subgroup.index}"),
+            self._gradients(work, job.gradients) as grads,
+        ):
+            self._step_runs(work, job, grads)
 
     @contextmanager
     def _gradients(self, work: SubGroupWork, gradients: StepGradients) -> Iterator[list[torch.Tensor]]:
@@ -330,6 +347,18 @@ class StreamingStepper:
         self._initialized.add(work.subgroup.index)
 
 
+@dataclass(kw_only=True)
+class _Step:
+    """One step under way. `opened`: sub-groups whose bytes are read; `written`: those whose writes are in flight."""
+
+    job: UpdateJob
+    queue: ReadyQueue
+    prefetcher: Prefetcher
+    progress: _Progress
+    opened: deque[SubGroupWork] = field(default_factory=deque)
+    written: deque[SubGroupWork] = field(default_factory=deque)
+
+
 class _Progress:
     """Completes a unit's update when the last sub-group with a part of the unit is computed, and written."""
 
@@ -363,14 +392,6 @@ class _Progress:
     def fail(self, error: BaseException) -> None:
         for unit_update in list(self._unit_updates.values()):
             unit_update.fail(error)
-
-
-def _notify_when_written(writes: Sequence[Transfer], queue: ReadyQueue) -> None:
-    """On the retire lane. Errors are the stepper's, which waits for the same writes."""
-    for write in writes:
-        with suppress(Exception):
-            write.wait()
-    queue.notify()
 
 
 def has_gradient(subgroup: SubGroup, gradients: StepGradients) -> bool:
