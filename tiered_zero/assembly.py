@@ -5,13 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from tiered_zero.config.schema import Config
 from tiered_zero.engine import Engine, Run
@@ -21,7 +18,7 @@ from tiered_zero.grads.accumulator import GradientStore
 from tiered_zero.grads.norms import GradNorm
 from tiered_zero.grads.overflow import OverflowGuard
 from tiered_zero.grads.unit_gradients import UnitGradients
-from tiered_zero.hardware.host_memory import HostArena, temporary_zeros, trim_malloc, typed_view
+from tiered_zero.hardware.host_memory import HostArena, trim_malloc
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.hardware.select import build_accelerator
 from tiered_zero.hardware.staging import StagingPool
@@ -30,11 +27,11 @@ from tiered_zero.io.measure import weigh_directories
 from tiered_zero.io.preflight import preflight_directory
 from tiered_zero.io.select import select_engine
 from tiered_zero.io.watch import install_signal_dump
-from tiered_zero.layout.flat import FlatEntry, Unit
 from tiered_zero.optim.kernel_rule import open_kernel
+from tiered_zero.params.back_slots import ParamBackSlots
 from tiered_zero.params.call_phase import CallPhase
 from tiered_zero.params.hooks import ModuleHooks
-from tiered_zero.params.materialize import Materializer, WeightFiles
+from tiered_zero.params.materialize import Materializer, WeightFiles, materialize_model
 from tiered_zero.params.offloaded_params import OffloadedParams
 from tiered_zero.params.pager import Pager
 from tiered_zero.params.pass_scope import PassScope
@@ -47,15 +44,15 @@ from tiered_zero.run_spec import RunSpec, planning_notices
 from tiered_zero.store.new_parents import make_missing
 from tiered_zero.store.swap_dir import SwapDir
 from tiered_zero.store.swap_store import SwapStore
-from tiered_zero.teardown import Teardown
+from tiered_zero.teardown import Teardown, once
 from tiered_zero.telemetry.ledger import Ledger
-from tiered_zero.telemetry.observer import RunObserver
+from tiered_zero.telemetry.observer import RunObserver, StepLog
 from tiered_zero.telemetry.report import StepReport
 from tiered_zero.telemetry.runlog import RunHeader
 from tiered_zero.telemetry.spans import Recorder
 from tiered_zero.tiers.device import DeviceTier
 from tiered_zero.tiers.host import HostTier
-from tiered_zero.tiers.inventory import Home, Inventory, Owner
+from tiered_zero.tiers.inventory import Home, Inventory
 from tiered_zero.tiers.nvme import NvmeTier
 from tiered_zero.tiers.tier import Tier
 from tiered_zero.train_step import Movers, TrainStep
@@ -67,6 +64,24 @@ from tiered_zero.update.policy import BarrierPolicy, DelayedPolicy, OverlappedPo
 from tiered_zero.update.stepper import StreamingStepper
 
 logger = logging.getLogger("tiered_zero")
+
+SHUTDOWN = (
+    "optimizer",  # the user's own has its calls and its state again
+    "open update",  # the update of a step that was not taken ends
+    "last update",  # that of the last step is made, as far as it can be seen
+    "observers",  # the run's record is complete
+    "lanes",  # threads end before the memory that they use goes
+    "full values",
+    "prefetch",  # state that was read ahead
+    "hooks",
+    "param.grad",
+    "gradients",
+    "pager",  # parameters on the device get memory of their own
+    "model",  # restored, where the start failed
+    "tiers",
+    "rule",
+)
+"""What ends a run, in this order; a start that fails ends what it has built in the same order."""
 
 
 def build(run_spec: RunSpec, lr_scheduler: Any = None) -> Engine:
@@ -88,7 +103,7 @@ def _build(run_spec: RunSpec, lr_scheduler: Any) -> Engine:
     weights = WeightFiles(config.tiered_zero.weights) if config.tiered_zero.weights else None
     if weights is not None:
         warnings += weights.check(run_spec.model, run_spec.specs)
-    with restored_on_error(run_spec.source.param_groups), Teardown() as resources:
+    with restored_on_error(run_spec.source.param_groups), Teardown(SHUTDOWN) as resources:
         handle = TieredOptimizer(run_spec.source) if run_spec.trains else None
         scheduler = make_scheduler(lr_scheduler, config.scheduler, handle, run_spec.source)
         ledger = Ledger({tier: limit for tier, (limit, _) in plan.limits.items()})
@@ -96,20 +111,22 @@ def _build(run_spec: RunSpec, lr_scheduler: Any) -> Engine:
         accelerator = build_accelerator(
             settings.device, settings.device_memory_limit, settings.debug_poison, settings.debug_delay_seed
         )
-        resources.callback(accelerator.close)
+        resources.add("lanes", accelerator.close)
         for name in ("gather", "reduce", "update"):
             accelerator.lane(name)  # a thread that cannot be started fails here, not in mid-run
         runtime = Runtime(accelerator, ledger, Recorder())
         for line in (*config.notices, *warnings, *planning_notices(run_spec)):
             logger.warning("%s", line)
-        resources.callback(run_spec.rule.close)
+        resources.add("rule", run_spec.rule.close)
         torch.ones(1).sqrt()  # MKL's first square root is not safe among threads (pytorch#188792): take it alone
         if run_spec.trains:
             run_spec.rule.announce()
         else:
             logger.warning("There is no optimizer: this engine evaluates, and does not train.")
         logger.info("%s", plan.update_policy.text)
-        tiers = _Tiers(run_spec, runtime, resources)
+        tier_resources = Teardown()
+        resources.add("tiers", tier_resources.close)
+        tiers = _Tiers(run_spec, runtime, tier_resources)
         inventory = Inventory()
         for unit in run_spec.units:
             tier = tiers.for_params(plan.tiers.params[unit.index])
@@ -128,14 +145,13 @@ def _build(run_spec: RunSpec, lr_scheduler: Any) -> Engine:
         cuts = masters.cuts if masters.need_params else None
         offloaded_params = OffloadedParams(inventory, tiers.param_staging, masters.follow, cuts)
         snapshot = ModelSnapshot(run_spec.model, run_spec.specs)
-        resources.callback(snapshot.restore)
+        resources.add("model", snapshot.restore)
         pager = Pager(runtime, inventory, offloaded_params, plan.pager_limits, CallPhase())
-        resources.callback(pager.close)
-        resources.callback(accelerator.close)  # where materializing is interrupted, lanes end before parameters go
+        resources.add("pager", pager.close)
         gradients = _make_gradients(run_spec, tiers, inventory, runtime)
-        resources.callback(gradients.close)
+        resources.add("gradients", gradients.close)
         visible_gradients = VisibleGradients(gradients)
-        resources.callback(visible_gradients.close)
+        resources.add("param.grad", visible_gradients.close)
         stepper = StreamingStepper(
             run_spec.layouts,
             run_spec.rule,
@@ -145,7 +161,7 @@ def _build(run_spec: RunSpec, lr_scheduler: Any) -> Engine:
             lambda unit: pager.storage(unit).flat,
         )
         policy = _make_policy(run_spec, stepper, inventory, runtime, pager, gradients)
-        resources.callback(policy.cancel_prefetch)
+        resources.add("prefetch", policy.cancel_prefetch)
 
         def drain() -> None:
             accelerator.synchronize()
@@ -166,14 +182,22 @@ def _build(run_spec: RunSpec, lr_scheduler: Any) -> Engine:
             trains=run_spec.trains,
             overflow=OverflowGuard.from_config(config),
         )
-        materialize_model(run_spec, weights, snapshot, step, offloaded_params, masters, inventory)
+        materialize_model(
+            Materializer(run_spec.model, weights, run_spec.specs),
+            run_spec.units,
+            run_spec.params_of,
+            pager,
+            step,
+            masters.store,
+            snapshot,
+        )
         trainable = [unit for unit in run_spec.units if unit.trainable]
         visible_gradients.open(
             [param for unit in trainable for param in run_spec.params_of(unit)],
             [pager.storage(unit) for unit in trainable],
         )
         hooks = ModuleHooks(run_spec.model, run_spec.units, step)
-        resources.callback(hooks.remove)
+        resources.add("hooks", hooks.remove)
         hooks.install()
         named = {spec.name: param for param, spec in run_spec.specs.items()}
         state = OptimizerState(named, run_spec.layouts, run_spec.rule, stepper, inventory, tiers.state_staging)
@@ -186,7 +210,7 @@ def _build(run_spec: RunSpec, lr_scheduler: Any) -> Engine:
             inventory=inventory,
             staging=tiers.state_staging,
         )
-        resources.callback(values.unregister)  # and holds it
+        resources.add("full values", values.unregister)  # and holds it
         values.register()
         run = Run(
             module=run_spec.model,
@@ -194,15 +218,14 @@ def _build(run_spec: RunSpec, lr_scheduler: Any) -> Engine:
             plan=plan,
             optimizer=handle,
             lr_scheduler=scheduler,
-            observers=_make_observers(run_spec, handle, runtime, resources),
+            observers=_make_observers(run_spec, runtime, resources),
         )
-        resources.callback(accelerator.close)  # first of all: what lanes still do ends before its memory goes
-        resources.try_once(step.finish_update)
-        resources.callback(step.end_open_update)
+        resources.add("last update", once(step.finish_update))
+        resources.add("open update", step.end_open_update)
         engine = Engine(run, step, resources)
         own_state = run_spec.source.state
         if handle is not None:
-            handle.connect(engine, state, policy, resources.callback)
+            handle.connect(engine, state, policy, partial(resources.add, "optimizer"))
         snapshot.drop()
         if handle is not None:
             own_state.clear()  # the optimizer has it again when the engine ends
@@ -324,102 +347,29 @@ def _weigh(paths: Sequence[Path], engine: IOEngine, nbytes: int) -> list[float]:
     return weights
 
 
-def materialize_model(
-    run_spec: RunSpec,
-    weights: WeightFiles | None,
-    snapshot: ModelSnapshot,
-    step: TrainStep,
-    offloaded_params: OffloadedParams,
-    masters: Masters,
-    inventory: Inventory,
-) -> None:
-    """Group by group: first values to the masters (fp32) and, rounded, to the parameters' homes."""
-    materializer = Materializer(run_spec.model, weights, run_spec.specs)
-    materializer.fill_buffers()
-    for prefix, group in groupby(run_spec.units, key=lambda unit: unit.module):
-        units = list(group)
-        params = {unit.index: run_spec.params_of(unit) for unit in units}
-        materializer.fill(prefix, [param for own in params.values() for param in own])
-        for unit in units:
-            _settle_unit(unit, params[unit.index], step, offloaded_params, masters, inventory)
-            if inventory.find(unit, "param") is None:
-                snapshot.give_up(params[unit.index])
-        del params
-        trim_malloc()
-    device = step.runtime.accelerator.device
-    materializer.fill_buffers()  # also beside parameters that are all tied to another module's
-    for module in run_spec.model.modules():
-        for name, buffer in list(module.named_buffers(recurse=False)):
-            dtype = _buffer_dtype(module, buffer, device)
-            if buffer.dtype != dtype or buffer.device != device:
-                setattr(module, name, buffer.to(device, dtype))
-
-
-def _buffer_dtype(module: nn.Module, buffer: torch.Tensor, device: torch.device) -> torch.dtype:
-    """Its own. Only torch's batch norm takes, on the CPU, no statistics of another dtype than its weight's."""
-    if device.type == "cpu" and isinstance(module, _NormBase) and module.weight is not None:
-        return module.weight.dtype if buffer.is_floating_point() else buffer.dtype
-    return buffer.dtype
-
-
-def _settle_unit(
-    unit: Unit,
-    params: Sequence[nn.Parameter],
-    step: TrainStep,
-    offloaded_params: OffloadedParams,
-    masters: Masters,
-    inventory: Inventory,
-) -> None:
-    flat = temporary_zeros((unit.numel,), unit.dtype)
-    for entry, param in zip(unit.entries, params, strict=True):
-        flat[entry.start : entry.stop] = entry.param.flatten(param.detach())
-    if unit.trainable:
-        master = temporary_zeros((unit.numel,), torch.float32).copy_(flat)
-        if unit.dtype != torch.float32:
-            for entry, param in zip(unit.entries, params, strict=True):
-                master[entry.start : entry.stop] = entry.param.flatten(param.detach())
-        masters.store(unit, master)
-        del master
-    storage = step.pager.adopt(unit, params, step)
-    if inventory.find(unit, "param") is not None:
-        offloaded_params.store(unit, flat)
-    else:
-        storage.fill()
-        storage.flat.copy_(flat)
-        step.pager.mark_resident(unit)
-
-
 def _make_gradients(run_spec: RunSpec, tiers: _Tiers, inventory: Inventory, runtime: Runtime) -> GradientStore:
     plan = run_spec.plan
-    units: list[UnitGradients] = []
-    members: dict[nn.Parameter, tuple[Unit, FlatEntry]] = {}
-    for unit in run_spec.units:
-        if unit.trainable:
-            tier: Tier = tiers.device if plan.tiers.gradients[unit.index] == "device" else tiers.host
-            dtype = torch.float32 if plan.gradients.sums else unit.dtype
-            flats: list[torch.Tensor] = []
-            for copy in ("gradient", "gradient_spare")[: 2 if plan.delayed else 1]:
-                slot = tier.reserve(f"{copy}/{unit.index}", plan.gradients.nbytes(unit), "gradient")
-                raw = tier.view(slot)
-                assert raw is not None, "gradients rest where they can be addressed"
-                flats.append(flat := typed_view(raw, dtype, unit.numel))
-                _zero_padding(flat, unit)
-            on_device = plan.tiers.gradients[unit.index] == "device"
-            spare = flats[1] if plan.delayed else None
-            units.append(UnitGradients(unit=unit, flat=flats[0], spare=spare, on_device=on_device))
-            members.update(zip(run_spec.params_of(unit), ((unit, entry) for entry in unit.entries), strict=True))
+    trainable = [unit for unit in run_spec.units if unit.trainable]
+    on_device = {index for index, tier in plan.tiers.gradients.items() if tier == "device"}
+    units = [
+        UnitGradients.reserve(
+            unit,
+            tiers.device if unit.index in on_device else tiers.host,
+            nbytes=plan.gradients.nbytes(unit),
+            dtype=torch.float32 if plan.gradients.sums else unit.dtype,
+            has_spare=plan.delayed,
+        )
+        for unit in trainable
+    ]
+    entries = {
+        param: (unit, entry)
+        for unit in trainable
+        for param, entry in zip(run_spec.params_of(unit), unit.entries, strict=True)
+    }
     norms = GradNorm(run_spec.rule.kernel or open_kernel())
     return GradientStore(
-        members, units, inventory, runtime, plan.gradients.in_flight_nbytes, tiers.gradient_staging, norms
+        entries, units, inventory, runtime, plan.gradients.in_flight_nbytes, tiers.gradient_staging, norms
     )
-
-
-def _zero_padding(flat: torch.Tensor, unit: Unit) -> None:
-    """Between entries and after the last. The rest is written before it is read, and takes no memory until then."""
-    stops = [0, *(entry.stop for entry in unit.entries)]
-    starts = [*(entry.start for entry in unit.entries), unit.numel]
-    for stop, start in zip(stops, starts, strict=True):
-        flat[stop:start] = 0
 
 
 def _make_policy(
@@ -441,51 +391,14 @@ def _make_policy(
         eagerly = open_eagerly if choice.optimizer_in_backward else None
         return OverlappedPolicy(stepper, groups, inventory, units, runtime, pager.updates, eagerly)
     overlapped = OverlappedPolicy(stepper, groups, inventory, units, runtime, pager.updates)
-    back_slots = _BackSlots(units, inventory, pager)
+    back_slots = ParamBackSlots(units, inventory, pager)
     return DelayedPolicy(overlapped, settings.delay_start_step, stepper, groups, back_slots)
 
 
-class _BackSlots:
-    """The "param_back" homes of `units`. One of a unit that lives on the device is copied there to be published; the
-    others change places with the "param" homes."""
-
-    def __init__(self, units: Sequence[Unit], inventory: Inventory, pager: Pager) -> None:
-        self._units = units
-        self._inventory = inventory
-        self._pager = pager
-        self._published: dict[tuple[Owner, str], Home] = {}
-        """The homes as they are to be."""
-
-    def begin_update(self) -> None:
-        homes = self._inventory.home
-        away = [unit for unit in self._units if not self._pager.is_device_resident(unit)]
-        self._published = {(unit, "param"): homes(unit, "param_back") for unit in away}
-        self._published |= {(unit, "param_back"): homes(unit, "param") for unit in away}
-
-    def publish(self) -> None:
-        self._pager.updates.invalidate()
-        for unit in self._units:
-            if self._pager.is_device_resident(unit):
-                back = self._inventory.home(unit, "param_back")
-                back.tier.fetch(back.slot, self._pager.storage(unit).flat).wait()
-        self._inventory.move(self._published)
-        self._pager.updates.end_update()
-
-
-def _make_observers(
-    run_spec: RunSpec, handle: TieredOptimizer | None, runtime: Runtime, resources: Teardown
-) -> list[Callable[[StepReport], None]]:
-    """What is told of each optimizer step: a log line every `steps_per_print`, the run's record, its trace."""
-    every, settings = run_spec.config.steps_per_print, run_spec.config.tiered_zero
-
-    def log(report: StepReport) -> None:
-        if every is not None and report.step % every == 0:
-            loss = "unknown" if report.loss is None else f"{report.loss:.6g}"
-            rates = ", ".join(f"{float(group['lr']):.6g}" for group in handle.param_groups) if handle else "none"
-            logger.info(
-                "step %d: loss %s, loss scale %g, learning rate %s", report.step, loss, report.loss_scale, rates
-            )
-
+def _make_observers(run_spec: RunSpec, runtime: Runtime, resources: Teardown) -> list[Callable[[StepReport], None]]:
+    """Called with the report of each optimizer step: a log line every `steps_per_print`, the run's record and trace."""
+    settings = run_spec.config.tiered_zero
+    log = StepLog(run_spec.config.steps_per_print, run_spec.source.param_groups)
     if settings.report is None and settings.trace is None:
         return [log]
     planned: dict[str, dict[str, int]] = {}
@@ -499,7 +412,7 @@ def _make_observers(
     }
     header = RunHeader(type(run_spec.model).__name__, num_parameters, planned, facts)
     observer = RunObserver(runtime.recorder, header, settings.report, settings.trace)
-    resources.callback(observer.close)
+    resources.add("observers", observer.close)
     return [log, observer]
 
 

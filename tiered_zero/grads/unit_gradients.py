@@ -9,8 +9,10 @@ from typing import Any
 import torch
 
 from tiered_zero.errors import ModelError
+from tiered_zero.hardware.host_memory import typed_view
 from tiered_zero.layout.flat import FlatEntry, Unit
 from tiered_zero.tiers.step_gradients import UnitShare
+from tiered_zero.tiers.tier import Tier
 from tiered_zero.transfer import Transfer
 
 
@@ -59,6 +61,17 @@ class UnitGradients:
     assigned: set[int] = field(default_factory=set)
     zeroed: set[int] = field(default_factory=set)
     earlier: set[int] = field(default_factory=set)
+
+    @classmethod
+    def reserve(cls, unit: Unit, tier: Tier, *, nbytes: int, dtype: torch.dtype, has_spare: bool) -> UnitGradients:
+        """Reserve the slots that the unit's gradients rest in, `nbytes` each, on a tier that can be addressed."""
+        flats: list[torch.Tensor] = []
+        for kind in ("gradient", "gradient_spare")[: 1 + has_spare]:
+            raw = tier.view(tier.reserve(f"{kind}/{unit.index}", nbytes, "gradient"))
+            assert raw is not None, "gradients rest where they can be addressed"
+            flats.append(flat := typed_view(raw, dtype, unit.numel))
+            _zero_padding(flat, unit)
+        return cls(unit=unit, flat=flats[0], spare=flats[1] if has_spare else None, on_device=tier.name == "device")
 
     def share(self) -> UnitShare:
         return UnitShare(self.flat, frozenset(self.present), self.last, self.on_device)
@@ -139,3 +152,11 @@ class UnitGradients:
             view = self.shown.pop(index, None)
             if view is not None and index not in self.assigned:
                 view.__class__ = ExpiredGradient
+
+
+def _zero_padding(flat: torch.Tensor, unit: Unit) -> None:
+    """Between entries and after the last. The rest is written before it is read, and takes no memory until then."""
+    stops = [0, *(entry.stop for entry in unit.entries)]
+    starts = [*(entry.start for entry in unit.entries), unit.numel]
+    for stop, start in zip(stops, starts, strict=True):
+        flat[stop:start] = 0

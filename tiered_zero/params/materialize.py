@@ -17,15 +17,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from typing import Any, final
 
 import torch
 from safetensors import safe_open
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from tiered_zero.errors import ModelError
-from tiered_zero.hardware.host_memory import temporary_zeros
-from tiered_zero.layout.flat import ParamSpec
+from tiered_zero.hardware.host_memory import temporary_zeros, trim_malloc
+from tiered_zero.layout.flat import ParamSpec, Unit
+from tiered_zero.params.guarded_parameter import FaultHandler
+from tiered_zero.params.pager import Pager
+from tiered_zero.params.snapshot import ModelSnapshot
 
 _NUM_NAMED = 5
 """So many names are spelled out in an error about many."""
@@ -137,6 +142,14 @@ class Materializer:
         if missing:
             self._fill(prefix, missing, owners)
 
+    def move_buffers(self, device: torch.device) -> None:
+        """Move the buffers of every module to the device where it computes."""
+        for module in self._model.modules():
+            for name, buffer in list(module.named_buffers(recurse=False)):
+                dtype = _buffer_dtype(module, buffer, device)
+                if buffer.dtype != dtype or buffer.device != device:
+                    setattr(module, name, buffer.to(device, dtype))
+
     @torch.no_grad()
     def _fill(self, prefix: str, params: Mapping[nn.Parameter, ParamSpec], owners: Mapping[str, nn.Module]) -> None:
         """Memory for `params` and for the meta buffers of `owners`, then their values."""
@@ -184,6 +197,64 @@ class Materializer:
         parts = prefix.split(".") if prefix else []
         for depth in reversed(range(len(parts))):
             initialise(self._stand_in.get_submodule(".".join(parts[:depth])))
+
+
+def materialize_model(
+    materializer: Materializer,
+    units: Sequence[Unit],
+    params_of: Callable[[Unit], Sequence[nn.Parameter]],
+    pager: Pager,
+    handler: FaultHandler,
+    store_masters: Callable[[Unit, torch.Tensor], None],
+    snapshot: ModelSnapshot,
+) -> None:
+    """Place every unit, module group by module group: fp32 values to the masters, rounded ones to the units' homes."""
+    materializer.fill_buffers()
+    for prefix, group in groupby(units, key=lambda unit: unit.module):
+        params = [(unit, params_of(unit)) for unit in group]
+        materializer.fill(prefix, [param for _, own in params for param in own])
+        for unit, own in params:
+            place_unit(unit, own, pager, handler, store_masters)
+            if pager.is_device_resident(unit):
+                snapshot.give_up(own)
+        del params, own
+        trim_malloc()
+    materializer.fill_buffers()  # also beside parameters that are all tied to another module's
+    materializer.move_buffers(pager.device)
+
+
+def place_unit(
+    unit: Unit,
+    params: Sequence[nn.Parameter],
+    pager: Pager,
+    handler: FaultHandler,
+    store_masters: Callable[[Unit, torch.Tensor], None],
+) -> None:
+    """Make `params` views of the unit's flat, with the values that they have."""
+    flat = temporary_zeros((unit.numel,), unit.dtype)
+    for entry, param in zip(unit.entries, params, strict=True):
+        flat[entry.start : entry.stop] = entry.param.flatten(param.detach())
+    if unit.trainable:
+        master = temporary_zeros((unit.numel,), torch.float32).copy_(flat)
+        if unit.dtype != torch.float32:
+            for entry, param in zip(unit.entries, params, strict=True):
+                master[entry.start : entry.stop] = entry.param.flatten(param.detach())
+        store_masters(unit, master)
+        del master
+    storage = pager.adopt(unit, params, handler)
+    if pager.is_device_resident(unit):
+        storage.fill()
+        storage.flat.copy_(flat)
+        pager.mark_resident(unit)
+    else:
+        pager.offloaded_params.store(unit, flat)
+
+
+def _buffer_dtype(module: nn.Module, buffer: torch.Tensor, device: torch.device) -> torch.dtype:
+    """Its own. Only torch's batch norm takes, on the CPU, no statistics of another dtype than its weight's."""
+    if device.type == "cpu" and isinstance(module, _NormBase) and module.weight is not None:
+        return module.weight.dtype if buffer.is_floating_point() else buffer.dtype
+    return buffer.dtype
 
 
 def _copy_on_meta(module: nn.Module) -> nn.Module:

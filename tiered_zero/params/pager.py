@@ -313,6 +313,10 @@ class Pager:
     def storage(self, unit: Unit) -> FlatStorage:
         return self.units.by_index[unit.index].storage
 
+    @property
+    def device(self) -> torch.device:
+        return self._accelerator.device
+
     def is_device_resident(self, unit: Unit) -> bool:
         return self.units.by_index[unit.index].is_resident
 

@@ -2,13 +2,35 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 from tiered_zero.telemetry.report import StepReport
 from tiered_zero.telemetry.runlog import RunHeader, RunLog, Timeline
 from tiered_zero.telemetry.spans import Recorder
 from tiered_zero.telemetry.trace import TraceWriter
 
+logger = logging.getLogger("tiered_zero")
+
 TIMELINE_STEP = 3
 """The step whose spans go into the record: by then the order of the units is known and fetched ahead."""
+
+
+class StepLog:
+    """Logs a line of every `every`-th step; None: of none. `groups`: the live param groups."""
+
+    def __init__(self, every: int | None, groups: Sequence[Mapping[str, Any]]) -> None:
+        self._every = every
+        self._groups = groups
+
+    def __call__(self, report: StepReport) -> None:
+        if self._every is not None and report.step % self._every == 0:
+            loss = "unknown" if report.loss is None else f"{report.loss:.6g}"
+            rates = ", ".join(f"{float(group['lr']):.6g}" for group in self._groups) or "none"
+            logger.info(
+                "step %d: loss %s, loss scale %g, learning rate %s", report.step, loss, report.loss_scale, rates
+            )
 
 
 class RunObserver:
