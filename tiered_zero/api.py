@@ -15,7 +15,7 @@ from tiered_zero.config.load import load
 from tiered_zero.deepspeed_engine import check_one_rank
 from tiered_zero.engine import Engine
 from tiered_zero.errors import ConfigError, ModelError
-from tiered_zero.hardware.collectives import Collectives
+from tiered_zero.hardware.collectives import SingleRank
 from tiered_zero.run_spec import specify_run
 from tiered_zero.update.handle import TieredOptimizer
 
@@ -63,7 +63,7 @@ def initialize(
         raise ConfigError(f"config: {os.fspath(config)} is not a file.")
     settings = load(config, args)
     run_spec = specify_run(settings, model, optimizer, model_parameters)
-    collectives = Collectives()
+    collectives = SingleRank()
     collectives.ensure_process_group(dist_init_required)
     loader = None
     if training_data is not None:
@@ -73,5 +73,5 @@ def initialize(
             collate_fn=collate_fn,
             drop_last=settings.dataloader_drop_last,
         )
-    engine = build(run_spec, lr_scheduler)
+    engine = build(run_spec, lr_scheduler, collectives)
     return engine, engine.optimizer, loader, engine.lr_scheduler

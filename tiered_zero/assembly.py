@@ -18,6 +18,7 @@ from tiered_zero.grads.accumulator import GradientStore
 from tiered_zero.grads.norms import GradNorm
 from tiered_zero.grads.overflow import OverflowGuard
 from tiered_zero.grads.unit_gradients import UnitGradients
+from tiered_zero.hardware.collectives import Collectives
 from tiered_zero.hardware.host_memory import HostArena, trim_malloc
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.hardware.select import build_accelerator
@@ -84,15 +85,15 @@ SHUTDOWN = (
 """What ends a run, in this order; a start that fails ends what it has built in the same order."""
 
 
-def build(run_spec: RunSpec, lr_scheduler: Any = None) -> Engine:
+def build(run_spec: RunSpec, lr_scheduler: Any, collectives: Collectives) -> Engine:
     """Allocate what the plan says, give every parameter its home, and join the parts. On failure nothing is left
     behind.
     """
     with make_missing(_nvme_paths(run_spec.config)):
-        return _build(run_spec, lr_scheduler)
+        return _build(run_spec, lr_scheduler, collectives)
 
 
-def _build(run_spec: RunSpec, lr_scheduler: Any) -> Engine:
+def _build(run_spec: RunSpec, lr_scheduler: Any, collectives: Collectives) -> Engine:
     config, plan = run_spec.config, run_spec.plan
     warnings = [
         w
@@ -114,7 +115,7 @@ def _build(run_spec: RunSpec, lr_scheduler: Any) -> Engine:
         resources.add("lanes", accelerator.close)
         for name in ("gather", "reduce", "update"):
             accelerator.lane(name)  # a thread that cannot be started fails here, not in mid-run
-        runtime = Runtime(accelerator, ledger, Recorder())
+        runtime = Runtime(accelerator, ledger, Recorder(), collectives)
         for line in (*config.notices, *warnings, *planning_notices(run_spec)):
             logger.warning("%s", line)
         resources.add("rule", run_spec.rule.close)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tiered_zero.hardware.collectives import Collectives, barrier, get_rank, get_world_size, is_initialized
+from tiered_zero.hardware.collectives import SingleRank, barrier, get_rank, get_world_size, is_initialized
 
 __all__ = ["barrier", "get_local_rank", "get_rank", "get_world_size", "init_distributed", "is_initialized"]
 
@@ -22,7 +22,7 @@ def init_distributed(
     world_size: int = -1,
 ) -> None:
     """A process group of one rank, if there is none. Raises ModelError where more than one rank runs."""
-    Collectives().ensure_process_group(dist_init_required)
+    SingleRank().ensure_process_group(dist_init_required)
 
 
 def get_local_rank() -> int:

@@ -269,7 +269,7 @@ class Engine(DeepSpeedNames):
             if self._end.alive:  # also where an earlier close was interrupted
                 self._resources.close()
                 self._end.detach()
-                if not step.is_reported:
+                if not step.failures.has_surfaced:
                     step.policy.check()
 
     def _inspect(self) -> TrainStep:
@@ -282,7 +282,7 @@ class Engine(DeepSpeedNames):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._step.is_reported |= error is not None
+        self._step.failures.has_surfaced |= error is not None
         self.close()
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from tiered_zero.config.schema import Config
-from tiered_zero.errors import EngineFailedError, ModelError, NonFiniteError, TieredZeroError
+from tiered_zero.errors import ModelError, NonFiniteError
 from tiered_zero.grads.accumulator import GradientStore
 from tiered_zero.grads.arrivals import GradientArrivals
 from tiered_zero.grads.check import GradCheck, check_gradients
@@ -31,16 +31,6 @@ from tiered_zero.update.policy import UpdatePolicy
 
 logger = logging.getLogger("tiered_zero")
 
-HIDDEN_BY_UPDATE = (
-    'its update begins in backward, as it does where nothing is clipped or checked. Set "tiered_zero": '
-    '{"optimizer_in_backward": false} to read and change gradients until step(). To clip, set gradient_clipping; '
-    "engine.get_global_grad_norm() has the norm after step()."
-)
-HIDDEN_BY_SCALE = (
-    "it is multiplied by the loss scale of fp16 until step(). To clip, set gradient_clipping; "
-    "engine.get_global_grad_norm() has the norm after step(); engine.zero_grad() drops gradients. To read or change "
-    "gradients, train in bf16 or fp32."
-)
 NO_OPTIMIZER = (
     'This engine evaluates: initialize() was given no optimizer, and the config has no section "optimizer". Add one of '
     "the two to train."
@@ -104,8 +94,7 @@ class TrainStep:
         """What the user says of the next `step()`; None: every gradient_accumulation_steps-th one is a boundary."""
         self.was_applied = False
         self.is_closed = False
-        self.is_reported = False
-        """Whether a call has raised since the last step: then nobody believes that its update was made."""
+        self.failures = self.policy.failures
         self._trains = trains
         self._clipping = config.gradient_clipping
         self._optimizer_in_backward = choice.optimizer_in_backward
@@ -117,7 +106,7 @@ class TrainStep:
         self._is_accumulating = False
         """Whether the last `step()` only counted a micro-batch."""
         self._warned_of_no_gradient = False
-        self.gradients.hidden = self._why_hidden(False)
+        self.visible_gradients.set_hidden(self.overflow.loss_scale)
 
     # -- module hooks, on the driver thread or in a recomputation in backward ------------------------------------------
 
@@ -192,7 +181,7 @@ class TrainStep:
         self.recover()
         if self.is_closed:
             raise ModelError("This engine is closed; its tiers are gone. Make another with tiered_zero.initialize().")
-        with self.surfacing():
+        with self.failures.surfacing():
             self.policy.check()
             self.scope.check_parameters()
         if trains and not self._trains:
@@ -200,7 +189,7 @@ class TrainStep:
 
     def forward(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], num_tokens: int) -> Any:
         self.check()
-        with self.surfacing(), self._pass(Phase.FORWARD):
+        with self.failures.surfacing(), self._pass(Phase.FORWARD):
             if not (torch.is_grad_enabled() and module.training):
                 self.policy.prepare_evaluation()
             self.meter.num_tokens += num_tokens if torch.is_grad_enabled() else 0
@@ -210,7 +199,7 @@ class TrainStep:
     def backward(self, loss: torch.Tensor, retain_graph: bool, by_steps: bool) -> None:
         """`by_steps`: divide the loss by the accumulation steps."""
         self.check(trains=True)
-        with self.surfacing(), self._pass(Phase.BACKWARD):
+        with self.failures.surfacing(), self._pass(Phase.BACKWARD):
             scaled = self.scaled(loss, by_steps)
             if not loss.requires_grad:
                 raise ModelError(
@@ -222,7 +211,8 @@ class TrainStep:
             self.gradients.begin_backward(is_last=boundary)
             self._num_backwards += 1
             only = self._num_backwards == 1 and self._one_backward_each and not retain_graph
-            self.gradients.hidden = self._why_hidden(boundary and only)
+            in_backward = boundary and only and self._optimizer_in_backward
+            self.visible_gradients.set_hidden(self.overflow.loss_scale, in_backward)
             with self.scope.saving_views(), self.arrivals.engine_backward():
                 if boundary and only and self.counts.global_steps:
                     self.policy.begin_backward()
@@ -241,7 +231,7 @@ class TrainStep:
         would keep an optimizer, with its engine, from being garbage. Returns whether it was a boundary.
         """
         self.check(trains=True)
-        with self.surfacing(), self._changing(Phase.STEP):
+        with self.failures.surfacing(), self._changing(Phase.STEP):
             boundary = self.is_boundary()
             self._before_step = replace(self.counts), self.overflow.state()
             self.was_applied = False
@@ -254,7 +244,7 @@ class TrainStep:
             if boundary:
                 with self.runtime.recorder.span("compute", "step"):
                     self._take_step(optimizer, lr_scheduler)
-                self.is_reported = False
+                self.failures.has_surfaced = False
         if boundary:
             check = self.counts.grad_check
             self.meter.finish(
@@ -271,7 +261,7 @@ class TrainStep:
 
     def flush(self) -> None:
         self.recover()
-        with self.surfacing():
+        with self.failures.surfacing():
             self.policy.flush()
 
     def zero_grad(self, set_to_none: bool) -> None:
@@ -287,7 +277,7 @@ class TrainStep:
                 self.arrivals.reset()
                 self.gradients.zero()
                 self.visible_gradients.show()
-                self.gradients.hidden = self._why_hidden(False)
+                self.visible_gradients.set_hidden(self.overflow.loss_scale)
             self._num_backwards = 0
             self.meter.losses.clear()
 
@@ -303,7 +293,9 @@ class TrainStep:
                 "step() without backward(): no parameter has a gradient, so this step changes no weight. It counts "
                 "as a step for the learning rate schedule; this is said once."
             )
-        check = self.counts.grad_check = check_gradients(norms, self.overflow.loss_scale, self._clipping)
+        check = self.counts.grad_check = check_gradients(
+            norms, self.overflow.loss_scale, self._clipping, self.runtime.collectives
+        )
         self.counts.global_steps += 1
         try:
             is_applied = self.overflow.allows(check, self.counts.global_steps)
@@ -340,15 +332,8 @@ class TrainStep:
     def _drop_gradients(self) -> None:
         self.arrivals.reset()
         self.visible_gradients.hide()
-        self.gradients.hidden = self._why_hidden(False)
+        self.visible_gradients.set_hidden(self.overflow.loss_scale)
         self.gradients.discard()
-
-    def _why_hidden(self, is_only_backward: bool) -> str | None:
-        """Why gradients of this backward cannot be read until step(): the same in every step of a run, though the first
-        step's update never begins in backward."""
-        if is_only_backward and self._optimizer_in_backward:
-            return HIDDEN_BY_UPDATE
-        return HIDDEN_BY_SCALE if self.overflow.loss_scale != 1.0 else None
 
     # -- interrupted calls ---------------------------------------------------------------------------------------------
 
@@ -373,17 +358,6 @@ class TrainStep:
             self.pager.end_pass()
             self.visible_gradients.show()
 
-    @contextmanager
-    def surfacing(self) -> Iterator[None]:
-        """Raise the original error the first time a failure surfaces, and EngineFailedError after that."""
-        try:
-            yield
-        except BaseException as error:
-            is_reported, self.is_reported = self.is_reported, True
-            if is_reported or (cause := _root_cause(error)) is error:
-                raise
-            raise cause from cause.__cause__
-
     def _recover_between_calls(self) -> None:
         """As `recover`, for what the user calls past the engine, perhaps in its forward."""
         if self.phase.now is Phase.IDLE:
@@ -394,14 +368,14 @@ class TrainStep:
         if self.is_closed or not self._process.is_current():
             return
         changing = self.pager.offloaded_params.changing
-        if changing is not None and self.policy.failure is None:
+        if changing is not None and self.failures.error is None:
             self._latch(f"a change by hand of the parameters of {changing.name} was interrupted")
         phase = self.phase
         if phase.now is Phase.IDLE:
             if not self.pager.was_broken_off:
                 return
             phase.now = Phase.BACKWARD if phase.has_own_backward else Phase.FORWARD
-        if phase.now is Phase.UPDATE and self.policy.failure is None:
+        if phase.now is Phase.UPDATE and self.failures.error is None:
             self._latch("step() was broken off after its update had begun")
         if phase.now is Phase.FORWARD and not (self.policy.is_open and self.pager.needs_drain):
             if self.pager.needs_drain:
@@ -469,10 +443,3 @@ class TrainStep:
             self.policy.finalize()
         except Exception as error:
             logger.error("the last update was not completed: %s", error)
-
-
-def _root_cause(error: BaseException) -> BaseException:
-    """The failure that latched whatever refuses to go on; `error` itself where that is no refusal."""
-    while isinstance(error, EngineFailedError) and isinstance(error.__cause__, TieredZeroError):
-        error = error.__cause__
-    return error

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tiered_zero.errors import ModelError
-from tiered_zero.hardware.collectives import Collectives
+from tiered_zero.hardware.collectives import SingleRank
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +26,7 @@ def no_launcher(monkeypatch):
 def test_scripts_that_ask_for_their_rank_go_on(caplog):
     caplog.set_level(logging.INFO, "tiered_zero")
     hook = sys.excepthook
-    collectives = Collectives()
+    collectives = SingleRank()
     collectives.ensure_process_group()
     assert "made a process group of one rank" in caplog.text
     assert sys.excepthook is hook, "a traceback of one rank has no [rank0] before it"
@@ -43,21 +43,21 @@ def test_scripts_that_ask_for_their_rank_go_on(caplog):
 def test_it_can_be_made_again_and_the_users_interface_stays(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     for _ in range(2):
-        collectives = Collectives()
+        collectives = SingleRank()
         collectives.ensure_process_group(True)
         assert dist.is_initialized() and os.environ["GLOO_SOCKET_IFNAME"] == "lo"
         collectives.close()
 
 
 def test_not_required_creates_none():
-    collectives = Collectives()
+    collectives = SingleRank()
     collectives.ensure_process_group(dist_init_required=False)
     assert not dist.is_initialized()
     collectives.close()
 
 
 def test_an_existing_group_is_respected_and_left():
-    first, second = Collectives(), Collectives()
+    first, second = SingleRank(), SingleRank()
     first.ensure_process_group()
     second.ensure_process_group()
     second.close()
@@ -69,19 +69,19 @@ def test_more_ranks_are_refused(monkeypatch):
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: 4)
     with pytest.raises(ModelError, match=r"one rank; torch.distributed's group has 4"):
-        Collectives().ensure_process_group()
+        SingleRank().ensure_process_group()
     monkeypatch.undo()
     monkeypatch.setenv("WORLD_SIZE", "2")
     for required in (None, False, True):
         with pytest.raises(ModelError, match=r"one rank; the launcher's WORLD_SIZE has 2"):
-            Collectives().ensure_process_group(required)
+            SingleRank().ensure_process_group(required)
     assert not dist.is_initialized()
 
 
 def test_one_rank_of_a_launcher_is_fine(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv("RANK", "0")
-    collectives = Collectives()
+    collectives = SingleRank()
     collectives.ensure_process_group()
     assert dist.is_initialized()
     collectives.close()
@@ -92,7 +92,7 @@ def test_a_failure_is_one_line_and_no_more(monkeypatch, caplog):
         raise RuntimeError("no interface")
 
     monkeypatch.setattr(dist, "init_process_group", refuse)
-    collectives = Collectives()
+    collectives = SingleRank()
     with caplog.at_level(logging.WARNING, "tiered_zero"):
         collectives.ensure_process_group()
     [record] = caplog.records

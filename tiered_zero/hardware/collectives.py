@@ -1,4 +1,4 @@
-"""The process group: of one rank in this version."""
+"""Collectives, and the process group: of one rank in this version."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import final
+from typing import Protocol, final
 
+import torch
 import torch.distributed as dist
 
 from tiered_zero.errors import ModelError
@@ -21,9 +22,24 @@ logger = logging.getLogger("tiered_zero")
 _INTERFACE_KEY = "GLOO_SOCKET_IFNAME"
 
 
+class Collectives(Protocol):
+    """What the ranks of a run exchange. Driver thread only: every rank makes the same calls in the same order."""
+
+    rank: int
+    world_size: int
+
+    def all_reduce_norm(self, norm: torch.Tensor) -> torch.Tensor:
+        """The L2 norm over every rank's elements, from `norm` (0-d fp32) of this rank's. Not finite on any rank where
+        it is not finite on one, so that all skip the same steps."""
+
+    def close(self) -> None:
+        """Free what this has created. Idempotent."""
+
+
 @final
-class Collectives:
-    """rank 0 of 1. Driver thread only."""
+@final
+class SingleRank:
+    """Rank 0 of 1: every collective is the identity, and changes no bit."""
 
     rank = 0
     world_size = 1
@@ -45,6 +61,9 @@ class Collectives:
             self._check_world_size("torch.distributed's group", dist.get_world_size())
         elif dist_init_required is not False:
             self._create_group()
+
+    def all_reduce_norm(self, norm: torch.Tensor) -> torch.Tensor:
+        return norm
 
     def close(self) -> None:
         """Destroy the group if this object created it. Idempotent."""

@@ -105,6 +105,9 @@ _gradient_homes: WeakIdKeyDictionary = WeakIdKeyDictionary()
 class GradientHome(Protocol):
     """Where the gradients of parameters are between backward and step()."""
 
+    hidden: str | None
+    """Why they are neither read nor assigned now."""
+
     @property
     def has_gradients(self) -> bool: ...
 

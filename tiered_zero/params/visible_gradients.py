@@ -10,6 +10,17 @@ from torch import nn
 from tiered_zero.params.flat_storage import FlatStorage
 from tiered_zero.params.guarded_parameter import GradientHome, set_gradient_home
 
+_HIDDEN_BY_UPDATE = (
+    'its update begins in backward, as it does where nothing is clipped or checked. Set "tiered_zero": '
+    '{"optimizer_in_backward": false} to read and change gradients until step(). To clip, set gradient_clipping; '
+    "engine.get_global_grad_norm() has the norm after step()."
+)
+_HIDDEN_BY_SCALE = (
+    "it is multiplied by the loss scale of fp16 until step(). To clip, set gradient_clipping; "
+    "engine.get_global_grad_norm() has the norm after step(); engine.zero_grad() drops gradients. To read or change "
+    "gradients, train in bf16 or fp32."
+)
+
 
 @final
 class VisibleGradients:
@@ -31,6 +42,14 @@ class VisibleGradients:
         self._params, self._storages = params, storages
         for param in params:
             set_gradient_home(param, self._home)
+
+    def set_hidden(self, loss_scale: float, updates_in_backward: bool = False) -> None:
+        """Refuse to read or assign gradients until step(), where an update or the loss scale changes them.
+
+        `updates_in_backward`: the same in every step, though the first step's update never begins in backward.
+        """
+        by_scale = _HIDDEN_BY_SCALE if loss_scale != 1.0 else None
+        self._home.hidden = _HIDDEN_BY_UPDATE if updates_in_backward else by_scale
 
     def show(self) -> None:
         """A forward or a backward has ended."""
