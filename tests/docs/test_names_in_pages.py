@@ -103,6 +103,14 @@ def test_a_function_is_in_the_file_beside_it() -> None:
     assert wrong == []
 
 
+def test_the_house_has_every_room() -> None:
+    """The map of the architecture's page names everything that is in the package."""
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    house = page[page.index("## The house") : page.index("## One step")]
+    rooms = {path.name + "/" * path.is_dir() for path in PACKAGE.iterdir() if path.suffix in ("", ".py")}
+    assert {room for room in rooms if not room.startswith("__")} - set(code_spans(house)) == set()
+
+
 def test_the_changes_of_state_are_those_of_the_table() -> None:
     """Of current weights; the glossary lists the states."""
     page = (ROOT / "docs" / "architecture.md").read_text()
