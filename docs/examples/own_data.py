@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 import tiered_zero
-from tiered_zero.demo.gpt import GPTConfig, build_gpt
+from tiered_zero.demo.gpt import build_gpt
+from tiered_zero.plan.gpt_shape import GPTConfig
 
 CONTEXT = 32
 

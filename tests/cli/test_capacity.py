@@ -12,7 +12,8 @@ from click.testing import CliRunner
 
 import tiered_zero
 from tiered_zero.cli.main import main
-from tiered_zero.demo.gpt import GPTConfig, build_gpt
+from tiered_zero.demo.gpt import build_gpt
+from tiered_zero.plan.gpt_shape import GPTConfig
 from tiered_zero.store.stripes import DATA_NAME
 from tiered_zero.store.swap_dir import PREFIX
 from tiered_zero.store.swap_store import SwapStore
@@ -105,7 +106,7 @@ def test_one_of_model_and_params(tmp_path: Path) -> None:
 def test_wrong_values_are_usage_errors(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     for options, message in (
-        (["--model", "gpt:depth=2"], "'depth' is not one of its settings"),
+        (["--model", "gpt:depth=2"], "A GPT has no setting 'depth'"),
         (["--params", "3"], "at least 1e6 parameters"),
         (["--model", "gpt:", "--tbw", "0"], "x>0"),
     ):

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from tiered_zero.cli.main import main
 from tiered_zero.cli.options import DEMO_MODEL
 from tiered_zero.cli.tables import plan_table
-from tiered_zero.demo.gpt import num_parameters
+from tiered_zero.plan.gpt_shape import num_parameters
 from tiered_zero.plan.planner import Plan, PlanRow
 
 CONFIG = str(Path(__file__).parents[2] / "configs" / "gpt_nvme.json")

@@ -20,8 +20,9 @@ from tiered_zero.cli import train as command
 from tiered_zero.cli.main import main
 from tiered_zero.config import load
 from tiered_zero.config.json_file import read_json
-from tiered_zero.demo.gpt import GPTConfig, build_gpt
+from tiered_zero.demo.gpt import build_gpt
 from tiered_zero.errors import EngineFailedError
+from tiered_zero.plan.gpt_shape import GPTConfig
 from tiered_zero.run_spec import specify_run
 from tiered_zero.sizes import format_nbytes
 from tiered_zero.telemetry.report import StepReport, build_step_report

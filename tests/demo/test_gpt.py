@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiered_zero.demo.gpt import GPT, INIT_STD, GPTConfig, build_gpt, gpt_of_size, num_parameters, parse_gpt
+from tiered_zero.demo.gpt import GPT, INIT_STD, build_gpt
 from tiered_zero.errors import ConfigError
+from tiered_zero.plan.gpt_shape import GPTConfig, gpt_of_size, num_parameters, parse_gpt
 
 SMALL = GPTConfig(layers=2, hidden=32, heads=4, vocab=50, context=16)
 

@@ -14,7 +14,8 @@ import torch
 import tiered_zero
 from tests.support.models import ParityGPT, batch
 from tests.support.trainers import tiered, train
-from tiered_zero.demo.gpt import GPTConfig, build_gpt
+from tiered_zero.demo.gpt import build_gpt
+from tiered_zero.plan.gpt_shape import GPTConfig
 
 HIDDEN = 512
 

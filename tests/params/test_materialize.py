@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import tiered_zero
-from tiered_zero.demo.gpt import GPTConfig, build_gpt
+from tiered_zero.demo.gpt import build_gpt
 from tiered_zero.errors import ModelError
+from tiered_zero.plan.gpt_shape import GPTConfig
 
 ROOT = Path(__file__).parents[2]
 
@@ -416,7 +417,8 @@ def test_tensors_that_the_model_does_not_have_are_told_of(tmp_path: Path, caplog
 MEASURE = """
 import json, sys, torch, tiered_zero
 from tests.support.inspection import units
-from tiered_zero.demo.gpt import GPTConfig, build_gpt, num_parameters
+from tiered_zero.demo.gpt import build_gpt
+from tiered_zero.plan.gpt_shape import GPTConfig, num_parameters
 
 def build(config, weights=None):
     nvme = {"device": "nvme", "nvme_path": sys.argv[1]}

@@ -18,7 +18,8 @@ import tiered_zero
 from tests.support.inspection import masters, unverified_nbytes
 from tests.support.models import LENGTH, VOCAB, ParityGPT, batch
 from tests.support.trainers import adamw, assert_same_bits, follow, num_different, tiered, train
-from tiered_zero.demo.gpt import GPTConfig, build_gpt
+from tiered_zero.demo.gpt import build_gpt
+from tiered_zero.plan.gpt_shape import GPTConfig
 
 BF16 = {"bf16": {"enabled": True}}
 UNCHECKED = {"bf16": {"enabled": True, "check_grad_overflow": False}}

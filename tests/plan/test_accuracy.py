@@ -12,7 +12,8 @@ from torch import nn
 
 import tiered_zero
 from tests.support.models import LENGTH, VOCAB, ParityGPT
-from tiered_zero.demo.gpt import GPTConfig, build_gpt
+from tiered_zero.demo.gpt import build_gpt
+from tiered_zero.plan.gpt_shape import GPTConfig
 from tiered_zero.plan.planner import Plan
 from tiered_zero.sizes import PAGE_NBYTES
 from tiered_zero.store.stripes import DATA_NAME

@@ -6,7 +6,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from tiered_zero.layout.swap_bytes import GPTShape
+from tiered_zero.plan.gpt_shape import GPTConfig
 
 PATHS = st.sampled_from(["swap", "a, b", "a,b,c", ["x"], ["b", "a"]])
 
@@ -21,9 +21,9 @@ SIZES = st.one_of(
 
 
 @st.composite
-def shapes(draw: st.DrawFn) -> GPTShape:
+def shapes(draw: st.DrawFn) -> GPTConfig:
     hidden = draw(st.integers(1, 300))
-    return GPTShape(
+    return GPTConfig(
         draw(st.integers(1, 5)), hidden, 1, draw(st.integers(1, 700)), draw(st.integers(1, 99)), draw(st.booleans())
     )
 

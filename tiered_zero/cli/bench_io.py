@@ -22,15 +22,17 @@ from typing import Any, NamedTuple
 import click
 from rich.table import Table
 
-from tiered_zero.cli.capacity import shape_of, swap_need
+from tiered_zero.cli.capacity import swap_need
 from tiered_zero.cli.console import STDOUT
-from tiered_zero.config import load
+from tiered_zero.cli.options import parse_model
+from tiered_zero.config import Config, load
 from tiered_zero.errors import ConfigError, PlanError
 from tiered_zero.io.engine import IOSettings
 from tiered_zero.io.measure import MODES, fill_file, measure_rate
 from tiered_zero.io.preflight import filesystem_type, filesystem_warnings
 from tiered_zero.io.select import BUILDERS, Selection, config_of, select_engine
-from tiered_zero.layout.swap_bytes import GPTShape, SwapNeed, SwapSettings, gpt_need, parse_gpt
+from tiered_zero.plan.gpt_shape import GPTConfig
+from tiered_zero.plan.swap_capacity import SwapNeed
 from tiered_zero.sizes import GIB, KIB, MIB, format_nbytes
 from tiered_zero.store.swap_dir import SwapDir
 
@@ -120,10 +122,10 @@ def bench() -> None:
 @click.option(
     "--seconds", type=click.FloatRange(1, MAX_SECONDS), default=MAX_SECONDS, show_default=True, help="Ends before that."
 )
-@click.option("--model", callback=shape_of(parse_gpt), metavar="gpt:...", help="Also say the floor of its step.")
+@click.option("--model", callback=parse_model, metavar="gpt:...", help="Also say the floor of its step.")
 @click.option("--config", type=click.Path(exists=True, dir_okay=False), help="What of the model is on NVMe; else all.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object for programs.")
-def io(directory: Path, seconds: float, model: GPTShape | None, config: str | None, as_json: bool) -> None:
+def io(directory: Path, seconds: float, model: GPTConfig | None, config: str | None, as_json: bool) -> None:
     """Find the best aio settings for the disk of DIRECTORY: read, write and mixed, over block x depth x engine.
 
     Native and io_uring are the native engine, with threads and with io_uring.
@@ -133,7 +135,7 @@ def io(directory: Path, seconds: float, model: GPTShape | None, config: str | No
         raise click.UsageError("--config goes with --model.")
     begun_s = time.perf_counter()
     click.echo(f"Measuring {directory} for at most {seconds:g} s.", err=True)
-    need = None if model is None else swap_need(load(config), model)[0] if config else _all_on_nvme(model)
+    need = None if model is None else swap_need(load(config) if config else _all_on_nvme(), model)
     report = measure_directory(directory, begun_s + seconds * (1 - _END_SHARE))
     report["seconds"] = time.perf_counter() - begun_s
     report["floor"] = None if need is None or model is None else _floor(str(model), need, report["best"])
@@ -247,14 +249,22 @@ def _free_nbytes(directory: Path) -> int:
     return status.f_bavail * status.f_frsize
 
 
-def _all_on_nvme(model: GPTShape) -> SwapNeed:
-    """16-bit parameters, master weights and Adam's state."""
-    return gpt_need(model, SwapSettings(2, (".",), (".",)))
+def _all_on_nvme() -> Config:
+    """16-bit parameters, master weights and Adam's state, all on NVMe."""
+    on_nvme = {"device": "nvme", "nvme_path": "."}
+    zero = {"stage": 3, "offload_param": {**on_nvme, "max_in_cpu": 0}, "offload_optimizer": on_nvme}
+    return load(
+        {
+            "train_batch_size": 1,
+            "bf16": {"enabled": True},
+            "zero_optimization": {**zero, "stage3_param_persistence_threshold": 0},
+        }
+    )
 
 
 def _floor(model: str, need: SwapNeed, best: dict[str, Any]) -> dict[str, Any]:
     """The least seconds that this disk takes for one step, whatever else is overlapped with it."""
-    read, written = need.read_a_step, need.written_a_step
+    read, written = need.read_per_step, need.written_per_step
     seconds = max(
         read / best["read_bytes_per_s"],
         written / best["write_bytes_per_s"],

@@ -7,8 +7,8 @@ from typing import TypeVar
 
 import click
 
-from tiered_zero.demo.gpt import GPTConfig, gpt_of_size, parse_gpt
 from tiered_zero.errors import ConfigError
+from tiered_zero.plan.gpt_shape import GPTConfig, gpt_of_size, parse_gpt
 
 DEMO_MODEL = GPTConfig(layers=6, hidden=384, context=256)
 """10.8 million parameters: 151 MB with master weights and Adam state, some two minutes for DEMO_STEPS on 2 cores."""

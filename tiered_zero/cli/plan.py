@@ -11,8 +11,9 @@ from tiered_zero.cli.console import STDOUT
 from tiered_zero.cli.options import CONFIG_FILE, DEMO_MODEL, JSON_OPTION, parse_model, parse_size
 from tiered_zero.cli.tables import plan_table
 from tiered_zero.config import load
-from tiered_zero.demo.gpt import GPTConfig, build_gpt, num_parameters
+from tiered_zero.demo.gpt import build_gpt
 from tiered_zero.errors import PlanError
+from tiered_zero.plan.gpt_shape import GPTConfig, num_parameters
 from tiered_zero.run_spec import specify_run
 from tiered_zero.sizes import parse_nbytes
 

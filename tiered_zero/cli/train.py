@@ -25,9 +25,10 @@ from tiered_zero.cli.tables import run_tables
 from tiered_zero.config import load
 from tiered_zero.config.json_file import read_json
 from tiered_zero.demo.corpus import NUM_BYTE_VALUES, Corpus, read_corpus
-from tiered_zero.demo.gpt import GPTConfig, build_gpt, num_parameters
+from tiered_zero.demo.gpt import build_gpt
 from tiered_zero.engine import Engine
 from tiered_zero.errors import NonFiniteError
+from tiered_zero.plan.gpt_shape import GPTConfig, num_parameters
 from tiered_zero.sizes import TIERS, format_nbytes
 from tiered_zero.telemetry.report import RunReport, RunTotals
 

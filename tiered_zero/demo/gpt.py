@@ -3,48 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tiered_zero.errors import ConfigError
+from tiered_zero.plan.gpt_shape import GPTConfig
 
 INIT_STD = 0.02
 """Of every weight matrix; projections into the residual stream divide it by sqrt(2 * layers) (GPT-2, section 2.3)."""
-
-HEAD_SIZE = 64
-"""Where `heads` is not given, there is one per so many channels."""
-
-
-@dataclass(frozen=True)
-class GPTConfig:
-    """Counts, not bytes. `heads` 0: one for each 64 channels. `tied`: the head's weight is the embedding's."""
-
-    layers: int = 8
-    hidden: int = 384
-    heads: int = 0
-    vocab: int = 256
-    context: int = 256
-    tied: bool = True
-
-    def __post_init__(self) -> None:
-        """Raises ConfigError for a shape that no GPT can have."""
-        if not self.heads:
-            object.__setattr__(self, "heads", max(1, self.hidden // HEAD_SIZE))
-        for name in ("layers", "hidden", "heads", "vocab", "context"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"A GPT needs {name} >= 1, not {getattr(self, name)}.")
-        if self.hidden % self.heads:
-            raise ConfigError(
-                f"A GPT's hidden size must divide into its heads: hidden={self.hidden} is no multiple of "
-                f"heads={self.heads}. Give heads= a divisor of {self.hidden}."
-            )
-
-    def __str__(self) -> str:
-        """The text that `parse_gpt` reads."""
-        return "gpt:" + ",".join(f"{f.name}={int(getattr(self, f.name))}" for f in fields(self))
 
 
 class Embedding(nn.Embedding):
@@ -127,43 +94,3 @@ def build_gpt(config: GPTConfig, device: str = "meta") -> GPT:
     """On `meta` it takes no memory: for planning, and for engines that fill it unit by unit."""
     with torch.device(device):
         return GPT(config)
-
-
-def num_parameters(config: GPTConfig) -> int:
-    """Tied weights count once."""
-    hidden = config.hidden
-    block = 12 * hidden**2 + 13 * hidden
-    embeddings = (config.vocab * (1 if config.tied else 2) + config.context) * hidden
-    return config.layers * block + embeddings + 2 * hidden
-
-
-def gpt_of_size(num_wanted: float) -> GPTConfig:
-    """A GPT of about that many parameters with the usual proportion, hidden = 128 * layers. Raises ConfigError."""
-    if not 1e6 <= num_wanted < math.inf:
-        raise ConfigError(f"A model planned by its size has at least 1e6 parameters, not {num_wanted:g}.")
-    hidden = max(HEAD_SIZE, round((num_wanted * 128 / 12) ** (1 / 3) / HEAD_SIZE) * HEAD_SIZE)
-    one = GPTConfig(layers=1, hidden=hidden)
-    per_block = num_parameters(replace(one, layers=2)) - num_parameters(one)
-    return replace(one, layers=max(1, round((num_wanted - num_parameters(one)) / per_block) + 1))
-
-
-def parse_gpt(text: str) -> GPTConfig:
-    """'gpt:layers=24,hidden=2048' -> GPTConfig; what is not named keeps its default. Raises ConfigError."""
-    family, _, settings = text.partition(":")
-    if family.strip() != "gpt":
-        raise ConfigError(f"The built-in model is written gpt:layers=24,hidden=2048; found {text!r}.")
-    names = [field.name for field in fields(GPTConfig)]
-    values: dict[str, int] = {}
-    for setting in filter(None, (part.strip() for part in settings.split(","))):
-        name, _, number = (part.strip() for part in setting.partition("="))
-        if name not in names:
-            raise ConfigError(f"A GPT has no setting {name!r}; it has {', '.join(names)}.")
-        if name in values:
-            raise ConfigError(f"{name} is given twice in {text!r}.")
-        try:
-            values[name] = int(number)
-        except ValueError:
-            raise ConfigError(f"{name} must be a whole number, not {number!r} (in {text!r}).") from None
-    if values.get("tied", 1) not in (0, 1):
-        raise ConfigError(f"tied must be 0 or 1, not {values['tied']}.")
-    return GPTConfig(**{**values, "tied": bool(values.get("tied", 1))})  # type: ignore[arg-type]

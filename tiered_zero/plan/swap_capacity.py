@@ -1,0 +1,273 @@
+"""Bytes on NVMe of a run of the built-in GPT: what its plan says, whether that fits, and how it wears the drives.
+
+It runs on a storage host without torch: the config, the layout and the planner are those of a run; only the state of an
+optimizer is counted here, by the name of the optimizer.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tiered_zero.config.schema import Config, ZeroSection
+from tiered_zero.errors import ConfigError
+from tiered_zero.layout.flat import CUT_NUMEL, DType
+from tiered_zero.layout.stripes import file_nbytes
+from tiered_zero.layout.subgroups import QUANTIZED_BLOCK_NUMEL, cut_subgroups, sub_group_numel
+from tiered_zero.layout.units import find_units
+from tiered_zero.plan.gpt_shape import GPTConfig, describe_gpt, num_parameters
+from tiered_zero.plan.planner import Plan, make_plan
+from tiered_zero.plan.request import SubGroupSize, plan_request, unit_rules
+from tiered_zero.sizes import PAGE_NBYTES, align_up, format_nbytes
+
+_NO_OPTIMIZER = "the config names no optimizer; two fp32 arrays per parameter are assumed, as Adam has them"
+
+_STATE_ARRAYS = {"adam": 2, "adamw": 2, "adagrad": 1, "lion": 1, "adadelta": 2, "adamax": 2, "nadam": 2, "radam": 2}
+_STATE_ARRAYS.update({"asgd": 1, "rprop": 2, "sgd": 0, "rmsprop": 1})
+_ONE_MORE = {"amsgrad": ("adam", "adamw"), "momentum": ("sgd", "rmsprop"), "centered": ("rmsprop",)}
+"""Optimizer's argument -> the optimizers that keep one more array with it."""
+
+STATE_ITEMSIZES = {
+    "fp32": (4, 4),
+    "bf16_remainder": (2, 4),
+    "lossy_bf16_moments": (4, 2),
+    "lossy_8bit_moments": (4, 1),
+}
+"""state_format -> bytes of a master, and of an element of a state array."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwapNeed:
+    """Bytes by kind, as the plan has them. `param_back`: the second home of the delayed update. `param_reads`: of each
+    parameter in a step, for forward, for backward and, where masters are made of them, for the update.
+    """
+
+    param: int = 0
+    param_back: int = 0
+    state: int = 0
+    param_reads: int = field(default=2, compare=False)
+
+    @classmethod
+    def of(cls, plan: Plan) -> SwapNeed:
+        """Read the NVMe rows of a plan."""
+        kinds = {kind: plan.nbytes("nvme", kind) for kind in ("param", "param_back", "state")}
+        return cls(**kinds, param_reads=3 if plan.request.state.format == "bf16_remainder" else 2)
+
+    @property
+    def total(self) -> int:
+        return self.param + self.param_back + self.state
+
+    @property
+    def written_per_step(self) -> int:
+        """Masters, state and parameters once each; of two homes of the parameters, one."""
+        return self.param + self.state
+
+    @property
+    def read_per_step(self) -> int:
+        """Masters and state once, parameters as often as they are read."""
+        return self.param_reads * self.param + self.state
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateArrays:
+    """`count` arrays of optimizer state a parameter. `whole`: each is a page-aligned array of its own, for a rule that
+    steps whole parameters; else it spans the sub-group.
+    """
+
+    count: int
+    whole: bool
+    format: str
+
+    def nbytes(self, numel: int, params: Iterable[int] = ()) -> int:
+        """Bytes of a sub-group's slot, masters and state, as optim/state_layout.py lays them. `params`: elements of
+        each parameter in it.
+        """
+        if self.whole:
+            return 4 * numel + self.count * sum(align_up(4 * param, PAGE_NBYTES) for param in params)
+        master, itemsize = STATE_ITEMSIZES[self.format]
+        array = align_up(itemsize * numel, PAGE_NBYTES)
+        if self.format == "lossy_8bit_moments":
+            array += align_up(4 * numel // QUANTIZED_BLOCK_NUMEL, PAGE_NBYTES)
+        return master * numel + self.count * array
+
+
+def state_arrays(config: Config) -> StateArrays | None:
+    """Count the state of the config's optimizer, Adam's without one; None for an optimizer not known here."""
+    name, params = (config.optimizer.type, config.optimizer.params) if config.optimizer else ("adamw", {})
+    name = name.strip().lower()
+    if name not in _STATE_ARRAYS:
+        return None
+    more = 0
+    for option, names in _ONE_MORE.items():
+        more += name in names and params.get(option) is not None and float(params[option]) != 0
+    return StateArrays(
+        count=_STATE_ARRAYS[name] + more, whole=params.get("fused") is True, format=config.tiered_zero.state_format
+    )
+
+
+def plan_gpt(config: Config, shape: GPTConfig) -> Plan:
+    """Plan what rests where in a run of the built-in GPT, without the limits of a machine.
+
+    Raises ConfigError for an optimizer whose state only torch can count. Sub-groups that lie on one tier are planned as
+    one of their sum, for a model of 1e12 parameters has a million; so the staging of state is not the run's.
+    """
+    arrays = state_arrays(config)
+    if arrays is None and config.optimizer:
+        raise ConfigError(
+            f"optimizer.type {config.optimizer.type!r} is not known here; `tiered-zero swap capacity` can try it"
+        )
+    assert arrays is not None, "the state of no optimizer is known"
+    dtype = DType(name=config.param_dtype_name, itemsize=4 if config.param_dtype_name == "float32" else 2)
+    tree, specs = describe_gpt(shape, dtype)
+    units = find_units(tree, specs, unit_rules(config))
+    request = plan_request(config, limits={}, shares_cores=False)
+    size = sub_group_numel(config.zero_optimization.sub_group_size)
+    if request.state.is_split or arrays.whole:
+        group_of = {spec.name: 0 for spec in specs}
+        sizes = [
+            SubGroupSize(
+                state_nbytes=arrays.nbytes(subgroup.numel, (piece.numel for piece in subgroup.pieces)),
+                parts=subgroup.parts,
+                embedding=subgroup.embedding,
+            )
+            for subgroup in cut_subgroups(
+                units, group_of, size, elementwise=not arrays.whole, apart=request.state.is_split
+            )
+        ]
+    else:
+        parts = {unit.index: unit.numel for unit in units}
+        count, rest = divmod(sum(parts.values()), align_up(size, CUT_NUMEL))
+        state_nbytes = count * arrays.nbytes(align_up(size, CUT_NUMEL)) + arrays.nbytes(rest)
+        sizes = [SubGroupSize(state_nbytes=state_nbytes, parts=parts)]
+    return make_plan(units, sizes, request)
+
+
+@dataclass(frozen=True)
+class DirectoryNeed:
+    """`written_per_step`: on average, where two homes of the parameters are written in turn."""
+
+    path: str
+    nbytes: int
+    written_per_step: int
+
+
+def directory_needs(need: SwapNeed, zero: ZeroSection) -> list[DirectoryNeed]:
+    """List the directories in the order of the config: a store for each list of paths, parameters first, then state,
+    in stripes over its directories.
+    """
+    stores: dict[tuple[str, ...], list[int]] = {}
+    in_params = (zero.offload_param.nvme_paths, 0, need.param + need.param_back)
+    for paths, place, nbytes in (in_params, (zero.offload_optimizer.nvme_paths, 1, need.state)):
+        if nbytes:
+            stores.setdefault(paths, [0, 0])[place] = nbytes
+    found: dict[str, DirectoryNeed] = {}
+    for paths, (params, state) in stores.items():
+        weights = [1.0] * len(paths)
+        sizes = file_nbytes(params + state, weights)
+        unwritten = file_nbytes(params, weights) if need.param_back else [0] * len(paths)
+        for index, path in enumerate(paths):
+            before = found.get(path, DirectoryNeed(path, 0, 0))
+            written = before.written_per_step + sizes[index] - unwritten[index] // 2
+            found[path] = DirectoryNeed(path, before.nbytes + sizes[index], written)
+    return list(found.values())
+
+
+def capacity_report(
+    config: Config, shape: GPTConfig, need: SwapNeed, tbw: float | None = None, step_s: float | None = None
+) -> dict[str, Any]:
+    """Say what a run needs, whether it fits, and how it wears the drives.
+
+    `tbw`: TB (10**12 bytes) that one drive is rated to take; each file system counts as one drive. The store's own
+    bookkeeping, a few KiB a file, is not in these bytes.
+    """
+    drives: dict[int, dict[str, Any]] = {}
+    directories = []
+    for directory in directory_needs(need, config.zero_optimization):
+        status, exists, free_nbytes = _look(directory.path)
+        row = {"path": directory.path, "exists": exists, "nbytes": directory.nbytes}
+        directories.append({**row, "written_nbytes_per_step": directory.written_per_step})
+        drive = drives.setdefault(status.st_dev, {"directories": [], "nbytes": 0, "free_nbytes": free_nbytes})
+        drive["directories"].append(directory.path)
+        drive["nbytes"] += directory.nbytes
+        drive["written_nbytes_per_step"] = drive.get("written_nbytes_per_step", 0) + directory.written_per_step
+    for drive in drives.values():
+        drive["fits"] = drive["nbytes"] <= drive["free_nbytes"]
+        written = drive["written_nbytes_per_step"]
+        if step_s is not None:
+            drive["tb_per_day"] = written * 86400 / step_s / 1e12
+        if tbw is not None:
+            drive["steps_to_tbw"] = int(tbw * 1e12 // written)
+        if tbw is not None and step_s is not None:
+            drive["days_to_tbw"] = tbw / drive["tb_per_day"]
+    return {
+        "model": str(shape),
+        "num_parameters": num_parameters(shape),
+        "nbytes": need.total,
+        "kinds": {"param": need.param, "param_back": need.param_back, "state": need.state},
+        "written_nbytes_per_step": need.written_per_step if need.total else 0,
+        "tbw": tbw,
+        "step_seconds": step_s,
+        "directories": directories,
+        "drives": list(drives.values()),
+        "fits": all(drive["fits"] for drive in drives.values()),
+        "notes": [] if config.optimizer else [_NO_OPTIMIZER],
+    }
+
+
+def _look(path: str) -> tuple[os.stat_result, bool, int]:
+    """Look at a directory, or the nearest one above it that exists: its status, whether it is itself, free bytes."""
+    wanted = place = os.path.abspath(os.path.expanduser(path))
+    while not os.path.isdir(place):
+        place = os.path.dirname(place)
+    space = os.statvfs(place)
+    return os.stat(place), place == wanted, space.f_bavail * space.f_frsize
+
+
+_KINDS = {"param": "parameters", "param_back": "parameters, second home", "state": "master weights and state"}
+
+
+def capacity_lines(report: Mapping[str, Any]) -> list[str]:
+    """Write the report in words."""
+    lines = [f"{report['num_parameters']:,} parameters ({report['model']})"]
+    if not report["nbytes"]:
+        return [*lines, "Nothing rests on NVMe under this config."]
+    lines.append(_line("needed on NVMe", report["nbytes"]))
+    lines += [_line(f"  {_KINDS[kind]}", nbytes) for kind, nbytes in report["kinds"].items() if nbytes]
+    lines.append("directories")
+    for row in report["directories"]:
+        lines.append(_line(f"  {row['path']}", row["nbytes"]) + ("" if row["exists"] else "  (does not exist yet)"))
+    for drive in report["drives"]:
+        spare = drive["free_nbytes"] - drive["nbytes"]
+        verdict = (
+            f"fits, {format_nbytes(spare)} to spare"
+            if drive["fits"]
+            else f"does NOT fit: {format_nbytes(-spare)} short"
+        )
+        lines.append(f"{_line('free there', drive['free_nbytes'])}  {verdict}{_names(report, drive)}")
+    lines.append(_line("written per step", report["written_nbytes_per_step"]))
+    for drive in report["drives"]:
+        lines += [line + _names(report, drive) for line in _wear(report, drive)]
+    return lines + [f"note: {note}" for note in report["notes"]]
+
+
+def _wear(report: Mapping[str, Any], drive: Mapping[str, Any]) -> list[str]:
+    lines = []
+    if "steps_to_tbw" in drive:
+        days = f", {drive['days_to_tbw']:,.1f} days" if "days_to_tbw" in drive else ""
+        lines.append(f"{'endurance':<28}{report['tbw']:g} TB written after {drive['steps_to_tbw']:,} steps{days}")
+    if "tb_per_day" in drive:
+        lines.append(
+            f"{'at ' + format(report['step_seconds'], 'g') + ' s per step':<28}{drive['tb_per_day']:.3g} TB per day"
+        )
+    return lines
+
+
+def _names(report: Mapping[str, Any], drive: Mapping[str, Any]) -> str:
+    """Which directories a line is about, where there is more than one drive."""
+    return f"  [{', '.join(drive['directories'])}]" if len(report["drives"]) > 1 else ""
+
+
+def _line(name: str, nbytes: int) -> str:
+    return f"{name:<28}{format_nbytes(nbytes):>10}  {nbytes:,} bytes"
