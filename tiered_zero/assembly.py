@@ -227,7 +227,7 @@ def _build(run_spec: RunSpec, lr_scheduler: Any, collectives: Collectives) -> En
         own_state = run_spec.source.state
         if handle is not None:
             handle.connect(engine, state, policy, partial(resources.add, "optimizer"))
-        snapshot.drop()
+        snapshot.discard()
         if handle is not None:
             own_state.clear()  # the optimizer has it again when the engine ends
     trim_malloc()

@@ -13,7 +13,7 @@ def build() -> tuple[nn.Module, ModelSnapshot]:
     return model, ModelSnapshot(model, model.parameters())
 
 
-def test_the_same_memory_comes_back() -> None:
+def test_the_same_memory_is_restored() -> None:
     model, snapshot = build()
     before = model.weight.data_ptr()
     model.weight.data = torch.zeros(8, 8, dtype=torch.bfloat16)
@@ -22,32 +22,32 @@ def test_the_same_memory_comes_back() -> None:
     assert model.weight.dtype == torch.float32
 
 
-def test_after_drop_nothing_comes_back() -> None:
+def test_after_discard_nothing_is_restored() -> None:
     model, snapshot = build()
     given = torch.zeros(8, 8, dtype=torch.bfloat16)
     model.weight.data = given
-    snapshot.drop()
+    snapshot.discard()
     snapshot.restore()
     assert model.weight.data_ptr() == given.data_ptr()
 
 
-def test_what_the_flat_on_the_device_holds_is_given_up() -> None:
+def test_what_the_flat_on_the_device_holds_is_released() -> None:
     """With the same bits; on the CPU not with others, for there is no copy of them."""
     model, snapshot = build()
     model.weight.data = model.weight.data.clone()
     before, own = model.bias.data_ptr(), model.weight.data_ptr()
     model.bias.data = model.bias.data.bfloat16()
-    snapshot.give_up(model.parameters())
+    snapshot.release(model.parameters())
     snapshot.restore()
     assert model.weight.data_ptr() == own
     assert model.bias.data_ptr() == before
 
 
-def test_values_that_come_back_rounded_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_values_restored_rounded_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     """As where a model of another dtype lay on a GPU."""
     model, snapshot = build()
     expected = model.weight.detach().bfloat16().float()
-    snapshot.give_up(model.parameters())
+    snapshot.release(model.parameters())
     model.weight.data = model.weight.data.bfloat16()
     snapshot.restore()
     assert torch.equal(model.weight.detach(), expected)
@@ -56,7 +56,7 @@ def test_values_that_come_back_rounded_are_told_of(caplog: pytest.LogCaptureFixt
     ]
 
 
-def test_a_parameter_returns_to_meta_under_a_view_that_somebody_holds() -> None:
+def test_a_parameter_returns_to_meta_under_a_view() -> None:
     with torch.device("meta"):
         model = nn.Linear(8, 8)
     snapshot = ModelSnapshot(model, model.parameters())

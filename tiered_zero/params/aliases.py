@@ -1,7 +1,7 @@
-"""What the parameters of a model must be like to be moved between tiers, checked before anything is allocated.
+"""Check that the parameters of a model can be moved between tiers, before anything is allocated.
 
-A parameter becomes a view of its unit's flat. What shared its memory until then (another parameter, a buffer, a
-detached view that is still referenced) would silently stay behind with the old values.
+A parameter becomes a view of its unit's flat. A tensor that shared its memory until then (another parameter, a buffer,
+a detached view that is still referenced) would silently keep the old values.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def check_memory(model: nn.Module, specs: Mapping[nn.Parameter, ParamSpec]) -> N
         if isinstance(module, torch.jit.ScriptModule):
             raise ModelError(
                 f"Module {path or type(module).__name__} is compiled TorchScript (torch.jit.trace or script): it reads "
-                "parameters where nobody can page them. Pass the nn.Module that it was made of; torch.compile works."
+                "parameters where they cannot be paged. Pass the nn.Module that it was made of; torch.compile works."
             )
     with torch._C.DisableTorchFunctionSubclass():
         owned = [_Owned(f"parameter {spec.name}", param, spec.trainable) for param, spec in specs.items()]
@@ -59,7 +59,7 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 
 
 def _is_paged(tensor: torch.Tensor) -> bool:
-    """By an engine that is closed: its values are gone."""
+    """Whether an engine that is closed paged it: its values are lost."""
     return isinstance(tensor, nn.Parameter) and handler_of(tensor) is not None
 
 
@@ -107,7 +107,7 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Of tensors on one storage."""
+    """Whether two tensors on one storage share an element."""
     (start, stop), (low, high) = _extent(one), _extent(other)
     if stop <= low or high <= start:
         return False
@@ -124,8 +124,8 @@ def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _check_views(model: nn.Module, by_storage: Mapping[int, list[_Owned]]) -> None:
-    """Tensors outside the model's parameters and buffers that Python still holds. Counting the uses of a storage is
-    cheap; who uses it is searched for only where there are more than the model's own."""
+    """Refuse tensors outside the model's parameters and buffers that Python still holds. Counting the uses of a storage
+    is cheap; its users are searched for only where there are more than the model's own."""
     suspects = {
         key: sharing
         for key, sharing in by_storage.items()
@@ -147,14 +147,14 @@ def _check_views(model: nn.Module, by_storage: Mapping[int, list[_Owned]]) -> No
 
 
 def _num_uses(key: int, sharing: list[_Owned]) -> int:
-    storage = sharing[0].tensor.untyped_storage()  # its Python object is a use besides
+    storage = sharing[0].tensor.untyped_storage()  # its Python object is one more use
     uses = int(torch._C._storage_Use_Count(key)) - 1
     del storage
     return uses
 
 
 def _recomputed(model: nn.Module) -> Iterator[int]:
-    """Plain attributes that a hook sets anew before each forward, as torch.nn.utils.spectral_norm's does."""
+    """Yield plain attributes that a hook sets before each forward, as torch.nn.utils.spectral_norm's does."""
     for module in model.modules():
         for hook in module._forward_pre_hooks.values():
             name = getattr(hook, "name", None)

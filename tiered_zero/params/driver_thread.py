@@ -27,7 +27,7 @@ class DriverThread:
 
     @contextmanager
     def entered(self, call: str) -> Iterator[None]:
-        """Hold the engine for the length of the block. `call`: what the user called, for the error."""
+        """Hold the engine until the block ends. `call`: what the user called, for the error."""
         self.enter(call)
         try:
             yield
@@ -57,7 +57,7 @@ class DriverThread:
             self._refuse(call)
 
     def is_other(self) -> bool:
-        """Whether a thread is inside that is neither this one nor served by it."""
+        """Whether another thread is inside, which this one does not work for."""
         inside = self._inside.get("ident")
         if inside is None or inside == threading.get_ident() or _works_for_autograd():
             return False

@@ -8,7 +8,7 @@ so that a model larger than host memory can start.
 Each module's `reset_parameters()`, then the model's `_init_weights(module)`, children before parents and the group's
 ancestors last: what a parent says of its child's weight holds. They run on a stand-in of the module tree, in which
 all tensors are on meta but for those that are to be set: of the others it does not matter which are not made yet and
-which are away already, and those that have values keep them.
+which are offloaded already, and those that have values keep them.
 """
 
 from __future__ import annotations
@@ -127,15 +127,15 @@ class Materializer:
         self._specs = specs
 
     def fill_buffers(self) -> None:
-        """Those of modules that have no meta parameters beside them. Raises ModelError where nothing fills one."""
+        """Fill the buffers of modules without meta parameters. Raises ModelError where nothing fills one."""
         for path, module in self._model.named_modules():
             has_meta_buffer = any(buffer.is_meta for buffer in module.buffers(recurse=False))
             if has_meta_buffer and not any(param.is_meta for param in module.parameters(recurse=False)):
                 self._fill(path, {}, {path: module})
 
     def fill(self, prefix: str, params: Sequence[nn.Parameter]) -> None:
-        """`params`, which lie under module `prefix`, and the buffers beside them. Raises ModelError where nothing
-        initialises one."""
+        """Fill `params`, which lie under module `prefix`, and the buffers of their modules. Raises ModelError where
+        nothing initialises one."""
         missing = {param: self._specs[param] for param in params if param.is_meta}
         modules = self._model.get_submodule(prefix).named_modules(prefix=prefix)
         owners = {path: m for path, m in modules if any(p in missing for p in m.parameters(recurse=False))}
@@ -216,7 +216,7 @@ def materialize_model(
         for unit, own in params:
             place_unit(unit, own, pager, handler, store_masters)
             if pager.is_device_resident(unit):
-                snapshot.give_up(own)
+                snapshot.release(own)
         del params, own
         trim_malloc()
     materializer.fill_buffers()  # also beside parameters that are all tied to another module's
@@ -314,7 +314,7 @@ def _give_memory(param: nn.Parameter, name: str) -> None:
 
 
 def _is_held(param: nn.Parameter) -> bool:
-    """By anything besides its Python object and the node that takes its gradients."""
+    """Whether more than its Python object and the node that takes its gradients refers to it."""
     count = param._use_count()  # type: ignore[attr-defined]
     if count == 2 and param.requires_grad:
         edge = torch.autograd.graph.get_gradient_edge(param)  # makes the node if there is none: then it was not that

@@ -1,4 +1,4 @@
-"""Whole units between their homes and plain CPU tensors."""
+"""Reads and writes of whole units at their homes, as plain CPU tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tiered_zero.tiers.slots import read_slot, write_slot
 
 
 class OffloadedParams:
-    """Reads and writes a unit's parameters where they rest. Driver thread; blocks.
+    """Reads and writes a unit's parameters at their home. Driver thread; blocks.
 
     `on_change(unit, flat, old)`: what is derived from the parameters (the fp32 masters) must follow `flat` [P], on the
     CPU. `cuts(unit)`: where masters are made of parameters, the first elements of the parts in which the update reads
@@ -34,12 +34,12 @@ class OffloadedParams:
         self._on_change = on_change
         self._cuts = cuts
         self.changing: Unit | None = None
-        """The unit that `change` is at work on, or was when it was interrupted."""
+        """The unit that `change` writes, or wrote when it was interrupted."""
         self.is_busy = False
         """Whether bytes are read or written, or were when that was interrupted."""
 
     def read(self, unit: Unit) -> torch.Tensor:
-        """[P] of the unit's dtype, a CPU tensor of the caller's own. The unit has a home off the device."""
+        """Read the unit, which has a home off the device: [P] of its dtype, a CPU tensor of the caller's own."""
         self.is_busy = True
         try:
             flat = read_slot(self._inventory.home(unit, "param"), 0, unit.nbytes, self._staging).view(unit.dtype)
@@ -50,18 +50,18 @@ class OffloadedParams:
         return flat
 
     def store(self, unit: Unit, flat: torch.Tensor) -> None:
-        """First bytes: `flat` [P] of the unit's dtype, on the CPU, to the unit's home off the device."""
+        """Write `flat`, [P] of the unit's dtype on the CPU, to the unit's home off the device."""
         starts = sorted({0, *(self._cuts(unit) if self._cuts is not None else ())})
         for start, stop in pairwise([*starts, unit.numel]):
             home, offset = self._inventory.home(unit, "param"), start * unit.dtype.itemsize
             write_slot(home, offset, flat[start:stop], self._staging)
 
     def remember(self, unit: Unit, flat: torch.Tensor) -> torch.Tensor | None:
-        """Before `flat` [P], on the device, is changed: what `change` needs as `old`, a copy on the CPU or nothing."""
+        """Copy `flat` [P], on the device, to the CPU before it is changed, where `change` needs it as `old`."""
         return flat.to("cpu", copy=True) if self._cuts is not None and unit.trainable else None
 
     def change(self, unit: Unit, flat: torch.Tensor, old: torch.Tensor | None) -> None:
-        """`flat` [P], on the device or the CPU, becomes the unit's value; masters follow where it differs.
+        """Make `flat` [P], on the device or the CPU, the unit's value; masters follow where it differs.
 
         Call `TrainStep.before_weights_write` before: no update may run, nor may its state be prefetched.
         """

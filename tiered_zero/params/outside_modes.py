@@ -17,7 +17,7 @@ _Result = TypeVar("_Result")
 
 @contextmanager
 def outside_modes() -> Iterator[None]:
-    """Switch off what the user has switched on for operators of this thread: TorchDispatchModes, TorchFunctionModes
+    """Switch off the modes that the user has set for operators of this thread: TorchDispatchModes, TorchFunctionModes
     (a default device is one) and torch.func's transforms. A selective checkpoint, for one, counts every operator that
     it meets in forward and in the recomputation, and copies between tiers are not part of either."""
     with _disable_current_modes(), torch._C.DisableTorchFunction(), temporarily_clear_interpreter_stack():

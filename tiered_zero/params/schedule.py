@@ -1,4 +1,4 @@
-"""Guess what will be used next from what was used last time."""
+"""Predict what will be used next from what was used last time."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ Use = tuple[str, int]
 class Schedule:
     """Remembers, for each pair of successive uses, the use that followed. A hint, never a requirement.
 
-    Two uses of memory tell the visits of a tied unit apart (embedding, then head), forget nothing when evaluation or a
-    branch comes between, and follow a changed order after seeing it once. Memory: one entry per distinct pair.
+    A pair of uses tells the visits of a tied unit apart (embedding, then head), keeps what it knows through evaluation
+    or a branch, and follows a changed order after one pass. Memory: one entry per distinct pair.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class Schedule:
         self._last = (self._last[1], use)
 
     def upcoming(self) -> Iterator[Use]:
-        """Uses in the order in which they are expected; ends where nothing is known or the chain closes on itself."""
+        """Yield uses in the expected order; end where nothing is known or the chain closes on itself."""
         pair, seen = self._last, set()
         while pair not in seen and (use := self._next.get(pair)) is not None:
             seen.add(pair)

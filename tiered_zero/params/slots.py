@@ -1,4 +1,4 @@
-"""Where the model has its parameters: the same objects at the same places, for as long as the engine trains them."""
+"""Check that the model has the same parameters at the same places while an engine trains them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tiered_zero.errors import ModelError
 
 @final
 class ParameterSlots:
-    """Compares pointers only, at every call of the engine. Driver thread."""
+    """Compares pointers only, in each call of the engine. Driver thread."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model

@@ -1,10 +1,10 @@
-"""What a model was before its birth, put back where the birth breaks off.
+"""Snapshot of the user's model, restored if initialize() fails.
 
 [Note: ModelSnapshot]
-Parameters with values are kept by reference until the engine is there, so that nothing need be read back from a tier
-that may just have failed. That takes no memory that the plan counts on: it was checked against what is free beside
-them. Not so on the device, where they are given up for their unit's flat, unless that holds them rounded and the device
-is the CPU. Of parameters on meta nothing is kept: a model larger than memory is still born unit by unit.
+Parameters with values are kept by reference until the engine is built, so that nothing need be read back from a tier
+that may just have failed. The plan counts on none of that memory: it was checked against what else is free. On the
+device they are released for their unit's flat, unless that holds them rounded and the device is the CPU. Of parameters
+on meta nothing is kept: a model larger than memory is materialized unit by unit.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ logger = logging.getLogger("tiered_zero")
 
 @dataclass(frozen=True)
 class _Original:
-    """`data`: a view of the memory that the parameter had; None on meta, and of one that was given up."""
+    """`data`: a view of the memory that the parameter had; None on meta, and of one that was released."""
 
     own_class: type[nn.Parameter]
     dtype: torch.dtype
@@ -49,8 +49,8 @@ class ModelSnapshot:
             if buffer is not None
         ]
 
-    def give_up(self, params: Iterable[nn.Parameter]) -> None:
-        """These have their values in a flat on the device; their former memory goes where it was on the device too."""
+    def release(self, params: Iterable[nn.Parameter]) -> None:
+        """Drop the former memory of `params` where it is on the device: their values are in a flat there."""
         for param in params:
             original = self._params[param]
             if original.data is None or original.data.device != param.device:
@@ -58,14 +58,14 @@ class ModelSnapshot:
             if param.dtype == original.dtype or param.device.type != "cpu":
                 self._params[param] = replace(original, data=None)
 
-    def drop(self) -> None:
-        """The engine is there: all former memory goes."""
+    def discard(self) -> None:
+        """Drop all former memory: the engine is built."""
         self._params.clear()
         self._buffers.clear()
 
     def restore(self) -> None:
-        """Every parameter and buffer is what it was, and nobody pages any. After the pager is closed. Without effect
-        after `drop`."""
+        """Make every parameter and buffer what it was, and plain. Called after the pager is closed; does nothing after
+        `discard`."""
         for module, name, buffer in self._buffers:
             module._buffers[name] = buffer
         rounded: set[torch.dtype] = set()
@@ -79,7 +79,7 @@ class ModelSnapshot:
                 elif param.dtype != original.dtype:
                     rounded.add(param.dtype)
                     param.data = param.data.to(original.dtype)
-        self.drop()
+        self.discard()
         if rounded:
             found = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in rounded))
             logger.error(
@@ -88,8 +88,8 @@ class ModelSnapshot:
 
 
 def _return_to_meta(param: nn.Parameter, dtype: torch.dtype) -> None:
-    """Not by `torch.utils.swap_tensors`, which refuses where somebody holds a view, as the frames of an initialiser
-    that raised do; what they hold stays as it is."""
+    """Put the parameter on meta. `torch.utils.swap_tensors` refuses where a view is held, as by the frames of an
+    initialiser that raised; such a view stays as it is here."""
     if not param.is_meta:
         twin = nn.Parameter(
             torch.empty_strided(param.shape, param.stride(), dtype=dtype, device="meta"), param.requires_grad

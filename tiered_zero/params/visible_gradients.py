@@ -24,7 +24,7 @@ _HIDDEN_BY_SCALE = (
 
 @final
 class VisibleGradients:
-    """Lets `param.grad` of trainable parameters answer from the gradient's home, from backward to step().
+    """Reads `param.grad` of trainable parameters from the gradient's home, from backward to step().
 
     A backward moves each gradient to its home, which may be on another device and, where micro-batches are summed, in
     fp32; autograd's own attribute could hold neither. While there are gradients and no call is running, parameters that
@@ -52,13 +52,13 @@ class VisibleGradients:
         self._home.hidden = _HIDDEN_BY_UPDATE if updates_in_backward else by_scale
 
     def show(self) -> None:
-        """A forward or a backward has ended."""
+        """Show gradients, if there are any: a forward or a backward has ended."""
         if self._home.has_gradients:
             for storage in self._storages:
                 storage.show_grads()
 
     def hide(self) -> None:
-        """A forward, a backward or a step begins, or gradients are dropped."""
+        """Hide gradients: a forward, a backward or a step begins, or they are dropped."""
         for storage in self._storages:
             storage.hide_grads()
 
