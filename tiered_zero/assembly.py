@@ -61,7 +61,8 @@ from tiered_zero.update.eager import EagerUpdate
 from tiered_zero.update.handle import TieredOptimizer, make_scheduler, restored_on_error
 from tiered_zero.update.masters import Masters
 from tiered_zero.update.optimizer_state import OptimizerState
-from tiered_zero.update.policy import BarrierPolicy, DelayedPolicy, OverlappedPolicy, UpdatePolicy
+from tiered_zero.update.overlapped import DelayedPolicy, OverlappedPolicy
+from tiered_zero.update.policy import BarrierPolicy, UpdatePolicy
 from tiered_zero.update.stepper import StreamingStepper
 
 logger = logging.getLogger("tiered_zero")

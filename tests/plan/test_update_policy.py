@@ -10,7 +10,8 @@ from tests.support.models import ParityGPT, batch
 from tests.support.trainers import PLACEMENTS, tiered
 from tiered_zero.plan.request import UpdateRequest
 from tiered_zero.plan.update_policy import choose_update_policy
-from tiered_zero.update.policy import BarrierPolicy, DelayedPolicy, OverlappedPolicy
+from tiered_zero.update.overlapped import DelayedPolicy, OverlappedPolicy
+from tiered_zero.update.policy import BarrierPolicy
 
 CLASSES = {"barrier": BarrierPolicy, "overlapped": OverlappedPolicy, "delayed": DelayedPolicy}
 ALL_TIERS = [{"device"}, {"host"}, {"nvme"}, {"device", "host"}, {"device", "nvme"}, {"host", "nvme"}]

@@ -4,7 +4,7 @@ import threading
 from types import SimpleNamespace
 from typing import Any
 
-from tiered_zero.update.ready import ReadyQueue
+from tiered_zero.update.eager import ReadyQueue
 
 
 def layout(index: int) -> Any:

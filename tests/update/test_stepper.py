@@ -25,8 +25,8 @@ from tiered_zero.sizes import MIB
 from tiered_zero.tiers.host import HostTier
 from tiered_zero.tiers.inventory import Home, Inventory
 from tiered_zero.tiers.unit_update import UnitUpdate
-from tiered_zero.update.ready import ReadyQueue
-from tiered_zero.update.stepper import StreamingStepper, UpdateJob
+from tiered_zero.update.eager import ReadyQueue, UpdateJob
+from tiered_zero.update.stepper import StreamingStepper
 
 LATE = 10**9
 """A latency at which transfers are done only when they are waited for."""

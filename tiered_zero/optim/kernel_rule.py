@@ -68,6 +68,7 @@ class NativeRule(UpdateRule):
 
     elementwise = True
     _takes_root = False
+    _counts_steps = True
     _variants: Sequence[Mapping[str, Any]] = ()
     """Hyper keys that, one set after another over the defaults, bring every operation that the rule has."""
 
@@ -114,11 +115,11 @@ class NativeRule(UpdateRule):
 
     def _torch_scalars(self, scalars: Mapping[str, Any]) -> dict[str, Any]:
         """The scalars as TorchRule keeps them."""
-        return {"step": torch.tensor(self._phase(scalars))}
+        return {"step": torch.tensor(self._phase(scalars))} if self._counts_steps else dict(scalars)
 
     def _own_scalars(self, scalars: Mapping[str, Any]) -> dict[str, Any]:
         """The inverse of `_torch_scalars`."""
-        return {"step": float(scalars["step"])}
+        return {"step": float(scalars["step"])} if self._counts_steps else dict(scalars)
 
     def state_fields(self, shape: tuple[int, ...], hyper: Mapping[str, Any]) -> list[StateField]:
         names = self._array_names({**self._defaults, **hyper})

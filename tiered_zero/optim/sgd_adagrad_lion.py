@@ -26,6 +26,7 @@ def _flags(hyper: Mapping[str, Any], decayed: bool) -> Flag:
 class SgdRule(NativeRule):
     """torch.optim.SGD: momentum, dampening, nesterov. State: momentum_buffer, which the first step fills."""
 
+    _counts_steps = False
     _variants = (
         {"momentum": 0.0, "weight_decay": 0.1, "nesterov": False},
         {"momentum": 0.9, "dampening": 0.3, "weight_decay": 0.1, "nesterov": False, "maximize": True},
@@ -44,12 +45,6 @@ class SgdRule(NativeRule):
 
     def _next_scalars(self, hyper: Mapping[str, Any], scalars: Mapping[str, Any]) -> dict[str, Any]:
         return dict(_STARTED if hyper["momentum"] or "initialized" in scalars else _WITHOUT_BUFFER)
-
-    def _torch_scalars(self, scalars: Mapping[str, Any]) -> dict[str, Any]:
-        return dict(scalars)
-
-    def _own_scalars(self, scalars: Mapping[str, Any]) -> dict[str, Any]:
-        return dict(scalars)
 
     def _kernel_hyper(self, hyper: Mapping[str, Any], scalars: Mapping[str, Any]) -> Hyper:
         flags = _flags(hyper, decayed=True)
@@ -158,6 +153,7 @@ ELEMENTWISE.add(Lion)
 class LionRule(NativeRule):
     """`Lion`. State: exp_avg."""
 
+    _counts_steps = False
     _variants = (
         {"weight_decay": 0.1, "maximize": True},
         {"weight_decay": 0.1, "betas": (0.3, 0.6)},  # lerp with weights on both sides of a half
@@ -175,12 +171,6 @@ class LionRule(NativeRule):
 
     def _next_scalars(self, hyper: Mapping[str, Any], scalars: Mapping[str, Any]) -> dict[str, Any]:
         return dict(_STARTED)
-
-    def _torch_scalars(self, scalars: Mapping[str, Any]) -> dict[str, Any]:
-        return dict(scalars)
-
-    def _own_scalars(self, scalars: Mapping[str, Any]) -> dict[str, Any]:
-        return dict(scalars)
 
     def _kernel_hyper(self, hyper: Mapping[str, Any], scalars: Mapping[str, Any]) -> Hyper:
         lr = float(hyper["lr"])

@@ -21,33 +21,10 @@ from tiered_zero.optim.state_layout import StateLayout
 from tiered_zero.tiers.inventory import Inventory
 from tiered_zero.tiers.step_gradients import StepGradients
 from tiered_zero.tiers.unit_update import UnitUpdate
-from tiered_zero.transfer import Completion, Transfer, wait_all
+from tiered_zero.transfer import Transfer, wait_all
+from tiered_zero.update.eager import ReadyQueue, UpdateJob, has_gradient
 from tiered_zero.update.prefetch import NullPrefetcher, Prefetcher
-from tiered_zero.update.ready import ReadyQueue
 from tiered_zero.update.subgroup_io import SubGroupIO, SubGroupWork
-
-
-@dataclass(frozen=True, kw_only=True)
-class UpdateJob:
-    """One optimizer step, with everything that may change before it is done.
-
-    `groups`: the param groups' values when the step was taken. `param_kind`: which home of a unit takes the new
-    parameters ("param", or "param_back" for a delayed update). `unit_updates`: unit index -> what to complete.
-    `every_subgroup`: also those without a gradient, whose parameters are written anew. `queue`: sub-groups that become
-    ready one by one; None: all those with a gradient are. `on_device`: only those whose state rests on the device
-    (True) or does not (False); the others count as written. `computed`: done once every update is computed, while the
-    last are still written, or when the job fails.
-    """
-
-    gradients: StepGradients
-    grad_scale: float
-    groups: Sequence[Mapping[str, Any]]
-    unit_updates: dict[int, UnitUpdate] = field(default_factory=dict)
-    param_kind: str = "param"
-    every_subgroup: bool = False
-    queue: ReadyQueue | None = None
-    on_device: bool | None = None
-    computed: Completion = field(default_factory=Completion)
 
 
 class StreamingStepper:
@@ -392,7 +369,3 @@ class _Progress:
     def fail(self, error: BaseException) -> None:
         for unit_update in list(self._unit_updates.values()):
             unit_update.fail(error)
-
-
-def has_gradient(subgroup: SubGroup, gradients: StepGradients) -> bool:
-    return any(gradients.has(s.unit, piece.param) for s in subgroup.segments for piece in s.pieces)

@@ -1,0 +1,261 @@
+"""Updates that run under compute: exact ones, in the order of the next forward, and delayed ones.
+
+See [Note: Update policies].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Protocol
+
+from tiered_zero.errors import ModelError
+from tiered_zero.hardware.runtime import Runtime
+from tiered_zero.layout.flat import Unit
+from tiered_zero.tiers.inventory import Inventory
+from tiered_zero.tiers.step_gradients import StepGradients
+from tiered_zero.tiers.unit_update import UnitUpdate
+from tiered_zero.transfer import Transfer
+from tiered_zero.update.eager import EagerUpdate, UpdateJob
+from tiered_zero.update.policy import UpdatePolicy
+from tiered_zero.update.stepper import StreamingStepper
+
+
+class UnitGuard(Protocol):
+    """Keeps compute from using units whose update is under way."""
+
+    def block_for_update(self) -> None:
+        """Guard every trainable unit, and drop what the device holds of it."""
+
+    def block_unit_for_update(self, unit: Unit) -> bool:
+        """The same for one unit in backward; False, with nothing done, while the unit is in use."""
+
+    def unblock(self) -> None:
+        """The units blocked in backward are as they were: no update has begun."""
+
+
+class BackSlots(Protocol):
+    """The slots that a delayed update writes while compute reads the others."""
+
+    def begin_update(self) -> None:
+        """Note which slots an update that begins now writes: those that compute reads once it is published."""
+
+    def publish(self) -> None:
+        """Make compute read them. Where this is interrupted it is called again."""
+
+
+class OverlappedPolicy(UpdatePolicy):
+    """`guard`: blocks units from compute until their updates, which `inventory` publishes."""
+
+    def __init__(
+        self,
+        stepper: StreamingStepper,
+        groups: Sequence[dict[str, Any]],
+        inventory: Inventory,
+        units: Sequence[Unit],
+        runtime: Runtime,
+        guard: UnitGuard,
+        open_eagerly: Callable[[Sequence[Mapping[str, Any]]], EagerUpdate] | None = None,
+    ) -> None:
+        """`open_eagerly`: opens an update of frozen groups in backward; None where a gradient check comes first."""
+        super().__init__(stepper, groups)
+        self._inventory = inventory
+        self._units = units
+        self._runtime = runtime
+        self._guard = guard
+        self._open_eagerly = open_eagerly
+        self._open: EagerUpdate | None = None
+        self._started: UpdateJob | None = None
+        self._running: list[Transfer] = []
+        """Jobs on the update lane, in order: one that still writes, and one behind it."""
+
+    def begin_backward(self) -> None:
+        if self._open_eagerly is None:
+            self._prefetch()
+            return
+        self._wait_computed()
+        self._prefetch()
+        self._open = self._open_eagerly(self._stepper.freeze_groups(self._groups))
+        self._start(self._open.job)
+
+    def unit_ready(self, unit: Unit) -> None:
+        if self._open is not None and self._open.updates(unit) and self._guard.block_unit_for_update(unit):
+            self._publish(unit, self._open.job)
+            self._open.add(unit)
+
+    def prepare(self) -> None:
+        if self._open is None:
+            self.flush()
+        self._guard.block_for_update()
+
+    def apply(self, gradients: StepGradients, grad_scale: float) -> None:
+        if self._open is not None:
+            for unit in self._open.incomplete(self._units):
+                self._publish(unit, self._open.job)
+            self._open.finish(gradients)
+            self._open = None
+            return
+        job = self._job(gradients, grad_scale)
+        if self._stepper.has_device_state:  # [Note: State on several tiers]
+            self._step(UpdateJob(gradients=gradients, grad_scale=grad_scale, groups=job.groups, on_device=True))
+            job = replace(job, on_device=False)
+        for unit in self._units:
+            self._publish(unit, job)
+        self._start(job)
+
+    @property
+    def is_open(self) -> bool:
+        return self._open is not None
+
+    def cancel_open(self) -> None:
+        if self._open is not None:
+            self._open.cancel()
+
+    def abort(self) -> None:
+        if self._open is not None:
+            if self._open.cancel():
+                self.latch(
+                    "backward or step() was interrupted after some of the step's updates had begun, as they do in "
+                    'backward where nothing is clipped or checked. Set "tiered_zero": {"optimizer_in_backward": false} '
+                    "to be able to leave a step out"
+                )
+            else:
+                for unit_update in self._open.job.unit_updates.values():
+                    unit_update.complete()
+                self._guard.unblock()
+            self._open = None
+        super().abort()
+
+    def latch(self, why: str) -> None:
+        super().latch(why)
+        assert self.failure is not None
+        for unit in self._units:  # also of a job that never came to its lane
+            if (unit_update := self._inventory.published(unit)) is not None:
+                unit_update.fail(self.failure)
+
+    def check_untouched(self, act: str) -> None:
+        if self._open is not None:
+            self.check()
+            raise ModelError(
+                f"{act} before step(), but the update has begun in backward, as it does where nothing is clipped or "
+                'checked. Call step() first, or set "tiered_zero": {"optimizer_in_backward": false} or {"update": '
+                '"barrier"}.'
+            )
+
+    def flush(self) -> None:
+        self.check_untouched("Weights are looked at")
+        self._join()
+        self.check()
+
+    def run_behind(self, act: Callable[[], None], after: Sequence[Transfer] = ()) -> None:
+        self._running.append(self._runtime.accelerator.lane("update").submit(act, after=after))
+
+    def _is_idle(self) -> bool:
+        return all(event.done() for event in self._running)
+
+    def _join(self) -> None:
+        """Wait for the updates under way. Raises the first error, once: after that `check` does."""
+        self._process.check()  # a forked child has no lane whose job would end
+        if not self._running:
+            return
+        errors: list[Exception] = []
+        try:
+            with self._runtime.recorder.span("compute", "wait_update"):
+                for event in self._running:
+                    try:
+                        event.wait()
+                    except Exception as error:
+                        errors.append(error)
+        finally:
+            self._running = [event for event in self._running if not event.done()]  # where the wait was interrupted
+        if errors:
+            raise errors[0]
+
+    def _wait_computed(self) -> None:
+        """Block until the last update does not need its gradients any more, though it may still write."""
+        self.check_untouched("Another backward begins")
+        if self._started is not None:
+            with self._runtime.recorder.span("compute", "wait_update"):
+                self._started.computed.wait()
+        if self._is_idle() or self.failure is not None:
+            self.flush()
+
+    def _publish(self, unit: Unit, job: UpdateJob) -> None:
+        unit_update = job.unit_updates[unit.index] = UnitUpdate()
+        self._inventory.publish(unit, unit_update)
+        if self.failure is not None:  # the job ended before it could see this one
+            unit_update.fail(self.failure)
+
+    def _start(self, job: UpdateJob) -> None:
+        self._started = job
+        while self._running and self._running[0].done():
+            self._running.pop(0).wait()  # its error, if it has one, ends this one too
+        self.run_behind(partial(self._step, job), after=[self._runtime.accelerator.record_compute()])
+        self._runtime.accelerator.lane("update").submit(job.computed.complete)  # also of a job that was not launched
+
+
+class DelayedPolicy(UpdatePolicy):
+    """`exact`: the policy of the first `start_step` steps, which joins the updates of all steps. `back_slots`: what the
+    updates of the others write."""
+
+    def __init__(
+        self,
+        exact: OverlappedPolicy,
+        start_step: int,
+        stepper: StreamingStepper,
+        groups: Sequence[dict[str, Any]],
+        back_slots: BackSlots,
+    ) -> None:
+        super().__init__(stepper, groups)
+        self.failures = exact.failures
+        self._exact = exact
+        self._start_step = start_step
+        self._back_slots = back_slots
+        self._is_unpublished = False
+        """Whether an update of the back slots was begun and not published yet."""
+        self._is_publishing = False
+        self._num_applied = 0
+
+    def begin_backward(self) -> None:
+        """Nothing: the update that runs reads ahead itself when it has no more to read."""
+
+    def run_behind(self, act: Callable[[], None], after: Sequence[Transfer] = ()) -> None:
+        self._exact.run_behind(act, after)
+
+    def _is_idle(self) -> bool:
+        return self._exact._is_idle()
+
+    def prepare(self) -> None:
+        if self._num_applied < self._start_step:
+            self._exact.prepare()
+        else:
+            self.flush()
+
+    def apply(self, gradients: StepGradients, grad_scale: float) -> None:
+        self._num_applied += 1
+        if self._num_applied <= self._start_step:
+            self._exact.apply(gradients, grad_scale)
+            return
+        job = self._job(gradients, grad_scale, param_kind="param_back", every_subgroup=True)
+        self._back_slots.begin_update()
+        self._is_unpublished = True
+        self._exact.run_behind(partial(self._step, job))
+
+    def prepare_evaluation(self) -> None:
+        self.flush()
+
+    def check(self) -> None:
+        super().check()
+        if self._is_publishing:  # also what was interrupted
+            self._back_slots.publish()
+            self._is_unpublished = False
+            self._is_publishing = False
+
+    def flush(self) -> None:
+        self._exact.flush()
+        self._is_publishing = self._is_unpublished
+        self.check()
+
+    def latch(self, why: str) -> None:
+        self._exact.latch(why)
