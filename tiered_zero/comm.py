@@ -26,4 +26,5 @@ def init_distributed(
 
 
 def get_local_rank() -> int:
+    """This process's rank on its host."""
     return get_rank()

@@ -147,22 +147,27 @@ class Engine(DeepSpeedNames):
 
     @property
     def lr_scheduler(self) -> Any:
+        """The scheduler that `step()` steps; None without one."""
         return self._run.lr_scheduler
 
     @property
     def config(self) -> Config:
+        """The config with every default filled in."""
         return self._run.config
 
     @property
     def plan(self) -> Plan:
+        """Every size, placement and policy of the run; `print` shows it as a table."""
         return self._run.plan
 
     @property
     def device(self) -> torch.device:
+        """Where the model computes: inputs belong there."""
         return self._step.runtime.accelerator.device
 
     @property
     def loss_scale(self) -> float:
+        """The factor on the next loss; 1.0 without fp16."""
         return self._step.overflow.loss_scale
 
     @property
@@ -195,12 +200,15 @@ class Engine(DeepSpeedNames):
         return check.norm if check is not None else None
 
     def gradient_accumulation_steps(self) -> int:
+        """Micro-batches of one update."""
         return self.config.gradient_accumulation_steps
 
     def train_batch_size(self) -> int:
+        """Samples of one update."""
         return self.config.train_batch_size
 
     def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples of one forward."""
         return self.config.train_micro_batch_size_per_gpu
 
     def is_gradient_accumulation_boundary(self) -> bool:
@@ -228,10 +236,12 @@ class Engine(DeepSpeedNames):
     # -- control -------------------------------------------------------------------------------------------------------
 
     def train(self, mode: bool = True) -> Engine:
+        """Set the module's training mode, as `nn.Module.train`."""
         self.module.train(mode)
         return self
 
     def eval(self) -> Engine:
+        """Set the module's evaluation mode, as `nn.Module.eval`."""
         return self.train(False)
 
     @_on_one_thread

@@ -95,14 +95,17 @@ class SingleRank:
 
 
 def is_initialized() -> bool:
+    """Whether torch.distributed has a process group."""
     return dist.is_available() and dist.is_initialized()
 
 
 def get_rank() -> int:
+    """This process's rank; 0 without a process group."""
     return dist.get_rank() if is_initialized() else 0
 
 
 def get_world_size() -> int:
+    """The number of ranks; 1 without a process group."""
     return dist.get_world_size() if is_initialized() else 1
 
 

@@ -85,6 +85,7 @@ class Plan:
 
     @property
     def text(self) -> str:
+        """The table of bytes by tier and kind."""
         lines = []
         for tier in TIERS:
             own = [row for row in self.rows if row.tier == tier]

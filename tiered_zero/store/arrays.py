@@ -95,6 +95,7 @@ class ArrayStore:
         self.close()
 
     def names(self) -> list[str]:
+        """The arrays of the store."""
         return list(self._store.records())
 
     def describe(self, name: str) -> Record:
@@ -111,6 +112,7 @@ class ArrayStore:
 
     @property
     def metadata(self) -> dict[str, Any]:
+        """What the last commit was given."""
         return self._store.metadata
 
     def put(self, name: str, array: Buffer, *, dtype: str = "", shape: tuple[int, ...] | None = None) -> None:

@@ -69,6 +69,7 @@ class Record:
 
     @property
     def extent_nbytes(self) -> int:
+        """Bytes of one slot: `nbytes` in whole pages."""
         return align_up(self.nbytes, PAGE_NBYTES)
 
 

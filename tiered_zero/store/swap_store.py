@@ -159,6 +159,7 @@ class SwapStore:
 
     @property
     def free_nbytes(self) -> int:
+        """Bytes that no record has reserved."""
         return self._table.free_nbytes
 
     @property

@@ -1,0 +1,26 @@
+"""The API pages say something of every public name: they are made from docstrings."""
+
+import inspect
+from collections.abc import Iterator
+from types import ModuleType
+
+import pytest
+
+import tiered_zero
+from tiered_zero import comm, store, utils, zero
+
+
+def undocumented(module: ModuleType) -> Iterator[str]:
+    for name in module.__all__:
+        value = getattr(module, name)
+        if (isinstance(value, type | ModuleType) or callable(value)) and not inspect.getdoc(value):
+            yield name
+        for member, found in vars(value).items() if isinstance(value, type) else ():
+            function = found.fget if isinstance(found, property) else getattr(found, "__func__", found)
+            if not member.startswith("_") and inspect.isfunction(function) and not inspect.getdoc(function):
+                yield f"{name}.{member}"
+
+
+@pytest.mark.parametrize("module", [tiered_zero, store, comm, utils, zero], ids=lambda module: module.__name__)
+def test_every_public_name_has_a_docstring(module: ModuleType) -> None:
+    assert list(undocumented(module)) == []
