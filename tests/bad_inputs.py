@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 import tiered_zero
+from tests.support.configs import zero_section
 from tiered_zero.errors import ConfigError, ModelError, PlanError, TieredZeroError
 
 Json = dict[str, Any]
@@ -48,16 +49,10 @@ def build_model(dtype: torch.dtype = torch.float32) -> nn.Sequential:
 
 
 def good_config(path: Path) -> Json:
-    nvme = {"device": "nvme", "nvme_path": str(path)}
     return {
         "train_micro_batch_size_per_gpu": 4,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "zero_optimization": {
-            "stage": 3,
-            "offload_param": {**nvme, "max_in_cpu": 0},
-            "offload_optimizer": nvme,
-            "stage3_param_persistence_threshold": 0,
-        },
+        "zero_optimization": zero_section("nvme", "nvme", path),
     }
 
 

@@ -14,6 +14,9 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 import tiered_zero
+from tests.support.configs import config_of, zero_section
+from tests.support.models import rows as batch
+from tests.support.models import two_layers as build_model
 from tiered_zero.errors import ConfigError, ModelError
 from tiered_zero.optim.lr import WarmupLR
 
@@ -38,28 +41,9 @@ def initialize() -> Iterator[Callable[..., Any]]:
         engine.close()
 
 
-def build_model() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
-
-
 def settings(swap: Path | None = None, **more: Any) -> dict[str, Any]:
     """Without clipping; with a swap directory everything rests on NVMe."""
-    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 4, "gradient_clipping": 0, **more}
-    if swap is not None:
-        nvme = {"device": "nvme", "nvme_path": str(swap)}
-        config["zero_optimization"] = {
-            "stage": 3,
-            "offload_param": {**nvme, "max_in_cpu": 0},
-            "offload_optimizer": nvme,
-            "stage3_param_persistence_threshold": 0,
-            "sub_group_size": 2048,
-        }
-    return config
-
-
-def batch(step: int) -> Tensor:
-    return torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+    return config_of(zero_section("nvme", "nvme", swap, sub_group_size=2048) if swap else None, **more)
 
 
 def train(engine: Any, steps: range) -> None:

@@ -6,34 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 import tiered_zero
+from tests.support.configs import ADAMW, config_of, zero_section
+from tests.support.models import rows as batch
+from tests.support.models import two_layers as make_model
 from tiered_zero.deepspeed_engine import MISSING
 from tiered_zero.errors import MissingNameError, ModelError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-CONFIG: dict[str, Any] = {
-    "train_micro_batch_size_per_gpu": 4,
-    "gradient_clipping": 0,
-    "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
-}
-OFFLOADED: dict[str, Any] = {
-    "stage": 3,
-    "offload_param": {"device": "cpu"},
-    "offload_optimizer": {"device": "cpu"},
-    "stage3_param_persistence_threshold": 0,
-}
-
-
-def make_model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
-
-
-def batch(step: int = 0) -> Tensor:
-    return torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+CONFIG = config_of(optimizer=ADAMW)
+OFFLOADED = zero_section("cpu", "cpu")
 
 
 def test_a_step_within_an_accumulation_applies_nothing() -> None:

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 import tiered_zero
 import tiered_zero as deepspeed
+from tests.support.configs import ADAMW, config_of, zero_section
+from tests.support.models import rows as batch
 from tiered_zero.errors import ConfigError, MissingNameError, ModelError
 from tiered_zero.utils import (
     RepeatingLoader,
@@ -41,23 +43,7 @@ class Net(nn.Module):
 
 
 def settings(swap: Path, placement: str = "none", **more: Any) -> dict[str, Any]:
-    part = {"device": placement, "nvme_path": str(swap)}
-    return {
-        "train_micro_batch_size_per_gpu": 4,
-        "gradient_clipping": 0,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
-        "zero_optimization": {
-            "stage": 3,
-            "offload_param": {**part, "max_in_cpu": 0},
-            "offload_optimizer": part,
-            "stage3_param_persistence_threshold": 0,
-        },
-        **more,
-    }
-
-
-def batch(step: int = 0) -> Tensor:
-    return torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+    return config_of(zero_section(placement, placement, swap), **{"optimizer": ADAMW, **more})
 
 
 def run_step(engine: tiered_zero.Engine, step: int = 0) -> None:

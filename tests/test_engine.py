@@ -21,8 +21,10 @@ from torch import Tensor, nn
 import tiered_zero
 from tests.bad_inputs import held
 from tests.fakes.io_faults import Fault
+from tests.support.configs import ADAMW, config_of, zero_section
 from tests.support.faulty_runs import faulty_disks
 from tests.support.inspection import lane, policy, weights_at_home
+from tests.support.models import rows as batch
 from tiered_zero.errors import (
     ConfigError,
     EngineFailedError,
@@ -63,25 +65,8 @@ class Model(nn.Module):
 
 
 def build(swap: Path, placement: tuple[str, str] = ("nvme", "nvme"), **more: Any) -> tiered_zero.Engine:
-    param, state = ({"device": device, "nvme_path": str(swap)} for device in placement)
-    zero = {
-        "stage": 3,
-        "offload_param": {**param, "max_in_cpu": 0},
-        "offload_optimizer": state,
-        "stage3_param_persistence_threshold": 0,
-    }
-    config = {
-        "train_micro_batch_size_per_gpu": 4,
-        "gradient_clipping": 0,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
-        "zero_optimization": zero,
-        **more,
-    }
+    config = config_of(zero_section(*placement, swap), **{"optimizer": ADAMW, **more})
     return tiered_zero.initialize(model=Model(), config=config)[0]
-
-
-def batch(step: int) -> Tensor:
-    return torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
 
 
 def run_step(engine: tiered_zero.Engine, step: int, scale: float = 1.0) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import tiered_zero
 from tests.fakes.io_faults import Fault
+from tests.support.configs import zero_section
 from tests.support.faulty_runs import faulty_disks
 from tiered_zero.errors import TransferError
 from tiered_zero.params.guarded_parameter import handler_of
@@ -68,14 +69,9 @@ def build_model(born_on_meta: bool) -> nn.Sequential:
 
 
 def settings(path: Path, param: str, state: str, bf16: bool, update: str = "overlapped") -> dict[str, Any]:
-    def tier(device: str) -> dict[str, Any]:
-        return {"device": device, **({"nvme_path": str(path)} if device == "nvme" else {})}
-
-    zero = {"stage": 3, "offload_param": {**tier(param), "max_in_cpu": 0}, "offload_optimizer": tier(state)}
-    zero |= {"stage3_param_persistence_threshold": 0, "sub_group_size": 2048}
     return {
         "train_micro_batch_size_per_gpu": 4,
-        "zero_optimization": zero,
+        "zero_optimization": zero_section(param, state, path, sub_group_size=2048),
         "bf16": {"enabled": bf16},
         "tiered_zero": {"device": "cpu", "update": update, "unit_size_cap": 1100},
     }

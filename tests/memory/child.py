@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 import tiered_zero
+from tests.support.configs import zero_section
 from tests.support.models import ParityGPT, batch
 from tests.support.trainers import tiered, train
 from tiered_zero.demo.gpt import build_gpt
@@ -28,19 +29,12 @@ def resident_nbytes(peak: bool = False) -> int:
 
 
 def make_engine(swap: str, layers: int) -> tiered_zero.Engine:
-    """A GPT born on the meta device, in bf16, everything on NVMe."""
-    offload = {"device": "nvme", "nvme_path": swap}
+    """A GPT built on the meta device, in bf16, everything on NVMe."""
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "bf16": {"enabled": True},
         "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
-        "zero_optimization": {
-            "stage": 3,
-            "stage3_param_persistence_threshold": 0,
-            "sub_group_size": 400_000,
-            "offload_param": {**offload, "max_in_cpu": 0},
-            "offload_optimizer": offload,
-        },
+        "zero_optimization": zero_section("nvme", "nvme", swap, sub_group_size=400_000),
         "tiered_zero": {"device": "cpu", "io_uring": False},  # a ring pins what is staged: at every depth, or at none
     }
     model = build_gpt(GPTConfig(layers=layers, hidden=HIDDEN, vocab=256, context=32))

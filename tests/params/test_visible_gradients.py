@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import tiered_zero
+from tests.support.configs import ADAMW, config_of, zero_section
 from tiered_zero.errors import ModelError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -19,14 +20,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def build(
     path: Path, device: str, threshold: int = 0, update: str = "barrier", steps: int = 1, **more: Any
 ) -> tiered_zero.Engine:
-    tier = {"device": device, **({"nvme_path": str(path)} if device == "nvme" else {})}
-    zero = {"stage": 3, "offload_param": {**tier, "max_in_cpu": 0}, "offload_optimizer": tier}
     config = {
-        "train_micro_batch_size_per_gpu": 4,
+        **config_of(zero_section(device, device, path, stage3_param_persistence_threshold=threshold), optimizer=ADAMW),
         "gradient_accumulation_steps": steps,
-        "gradient_clipping": 0,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
-        "zero_optimization": {**zero, "stage3_param_persistence_threshold": threshold},
         "tiered_zero": {"device": "cpu", "update": update},
         **more,
     }

@@ -65,6 +65,17 @@ class ParityGPT(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
+def two_layers() -> nn.Sequential:
+    """[B, 8] -> [B, 4], with the same first weights each time."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+
+
+def rows(number: int = 0) -> Tensor:
+    """A batch for `two_layers`, [4, 8]; the same for the same number."""
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(number))
+
+
 def batch(number: int, size: int = 2) -> tuple[Tensor, Tensor]:
     """Tokens and targets, [size, T] int64; the same for the same number."""
     generator = torch.Generator().manual_seed(number)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import tiered_zero
+from tests.support.configs import zero_section
 from tests.support.models import named_weights
 
 OptimizerMaker = Callable[[nn.Module], Optimizer]
@@ -138,13 +139,7 @@ def tiered(
     Unless told otherwise nothing persists on the device, and sub-groups are as small as they can be.
     """
     param, optimizer = placement
-    section = {
-        "stage": 3,
-        "stage3_param_persistence_threshold": 0,
-        "sub_group_size": 2048,
-        "offload_param": {"device": param, "nvme_path": str(swap_path), "max_in_cpu": 0},
-        "offload_optimizer": {"device": optimizer, "nvme_path": str(swap_path)},
-    }
+    section = zero_section(param, optimizer, swap_path, sub_group_size=2048)
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": accumulation,

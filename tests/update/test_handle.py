@@ -14,6 +14,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
 
 import tiered_zero
+from tests.support.configs import config_of, zero_section
+from tests.support.models import rows as batch
 from tiered_zero.errors import ModelError
 
 NUM_STEPS = 8
@@ -58,13 +60,7 @@ def build_optimizer(model: nn.Sequential) -> Optimizer:
 
 
 def settings(**more: Any) -> dict[str, Any]:
-    host = {"device": "cpu"}
-    zero = {"stage": 3, "offload_param": host, "offload_optimizer": host, "stage3_param_persistence_threshold": 0}
-    return {"train_micro_batch_size_per_gpu": 4, "gradient_clipping": 0, "zero_optimization": zero, **more}
-
-
-def batch(step: int) -> Tensor:
-    return torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+    return config_of(zero_section("cpu", "cpu"), **more)
 
 
 def values(optimizer: Optimizer) -> list[dict[str, Any]]:
