@@ -149,7 +149,7 @@ def test_rates_that_a_scheduler_set_are_taken_back_when_the_run_does_not_start(
     before = {**optimizer.param_groups[0]}
     config = {**good_config(swap_path), "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10}}}
     with monkeypatch.context() as patch:
-        patch.setattr("tiered_zero.assembly.SwapStore", _refuse)
+        patch.setattr("tiered_zero.tiers.rack.SwapStore", _refuse)
         with pytest.raises(StoreError, match="full"):
             tiered_zero.initialize(model=model, optimizer=optimizer, config=config)
     assert optimizer.param_groups == [before]

@@ -3,31 +3,24 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from tiered_zero.config.schema import Config
 from tiered_zero.engine import Engine, Run
-from tiered_zero.errors import StoreError
 from tiered_zero.full_values import FullValues
 from tiered_zero.grads.accumulator import GradientStore
 from tiered_zero.grads.norms import GradNorm
 from tiered_zero.grads.overflow import OverflowGuard
 from tiered_zero.grads.unit_gradients import UnitGradients
 from tiered_zero.hardware.collectives import Collectives
-from tiered_zero.hardware.host_memory import HostArena, trim_malloc
+from tiered_zero.hardware.host_memory import trim_malloc
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.hardware.select import build_accelerator
-from tiered_zero.hardware.staging import StagingPool
-from tiered_zero.io.engine import IOEngine, IOSettings
-from tiered_zero.io.measure import weigh_directories
 from tiered_zero.io.preflight import preflight_directory
-from tiered_zero.io.select import select_engine
-from tiered_zero.io.watch import install_signal_dump
 from tiered_zero.optim.kernel_rule import open_kernel
 from tiered_zero.params.back_slots import ParamBackSlots
 from tiered_zero.params.call_phase import CallPhase
@@ -39,23 +32,16 @@ from tiered_zero.params.pass_scope import PassScope
 from tiered_zero.params.snapshot import ModelSnapshot
 from tiered_zero.params.visible_gradients import VisibleGradients
 from tiered_zero.plan.placement import back_tier
-from tiered_zero.plan.planner import Plan
-from tiered_zero.plan.staging import StagingSize
 from tiered_zero.run_spec import RunSpec, planning_notices
 from tiered_zero.store.new_parents import make_missing
-from tiered_zero.store.swap_dir import SwapDir
-from tiered_zero.store.swap_store import SwapStore
 from tiered_zero.teardown import Teardown, once
 from tiered_zero.telemetry.ledger import Ledger
 from tiered_zero.telemetry.observer import RunObserver, StepLog
 from tiered_zero.telemetry.report import StepReport
 from tiered_zero.telemetry.runlog import RunHeader
 from tiered_zero.telemetry.spans import Recorder
-from tiered_zero.tiers.device import DeviceTier
-from tiered_zero.tiers.host import HostTier
 from tiered_zero.tiers.inventory import Home, Inventory
-from tiered_zero.tiers.nvme import NvmeTier
-from tiered_zero.tiers.tier import Tier
+from tiered_zero.tiers.rack import TierRack
 from tiered_zero.train_step import Movers, TrainStep
 from tiered_zero.update.eager import EagerUpdate
 from tiered_zero.update.handle import TieredOptimizer, make_scheduler, restored_on_error
@@ -128,7 +114,7 @@ def _build(run_spec: RunSpec, lr_scheduler: Any, collectives: Collectives) -> En
         logger.info("%s", plan.update_policy.text)
         tier_resources = Teardown()
         resources.add("tiers", tier_resources.close)
-        tiers = _Tiers(run_spec, runtime, tier_resources)
+        tiers = TierRack(config, plan, runtime, tier_resources, model_name=type(run_spec.model).__name__)
         inventory = Inventory()
         for unit in run_spec.units:
             tier = tiers.for_params(plan.tiers.params[unit.index])
@@ -235,121 +221,7 @@ def _build(run_spec: RunSpec, lr_scheduler: Any, collectives: Collectives) -> En
     return engine
 
 
-class _Tiers:
-    """The tiers of a run, and the host memory that they and the optimizer stage through."""
-
-    def __init__(self, run_spec: RunSpec, runtime: Runtime, resources: Teardown) -> None:
-        config, plan = run_spec.config, run_spec.plan
-        zero = config.zero_optimization
-        self._stores: dict[tuple[str, ...], SwapStore] = {}
-        engines: list[IOEngine] = []
-        for paths, nbytes in self._nvme_needs(config, plan).items():
-            self._stores[paths], engine = _open_store(
-                config, paths, nbytes, type(run_spec.model).__name__, runtime.recorder, resources
-            )
-            engines.append(engine)
-        pin = zero.offload_param.pin_memory or zero.offload_optimizer.pin_memory
-        accelerator = runtime.accelerator
-        self.arena = HostArena(plan.nbytes("host"), accelerator, pin and accelerator.name == "cuda", runtime.ledger)
-        resources.callback(self.arena.close)
-        self.param_staging = self._pool(plan.staging.params, "staging_param", runtime, resources)
-        self.state_staging = self._pool(plan.staging.state, "staging_state", runtime, resources)
-        self.gradient_staging = self._pool(plan.staging.gradients, "staging_gradient", runtime, resources)
-        staged = [pool.memory for pool in (self.param_staging, self.state_staging) if pool is not None]
-        for line in {engine.register(memory): None for engine in engines for memory in staged}:
-            if line:
-                logger.info("%s", line)
-        self.host = HostTier(self.arena, runtime)
-        self.device = DeviceTier(accelerator, runtime.ledger)
-        resources.callback(self.device.close)
-        staging = self.param_staging or self.state_staging
-        self._nvme = {
-            paths: NvmeTier(store, staging, runtime) for paths, store in self._stores.items() if staging is not None
-        }
-        for tier in self._nvme.values():
-            resources.callback(tier.close)
-        self._param_paths = zero.offload_param.nvme_paths
-        self._state_paths = zero.offload_optimizer.nvme_paths
-
-    def drain(self) -> None:
-        """Lanes are idle: so is the disk then, and staging buffers are free."""
-        for tier in self._nvme.values():
-            tier.drain()
-        for pool in (self.param_staging, self.state_staging, self.gradient_staging):
-            if pool is not None:
-                pool.reclaim()
-
-    def for_params(self, name: str) -> Tier | None:
-        """None: the unit lives on the device, in its own storage."""
-        if name == "device":
-            return None
-        return self.host if name == "host" else self._nvme[self._param_paths]
-
-    def for_state(self, name: str) -> Tier:
-        return {"device": self.device, "host": self.host}.get(name) or self._nvme[self._state_paths]
-
-    @staticmethod
-    def _nvme_needs(config: Config, plan: Plan) -> dict[tuple[str, ...], int]:
-        zero = config.zero_optimization
-        needs: dict[tuple[str, ...], int] = {}
-        param, state = zero.offload_param.nvme_paths, zero.offload_optimizer.nvme_paths
-        for paths, kind in ((param, "param"), (param, "param_back"), (state, "state")):
-            if nbytes := plan.nbytes("nvme", kind):
-                needs[paths] = needs.get(paths, 0) + nbytes
-        return needs
-
-    def _pool(self, size: StagingSize, kind: str, runtime: Runtime, resources: Teardown) -> StagingPool | None:
-        if not size.nbytes:
-            return None
-        pool = StagingPool(self.arena, size.nbytes, size.count, kind, runtime.recorder)
-        resources.callback(pool.close)
-        return pool
-
-
-def _open_store(
-    config: Config, paths: tuple[str, ...], nbytes: int, model: str, recorder: Recorder, resources: Teardown
-) -> tuple[SwapStore, IOEngine]:
-    directory = SwapDir.create([Path(path) for path in paths], model=model)
-    resources.callback(directory.remove)
-    aio = config.aio
-    selection = select_engine(
-        *directory.paths,
-        prefer=config.tiered_zero.io_engine,
-        settings=IOSettings(aio.block_size, aio.queue_depth, aio.intra_op_parallelism),
-        io_timeout_s=config.tiered_zero.io_timeout_s,
-        io_uring=config.tiered_zero.io_uring is True,
-    )
-    resources.callback(selection.engine.close)
-    resources.callback(install_signal_dump([selection.engine]).close)
-    for reason in selection.reasons:
-        logger.info("%s", reason)
-    weights = _weigh(directory.paths, selection.engine, nbytes)
-    checksums = config.tiered_zero.checksums
-    store = SwapStore(
-        directory, selection.engine, capacity_nbytes=nbytes, checksums=checksums, weights=weights, recorder=recorder
-    )
-    resources.callback(store.close)
-    return store, selection.engine
-
-
-def on_one_drive(paths: Sequence[Path]) -> bool:
-    return len({path.stat().st_dev for path in paths}) == 1
-
-
-def _weigh(paths: Sequence[Path], engine: IOEngine, nbytes: int) -> list[float]:
-    """How the bytes are spread over several directories, by their speed; evenly on one drive. Raises StoreError."""
-    if on_one_drive(paths):
-        return [1.0] * len(paths)
-    try:
-        weights = weigh_directories(engine, paths, nbytes)
-    except OSError as error:
-        raise StoreError(f"The speed of the swap directories cannot be measured: {error}. Name other ones.") from error
-    shares = ", ".join(f"{weight:.0%} in {path.parent}" for path, weight in zip(paths, weights, strict=True))
-    logger.info("swap data is striped by measured speed: %s", shares)
-    return weights
-
-
-def _make_gradients(run_spec: RunSpec, tiers: _Tiers, inventory: Inventory, runtime: Runtime) -> GradientStore:
+def _make_gradients(run_spec: RunSpec, tiers: TierRack, inventory: Inventory, runtime: Runtime) -> GradientStore:
     plan = run_spec.plan
     trainable = [unit for unit in run_spec.units if unit.trainable]
     on_device = {index for index, tier in plan.tiers.gradients.items() if tier == "device"}

@@ -72,7 +72,7 @@ class SlowTier(Tier):
     refusing: set[Entry] = field(default_factory=set)
     contents: dict[str, torch.Tensor] = field(default_factory=dict)
 
-    def reserve(self, name: str, nbytes: int, kind: str) -> Slot:
+    def reserve(self, name: str, nbytes: int, kind: str, *, committed: bool = False) -> Slot:
         self.contents[name] = torch.zeros(nbytes, dtype=torch.uint8)
         return Slot(name, nbytes, kind)
 

@@ -21,12 +21,12 @@ from tests.support.faulty_runs import (
     weights_after,
 )
 from tests.support.file_systems import mounted, shut_down
-from tiered_zero import assembly
 from tiered_zero.errors import ConfigError, StoreError
 from tiered_zero.io.measure import weigh_directories
 from tiered_zero.io.select import select_engine
 from tiered_zero.layout import stripes as stripe_layout
 from tiered_zero.store import stripes
+from tiered_zero.tiers import rack
 
 pytestmark = [pytest.mark.usefixtures("no_leaks")]
 
@@ -42,7 +42,7 @@ def parents(swap_path: Path) -> list[Path]:
 @pytest.fixture(autouse=True)
 def several_drives(monkeypatch: pytest.MonkeyPatch) -> None:
     """The directories lie on one drive here, which would be given equal shares without measuring."""
-    monkeypatch.setattr(assembly, "on_one_drive", lambda paths: len(paths) == 1)
+    monkeypatch.setattr(rack, "on_one_drive", lambda paths: len(paths) == 1)
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def assert_parity(engine: object, policy: str) -> None:
 def test_bytes_go_by_weight(
     shares: list[float], policy: str, parents: list[Path], small_stripes: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(assembly, "weigh_directories", lambda *_: shares)
+    monkeypatch.setattr(rack, "weigh_directories", lambda *_: shares)
     as_list = shares[0] > 0.5
     with faulty_disks() as disks, build(parents[0], policy, zero=paths_in(parents, as_list)) as engine:
         (disk,) = disks

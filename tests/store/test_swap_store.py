@@ -323,6 +323,50 @@ def test_a_prepared_state_rests_and_released_extents_wait_for_the_commit(make: C
         store.read(a, aligned(bytes(PAGE)))
 
 
+def test_revert_returns_to_the_last_commit(make: Callable[..., SwapStore], swap_path: Path) -> None:
+    store = make(capacity_nbytes=16 * PAGE)
+    a, b = (store.reserve(name, 2 * PAGE, committed=True) for name in "ab")
+    scratch = store.reserve("s", PAGE)
+    for record in (a, b):
+        store.write(record, pattern(2 * PAGE)).wait()
+    store.commit(1, {})
+    free_nbytes = store.free_nbytes
+    store.write(a, pattern(PAGE, seed=2), PAGE).wait()
+    store.write(scratch, pattern(PAGE, seed=3)).wait()
+    store.release(b)
+    other = store.reserve("b", PAGE, committed=True)
+    newer = store.reserve("c", PAGE, committed=True)
+    store.write(newer, pattern(PAGE)).wait()
+    store.revert()
+    assert read(store, "a") == read(store, "b") == pattern(2 * PAGE)
+    assert read(store, "s") == pattern(PAGE, seed=3), "scratch records have no commit"
+    for record, why in ((other, "no record 'b' like"), (newer, "never written")):
+        with pytest.raises(StoreError, match=why):
+            store.read(record, aligned(bytes(PAGE)))
+    store.release(newer)
+    assert store.free_nbytes == free_nbytes
+    store.write(a, pattern(2 * PAGE, seed=4)).wait()
+    assert not store.verify()
+    store.commit(2, {})
+    store.close(remove=False)
+    (path,) = swap_path.iterdir()
+    again = SwapStore.recover(SwapDir.open(path), SyncEngine())
+    assert read(again, "a") == pattern(2 * PAGE, seed=4) and read(again, "b") == pattern(2 * PAGE)
+    again.close()
+
+
+def test_revert_waits_for_the_confirmation(make: Callable[..., SwapStore]) -> None:
+    store = make()
+    record = store.reserve("a", PAGE, committed=True)
+    store.write(record, pattern(PAGE)).wait()
+    store.prepare(1, {})
+    with pytest.raises(StoreError, match="is prepared"):
+        store.revert()
+    store.confirm()
+    store.revert()
+    assert read(store, "a") == pattern(PAGE)
+
+
 def test_commit_waits_for_nobody(make: Callable[..., SwapStore], engine: SyncEngine) -> None:
     store = make()
     record = store.reserve("a", PAGE, committed=True)

@@ -20,9 +20,9 @@ from tests.fakes.io_faults import Fault, FaultyEngine
 from tests.support.inspection import inventory, layouts, store_of, units
 from tests.support.models import ParityGPT, batch, named_weights
 from tests.support.trainers import tiered
-from tiered_zero import assembly
 from tiered_zero.errors import CorruptionError, EngineFailedError, TieredZeroError, TransferError
 from tiered_zero.io.select import Selection, select_engine
+from tiered_zero.tiers import rack
 
 NVME = ("nvme", "nvme")
 CALLS = ("forward", "backward", "step")
@@ -50,7 +50,7 @@ def faulty_disks(*faults: Fault, io_timeout_s: float = 20.0) -> Iterator[list[Fa
         return replace(selection, engine=disks[-1])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(assembly, "select_engine", select)
+        patch.setattr(rack, "select_engine", select)
         yield disks
 
 

@@ -12,11 +12,11 @@ from torch import nn
 
 from tests.support.models import ParityGPT, batch
 from tests.support.trainers import tiered, train
-from tiered_zero import assembly
 from tiered_zero.io.engine import File, IOEngine, IOTransfer, Request
 from tiered_zero.io.select import Selection, select_engine
 from tiered_zero.optim.kernel_rule import NativeRule
 from tiered_zero.telemetry.report import StepReport
+from tiered_zero.tiers import rack
 
 
 @dataclass
@@ -100,7 +100,7 @@ def test_a_slow_disk(kind: str, swap_path: Path, monkeypatch: pytest.MonkeyPatch
         selection = select_engine(*args, **options)
         return replace(selection, engine=LateEngine(selection.engine, kind, delay_s))
 
-    monkeypatch.setattr(assembly, "select_engine", select)
+    monkeypatch.setattr(rack, "select_engine", select)
     assert report_of(swap_path, ParityGPT()).bound_by.startswith(f"disk {kind} (")
 
 

@@ -25,6 +25,7 @@ def test_homes_are_told_apart_by_owner_and_kind() -> None:
         inventory.place(owner, kind, homes[number])
     for number, (owner, kind) in enumerate(owners):
         assert inventory.home(owner, kind) is homes[number]
+        assert homes[number].start == 0, "one rank owns the whole flat"
     assert inventory.find(subgroup, "state") is None
     assert list(inventory.homes()) == list(homes.values())
     assert inventory.home(make_unit(0, [7]), "param") is homes[0], "a unit is known by its index"

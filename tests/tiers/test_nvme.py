@@ -175,3 +175,13 @@ def test_a_failing_read_of_the_rest_raises_where_waited(swap_path: Path, bad_rea
         unit_update.complete()
         with pytest.raises(TransferError, match="the disk failed"):
             transfer.wait()
+
+
+def test_a_committed_slot_takes_its_size_twice_and_its_tiers_commits(swap_path: Path) -> None:
+    with open_rig("nvme", swap_path) as rig:
+        slot = rig.tier.reserve("a", PAGE_NBYTES, "state", committed=True)
+        assert slot.nbytes == PAGE_NBYTES and rig.runtime.ledger.now("nvme") == 2 * PAGE_NBYTES
+        rig.tier.release(slot)
+        assert rig.runtime.ledger.now("nvme") == 0
+        rig.tier.reserve("b", PAGE_NBYTES, "state", committed=True)
+    assert rig.runtime.ledger.now("nvme") == 0

@@ -57,7 +57,8 @@ class RecordTable:
         self._lock = threading.Lock()
         self._states: dict[str, _State] = {}
         self._extents = ExtentMap(capacity_nbytes)
-        self._retired: list[Record] = []
+        self._retired: list[_State] = []
+        """Released since the last commit, which names them."""
         self._frozen: int | None = None
 
     @property
@@ -114,7 +115,7 @@ class RecordTable:
             if state.durable is None:
                 self._free(record)
             else:
-                self._retired.append(record)
+                self._retired.append(state)
 
     def begin_read(self, record: Record, request: InFlight) -> list[Range]:
         """The ranges that hold these bytes, untrimmed. Raises StoreError if they may not be read now."""
@@ -184,8 +185,30 @@ class RecordTable:
                 return
             for name, ranges in durable.items():
                 self._states[name].durable = RangeMap(ranges)
-            for record in self._retired:
-                self._free(record)
+            for state in self._retired:
+                self._free(state.record)
+            self._retired.clear()
+
+    def revert(self) -> None:
+        """Return the committed records to the last commit, with what was written and what was released since.
+
+        A committed record that is newer than the commit has no bytes then. Scratch records stay as they are. Raises
+        StoreError while one of them is in use, or rests.
+        """
+        with self._lock:
+            released = {state.record.name for state in self._retired}
+            states = [state for name, state in self._states.items() if state.record.committed or name in released]
+            for state in states:
+                self._refuse_while_frozen(state.record)
+                if state.in_flight:
+                    raise StoreError(f"Record {state.record.name!r} is still in use by {state.in_flight}; wait for it.")
+            for state in states:
+                state.written = RangeMap(state.durable or ())
+            for state in self._retired:
+                if (newer := self._states.get(state.record.name)) is not None:
+                    self._free(newer.record)
+                state.written = RangeMap(state.durable or ())
+                self._states[state.record.name] = state
             self._retired.clear()
 
     def at_rest(self) -> list[Written]:

@@ -83,6 +83,7 @@ class SwapDir:
         self.paths = tuple(Path(path) for path in owner.paths)
         self._holds = holds
         self._pid = os.getpid()
+        self._kept = False
         self._finalizer = weakref.finalize(self, _leave, self._pid, holds, True)
         _live.add(self)
         _install_signal_handler()
@@ -151,15 +152,19 @@ class SwapDir:
     def keep(self, kept: bool = True) -> None:
         """From now on the directories stay when the run ends, until `remove`; or, with False, they no longer do."""
         if self._finalizer.detach():
+            self._kept = kept
             self._finalizer = weakref.finalize(self, _leave, self._pid, self._holds, not kept)
 
     def release(self) -> None:
         """End the ownership: kept directories stay for `open`, others are removed. Idempotent."""
-        self._finalizer()
+        self._end(removes=not self._kept)
 
     def remove(self) -> None:
         """Delete the directories, kept or not, and end the ownership. Idempotent."""
-        _leave(self._pid, self._holds, True)
+        self._end(removes=True)
+
+    def _end(self, removes: bool) -> None:
+        _leave(self._pid, self._holds, removes)
         self._finalizer.detach()  # only now: an interrupt leaves the rest to the interpreter's exit
 
 

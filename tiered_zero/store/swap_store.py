@@ -283,6 +283,11 @@ class SwapStore:
         self._table.thaw(state.ranges)
         self.step, self.metadata = state.step, state.metadata
 
+    def revert(self) -> None:
+        """Return the committed records to the last commit, as `recover` would find them. Driver thread."""
+        self._check()
+        self._table.revert()
+
     def verify(self) -> list[Broken]:
         """Read everything that was written, past this store's engine, and name what is not as written."""
         return find_broken(self._directory.paths, self._files.stripes, self._table.at_rest())

@@ -22,7 +22,7 @@ class DeviceTier(Tier):
         self._slots: dict[str, torch.Tensor] = {}
         self._reserved: dict[str, Slot] = {}
 
-    def reserve(self, name: str, nbytes: int, kind: str) -> Slot:
+    def reserve(self, name: str, nbytes: int, kind: str, *, committed: bool = False) -> Slot:
         self._ledger.charge(self.name, kind, nbytes)
         self._slots[name] = torch.zeros(nbytes, dtype=torch.uint8, device=self._accelerator.device)
         self._reserved[name] = slot = Slot(name, nbytes, kind)

@@ -15,10 +15,11 @@ Owner = Unit | SubGroup
 
 @dataclass(frozen=True)
 class Home:
-    """A slot and the tier that it lies in."""
+    """A slot and its tier. `start`: which element of the owner's flat the slot begins with; 0 at one rank."""
 
     tier: Tier
     slot: Slot
+    start: int = 0
 
 
 class Inventory:

@@ -51,20 +51,22 @@ class NvmeTier(Tier):
         self._ledger = runtime.ledger
         self._recorder = runtime.recorder
         self._records: dict[str, Record] = {}
-        self._reserved: dict[str, Slot] = {}
+        self._charged: dict[str, tuple[str, int]] = {}
+        """Slot -> kind and bytes on disk."""
         self._deferred = 0
         self._lock = threading.Lock()
 
-    def reserve(self, name: str, nbytes: int, kind: str) -> Slot:
-        self._ledger.charge(self.name, kind, nbytes)
-        self._reserved[name] = slot = Slot(name, nbytes, kind)
-        self._records[name] = self._store.reserve(name, nbytes)
-        return slot
+    def reserve(self, name: str, nbytes: int, kind: str, *, committed: bool = False) -> Slot:
+        disk_nbytes = nbytes * (1 + committed)
+        self._ledger.charge(self.name, kind, disk_nbytes)
+        self._charged[name] = kind, disk_nbytes
+        self._records[name] = self._store.reserve(name, nbytes, committed=committed)
+        return Slot(name, nbytes, kind)
 
     def release(self, slot: Slot) -> None:
-        del self._reserved[slot.name]
+        charged = self._charged.pop(slot.name)
         self._store.release(self._records.pop(slot.name))
-        self._ledger.discharge(self.name, slot.kind, slot.nbytes)
+        self._ledger.discharge(self.name, *charged)
 
     def view(self, slot: Slot) -> None:
         return None
@@ -174,7 +176,7 @@ class NvmeTier(Tier):
 
     def close(self) -> None:
         """The records end with their store."""
-        for slot in self._reserved.values():
-            self._ledger.discharge(self.name, slot.kind, slot.nbytes)
-        self._reserved.clear()
+        for kind, nbytes in self._charged.values():
+            self._ledger.discharge(self.name, kind, nbytes)
+        self._charged.clear()
         self._records.clear()

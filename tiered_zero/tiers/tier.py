@@ -50,8 +50,12 @@ class Tier(ABC):
     name: str
 
     @abstractmethod
-    def reserve(self, name: str, nbytes: int, kind: str) -> Slot:
-        """A new slot; its bytes are undefined until written. Raises BudgetError or StoreError when the tier is full."""
+    def reserve(self, name: str, nbytes: int, kind: str, *, committed: bool = False) -> Slot:
+        """A new slot; its bytes are undefined until written. Raises BudgetError or StoreError when the tier is full.
+
+        `committed`: on nvme the slot takes part in the commits of its store, and twice its size on disk. In memory
+        nothing can be durable: other tiers ignore it.
+        """
 
     @abstractmethod
     def release(self, slot: Slot) -> None: ...

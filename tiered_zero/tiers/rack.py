@@ -1,0 +1,151 @@
+"""The tiers of one run, without an engine: swap stores, the host arena, staging pools."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import final
+
+from tiered_zero.config.schema import Config
+from tiered_zero.errors import StoreError
+from tiered_zero.hardware.host_memory import HostArena
+from tiered_zero.hardware.runtime import Runtime
+from tiered_zero.hardware.staging import StagingPool
+from tiered_zero.io.engine import IOEngine, IOSettings
+from tiered_zero.io.measure import weigh_directories
+from tiered_zero.io.select import select_engine
+from tiered_zero.io.watch import install_signal_dump
+from tiered_zero.plan.planner import Plan
+from tiered_zero.plan.staging import StagingSize
+from tiered_zero.store.swap_dir import SwapDir
+from tiered_zero.store.swap_store import SwapStore
+from tiered_zero.teardown import Teardown
+from tiered_zero.telemetry.spans import Recorder
+from tiered_zero.tiers.device import DeviceTier
+from tiered_zero.tiers.host import HostTier
+from tiered_zero.tiers.nvme import NvmeTier
+from tiered_zero.tiers.tier import Tier
+
+logger = logging.getLogger("tiered_zero")
+
+
+@final
+class TierRack:
+    """Allocate what the plan says of every tier, and the staging buffers of parameters, state and gradients.
+
+    `resources` closes it all: pools and tiers, the arena, stores, disk engines, directories. A swap directory that has
+    a commit is released then, its files kept; others are removed. Driver thread.
+    """
+
+    def __init__(
+        self, config: Config, plan: Plan, runtime: Runtime, resources: Teardown, *, model_name: str = ""
+    ) -> None:
+        """`model_name`: for the owner files. Raises ConfigError, StoreError and BudgetError."""
+        zero = config.zero_optimization
+        stores: dict[tuple[str, ...], SwapStore] = {}
+        engines: list[IOEngine] = []
+        for paths, nbytes in _nvme_needs(config, plan).items():
+            stores[paths], engine = _open_store(config, paths, nbytes, model_name, runtime.recorder, resources)
+            engines.append(engine)
+        pin = zero.offload_param.pin_memory or zero.offload_optimizer.pin_memory
+        accelerator = runtime.accelerator
+        self.arena = HostArena(plan.nbytes("host"), accelerator, pin and accelerator.name == "cuda", runtime.ledger)
+        resources.callback(self.arena.close)
+        self.param_staging = self._pool(plan.staging.params, "staging_param", runtime, resources)
+        self.state_staging = self._pool(plan.staging.state, "staging_state", runtime, resources)
+        self.gradient_staging = self._pool(plan.staging.gradients, "staging_gradient", runtime, resources)
+        staged = [pool.memory for pool in (self.param_staging, self.state_staging) if pool is not None]
+        for line in {engine.register(memory): None for engine in engines for memory in staged}:
+            if line:
+                logger.info("%s", line)
+        self.host = HostTier(self.arena, runtime)
+        self.device = DeviceTier(accelerator, runtime.ledger)
+        resources.callback(self.device.close)
+        staging = self.param_staging or self.state_staging
+        self._nvme = {
+            paths: NvmeTier(store, staging, runtime) for paths, store in stores.items() if staging is not None
+        }
+        for tier in self._nvme.values():
+            resources.callback(tier.close)
+        self._param_paths = zero.offload_param.nvme_paths
+        self._state_paths = zero.offload_optimizer.nvme_paths
+
+    def drain(self) -> None:
+        """Wait for the disks and free every staging buffer. The lanes are idle."""
+        for tier in self._nvme.values():
+            tier.drain()
+        for pool in (self.param_staging, self.state_staging, self.gradient_staging):
+            if pool is not None:
+                pool.reclaim()
+
+    def for_params(self, name: str) -> Tier | None:
+        """The tier `name` of parameters; None for "device": the unit rests in its own storage there."""
+        if name == "device":
+            return None
+        return self.host if name == "host" else self._nvme[self._param_paths]
+
+    def for_state(self, name: str) -> Tier:
+        """The tier `name` of optimizer state."""
+        return {"device": self.device, "host": self.host}.get(name) or self._nvme[self._state_paths]
+
+    def _pool(self, size: StagingSize, kind: str, runtime: Runtime, resources: Teardown) -> StagingPool | None:
+        if not size.nbytes:
+            return None
+        pool = StagingPool(self.arena, size.nbytes, size.count, kind, runtime.recorder)
+        resources.callback(pool.close)
+        return pool
+
+
+def _nvme_needs(config: Config, plan: Plan) -> dict[tuple[str, ...], int]:
+    """Directories that are striped together -> bytes planned there."""
+    zero = config.zero_optimization
+    needs: dict[tuple[str, ...], int] = {}
+    param, state = zero.offload_param.nvme_paths, zero.offload_optimizer.nvme_paths
+    for paths, kind in ((param, "param"), (param, "param_back"), (state, "state")):
+        if nbytes := plan.nbytes("nvme", kind):
+            needs[paths] = needs.get(paths, 0) + nbytes
+    return needs
+
+
+def _open_store(
+    config: Config, paths: tuple[str, ...], nbytes: int, model_name: str, recorder: Recorder, resources: Teardown
+) -> tuple[SwapStore, IOEngine]:
+    directory = SwapDir.create([Path(path) for path in paths], model=model_name)
+    resources.callback(directory.release)
+    aio = config.aio
+    selection = select_engine(
+        *directory.paths,
+        prefer=config.tiered_zero.io_engine,
+        settings=IOSettings(aio.block_size, aio.queue_depth, aio.intra_op_parallelism),
+        io_timeout_s=config.tiered_zero.io_timeout_s,
+        io_uring=config.tiered_zero.io_uring is True,
+    )
+    resources.callback(selection.engine.close)
+    resources.callback(install_signal_dump([selection.engine]).close)
+    for reason in selection.reasons:
+        logger.info("%s", reason)
+    weights = _weigh(directory.paths, selection.engine, nbytes)
+    checksums = config.tiered_zero.checksums
+    store = SwapStore(
+        directory, selection.engine, capacity_nbytes=nbytes, checksums=checksums, weights=weights, recorder=recorder
+    )
+    resources.callback(lambda: store.close(remove=False))
+    return store, selection.engine
+
+
+def on_one_drive(paths: Sequence[Path]) -> bool:
+    return len({path.stat().st_dev for path in paths}) == 1
+
+
+def _weigh(paths: Sequence[Path], engine: IOEngine, nbytes: int) -> list[float]:
+    """The share of the bytes that each directory holds, by its speed; equal on one drive. Raises StoreError."""
+    if on_one_drive(paths):
+        return [1.0] * len(paths)
+    try:
+        weights = weigh_directories(engine, paths, nbytes)
+    except OSError as error:
+        raise StoreError(f"The speed of the swap directories cannot be measured: {error}. Name other ones.") from error
+    shares = ", ".join(f"{weight:.0%} in {path.parent}" for path, weight in zip(paths, weights, strict=True))
+    logger.info("swap data is striped by measured speed: %s", shares)
+    return weights
