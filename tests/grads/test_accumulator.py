@@ -291,6 +291,17 @@ def test_a_unit_is_complete_when_all_its_gradients_of_this_backward_are_there(ru
     assert world.give(everything[1], randn(8)) is None, "half of one backward and half of the next make no whole"
 
 
+@pytest.mark.parametrize("on_device", [True, False])
+def test_a_reduced_shard_reaches_its_home_by_the_same_way(on_device: bool, runtime: Runtime) -> None:
+    unit = make_unit(0, [100, 60])
+    world, grads = World([unit], on_device=on_device, runtime=runtime), [randn(40), randn(40)]
+    world.store.receive(unit, slice(20, 60), grads[0], adds=False, param=unit.entries[0].param)
+    world.store.receive(unit, slice(20, 60), grads[1], adds=True, param=unit.entries[0].param)
+    world.store.wait_transfers()
+    flat = world.store.detach_step().flat(unit)
+    assert torch.equal(flat[20:60], added(grads)) and not flat[:20].any() and not flat[60:].any()
+
+
 def test_a_gradient_waits_until_the_last_update_has_read_the_one_before(runtime: Runtime) -> None:
     world = World([make_unit(0, [8]), make_unit(1, [8])], runtime=runtime)
     update = UnitUpdate()

@@ -248,8 +248,8 @@ def _redirected(name: str, owner: weakref.ref[TieredOptimizer]) -> Callable[...,
 
 @final
 class StateAccess(Mapping[nn.Parameter, ParamState]):
-    """What stands as `state` in an optimizer whose state rests on the tiers: it knows which parameters have any, and
-    refuses to hand any out, for a change to what it hands out would be lost.
+    """The `state` of an optimizer whose state rests on the tiers: lists the parameters that have state, and refuses to
+    return it, for a change to what is returned would be lost.
 
     Always true: code that finds an optimizer without state may make a step to create it, as
     torch.distributed.checkpoint does. Driver thread.
@@ -296,24 +296,18 @@ class StateAccess(Mapping[nn.Parameter, ParamState]):
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """While open, items are at hand: copies of everything as it is now."""
+        """Return items inside: copies of the whole state as it is now."""
         if self._copies is not None:
             yield
             return
-        state = self._open()
-        self._policy.check_untouched("Optimizer state is read")
-        self._policy.flush()
-        self._copies = state.read(self._groups)
+        self._copies = self._flushed().read(self._groups)
         try:
             yield
         finally:
             self._copies = None
 
     def read_one(self, param: nn.Parameter) -> ParamState:
-        state = self._open()
-        self._policy.check_untouched("Optimizer state is read")
-        self._policy.flush()
-        return state.read(self._groups, only=param).get(param, {})
+        return self._flushed().read(self._groups, only=param).get(param, {})
 
     def replace(self, states: Mapping[nn.Parameter, ParamState], groups: list[dict[str, Any]]) -> None:
         """`groups`: the values that the param groups are about to have."""
@@ -328,8 +322,14 @@ class StateAccess(Mapping[nn.Parameter, ParamState]):
             raise
 
     def close(self) -> None:
-        """The engine ends, and its tiers with it."""
+        """Refuse every access from now on: the engine ends, and its tiers with it."""
         self._state = None
+
+    def _flushed(self) -> OptimizerState:
+        state = self._open()
+        self._policy.check_untouched("Optimizer state is read")
+        self._policy.flush()
+        return state
 
     def _open(self) -> OptimizerState:
         if self._state is None:
