@@ -12,27 +12,27 @@ from tiered_zero.tiers.inventory import Home, Inventory, Owner
 class ParamBackSlots:
     """The "param_back" homes of `units`, which a delayed update writes while compute reads the "param" homes.
 
-    `publish` swaps the two; of a unit that rests on the device the back home is copied there. Driver thread.
+    `swap_param_buffers` swaps the two; of a unit that lives on the device the back home is copied there. Driver thread.
     """
 
     def __init__(self, units: Sequence[Unit], inventory: Inventory, pager: Pager) -> None:
         self._units = units
         self._inventory = inventory
         self._pager = pager
-        self._published: dict[tuple[Owner, str], Home] = {}
-        """The homes after `publish`."""
+        self._swapped: dict[tuple[Owner, str], Home] = {}
+        """The homes after the swap."""
 
     def begin_update(self) -> None:
         homes = self._inventory.home
-        away = [unit for unit in self._units if not self._pager.is_device_resident(unit)]
-        self._published = {(unit, "param"): homes(unit, "param_back") for unit in away}
-        self._published |= {(unit, "param_back"): homes(unit, "param") for unit in away}
+        offloaded = [unit for unit in self._units if not self._pager.is_device_resident(unit)]
+        self._swapped = {(unit, "param"): homes(unit, "param_back") for unit in offloaded}
+        self._swapped |= {(unit, "param_back"): homes(unit, "param") for unit in offloaded}
 
-    def publish(self) -> None:
+    def swap_param_buffers(self) -> None:
         self._pager.updates.invalidate()
         for unit in self._units:
             if self._pager.is_device_resident(unit):
                 back = self._inventory.home(unit, "param_back")
                 back.tier.fetch(back.slot, self._pager.storage(unit).flat).wait()
-        self._inventory.move(self._published)
+        self._inventory.move(self._swapped)
         self._pager.updates.end_update()

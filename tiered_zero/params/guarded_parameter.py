@@ -119,7 +119,7 @@ class GradientHome(Protocol):
 
 
 def set_gradient_home(param: nn.Parameter, home: GradientHome | None) -> None:
-    """Let `home` answer for `param.grad` where autograd's attribute is empty and the parameter has a class of ours."""
+    """Let `home` answer for `param.grad` of a ResidentParameter or OffloadedParameter without autograd's attribute."""
     if home is None:
         _gradient_homes.pop(param, None)  # type: ignore[no-untyped-call]
     else:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import final
 
 import torch
@@ -23,20 +22,10 @@ from tiered_zero.params.refusals import changed_since_forward_error, offloaded_e
 from tiered_zero.params.saved_views import SavedViews
 from tiered_zero.params.state_dict import ParamCopies
 from tiered_zero.params.unit_cache import UnitCache
-from tiered_zero.params.unit_state import Gather, PagedUnit, UnitState, UnitTable, WeightState
+from tiered_zero.params.unit_state import Frame, Gather, PagedUnit, UnitState, UnitTable, WeightState
 from tiered_zero.params.update_guard import UpdateGuard
 from tiered_zero.plan.planner import PagerLimits
 from tiered_zero.tiers.inventory import Inventory
-
-
-@dataclass
-class Frame:
-    """A running module, or the engine's forward. `held`: units that stay for its whole length. `faulted`: units of
-    functions called in it; any of them is evicted when room is short and no view is held, and fetched again when the
-    next function is called with it."""
-
-    held: list[PagedUnit] = field(default_factory=list)
-    faulted: list[PagedUnit] = field(default_factory=list)
 
 
 @final
@@ -187,13 +176,13 @@ class Pager:
                 self._cache.retire(paged)
 
     def is_running(self) -> bool:
-        """Whether a module of ours runs, on this thread."""
+        """Whether a module of the model runs, on this thread."""
         if self._frames:
             self.driver.check("A module's forward")
         return bool(self._frames)
 
     def is_called_directly(self) -> bool:
-        """Whether no module of ours runs, and neither the engine's forward nor a backward has called this one."""
+        """Whether no module of the model runs, and neither the engine's forward nor a backward has called this one."""
         return not self._frames and not self._in_backward() and self.phase.pass_name == "idle"
 
     @runs_outside_modes

@@ -170,6 +170,16 @@ class Gather:
         self.paged = paged
 
 
+@dataclass
+class Frame:
+    """A running module, or the engine's forward. `held`: units that stay for its whole length. `faulted`: units of
+    functions called in it; any of them is evicted when room is short and no view is held, and fetched again when the
+    next function is called with it."""
+
+    held: list[PagedUnit] = field(default_factory=list)
+    faulted: list[PagedUnit] = field(default_factory=list)
+
+
 @dataclass(eq=False)
 class UnitTable:
     """Every unit of a model, by index, by parameter and by the identity of its storage."""

@@ -28,7 +28,7 @@ class VisibleGradients:
 
     A backward moves each gradient to its home, which may be on another device and, where micro-batches are summed, in
     fp32; autograd's own attribute could hold neither. While there are gradients and no call is running, parameters that
-    are not guarded get a `grad` of ours; guarded ones have one anyway. Without gradients autograd's attribute is the
+    are not guarded get another `grad`; guarded ones have one anyway. Without gradients autograd's attribute is the
     place for what users assign. Driver thread.
     """
 

@@ -41,7 +41,7 @@ class BackSlots(Protocol):
     def begin_update(self) -> None:
         """Note which slots an update that begins now writes: those that compute reads once it is published."""
 
-    def publish(self) -> None:
+    def swap_param_buffers(self) -> None:
         """Make compute read them. Where this is interrupted it is called again."""
 
 
@@ -248,7 +248,7 @@ class DelayedPolicy(UpdatePolicy):
     def check(self) -> None:
         super().check()
         if self._is_publishing:  # also what was interrupted
-            self._back_slots.publish()
+            self._back_slots.swap_param_buffers()
             self._is_unpublished = False
             self._is_publishing = False
 
