@@ -1,4 +1,4 @@
-"""A run on paper: its units, sub-groups and plan, from a config and a model, before a byte is allocated."""
+"""Specify a run: units, sub-groups, rule and plan, from a config and a model, before a byte is allocated."""
 
 from __future__ import annotations
 
@@ -45,6 +45,7 @@ class RunSpec:
     """False where there is no optimizer: the run evaluates."""
 
     def params_of(self, unit: Unit) -> list[nn.Parameter]:
+        """List the parameters of a unit in the order of its entries."""
         by_index = {spec.index: param for param, spec in self.specs.items()}
         return [by_index[entry.param.index] for entry in unit.entries]
 

@@ -60,13 +60,13 @@ def deepspeed_paths() -> list[str]:
     return paths
 
 
-def config_with(path: str, value: Any, **beside: Any) -> Config:
+def config_with(path: str, value: Any, **others: Any) -> Config:
     tree: dict[str, Any] = {"train_batch_size": 8}
     *sections, name = path.split(".")
     node = tree
     for section in sections:
         node = node.setdefault(section, {})
-    node.update(beside, **{name: value})
+    node.update(others, **{name: value})
     if "optimizer" in tree:
         tree["optimizer"]["type"] = "AdamW"
     return load(tree)
@@ -155,18 +155,18 @@ def asks(key: Key, value: Any) -> bool:
 @pytest.mark.parametrize("key", of(Fate.REFUSED))
 def test_each_value_of_a_refused_key(key: Key) -> None:
     section = key.path.rpartition(".")[0]
-    beside = {"enabled": True} if section in ("fp16", "bf16") else {}
+    others = {"enabled": True} if section in ("fp16", "bf16") else {}
     for value in (None, "auto", *VALUES):
         if value in (None, "auto") or not asks(key, value):
-            config = config_with(key.path, value, **beside)
+            config = config_with(key.path, value, **others)
             assert not any("without effect" in line for line in config.notices)
             row = next(row for row in config.explain() if row.path == key.path)
             assert "refused" in row.effect and key.why in row.effect
             continue
         with pytest.raises(ConfigError) as caught:
-            config_with(key.path, value, **beside)
+            config_with(key.path, value, **others)
         assert str(caught.value).startswith(f"{key.path}: expected") and key.why in str(caught.value)
-        if beside:  # in a section that is off DeepSpeed reads it and goes on
+        if others:  # in a section that is off DeepSpeed reads it and goes on
             assert config_with(key.path, value).param_dtype_name == "float32"
 
 

@@ -435,23 +435,21 @@ class TestPlacement:
 
 class TestOptimizer:
     @pytest.mark.parametrize(
-        ("kind", "params", "algorithm", "decay"),
+        ("kind", "params", "algorithm"),
         [
-            ("Adam", {}, "AdamW", 0.0),
-            ("adam", {"adam_w_mode": False, "weight_decay": 0.1}, "Adam", 0.1),
-            ("AdamW", {"adam_w_mode": False}, "AdamW", 0.0),
-            ("adamw", {"torch_adam": True}, "AdamW", None),
-            ("lion", {}, "Lion", 0.0),
-            ("sgd", {}, "SGD", 0.0),
-            ("RMSprop", {}, "RMSprop", None),
+            ("Adam", {}, "AdamW"),
+            ("adam", {"adam_w_mode": False, "weight_decay": 0.1}, "Adam"),
+            ("AdamW", {"adam_w_mode": False}, "AdamW"),
+            ("adamw", {"torch_adam": True}, "AdamW"),
+            ("lion", {}, "Lion"),
+            ("sgd", {}, "SGD"),
+            ("RMSprop", {}, "RMSprop"),
         ],
     )
-    def test_algorithm(self, kind: str, params: dict[str, Any], algorithm: str, decay: float | None) -> None:
+    def test_algorithm(self, kind: str, params: dict[str, Any], algorithm: str) -> None:
         config = load_with(optimizer={"type": kind, "params": params})
         assert config.optimizer is not None
         assert config.optimizer.algorithm == algorithm
-        assert config.optimizer.arguments.get("weight_decay") == decay
-        assert not {"adam_w_mode", "torch_adam"} & set(config.optimizer.arguments)
         assert any("runs as AdamW" in line for line in config.notices) == (kind == "Adam")
 
     @pytest.mark.parametrize("kind", ["OneBitAdam", "ZeroOneAdam", "OneBitLamb", "Lamb", "MuAdam", "Muon"])

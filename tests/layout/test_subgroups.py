@@ -212,5 +212,5 @@ def test_a_limit_that_would_leave_nothing_to_overlap(given_numel: int | None, nu
     run_spec = specify_run(config, nn.Linear(3000, 3000, device="meta"))
     sizes = [layout.subgroup.numel for layout in run_spec.layouts]
     assert max(sizes) == numel and len(sizes) > 1
-    told = [f"{given_numel} is a limit; sub-groups are cut at {numel} elements"] if given_numel == 10**8 else []
-    assert [line.partition(": ")[2] for line in planning_notices(run_spec)] == told
+    expected = [f"{given_numel} is a limit; sub-groups are cut at {numel} elements"] if given_numel == 10**8 else []
+    assert [line.partition(": ")[2] for line in planning_notices(run_spec)] == expected

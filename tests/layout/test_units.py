@@ -184,8 +184,8 @@ def test_any_tree_is_partitioned(
     rules = UnitRules(size_cap_numel=cap, persistence_numel=persistence, world_size=world_size)
     units = find_units(tree, listed, rules)
     placed = [entry.param for unit in units for entry in unit.entries]
-    assert len({spec.index for spec in placed}) == len(placed), "nobody twice"
-    assert {spec.index for spec in specs.values() if spec.numel} <= {spec.index for spec in placed}, "nobody left out"
+    assert len({spec.index for spec in placed}) == len(placed), "each once"
+    assert {spec.index for spec in specs.values() if spec.numel} <= {spec.index for spec in placed}, "none left out"
     for unit in units:
         module = model.get_submodule(unit.module)
         own = {id(param) for param in module.parameters()}

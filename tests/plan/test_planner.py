@@ -76,7 +76,7 @@ def rows(plan: Plan) -> dict[tuple[str, str], int]:
     return {(row.tier, row.kind): row.nbytes for row in plan.rows}
 
 
-NEEDS = [
+SIZES = [
     subgroup(40 * PAGE_NBYTES, {0: 4 * K, 1: 7 * K}),
     subgroup(24 * PAGE_NBYTES, {1: 3 * K, 2: 6 * K, 3: 2 * K}),
 ]
@@ -84,7 +84,7 @@ NEEDS = [
 
 @pytest.mark.parametrize(("param_tier", "optimizer_tier", "sums"), [*itertools.product(TIERS, TIERS, [False, True])])
 def test_every_row_of_every_placement(param_tier: str, optimizer_tier: str, sums: bool) -> None:
-    plan = make_plan(some_units(), NEEDS, request(param_tier, optimizer_tier, sums_gradients=sums))
+    plan = make_plan(some_units(), SIZES, request(param_tier, optimizer_tier, sums_gradients=sums))
     state = 64 * PAGE_NBYTES
     gradient_tier = "device" if optimizer_tier == "device" else "host"
     expected = {
@@ -93,7 +93,7 @@ def test_every_row_of_every_placement(param_tier: str, optimizer_tier: str, sums
         ("device", "param"): 2 * 25 * K if param_tier == "device" else 2 * 2 * K,
     }
     if param_tier != "device":
-        expected["device", "param_window"] = 2 * (10 + 6 + 4) * K  # the largest in use, two more beside it
+        expected["device", "param_window"] = 2 * (10 + 6 + 4) * K  # the largest in use, two more with it
         expected[param_tier, "param"] = 2 * 23 * K
     if param_tier == "nvme":
         expected["host", "staging_param"] = (
@@ -105,8 +105,8 @@ def test_every_row_of_every_placement(param_tier: str, optimizer_tier: str, sums
     in_place = "device" if optimizer_tier == "device" else "host"
     out = [11 * K * (param_tier != in_place), 9 * K * (param_tier != in_place) + 2 * K * (in_place != "device")]
     staged = [
-        2 * numel + (need.state_nbytes if optimizer_tier == "nvme" else 0)
-        for numel, need in zip(out, NEEDS, strict=True)
+        2 * numel + (size.state_nbytes if optimizer_tier == "nvme" else 0)
+        for numel, size in zip(out, SIZES, strict=True)
     ]
     count = max(NUM_STATE_STAGING, AUTO_STATE_STAGING_NBYTES // max(*staged, 1))
     expected["host", "staging_state"] = min(sum(map(bool, staged)), count) * max(staged)
@@ -134,16 +134,16 @@ def test_every_row_of_every_placement(param_tier: str, optimizer_tier: str, sums
 def test_a_whole_unit_is_staged_where_there_is_room(largest: int, limit: int | None, count: int) -> None:
     sizes = [4, largest, *[1] * 60]
     units = [make_unit(index, [size * MIB], torch.bfloat16) for index, size in enumerate(sizes)]
-    needs = [subgroup(12 * MIB, {unit.index: MIB}) for unit in units for _ in range(unit.numel // MIB)]
+    sizes = [subgroup(12 * MIB, {unit.index: MIB}) for unit in units for _ in range(unit.numel // MIB)]
     limits = {} if limit is None else {"host": (limit, "the test")}
-    plan = make_plan(units, needs, request("nvme", "nvme", limits=limits))
+    plan = make_plan(units, sizes, request("nvme", "nvme", limits=limits))
     assert plan.staging.state == StagingSize(nbytes=14 * MIB, count=count)
 
 
 @pytest.mark.parametrize("param_tier", TIERS)
 def test_the_delayed_update_keeps_gradients_and_trainable_parameters_twice(param_tier: str) -> None:
     exact, late = (
-        rows(make_plan(some_units(), NEEDS, request(param_tier, update=update))) for update in ("auto", "delayed")
+        rows(make_plan(some_units(), SIZES, request(param_tier, update=update))) for update in ("auto", "delayed")
     )
     back = 20 if param_tier == "nvme" else 22  # what stays on the device gets its second home in host memory
     expected = {**exact, ("host", "gradient"): 2 * exact["host", "gradient"]}
@@ -154,16 +154,16 @@ def test_the_delayed_update_keeps_gradients_and_trainable_parameters_twice(param
 
 
 def test_updates_in_place_need_no_staging() -> None:
-    needs = [subgroup(PAGE_NBYTES, {0: K})]
-    assert "staging_state" not in {row.kind for row in make_plan(some_units(), needs, request()).rows}
-    plan = make_plan(some_units(), needs, request(optimizer_tier="nvme"))
+    sizes = [subgroup(PAGE_NBYTES, {0: K})]
+    assert "staging_state" not in {row.kind for row in make_plan(some_units(), sizes, request()).rows}
+    plan = make_plan(some_units(), sizes, request(optimizer_tier="nvme"))
     assert plan.staging.state == StagingSize(nbytes=PAGE_NBYTES, count=1), "one sub-group never needs two buffers"
 
 
 @pytest.mark.parametrize("count", [1, 2, 7])
 def test_buffer_counts_of_the_user_are_honoured(count: int) -> None:
-    needs = [subgroup(PAGE_NBYTES, {0: K})] * 5
-    plan = make_plan(some_units(), needs, request("nvme", "nvme", num_buffers=count))
+    sizes = [subgroup(PAGE_NBYTES, {0: K})] * 5
+    plan = make_plan(some_units(), sizes, request("nvme", "nvme", num_buffers=count))
     assert plan.staging.params.count == count
     assert plan.staging.state.count == min(count, 5)
 
@@ -197,8 +197,8 @@ def spread() -> tuple[list[Unit], list[SubGroupSize]]:
 
 
 def test_fast_tiers_are_filled_with_embeddings_and_then_in_the_order_of_the_forward() -> None:
-    units, needs = spread()
-    plan = make_plan(units, needs, request("host", "nvme", state_limits={"device": 18 * K, "host": 23 * K}))
+    units, sizes = spread()
+    plan = make_plan(units, sizes, request("host", "nvme", state_limits={"device": 18 * K, "host": 23 * K}))
     assert plan.tiers.state == ["device", *["host"] * 3, *["nvme"] * 2, *["device"] * 2]
     assert plan.tiers.gradients == {0: "host", 1: "host", 2: "host", 3: "device"}
     found = rows(plan)
@@ -209,8 +209,8 @@ def test_fast_tiers_are_filled_with_embeddings_and_then_in_the_order_of_the_forw
 
 @pytest.mark.parametrize("param_tier", TIERS)
 def test_what_an_update_cannot_write_in_place_is_staged(param_tier: str) -> None:
-    units, needs = spread()
-    plan = make_plan(units, needs, request(param_tier, "host", state_limits={"device": 6 * K}))
+    units, sizes = spread()
+    plan = make_plan(units, sizes, request(param_tier, "host", state_limits={"device": 6 * K}))
     assert plan.tiers.state == [*["host"] * 6, "device", "host"]
     count = {"device": 7, "host": 1, "nvme": 8}[param_tier]
     assert plan.staging.state == StagingSize(nbytes=2 * K, count=count)
@@ -219,8 +219,8 @@ def test_what_an_update_cannot_write_in_place_is_staged(param_tier: str) -> None
 @pytest.mark.parametrize("sums", [False, True])
 def test_gradients_that_go_back_to_the_device_are_planned(sums: bool) -> None:
     big = make_unit(0, [8 * K], torch.bfloat16)
-    needs = [subgroup(84 * K, {0: 7 * K}), subgroup(12 * K, {0: K})]
-    plan = make_plan([big], needs, request("host", "host", sums_gradients=sums, state_limits={"device": 84 * K}))
+    sizes = [subgroup(84 * K, {0: 7 * K}), subgroup(12 * K, {0: K})]
+    plan = make_plan([big], sizes, request("host", "host", sums_gradients=sums, state_limits={"device": 84 * K}))
     assert plan.tiers.gradients == {0: "host"}, "a unit that is split"
     assert plan.gradients.in_flight_nbytes == max(16 * K, 7 * K * (4 if sums else 2))
 
@@ -230,11 +230,11 @@ SIZED = st.lists(st.tuples(st.integers(1, 50), st.booleans()), min_size=1, max_s
 
 @given(sized=SIZED, ratio=st.floats(0, 1), last=st.sampled_from(["host", "nvme"]))
 def test_the_ratio_is_kept_to_within_one_sub_group(sized: list[tuple[int, bool]], ratio: float, last: str) -> None:
-    needs = [subgroup(PAGE_NBYTES * pages, {}, embedding) for pages, embedding in sized]
-    plan = make_plan([], needs, request("host", last, ratio=ratio))
-    total = sum(need.state_nbytes for need in needs)
+    sizes = [subgroup(PAGE_NBYTES * pages, {}, embedding) for pages, embedding in sized]
+    plan = make_plan([], sizes, request("host", last, ratio=ratio))
+    total = sum(size.state_nbytes for size in sizes)
     kept = (1 - ratio) * total
-    away = [need.state_nbytes for need, tier in zip(needs, plan.tiers.state, strict=True) if tier != "device"]
+    away = [size.state_nbytes for size, tier in zip(sizes, plan.tiers.state, strict=True) if tier != "device"]
     assert sum(away) >= ratio * total - 1 and (not away or kept - (total - sum(away)) < min(away) + 1)
     assert set(plan.tiers.state) <= {"device", last}
     if ratio == 0:
@@ -245,21 +245,21 @@ def test_the_ratio_is_kept_to_within_one_sub_group(sized: list[tuple[int, bool]]
 def test_limits_are_never_passed_and_embeddings_are_the_last_to_leave(
     sized: list[tuple[int, bool]], device: int, host: int, last: str
 ) -> None:
-    needs = [subgroup(pages, {}, embedding) for pages, embedding in sized]
-    plan = make_plan([], needs, request("host", last, state_limits={"device": device, "host": host}))
+    sizes = [subgroup(pages, {}, embedding) for pages, embedding in sized]
+    plan = make_plan([], sizes, request("host", last, state_limits={"device": device, "host": host}))
     held = {tier: plan.nbytes(tier, "state") for tier in TIERS}
     assert held["device"] <= device and (last == "host" or held["host"] <= host)
     assert sum(held.values()) == sum(pages for pages, _ in sized)
-    for need, tier in zip(needs, plan.tiers.state, strict=True):
+    for size, tier in zip(sizes, plan.tiers.state, strict=True):
         if tier != "device":  # nothing that is needed later took its place
-            before = [n for n, t in zip(needs, plan.tiers.state, strict=True) if t == "device" and n.embedding]
-            others = [n for n, t in zip(needs, plan.tiers.state, strict=True) if t == "device" and not n.embedding]
+            before = [n for n, t in zip(sizes, plan.tiers.state, strict=True) if t == "device" and n.embedding]
+            others = [n for n, t in zip(sizes, plan.tiers.state, strict=True) if t == "device" and not n.embedding]
             room = (
                 device
                 - sum(n.state_nbytes for n in before)
-                - (0 if need.embedding else sum(n.state_nbytes for n in others))
+                - (0 if size.embedding else sum(n.state_nbytes for n in others))
             )
-            assert need.state_nbytes > room
+            assert size.state_nbytes > room
     if last == "host" and held["host"] > host:
         with pytest.raises(PlanError, match=rf"state_limits.host\), {held['host'] - host} bytes too little"):
             plan.check()
@@ -268,9 +268,9 @@ def test_limits_are_never_passed_and_embeddings_are_the_last_to_leave(
 
 
 def test_the_last_tiers_limit_is_a_bound() -> None:
-    units, needs = spread()
-    make_plan(units, needs, request("host", "nvme", state_limits={"nvme": 48 * K})).check()
-    plan = make_plan(units, needs, request("host", "nvme", state_limits={"nvme": 48 * K - 1}))
+    units, sizes = spread()
+    make_plan(units, sizes, request("host", "nvme", state_limits={"nvme": 48 * K})).check()
+    plan = make_plan(units, sizes, request("host", "nvme", state_limits={"nvme": 48 * K - 1}))
     with pytest.raises(PlanError) as caught:
         plan.check()
     assert "on tier nvme" in str(caught.value) and "(tiered_zero.state_limits.nvme), 1 bytes too" in str(caught.value)
@@ -288,10 +288,10 @@ def test_the_window_shrinks_to_the_device_limit_but_not_below_the_unit_in_use() 
     units = some_units()
     fixed = 2 * 2 * K + 2 * 10 * K  # persistent, gradients in flight
     for room in (100 * K, 40 * K, 39 * K, 25 * K, 20 * K):
-        plan = make_plan(units, NEEDS, request(limits={"device": (fixed + room, "a test")}))
+        plan = make_plan(units, SIZES, request(limits={"device": (fixed + room, "a test")}))
         assert window(plan) == min(2 * 20 * K, room)
         plan.check()
-    plan = make_plan(units, NEEDS, request(limits={"device": (fixed + 20 * K - 1, "a test")}))
+    plan = make_plan(units, SIZES, request(limits={"device": (fixed + 20 * K - 1, "a test")}))
     assert window(plan) == 2 * 10 * K
     with pytest.raises(PlanError):
         plan.check()
@@ -347,12 +347,12 @@ def test_the_first_units_stay_in_host_memory() -> None:
 
 @pytest.mark.parametrize("tier", TIERS)
 def test_a_tier_too_small_by_one_byte_is_refused_with_the_table(tier: str) -> None:
-    free = make_plan(some_units(), NEEDS, request("nvme", "nvme"))
+    free = make_plan(some_units(), SIZES, request("nvme", "nvme"))
     limit = free.nbytes(tier)
     if tier == "device":
         limit -= window(free) - 2 * 10 * K  # to which the window shrinks first
-    make_plan(some_units(), NEEDS, request("nvme", "nvme", limits={tier: (limit, "the source")})).check()
-    plan = make_plan(some_units(), NEEDS, request("nvme", "nvme", limits={tier: (limit - 1, "the source")}))
+    make_plan(some_units(), SIZES, request("nvme", "nvme", limits={tier: (limit, "the source")})).check()
+    plan = make_plan(some_units(), SIZES, request("nvme", "nvme", limits={tier: (limit - 1, "the source")}))
     with pytest.raises(PlanError) as caught:
         plan.check()
     text = str(caught.value)
@@ -365,7 +365,7 @@ def test_a_tier_too_small_by_one_byte_is_refused_with_the_table(tier: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("changes", "needs", "advice"),
+    ("changes", "sizes", "advice"),
     [
         (
             {"optimizer_tier": "nvme"},
@@ -377,15 +377,15 @@ def test_a_tier_too_small_by_one_byte_is_refused_with_the_table(tier: str) -> No
     ],
 )
 def test_the_advice_names_the_setting_that_helps(
-    changes: dict[str, object], needs: list[SubGroupSize], advice: str
+    changes: dict[str, object], sizes: list[SubGroupSize], advice: str
 ) -> None:
-    plan = make_plan(some_units(), needs, request(limits={"host": (1, "a test")}, **changes))  # type: ignore[arg-type]
+    plan = make_plan(some_units(), sizes, request(limits={"host": (1, "a test")}, **changes))  # type: ignore[arg-type]
     with pytest.raises(PlanError, match=advice):
         plan.check()
 
 
 def test_the_table_is_plain_values_and_sums_up() -> None:
-    plan = make_plan(some_units(), NEEDS, request("nvme", "nvme", limits={"host": (10**9, "a test")}))
+    plan = make_plan(some_units(), SIZES, request("nvme", "nvme", limits={"host": (10**9, "a test")}))
     table = plan.table()
     assert [set(row) for row in table] == [{"tier", "kind", "nbytes", "what"}] * len(plan.rows)
     assert sum(row["nbytes"] for row in table) == sum(plan.nbytes(tier) for tier in TIERS)  # type: ignore[misc]
@@ -413,14 +413,14 @@ def runs(draw: st.DrawFn) -> tuple[list[Unit], PlanRequest]:
     )
 
 
-def needs_of(units: list[Unit]) -> list[SubGroupSize]:
+def sizes_of(units: list[Unit]) -> list[SubGroupSize]:
     return [subgroup(12 * unit.numel, {unit.index: unit.numel}) for unit in units if unit.trainable]
 
 
 @given(run=runs())
 def test_a_longer_model_needs_no_less_anywhere(run: tuple[list[Unit], PlanRequest]) -> None:
     units, wished = run
-    whole, part = make_plan(units, needs_of(units), wished), make_plan(units[:-1], needs_of(units[:-1]), wished)
+    whole, part = make_plan(units, sizes_of(units), wished), make_plan(units[:-1], sizes_of(units[:-1]), wished)
     for tier in TIERS:
         assert whole.nbytes(tier) >= part.nbytes(tier)
 
@@ -428,10 +428,10 @@ def test_a_longer_model_needs_no_less_anywhere(run: tuple[list[Unit], PlanReques
 @given(run=runs())
 def test_every_byte_of_the_model_rests_on_one_tier(run: tuple[list[Unit], PlanRequest]) -> None:
     units, wished = run
-    plan = make_plan(units, needs_of(units), wished)
+    plan = make_plan(units, sizes_of(units), wished)
     assert sum(plan.nbytes(tier, "param") for tier in TIERS) == sum(unit.nbytes for unit in units)
-    assert sum(plan.nbytes(tier, "state") for tier in TIERS) == sum(need.state_nbytes for need in needs_of(units))
-    once = make_plan(units, needs_of(units), replace(wished, sums_gradients=False))
+    assert sum(plan.nbytes(tier, "state") for tier in TIERS) == sum(size.state_nbytes for size in sizes_of(units))
+    once = make_plan(units, sizes_of(units), replace(wished, sums_gradients=False))
     assert sum(once.nbytes(tier, "gradient") for tier in TIERS) == sum(unit.nbytes for unit in units if unit.trainable)
     assert all(row.nbytes > 0 for row in plan.rows)
 
@@ -440,7 +440,7 @@ def test_every_byte_of_the_model_rests_on_one_tier(run: tuple[list[Unit], PlanRe
 def test_a_larger_device_gets_no_smaller_window(run: tuple[list[Unit], PlanRequest], limits: list[int]) -> None:
     units, wished = run
     small, large, free = (
-        make_plan(units, needs_of(units), replace(wished, limits=limit)).pager_limits.live_nbytes
+        make_plan(units, sizes_of(units), replace(wished, limits=limit)).pager_limits.live_nbytes
         for limit in (*({"device": (limit, "")} for limit in sorted(limits)), {})
     )
     assert small <= large <= free
@@ -449,7 +449,7 @@ def test_a_larger_device_gets_no_smaller_window(run: tuple[list[Unit], PlanReque
 @given(run=runs())
 def test_offloading_further_takes_nothing_more_of_the_device(run: tuple[list[Unit], PlanRequest]) -> None:
     units, wished = run
-    on_host = make_plan(units, needs_of(units), replace(wished, params=replace(wished.params, tier="host")))
-    on_nvme = make_plan(units, needs_of(units), replace(wished, params=replace(wished.params, tier="nvme")))
+    on_host = make_plan(units, sizes_of(units), replace(wished, params=replace(wished.params, tier="host")))
+    on_nvme = make_plan(units, sizes_of(units), replace(wished, params=replace(wished.params, tier="nvme")))
     assert on_host.nbytes("device") == on_nvme.nbytes("device")
     assert on_nvme.nbytes("host", "param") == 0

@@ -116,6 +116,12 @@ OTHER_WORDS: Mapping[str, str] = {
 OPTIMIZERS: Mapping[str, str] = {"adam": "Adam", "adamw": "AdamW", "adagrad": "Adagrad", "lion": "Lion", "sgd": "SGD"}
 """Names that are matched without regard to case; any other type is a class of torch.optim, spelled as there."""
 
+
+def runs_as_adamw(name: str, adam_w_mode: bool) -> bool:
+    """Whether "adam" or "adamw" means AdamW, as in DeepSpeed. `adam_w_mode`: of optimizer.params, true by default."""
+    return name == "adamw" or adam_w_mode
+
+
 _COMPRESSED = "it compresses gradients between ranks, and another optimizer in its place would change the numbers"
 _MUP = "it needs the mup package and a model built with it; pass your own optimizer to initialize(optimizer=...)"
 REFUSED_OPTIMIZERS: Mapping[str, str] = {
@@ -245,7 +251,7 @@ OTHERS: tuple[Key, ...] = (
         pipeline_read=False,
         pipeline_write=False,
     ),
-    *_no_effect("zero_optimization.offload_optimizer.", "state is born in its place", fast_init=False),
+    *_no_effect("zero_optimization.offload_optimizer.", "state is initialized in its place", fast_init=False),
     *_no_effect("zero_optimization.offload_optimizer.", "threads follow affinity and cgroup", cpuadam_cores_perc=0.8),
     # Refused: ignoring these would change numbers.
     *_refused_sections("apex mixed precision is not here; use bf16 or fp16", "amp"),

@@ -136,6 +136,6 @@ def _inline(node: Any, definitions: Mapping[str, Any]) -> Any:
     if len(node.get("allOf", ())) == 1:  # how pydantic before 2.9 adds words to a reference
         node = {**node["allOf"][0], **{name: value for name, value in node.items() if name != "allOf"}}
     if "$ref" in node:
-        beside = {name: value for name, value in node.items() if name != "$ref"}
-        return _inline({**definitions[node["$ref"].rpartition("/")[2]], **beside}, definitions)
+        others = {name: value for name, value in node.items() if name != "$ref"}
+        return _inline({**definitions[node["$ref"].rpartition("/")[2]], **others}, definitions)
     return {name: _inline(value, definitions) for name, value in node.items()}

@@ -25,7 +25,7 @@ from pydantic import (
 )
 
 from tiered_zero.config import explain as explaining
-from tiered_zero.config.deepspeed_keys import OPTIMIZERS, table
+from tiered_zero.config.deepspeed_keys import OPTIMIZERS, runs_as_adamw, table
 from tiered_zero.config.values import number, whole
 from tiered_zero.errors import ConfigError
 from tiered_zero.sizes import parse_nbytes
@@ -79,7 +79,7 @@ _PATH_LIST = "one directory, several separated by commas, or a list; used where 
 
 
 class Section(BaseModel):
-    """Frozen; refuses unknown keys. `model_fields_set` tells what the file set from what is a default."""
+    """Frozen; refuses unknown keys. `model_fields_set` has what the file sets."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=False)
 
@@ -224,17 +224,7 @@ class OptimizerSection(Section):
     def algorithm(self) -> str:
         """torch's name of what runs: "Adam" means AdamW unless `params.adam_w_mode` is false, as in DeepSpeed."""
         name = OPTIMIZERS.get(self.type.lower(), self.type)
-        return "AdamW" if name == "Adam" and self.params.get("adam_w_mode", True) else name
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """`params` for a class with torch's signature, without DeepSpeed's switches `adam_w_mode` and `torch_adam`.
-
-        DeepSpeed's own optimizers decay by 0 where nothing is said (torch's AdamW by 0.01; `torch_adam` asks for it).
-        """
-        given = {name: value for name, value in self.params.items() if name not in ("adam_w_mode", "torch_adam")}
-        own = self.type.lower() in OPTIMIZERS and not self.params.get("torch_adam", False)
-        return {"weight_decay": 0.0, **given} if own else given
+        return "AdamW" if name == "Adam" and runs_as_adamw("adam", self.params.get("adam_w_mode", True)) else name
 
 
 class SchedulerSection(Section):
@@ -292,7 +282,7 @@ class RuntimeSection(Section):
     checksums: Literal["off", "sample", "all"] = Field("all", description="which swapped chunks are verified when read")
     update: Literal["auto", "barrier", "overlapped", "delayed"] = Field(
         "auto",
-        description="when the update runs: inside step() (barrier), beside the next forward (overlapped; exact), or "
+        description="when the update runs: inside step() (barrier), during the next forward (overlapped; exact), or "
         "one step late (delayed; changes numbers); auto: overlapped where that saves time, else barrier",
     )
     optimizer_in_backward: bool = Field(
@@ -301,14 +291,12 @@ class RuntimeSection(Section):
         "gradients readable and changeable (parameter.grad) until step()",
     )
     delay_start_step: Whole = Field(40, ge=0, description="delayed update: steps that are exact first")
-    unit_size_cap: Annotated[int | None, BeforeValidator(lambda value: None if value is None else whole(value))] = (
-        Field(None, ge=1, description="most elements that are paged together; null: chosen from the model")
+    unit_size_cap: WholeOrNone = Field(
+        None, ge=1, description="most elements that are paged together; null: chosen from the model"
     )
     debug_poison: bool = Field(False, description="freed buffers are filled with NaN, to find reads after free; slow")
-    debug_delay_seed: Annotated[int | None, BeforeValidator(lambda value: None if value is None else whole(value))] = (
-        Field(
-            None, description="seed of random delays on the CPU accelerator's streams, to find races; null: no delays"
-        )
+    debug_delay_seed: WholeOrNone = Field(
+        None, description="seed of random delays on the CPU accelerator's streams, to find races; null: no delays"
     )
     weights: Annotated[tuple[PathText, ...] | None, BeforeValidator(_paths)] = Field(
         None, description="safetensors files with the weights of a model built on the meta device"

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from tiered_zero.config.deepspeed_keys import OTHER_WORDS, REFUSED_OPTIMIZERS
+from tiered_zero.config.deepspeed_keys import OTHER_WORDS, REFUSED_OPTIMIZERS, runs_as_adamw
 from tiered_zero.config.schema import OptimizerSection
 from tiered_zero.errors import ConfigError, ModelError
 from tiered_zero.layout.flat import ParamSpec
@@ -192,7 +192,7 @@ def _adam_class(name: str, options: dict[str, Any]) -> type[Optimizer]:
             raise ConfigError(f"optimizer.params.{key} must be true or false; found {flags[key]!r}.")
     if not flags["torch_adam"] and options.get("weight_decay", "auto") == "auto":
         options["weight_decay"] = 0.0
-    return torch.optim.AdamW if name == "adamw" or flags["adam_w_mode"] else torch.optim.Adam
+    return torch.optim.AdamW if runs_as_adamw(name, flags["adam_w_mode"]) else torch.optim.Adam
 
 
 def _take_deepspeed_flags(name: str, options: dict[str, Any], kind: type[Optimizer]) -> None:
