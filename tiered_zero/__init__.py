@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tiered_zero import comm, utils, zero
-    from tiered_zero.api import initialize
+    from tiered_zero.api import add_config_arguments, initialize
     from tiered_zero.comm import init_distributed
     from tiered_zero.config.load import load as load_config
     from tiered_zero.config.schema import Config
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     )
     from tiered_zero.params.gather import gathered
     from tiered_zero.plan.planner import Plan
-    from tiered_zero.script_arguments import add_config_arguments
 
 __version__ = "0.1.0"
 
@@ -43,7 +42,7 @@ _HOMES = {
     "Engine": "engine",
     "DeepSpeedEngine": "engine:Engine",
     "init_distributed": "comm",
-    "add_config_arguments": "script_arguments",
+    "add_config_arguments": "api",
     "gathered": "params.gather",
     "Plan": "plan.planner",
 }

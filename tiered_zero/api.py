@@ -1,8 +1,9 @@
-"""`initialize`: the one call between a user's model and an engine."""
+"""`initialize`: the one call between a user's model and an engine; and the command line arguments that it reads."""
 
 from __future__ import annotations
 
 import os
+from argparse import ArgumentParser
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from tiered_zero.assembly import build
 from tiered_zero.config.load import load
-from tiered_zero.deepspeed_engine import check_one_rank
 from tiered_zero.engine import Engine
 from tiered_zero.errors import ConfigError, ModelError
 from tiered_zero.hardware.collectives import SingleRank
@@ -58,7 +58,7 @@ def initialize(
     if config is not None and config_params is not None:
         raise ConfigError("config, config_params: expected one of the two; found both. Leave config_params out.")
     config = config_params if config is None else config
-    check_one_rank(mpu=mpu, mesh_param=mesh_param)
+    _check_one_rank(mpu=mpu, mesh_param=mesh_param)
     if isinstance(config, (str, os.PathLike)) and not os.path.isfile(config):
         raise ConfigError(f"config: {os.fspath(config)} is not a file.")
     settings = load(config, args)
@@ -75,3 +75,26 @@ def initialize(
         )
     engine = build(run_spec, lr_scheduler, collectives)
     return engine, engine.optimizer, loader, engine.lr_scheduler
+
+
+def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
+    """Add --deepspeed and --deepspeed_config; `initialize(args=...)` reads the second."""
+    group = parser.add_argument_group("DeepSpeed", "as in scripts for DeepSpeed")
+    group.add_argument("--deepspeed", action="store_true", help="read by scripts; initialize() does not need it")
+    group.add_argument("--deepspeed_config", type=str, default=None, help="JSON file of initialize(args=...)")
+    return parser
+
+
+def _check_one_rank(**sizes: object) -> None:
+    """Raises ModelError where the script brings model parallelism. `sizes`: argument -> an mpu, a mesh, or None."""
+    for name, given in sizes.items():
+        ask = getattr(given, "get_model_parallel_world_size", None) or getattr(
+            given, "get_tensor_model_parallel_world_size", None
+        )
+        ranks = ask() if callable(ask) else 1
+        for axis in given if isinstance(given, (list, tuple)) else ():
+            ranks *= axis
+        if ranks != 1:
+            raise ModelError(
+                f"initialize({name}=...) asks for {ranks} ranks; this version trains with one. Leave it out."
+            )

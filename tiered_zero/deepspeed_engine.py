@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from tiered_zero.config.schema import Config, OffloadOptimizerSection, OffloadParamSection
-from tiered_zero.errors import MissingNameError, ModelError
+from tiered_zero.errors import MissingNameError
 from tiered_zero.update.handle import TieredOptimizer
 
 _NO_CHECKPOINTS = (
@@ -134,6 +134,22 @@ class DeepSpeedNames(ABC):
 
     dp_world_size = mp_world_size = world_size
 
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches of one update."""
+        return self.config.gradient_accumulation_steps
+
+    def train_batch_size(self) -> int:
+        """Samples of one update."""
+        return self.config.train_batch_size
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples of one forward."""
+        return self.config.train_micro_batch_size_per_gpu
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of each param group."""
+        return [float(group["lr"]) for group in self.optimizer.param_groups] if self.optimizer else []
+
     def get_batch_info(self) -> tuple[int, int, int]:
         """(train batch, micro-batch, accumulation steps)."""
         train, micro, accumulation = self.config.batch
@@ -218,18 +234,3 @@ class DeepSpeedNames(ABC):
             raise MissingNameError(
                 f"Neither the engine nor its module ({type(module).__name__}) has an attribute {name!r}."
             ) from error
-
-
-def check_one_rank(**sizes: object) -> None:
-    """Raises ModelError where the script brings model parallelism. `sizes`: argument -> an mpu, a mesh, or None."""
-    for name, given in sizes.items():
-        ask = getattr(given, "get_model_parallel_world_size", None) or getattr(
-            given, "get_tensor_model_parallel_world_size", None
-        )
-        ranks = ask() if callable(ask) else 1
-        for axis in given if isinstance(given, (list, tuple)) else ():
-            ranks *= axis
-        if ranks != 1:
-            raise ModelError(
-                f"initialize({name}=...) asks for {ranks} ranks; this version trains with one. Leave it out."
-            )

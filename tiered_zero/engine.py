@@ -34,18 +34,17 @@ def _on_one_thread(method: _Method[_Arguments, _Result]) -> _Method[_Arguments, 
 
     @wraps(method)
     def entered(self: Engine, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-        step = self._step
-        is_made, num_before = False, step.counts.micro_steps
+        is_made, num_before = False, self._step.counts.micro_steps
         try:
-            with step.pager.driver.entered(f"engine.{method.__name__}()"):
+            with self._step.pager.driver.entered(f"engine.{method.__name__}()"):
                 result = method(self, *args, **kwargs)
                 is_made = True
             return result
         except BaseException as error:
             # a caller cannot know that backward was made, or that step() had not begun, and repeats the batch
-            not_begun = step.counts.micro_steps == num_before and not isinstance(error, TieredZeroError)
+            not_begun = self._step.counts.micro_steps == num_before and not isinstance(error, TieredZeroError)
             if (method.__name__ == "backward" and is_made) or (method.__name__ == "step" and not_begun):
-                step.drop_interrupted()
+                self._step.drop_interrupted()
             raise
 
     return entered
@@ -190,34 +189,18 @@ class Engine(DeepSpeedNames):
         """Micro-batches so far: calls of `step()`."""
         return self._step.counts.micro_steps
 
-    def get_lr(self) -> list[float]:
-        """The learning rate of each param group."""
-        return [float(group["lr"]) for group in self.optimizer.param_groups] if self.optimizer else []
-
     def get_global_grad_norm(self) -> float | None:
         """L2 norm of all gradients of the last step, unscaled and before clipping; None before the first step."""
         check = self._step.counts.grad_check
         return check.norm if check is not None else None
 
-    def gradient_accumulation_steps(self) -> int:
-        """Micro-batches of one update."""
-        return self.config.gradient_accumulation_steps
-
-    def train_batch_size(self) -> int:
-        """Samples of one update."""
-        return self.config.train_batch_size
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples of one forward."""
-        return self.config.train_micro_batch_size_per_gpu
-
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the next `step()` updates the weights."""
-        return self._step.is_boundary()
+        return self._step.counts.is_boundary()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Say of this micro-batch, and of those that follow, whether their `step()` updates; None: count again."""
-        self._step.boundary = is_boundary
+        self._step.counts.boundary = is_boundary
 
     def was_step_applied(self) -> bool:
         """Whether the last `step()` updated the weights: not within an accumulation, nor where it was skipped."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from tiered_zero.params.pager import Pager
 from tiered_zero.params.pass_scope import PassScope
 from tiered_zero.params.visible_gradients import VisibleGradients
 from tiered_zero.plan.update_policy import UpdateChoice
+from tiered_zero.step_counts import StepCounts
 from tiered_zero.telemetry.step_meter import StepMeter
 from tiered_zero.update.handle import TieredOptimizer
 from tiered_zero.update.policy import UpdatePolicy
@@ -50,15 +51,6 @@ class Movers:
     drain: Callable[[], None]
 
 
-@dataclass(kw_only=True)
-class StepCounts:
-    """What a step that is applied or skipped counts, and one that is dropped leaves as it was."""
-
-    micro_steps: int = 0
-    global_steps: int = 0
-    grad_check: GradCheck | None = None
-
-
 class TrainStep:
     """Orders the events of one engine, to which it has no reference.
 
@@ -81,17 +73,14 @@ class TrainStep:
         self.phase: CallPhase = movers.pager.phase
         self.overflow = overflow
         self.meter = StepMeter(self.runtime.recorder, self.runtime.ledger)
-        self.num_micro_batches = config.gradient_accumulation_steps
+        self.counts = StepCounts(config.gradient_accumulation_steps)
         self.arrivals = GradientArrivals(
             self.gradients,
-            self.num_micro_batches,
+            self.counts.num_micro_batches,
             overflow.scaler is not None,
             self.unit_grads_complete,
             self.visible_gradients.show,
         )
-        self.counts = StepCounts()
-        self.boundary: bool | None = None
-        """What the user says of the next `step()`; None: every gradient_accumulation_steps-th one is a boundary."""
         self.was_applied = False
         self.is_closed = False
         self.failures = self.policy.failures
@@ -99,12 +88,8 @@ class TrainStep:
         self._clipping = config.gradient_clipping
         self._optimizer_in_backward = choice.optimizer_in_backward
         self._process = OwnProcess()
-        self._before_step: tuple[StepCounts, Any] | None = None
-        self._num_backwards = 0  # since the last step()
-        self._one_backward_each = True  # in every micro-batch so far, and step() right after it
-        self._uses_before_step = 0  # of weights, when the last backward ended
-        self._is_accumulating = False
-        """Whether the last `step()` only counted a micro-batch."""
+        self._before_step: tuple[Any, Any] | None = None
+        """The state of counts and loss scale before a step that is not complete."""
         self._warned_of_no_gradient = False
         self.visible_gradients.set_hidden(self.overflow.loss_scale)
 
@@ -207,21 +192,21 @@ class TrainStep:
                     "detached, or every parameter that it depends on is frozen (requires_grad=False) by now."
                 )
             self.meter.losses.append(loss.detach())
-            boundary = self.is_boundary()
+            boundary = self.counts.is_boundary()
             self.gradients.begin_backward(is_last=boundary)
-            self._num_backwards += 1
-            only = self._num_backwards == 1 and self._one_backward_each and not retain_graph
+            only = self.counts.begin_backward(retain_graph)
             in_backward = boundary and only and self._optimizer_in_backward
             self.visible_gradients.set_hidden(self.overflow.loss_scale, in_backward)
             with self.scope.saving_views(), self.arrivals.engine_backward():
                 if boundary and only and self.counts.global_steps:
                     self.policy.begin_backward()
                 scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
-            self._uses_before_step = self.pager.num_uses
+            self.counts.end_backward(self.pager.num_uses)
 
     def scaled(self, loss: torch.Tensor, by_steps: bool = True) -> torch.Tensor:
         """The loss divided by the accumulation steps and multiplied by the loss scale."""
-        scaled = loss / self.num_micro_batches if self.num_micro_batches > 1 and by_steps else loss
+        num_steps = self.counts.num_micro_batches
+        scaled = loss / num_steps if num_steps > 1 and by_steps else loss
         return scaled if self.overflow.scaler is None else scaled.float() * self.overflow.loss_scale
 
     def step(self, optimizer: TieredOptimizer, lr_scheduler: Any) -> bool:
@@ -232,15 +217,10 @@ class TrainStep:
         """
         self.check(trains=True)
         with self.failures.surfacing(), self._changing(Phase.STEP):
-            boundary = self.is_boundary()
-            self._before_step = replace(self.counts), self.overflow.state()
+            self._before_step = self.counts.state(), self.overflow.state()
             self.was_applied = False
-            self.counts.micro_steps += 1
-            used = self._num_backwards and self.pager.num_uses != self._uses_before_step
-            self._one_backward_each &= self._num_backwards == 1 and not used  # then no update begins in backward
-            self._num_backwards = 0
+            boundary = self.counts.begin_step(self.pager.num_uses)
             self.arrivals.has_noticed = False
-            self._is_accumulating = not boundary
             if boundary:
                 with self.runtime.recorder.span("compute", "step"):
                     self._take_step(optimizer, lr_scheduler)
@@ -255,10 +235,6 @@ class TrainStep:
             )
         return boundary
 
-    def is_boundary(self) -> bool:
-        """Whether the next `step()` updates the weights."""
-        return (self.counts.micro_steps + 1) % self.num_micro_batches == 0 if self.boundary is None else self.boundary
-
     def flush(self) -> None:
         self.recover()
         with self.failures.surfacing():
@@ -266,7 +242,7 @@ class TrainStep:
 
     def zero_grad(self, set_to_none: bool) -> None:
         self.recover()
-        if self._is_accumulating and not (self._num_backwards or self.arrivals.has_noticed):
+        if self.counts.is_accumulating and not (self.counts.num_backwards or self.arrivals.has_noticed):
             return
         self.policy.check_untouched("Gradients are dropped")
         with self._changing(Phase.DROP):
@@ -278,7 +254,7 @@ class TrainStep:
                 self.gradients.zero()
                 self.visible_gradients.show()
                 self.visible_gradients.set_hidden(self.overflow.loss_scale)
-            self._num_backwards = 0
+            self.counts.num_backwards = 0
             self.meter.losses.clear()
 
     # -- inside a step -------------------------------------------------------------------------------------------------
@@ -406,13 +382,12 @@ class TrainStep:
         self.policy.abort()
         self.pager.abort()
         self.scope.abort()
-        self._num_backwards = 0
         self.meter.clear()
         if self._before_step is not None:
-            self.counts, overflow = self._before_step
+            counts, overflow = self._before_step
+            self.counts.restore(counts)
             self.overflow.restore(overflow)
-        self.counts.micro_steps -= self.counts.micro_steps % self.num_micro_batches
-        self._is_accumulating = False
+        self.counts.drop()
         try:
             self._drop_gradients()
         finally:
