@@ -18,7 +18,7 @@ _SLICE_S = 0.25
 """A wait returns to Python this often, so that signal handlers run (Ctrl-C, SIGUSR1) and stalls are seen."""
 
 _POLL_S = 0.005
-"""The least that a wait takes for a request that hangs: it may be coming just now."""
+"""The shortest wait for a request that hangs: it may be about to complete."""
 
 
 class DiskTransfer(IOTransfer):

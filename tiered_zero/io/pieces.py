@@ -113,7 +113,7 @@ class PieceTransfer(DiskTransfer):
 
 @dataclass(frozen=True, slots=True)
 class IOPiece:
-    """What one worker does in one go. A sync is one piece without bytes."""
+    """The work of one worker at a time. A sync is one piece without bytes."""
 
     transfer: PieceTransfer
     offset: int
@@ -178,12 +178,12 @@ class PieceEngine(DiskEngine):
         return transfer
 
     def begin(self, piece: IOPiece) -> bool:
-        """A worker takes a piece up; False if its request has failed already, so that only `end` is left to do."""
+        """Start a piece, on a worker; False if its request has failed already, so that only `end` is left to do."""
         piece.transfer.moved_s = self.moved_s = time.monotonic()
         return piece.transfer.error is None
 
     def end(self, piece: IOPiece, error: BaseException | None) -> None:
-        """A worker is through with a piece."""
+        """End a piece, on a worker."""
         transfer = piece.transfer
         transfer.moved_s = self.moved_s = time.monotonic()
         failure = _as_transfer_error(error, transfer.request) if error is not None else None

@@ -167,7 +167,7 @@ class ArrayStore:
         self._store.commit(step, metadata or {})
 
     def close(self) -> None:
-        """What was not committed is gone; without any commit the whole store is. Idempotent."""
+        """Close the store; what was not committed is lost, without any commit all of it. Idempotent."""
         self._store.close(remove=False)
         if self._owns_engine:
             self._engine.close()

@@ -93,7 +93,7 @@ class RecordTable:
         return record
 
     def adopt(self, written: Iterable[Written]) -> None:
-        """Take over the records of a durable manifest."""
+        """Enter the records of a durable manifest."""
         for record, ranges in written:
             for offset in record.offsets:
                 try:

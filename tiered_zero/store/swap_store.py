@@ -406,7 +406,7 @@ class SwapStore:
         return self._checksums == "all" or (self._checksums == "sample" and self._num_chunks % _SAMPLE == 1)
 
     def _sync(self) -> None:
-        """What was written is on the disks. A failure is never retried: the kernel may have dropped the pages."""
+        """Sync the data files. A failure is never retried: the kernel may have dropped the pages."""
         try:
             for transfer in self._files.sync():
                 transfer.wait()

@@ -115,7 +115,7 @@ class NvmeTier(Tier):
     def _fetch_in_place(
         self, record: Record, pages: memoryview, target: torch.Tensor, after: UnitUpdate | None
     ) -> Transfer:
-        """Whole pages, from the disk to where the unit is used; an update under way brings what it has not written."""
+        """Read whole pages to where the unit is used; an update under way forwards the bytes that are not written."""
         nbytes = target.numel()
         reads: list[Transfer] = []
         pending = None if after is None or after.written.done() else after
@@ -152,7 +152,7 @@ class NvmeTier(Tier):
             raise
 
     def _land(self, record: Record, chunks: list[_Chunk], deferred: bool) -> None:
-        """On the gather lane: the end of a fetch's way. Gives every lease back, also when a chunk fails."""
+        """Copy each chunk to the device, on the gather lane. Releases every lease, also when a chunk fails."""
         try:
             while chunks:
                 chunk = chunks.pop(0)
@@ -170,7 +170,7 @@ class NvmeTier(Tier):
                 self._deferred -= deferred
 
     def drain(self) -> None:
-        """The lanes are idle: wait for what the disk still moves for calls that were broken off, and forget them."""
+        """Wait for what the disk still moves for interrupted calls. The lanes are idle."""
         self._store.drain_all()
         self._deferred = 0
 
