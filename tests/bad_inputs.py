@@ -285,7 +285,7 @@ def check(case: Case, path: Path) -> None:
     else:
         raise Wrong("it was accepted")
     del arguments
-    if (after := _settled(lambda: _snapshot(model, swap), before)) != before:
+    if (after := _wait_until(lambda: _snapshot(model, swap), before)) != before:
         raise Wrong(f"left behind: {before} became {after}")
     if any(True for _ in model.parameters()) and not any(is_lazy(param) for param in model.parameters()):
         _train_once(model.float().requires_grad_(), swap)
@@ -327,7 +327,7 @@ def _bits(param: nn.Parameter) -> Any:
     return None if is_lazy(param) else param.detach().view(torch.uint8).numpy().tobytes()
 
 
-def _settled(look: Callable[[], Any], wanted: Any) -> Any:
+def _wait_until(look: Callable[[], Any], wanted: Any) -> Any:
     """What `look` sees, at the latest a minute from now: threads end in their own time."""
     deadline_s = time.monotonic() + 60
     while (seen := look()) != wanted and time.monotonic() < deadline_s:

@@ -100,7 +100,7 @@ def test_the_user_says_where_an_accumulation_ends() -> None:
         assert engine.global_samples == 8
 
 
-def test_gradients_are_divided_by_the_accumulation_steps_unless_told_otherwise() -> None:
+def test_gradients_are_divided_by_the_accumulation_steps_by_default() -> None:
     norms = []
     for scaled in (True, False):
         with build(gradient_accumulation_steps=4) as engine, engine.no_sync():

@@ -127,7 +127,7 @@ def constructors_take_few_arguments(source: Source) -> Found:
                 yield node.lineno, f"{num_arguments} constructor arguments; at most {MAX_CONSTRUCTOR_ARGUMENTS}"
 
 
-def away(source: Source, *names: str, home: str = "") -> Found:
+def outside(source: Source, *names: str, home: str = "") -> Found:
     """Uses of `names`, and of what is under them, outside `home`; everywhere if there is none."""
     if home and source.path.startswith(home):
         return
@@ -153,7 +153,7 @@ def away(source: Source, *names: str, home: str = "") -> Found:
     },
 )
 def devices_and_collectives_live_in_hardware(source: Source) -> Found:
-    return away(source, "torch.cuda", "torch.distributed", home="tiered_zero/hardware/")
+    return outside(source, "torch.cuda", "torch.distributed", home="tiered_zero/hardware/")
 
 
 @rule(
@@ -171,7 +171,7 @@ def devices_and_collectives_live_in_hardware(source: Source) -> Found:
     },
 )
 def bytes_and_plans_know_no_torch(source: Source) -> Found:
-    return away(source, "torch", "safetensors.torch")
+    return outside(source, "torch", "safetensors.torch")
 
 
 @rule(
@@ -188,7 +188,7 @@ def bytes_and_plans_know_no_torch(source: Source) -> Found:
     innocent={"tiered_zero/checkpoint/a.py": ["import json\njson.load(f)"]},
 )
 def nothing_is_unpickled(source: Source) -> Found:
-    return away(source, "pickle", "torch.load", "dill", "cloudpickle", "shelve", "marshal", "joblib")
+    return outside(source, "pickle", "torch.load", "dill", "cloudpickle", "shelve", "marshal", "joblib")
 
 
 @rule(
@@ -316,21 +316,56 @@ def tests_look_inside_engines_in_one_file(source: Source) -> Found:
 
 _WORDS = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 OLD_NAMES = {
+    "abandon": "cancel",
+    "away": "offloaded",
+    "backward_start": "EagerUpdate",
+    "birth": "initialize",
+    "born": "initialized",
     "break_off": "cancel_all",
+    "broken_off": "interrupted",
     "carry_over": "import_state",
     "catalog": "from_config",
     "draft": "run_spec",
+    "expose": "unguard",
+    "forget": "invalidate",
+    "give_birth": "materialize_model",
+    "give_up": "cancel or release",
     "give_way": "evict_last",
     "gradient_watch": "MissingGradWarning",
+    "hand_over": "add_pending or detach_step",
     "home_keeper": "OffloadedParams",
     "intake": "import_state",
     "judge": "check_gradients",
+    "keeper": "OffloadedParams",
     "latched_error": "EngineFailedError",
+    "lend": "gather",
+    "lender": "pager",
+    "lenders": "pagers",
+    "lending": "gather",
+    "lends": "users",
+    "lent": "in use",
+    "loan": "gather",
+    "loans": "gathers",
+    "make_outs": "bind_outputs",
     "norm_taker": "GradNorm",
+    "open_update": "EagerUpdate",
     "originals": "ModelSnapshot",
+    "passage": "SubGroupIO",
+    "passing": "temporary",
+    "publication": "UnitUpdate",
+    "publications": "unit_updates",
     "readmit": "unblock",
+    "reception": "CopyNormArgs",
     "return_free_memory": "trim_malloc",
+    "reveal": "swap_param_buffers",
+    "seal": "freeze",
+    "settle": "quiesce, finalize or drain",
+    "settled": "finished",
     "telling": "surface_failure",
+    "told": "reported",
+    "stretches": "spans or runs",
+    "verdict": "GradCheck or bottleneck",
+    "wishes": "PlanRequest",
     "withheld": "blocked",
     "withhold": "block_for_update",
 }
@@ -363,14 +398,17 @@ def names_are_the_fields(source: Source) -> Found:
             yield line, f"{name}: not {match[1]!r}, but {OLD_NAMES[match[1]]}"
 
 
-EMPTY_PHRASES = ("gives away",)
+EMPTY_PHRASES = (
+    "somebody", "nobody", "anybody", "whoever", "meanwhile", "told", "tells", "for good", "born", "birth", "births",
+    "come and go", "comes and goes", "gives up", "give up", "takes back", "gives away",
+)  # fmt: skip
 
 
 @rule(
     PACKAGE,
     planted={
         "tiered_zero/a.py": [f'"""Is done {phrase}."""' for phrase in EMPTY_PHRASES],
-        "tiered_zero/native/a.c": ["// Gives away its slot"],
+        "tiered_zero/native/a.c": ["// Whoever waits"],
     },
     innocent={"tiered_zero/a.py": ["# forgotten, meant"]},
 )

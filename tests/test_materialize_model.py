@@ -53,10 +53,10 @@ class Layer(nn.Module):
         return torch.tanh(x @ self.weight.T * self.scale.to(x.dtype))
 
 
-def build_model(born_on_meta: bool) -> nn.Sequential:
-    """Tied, frozen and a user's own parameters; with `born_on_meta` all but the last layers are there."""
+def build_model(on_meta: bool) -> nn.Sequential:
+    """Tied, frozen and a user's own parameters; with `on_meta` all but the last layers are there."""
     torch.manual_seed(0)
-    with torch.device("meta" if born_on_meta else "cpu"):
+    with torch.device("meta" if on_meta else "cpu"):
         layers = [Layer() for _ in range(4)]
     with torch.device("cpu"):
         layers.append(Layer())
@@ -132,9 +132,9 @@ def interrupted(at_call: int) -> Iterator[list[str]]:
 class Case:
     """A model with what belongs to it, as it was before; `check` what is left of a birth that broke off."""
 
-    def __init__(self, path: Path, placement: tuple[str, str], bf16: bool, born_on_meta: bool) -> None:
+    def __init__(self, path: Path, placement: tuple[str, str], bf16: bool, on_meta: bool) -> None:
         self.path = path
-        self.model = build_model(born_on_meta)
+        self.model = build_model(on_meta)
         self.config = settings(path, *placement, bf16)
         self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=0.01)
         for param in self.model.parameters():
@@ -145,7 +145,7 @@ class Case:
         self.before = look(self.model)
         self.state = {id(param): dict(state) for param, state in self.optimizer.state.items()}
 
-    def give_birth(self) -> tiered_zero.Engine:
+    def initialize(self) -> tiered_zero.Engine:
         return tiered_zero.initialize(model=self.model, optimizer=self.optimizer, config=self.config)[0]
 
     def check(self) -> None:
@@ -158,7 +158,7 @@ class Case:
 
     def train(self) -> None:
         """A second try."""
-        with self.give_birth() as engine:
+        with self.initialize() as engine:
             dtype = torch.bfloat16 if self.config["bf16"]["enabled"] else torch.float32
             for _ in range(2):
                 loss = engine(torch.randn(4, 32).to(dtype)).float().square().mean()
@@ -171,50 +171,50 @@ class Case:
 @pytest.mark.parametrize("placement", PLACEMENTS, ids="-".join)
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 def test_an_initialiser_that_raises(placement: tuple[str, str], bf16: bool, swap_path: Path) -> None:
-    case = Case(swap_path, placement, bf16, born_on_meta=True)
+    case = Case(swap_path, placement, bf16, on_meta=True)
     case.model[2].breaks = True
     with pytest.raises(ZeroDivisionError, match="in reset_parameters"):
-        case.give_birth()
+        case.initialize()
     case.check()
     case.model[2].breaks = False
     case.train()
 
 
 @pytest.mark.parametrize("placement", [("nvme", "nvme"), ("nvme", "cpu"), ("cpu", "nvme")], ids="-".join)
-@pytest.mark.parametrize("born_on_meta", [False, True], ids=["with values", "on meta"])
-def test_writes_that_fail(placement: tuple[str, str], born_on_meta: bool, swap_path: Path) -> None:
-    case = Case(swap_path, placement, True, born_on_meta)
+@pytest.mark.parametrize("on_meta", [False, True], ids=["with values", "on meta"])
+def test_writes_that_fail(placement: tuple[str, str], on_meta: bool, swap_path: Path) -> None:
+    case = Case(swap_path, placement, True, on_meta)
     with faulty_disks() as disks:
-        case.give_birth().close()
+        case.initialize().close()
     num_writes = disks[0].count("write")
     assert num_writes > 4
     for nth in (1, num_writes // 2, num_writes):
-        case = Case(swap_path, placement, True, born_on_meta)
+        case = Case(swap_path, placement, True, on_meta)
         with faulty_disks(Fault("write", nth)), pytest.raises(TransferError):
-            case.give_birth()
+            case.initialize()
         case.check()
     case.train()
 
 
 @pytest.mark.parametrize("placement", [("nvme", "nvme"), ("none", "cpu"), ("cpu", "none")], ids="-".join)
-@pytest.mark.parametrize("born_on_meta", [False, True], ids=["with values", "on meta"])
-def test_ctrl_c_at_any_time(placement: tuple[str, str], born_on_meta: bool, swap_path: Path) -> None:
-    Case(swap_path, placement, True, born_on_meta).give_birth().close()  # what a process does once
-    case = Case(swap_path, placement, True, born_on_meta)
+@pytest.mark.parametrize("on_meta", [False, True], ids=["with values", "on meta"])
+def test_ctrl_c_at_any_time(placement: tuple[str, str], on_meta: bool, swap_path: Path) -> None:
+    Case(swap_path, placement, True, on_meta).initialize().close()  # what a process does once
+    case = Case(swap_path, placement, True, on_meta)
     with interrupted(0) as calls:
-        engine = case.give_birth()
+        engine = case.initialize()
     engine.close()
-    case, num_broken = Case(swap_path, placement, True, born_on_meta), 0
+    case, num_broken = Case(swap_path, placement, True, on_meta), 0
     for at_call in range(1, len(calls), len(calls) // 12):
         try:
             with interrupted(at_call):
-                engine = case.give_birth()
+                engine = case.initialize()
         except KeyboardInterrupt:
             num_broken += 1
             case.check()
         else:  # the birth was over before: how many calls it takes depends on what must be waited for
             engine.close()
-            case = Case(swap_path, placement, True, born_on_meta)
+            case = Case(swap_path, placement, True, on_meta)
     assert num_broken >= 10
     case.train()
 
@@ -222,20 +222,20 @@ def test_ctrl_c_at_any_time(placement: tuple[str, str], born_on_meta: bool, swap
 @pytest.mark.parametrize("name", ["_is_metadata", "_watch_state_dict", "_redirected", "register"])
 @pytest.mark.parametrize("placement", [("none", "cpu"), ("cpu", "none")], ids="-".join)
 def test_ctrl_c_between_an_effect_and_what_undoes_it(placement: tuple[str, str], name: str, swap_path: Path) -> None:
-    case = Case(swap_path, placement, True, born_on_meta=False)
+    case = Case(swap_path, placement, True, on_meta=False)
     with interrupted(0) as calls:
-        engine = case.give_birth()
+        engine = case.initialize()
     engine.close()
     found = [number for number, call in enumerate(calls, 1) if call.endswith(f".{name}")]
-    case = Case(swap_path, placement, True, born_on_meta=False)
+    case = Case(swap_path, placement, True, on_meta=False)
     for at_call in found[-1:]:
         with pytest.raises(KeyboardInterrupt), interrupted(at_call):
-            case.give_birth()
+            case.initialize()
         case.check()
 
 
 def test_a_loader_that_cannot_be_made(swap_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = Case(swap_path, ("nvme", "nvme"), True, born_on_meta=True)
+    case = Case(swap_path, ("nvme", "nvme"), True, on_meta=True)
     monkeypatch.setattr("tiered_zero.api.DataLoader", lambda *_args, **_options: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         tiered_zero.initialize(model=case.model, optimizer=case.optimizer, training_data=[1], config=case.config)
@@ -244,16 +244,16 @@ def test_a_loader_that_cannot_be_made(swap_path: Path, monkeypatch: pytest.Monke
 
 def test_buffers_beside_tied_parameters_are_filled(swap_path: Path) -> None:
     """The tied layer's own initialiser sets its buffer, though its parameter was born with another module."""
-    case = Case(swap_path, ("cpu", "cpu"), False, born_on_meta=True)
-    with case.give_birth() as engine:
+    case = Case(swap_path, ("cpu", "cpu"), False, on_meta=True)
+    with case.initialize() as engine:
         assert torch.equal(engine.module[3].scale, torch.ones(32))
 
 
 def test_a_models_memory_is_its_own_again(swap_path: Path) -> None:
     """Not only the same values: a parameter is where it was."""
-    case = Case(swap_path, ("nvme", "nvme"), False, born_on_meta=False)
+    case = Case(swap_path, ("nvme", "nvme"), False, on_meta=False)
     address = case.model[0].weight.data_ptr()
     case.model[2].breaks = True  # is not asked: the model has values
     with faulty_disks(Fault("write", 5)), pytest.raises(TransferError):
-        case.give_birth()
+        case.initialize()
     assert case.model[0].weight.data_ptr() == address

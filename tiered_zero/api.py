@@ -47,7 +47,7 @@ def initialize(
     dataset, returned as a DataLoader with the config's micro-batch size.
 
     The model is changed in place: its parameters become views that are filled while they are used. Raises ConfigError,
-    ModelError, PlanError or StoreError before anything is allocated or written wherever that can be told.
+    ModelError, PlanError or StoreError before anything is allocated or written wherever that can be known.
     """
     if isinstance(args, nn.Module):
         raise ModelError(

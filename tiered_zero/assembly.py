@@ -209,7 +209,7 @@ def _build(run_spec: RunSpec, lr_scheduler: Any, collectives: Collectives) -> En
             observers=_make_observers(run_spec, runtime, resources),
         )
         resources.add("last update", once(step.finish_update))
-        resources.add("open update", step.end_open_update)
+        resources.add("open update", step.end_unfinished_update)
         engine = Engine(run, step, resources)
         own_state = run_spec.source.state
         if handle is not None:

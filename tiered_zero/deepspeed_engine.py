@@ -23,7 +23,9 @@ _NO_CHECKPOINTS = (
     "this version writes no checkpoints. engine.module.state_dict() gives CPU tensors from any tier; load weights into "
     "the model before tiered_zero.initialize()."
 )
-_PAGED = "units come and go as the plan says; see stage3_max_live_parameters and tiered_zero.device_memory_limit."
+_PAGED = (
+    "the plan says when units are on the device; see stage3_max_live_parameters and tiered_zero.device_memory_limit."
+)
 _FIXED_BATCH = "the batch sizes are planned when the run starts. Set them in the config."
 _REPORTS = "engine.step_report, engine.memory_report() and tiered_zero.report have the numbers."
 _OTHER_WORK = "pipelines, quantization, compression and curricula are not here; train with the three calls."

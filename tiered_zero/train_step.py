@@ -348,7 +348,7 @@ class TrainStep:
             self._latch(f"a change by hand of the parameters of {changing.name} was interrupted")
         phase = self.phase
         if phase.now is Phase.IDLE:
-            if not self.pager.was_broken_off:
+            if not self.pager.was_interrupted:
                 return
             phase.now = Phase.BACKWARD if phase.has_own_backward else Phase.FORWARD
         if phase.now is Phase.UPDATE and self.failures.error is None:
@@ -405,7 +405,7 @@ class TrainStep:
 
     # -- the first acts of shutdown ------------------------------------------------------------------------------------
 
-    def end_open_update(self) -> None:
+    def end_unfinished_update(self) -> None:
         """Cancel the update of a step that was begun in backward and not taken."""
         if self.policy.is_open:
             self.policy.cancel_open()

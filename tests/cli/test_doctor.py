@@ -134,13 +134,13 @@ def test_a_check_that_fails_is_a_finding(swap_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("limit", [2 * GIB, None])
-def test_the_cgroup_is_told(swap_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int | None) -> None:
+def test_the_cgroup_is_named(swap_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int | None) -> None:
     monkeypatch.setattr(probe, "cgroup_memory_limit_nbytes", lambda: limit)
     expected = "limited to 2.0 GiB; plans keep to it" if limit else "no limit below the machine's memory"
     assert examine(swap_path)["cgroup memory"]["found"] == expected
 
 
-def test_without_torch_the_rest_is_told(swap_path: Path, tmp_path: Path) -> None:
+def test_without_torch_the_rest_is_reported(swap_path: Path, tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so is missing')")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
     command = [sys.executable, "-m", "tiered_zero", "doctor", str(swap_path), "--json"]

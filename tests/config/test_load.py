@@ -413,7 +413,7 @@ class TestPlacement:
         config = load_with(zero_optimization={"offload_param": {"nvme_path": given}})
         assert config.zero_optimization.offload_param.nvme_paths == expected
 
-    def test_what_the_file_sets_is_told_from_defaults(self) -> None:
+    def test_what_the_file_sets_differs_from_defaults(self) -> None:
         section = load_with(zero_optimization={"offload_param": {"buffer_count": 5}}).zero_optimization.offload_param
         assert section.model_fields_set == {"buffer_count"}
         section = load_with(

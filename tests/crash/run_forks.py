@@ -68,8 +68,8 @@ def main() -> None:
             raise SystemExit(0)
         os.close(writing)
         status = wait_for(pid)
-        with os.fdopen(reading, "rb") as told:
-            print(json.dumps({"way": way, "met": told.read().decode(), "status": status}), flush=True)
+        with os.fdopen(reading, "rb") as reader:
+            print(json.dumps({"way": way, "met": reader.read().decode(), "status": status}), flush=True)
     failure = train(engines[0], 3, first=1)
     wrong = differing(reference(policy, 3), dict(named_weights(engines[0].module)))
     engines[0].close()

@@ -59,7 +59,7 @@ def test_every_parameter_gets_a_gradient_and_is_counted_once(tied: bool) -> None
     assert sum(parameter.numel() for parameter in model.parameters()) == num_parameters(config)
 
 
-def test_born_on_meta_it_takes_no_memory_and_every_owner_can_fill_itself() -> None:
+def test_on_meta_it_takes_no_memory_and_every_owner_can_initialize_itself() -> None:
     model = build_gpt(SMALL)
     assert all(parameter.is_meta for parameter in model.parameters())
     assert not list(model.buffers())

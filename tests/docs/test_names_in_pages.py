@@ -114,14 +114,14 @@ def test_the_house_has_every_room() -> None:
 def test_the_changes_of_state_are_those_of_the_table() -> None:
     """Of current weights; the glossary lists the states."""
     page = (ROOT / "docs" / "architecture.md").read_text()
-    told = re.findall(r"^\| ([\w ]+) → ([\w ]+) \| (\w+) \|$", page, re.MULTILINE)
+    rows = re.findall(r"^\| ([\w ]+) → ([\w ]+) \| (\w+) \|$", page, re.MULTILINE)
     current = WeightState.CURRENT
     legal = {
         (before.value, after.value, act)
         for ((before, weights), (after, later)), act in LEGAL_CHANGES.items()
         if weights is later is current and before is not after
     }
-    assert set(told) == legal
+    assert set(rows) == legal
     glossary = (ROOT / "docs" / "glossary.md").read_text()
     assert all(f"| **{state.value}** |" in glossary for state in UnitState)
 

@@ -192,26 +192,26 @@ class Reference:
             param.grad = seen.grad.clone()  # type: ignore[union-attr]
         if self._clipping:
             nn.utils.clip_grad_norm_(self._model.parameters(), self._clipping)
-        self.reveal()
+        self.show()
         self._optimizer.step()
         self._scheduler.step()
         self._num_steps += 1
         if not self._delayed or self._num_steps <= 1:
-            self.reveal()
+            self.show()
 
-    def reveal(self) -> None:
+    def show(self) -> None:
         """What every look at the weights does."""
         self._seen.load_state_dict(self._model.state_dict())
 
     def change(self) -> None:
         """What the case "modify" does by hand."""
-        self.reveal()
+        self.show()
         with torch.no_grad():
             next(self._model.parameters()).add_(0.25)
-        self.reveal()
+        self.show()
 
     def digest(self) -> str:
-        self.reveal()
+        self.show()
         return digest(self._seen.state_dict(), self.losses)
 
 
@@ -342,7 +342,7 @@ class Run:
                 for step in range(NUM_BEFORE):
                     reference.step(step)
                 if revealed:
-                    reference.reveal()
+                    reference.show()
                 if changed:
                     reference.change()
                 for step in range(NUM_BEFORE + (not made), NUM_BEFORE + 1 + NUM_AFTER):

@@ -208,7 +208,7 @@ def _mappings(smaps):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool])
 @pytest.mark.parametrize("shape", [(), (0,), (3, 5), (300, 1000)])
-def test_passing_zeros_are_like_any_other(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_temporary_zeros_are_like_any_other(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     found = temporary_zeros(shape, dtype)
     assert torch.equal(found, torch.zeros(shape, dtype=dtype)) and found.shape == torch.Size(shape)
     assert found.dtype is dtype and found.is_contiguous() and not found.requires_grad
@@ -217,12 +217,12 @@ def test_passing_zeros_are_like_any_other(shape: tuple[int, ...], dtype: torch.d
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="glibc before 2.33 does not tell heap sizes")
 def test_large_ones_that_come_and_go_leave_nothing_in_the_heap() -> None:
     """Small blocks that stay are allocated in between; 30 MiB in all pass by."""
-    done = subprocess.run([sys.executable, "-c", PASSING], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 1 << 20
 
 
-PASSING = """
+SCRIPT = """
 import ctypes, torch
 from tiered_zero.hardware.host_memory import temporary_zeros
 

@@ -221,16 +221,16 @@ class Ring:
     """Compute consumes blocks that `gather` fetches into a ring of poisoned slots; `reduce` carries results back.
 
     Two waits make it exact: a block is computed with after its fetch (`fetched`), and a result slot is written again
-    after what it held was carried back (`reuse`). `forget` leaves one out.
+    after what it held was carried back (`reuse`). `missing_wait` leaves one out.
     """
 
     NUMEL = 257
     SLOTS = 3
     BLOCKS = 12
 
-    def __init__(self, seed, forget=None):
+    def __init__(self, seed, missing_wait=None):
         self.accelerator = CpuAccelerator(None, poison=True, delay_seed=seed)
-        self.forget = forget
+        self.missing_wait = missing_wait
         draw = random.Random(seed)
         self.prefetch = draw.randint(0, self.SLOTS - 1)
         self.source = torch.arange(self.BLOCKS * self.NUMEL, dtype=torch.float32).view(self.BLOCKS, self.NUMEL)
@@ -249,9 +249,9 @@ class Ring:
                         job = lambda slot=slot, ahead=ahead: copy_bytes(self.slots[slot], self.source[ahead])  # noqa: E731
                         fetched[ahead] = gather.submit(job, after=[self.accelerator.record_compute()])
                 slot = block % self.SLOTS
-                if self.forget != "fetched":
+                if self.missing_wait != "fetched":
                     self.accelerator.wait_on_compute(fetched[block])
-                if self.forget != "reuse" and block >= self.SLOTS:
+                if self.missing_wait != "reuse" and block >= self.SLOTS:
                     self.accelerator.wait_on_compute(carried[block - self.SLOTS])
                 torch.mul(self.slots[slot], 2, out=self.results[slot])
                 self.accelerator.poison(self.slots[slot])
@@ -273,10 +273,10 @@ def test_200_delay_schedules_change_nothing():
     assert not wrong
 
 
-@pytest.mark.parametrize("forget", ["fetched", "reuse"])
-def test_a_missing_wait_is_found(forget):
+@pytest.mark.parametrize("missing_wait", ["fetched", "reuse"])
+def test_a_missing_wait_is_found(missing_wait):
     """A wait left out on purpose is seen in about every second schedule: 200 do not miss it, nor do 20."""
-    assert any(not Ring(seed, forget).run() for seed in range(20))
+    assert any(not Ring(seed, missing_wait).run() for seed in range(20))
 
 
 def test_jobs_from_many_threads_are_all_done(accelerator):

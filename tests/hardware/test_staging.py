@@ -143,7 +143,7 @@ def test_an_exception_gives_the_lease_back(pool):
     assert pool.num_free == 2
 
 
-def test_a_release_that_is_broken_off_loses_no_buffer(pool, arena, monkeypatch):
+def test_a_release_that_is_interrupted_loses_no_buffer(pool, arena, monkeypatch):
     lease = pool.lease(1)
     monkeypatch.setattr(arena, "poison", lambda _tensor: 1 / 0)
     with pytest.raises(ZeroDivisionError):

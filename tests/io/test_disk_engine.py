@@ -228,7 +228,7 @@ def test_closing_leaves_neither_thread_nor_file(build_engine: BuildEngine, swap_
     assert num_threads() <= before
 
 
-def test_a_forked_process_is_told_that_it_has_no_workers(
+def test_a_forked_process_has_no_workers_and_raises(
     build_engine: BuildEngine, swap_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = build_engine()

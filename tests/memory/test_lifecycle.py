@@ -105,7 +105,7 @@ def test_initialize_that_fails_leaves_nothing(place, error, swap_path, monkeypat
     assert held() == before
 
 
-def test_a_model_that_cannot_be_born_leaves_nothing(swap_path, no_leaks):
+def test_a_model_that_cannot_be_initialized_leaves_nothing(swap_path, no_leaks):
     before = held()
     with pytest.raises(tiered_zero.ModelError, match="bad"):
         tiered(Unborn(), swap_path)

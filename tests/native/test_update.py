@@ -247,8 +247,8 @@ def test_receiving_copies_or_adds_and_measures_in_one_call(kernels: list[UpdateK
 def test_what_overflows_when_it_is_stored_is_not_finite(kernels: list[UpdateKernel]) -> None:
     source, target = torch.full((20,), 1e5), torch.zeros(20, dtype=torch.float16)
     for kernel in kernels:
-        reception = CopyNormArgs(source.data_ptr(), target.data_ptr(), 20, Dtype.FLOAT32, Dtype.FLOAT16)
-        assert kernel.copy_norm(reception, fused_tail=True) == math.inf
+        args = CopyNormArgs(source.data_ptr(), target.data_ptr(), 20, Dtype.FLOAT32, Dtype.FLOAT16)
+        assert kernel.copy_norm(args, fused_tail=True) == math.inf
 
 
 def test_denormals_are_kept_whatever_the_caller_does_to_its_own(library: Path) -> None:

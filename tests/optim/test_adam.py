@@ -74,8 +74,8 @@ def fused(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
     error = (product - (total - back)) + (c.double() - back)
     bits = total.view(torch.int64)
     even = (error != 0) & error.isfinite() & (bits & 1 == 0)
-    away = torch.where((error > 0) == (total > 0), 1, -1)
-    return (bits + torch.where(even, away, 0)).view(torch.float64).float()
+    offloaded = torch.where((error > 0) == (total > 0), 1, -1)
+    return (bits + torch.where(even, offloaded, 0)).view(torch.float64).float()
 
 
 def wild(numel: int, spread: float = 6.0) -> torch.Tensor:

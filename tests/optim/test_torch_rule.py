@@ -65,7 +65,7 @@ class RowScaled(Optimizer):
                     p.data = p.data - group["lr"] * p.grad / (state["rows"].sqrt() + 1e-3) / state["count"]
 
 
-class BornInConstructor(torch.optim.Optimizer):
+class StateInConstructor(torch.optim.Optimizer):
     """State exists before the first step, as Adagrad's does."""
 
     def __init__(self, params: Any, lr: float = 0.1, start: float = 2.0) -> None:
@@ -83,7 +83,7 @@ class BornInConstructor(torch.optim.Optimizer):
                     p.addcdiv_(p.grad, self.state[p]["sum"].sqrt(), value=-group["lr"])
 
 
-class LateState(BornInConstructor):
+class LateState(StateInConstructor):
     """A second array appears in the second step."""
 
     @torch.no_grad()
@@ -216,7 +216,7 @@ WHOLE: list[tuple[type[Optimizer], dict[str, Any]]] = [
     (torch.optim.Adagrad, {"lr": 1e-2, "fused": True}),
     (SubclassedAdamW, {"lr": 1e-2}),
     (RowScaled, {"lr": 1e-2}),
-    (BornInConstructor, {"lr": 1e-2}),
+    (StateInConstructor, {"lr": 1e-2}),
     (LateState, {"lr": 1e-2}),
 ]
 
@@ -248,7 +248,7 @@ def test_a_users_instance_becomes_a_rule_and_is_left_alone() -> None:
 
 @pytest.mark.parametrize("steps", [1, 2])
 @pytest.mark.parametrize(
-    "kind", [torch.optim.Adagrad, torch.optim.AdamW, torch.optim.SGD, BornInConstructor, RowScaled, LateState]
+    "kind", [torch.optim.Adagrad, torch.optim.AdamW, torch.optim.SGD, StateInConstructor, RowScaled, LateState]
 )
 def test_a_resumed_optimizer_goes_on_where_it_was(kind: type[Optimizer], steps: int) -> None:
     options = {"lr": 0.1, "momentum": 0.9} if kind is torch.optim.SGD else {"lr": 0.1}

@@ -89,7 +89,7 @@ class Failing(nn.Module):
         return x
 
 
-def test_hooks_that_were_there_before_find_the_parameters_lent(start: Start) -> None:
+def test_hooks_that_were_there_before_find_the_parameters_in_use(start: Start) -> None:
     model, seen = nested(), []
 
     def look(module: nn.Module, *_: Any) -> None:

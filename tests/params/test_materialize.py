@@ -1,4 +1,4 @@
-"""A model that is born on the meta device gets the values that it would have got on the CPU, unit by unit."""
+"""A model that is built on the meta device gets the values that it would have got on the CPU, unit by unit."""
 
 import json
 import math
@@ -34,7 +34,7 @@ def settings(**runtime: Any) -> dict[str, Any]:
     return {"train_batch_size": 4, "optimizer": adam, "zero_optimization": zero, "tiered_zero": runtime}
 
 
-def born(model: nn.Module, **runtime: Any) -> dict[str, Tensor]:
+def initialized(model: nn.Module, **runtime: Any) -> dict[str, Tensor]:
     """The model's state_dict after its birth."""
     with tiered_zero.initialize(model=model, config=settings(**runtime))[0] as engine:
         return dict(engine.module.state_dict())
@@ -139,12 +139,12 @@ def test_values_are_distributed_as_on_the_cpu(name: str, cap: int | None) -> Non
     expected = dict((demo() if name == "the demo's GPT" else MODELS[name]()).state_dict())
     model = demo_on_meta() if name == "the demo's GPT" else on_meta(MODELS[name])
     torch.manual_seed(2)
-    assert_alike(born(model, unit_size_cap=cap), expected)
+    assert_alike(initialized(model, unit_size_cap=cap), expected)
 
 
 def test_a_parents_word_on_its_child_is_the_last() -> None:
     """GPT-2 scales the projections into its residual stream, in _init_weights of the module around them."""
-    found = born(on_meta(gpt2), unit_size_cap=1)
+    found = initialized(on_meta(gpt2), unit_size_cap=1)
     assert found["transformer.h.1.attn.c_attn.weight"].std().item() == pytest.approx(0.02, rel=0.05)
     assert found["transformer.h.1.attn.c_proj.weight"].std().item() == pytest.approx(0.02 / math.sqrt(6), rel=0.05)
     assert found["transformer.h.1.mlp.c_proj.weight"].std().item() == pytest.approx(0.02 / math.sqrt(6), rel=0.05)
@@ -179,7 +179,7 @@ class Recurrent(nn.Module):
 
 
 @pytest.mark.parametrize("build", [gpt2, Recurrent])
-def test_a_model_so_born_trains_to_the_bit_like_one_with_its_values(build: Callable[[], nn.Module]) -> None:
+def test_a_model_so_initialized_trains_to_the_bit_like_one_with_its_values(build: Callable[[], nn.Module]) -> None:
     ids = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(0))
     weights = []
     first: dict[str, Tensor] = {}
@@ -199,7 +199,7 @@ def test_a_model_so_born_trains_to_the_bit_like_one_with_its_values(build: Calla
 
 def test_buffers_without_parameters_are_filled() -> None:
     model = on_meta(lambda: nn.Sequential(Rotary(), nn.Linear(4, 4)))
-    born(model)
+    initialized(model)
     assert torch.equal(model[0].frequency, Rotary().frequency)
 
 
@@ -209,7 +209,7 @@ def test_what_has_values_keeps_them() -> None:
     expected = known.weight.detach().clone()
     model = nn.Sequential(known, on_meta(lambda: nn.Linear(4, 4)), nn.BatchNorm1d(4))
     model[2].running_mean.fill_(7.0)
-    found = born(model)
+    found = initialized(model)
     assert torch.equal(found["0.weight"], expected)
     assert torch.equal(found["2.running_mean"], torch.full((4,), 7.0))
     assert found["1.weight"].abs().max() <= 0.5
@@ -231,7 +231,7 @@ class Mixed(nn.Module):
 
 
 def test_what_has_values_keeps_them_inside_a_unit_too() -> None:
-    found = born(Mixed(), unit_size_cap=1 << 20)
+    found = initialized(Mixed(), unit_size_cap=1 << 20)
     assert found["norm.weight"].tolist() == [5.0] * 4
     assert found["norm.running_mean"].tolist() == [7.0] * 4
     assert 0 < found["last.weight"].abs().max() <= 0.5
@@ -242,13 +242,13 @@ def test_a_model_with_values_is_never_initialised(monkeypatch: pytest.MonkeyPatc
     expected = {name: value.clone() for name, value in model.state_dict().items()}
     for kind in (nn.Linear, nn.LayerNorm):
         monkeypatch.setattr(kind, "reset_parameters", lambda self: pytest.fail("initialised"))
-    assert all(torch.equal(value, expected[name]) for name, value in born(model).items())
+    assert all(torch.equal(value, expected[name]) for name, value in initialized(model).items())
 
 
 def test_what_users_note_on_parameters_stays() -> None:
     model = on_meta(lambda: nn.Linear(4, 4))
     model.weight.no_decay = True
-    born(model)
+    initialized(model)
     assert model.weight.no_decay is True
 
 
@@ -263,7 +263,7 @@ def test_sixteen_bit_parameters_round_an_exact_master(placement: str) -> None:
         assert engine.module.state_dict()["weight"].dtype == torch.bfloat16
         rounded = dict(engine.module.state_dict())
     torch.manual_seed(3)
-    exact = born(on_meta(lambda: nn.Linear(64, 64)))
+    exact = initialized(on_meta(lambda: nn.Linear(64, 64)))
     assert torch.equal(rounded["weight"], exact["weight"].bfloat16())
     assert not torch.equal(rounded["weight"].float(), exact["weight"])
 
@@ -343,7 +343,7 @@ def test_exact_values_from_several_files(tmp_path: Path) -> None:
         saved(source, tmp_path / "1.safetensors", lambda name: ".h." in name),
         saved(source, tmp_path / "2.safetensors", lambda name: ".h." not in name),
     ]
-    found = born(on_meta(gpt2), weights=parts)
+    found = initialized(on_meta(gpt2), weights=parts)
     assert found.keys() == source.state_dict().keys()
     assert all(torch.equal(found[name], value) for name, value in source.state_dict().items())
 
@@ -352,7 +352,7 @@ def test_a_file_may_name_a_tied_weight_either_way(tmp_path: Path) -> None:
     value = torch.randn(64, 32)
     for name in ("head.weight", "tokens.weight"):
         save_file({name: value}, tmp_path / "file.safetensors")
-        found = born(on_meta(Tied), weights=str(tmp_path / "file.safetensors"))
+        found = initialized(on_meta(Tied), weights=str(tmp_path / "file.safetensors"))
         assert torch.equal(found["head.weight"], value)
         assert torch.equal(found["tokens.weight"], value)
 
@@ -364,7 +364,7 @@ def test_buffers_come_from_files_too(tmp_path: Path) -> None:
     source[2].table.fill_(9.0)
     path = saved(source, tmp_path / "file.safetensors")
     model = on_meta(lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), Owner()))
-    found = born(model, weights=path)
+    found = initialized(model, weights=path)
     assert all(torch.equal(found[name], value) for name, value in source.state_dict().items())
     assert found["1.num_batches_tracked"] == 1
     assert model[2].count == 4
@@ -373,10 +373,10 @@ def test_buffers_come_from_files_too(tmp_path: Path) -> None:
 def test_values_are_rounded_to_the_models_dtype(tmp_path: Path) -> None:
     source = nn.Linear(8, 8)
     path = saved(source, tmp_path / "file.safetensors")
-    found = born(on_meta(lambda: nn.Linear(8, 8, dtype=torch.bfloat16)), weights=path)
+    found = initialized(on_meta(lambda: nn.Linear(8, 8, dtype=torch.bfloat16)), weights=path)
     assert torch.equal(found["weight"], source.weight.bfloat16())
     path = saved(source.bfloat16(), tmp_path / "file.safetensors")
-    found = born(on_meta(lambda: nn.Linear(8, 8)), weights=path)
+    found = initialized(on_meta(lambda: nn.Linear(8, 8)), weights=path)
     assert torch.equal(found["weight"], source.weight.float())
 
 
@@ -401,15 +401,15 @@ def test_files_that_do_not_fit_are_refused_and_the_model_stays_as_it_is(tmp_path
             tiered_zero.initialize(model=model, config=settings(weights=str(path)))
         if path != whole:
             assert all(param.is_meta for param in model.parameters())
-        born(model)
+        initialized(model)
 
 
-def test_tensors_that_the_model_does_not_have_are_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_tensors_that_the_model_does_not_have_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tensors = {f"old.{i}": torch.zeros(1) for i in range(7)} | {"weight": torch.ones(4, 4), "bias": torch.ones(4)}
     save_file(tensors, tmp_path / "file.safetensors")
-    born(on_meta(lambda: nn.Linear(4, 4)), weights=str(tmp_path / "file.safetensors"))
-    (told,) = [record.getMessage() for record in caplog.records if "tiered_zero.weights" in record.getMessage()]
-    assert "no use for old.0, old.1, old.2, old.3, old.4 and 2 more in the files" in told
+    initialized(on_meta(lambda: nn.Linear(4, 4)), weights=str(tmp_path / "file.safetensors"))
+    (notice,) = [record.getMessage() for record in caplog.records if "tiered_zero.weights" in record.getMessage()]
+    assert "no use for old.0, old.1, old.2, old.3, old.4 and 2 more in the files" in notice
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
@@ -444,7 +444,7 @@ engine.close()
 
 
 @pytest.mark.parametrize("source", ["initialisers", "files"])
-def test_peak_memory_at_birth_is_one_group(source: str, swap_path: Path, tmp_path: Path) -> None:
+def test_peak_memory_of_initialize_is_one_group(source: str, swap_path: Path, tmp_path: Path) -> None:
     """Beside the planned host memory: a unit's parameters (4 bytes an element), flat (2), master (4) and the pages of
     its file that are mapped (4), those of two units; and 8 MiB for all else. The model in fp32 alone would be four
     times that."""

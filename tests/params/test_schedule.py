@@ -48,7 +48,7 @@ def test_from_the_third_step_on_the_next_step_is_expected_at_the_end_of_the_last
     assert expect(schedule, 3) == [0, 1, 2]
 
 
-def test_a_tied_unit_is_told_apart_by_what_came_before() -> None:
+def test_a_tied_unit_is_distinguished_by_what_came_before() -> None:
     """Embedding and head share unit 0: after its first visit block 1 follows, after its second backward begins."""
     schedule = Schedule()
     for _ in range(2):

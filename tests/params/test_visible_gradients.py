@@ -199,7 +199,7 @@ def test_fp16_gradients_are_hidden_while_they_are_scaled(swap_path: Path) -> Non
         engine.step()
 
 
-def test_a_step_without_backward_is_told_once(swap_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_step_without_backward_is_warned_of_once(swap_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING), build(swap_path, "cpu") as engine:
         backward(engine)
         engine.step()

@@ -289,7 +289,7 @@ def test_several_engines_in_one_process(swap_path):
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_compiled_blocks(swap_path):
-    """torch.compile with the eager backend: the graph capture meets parameters that come and go."""
+    """torch.compile with the eager backend: the graph capture meets parameters that are fetched and evicted."""
 
     def build():
         model = Stack(2)

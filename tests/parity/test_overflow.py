@@ -96,7 +96,7 @@ def test_training_around_overflows_is_training_without_those_steps(placement, sw
     assert_same_bits(expected, follow(with_overflows, engine))
 
 
-def test_bf16_skips_as_well_unless_told_not_to(swap_path):
+def test_bf16_skips_as_well_unless_switched_off(swap_path):
     with tiered(build(), swap_path, ("cpu", "cpu"), adamw, make_scheduler=halving, bf16={"enabled": True}) as engine:
         before = everything(engine)
         take_step(engine, 0, bad=True)

@@ -292,7 +292,7 @@ def test_a_parameter_that_thaws_later_is_refused(placement, swap_path):
         train(engine, batch, 1)
 
 
-def test_an_exception_inside_gathered_keeps_nothing_and_lends_nothing(swap_path):
+def test_an_exception_inside_gathered_keeps_nothing_and_gathers_nothing(swap_path):
     with tiered(build(), swap_path, make_optimizer=adamw) as engine:
         before = everything(engine)
         with pytest.raises(ZeroDivisionError), tiered_zero.gathered(engine.module.norm, modify=True), torch.no_grad():

@@ -234,8 +234,8 @@ def test_the_ratio_is_kept_to_within_one_sub_group(sized: list[tuple[int, bool]]
     plan = make_plan([], sizes, request("host", last, ratio=ratio))
     total = sum(size.state_nbytes for size in sizes)
     kept = (1 - ratio) * total
-    away = [size.state_nbytes for size, tier in zip(sizes, plan.tiers.state, strict=True) if tier != "device"]
-    assert sum(away) >= ratio * total - 1 and (not away or kept - (total - sum(away)) < min(away) + 1)
+    below = [size.state_nbytes for size, tier in zip(sizes, plan.tiers.state, strict=True) if tier != "device"]
+    assert sum(below) >= ratio * total - 1 and (not below or kept - (total - sum(below)) < min(below) + 1)
     assert set(plan.tiers.state) <= {"device", last}
     if ratio == 0:
         assert set(plan.tiers.state) == {"device"}

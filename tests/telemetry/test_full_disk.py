@@ -75,5 +75,5 @@ def test_training_goes_on_where_neither_can_be_written(swap_path: Path, caplog: 
         build(swap_path, "overlapped", runtime={"report": "/dev/full", "trace": "/dev/full"}) as engine,
     ):
         assert train(engine, 2) is None
-    told = [text for text in caplog.messages if "/dev/full cannot be written any more" in text]
-    assert len(told) == 2 and {text.split(":")[0] for text in told} == {"tiered_zero.report", "tiered_zero.trace"}
+    cut = [text for text in caplog.messages if "/dev/full cannot be written any more" in text]
+    assert len(cut) == 2 and {text.split(":")[0] for text in cut} == {"tiered_zero.report", "tiered_zero.trace"}

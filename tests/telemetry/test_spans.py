@@ -13,7 +13,7 @@ from tests.telemetry.conftest import Clock
 from tiered_zero.telemetry.spans import Recorder
 
 
-def test_a_wait_inside_a_span_takes_its_seconds_away(clock: Clock) -> None:
+def test_a_wait_inside_a_span_takes_its_seconds_from_it(clock: Clock) -> None:
     recorder = Recorder()
     with recorder.span("compute", "forward"):
         clock.sleep(0.02)

@@ -12,7 +12,7 @@ from tiered_zero.tiers.inventory import Home, Inventory
 from tiered_zero.tiers.unit_update import UnitUpdate
 
 
-def test_homes_are_told_apart_by_owner_and_kind() -> None:
+def test_homes_are_found_by_owner_and_kind() -> None:
     runtime = make_runtime()
     tier = DeviceTier(runtime.accelerator, runtime.ledger)
     unit, other = make_unit(0), make_unit(1)

@@ -117,7 +117,7 @@ def test_one_file_is_enough(tmp_path: Path) -> None:
         ("{", (), "Expecting property name"),
     ],
 )
-def test_what_cannot_be_told_is_said(tmp_path: Path, config: Any, options: tuple[str, ...], message: str) -> None:
+def test_what_cannot_be_known_is_named(tmp_path: Path, config: Any, options: tuple[str, ...], message: str) -> None:
     path = tmp_path / "config.json"
     path.write_text(config if isinstance(config, str) else json.dumps({"train_batch_size": 1, **config}))
     model = () if "--model" in options else ("--model", "gpt:")

@@ -115,7 +115,7 @@ class World:
         size_numel: int = CUT_NUMEL,
         num_buffers: int = 3,
         latency: int = 0,
-        params_away: bool = False,
+        offloads: bool = False,
         elementwise: bool = True,
         groups: Mapping[str, int] | None = None,
         masters: MasterFormat | None = None,
@@ -133,7 +133,7 @@ class World:
         self.moments = {unit.index: torch.full((unit.numel,), 0.5) for unit in units}
         self.group_of = {e.param.name: (groups or {}).get(e.param.name, 0) for u in units for e in u.entries}
         for unit in units:
-            tier = self.tier if params_away else host
+            tier = self.tier if offloads else host
             slot = tier.reserve(f"u{unit.index}", unit.nbytes, "param")
             self.inventory.place(unit, "param", Home(tier, slot))
         subgroups = cut_subgroups(self.units, self.group_of, size_numel, elementwise=elementwise)
@@ -236,7 +236,7 @@ def test_updates_are_in_order_and_each_after_its_read() -> None:
 
 
 def test_at_the_end_everything_is_written_and_every_buffer_back() -> None:
-    world = six(latency=LATE, params_away=True)
+    world = six(latency=LATE, offloads=True)
     world.step()
     assert sum(what == "write done" for what, _ in world.tier.log) == sum(what == "write" for what, _ in world.tier.log)
     world.check_buffers()
@@ -261,7 +261,7 @@ def reads(world: World) -> list[str]:
 
 
 def test_what_the_next_step_begins_with_is_read_at_the_end_of_this_one() -> None:
-    world = six(num_buffers=4, latency=LATE, params_away=True)
+    world = six(num_buffers=4, latency=LATE, offloads=True)
     world.stepper.prefetch()
     assert not reads(world), "nothing is known before the first step"
     world.step()
@@ -316,7 +316,7 @@ def test_another_order_than_expected_takes_the_buffers_back(num_buffers: int) ->
 
 def test_a_step_of_the_other_kind_reads_anew() -> None:
     """What was opened for it has room for other parameters."""
-    world = six(num_buffers=4, params_away=True)
+    world = six(num_buffers=4, offloads=True)
     (unit,) = world.units
     world.inventory.place(unit, "param_back", Home(world.tier, world.tier.reserve("b0", unit.nbytes, "param_back")))
     world.step()
@@ -362,7 +362,7 @@ def test_a_failed_read_ahead_fails_the_step_or_nobody() -> None:
 
 @pytest.mark.parametrize("latency", [0, 3])
 def test_parameters_that_masters_need_are_read_ahead_with_the_state(latency: int) -> None:
-    world = six(latency=latency, params_away=True, masters=Joined())
+    world = six(latency=latency, offloads=True, masters=Joined())
     world.tier.contents["u0"].copy_(torch.arange(world.tier.contents["u0"].numel()) % 251)
     padding = world.tier.contents["u0"][2 * world.units[0].entries[0].stop :].clone()
     world.step()
@@ -378,7 +378,7 @@ def test_parameters_that_masters_need_are_read_ahead_with_the_state(latency: int
 @pytest.mark.parametrize("how", ["failing", "refusing"])
 @pytest.mark.parametrize("latency", [0, LATE])
 def test_a_parameter_that_cannot_be_read_raises_and_gives_every_buffer_back(how: str, latency: int) -> None:
-    world = six(latency=latency, params_away=True, masters=Joined())
+    world = six(latency=latency, offloads=True, masters=Joined())
     world.step()
     world.stepper.cancel_prefetch()
     before = {name: raw.clone() for name, raw in world.tier.contents.items()}
@@ -394,11 +394,11 @@ def test_a_parameter_that_cannot_be_read_raises_and_gives_every_buffer_back(how:
 
 @pytest.mark.parametrize("num_buffers", [1, 3])
 @pytest.mark.parametrize("latency", [0, 3, LATE])
-@pytest.mark.parametrize("params_away", [True, False])
+@pytest.mark.parametrize("offloads", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_three_steps_give_the_numbers(num_buffers: int, latency: int, params_away: bool, dtype: torch.dtype) -> None:
+def test_three_steps_give_the_numbers(num_buffers: int, latency: int, offloads: bool, dtype: torch.dtype) -> None:
     units = [make_unit(0, [3000, 1, 0, 70], dtype), make_unit(1, [5000], dtype)]
-    world = World(units, num_buffers=num_buffers, latency=latency, params_away=params_away)
+    world = World(units, num_buffers=num_buffers, latency=latency, offloads=offloads)
     for scale in (1.0, 0.25, 2.0):
         world.step(grad_scale=scale)
         world.check()

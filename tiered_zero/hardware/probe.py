@@ -50,7 +50,7 @@ def total_host_nbytes(proc: Path = PROC) -> int:
 
 
 def available_host_nbytes(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
-    """What this process can still take before the kernel kills somebody: the least of MemAvailable and every enclosing
+    """What can still be allocated before the kernel kills a process: the least of MemAvailable and every enclosing
     cgroup's limit minus its usage, where inactive page cache counts as free (the kernel drops it first)."""
     bounds = [_meminfo(proc).get("MemAvailable") or _physical_nbytes()]
     for folder in _cgroup_folders(proc, cgroup, "memory"):

@@ -93,7 +93,7 @@ class StagingPool:
         """A buffer if one is free now. Raises BudgetError where `nbytes` is more than a buffer."""
         self._check_size(nbytes)
         with self._changed:
-            return self._lend(nbytes, holder)
+            return self._lease(nbytes, holder)
 
     def lease(self, nbytes: int, holder: str = "", lane: str = "compute") -> Lease:
         """A buffer, as soon as one is free; the wait is recorded as `wait_lease` on `lane`.
@@ -102,13 +102,13 @@ class StagingPool:
         """
         self._check_size(nbytes)
         with self._changed:
-            if (lease := self._lend(nbytes, holder)) is not None:
+            if (lease := self._lease(nbytes, holder)) is not None:
                 return lease
             with self._recorder.span(lane, "wait_lease", f"{self.kind} {holder}".strip()):
                 in_time = self._changed.wait_for(lambda: self.num_free or self._closed, self._timeout_s)
             if not in_time:
                 raise BudgetError(self._describe_deadlock(holder))
-            lease = self._lend(nbytes, holder)
+            lease = self._lease(nbytes, holder)
             assert lease is not None, "woken with a free buffer under the lock"
             return lease
 
@@ -138,7 +138,7 @@ class StagingPool:
             logger.error("a %s buffer was still leased at close, by %s for %.1f s", self.kind, holder, age_s)
         self._slot.release()
 
-    def _lend(self, nbytes: int, holder: str) -> Lease | None:
+    def _lease(self, nbytes: int, holder: str) -> Lease | None:
         """Under the lock."""
         if self._closed:
             raise BudgetError(f"the {self.kind} buffers are closed; {holder or 'a caller'} asked for one")

@@ -138,7 +138,7 @@ def cut_subgroups(
     for unit in units:
         if not unit.trainable or not any(entry.param.name in group_of for entry in unit.entries):
             continue
-        for start, stop, embedding in _stretches(unit, unit.shard(rank), group_of if apart else {}, elementwise):
+        for start, stop, embedding in _runs(unit, unit.shard(rank), group_of if apart else {}, elementwise):
             if embedding != kind or (not elementwise and filled + stop - start > limit):
                 close()
             kind = embedding
@@ -155,7 +155,7 @@ def cut_subgroups(
     return subgroups
 
 
-def _stretches(unit: Unit, shard: range, group_of: Mapping[str, int], elementwise: bool) -> list[tuple[int, int, bool]]:
+def _runs(unit: Unit, shard: range, group_of: Mapping[str, int], elementwise: bool) -> list[tuple[int, int, bool]]:
     """(start, stop, holds embeddings of `group_of`) of the parts of a shard, at cuts that any tier can write."""
     embeddings = [
         (max(entry.start, shard.start), min(entry.stop, shard.stop))

@@ -179,16 +179,14 @@ class UpdateKernel:
         """Decode `values` from codes and scales, or encode them. The caller vouches for the memory, as in `update`."""
         self._check(self._library.tz_convert_moments(self._pool, ctypes.byref(moments), LEVELS[self.level]))
 
-    def copy_norm(self, reception: CopyNormArgs, *, fused_tail: bool) -> float:
+    def copy_norm(self, args: CopyNormArgs, *, fused_tail: bool) -> float:
         """Copy, add or scan an array in one pass on the calling thread, and return the L2 norm of what the target then
         holds (without one, of the source), taken in fp32 in the order of ATen's vector_norm.
 
         `fused_tail`: whether that was compiled with FMA. The caller vouches for the memory, as in `update`.
         """
         norm = ctypes.c_float()
-        self._check(
-            self._library.tz_copy_norm(ctypes.byref(reception), fused_tail, ctypes.byref(norm), LEVELS[self.level])
-        )
+        self._check(self._library.tz_copy_norm(ctypes.byref(args), fused_tail, ctypes.byref(norm), LEVELS[self.level]))
         return norm.value
 
     def close(self) -> None:

@@ -115,4 +115,4 @@ class UpdateRule(ABC):
     @abstractmethod
     def update(self, runs: Sequence[Run]) -> None:
         """Take one step on every run, and write `out` where given. Raises whatever the rule raises, before any write
-        if it can be told from the arguments."""
+        if the arguments show it."""

@@ -42,7 +42,7 @@ _GRAIN_NUMEL = 1 << 16
 _PROBE_STEPS = 8
 """RAdam and its kin change their formula after five."""
 _DEVICE_CHUNK_NUMEL = 1 << 26
-_BORN = "initialized"
+_INITIALIZED = "initialized"
 _ABSENT = "absent"
 
 _State = State
@@ -175,7 +175,7 @@ class TorchRule(UpdateRule):
             if isinstance(value, torch.Tensor):
                 dtype = value.dtype if name == "step" and not by_device else torch.float32
                 scalars[name] = value.detach().to(device, dtype, copy=True)
-        return scalars or {_BORN: True}
+        return scalars or {_INITIALIZED: True}
 
     def _try_state(self, state: _State, hyper: Mapping[str, Any]) -> None:
         """Step one element from `state`. Raises ModelError where that fails, as it does where a key is missing."""
@@ -206,13 +206,13 @@ class TorchRule(UpdateRule):
                 run.scalars.setdefault(name, _ABSENT)
         self._refuse_unplanned(arrays, run.state)
         if not run.scalars:
-            run.scalars = {_BORN: True}
+            run.scalars = {_INITIALIZED: True}
         self._write_back("parameter", leaf, run.master)
         if run.out is not None:
             run.out.copy_(run.master)
 
     def _state_of(self, state: Mapping[str, torch.Tensor], scalars: Mapping[str, Any]) -> _State:
-        kept = {name: value for name, value in scalars.items() if name != _BORN and not _is_absent(value)}
+        kept = {name: value for name, value in scalars.items() if name != _INITIALIZED and not _is_absent(value)}
         return {name: home.detach() for name, home in state.items() if name not in scalars} | _cloned(kept)
 
     def _first_state(self, leaf: torch.Tensor, group: Mapping[str, Any]) -> _State:

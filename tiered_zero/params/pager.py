@@ -258,7 +258,7 @@ class Pager:
     # -- interrupts and the end ------------------------------------------------------------------------------------
 
     @property
-    def was_broken_off(self) -> bool:
+    def was_interrupted(self) -> bool:
         """Whether an interrupt left something of a forward, backward or gather past the engine. Between calls."""
         has_failed = self.phase.has_own_backward and torch._C._current_graph_task_id() == -1
         return bool(self._frames) or self.needs_drain or self._cache.is_moving or has_failed

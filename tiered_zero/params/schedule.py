@@ -11,8 +11,8 @@ Use = tuple[str, int]
 class Schedule:
     """Remembers, for each pair of successive uses, the use that followed. A hint, never a requirement.
 
-    A pair of uses tells the visits of a tied unit apart (embedding, then head), keeps what it knows through evaluation
-    or a branch, and follows a changed order after one pass. Memory: one entry per distinct pair.
+    A pair of uses distinguishes the visits of a tied unit (embedding, then head), keeps what it knows through
+    evaluation or a branch, and follows a changed order after one pass. Memory: one entry per distinct pair.
     """
 
     def __init__(self) -> None:

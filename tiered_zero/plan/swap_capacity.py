@@ -240,12 +240,12 @@ def capacity_lines(report: Mapping[str, Any]) -> list[str]:
         lines.append(_line(f"  {row['path']}", row["nbytes"]) + ("" if row["exists"] else "  (does not exist yet)"))
     for drive in report["drives"]:
         spare = drive["free_nbytes"] - drive["nbytes"]
-        verdict = (
+        fit = (
             f"fits, {format_nbytes(spare)} to spare"
             if drive["fits"]
             else f"does NOT fit: {format_nbytes(-spare)} short"
         )
-        lines.append(f"{_line('free there', drive['free_nbytes'])}  {verdict}{_names(report, drive)}")
+        lines.append(f"{_line('free there', drive['free_nbytes'])}  {fit}{_names(report, drive)}")
     lines.append(_line("written per step", report["written_nbytes_per_step"]))
     for drive in report["drives"]:
         lines += [line + _names(report, drive) for line in _wear(report, drive)]

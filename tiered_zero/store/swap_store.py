@@ -36,7 +36,7 @@ _SAMPLE = 16
 _STUCK_S = 5.0
 """How long `close` waits for requests after a failure; they may be stuck for ever."""
 
-_PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE)
+_TRANSIENT = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE)
 """Failures to write a manifest after which the same commit may be tried again."""
 
 Checksums = Literal["all", "sample", "off"]
@@ -421,7 +421,7 @@ class SwapStore:
             f"The manifest of step {step} cannot be written to {first}: {error}. What was committed before is untouched"
         )
         try:
-            if error.errno not in _PASSING:
+            if error.errno not in _TRANSIENT:
                 raise error
             manifest.discard(first)  # durably: its extents are written to again
         except OSError as failure:

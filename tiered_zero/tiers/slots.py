@@ -44,7 +44,7 @@ def write_slot(home: Home, offset: int, data: torch.Tensor, staging: StagingPool
 
 
 @contextmanager
-def lent_slot(
+def leased_slot(
     home: Home, staging: StagingPool | None, read: slice, write: slice | None = None
 ) -> Iterator[torch.Tensor]:
     """Lend a slot's bytes, [nbytes] uint8: where they rest, or in a staging buffer.

@@ -19,7 +19,7 @@ from tiered_zero.optim.rule import Run, UpdateRule
 from tiered_zero.optim.state_layout import StateLayout
 from tiered_zero.sizes import format_nbytes
 from tiered_zero.tiers.inventory import Inventory
-from tiered_zero.tiers.slots import lent_slot
+from tiered_zero.tiers.slots import leased_slot
 from tiered_zero.update.stepper import StreamingStepper
 
 logger = logging.getLogger("tiered_zero")
@@ -85,7 +85,7 @@ class OptimizerState:
             stepped = [piece for piece in pieces if self._stepper.scalars(layout.subgroup, piece)]
             if stepped:
                 home = self._inventory.home(layout.subgroup, "state")
-                with lent_slot(home, self._staging, slice(0, layout.nbytes)) as raw:
+                with leased_slot(home, self._staging, slice(0, layout.nbytes)) as raw:
                     for piece in stepped:
                         self._export(layout, piece, raw, found.setdefault(self._params[piece.param.name], {}))
         return {
@@ -180,7 +180,7 @@ class OptimizerState:
             has_state = stepper.has_state(layout)
             first = 0 if has_state else layout.state_start
             last = layout.nbytes if has_state else layout.master_nbytes
-            with lent_slot(home, self._staging, slice(first, last), slice(first, layout.nbytes)) as raw:
+            with leased_slot(home, self._staging, slice(first, last), slice(first, layout.nbytes)) as raw:
                 scalars, rounded = self._fill(layout, raw, given, groups)
             num_rounded += rounded
             stepper.replace_scalars(subgroup, scalars)

@@ -244,14 +244,14 @@ class StreamingStepper:
         segments = work.subgroup.segments
         grads = [segment.part_of(gradients.flat(segment.unit)) for segment in segments]
         on_device = self._io.updates_on_device(work.subgroup)
-        away = [i for i, segment in enumerate(segments) if on_device and not gradients.on_device(segment.unit)]
-        if not away:
+        elsewhere = [i for i, segment in enumerate(segments) if on_device and not gradients.on_device(segment.unit)]
+        if not elsewhere:
             yield grads
             return
-        nbytes = sum(grads[index].nbytes for index in away)
+        nbytes = sum(grads[index].nbytes for index in elsewhere)
         self._runtime.ledger.charge("device", "gradient_in_flight", nbytes)
         try:
-            for index in away:
+            for index in elsewhere:
                 grads[index] = grads[index].to(work.raw.device, copy=True)
             yield grads
         finally:
