@@ -352,7 +352,7 @@ class TrainStep:
                 return
             phase.now = Phase.BACKWARD if phase.has_own_backward else Phase.FORWARD
         if phase.now is Phase.UPDATE and self.failures.error is None:
-            self._latch("step() was broken off after its update had begun")
+            self._latch("step() was interrupted after its update had begun")
         if phase.now is Phase.FORWARD and not (self.policy.is_open and self.pager.needs_drain):
             if self.pager.needs_drain:
                 self._drain()

@@ -58,7 +58,7 @@ def GatheredParameters(
     fwd_module: nn.Module | None = None,
     enabled: bool = True,
 ) -> Iterator[None]:
-    """`tiered_zero.gathered`; with `modifier_rank` 0 changes are kept. Before `initialize` there is nothing to lend."""
+    """`tiered_zero.gathered`; with `modifier_rank` 0 changes are kept. Before `initialize` it does nothing."""
     if modifier_rank not in (None, 0):
         raise ModelError(f"modifier_rank: expected 0 or None, for there is one rank; found {modifier_rank!r}.")
     with gathered(params, modify=modifier_rank is not None) if enabled else nullcontext():

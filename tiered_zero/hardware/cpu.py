@@ -32,7 +32,7 @@ def copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copy contiguous CPU tensors of one dtype and size, without the GIL: on a lane's thread by itself, on others with
     the OpenMP team that compute has there.
 
-    Tensor.copy_ would give each lane's thread a team beside compute's, and torch.set_num_threads(1) in a lane would
+    Tensor.copy_ would give each lane's thread a team next to compute's, and torch.set_num_threads(1) in a lane would
     also bind every thread that starts later. Raises ValueError, also where the storage was emptied.
     """
     if target.dtype != source.dtype or target.numel() != source.numel():

@@ -1,4 +1,4 @@
-"""Staging buffers: a fixed number of equal buffers, lent one at a time, with back-pressure instead of failure."""
+"""Staging buffers: a fixed number of equal buffers, leased one at a time, with back-pressure instead of failure."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class StagingPool:
         self._slot = arena.take(self.buffer_nbytes * count, kind)
         self._changed = threading.Condition()
         self._leased: dict[int, Lease] = {}
-        """All others are free: one act lends a buffer or takes it back, so an interrupt loses none."""
+        """All others are free: one act leases or returns a buffer, so an interrupt loses none."""
         self._closed = False
 
     @property
