@@ -103,6 +103,13 @@ def test_a_function_is_in_the_file_beside_it() -> None:
     assert wrong == []
 
 
+def test_the_events_of_a_step_are_methods() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    events = re.findall(r"^\| `(\w+)` \| ", page[page.index("| event |") :], re.MULTILINE)[:8]
+    assert "unit_grads_complete" in events
+    assert {f"TrainStep.{event}" for event in events} <= definitions(PACKAGE / "train_step.py")
+
+
 def test_the_house_has_every_room() -> None:
     """The map of the architecture's page names everything that is in the package."""
     page = (ROOT / "docs" / "architecture.md").read_text()
