@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import wraps
 from types import TracebackType
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
 
 from tiered_zero.config.schema import Config
 from tiered_zero.deepspeed_engine import DeepSpeedNames
-from tiered_zero.errors import TieredZeroError
+from tiered_zero.engine_call import count_tokens, end_unreferenced_run, on_one_thread
 from tiered_zero.hardware.process import OwnProcess
 from tiered_zero.params.outside_modes import runs_outside_modes
 from tiered_zero.plan.planner import Plan
@@ -23,31 +21,6 @@ from tiered_zero.teardown import Teardown
 from tiered_zero.telemetry.report import StepReport
 from tiered_zero.train_step import TrainStep
 from tiered_zero.update.handle import TieredOptimizer
-
-_Arguments = ParamSpec("_Arguments")
-_Result = TypeVar("_Result")
-_Method = Callable[Concatenate["Engine", _Arguments], _Result]
-
-
-def _on_one_thread(method: _Method[_Arguments, _Result]) -> _Method[_Arguments, _Result]:
-    """Refuse a call of `method` while another thread is inside the engine (ModelError)."""
-
-    @wraps(method)
-    def entered(self: Engine, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-        is_made, num_before = False, self._step.counts.micro_steps
-        try:
-            with self._step.pager.driver.entered(f"engine.{method.__name__}()"):
-                result = method(self, *args, **kwargs)
-                is_made = True
-            return result
-        except BaseException as error:
-            # a caller cannot know that backward was made, or that step() had not begun, and repeats the batch
-            not_begun = self._step.counts.micro_steps == num_before and not isinstance(error, TieredZeroError)
-            if (method.__name__ == "backward" and is_made) or (method.__name__ == "step" and not_begun):
-                self._step.drop_interrupted()
-            raise
-
-    return entered
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +49,7 @@ class Engine(DeepSpeedNames):
         self._step = step
         self._resources = resources
         self._process = OwnProcess()
-        self._end = weakref.finalize(self, _end_unreferenced_run, self._process, resources)  # at exit too
+        self._end = weakref.finalize(self, end_unreferenced_run, self._process, resources)  # at exit too
 
     def __repr__(self) -> str:
         num_parameters = sum(param.numel() for param in self.module.parameters())
@@ -91,12 +64,12 @@ class Engine(DeepSpeedNames):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.forward(*args, **kwargs)
 
-    @_on_one_thread
+    @on_one_thread
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward, its parameters paged in as they are used."""
-        return self._step.forward(self._run.module, args, kwargs, _count_tokens(args, kwargs))
+        return self._step.forward(self._run.module, args, kwargs, count_tokens(args, kwargs))
 
-    @_on_one_thread
+    @on_one_thread
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Backward of `loss`, divided by the accumulation steps (unless not `scale_wrt_gas`) and multiplied by the loss
         scale. Returns the loss as given.
@@ -123,7 +96,7 @@ class Engine(DeepSpeedNames):
             self._step.arrivals.expect(scaled)
         return scaled
 
-    @_on_one_thread
+    @on_one_thread
     @runs_outside_modes
     def step(self) -> None:
         """Count a micro-batch; at an accumulation boundary check the gradients and update the weights, or skip the
@@ -208,13 +181,13 @@ class Engine(DeepSpeedNames):
 
     def memory_report(self) -> dict[str, dict[str, dict[str, int]]]:
         """tier -> kind -> {"now", "peak", "planned"} in bytes, of everything that the run has allocated."""
-        table: dict[str, dict[str, dict[str, int]]] = {}
-        for tier, kinds in self._step.runtime.ledger.by_kind().items():
-            table[tier] = {
+        return {
+            tier: {
                 kind: {"now": now, "peak": peak, "planned": self.plan.nbytes(tier, kind)}
                 for kind, (now, peak) in kinds.items()
             }
-        return table
+            for tier, kinds in self._step.runtime.ledger.by_kind().items()
+        }
 
     # -- control -------------------------------------------------------------------------------------------------------
 
@@ -227,12 +200,12 @@ class Engine(DeepSpeedNames):
         """Set the module's evaluation mode, as `nn.Module.eval`."""
         return self.train(False)
 
-    @_on_one_thread
+    @on_one_thread
     def flush(self) -> None:
         """Return when every update so far is made. Reading weights does this by itself."""
         self._step.flush()
 
-    @_on_one_thread
+    @on_one_thread
     @runs_outside_modes
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of this step's backward passes so far; `optimizer.zero_grad()` is the same.
@@ -243,7 +216,7 @@ class Engine(DeepSpeedNames):
         have begun from the gradients."""
         self._step.zero_grad(set_to_none)
 
-    @_on_one_thread
+    @on_one_thread
     @runs_outside_modes
     def abort_step(self) -> None:
         """Drop this step: drain transfers, offload units, drop gradients. Training goes on with the next forward."""
@@ -277,20 +250,3 @@ class Engine(DeepSpeedNames):
     ) -> None:
         self._step.failures.has_surfaced |= error is not None
         self.close()
-
-
-def _end_unreferenced_run(process: OwnProcess, resources: Teardown) -> None:
-    """End the run of an engine that is garbage, or at exit. Garbage is collected on any thread, perhaps on a lane
-    of this run, which cannot wait for itself: so only the main thread ends the run at once."""
-    if not process.is_current():
-        return  # a forked child owns nothing, and has no lane that could end an update
-    if threading.current_thread() is threading.main_thread():
-        resources.close()
-    else:
-        threading.Thread(target=resources.close, name="tiered_zero end").start()
-
-
-def _count_tokens(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
-    """Elements of `input_ids`, or of the first argument, if they are whole numbers; else 0."""
-    ids = kwargs.get("input_ids", args[0] if args else None)
-    return ids.numel() if isinstance(ids, torch.Tensor) and ids.dtype in (torch.int64, torch.int32) else 0

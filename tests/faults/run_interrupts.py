@@ -117,6 +117,9 @@ class Breaker:
         self._error = error
         self._place = place
         self._left = nth
+        self._has_begun = False
+        """Whether the call is past the first lines of its entry point (`on_one_thread`). An exception there is one
+        between two calls: the user drops the step before the batch is repeated, or gets an error that says so."""
         self.where = ""
         self.places: list[str] = []
 
@@ -129,7 +132,8 @@ class Breaker:
     def _trace(self, frame: FrameType, event: str, _argument: Any) -> Any:
         if not frame.f_code.co_filename.startswith(PACKAGE):
             return None
-        if event == "line" and not _cannot_be_interrupted(frame):
+        self._has_begun |= frame.f_code.co_name != "entered"
+        if event == "line" and self._has_begun and not _cannot_be_interrupted(frame):
             place = f"{frame.f_code.co_filename[len(PACKAGE) :]}:{frame.f_lineno}"
             self.places.append(place)
             self._left -= self._place in ("", place)

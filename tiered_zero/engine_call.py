@@ -1,0 +1,65 @@
+"""How a call of the user enters an engine and leaves it, and how a run ends that no call ends."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+
+import torch
+
+from tiered_zero.errors import TieredZeroError
+from tiered_zero.hardware.process import OwnProcess
+from tiered_zero.teardown import Teardown
+from tiered_zero.train_step import TrainStep
+
+
+class HasStep(Protocol):
+    """An engine."""
+
+    _step: TrainStep
+
+
+_Engine = TypeVar("_Engine", bound=HasStep)
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+_Method = Callable[Concatenate[_Engine, _Arguments], _Result]
+
+
+def on_one_thread(method: _Method[_Engine, _Arguments, _Result]) -> _Method[_Engine, _Arguments, _Result]:
+    """Refuse a call of `method` while another thread is inside the engine (ModelError)."""
+
+    @wraps(method)
+    def entered(self: _Engine, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        is_made, num_before = False, self._step.counts.micro_steps
+        try:
+            with self._step.pager.driver.entered(f"engine.{method.__name__}()"):
+                result = method(self, *args, **kwargs)
+                is_made = True
+            return result
+        except BaseException as error:
+            # a caller cannot know that backward was made, or that step() had not begun, and repeats the batch
+            not_begun = self._step.counts.micro_steps == num_before and not isinstance(error, TieredZeroError)
+            if (method.__name__ == "backward" and is_made) or (method.__name__ == "step" and not_begun):
+                self._step.drop_interrupted()
+            raise
+
+    return entered
+
+
+def end_unreferenced_run(process: OwnProcess, resources: Teardown) -> None:
+    """End the run of an engine that is garbage, or at exit. Garbage is collected on any thread, perhaps on a lane
+    of this run, which cannot wait for itself: so only the main thread ends the run at once."""
+    if not process.is_current():
+        return  # a forked child owns nothing, and has no lane that could end an update
+    if threading.current_thread() is threading.main_thread():
+        resources.close()
+    else:
+        threading.Thread(target=resources.close, name="tiered_zero end").start()
+
+
+def count_tokens(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+    """Elements of `input_ids`, or of the first argument, if they are whole numbers; else 0."""
+    ids = kwargs.get("input_ids", args[0] if args else None)
+    return ids.numel() if isinstance(ids, torch.Tensor) and ids.dtype in (torch.int64, torch.int32) else 0
