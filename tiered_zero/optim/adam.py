@@ -7,9 +7,8 @@ from typing import Any, final
 
 import torch
 
-from tiered_zero.native.update import Flag, Hyper, Rule, UpdateKernel
-from tiered_zero.optim.kernel_rule import NativeRule
-from tiered_zero.optim.torch_rule import TorchRule
+from tiered_zero.native.update import Hyper, Rule, UpdateKernel
+from tiered_zero.optim.kernel_rule import NativeRule, flags_of
 
 
 @final
@@ -32,17 +31,16 @@ class AdamRule(NativeRule):
         self, *, decoupled: bool, kernel: UpdateKernel | None, state_dtype: torch.dtype = torch.float32
     ) -> None:
         self.decoupled = decoupled
-        kind = torch.optim.AdamW if decoupled else torch.optim.Adam
-        defaults = kind([torch.zeros(1)]).defaults
-        super().__init__(TorchRule(kind, {}), defaults, kernel, state_dtype)
+        self._class = torch.optim.AdamW if decoupled else torch.optim.Adam
+        super().__init__(kernel, state_dtype)
 
     def with_state(self, state_dtype: torch.dtype) -> AdamRule:
-        """The same rule on the same kernel, with its moments in `state_dtype`."""
-        return AdamRule(decoupled=self.decoupled, kernel=self._kernel, state_dtype=state_dtype)
+        """Make the same rule on the same kernel, with its moments in `state_dtype`."""
+        return AdamRule(decoupled=self.decoupled, kernel=self.kernel, state_dtype=state_dtype)
 
     @staticmethod
     def seed_of(step: float) -> int:
-        """Of the stochastic rounding of a step's first array; the next have the next numbers."""
+        """Seed the stochastic rounding of a step's first array; the next arrays have the next numbers."""
         return int(step) * 0x9E3779B1 & 0xFFFFFFFF
 
     def _array_names(self, hyper: Mapping[str, Any]) -> tuple[str, ...]:
@@ -52,12 +50,11 @@ class AdamRule(NativeRule):
         # numbers, or 0-d tensors: then torch computes all this in fp32, and so do we
         lr, (beta1, beta2), weight_decay = hyper["lr"], hyper["betas"], hyper["weight_decay"]
         step = self._phase(scalars) + 1
-        flags = (Flag.MAXIMIZE if hyper["maximize"] else Flag(0)) | (Flag.AMSGRAD if hyper["amsgrad"] else Flag(0))
-        if weight_decay and not self.decoupled:
-            flags |= Flag.L2
         return Hyper(
             rule=Rule.ADAM,
-            flags=flags,
+            flags=flags_of(
+                MAXIMIZE=hyper["maximize"], AMSGRAD=hyper["amsgrad"], L2=weight_decay and not self.decoupled
+            ),
             seed=self.seed_of(step),
             l2=weight_decay,
             decay=float(1 - lr * weight_decay) if self.decoupled else 1.0,

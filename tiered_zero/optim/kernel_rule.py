@@ -8,12 +8,14 @@ import logging
 import time
 from abc import abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
-from operator import attrgetter
+from dataclasses import dataclass, replace
+from functools import reduce
+from operator import attrgetter, or_
 from typing import Any
 
 import numpy
 import torch
+from torch.optim import Optimizer
 
 from tiered_zero.errors import ModelError
 from tiered_zero.native import find_library
@@ -67,66 +69,54 @@ class NativeRule(UpdateRule):
     """
 
     elementwise = True
+    _class: type[Optimizer]
     _takes_root = False
     _counts_steps = True
     _variants: Sequence[Mapping[str, Any]] = ()
     """Hyper keys that, one set after another over the defaults, bring every operation that the rule has."""
 
-    def __init__(
-        self,
-        reference: TorchRule,
-        defaults: Mapping[str, Any],
-        kernel: UpdateKernel | None,
-        state_dtype: torch.dtype = torch.float32,
-    ) -> None:
-        """`defaults`: for what a run's hyper lacks. `kernel`: None for torch alone.
+    def __init__(self, kernel: UpdateKernel | None, state_dtype: torch.dtype = torch.float32, **options: Any) -> None:
+        """`kernel`: None for torch alone. `options`: of the class, for what a run's hyper lacks.
 
         Raises ModelError for a state dtype other than float32 and bfloat16.
         """
         if state_dtype not in (torch.float32, torch.bfloat16):
             raise ModelError(f"Optimizer state in float32 or bfloat16 was expected; found {state_dtype}.")
-        self.name = reference.name
+        self.kernel = kernel
         self.state_dtype = state_dtype
-        self._reference = reference
-        self._defaults = dict(defaults)
-        self._kernel = kernel
+        self._reference = TorchRule(self._class, options)
+        self.name = self._reference.name
+        self._defaults = self._reference.defaults
         self._root_flag = Flag(0)
         self._rate: float | None = None
         self.torch_bits = kernel is None or self._find_torch_bits()
 
-    @property
-    def kernel(self) -> UpdateKernel | None:
-        return self._kernel
-
     @abstractmethod
     def _array_names(self, hyper: Mapping[str, Any]) -> tuple[str, ...]:
-        """The state arrays, in the kernel's order."""
+        """Name the state arrays in the kernel's order."""
 
     @abstractmethod
     def _kernel_hyper(self, hyper: Mapping[str, Any], scalars: Mapping[str, Any]) -> Hyper:
-        """One step's factors, computed in double as torch does. Dtypes and scale are filled in by the caller."""
+        """Compute one step's factors, in double as torch does. The caller fills in dtypes and scale."""
 
     def _phase(self, scalars: Mapping[str, Any]) -> float:
-        """What its next step depends on of a run's scalars: here the steps taken, as for all rules that count them."""
+        """Return what a run's next step depends on of its scalars: the steps taken, for all rules that count them."""
         return float(scalars.get("step", 0))
 
     def _next_scalars(self, hyper: Mapping[str, Any], scalars: Mapping[str, Any]) -> dict[str, Any]:
         return {"step": self._phase(scalars) + 1}
 
     def _torch_scalars(self, scalars: Mapping[str, Any]) -> dict[str, Any]:
-        """The scalars as TorchRule keeps them."""
+        """Convert scalars to those of TorchRule."""
         return {"step": torch.tensor(self._phase(scalars))} if self._counts_steps else dict(scalars)
 
     def _own_scalars(self, scalars: Mapping[str, Any]) -> dict[str, Any]:
-        """The inverse of `_torch_scalars`."""
+        """Invert `_torch_scalars`."""
         return {"step": float(scalars["step"])} if self._counts_steps else dict(scalars)
 
     def state_fields(self, shape: tuple[int, ...], hyper: Mapping[str, Any]) -> list[StateField]:
         names = self._array_names({**self._defaults, **hyper})
         return [StateField(name, shape, self.state_dtype) for name in names]
-
-    def init_state(self, run: Run) -> None:
-        """Zeros."""
 
     def first_state(self, shape: tuple[int, ...], hyper: Mapping[str, Any]) -> dict[str, Any]:
         return self._reference.first_state(shape, {**self._defaults, **hyper})
@@ -144,16 +134,16 @@ class NativeRule(UpdateRule):
         return self._own_scalars(self._reference.import_state(values, state, hyper))
 
     def update(self, runs: Sequence[Run]) -> None:
-        """One step on every run. Raises ModelError, with nothing written, for a run that breaks the contract."""
+        """Take one step on every run. Raises ModelError, with nothing written, for a run that breaks the contract."""
         alike: dict[Hashable, list[Run]] = {}
         for run in runs:
             dtypes = run.master.dtype, run.grad.dtype, None if run.out is None else run.out.dtype
             key = id(run.hyper), self._phase(run.scalars), run.grad_scale, run.master.is_cpu, run.grad.is_cpu, dtypes
             alike.setdefault(key, []).append(run)
         batches = [self._pack(group) for group in alike.values() if self._runs_natively(group[0])]
-        if batches and self._kernel:
+        if batches and self.kernel:
             table = numpy.concatenate([batch.table for batch in batches])
-            self._kernel.update(table.ctypes.data, len(table))
+            self.kernel.update(table.ctypes.data, len(table))
         for batch in batches:
             for run in batch.runs:
                 run.scalars = dict(batch.scalars)
@@ -163,9 +153,10 @@ class NativeRule(UpdateRule):
                     self._update_by_torch(run)
 
     def report(self) -> dict[str, Any]:
-        """What runs the update: backend, isa, threads, elements a second (measured once, with bf16 gradients), whether
-        the kernel has torch's bits on fp32 gradients, and why it is not used, for all gradients or for those."""
-        kernel = self._kernel
+        """Report what runs the update: backend, isa, threads, elements a second (measured once, with bf16 gradients),
+        whether the kernel has torch's bits on fp32 gradients, and why it is not used, for all gradients or for those.
+        """
+        kernel = self.kernel
         return {
             "algorithm": self.name,
             "backend": "native" if kernel else "torch",
@@ -180,7 +171,7 @@ class NativeRule(UpdateRule):
         """Log what runs the update; a warning where that is a fallback, or slow."""
         report = self.report()
         where = f"{report['isa']}, {report['threads']} threads, {report['params_per_s'] / 1e9:.3g} G parameters/s"
-        if not self._kernel:
+        if not self.kernel:
             _LOG.warning("%s runs on torch's own operations (%s). %s", self.name, where, MISSING)
             return
         _LOG.info("%s runs on the native kernel (%s).", self.name, where)
@@ -195,10 +186,13 @@ class NativeRule(UpdateRule):
             )
 
     def measure_rate(self) -> float:
-        """Elements a second with bf16 gradients and parameters; measured at the first call."""
+        """Measure elements a second with bf16 gradients and parameters, at the first call."""
         if self._rate is None:
-            run = self._example_run(_PROBE_NUMEL, torch.bfloat16)
-            run.out = torch.zeros(_PROBE_NUMEL, dtype=torch.bfloat16)
+            values = torch.arange(1, _PROBE_NUMEL + 1, dtype=torch.float32).mul_(0.618034).frac_()
+            grad = values.flip(0).sub_(0.5).to(torch.bfloat16)
+            state = {f.name: torch.zeros(f.shape, dtype=f.dtype) for f in self.state_fields((_PROBE_NUMEL,), {})}
+            run = Run(values, grad, state, {}, self._defaults, torch.zeros_like(grad))
+            self.init_state(run)
             self.update([run])
             start_s = time.perf_counter()
             self.update([run])
@@ -207,16 +201,16 @@ class NativeRule(UpdateRule):
 
     def close(self) -> None:
         """End the kernel's threads."""
-        if self._kernel:
-            self._kernel.close()
+        if self.kernel:
+            self.kernel.close()
 
     def _runs_natively(self, run: Run) -> bool:
-        if self._kernel is None or not run.master.is_cpu or not run.grad.is_cpu:
+        if self.kernel is None or not run.master.is_cpu or not run.grad.is_cpu:
             return False
         return self.torch_bits or run.grad.dtype is not torch.float32
 
     def _pack(self, runs: list[Run]) -> _Batch:
-        """Checks and lays out alike runs. Column by column: of 10,000 small ones each microsecond counts."""
+        """Check and lay out alike runs. Column by column: of 10,000 small ones each microsecond counts."""
         first = runs[0]
         values = {**self._defaults, **first.hyper}
         hyper = self._kernel_hyper(values, first.scalars)
@@ -253,7 +247,8 @@ class NativeRule(UpdateRule):
         return _Batch(runs, table, hyper, self._next_scalars(values, first.scalars))
 
     def _update_by_torch(self, run: Run) -> None:
-        """Torch's own code. TorchRule cuts plain fp32 runs itself; other formats pass through fp32 copies of chunks."""
+        """Step by torch's own code. TorchRule cuts plain fp32 runs itself; other formats pass through fp32 copies of
+        chunks."""
         hyper = {**self._defaults, **run.hyper}
         joined, lossy = run.master.dtype is torch.int16, self.state_dtype is not torch.float32
         seed = self._kernel_hyper(hyper, run.scalars).seed
@@ -261,32 +256,30 @@ class NativeRule(UpdateRule):
         if not joined and not lossy:
             chunk = max(1, run.master.numel())
         for start in range(0, run.master.numel(), chunk):
-            part = slice(start, start + chunk)
-            kept, out = run.master[part], None if run.out is None else run.out[part]
-            state = {name: array[part].float() for name, array in run.state.items()}
-            master, copied = kept, out
+            kept = run.part(start, start + chunk)
+            state = {name: array.float() for name, array in kept.state.items()}
+            floats = replace(kept, state=state, scalars=self._torch_scalars(run.scalars), hyper=hyper)
             if joined:
-                marked = run.state[self.unsigned_field or ""][part]
-                assert out is not None, "remainders come with their parameters"
-                master, copied = join_master(out, kept, marked.signbit()), None
+                marked = kept.state[self.unsigned_field or ""]
+                assert kept.out is not None, "remainders come with their parameters"
+                floats.master, floats.out = join_master(kept.out, kept.master, marked.signbit()), None
                 state[self.unsigned_field or ""] = marked.float().abs()
-            scalars = self._torch_scalars(run.scalars)
-            self._reference.update([Run(master, run.grad[part], state, scalars, hyper, copied, run.grad_scale)])
+            self._reference.update([floats])
             for which, name in enumerate(self._array_names(hyper)):
                 if lossy:
-                    run.state[name][part].copy_(round_randomly(state[name], seed + which))
+                    kept.state[name].copy_(round_randomly(state[name], seed + which))
                 elif joined:
-                    run.state[name][part].copy_(state[name])
-            if joined and out is not None:
-                *halves, mark = split_master(master)
-                for target, half in zip((out, kept), halves, strict=True):
+                    kept.state[name].copy_(state[name])
+            if joined and kept.out is not None:
+                *halves, mark = split_master(floats.master)
+                for target, half in zip((kept.out, kept.master), halves, strict=True):
                     target.copy_(half)
                 marked.copy_(torch.where(mark, -marked.abs(), marked.abs()))
         run.scalars = self._next_scalars(hyper, run.scalars)
 
     def _find_torch_bits(self) -> bool:
-        """Whether fp32 gradients give torch's bits, and with which square root: see [Note: bits of torch]."""
-        kernel = self._kernel
+        """Find whether fp32 gradients give torch's bits, and with which square root: see [Note: bits of torch]."""
+        kernel = self.kernel
         root_flag = choose_root(kernel) if kernel and self._takes_root else Flag(0)
         if kernel is None or root_flag is None:
             return False
@@ -298,7 +291,7 @@ class NativeRule(UpdateRule):
         return _torch_bits[key]
 
     def _steps_agree(self, hyper: Mapping[str, Any]) -> bool:
-        """Whether the kernel and torch fuse the same operations: one step of each, from a state that holds no zeros.
+        """Compare one step of the kernel and of torch, from a state without zeros: do they fuse the same operations?
 
         Operations that are fused in one of them alone change a tenth of all elements or more. The lengths meet every
         remainder behind ATen's vectors, where its code is compiled apart.
@@ -314,7 +307,7 @@ class NativeRule(UpdateRule):
         )
 
     def _trial_runs(self, hyper: Mapping[str, Any]) -> list[Run]:
-        """Runs of all trial lengths with the same random values at each call."""
+        """Make runs of all trial lengths, with the same random values at each call."""
         generator = torch.Generator().manual_seed(0)
 
         def cut(values: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -329,24 +322,21 @@ class NativeRule(UpdateRule):
                 run.state[field.name] = part
         return runs
 
-    def _example_run(self, numel: int, grad_dtype: torch.dtype) -> Run:
-        values = torch.arange(1, numel + 1, dtype=torch.float32).mul_(0.618034).frac_()
-        grad = values.flip(0).sub_(0.5).to(grad_dtype)
-        state = {array.name: torch.zeros(numel, dtype=array.dtype) for array in self.state_fields((numel,), {})}
-        run = Run(values, grad, state, {}, self._defaults)
-        self.init_state(run)
-        return run
-
 
 def open_kernel(level: str | None = None, num_threads: int | None = None) -> UpdateKernel | None:
-    """The kernel, with torch's square root at hand; None where it was not built. Raises ConfigError for a level that
-    this machine does not run."""
+    """Open the kernel with torch's square root; None where it was not built. Raises ConfigError for a level that this
+    machine does not run."""
     path = find_library("_update")
     return None if path is None else UpdateKernel(path, level, num_threads, find_torch_root())
 
 
+def flags_of(**chosen: Any) -> Flag:
+    """Join the flags whose value is true."""
+    return reduce(or_, (Flag[name] for name, is_set in chosen.items() if is_set), Flag(0))
+
+
 def measure_copy_rate(nbytes: int = 1 << 25) -> float:
-    """Bytes read and written a second by one large copy on the CPU."""
+    """Measure the bytes that one large copy on the CPU reads and writes a second."""
     source, target = torch.zeros(nbytes, dtype=torch.uint8), torch.zeros(nbytes, dtype=torch.uint8)
     start_s = time.perf_counter()
     target.copy_(source)
@@ -354,7 +344,7 @@ def measure_copy_rate(nbytes: int = 1 << 25) -> float:
 
 
 def _misfit(runs: Sequence[Run]) -> ModelError:
-    """Shows the first run whose parts differ in length or layout, else the first of all: then a dtype is at fault."""
+    """Show the first run whose parts differ in length or layout, else the first of all: then a dtype is at fault."""
 
     def parts(run: Run) -> dict[str, torch.Tensor]:
         return {"master": run.master, "grad": run.grad, **run.state, **({} if run.out is None else {"out": run.out})}

@@ -14,7 +14,7 @@ Group = dict[str, Any]
 
 
 def bare_copy(optimizer: Optimizer) -> Optimizer:
-    """The same class and attributes, without parameters, state, step hooks, or a scheduler's wrapper around step.
+    """Copy the class and attributes, without parameters, state, step hooks, or a scheduler's wrapper around step.
 
     Tensors among the attributes, and the containers of such, are copies: a step may move them to its device.
     """
@@ -28,7 +28,7 @@ def bare_copy(optimizer: Optimizer) -> Optimizer:
 
 
 def copied(value: Any) -> Any:
-    """Tensors and plain containers anew, everything else as it is."""
+    """Copy tensors and plain containers; return everything else as it is."""
     if type(value) is torch.Tensor:
         return value.detach().clone()
     if type(value) in (dict, OrderedDict):
@@ -38,15 +38,20 @@ def copied(value: Any) -> Any:
     return value
 
 
+def copied_group(group: Mapping[str, Any]) -> Group:
+    """Copy the values of a param group, "params" left out."""
+    return {name: copied(value) for name, value in group.items() if name != "params"}
+
+
 def advance(
     optimizer: Optimizer, leaf: torch.Tensor, group: Mapping[str, Any], state: State, tracks_group: bool = False
 ) -> tuple[State, Group]:
-    """One step of `optimizer` as if `leaf` were its only parameter: the parameter's state after it, and what the step
+    """Step `optimizer` as if `leaf` were its only parameter. Returns the parameter's state after it, and what the step
     has changed of the param group, which itself stays as it is.
 
     `tracks_group`: False where the class is known to change nothing of its group, which saves the comparison.
     """
-    own = {name: copied(value) if tracks_group else value for name, value in group.items() if name != "params"}
+    own = copied_group(group) if tracks_group else group
     optimizer.param_groups = [{**own, "params": [leaf]}]
     optimizer.state = defaultdict(dict, {leaf: state})
     try:
@@ -58,7 +63,7 @@ def advance(
 
 
 def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> Group:
-    """What is new or other in `after`, "params" left out."""
+    """Return what is new or other in `after`, "params" left out."""
     return {
         name: value
         for name, value in after.items()
@@ -67,7 +72,7 @@ def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> Group:
 
 
 def numbers(optimizer: Optimizer) -> dict[str, Any]:
-    """The numbers that the instance itself keeps."""
+    """Return the numbers that the instance itself keeps."""
     return {
         name: copied(value)
         for name, value in vars(optimizer).items()
@@ -76,7 +81,7 @@ def numbers(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def same(left: Any, right: Any) -> bool:
-    """Of one type and one value; a NaN equals a NaN."""
+    """Compare type and value; a NaN equals a NaN."""
     if type(left) is not type(right):
         return False
     if isinstance(left, torch.Tensor):

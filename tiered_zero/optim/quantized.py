@@ -45,7 +45,7 @@ class QuantizedAdam(UpdateRule):
     elementwise = True
 
     def __init__(self, inner: AdamRule) -> None:
-        self.name = inner.name
+        self.name, self.kernel = inner.name, inner.kernel
         self._inner = inner
         self._floats: dict[str, torch.Tensor] = {}
 
@@ -55,13 +55,6 @@ class QuantizedAdam(UpdateRule):
         return [StateField(name, shape, _dtype(name)) for name in names] + [
             StateField(_scale(name), scales, torch.float32, QUANTIZED_BLOCK_NUMEL) for name in names
         ]
-
-    @property
-    def kernel(self) -> UpdateKernel | None:
-        return self._inner.kernel
-
-    def init_state(self, run: Run) -> None:
-        """Zeros."""
 
     def update(self, runs: Sequence[Run]) -> None:
         for run in runs:
@@ -104,7 +97,7 @@ class QuantizedAdam(UpdateRule):
     def _update_chunk(self, run: Run, start: int, stop: int) -> dict[str, Any]:
         part = slice(start, stop)
         blocks = slice(start // QUANTIZED_BLOCK_NUMEL, -(-stop // QUANTIZED_BLOCK_NUMEL))
-        kernel = self._inner.kernel if run.master.is_cpu else None
+        kernel = self.kernel if run.master.is_cpu else None
         arrays = {
             name: (array[part], run.state[_scale(name)][blocks], self._scratch(name, array, stop - start))
             for name, array in run.state.items()

@@ -1,10 +1,11 @@
-"""What an update rule is to the stepper: how much state a parameter needs, and how to advance it."""
+"""The interface of update rules: how much state a parameter needs, and how to advance it."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -22,6 +23,10 @@ class StateField:
     shape: tuple[int, ...]
     dtype: torch.dtype
     block_numel: int = 1
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass
@@ -47,6 +52,13 @@ class Run:
     out: torch.Tensor | None = None
     grad_scale: float = 1.0
 
+    def part(self, start: int, stop: int) -> Run:
+        """Return elements [start, stop) of an elementwise run as a run of its own."""
+        part = slice(start, stop)
+        state = {name: array[part] for name, array in self.state.items()}
+        out = None if self.out is None else self.out[part]
+        return replace(self, master=self.master[part], grad=self.grad[part], state=state, out=out)
+
 
 class UpdateRule(ABC):
     """Advances runs. Knows nothing of tiers, units or files. Called on one thread at a time."""
@@ -62,27 +74,26 @@ class UpdateRule(ABC):
     keeps_group_state: bool = False
     """Whether a step changes values of its param group, as where a class counts steps there."""
 
-    @property
-    def kernel(self) -> UpdateKernel | None:
-        """What it runs on, for what else that can do; None for torch alone."""
-        return None
+    kernel: UpdateKernel | None = None
+    """The native kernel, which gradient norms share; None for torch alone."""
 
     @abstractmethod
     def state_fields(self, shape: tuple[int, ...], hyper: Mapping[str, Any]) -> list[StateField]:
-        """The state arrays (not the scalars) of a run of `shape`. Raises ModelError for a rule that cannot be split."""
+        """Return the state arrays (not the scalars) of a run of `shape`. Raises ModelError for a rule that cannot be
+        split."""
 
-    @abstractmethod
     def init_state(self, run: Run) -> None:
         """Fill `run.state` with the rule's starting values where those are not zero. Called once a run, before
         its first step."""
+        return
 
     def first_state(self, shape: tuple[int, ...], hyper: Mapping[str, Any]) -> dict[str, Any]:
-        """What torch's optimizer holds for a parameter before its first step; most classes hold nothing."""
+        """Return what torch's optimizer holds for a parameter before its first step; most classes hold nothing."""
         return {}
 
     def export_state(self, state: Mapping[str, torch.Tensor], scalars: Mapping[str, Any]) -> dict[str, Any]:
-        """What torch's optimizer holds for the elements of `state`: fp32 arrays, which may be `state`'s own memory, and
-        scalars. Empty before the first step."""
+        """Return what torch's optimizer holds for the elements of `state`: fp32 arrays, which may be `state`'s own
+        memory, and scalars. Empty before the first step."""
         return {**state, **scalars}
 
     def check_state(self, values: Mapping[str, Any], shape: tuple[int, ...], hyper: Mapping[str, Any]) -> None:
@@ -93,8 +104,8 @@ class UpdateRule(ABC):
     def import_state(
         self, values: Mapping[str, Any], state: Mapping[str, torch.Tensor], hyper: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """The inverse of `export_state`: fill `state` from `values` (arrays of the same elements), return the scalars.
-        A format with fewer bits rounds to nearest."""
+        """Invert `export_state`: fill `state` from `values` (arrays of the same elements), return the scalars. A format
+        with fewer bits rounds to nearest."""
         for name, array in state.items():
             array.copy_(values[name])
         return {name: value for name, value in values.items() if name not in state}
@@ -108,8 +119,8 @@ class UpdateRule(ABC):
         return
 
     def advance_groups(self, groups: Sequence[dict[str, Any]], frozen: Sequence[Mapping[str, Any]]) -> None:
-        """A step is about to be taken with the values `frozen`: the live `groups` get what it makes of them. Driver
-        thread, once per step, before any of its runs."""
+        """Give the live `groups` the values that a step with the values `frozen` leaves in them. Driver thread, once a
+        step, before any of its runs."""
         return
 
     @abstractmethod

@@ -3,39 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, cast, final, overload
+from typing import Any, cast, final
 
 import torch
 from torch.optim import Optimizer
 
-from tiered_zero.native.update import Flag, Hyper, Rule, UpdateKernel
-from tiered_zero.optim.kernel_rule import NativeRule
+from tiered_zero.native.update import Hyper, Rule
+from tiered_zero.optim.kernel_rule import NativeRule, flags_of
 from tiered_zero.optim.rule import Run
-from tiered_zero.optim.torch_rule import ELEMENTWISE, TorchRule
+from tiered_zero.optim.torch_rule import ELEMENTWISE
 
 _STARTED = {"initialized": True}
 _WITHOUT_BUFFER = {"momentum_buffer": "absent"}
-
-
-def _flags(hyper: Mapping[str, Any], decayed: bool) -> Flag:
-    flags = Flag.MAXIMIZE if hyper["maximize"] else Flag(0)
-    return flags | Flag.L2 if decayed and hyper["weight_decay"] else flags
 
 
 @final
 class SgdRule(NativeRule):
     """torch.optim.SGD: momentum, dampening, nesterov. State: momentum_buffer, which the first step fills."""
 
+    _class = torch.optim.SGD
     _counts_steps = False
     _variants = (
         {"momentum": 0.0, "weight_decay": 0.1, "nesterov": False},
         {"momentum": 0.9, "dampening": 0.3, "weight_decay": 0.1, "nesterov": False, "maximize": True},
         {"momentum": 0.9, "dampening": 0.0, "weight_decay": 0.1, "nesterov": True},
     )
-
-    def __init__(self, kernel: UpdateKernel | None, state_dtype: torch.dtype = torch.float32, **options: Any) -> None:
-        reference = TorchRule(torch.optim.SGD, options)
-        super().__init__(reference, torch.optim.SGD([torch.zeros(1)], **options).defaults, kernel, state_dtype)
 
     def _array_names(self, hyper: Mapping[str, Any]) -> tuple[str, ...]:
         return ("momentum_buffer",) if hyper["momentum"] else ()
@@ -47,13 +39,10 @@ class SgdRule(NativeRule):
         return dict(_STARTED if hyper["momentum"] or "initialized" in scalars else _WITHOUT_BUFFER)
 
     def _kernel_hyper(self, hyper: Mapping[str, Any], scalars: Mapping[str, Any]) -> Hyper:
-        flags = _flags(hyper, decayed=True)
-        flags |= Flag.MOMENTUM if hyper["momentum"] else Flag(0)
-        flags |= Flag.NESTEROV if hyper["nesterov"] else Flag(0)
-        flags |= Flag(0) if self._phase(scalars) else Flag.FIRST
+        flags = {name.upper(): hyper[name] for name in ("maximize", "momentum", "nesterov")}
         return Hyper(
             rule=Rule.SGD,
-            flags=flags,
+            flags=flags_of(**flags, L2=hyper["weight_decay"], FIRST=not self._phase(scalars)),
             l2=hyper["weight_decay"],
             beta2=hyper["momentum"],
             weight2=1 - hyper["dampening"],
@@ -65,12 +54,9 @@ class SgdRule(NativeRule):
 class AdagradRule(NativeRule):
     """torch.optim.Adagrad. State: sum; scalar: step."""
 
+    _class = torch.optim.Adagrad
     _takes_root = True
     _variants = ({"weight_decay": 0.1, "maximize": True, "lr_decay": 0.1, "eps": 1e-3},)
-
-    def __init__(self, kernel: UpdateKernel | None, **options: Any) -> None:
-        reference = TorchRule(torch.optim.Adagrad, options)
-        super().__init__(reference, torch.optim.Adagrad([torch.zeros(1)], **options).defaults, kernel)
 
     def _array_names(self, hyper: Mapping[str, Any]) -> tuple[str, ...]:
         return ("sum",)
@@ -81,7 +67,7 @@ class AdagradRule(NativeRule):
     def _kernel_hyper(self, hyper: Mapping[str, Any], scalars: Mapping[str, Any]) -> Hyper:
         return Hyper(
             rule=Rule.ADAGRAD,
-            flags=_flags(hyper, decayed=True),
+            flags=flags_of(MAXIMIZE=hyper["maximize"], L2=hyper["weight_decay"]),
             l2=hyper["weight_decay"],
             decay=1.0,
             root2=1.0,
@@ -116,14 +102,8 @@ class Lion(Optimizer):
             raise ValueError(f"Invalid weight_decay value: {weight_decay}")
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize})
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update every parameter that has a gradient. Returns the closure's loss, if there is a closure."""
         loss = None
         if closure is not None:
@@ -153,15 +133,13 @@ ELEMENTWISE.add(Lion)
 class LionRule(NativeRule):
     """`Lion`. State: exp_avg."""
 
+    _class = Lion
     _counts_steps = False
     _variants = (
         {"weight_decay": 0.1, "maximize": True},
         {"weight_decay": 0.1, "betas": (0.3, 0.6)},  # lerp with weights on both sides of a half
         {"betas": (0.6, 0.3)},
     )
-
-    def __init__(self, kernel: UpdateKernel | None, **options: Any) -> None:
-        super().__init__(TorchRule(Lion, options), Lion([torch.zeros(1)], **options).defaults, kernel)
 
     def _array_names(self, hyper: Mapping[str, Any]) -> tuple[str, ...]:
         return ("exp_avg",)
@@ -177,7 +155,7 @@ class LionRule(NativeRule):
         beta1, beta2 = (float(beta) for beta in hyper["betas"])
         return Hyper(
             rule=Rule.LION,
-            flags=_flags(hyper, decayed=False),
+            flags=flags_of(MAXIMIZE=hyper["maximize"]),
             decay=1 - lr * hyper["weight_decay"],
             weight1=1 - beta1,
             weight2=1 - beta2,

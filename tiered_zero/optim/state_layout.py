@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import torch
@@ -67,15 +66,15 @@ class StateLayout:
         array = StateArray(field, piece, self._end)
         self.arrays.append(array)
         self._arrays_of[piece].append(array)
-        self._end += align_up(prod(field.shape) * field.dtype.itemsize, PAGE_NBYTES)
+        self._end += align_up(field.nbytes, PAGE_NBYTES)
 
     def master(self, raw: torch.Tensor) -> torch.Tensor:
-        """[numel] view of `raw`, the slot's bytes: `Run.master` of all its elements."""
+        """View the masters in `raw`, the slot's bytes: [numel], `Run.master` of all its elements."""
         dtype = self.masters.dtypes[0]
         return raw[: dtype.itemsize * self.subgroup.numel].view(dtype)
 
     def master_spans(self, segment: Segment) -> list[tuple[int, int, torch.dtype]]:
-        """Where a segment's masters are: (first byte in the slot, bytes, dtype) of each of the format's arrays."""
+        """Locate a segment's masters: (first byte in the slot, bytes, dtype) of each of the format's arrays."""
         spans, start = [], 0
         for dtype in self.masters.dtypes:
             spans.append((start + dtype.itemsize * segment.start, dtype.itemsize * segment.numel, dtype))
@@ -83,29 +82,29 @@ class StateLayout:
         return spans
 
     def spans(self, part: SubGroup) -> list[tuple[int, int]]:
-        """Where the masters and the state of some of the segments are: (first byte in the slot, last + 1), whole pages,
+        """Locate the masters and the state of some of the segments: (first byte in the slot, last + 1), whole pages,
         disjoint and in order."""
-        pages: set[int] = set()
+        spans: list[tuple[int, int]] = []
         for segment in part.segments:
-            spans = [(start, start + nbytes) for start, nbytes, _ in self.master_spans(segment)]
+            spans += [(start, start + nbytes) for start, nbytes, _ in self.master_spans(segment)]
             for array in self._arrays_of[None]:
                 elements = _part(array.field, segment.start, segment.stop)
                 itemsize = array.field.dtype.itemsize
                 spans.append((array.offset + elements.start * itemsize, array.offset + elements.stop * itemsize))
             for piece in segment.pieces:
-                for array in self._arrays_of[piece.index]:
-                    nbytes = prod(array.field.shape) * array.field.dtype.itemsize
-                    spans.append((array.offset, array.offset + nbytes))
-            for start, stop in spans:
-                pages.update(range(start // PAGE_NBYTES, -(-stop // PAGE_NBYTES)))
-        return _merged(sorted(pages))
+                spans += [(array.offset, array.offset + array.field.nbytes) for array in self._arrays_of[piece.index]]
+        merged: list[tuple[int, int]] = []
+        for start, stop in sorted((start - start % PAGE_NBYTES, align_up(stop, PAGE_NBYTES)) for start, stop in spans):
+            first, last = merged.pop() if merged and start <= merged[-1][1] else (start, stop)
+            merged.append((first, max(last, stop)))
+        return merged
 
     def marks(self, raw: torch.Tensor) -> torch.Tensor | None:
-        """[numel] view of the state array whose signs belong to the masters; None where no array lends its signs."""
+        """View the state array whose signs belong to the masters, [numel]; None where no array has such signs."""
         return _view(raw, self.arrays[0]) if len(self.masters.dtypes) > 1 else None
 
     def state(self, raw: torch.Tensor, piece: ParamPiece, start: int, stop: int) -> dict[str, torch.Tensor]:
-        """State views of elements [start, stop) of the sub-group (elementwise), or of `piece` in its own shapes."""
+        """View the state of elements [start, stop) of the sub-group (elementwise), or of `piece` in its own shapes."""
         shared = [array for array in self._arrays_of[None] if array.field.name in self.fields_of_group[piece.group]]
         own = self._arrays_of[piece.index]
         return {array.field.name: _view(raw, array)[_part(array.field, start, stop)] for array in shared} | {
@@ -124,17 +123,4 @@ def _part(field: StateField, start: int, stop: int) -> slice:
 
 def _view(raw: torch.Tensor, array: StateArray) -> torch.Tensor:
     """[n] of the field's dtype."""
-    nbytes = prod(array.field.shape) * array.field.dtype.itemsize
-    return raw[array.offset : array.offset + nbytes].view(array.field.dtype)
-
-
-def _merged(pages: Sequence[int]) -> list[tuple[int, int]]:
-    """Spans of neighbouring pages, in bytes."""
-    spans: list[tuple[int, int]] = []
-    for page in pages:
-        start = page * PAGE_NBYTES
-        if spans and spans[-1][1] == start:
-            spans[-1] = (spans[-1][0], start + PAGE_NBYTES)
-        else:
-            spans.append((start, start + PAGE_NBYTES))
-    return spans
+    return raw[array.offset : array.offset + array.field.nbytes].view(array.field.dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -13,7 +13,7 @@ import torch
 from torch.optim import Optimizer
 
 from tiered_zero.errors import ModelError
-from tiered_zero.optim.optimizer_copy import State, advance, bare_copy, changes, copied, numbers
+from tiered_zero.optim.optimizer_copy import State, advance, bare_copy, changes, copied, copied_group, numbers
 from tiered_zero.optim.rule import Run, StateField, UpdateRule
 
 ELEMENTWISE: set[type[Optimizer]] = {
@@ -45,7 +45,6 @@ _DEVICE_CHUNK_NUMEL = 1 << 26
 _INITIALIZED = "initialized"
 _ABSENT = "absent"
 
-_State = State
 _Constructor = Callable[[list[Any]], Optimizer]
 
 
@@ -94,6 +93,7 @@ class TorchRule(UpdateRule):
     def _adopt(self, optimizer: Optimizer, construct: _Constructor | None) -> None:
         """`construct`: for a class whose constructor creates state; None for all that create it in their first step."""
         self.name = type(optimizer).__name__
+        self.defaults = dict(optimizer.defaults)
         self.elementwise = type(optimizer) in ELEMENTWISE and not optimizer.defaults.get("fused")
         self._optimizer = bare_copy(optimizer)
         self._construct = construct
@@ -102,7 +102,8 @@ class TorchRule(UpdateRule):
         self._fields: dict[tuple[tuple[int, ...], str], list[StateField]] = {}
 
     def state_fields(self, shape: tuple[int, ...], hyper: Mapping[str, Any]) -> list[StateField]:
-        """Found by two dry steps: on meta tensors of this shape, or on CPU tensors if the class reads values.
+        """Find the state arrays by two dry steps: on meta tensors of this shape, or on CPU tensors if the class reads
+        values.
 
         Raises ModelError for a class that fails on this shape, keeps state that is no tensor or plain value, or couples
         parameters.
@@ -121,11 +122,8 @@ class TorchRule(UpdateRule):
                 self._fields[key] = self._dry_run(shape, hyper, "cpu")
         return list(self._fields[key])
 
-    def init_state(self, run: Run) -> None:
-        """Nothing to fill: the first update overwrites the arrays with what torch creates."""
-
     def update(self, runs: Sequence[Run]) -> None:
-        """One step on every run, in order; the scalars of a run advance once. Any thread, one at a time."""
+        """Take one step on every run, in order; the scalars of a run advance once. Any thread, one at a time."""
         for run in runs:
             self._refuse_options(run.hyper, run.master.device)
         with torch.no_grad():
@@ -137,11 +135,11 @@ class TorchRule(UpdateRule):
                 else:
                     self._step(run)
 
-    def first_state(self, shape: tuple[int, ...], hyper: Mapping[str, Any]) -> _State:
-        """Of a class whose constructor creates state, such as Adagrad; empty for all others."""
-        return {} if self._construct is None else self._first_state(torch.zeros(shape, requires_grad=True), hyper)
+    def first_state(self, shape: tuple[int, ...], hyper: Mapping[str, Any]) -> State:
+        """Return the state that the constructor creates, as Adagrad's does; nothing for all others."""
+        return self._first_state(torch.zeros(shape, requires_grad=True), hyper)
 
-    def export_state(self, state: Mapping[str, torch.Tensor], scalars: Mapping[str, Any]) -> _State:
+    def export_state(self, state: Mapping[str, torch.Tensor], scalars: Mapping[str, Any]) -> State:
         return self._state_of(state, scalars) if scalars else {}
 
     def check_state(self, values: Mapping[str, Any], shape: tuple[int, ...], hyper: Mapping[str, Any]) -> None:
@@ -160,8 +158,8 @@ class TorchRule(UpdateRule):
 
     def import_state(
         self, values: Mapping[str, Any], state: Mapping[str, torch.Tensor], hyper: Mapping[str, Any]
-    ) -> _State:
-        """As torch's own loading: a step count stays as it is, unless fused or capturable code needs it on the device;
+    ) -> State:
+        """Load as torch does: a step count stays as it is, unless fused or capturable code needs it on the device;
         every other tensor becomes fp32."""
         scalars = dict(values)
         for name, home in state.items():
@@ -177,12 +175,11 @@ class TorchRule(UpdateRule):
                 scalars[name] = value.detach().to(device, dtype, copy=True)
         return scalars or {_INITIALIZED: True}
 
-    def _try_state(self, state: _State, hyper: Mapping[str, Any]) -> None:
+    def _try_state(self, state: State, hyper: Mapping[str, Any]) -> None:
         """Step one element from `state`. Raises ModelError where that fails, as it does where a key is missing."""
-        leaf = torch.zeros(1, requires_grad=True)
-        leaf.grad = torch.ones(1)
+        leaf = _example_leaf(torch.zeros(1))
         try:
-            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            with _dry():
                 advance(bare_copy(self._optimizer), leaf, hyper, _cloned(state))
         except Exception as error:
             raise ModelError(
@@ -191,7 +188,7 @@ class TorchRule(UpdateRule):
             ) from error
 
     def _step(self, run: Run) -> None:
-        """One step of torch's own code on one piece."""
+        """Step one piece by torch's own code."""
         leaf = run.master.detach().requires_grad_()
         grad = run.grad.to(torch.float32)
         leaf.grad = grad if run.grad_scale == 1.0 else grad.mul_(run.grad_scale)
@@ -211,11 +208,12 @@ class TorchRule(UpdateRule):
         if run.out is not None:
             run.out.copy_(run.master)
 
-    def _state_of(self, state: Mapping[str, torch.Tensor], scalars: Mapping[str, Any]) -> _State:
-        kept = {name: value for name, value in scalars.items() if name != _INITIALIZED and not _is_absent(value)}
+    def _state_of(self, state: Mapping[str, torch.Tensor], scalars: Mapping[str, Any]) -> State:
+        absent = {name for name, value in scalars.items() if isinstance(value, str) and value == _ABSENT}
+        kept = {name: value for name, value in scalars.items() if name not in {_INITIALIZED, *absent}}
         return {name: home.detach() for name, home in state.items() if name not in scalars} | _cloned(kept)
 
-    def _first_state(self, leaf: torch.Tensor, group: Mapping[str, Any]) -> _State:
+    def _first_state(self, leaf: torch.Tensor, group: Mapping[str, Any]) -> State:
         if self._construct is None:
             return {}
         return dict(self._construct([{**group, "params": [leaf]}]).state[leaf])
@@ -230,10 +228,10 @@ class TorchRule(UpdateRule):
         if value.data_ptr() != home.data_ptr():
             home.copy_(value.detach())
 
-    def _split(self, state: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], _State]:
+    def _split(self, state: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], State]:
         """Arrays, and 0-d tensors and plain values. Raises ModelError for anything else."""
         arrays: dict[str, torch.Tensor] = {}
-        scalars: _State = {}
+        scalars: State = {}
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and type(value) not in (torch.Tensor, torch.nn.Parameter):
                 raise ModelError(
@@ -253,12 +251,11 @@ class TorchRule(UpdateRule):
         return arrays, _cloned(scalars)
 
     def _dry_run(self, shape: tuple[int, ...], hyper: Mapping[str, Any], device: str) -> list[StateField]:
-        """The arrays after two steps on ones. Raises ModelError if a step fails."""
+        """Return the arrays after two steps on ones. Raises ModelError if a step fails."""
         optimizer = bare_copy(self._optimizer)
-        leaf = torch.ones(shape, device=device, requires_grad=True)
-        leaf.grad = torch.ones_like(leaf)
+        leaf = _example_leaf(torch.ones(shape, device=device))
         try:
-            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            with _dry():
                 state, changed = advance(optimizer, leaf, hyper, self._first_state(leaf, hyper), not self.elementwise)
                 arrays, _ = self._split(advance(optimizer, leaf, {**hyper, **changed}, state)[0])
         except ModelError:
@@ -272,16 +269,15 @@ class TorchRule(UpdateRule):
         return [StateField(name, tuple(array.shape), array.dtype) for name, array in arrays.items()]
 
     def advance_groups(self, groups: Sequence[dict[str, Any]], frozen: Sequence[Mapping[str, Any]]) -> None:
-        """The class counts steps, or the like, in its param groups: each gets the values that it has after this step,
-        found by a step on a small parameter. What the step of each real one leaves must be the same."""
+        """Give each param group, where the class counts steps or the like in it, the values that it has after this
+        step, found by a step on a small parameter. What the step of each real one leaves must be the same."""
         self._expected = []
         if not self.keeps_group_state:
             return
         for group, values in zip(groups, frozen, strict=True):
             shape = tuple(min(length, 3) for length in group["params"][0].shape) if group["params"] else (1,)
-            leaf = torch.ones(shape, requires_grad=True)
-            leaf.grad = torch.ones_like(leaf)
-            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            leaf = _example_leaf(torch.ones(shape))
+            with _dry():
                 first = self._first_state(leaf, values)
                 _, changed = advance(bare_copy(self._optimizer), leaf, values, first, tracks_group=True)
             group.update(copied(changed))
@@ -297,20 +293,18 @@ class TorchRule(UpdateRule):
             )
 
     def _refuse_coupling(self, shape: tuple[int, ...], hyper: Mapping[str, Any]) -> None:
-        """Steps over two parameters: together by the class itself, and apart by this rule; the bits must agree.
-
-        It finds state on the optimizer that steers the update, and sums over all parameters.
-        """
+        """Step two parameters together by the class itself, and apart by this rule; the bits must agree. This finds
+        state of the optimizer itself that steers the update, and sums over all parameters. Raises ModelError."""
         generator = torch.Generator().manual_seed(0)
         starts = torch.randn((2, *shape), generator=generator)
         grads = torch.randn((_PROBE_STEPS, 2, *shape), generator=generator)
         together = [start.clone().requires_grad_() for start in starts]
-        own = {name: copied(value) for name, value in hyper.items() if name != "params"}
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        own = copied_group(hyper)
+        with _dry():
             torch.manual_seed(0)
             try:
                 optimizer = bare_copy(self._optimizer)
-                optimizer.param_groups = [{**copied(own), "params": together}]
+                optimizer.param_groups = [{**copied_group(own), "params": together}]
                 optimizer.state.update({leaf: self._first_state(leaf, own) for leaf in together})
                 for pair in grads:
                     counted = numbers(optimizer)
@@ -328,12 +322,13 @@ class TorchRule(UpdateRule):
             torch.manual_seed(0)
             group = {**own, "params": together}
             for pair in grads:
-                frozen = {name: copied(value) for name, value in group.items() if name != "params"}
+                frozen = copied_group(group)
                 rule.advance_groups([group], [frozen])
                 for run, grad in zip(apart, pair, strict=True):
                     run.grad, run.hyper = grad.clone(), frozen
                 rule.update(apart)
-        alike = all(_same_bits(leaf.detach(), run.master) for leaf, run in zip(together, apart, strict=True))
+        pairs = zip(together, apart, strict=True)
+        alike = all(torch.equal(a.detach().view(torch.int32), b.master.view(torch.int32)) for a, b in pairs)
         counting = changes(counted, numbers(optimizer))
         if not alike or counting or changes(group, optimizer.param_groups[0]):
             found = f"it counts {sorted(counting)} in itself" if counting else "it may sum over parameters"
@@ -363,26 +358,12 @@ class TorchRule(UpdateRule):
 
 
 def _pieces(run: Run) -> list[Run]:
-    """Cuts of an elementwise run. On the CPU so large that every thread has work and calls cost little, and no larger:
+    """Cut an elementwise run. On the CPU so large that every thread has work and calls cost little, and no larger:
     torch's temporaries then stay in the cache (AdamW on one thread: about half the time of an uncut run, from 256 Ki to
     512 Ki elements). On a GPU they only bound the temporaries."""
     on_cpu = run.master.device.type == "cpu"
     size = max(_CHUNK_NUMEL, _GRAIN_NUMEL * torch.get_num_threads()) if on_cpu else _DEVICE_CHUNK_NUMEL
-    master, grad = run.master.view(-1), run.grad.view(-1)
-    state = {name: array.view(-1) for name, array in run.state.items()}
-    out = None if run.out is None else run.out.view(-1)
-    if master.numel() <= size:
-        return [replace(run, master=master, grad=grad, state=state, out=out)]
-    return [
-        replace(
-            run,
-            master=master[start : start + size],
-            grad=grad[start : start + size],
-            state={name: array[start : start + size] for name, array in state.items()},
-            out=None if out is None else out[start : start + size],
-        )
-        for start in range(0, master.numel(), size)
-    ]
+    return [run.part(start, start + size) for start in range(0, max(1, run.master.numel()), size)]
 
 
 def _refuse_class(kind: type[Optimizer]) -> None:
@@ -394,7 +375,7 @@ def _refuse_class(kind: type[Optimizer]) -> None:
             )
 
 
-def _cloned(scalars: _State) -> _State:
+def _cloned(scalars: State) -> State:
     return {name: v.detach().clone() if isinstance(v, torch.Tensor) else v for name, v in scalars.items()}
 
 
@@ -402,13 +383,17 @@ def _key_of(hyper: Mapping[str, Any]) -> str:
     return repr(sorted((name, value) for name, value in hyper.items() if name != "params"))
 
 
-def _is_absent(value: Any) -> bool:
-    return isinstance(value, str) and value == _ABSENT
-
-
 def _example_params() -> list[torch.Tensor]:
     return [torch.zeros(1, 1, requires_grad=True)]
 
 
-def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    return torch.equal(left.view(torch.int32), right.view(torch.int32))
+def _example_leaf(values: torch.Tensor) -> torch.Tensor:
+    values.requires_grad_().grad = torch.ones_like(values)
+    return values
+
+
+@contextlib.contextmanager
+def _dry() -> Iterator[None]:
+    """Step a copy inside: without autograd, and without a change of the user's random numbers."""
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        yield

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from math import prod
 from typing import Any
 
 import torch
@@ -130,8 +129,7 @@ class OptimizerState:
         if self._rule.elementwise:
             names = layout.fields_of_group[piece.group]
             return 4 * piece.numel * sum(a.field.name in names and a.field.block_numel == 1 for a in layout.arrays)
-        fields = [array.field for array in layout.arrays if array.piece == piece.index]
-        return sum(prod(field.shape) * field.dtype.itemsize for field in fields)
+        return sum(array.field.nbytes for array in layout.arrays if array.piece == piece.index)
 
     # -- in ------------------------------------------------------------------------------------------------------------
 

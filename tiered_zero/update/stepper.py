@@ -16,6 +16,7 @@ from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.hardware.staging import StagingPool
 from tiered_zero.layout.flat import Unit
 from tiered_zero.layout.subgroups import ParamPiece, Segment, SubGroup
+from tiered_zero.optim.optimizer_copy import copied_group
 from tiered_zero.optim.rule import Run, UpdateRule
 from tiered_zero.optim.state_layout import StateLayout
 from tiered_zero.tiers.inventory import Inventory
@@ -79,14 +80,7 @@ class StreamingStepper:
     def freeze_groups(self, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Copy the values of the live param groups for the step that is taken: schedulers change them while it runs.
         The live groups get what the step itself makes of them."""
-        frozen = [
-            {
-                key: value.clone() if isinstance(value, torch.Tensor) else value
-                for key, value in group.items()
-                if key != "params"
-            }
-            for group in groups
-        ]
+        frozen = [copied_group(group) for group in groups]
         self._rule.advance_groups(groups, frozen)
         return frozen
 
