@@ -15,7 +15,7 @@ from tiered_zero.errors import ConfigError, TransferError
 from tiered_zero.io.disk_engine import DiskEngine, DiskTransfer
 from tiered_zero.io.disk_file import DiskFile, end_of_file_error, errno_text, memory_address, transfer_error
 from tiered_zero.io.engine import IOSettings, Request
-from tiered_zero.native import LIBRARY_DIR_VARIABLE, find_library
+from tiered_zero.native import LIBRARY_DIR_VARIABLE, find_library, load
 from tiered_zero.sizes import format_nbytes
 
 _KINDS: Final = {"read": 0, "write": 1, "sync": 2}
@@ -61,11 +61,8 @@ class _Library:
     """The functions of direct_io.c. Those that may block release the GIL, the others are not worth giving it away."""
 
     def __init__(self, path: Path) -> None:
-        releasing, holding = ctypes.CDLL(str(path)), ctypes.PyDLL(str(path))
+        releasing, holding = load(path), ctypes.PyDLL(str(path))
         pool, request = ctypes.c_void_p, ctypes.POINTER(_Request)
-        holding.tz_request_nbytes.restype = ctypes.c_int64
-        if holding.tz_request_nbytes() != ctypes.sizeof(_Request):
-            raise ConfigError(f"{path} was built from another version of direct_io.c; install tiered_zero again")
         self.open_pool = holding.tz_pool_open
         self.open_pool.argtypes = [ctypes.c_int32, ctypes.c_int64, ctypes.POINTER(ctypes.c_void_p)]
         self.open_ring = holding.tz_pool_open_ring

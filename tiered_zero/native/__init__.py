@@ -9,9 +9,15 @@ Never: a kernel keeps no global state, starts no thread that outlives its handle
 
 from __future__ import annotations
 
+import ctypes
 import os
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
+
+from tiered_zero.errors import ConfigError
+
+VERSION = 1
+"""Of the C sources, as in version.h. A library that was built from others may take structures of another layout."""
 
 LIBRARY_DIR_VARIABLE = "TIERED_ZERO_NATIVE_DIR"
 """Environment: a directory that is searched instead of this package's own; an empty one switches the kernels off."""
@@ -25,3 +31,14 @@ def find_library(stem: str) -> Path | None:
         if candidate.is_file():
             return candidate
     return None
+
+
+def load(path: Path) -> ctypes.CDLL:
+    """Raises OSError where `path` is no library, ConfigError where it was built from other C sources than VERSION's."""
+    library = ctypes.CDLL(str(path))
+    found = library.tz_version() if hasattr(library, "tz_version") else "none"
+    if found != VERSION:
+        raise ConfigError(
+            f"{path}: version {VERSION} of the C sources was expected; found {found}; rebuild: pip install ."
+        )
+    return library

@@ -27,6 +27,7 @@
 #include <time.h>
 #include <unistd.h>
 #include "ring.h"
+#include "version.h"
 
 enum { TZ_READ = 0, TZ_WRITE = 1, TZ_SYNC = 2 };
 enum { TZ_END_OF_FILE = -1 }; /* as `error`: no errno says it */
@@ -303,12 +304,6 @@ static void *work(void *argument)
 }
 
 #include "ring_worker.h"
-
-/* So that the binding can refuse a library that was built from another version of this file. */
-int64_t tz_request_nbytes(void)
-{
-    return (int64_t)sizeof(tz_request);
-}
 
 /* The pool outlives its threads while tickets are asked about; its descriptor need not. */
 static void close_event(tz_pool *pool)

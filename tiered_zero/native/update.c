@@ -29,6 +29,8 @@
 #include <arm_neon.h>
 #endif
 
+#include "version.h"
+
 #define API __attribute__((visibility("default")))
 
 enum { TZ_F32, TZ_BF16, TZ_F16, TZ_REMAINDER };

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple, final
 
 from tiered_zero.errors import ConfigError
+from tiered_zero.native import load
 
 LEVEL_VARIABLE = "TIERED_ZERO_UPDATE_LEVEL"
 """Environment: forces a level by name. A level that this machine cannot run is refused."""
@@ -108,11 +109,11 @@ class UpdateKernel:
     ) -> None:
         """`level`: forced, or from the environment, or the best that runs here. `num_threads`: see `available_cpus`.
 
-        `root`: for the runs that ask for MKL's square roots. Raises OSError where `path` is no
-        such library, ConfigError for a level that is unknown or does not run here.
+        `root`: for the runs that ask for MKL's square roots. Raises OSError where `path` is no library, ConfigError
+        where it is of another version, and for a level that is unknown or does not run here.
         """
         self.path = path
-        self._library = ctypes.CDLL(str(path))
+        self._library = load(path)
         self._bind()
         self.level = self._choose(level or os.environ.get(LEVEL_VARIABLE) or None)
         self.num_threads = max(1, num_threads or available_cpus())
