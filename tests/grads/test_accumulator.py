@@ -17,7 +17,8 @@ from torch import nn
 from tests.support.tier_rig import make_runtime
 from tests.support.units import make_params, make_unit
 from tiered_zero.errors import ModelError
-from tiered_zero.grads.accumulator import NUM_KEPT, SUM_CHUNK_NUMEL, GradientStore
+from tiered_zero.grads.accumulator import SUM_CHUNK_NUMEL, GradientStore
+from tiered_zero.grads.in_flight import NUM_KEPT
 from tiered_zero.grads.norms import GradNorm
 from tiered_zero.grads.unit_gradients import UnitGradients
 from tiered_zero.hardware.host_memory import HostArena

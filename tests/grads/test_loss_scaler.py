@@ -57,7 +57,7 @@ def reference(section: Fp16, overflows: list[bool]) -> list[float | None]:
     ),
 )
 def test_every_history_follows_the_rule(overflows: list[bool], section: Fp16) -> None:
-    scaler = LossScaler.from_config(section)
+    scaler = LossScaler(section)
     for overflow, expected in zip(overflows, reference(section, overflows), strict=False):
         if expected is None:
             with pytest.raises(NonFiniteError):
@@ -77,22 +77,22 @@ def scales(scaler: LossScaler, overflows: str) -> list[float]:
 
 
 def test_by_hand_the_first_overflow_only_uses_a_credit_and_growth_refills_it() -> None:
-    scaler = LossScaler(initial_scale_power=4, loss_scale_window=2)
+    scaler = LossScaler(Fp16(initial_scale_power=4, loss_scale_window=2))
     #                             x   x  x  .  .  .   x   x
     assert scales(scaler, "xxx...xx") == [16, 8, 4, 4, 4, 8, 8, 4]
 
 
 def test_by_hand_growth_counts_from_the_start_and_again_every_window() -> None:
-    assert scales(LossScaler(initial_scale_power=2, loss_scale_window=3), ".......") == [4, 4, 4, 8, 8, 8, 16]
+    assert scales(LossScaler(Fp16(initial_scale_power=2, loss_scale_window=3)), ".......") == [4, 4, 4, 8, 8, 8, 16]
 
 
 def test_by_hand_consecutive_hysteresis_refills_at_every_good_step() -> None:
-    assert scales(LossScaler(initial_scale_power=4, consecutive_hysteresis=True), "x.x.xx") == [16] * 5 + [8]
-    assert scales(LossScaler(initial_scale_power=4), "x.x.xx") == [16, 16, 8, 8, 4, 2]
+    assert scales(LossScaler(Fp16(initial_scale_power=4, consecutive_hysteresis=True)), "x.x.xx") == [16] * 5 + [8]
+    assert scales(LossScaler(Fp16(initial_scale_power=4)), "x.x.xx") == [16, 16, 8, 8, 4, 2]
 
 
 def test_the_floor_raises_and_leaves_the_scale() -> None:
-    scaler = LossScaler(initial_scale_power=1, hysteresis=1, min_loss_scale=1)
+    scaler = LossScaler(Fp16(initial_scale_power=1, hysteresis=1, min_loss_scale=1))
     scaler.update(True)
     before = scaler.state_dict()
     with pytest.raises(NonFiniteError, match=r"min_loss_scale = 1, in step 2.*learning rate"):
@@ -101,15 +101,15 @@ def test_the_floor_raises_and_leaves_the_scale() -> None:
 
 
 def test_a_static_scale_never_moves_nor_raises() -> None:
-    scaler = LossScaler(loss_scale=128.0, loss_scale_window=1)
+    scaler = LossScaler(Fp16(loss_scale=128.0, loss_scale_window=1))
     assert scales(scaler, "x" * 20 + "." * 20) == [128.0] * 40
-    scaler.load_state_dict(LossScaler(loss_scale=64.0).state_dict())
+    scaler.load_state_dict(LossScaler(Fp16(loss_scale=64.0)).state_dict())
     assert scaler.scale == 128.0
 
 
 @given(st.text("x.", max_size=12), st.text("x.", max_size=12))
 def test_a_saved_state_continues_bit_for_bit(before: str, after: str) -> None:
-    scaler, resumed = (LossScaler(initial_scale_power=30, loss_scale_window=2) for _ in range(2))
+    scaler, resumed = (LossScaler(Fp16(initial_scale_power=30, loss_scale_window=2)) for _ in range(2))
     scales(scaler, before)
     resumed.load_state_dict(scaler.state_dict())
     assert scales(resumed, after) == scales(scaler, after)
@@ -131,12 +131,12 @@ def test_a_saved_state_continues_bit_for_bit(before: str, after: str) -> None:
 )
 def test_settings_without_a_meaning_are_refused(section: Fp16, key: str) -> None:
     with pytest.raises(ConfigError, match=f"fp16.{key} must be"):
-        LossScaler.from_config(section)
+        LossScaler(section)
 
 
 @pytest.mark.parametrize("state", [{}, {"scale": float("nan"), "step": 1, "last_overflow": 0, "credits": 1}])
 def test_a_broken_state_is_refused(state: dict[str, float]) -> None:
-    scaler = LossScaler()
+    scaler = LossScaler(Fp16())
     with pytest.raises(ConfigError, match="loss scaler state"):
         scaler.load_state_dict(state)
     assert scaler.scale == 2.0**16

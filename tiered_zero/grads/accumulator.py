@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from tiered_zero.errors import ModelError
+from tiered_zero.grads.in_flight import InFlightGradients
 from tiered_zero.grads.norms import GradNorm
 from tiered_zero.grads.unit_gradients import UnitGradients
 from tiered_zero.hardware.runtime import Runtime
@@ -19,24 +20,18 @@ from tiered_zero.layout.flat import FlatEntry, ParamSpec, Unit
 from tiered_zero.sizes import format_nbytes
 from tiered_zero.tiers.inventory import Inventory
 from tiered_zero.tiers.step_gradients import StepGradients
-from tiered_zero.transfer import Transfer
 
 logger = logging.getLogger("tiered_zero")
 
-NUM_KEPT = 4
-"""Transferred gradients kept before they are freed. Autograd's thread frees them, in order, so that every step meets
-the same heap: freed by the reduce lane, at varying times, they left holes of 25 MiB in it.
-"""
-
 GRAD_SLOT: Any = torch.Tensor.grad
-"""The descriptor of autograd's own gradient, past the `grad` property of guarded parameters."""
+"""The descriptor of autograd's own attribute, past the `grad` property of guarded parameters."""
 
 SUM_CHUNK_NUMEL = 1 << 15
 """Sums on the reduce lane go in chunks of so many elements: few enough for torch to stay on the lane's one thread."""
 
 
 class GradientStore:
-    """Takes each gradient from autograd and adds it up at its unit's home, on the device or in host memory.
+    """Take each gradient from autograd and add it up at its unit's home, on the device or in host memory.
 
     Sums of units whose gradients rest on the device run on compute; copies and sums to the host run on the reduce lane.
     A unit's gradient waits for the unit's last update, which still reads the one before. Driver or autograd's thread.
@@ -52,28 +47,21 @@ class GradientStore:
         staging: StagingPool | None,
         norms: GradNorm,
     ) -> None:
-        """`in_flight_nbytes`: gradients that may wait on the device for their transfer; autograd waits for the oldest
-        when there are more."""
+        """`in_flight_nbytes`: gradients that may wait on the device for their transfer."""
         self._params = dict(params)
         self._units = {gradients.unit.index: gradients for gradients in units}
-        flats = [flat for each in self._units.values() for flat in (each.flat, each.spare) if flat is not None]
-        self._storages = {flat.untyped_storage()._cdata for flat in flats}
+        self._storages = {storage for each in self._units.values() for storage in each.storages()}
         self._inventory = inventory
         self._staging = staging
         self._norms = norms
         self._accelerator = runtime.accelerator
         self._recorder = runtime.recorder
         self._ledger = runtime.ledger
-        self._in_flight_nbytes = in_flight_nbytes
-        self._in_flight: deque[tuple[Transfer, torch.Tensor]] = deque()
-        """Each gradient with the event of its arrival."""
-        self._transferred: deque[torch.Tensor] = deque()
-        """Gradients that are to be freed, the oldest first."""
+        self._in_flight = InFlightGradients(runtime, in_flight_nbytes)
         self._extra_nbytes: Counter[str] = Counter()
         """Tier -> bytes that the plan does not hold, see `_promote`."""
         self._measures_norms = True
-        self.hidden: str | None = None
-        """Why `param.grad` is neither read nor assigned now; None where it may be."""
+        self._hidden: str | None = None
 
     # -- filling -----------------------------------------------------------------------------------------------------
 
@@ -97,7 +85,7 @@ class GradientStore:
         self._wait_update(unit)
         gradients.store_assigned()
         adds = gradients.adds_to(index)
-        if adds and gradients.flat.dtype != torch.float32:
+        if adds:
             self._promote(gradients)
         gradients.zeroed.discard(index)
         gradients.present.add(index)
@@ -130,8 +118,7 @@ class GradientStore:
         gradients.store_assigned()
         if not gradients.adds_to(entry.param.index):
             return
-        if gradients.flat.dtype != torch.float32:
-            self._promote(gradients)
+        self._promote(gradients)
         gradients.wait_transfers()
         total = gradients.view(entry).to(grad.device) + grad
         gradients.present.discard(entry.param.index)
@@ -142,8 +129,7 @@ class GradientStore:
 
     def finish_transfers(self) -> None:
         """End a backward: what is left on the device is what has not reached its home yet. Raises transfer errors."""
-        self._wait_oldest(self._in_flight_nbytes)
-        self._free(0, 0)
+        self._in_flight.end_backward()
         for gradients in self._units.values():
             if gradients.shown:  # users may hold views of it
                 gradients.wait_transfers()
@@ -154,7 +140,7 @@ class GradientStore:
 
     def wait_transfers(self) -> None:
         """Block until every gradient so far rests at its home, the empty ones too."""
-        self._wait_oldest(-1)
+        self._in_flight.wait_all()
 
     def freeze(self, unit: Unit, into: StepGradients) -> None:
         """Detach one unit's gradients for an update that begins in backward: later ones of this step are refused."""
@@ -180,28 +166,22 @@ class GradientStore:
     def discard(self) -> None:
         """Discard this step's gradients, also those that a failed backward left on parameters, once all transfers have
         ended. Raises the first transfer error."""
-        failure: BaseException | None = None
-        for _ in range(len(self._in_flight) + 1):  # each failure ends one wait
-            try:
-                self._wait_oldest(-1)
-            except BaseException as error:
-                failure = failure or error
-        for gradients in self._units.values():
-            gradients.clear()
-        with torch._C.DisableTorchFunctionSubclass():
-            for param in self._params:
-                if GRAD_SLOT.__get__(param) is not None:
-                    GRAD_SLOT.__set__(param, None)
-        if failure is not None:
-            raise failure
+        try:
+            self._in_flight.drain()
+        finally:
+            for gradients in self._units.values():
+                gradients.clear()
+            self._take_unstored()
 
     def abort(self) -> None:
         """Free what an interrupted `discard` has left. The lanes are idle."""
         self._in_flight.clear()
-        self._transferred.clear()
-        self._ledger.correct("device", "gradient_in_flight", 0)
 
     # -- param.grad --------------------------------------------------------------------------------------------------
+
+    def set_hidden(self, why: str | None) -> None:
+        """Refuse to read and assign `param.grad` from now on, with the reason `why`; None allows both."""
+        self._hidden = why
 
     @property
     def has_gradients(self) -> bool:
@@ -209,29 +189,29 @@ class GradientStore:
         return any(gradients.present for gradients in self._units.values())
 
     def read(self, param: nn.Parameter) -> torch.Tensor | None:
-        """`param.grad` between backward and step(): a live view of the gradient's home, to be read and changed in
-        place. Waits until it is there. Raises ModelError where `hidden`. Driver thread."""
+        """Return `param.grad` between backward and step(): a live view of the gradient's home, to be read and changed
+        in place. Waits until it is there. Raises ModelError while hidden. Driver thread."""
         if (place := self._place(param)) is None or place[1].param.index not in place[0].present:
             return None
         self._refuse_if_hidden(place[1])
         return place[0].show(place[1])
 
     def assign(self, param: nn.Parameter, value: torch.Tensor | None) -> None:
-        """`param.grad = value`; None drops the gradient. The tensor itself is the gradient until the next backward or
-        step() copies it to its home.
+        """Do `param.grad = value`; None drops the gradient. The tensor itself is the gradient until the next
+        backward or step() copies it to its home.
 
         `value`: of the parameter's shape, of the dtype and on the device of the parameter or of the gradient's home.
-        Raises ModelError for others, and where `hidden`. Driver thread."""
+        Raises ModelError for others, and while hidden. Driver thread."""
         if (place := self._place(param)) is None:
             return
         gradients, entry = place
         index = entry.param.index
-        if value is None:
-            if index in gradients.present:
-                self._refuse_if_hidden(entry)
-                gradients.remove(entry)
+        if value is None and index not in gradients.present:
             return
         self._refuse_if_hidden(entry)
+        if value is None:
+            gradients.remove(entry)
+            return
         if value is gradients.shown.get(index):  # as in `param.grad *= 2`
             return
         _check_new(gradients, entry, value)
@@ -247,13 +227,9 @@ class GradientStore:
         gradients.assign(entry, value)
 
     def collect_assigned(self) -> None:
-        """Before a step: copy the gradients that users assigned to their homes, also those assigned while a forward or
-        a backward was running, which are in autograd's own attribute."""
-        with torch._C.DisableTorchFunctionSubclass():
-            found = [(param, grad) for param in self._params if (grad := GRAD_SLOT.__get__(param)) is not None]
-            for param, _ in found:
-                GRAD_SLOT.__set__(param, None)
-        for param, grad in found:
+        """Copy the gradients that users assigned to their homes, before a step; also those assigned while a forward or
+        a backward was running."""
+        for param, grad in self._take_unstored():
             self.assign(param, grad)
         for gradients in self._units.values():
             gradients.store_assigned()
@@ -295,15 +271,21 @@ class GradientStore:
 
     def close(self) -> None:
         """Lanes have ended."""
-        self._transferred.extend(source for _, source in self._in_flight)
         self._in_flight.clear()
-        self._free(0, 0)
         self._units.clear()
         for tier, nbytes in self._extra_nbytes.items():
             self._ledger.discharge(tier, "gradient_sums", nbytes)
         self._extra_nbytes.clear()
 
     # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _take_unstored(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
+        """Take the gradients that are in autograd's own attribute, which no hook has moved to their homes."""
+        with torch._C.DisableTorchFunctionSubclass():
+            found = [(param, grad) for param in self._params if (grad := GRAD_SLOT.__get__(param)) is not None]
+            for param, _ in found:
+                GRAD_SLOT.__set__(param, None)
+        return found
 
     def _place(self, param: nn.Parameter) -> tuple[UnitGradients, FlatEntry] | None:
         """None for an empty parameter, which is in no unit, and after `close`."""
@@ -313,8 +295,8 @@ class GradientStore:
         return (self._units[unit.index], entry) if self._units else None
 
     def _refuse_if_hidden(self, entry: FlatEntry) -> None:
-        if self.hidden is not None:
-            raise ModelError(f"The gradient of {entry.param.name} cannot be read or changed now: {self.hidden}")
+        if self._hidden is not None:
+            raise ModelError(f"The gradient of {entry.param.name} cannot be read or changed now: {self._hidden}")
 
     def _wait_update(self, unit: Unit) -> None:
         """Block until the unit's last update has read its gradients. Raises the error of one that has failed."""
@@ -327,8 +309,7 @@ class GradientStore:
         self, gradients: UnitGradients, spec: ParamSpec, target: torch.Tensor, source: torch.Tensor, adds: bool
     ) -> None:
         accelerator, nbytes, measures_norm = self._accelerator, source.nbytes, self._measures_norms
-        self._wait_oldest(max(0, self._in_flight_nbytes - nbytes))
-        self._ledger.charge("device", "gradient_in_flight", nbytes)
+        self._in_flight.make_room(nbytes)
 
         def send() -> None:
             with self._recorder.span("reduce", "reduce", spec.name, nbytes):
@@ -346,27 +327,7 @@ class GradientStore:
         after = [accelerator.record_compute()]
         event = accelerator.lane("reduce").submit(send, after=after, holds=[source], waits=False)
         gradients.last = event
-        self._in_flight.append((event, source))
-
-    def _wait_oldest(self, allowed_nbytes: int) -> None:
-        """Wait for the oldest gradients until at most `allowed_nbytes` are in flight or not freed yet."""
-        flying = self._in_flight
-        flying_nbytes = sum(source.nbytes for _, source in flying)
-        while flying and (flying_nbytes > allowed_nbytes or flying[0][0].done()):
-            event, source = flying.popleft()
-            flying_nbytes -= source.nbytes
-            self._transferred.append(source)
-            with self._recorder.span("compute", "wait_grad"):
-                event.wait()
-        self._free(NUM_KEPT, allowed_nbytes - flying_nbytes)
-
-    def _free(self, num_kept: int, allowed_nbytes: int) -> None:
-        """Free the oldest transferred gradients until at most so many, and so many bytes, are left."""
-        nbytes = sum(source.nbytes for source in self._transferred)
-        while self._transferred and (len(self._transferred) > num_kept or nbytes > allowed_nbytes):
-            freed_nbytes = self._transferred.popleft().nbytes
-            nbytes -= freed_nbytes
-            self._ledger.discharge("device", "gradient_in_flight", freed_nbytes)
+        self._in_flight.add(event, source)
 
     def _add(self, target: torch.Tensor, source: torch.Tensor, adds: bool) -> None:
         """On the reduce lane: to host memory by way of a staging buffer, then into the fp32 sum."""
@@ -383,15 +344,16 @@ class GradientStore:
                     into.add_(chunk) if adds else into.copy_(chunk)
 
     def _promote(self, gradients: UnitGradients) -> None:
-        """A second gradient for a parameter in a step planned without sums (several backwards): 16-bit sums would
-        round.
-        """
-        tier = "device" if gradients.on_device else "host"
+        """Turn the unit's flat to fp32, if it is not, for the second gradient of a parameter in a step planned without
+        sums (several backwards): 16-bit sums would round."""
+        if gradients.flat.dtype == torch.float32:
+            return
+        tier = gradients.tier_name
         nbytes = _sum_nbytes(gradients)
         if not self._extra_nbytes:
             more = Counter[str]()
             for each in self._units.values():
-                more["device" if each.on_device else "host"] += _sum_nbytes(each)
+                more[each.tier_name] += _sum_nbytes(each)
             logger.warning(
                 "backward() called again before step(): gradients accumulate in fp32 (%s). If unintended, call "
                 "engine.step() or engine.zero_grad().",
@@ -404,8 +366,7 @@ class GradientStore:
         gradients.flat = gradients.flat.to(torch.float32)
         if gradients.spare is not None:
             gradients.spare = gradients.spare.to(torch.float32)
-            self._storages.add(gradients.spare.untyped_storage()._cdata)
-        self._storages.add(gradients.flat.untyped_storage()._cdata)
+        self._storages |= gradients.storages()
 
 
 def _sum_nbytes(gradients: UnitGradients) -> int:

@@ -22,47 +22,25 @@ class LossScaler:
     Source: DeepSpeed 0.19, runtime/fp16/loss_scaler.py, DynamicLossScaler.update_scale.
     """
 
-    def __init__(
-        self,
-        loss_scale: float = 0.0,
-        initial_scale_power: int = 16,
-        loss_scale_window: int = 1000,
-        hysteresis: int = 2,
-        consecutive_hysteresis: bool = False,
-        min_loss_scale: float = 1.0,
-    ) -> None:
-        if not (math.isfinite(loss_scale) and loss_scale >= 0):
-            raise ConfigError(f"fp16.loss_scale must be 0 (dynamic) or a finite number above 0; found {loss_scale}.")
-        self.dynamic = loss_scale == 0
-        self.scale = 2.0**initial_scale_power if self.dynamic else float(loss_scale)
+    def __init__(self, section: Fp16Section) -> None:
+        fixed, power, floor = section.loss_scale, section.initial_scale_power, section.min_loss_scale
+        if not (math.isfinite(fixed) and fixed >= 0):
+            raise ConfigError(f"fp16.loss_scale must be 0 (dynamic) or a finite number above 0; found {fixed}.")
+        self.dynamic = fixed == 0
+        self.scale = 2.0**power if self.dynamic else float(fixed)
         if self.dynamic:
-            for key, value in {"loss_scale_window": loss_scale_window, "hysteresis": hysteresis}.items():
-                if value < 1:
+            for key in ("loss_scale_window", "hysteresis"):
+                if (value := getattr(section, key)) < 1:
                     raise ConfigError(f"fp16.{key} must be at least 1 for a dynamic loss scale; found {value}.")
-            if not 0 < min_loss_scale <= self.scale:
+            if not 0 < floor <= self.scale:
                 raise ConfigError(
-                    f"fp16.min_loss_scale must be above 0 and at most the first loss scale, 2**{initial_scale_power}; "
-                    f"found {min_loss_scale}. Lower it, or raise fp16.initial_scale_power."
+                    f"fp16.min_loss_scale must be above 0 and at most the first loss scale, 2**{power}; "
+                    f"found {floor}. Lower it, or raise fp16.initial_scale_power."
                 )
-        self._window = loss_scale_window
-        self._hysteresis = hysteresis
-        self._consecutive = consecutive_hysteresis
-        self._min_scale = float(min_loss_scale)
+        self._section = section
         self._step = 0
         self._last_overflow = -1
-        self._credits = hysteresis
-
-    @classmethod
-    def from_config(cls, section: Fp16Section) -> LossScaler:
-        """From the fp16 section of the config."""
-        return cls(
-            section.loss_scale,
-            section.initial_scale_power,
-            section.loss_scale_window,
-            section.hysteresis,
-            section.consecutive_hysteresis,
-            section.min_loss_scale,
-        )
+        self._credits = section.hysteresis
 
     def update(self, overflow: bool) -> None:
         """End of a step: adapt `scale`. Raises NonFiniteError, and stays as it is, on an overflow at the floor."""
@@ -73,33 +51,30 @@ class LossScaler:
             self._last_overflow = self._step
         else:
             good_steps = self._step - self._last_overflow - 1
-            grows = good_steps > 0 and good_steps % self._window == 0
+            grows = good_steps > 0 and good_steps % self._section.loss_scale_window == 0
             if grows:
                 self.scale *= _FACTOR
-            if grows or self._consecutive:
-                self._credits = self._hysteresis
+            if grows or self._section.consecutive_hysteresis:
+                self._credits = self._section.hysteresis
         self._step += 1
 
     def _shrink(self) -> None:
         if self._credits > 1:
             self._credits -= 1
             return
-        if self.scale == self._min_scale:
+        floor = float(self._section.min_loss_scale)
+        if self.scale == floor:
             raise NonFiniteError(
                 f"A loss scale at which gradients are finite was expected; they overflowed at the floor, "
-                f"fp16.min_loss_scale = {self._min_scale:g}, in step {self._step + 1}. Look for a loss that is not "
+                f"fp16.min_loss_scale = {floor:g}, in step {self._step + 1}. Look for a loss that is not "
                 f"finite, lower the learning rate, lower fp16.min_loss_scale, or train in bf16."
             )
-        self.scale = max(self.scale / _FACTOR, self._min_scale)
+        self.scale = max(self.scale / _FACTOR, floor)
 
     def state_dict(self) -> dict[str, float | int]:
         """Plain numbers; with the same settings, `load_state_dict` continues bit for bit."""
-        return {
-            "scale": self.scale,
-            "step": self._step,
-            "last_overflow": self._last_overflow,
-            "credits": self._credits,
-        }
+        counts = {"step": self._step, "last_overflow": self._last_overflow, "credits": self._credits}
+        return {"scale": self.scale, **counts}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a saved state. A static scale stays what the config says, as the config is the later word."""

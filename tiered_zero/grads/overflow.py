@@ -28,7 +28,7 @@ class OverflowCounts:
 
 @final
 class OverflowGuard:
-    """Skips steps whose gradients are not finite, and adapts the loss scale. Driver thread.
+    """Skip steps whose gradients are not finite, and adapt the loss scale. Driver thread.
 
     `checks`: else a step with such gradients is applied, with a warning, as plain PyTorch does in fp32.
     """
@@ -40,7 +40,7 @@ class OverflowGuard:
 
     @classmethod
     def from_config(cls, config: Config) -> OverflowGuard:
-        scaler = LossScaler.from_config(config.fp16) if config.fp16.enabled else None
+        scaler = LossScaler(config.fp16) if config.fp16.enabled else None
         return cls(scaler, scaler is not None or (config.bf16.enabled and config.bf16.check_grad_overflow))
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,13 +20,7 @@ class ExpiredGradient(torch.Tensor):
     """A `param.grad` that was kept beyond its step: its memory holds other values by now, so every use is refused."""
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(cls, *args: Any, **kwargs: Any) -> Any:
         raise ModelError(
             "This gradient was read as parameter.grad in an earlier step (or before zero_grad()); its memory is used "
             "again since. Keep parameter.grad.clone() instead."
@@ -73,6 +67,14 @@ class UnitGradients:
             _zero_padding(flat, unit)
         return cls(unit=unit, flat=flats[0], spare=flats[1] if has_spare else None, on_device=tier.name == "device")
 
+    @property
+    def tier_name(self) -> str:
+        return "device" if self.on_device else "host"
+
+    def storages(self) -> set[int]:
+        """Identify the memory of both flats."""
+        return {flat.untyped_storage()._cdata for flat in (self.flat, self.spare) if flat is not None}
+
     def share(self) -> UnitShare:
         return UnitShare(self.flat, frozenset(self.present), self.last, self.on_device)
 
@@ -93,11 +95,11 @@ class UnitGradients:
             self.last.wait()
 
     def view(self, entry: FlatEntry) -> torch.Tensor:
-        """One parameter's gradient at its home, in the parameter's shape."""
+        """View one parameter's gradient at its home, in the parameter's shape."""
         return entry.param.view(self.flat[entry.start : entry.stop])
 
     def show(self, entry: FlatEntry) -> torch.Tensor:
-        """What `param.grad` is, the same object until the step ends; the gradient is present."""
+        """Return what `param.grad` is, the same object until the step ends; the gradient is present."""
         index = entry.param.index
         if index not in self.assigned:
             self.wait_transfers()
@@ -107,14 +109,14 @@ class UnitGradients:
         return self.shown[index]
 
     def assign(self, entry: FlatEntry, value: torch.Tensor) -> None:
-        """`value` is the gradient from now on, in place of what was there."""
+        """Make `value` the gradient, in place of what was there."""
         self.remove(entry)
         self.shown[entry.param.index] = value
         self.assigned.add(entry.param.index)
         self.present.add(entry.param.index)
 
     def remove(self, entry: FlatEntry) -> None:
-        """The parameter has no gradient any more."""
+        """Leave the parameter without a gradient."""
         index = entry.param.index
         self.expire_views([index])
         for owner in (self.present, self.assigned, self.zeroed):
@@ -136,7 +138,7 @@ class UnitGradients:
                 self.assigned.discard(index)
 
     def set_zero(self) -> None:
-        """Every gradient since `zero_grad()` last set gradients to None becomes 0."""
+        """Set every gradient since `zero_grad()` last set gradients to None to 0."""
         self.wait_transfers()
         self.present |= self.earlier
         for entry in self.unit.entries:
@@ -147,7 +149,7 @@ class UnitGradients:
         self.norms.clear()
 
     def expire_views(self, indices: Iterable[int] | None = None) -> None:
-        """The flat is used for something else: views of it that users may hold must not be used any more."""
+        """Refuse the views of the flat that users may hold: it is used for something else."""
         for index in tuple(self.shown) if indices is None else indices:
             view = self.shown.pop(index, None)
             if view is not None and index not in self.assigned:
@@ -155,7 +157,8 @@ class UnitGradients:
 
 
 def _zero_padding(flat: torch.Tensor, unit: Unit) -> None:
-    """Between entries and after the last. The rest is written before it is read, and takes no memory until then."""
+    """Zero the gaps between entries and after the last. The rest is written before it is read, and takes no memory
+    until then."""
     stops = [0, *(entry.stop for entry in unit.entries)]
     starts = [*(entry.start for entry in unit.entries), unit.numel]
     for stop, start in zip(stops, starts, strict=True):

@@ -105,8 +105,8 @@ _gradient_homes: WeakIdKeyDictionary = WeakIdKeyDictionary()
 class GradientHome(Protocol):
     """Where the gradients of parameters are between backward and step()."""
 
-    hidden: str | None
-    """Why they are neither read nor assigned now."""
+    def set_hidden(self, why: str | None) -> None:
+        """Refuse to read and assign them, with the reason `why`; None allows both."""
 
     @property
     def has_gradients(self) -> bool: ...

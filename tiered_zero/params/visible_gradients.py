@@ -49,7 +49,7 @@ class VisibleGradients:
         `updates_in_backward`: the same in every step, though the first step's update never begins in backward.
         """
         by_scale = _HIDDEN_BY_SCALE if loss_scale != 1.0 else None
-        self._home.hidden = _HIDDEN_BY_UPDATE if updates_in_backward else by_scale
+        self._home.set_hidden(_HIDDEN_BY_UPDATE if updates_in_backward else by_scale)
 
     def show(self) -> None:
         """Show gradients, if there are any: a forward or a backward has ended."""
