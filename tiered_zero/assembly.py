@@ -22,7 +22,6 @@ from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.hardware.select import build_accelerator
 from tiered_zero.io.preflight import preflight_directory
 from tiered_zero.optim.kernel_rule import open_kernel
-from tiered_zero.params.back_slots import ParamBackSlots
 from tiered_zero.params.call_phase import CallPhase
 from tiered_zero.params.hooks import ModuleHooks
 from tiered_zero.params.materialize import Materializer, WeightFiles, materialize_model
@@ -170,8 +169,9 @@ def _build(run_spec: RunSpec, lr_scheduler: Any, collectives: Collectives) -> En
             trains=run_spec.trains,
             overflow=OverflowGuard.from_config(config),
         )
+        materializer = Materializer(run_spec.model, weights, run_spec.specs)
         materialize_model(
-            Materializer(run_spec.model, weights, run_spec.specs),
+            materializer,
             run_spec.units,
             run_spec.params_of,
             pager,
@@ -179,6 +179,7 @@ def _build(run_spec: RunSpec, lr_scheduler: Any, collectives: Collectives) -> En
             masters.store,
             snapshot,
         )
+        materializer.move_buffers(accelerator.device)
         trainable = [unit for unit in run_spec.units if unit.trainable]
         visible_gradients.open(
             [param for unit in trainable for param in run_spec.params_of(unit)],
@@ -265,8 +266,7 @@ def _make_policy(
         eagerly = open_eagerly if choice.optimizer_in_backward else None
         return OverlappedPolicy(stepper, groups, inventory, units, runtime, pager.updates, eagerly)
     overlapped = OverlappedPolicy(stepper, groups, inventory, units, runtime, pager.updates)
-    back_slots = ParamBackSlots(units, inventory, pager)
-    return DelayedPolicy(overlapped, settings.delay_start_step, stepper, groups, back_slots)
+    return DelayedPolicy(overlapped, settings.delay_start_step, stepper, groups)
 
 
 def _make_observers(run_spec: RunSpec, runtime: Runtime, resources: Teardown) -> list[Callable[[StepReport], None]]:

@@ -104,7 +104,7 @@ class FullValues:
             write_slot(self.inventory.home(layout.subgroup, "state"), 0, raw, self.staging)
 
     def _place(self, param: nn.Parameter) -> tuple[Unit, FlatEntry]:
-        paged = self.step.pager.find(param)
+        paged = self.step.pager.units.by_param.get(param)
         assert paged is not None, "the pager has gathered this parameter"
         return paged.unit, paged.unit.entries[paged.params[param]]
 

@@ -146,14 +146,15 @@ class TrainStep:
         self.policy.quiesce()
 
     def pre_state_dict(self) -> None:
-        self.pager.start_copying(self.before_weights_read)
+        self.pager.num_uses += 1
+        self.pager.copies.start(self.before_weights_read)
 
     def fault_in(self, params: Sequence[nn.Parameter], function: str) -> None:
         """Make `params` usable, the first of which is guarded and passed to `function`; or raise."""
         self.pager.fault_in(params, function)
 
     def copy_of(self, param: nn.Parameter) -> torch.Tensor | None:
-        return self.pager.copy_of(param)
+        return self.pager.copies.take(param) if self.pager.copies.is_open else None
 
     def idle_copy(self, param: nn.Parameter) -> torch.Tensor | None:
         return self.pager.idle_copy(param, self.before_weights_read)

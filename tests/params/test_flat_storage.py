@@ -30,7 +30,7 @@ def test_parameters_are_views_of_one_flat() -> None:
     with torch.no_grad():
         params[3].fill_(7.0)
     assert storage.flat[storage.unit.entries[3].start] == 7.0
-    assert torch.equal(storage.entry_view(3), params[3].detach())
+    assert torch.equal(storage.flat[entry.start : entry.stop], params[3].detach())
 
 
 def test_emptying_gives_the_memory_back_and_refilling_keeps_views_and_versions() -> None:

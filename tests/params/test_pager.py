@@ -72,11 +72,9 @@ class World:
                 home = Home(self.tier, self.tier.reserve(f"u{index}", unit.nbytes, "param"))
                 self.inventory.place(unit, "param", home)
                 self.tier.contents[f"u{index}"].copy_(as_bytes(flat))
-            storage = self.pager.adopt(unit, params, self)
+            self.pager.adopt(unit, params, self)
             if index in resident:
-                storage.fill()
-                storage.flat.copy_(flat)
-                self.pager.mark_resident(unit)
+                self.pager.store(unit, flat)
             self.units.append(unit)
             self.params.append(params)
             self.values.append(flat)
@@ -85,7 +83,7 @@ class World:
         self.pager.fault_in(params, function)
 
     def copy_of(self, param: nn.Parameter) -> torch.Tensor | None:
-        return self.pager.copy_of(param)
+        return self.pager.copies.take(param) if self.pager.copies.is_open else None
 
     def idle_copy(self, param: nn.Parameter) -> torch.Tensor | None:
         return self.pager.idle_copy(param, self.before_weights_read)
@@ -574,18 +572,18 @@ def test_copies_come_from_wherever_the_bytes_are() -> None:
     with world.pager.frame([world.units[0]]):
         for index in (0, 2):
             for entry, param in zip(world.units[index].entries, world.params[index], strict=True):
-                copied = world.pager.cpu_copy(param)
+                copied = world.pager.copies.take(param)
                 assert torch.equal(copied, world.values[index][entry.start : entry.stop])
                 assert copied.data_ptr() != param.data_ptr()
-        assert world.pager.copy_of(world.params[0][0]) is None
-        world.pager.start_copying(world.before_weights_read)
-        world.pager.start_copying(world.before_weights_read)
-        first = world.pager.copy_of(world.params[0][0])
-        assert first is world.pager.copy_of(world.params[0][0]), "tied names get one tensor"
-        world.pager.stop_copying()
-        world.pager.stop_copying()
+        assert world.copy_of(world.params[0][0]) is None
+        world.pager.copies.start(world.before_weights_read)
+        world.pager.copies.start(world.before_weights_read)
+        first = world.copy_of(world.params[0][0])
+        assert first is world.copy_of(world.params[0][0]), "tied names get one tensor"
+        world.pager.copies.stop()
+        world.pager.copies.stop()
         assert world.calls == ["read"]
-        assert world.pager.copy_of(world.params[0][0]) is None
+        assert world.copy_of(world.params[0][0]) is None
 
 
 @pytest.mark.parametrize("name", ["data", "T"])

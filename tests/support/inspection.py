@@ -109,7 +109,7 @@ def weights_at_home(engine: tiered_zero.Engine) -> dict[str, torch.Tensor]:
     """Name -> the value that lies in host memory, whatever the engine says of it."""
     found = {}
     for name, param in engine.module.named_parameters():
-        paged = pager(engine).find(param)
+        paged = pager(engine).units.by_param.get(param)
         assert paged is not None
         entry = paged.unit.entries[paged.params[param]]
         home = inventory(engine).home(paged.unit, "param")

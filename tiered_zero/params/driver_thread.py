@@ -36,9 +36,7 @@ class DriverThread:
 
     def enter(self, call: str) -> None:
         """Raises ModelError while another thread is inside, and in a forked child. Pairs with `leave`."""
-        self._process.check()
-        if self.is_other():
-            self._refuse(call)
+        self.check(call)
         if self._inside.setdefault("ident", threading.current_thread().ident or 0) == threading.get_ident():
             self._depth += 1
         elif not _works_for_autograd():

@@ -65,6 +65,7 @@ class FlatStorage:
         self._place = place
         self._device = device
         self._params = tuple(params)
+        self._entries = tuple(zip(unit.entries, params, strict=True))
         self._classes = tuple(type(param) for param in params)
         self._versions = [0] * len(self._params)
         self._shows_grads = False
@@ -86,7 +87,7 @@ class FlatStorage:
         self._bytes = self.flat.untyped_storage()
         self._words = self.flat.view(_WORDS.get(self.unit.itemsize, torch.int64))
         with torch._C.DisableTorchFunctionSubclass():
-            for entry, param in zip(self.unit.entries, self._params, strict=True):
+            for entry, param in self._entries:
                 param.data = entry.param.view(self.flat[entry.start : entry.stop])
         self._num_own_uses = torch._C._storage_Use_Count(self.key)
         if self._place is None:
@@ -136,7 +137,7 @@ class FlatStorage:
     def end_change(self) -> str | None:
         """Return the name of a parameter that has changed since `unguard`: written to in place, or given other memory
         (`param.data = ...`), which is dropped. [Note: Writes through .data]"""
-        for entry, param, version in zip(self.unit.entries, self._params, self._versions, strict=True):
+        for (entry, param), version in zip(self._entries, self._versions, strict=True):
             if param._version != version or param.untyped_storage()._cdata != self.key:
                 self.take_back(keep=False)
                 return entry.param.name
@@ -158,7 +159,7 @@ class FlatStorage:
     def check_converted(self) -> None:
         """Raises ModelError where a parameter in use has another dtype or device than the flat, as
         `module.half()` gives to what lives on the device."""
-        for entry, param in zip(self.unit.entries, self._params, strict=True):
+        for entry, param in self._entries:
             if param.dtype is not self.unit.dtype or param.device != self._device:
                 raise ModelError(
                     f"Parameter {entry.param.name} was moved or converted: expected {self.unit.dtype} on "
@@ -169,7 +170,7 @@ class FlatStorage:
     def take_back(self, keep: bool) -> None:
         """Make parameters views of the flat again, and watch them anew. `keep`: copy values of those that were given
         other memory into it. Raises ModelError for one of another shape."""
-        for entry, param in zip(self.unit.entries, self._params, strict=True):
+        for entry, param in self._entries:
             if param.untyped_storage()._cdata == self.key:
                 continue
             if keep and param.shape != entry.param.shape:
@@ -213,11 +214,6 @@ class FlatStorage:
         """The saved view with this geometry (in elements of `dtype`), on the bytes as they are now."""
         flat = self.flat if dtype == self.unit.dtype else self.flat.view(dtype)
         return flat.as_strided(size, stride, offset)
-
-    def entry_view(self, index: int) -> torch.Tensor:
-        """Parameter `index` of the unit, detached, in its own shape."""
-        entry = self.unit.entries[index]
-        return entry.param.view(self.flat[entry.start : entry.stop])
 
     def detach_params(self) -> None:
         """Release the parameters when the engine closes: those with bytes keep a copy, the others stay guarded."""

@@ -95,31 +95,26 @@ def _paged(params: Iterable[nn.Parameter]) -> list[tuple[WeightAccess, PagedUnit
         if isinstance(handler, ClosedEngine):
             handler.fault_in([param], "gathered")
         access = access_of(param)
-        if access is not None and (paged := access.pager.find(param)) is not None:
+        if access is not None and (paged := access.pager.units.by_param.get(param)) is not None:
             found[id(access), paged.unit.index] = (access, paged)
     return list(found.values())
 
 
 @contextmanager
 def _gather_unit(access: WeightAccess, paged: PagedUnit, modify: bool) -> Iterator[None]:
-    with access.pager.driver.entered("gathered"):
-        yield from _hold(access, paged, modify)
-
-
-def _hold(access: WeightAccess, paged: PagedUnit, modify: bool) -> Iterator[None]:
-    access.before_weights_read()
     pager = access.pager
-    user = pager.begin_gather(paged)
-    changed: str | None = None
-    try:
-        old = pager.changes.remember(paged.unit) if modify else None
-        yield
-        if modify:
-            access.before_weights_write()
-            pager.changes.write_back(paged.unit, old)
-    finally:
-        changed = pager.changes.drop(paged.unit)
-        pager.end_gather(user)
+    with pager.driver.entered("gathered"):
+        access.before_weights_read()
+        user = pager.begin_gather(paged)
+        try:
+            old = pager.changes.remember(paged) if modify else None
+            yield
+            if modify:
+                access.before_weights_write()
+                pager.changes.write_back(paged, old)
+        finally:
+            changed = pager.changes.drop(paged)
+            pager.end_gather(user)
     if changed is not None:
         raise ModelError(
             f"Parameter {changed} was changed inside tiered_zero.gathered() without modify=True, so that the change is "

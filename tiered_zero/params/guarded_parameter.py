@@ -16,7 +16,6 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tiered_zero.errors import ParameterOffloadedError
-from tiered_zero.params.refusals import is_conversion
 
 
 class FaultHandler(Protocol):
@@ -42,14 +41,11 @@ class ClosedEngine:
 
     def revive(self, param: nn.Parameter, func: Callable[..., Any], args: Sequence[Any]) -> bool:
         """Whether `func` gives the parameter a value, as load_state_dict() does: then it is plain again, with it."""
-        if (
-            func not in (torch.Tensor.copy_, _set_data)
-            or args[0] is not param
-            or isinstance(args[1], OffloadedParameter)
-        ):
+        if func not in (torch.Tensor.copy_, _set_data) or args[0] is not param:
+            return False
+        if isinstance(value := args[1], OffloadedParameter):
             return False
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            value = args[1]
             if func != _set_data:
                 value = torch.empty(param.shape, dtype=param.dtype, device=param.device).copy_(value)
             param.data = value
@@ -88,6 +84,8 @@ def release_param(param: nn.Parameter, own: type[nn.Parameter]) -> None:
     _handlers.pop(param, None)  # type: ignore[no-untyped-call]
 
 
+_CONVERSIONS = frozenset("to cpu cuda type float double half bfloat16".split())
+"""Functions that return the tensor itself where it is as wanted, which `module.to()` relies on."""
 # What may be asked of an offloaded parameter: everything but its bytes.
 _BYTE_PROPERTIES = frozenset({"data", "T", "H", "mT", "mH", "real", "imag"})
 _METADATA_METHODS = frozenset(
@@ -142,10 +140,6 @@ def _assign_grad(param: nn.Parameter, value: torch.Tensor | None) -> None:
         _grad.__set__(param, value)
 
 
-def _delete_grad(param: nn.Parameter) -> None:
-    _assign_grad(param, None)
-
-
 class ResidentParameter(nn.Parameter):
     """A parameter whose bytes are on the device, between backward and step(). Operators treat it as a plain one; its
     `grad` is at its home."""
@@ -155,7 +149,7 @@ class ResidentParameter(nn.Parameter):
     def __new__(cls, data: torch.Tensor, requires_grad: bool = True) -> Any:
         return nn.Parameter(data, requires_grad)  # a copy has no handler
 
-    grad = property(_read_grad, _assign_grad, _delete_grad)
+    grad = property(_read_grad, _assign_grad, lambda param: _assign_grad(param, None))
 
 
 @cache
@@ -168,6 +162,24 @@ def resident_class(own: type[nn.Parameter]) -> type[nn.Parameter]:
         return own(*args, **kwargs)
 
     return type(own.__name__, (own,), {"grad": ResidentParameter.grad, "__new__": new})
+
+
+def offloaded_error(
+    function: str, param: str, tier: str, dtype: torch.dtype, device: torch.device
+) -> ParameterOffloadedError:
+    """`param`, by name, rests on `tier`; it is of `dtype` on `device` wherever it is used."""
+    if function in _CONVERSIONS:
+        return ParameterOffloadedError(
+            f"{function} cannot move or convert parameter {param!r}: it is {dtype} on {device} wherever it is used, "
+            f"and rests on tier {tier} between uses. Leave out module.to(...), .cpu(), .half() and the like: set the "
+            "precision in the config (bf16, fp16), and read values inside `with tiered_zero.gathered(param):`, or from "
+            "engine.module.state_dict()."
+        )
+    return ParameterOffloadedError(
+        f"{function} needs the bytes of parameter {param!r}, which rest on tier {tier} between uses. Read it inside "
+        "`with tiered_zero.gathered(param):` (modify=True to change it), or use it in the forward of a module, which "
+        "is called as module(...); engine.module.state_dict() has a copy."
+    )
 
 
 class OffloadedParameter(nn.Parameter):
@@ -184,17 +196,14 @@ class OffloadedParameter(nn.Parameter):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         keywords = dict(kwargs or {})
-        if isinstance(param := args[0] if args else None, OffloadedParameter) and _keeps(
-            func, param, args[1:], keywords
-        ):
-            return None if func == _set_data else param
+        first = args[0] if args else None
+        if isinstance(first, OffloadedParameter) and _keeps(func, first, args[1:], keywords):
+            return None if func == _set_data else first
         if not _is_metadata(func):
             used = list(_parameters_in((args, keywords)))
             for index, param in enumerate(used):
-                if not isinstance(
-                    param, OffloadedParameter
-                ):  # nor any more, where an earlier one's fault has fetched it too
-                    continue
+                if not isinstance(param, OffloadedParameter):
+                    continue  # perhaps no more one: an earlier one's fault has fetched it too
                 handler: FaultHandler = _handlers[param]
                 if isinstance(handler, ClosedEngine) and handler.revive(param, func, args):
                     return param if func != _set_data else None
@@ -248,7 +257,7 @@ def _keeps(func: Callable[..., Any], param: nn.Parameter, args: Sequence[Any], k
     that `module.to(device)` does to a parameter that is there already."""
     if func == _set_data:
         return args[0] is param
-    if not is_conversion(getattr(func, "__name__", "")) or not (args or keywords or func.__name__ != "type"):
+    if getattr(func, "__name__", "") not in _CONVERSIONS or not (args or keywords or func.__name__ != "type"):
         return False
     if any(isinstance(value, torch.memory_format) for value in (*args, *keywords.values())):
         return False

@@ -202,8 +202,8 @@ class ModuleHooks:
         def after_save(_module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
             for name, param in params.items():
                 if prefix + name in state:
-                    state[prefix + name] = pager.cpu_copy(param)
-            pager.stop_copying()
+                    state[prefix + name] = pager.copies.take(param)
+            pager.copies.stop()
 
         def before_load(_module: nn.Module, _state: Any, _prefix: str, metadata: dict[str, Any], *_: Any) -> None:
             if metadata.get("assign_to_params_buffers"):

@@ -220,7 +220,6 @@ def materialize_model(
         del params, own
         trim_malloc()
     materializer.fill_buffers()  # also beside parameters that are all tied to another module's
-    materializer.move_buffers(pager.device)
 
 
 def place_unit(
@@ -231,23 +230,19 @@ def place_unit(
     store_masters: Callable[[Unit, torch.Tensor], None],
 ) -> None:
     """Make `params` views of the unit's flat, with the values that they have."""
-    flat = temporary_zeros((unit.numel,), unit.dtype)
+    flat = _flatten(unit, params, unit.dtype)
+    if unit.trainable:
+        store_masters(unit, _flatten(unit, params, torch.float32))
+    pager.adopt(unit, params, handler)
+    pager.store(unit, flat)
+
+
+def _flatten(unit: Unit, params: Sequence[nn.Parameter], dtype: torch.dtype) -> torch.Tensor:
+    """The values of `params` as a flat of the unit, [P] of `dtype` on the CPU."""
+    flat = temporary_zeros((unit.numel,), dtype)
     for entry, param in zip(unit.entries, params, strict=True):
         flat[entry.start : entry.stop] = entry.param.flatten(param.detach())
-    if unit.trainable:
-        master = temporary_zeros((unit.numel,), torch.float32).copy_(flat)
-        if unit.dtype != torch.float32:
-            for entry, param in zip(unit.entries, params, strict=True):
-                master[entry.start : entry.stop] = entry.param.flatten(param.detach())
-        store_masters(unit, master)
-        del master
-    storage = pager.adopt(unit, params, handler)
-    if pager.is_device_resident(unit):
-        storage.fill()
-        storage.flat.copy_(flat)
-        pager.mark_resident(unit)
-    else:
-        pager.offloaded_params.store(unit, flat)
+    return flat
 
 
 def _buffer_dtype(module: nn.Module, buffer: torch.Tensor, device: torch.device) -> torch.dtype:

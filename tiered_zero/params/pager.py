@@ -9,16 +9,16 @@ from typing import final
 import torch
 from torch import nn
 
+from tiered_zero.errors import ModelError
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.layout.flat import Unit
 from tiered_zero.params.call_phase import CallPhase
 from tiered_zero.params.driver_thread import DriverThread
 from tiered_zero.params.flat_storage import FlatStorage
-from tiered_zero.params.guarded_parameter import FaultHandler
+from tiered_zero.params.guarded_parameter import FaultHandler, offloaded_error
 from tiered_zero.params.offloaded_params import OffloadedParams
 from tiered_zero.params.outside_modes import runs_outside_modes
 from tiered_zero.params.param_changes import ParamChanges
-from tiered_zero.params.refusals import changed_since_forward_error, offloaded_error, used_before_step_error
 from tiered_zero.params.saved_views import SavedViews
 from tiered_zero.params.state_dict import ParamCopies
 from tiered_zero.params.unit_cache import UnitCache
@@ -32,8 +32,9 @@ from tiered_zero.tiers.inventory import Inventory
 class Pager:
     """Owns the state of every unit. A unit without a home in the inventory lives on the device and is always in use.
 
-    Driver thread, or autograd's while the driver waits in backward. Three objects share the units: `changes` (what user
-    code writes to them), `updates` (what the update policy does to them) and `saved_views` (what autograd saves).
+    Driver thread, or autograd's while the driver waits in backward. Four objects share the units: `changes` (what user
+    code writes to them), `copies` (what it copies), `updates` (what the update policy does to them) and `saved_views`
+    (what autograd saves).
     """
 
     def __init__(
@@ -57,15 +58,15 @@ class Pager:
         self._cache = UnitCache(runtime, inventory, limits, self.units, self.changes)
         self.updates = UpdateGuard(self.units, self._cache, self.changes, inventory, runtime.recorder, self._frames)
         self.saved_views = SavedViews(self.units, self._fault_in_saved)
-        self._copies = ParamCopies(offloaded_params, self.driver)
+        self.copies = ParamCopies(offloaded_params, self.driver, self.units, self._cache)
         self.num_uses = 0
         """Frames, gathers and copies so far: whether weights were used since some moment."""
         self.phase = phase
 
     # -- set-up ----------------------------------------------------------------------------------------------------
 
-    def adopt(self, unit: Unit, params: Sequence[nn.Parameter], handler: FaultHandler) -> FlatStorage:
-        """Turn `params` into views of one flat of this unit; drop their former bytes. Returns the empty storage.
+    def adopt(self, unit: Unit, params: Sequence[nn.Parameter], handler: FaultHandler) -> None:
+        """Turn `params` into views of one flat of this unit, which is empty; drop their former bytes.
 
         `handler`: is called where a parameter is used while it is guarded.
         """
@@ -77,11 +78,15 @@ class Pager:
             place = self._accelerator.reserve_place(unit.nbytes, self._limits.live_nbytes)
         storage = FlatStorage(unit, params, self._accelerator.device, handler, place)
         self.units.add(unit, storage, params, is_resident)
-        return storage
 
-    def mark_resident(self, unit: Unit) -> None:
-        """Let a unit be used whose home is its storage, which has its first bytes now."""
+    def store(self, unit: Unit, flat: torch.Tensor) -> None:
+        """Write `flat` [P], on the CPU, as the first values of a unit: to its home, or to the device where it lives."""
         paged = self.units.by_index[unit.index]
+        if not paged.is_resident:
+            self.offloaded_params.store(unit, flat)
+            return
+        paged.storage.fill()
+        paged.storage.flat.copy_(flat)
         paged.num_users = 1
         paged.change(UnitState.IN_USE)
 
@@ -99,7 +104,7 @@ class Pager:
         paged = self.units.by_index[unit.index]
         paged.num_users -= 1
         assert paged.num_users >= 0, f"{unit.name} released more often than acquired"
-        if paged.num_users == 0 and self.phase.pass_name != "backward":
+        if self.phase.pass_name != "backward":
             self._cache.retire(paged)
 
     def _bring(self, paged: PagedUnit) -> PagedUnit:
@@ -109,7 +114,10 @@ class Pager:
         self._cache.touch(paged)
         state = paged.state
         if paged.weights is WeightState.UPDATING:
-            raise used_before_step_error(paged.unit.name)
+            raise ModelError(
+                f"Unit {paged.unit.name} is used before step(), but its update has begun in backward, as it does where "
+                'nothing is clipped or checked. Set "tiered_zero": {"optimizer_in_backward": false} for such a loop.'
+            )
         if state is UnitState.IN_USE:
             return paged
         if state is UnitState.OFFLOADED or paged.is_starting:
@@ -157,7 +165,7 @@ class Pager:
         self.driver.check("A module's forward")
         self.num_uses += 1
         if not self._frames:
-            self._copies.end()  # of a state_dict that its own hooks broke off
+            self.copies.end()  # of a state_dict that its own hooks broke off
         self._frames.append(frame := Frame())
         self.changes.refuse()
         for unit in units:
@@ -171,8 +179,8 @@ class Pager:
         frame = self._frames.pop()
         for paged in frame.held:
             self.release(paged.unit)
-        for paged in frame.faulted:
-            if paged.num_users == 0 and self.phase.pass_name != "backward":
+        if self.phase.pass_name != "backward":
+            for paged in frame.faulted:
                 self._cache.retire(paged)
 
     def is_running(self) -> bool:
@@ -221,7 +229,10 @@ class Pager:
         self._in_backward()
         paged = self.units.by_index[unit_index]
         if paged.weights is not WeightState.UPDATING and paged.version != version:
-            raise changed_since_forward_error(paged.unit.name)
+            raise ModelError(
+                f"Backward needs weights of {paged.unit.name} as its forward saw them, and they have changed since (by "
+                "a step, or by hand). Call backward before step(), or forward again after it."
+            )
         return self._bring(paged).storage
 
     # -- backward --------------------------------------------------------------------------------------------------
@@ -244,16 +255,13 @@ class Pager:
     def finish_gradients(self, unit: Unit) -> None:
         """Guard or evict a unit that backward holds: every gradient of it has arrived, so no later node is expected to
         need it."""
-        paged = self.units.by_index[unit.index]
-        if paged.num_users == 0:
-            self._cache.retire(paged)
+        self._cache.retire(self.units.by_index[unit.index])
 
     @runs_outside_modes
     def end_pass(self) -> None:
         """Guard or evict every unit without users: forward or backward is over, or has failed."""
         for paged in self.units:
-            if paged.num_users == 0:
-                self._cache.retire(paged)
+            self._cache.retire(paged)
 
     # -- interrupts and the end ------------------------------------------------------------------------------------
 
@@ -274,7 +282,7 @@ class Pager:
         self._frames.clear()
         self.offloaded_params.is_busy = False
         self.phase.has_own_backward = False
-        self._copies.end()
+        self.copies.end()
         for paged in self.units:
             paged.num_users = len(paged.gathers) + paged.is_resident
         for paged in self.units:
@@ -296,44 +304,18 @@ class Pager:
 
     # -- questions and copies --------------------------------------------------------------------------------------
 
-    def find(self, param: nn.Parameter) -> PagedUnit | None:
-        return self.units.by_param.get(param)
-
     def storage(self, unit: Unit) -> FlatStorage:
         return self.units.by_index[unit.index].storage
-
-    @property
-    def device(self) -> torch.device:
-        return self._accelerator.device
 
     def is_device_resident(self, unit: Unit) -> bool:
         return self.units.by_index[unit.index].is_resident
 
-    def start_copying(self, before_weights_read: Callable[[], None]) -> None:
-        """Begin a module's state_dict: `detach` of an offloaded parameter gives a CPU copy from its home."""
-        self.num_uses += 1
-        self._copies.start(before_weights_read)
-
-    def stop_copying(self) -> None:
-        self._copies.stop()
-
-    def copy_of(self, param: nn.Parameter) -> torch.Tensor | None:
-        return self.cpu_copy(param) if self._copies.is_open else None
-
     @runs_outside_modes
     def idle_copy(self, param: nn.Parameter, before_weights_read: Callable[[], None]) -> torch.Tensor | None:
+        """Copy a parameter to the CPU for a copy of its module; return None where modules run, or the engine is
+        closed."""
         if self._cache.is_closed or self._frames or self._in_backward():
             return None
         with self.driver.entered("A copy of a parameter"):
             before_weights_read()
-            return self.cpu_copy(param)
-
-    @runs_outside_modes
-    def cpu_copy(self, param: nn.Parameter) -> torch.Tensor:
-        """Copy a parameter to the CPU, in its shape, from wherever the bytes are; tied names get the same tensor while
-        a state_dict is taken."""
-        paged = self.units.by_param[param]
-        on_device = paged.state is UnitState.IN_USE or paged.is_resident
-        if not on_device:
-            self._cache.check_open(paged)
-        return self._copies.take(param, paged, on_device)
+            return self.copies.take(param)

@@ -7,10 +7,8 @@ from typing import final
 import torch
 
 from tiered_zero.errors import ModelError
-from tiered_zero.layout.flat import Unit
 from tiered_zero.params.offloaded_params import OffloadedParams
 from tiered_zero.params.outside_modes import runs_outside_modes
-from tiered_zero.params.refusals import changed_past_home_error
 from tiered_zero.params.unit_state import PagedUnit, UnitState, UnitTable, WeightState
 
 
@@ -27,7 +25,7 @@ class ParamChanges:
         """Mark a unit in use as stale where its parameters were changed: the change is lost, and the next `refuse`
         raises for it."""
         if paged.state is UnitState.IN_USE and (name := paged.storage.end_change()) is not None:
-            self._refusal = changed_past_home_error(name)
+            self._refusal = _changed_past_home(name)
             _mark_stale(paged)
 
     def refuse(self, late: bool = False) -> None:
@@ -38,7 +36,7 @@ class ParamChanges:
             raise refusal
         for paged in self._units if late else ():
             if (name := paged.storage.late_change()) is not None:
-                raise changed_past_home_error(name)
+                raise _changed_past_home(name)
 
     @runs_outside_modes
     def check_converted(self) -> None:
@@ -50,32 +48,38 @@ class ParamChanges:
     # -- gathered --------------------------------------------------------------------------------------------------
 
     @runs_outside_modes
-    def remember(self, unit: Unit) -> torch.Tensor | None:
+    def remember(self, paged: PagedUnit) -> torch.Tensor | None:
         """Copy what `write_back` needs of the unit's parameters before user code changes them."""
-        return self._offloaded_params.remember(unit, self._units.by_index[unit.index].storage.flat)
+        return self._offloaded_params.remember(paged.unit, paged.storage.flat)
 
     @runs_outside_modes
-    def write_back(self, unit: Unit, old: torch.Tensor | None) -> None:
+    def write_back(self, paged: PagedUnit, old: torch.Tensor | None) -> None:
         """Write the parameters that user code has changed to their home, and to whatever was derived from them."""
-        paged = self._units.by_index[unit.index]
         paged.version += 1
         paged.storage.take_back(keep=True)
         try:
-            self._offloaded_params.change(unit, paged.storage.flat, old)
+            self._offloaded_params.change(paged.unit, paged.storage.flat, old)
         except BaseException:
             _mark_stale(paged)
             raise
 
     @runs_outside_modes
-    def drop(self, unit: Unit) -> str | None:
+    def drop(self, paged: PagedUnit) -> str | None:
         """Return the name of a parameter that was changed and not written back. Its unit is read again. Called where a
         `gathered` block ends; inside another one, which looks itself, it returns None."""
-        paged = self._units.by_index[unit.index]
         if paged.num_users > 1 + paged.is_resident:
             return None
         if (changed := paged.storage.end_change()) is not None:
             _mark_stale(paged)
         return changed
+
+
+def _changed_past_home(param: str) -> ModelError:
+    return ModelError(
+        f"The values of parameter {param} were changed in forward or between steps, but not at its home on the tiers: "
+        "the next update would undo that. Change parameters between steps, inside "
+        "`with tiered_zero.gathered(param, modify=True):`."
+    )
 
 
 def _mark_stale(paged: PagedUnit) -> None:

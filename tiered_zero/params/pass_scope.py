@@ -13,7 +13,6 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from tiered_zero.errors import ModelError, TieredZeroError
 from tiered_zero.params.pager import Pager
-from tiered_zero.params.slots import ParameterSlots
 
 _NO_TRANSFORM = (
     "torch.func.grad, vjp, jacrev and hessian do not support saved tensor hooks, by which paged parameters are saved "
@@ -31,7 +30,13 @@ class PassScope:
     def __init__(self, model: nn.Module, pager: Pager) -> None:
         self._model = model
         self._pager = pager
-        self._slots = ParameterSlots(model)
+        self._slots = [
+            (f"{path}.{name}".lstrip("."), module._parameters, name, param)
+            for path, module in model.named_modules()
+            for name, param in module._parameters.items()
+            if param is not None
+        ]
+        self._children = self._list_children()
         self._frozen = {name: param for name, param in model.named_parameters() if not param.requires_grad}
         self.is_direct = False
         """Whether a module runs that was called directly, in thread `_opener`."""
@@ -59,9 +64,24 @@ class PassScope:
         finally:
             saving.__exit__()
 
+    # -- the model's parameters ------------------------------------------------------------------------------------
+
     def check_parameters(self) -> None:
-        """Raises ModelError where the model has other parameters than those that are paged."""
-        self._slots.check()
+        """Raises ModelError where a parameter, or the module that has it, was replaced or removed. Called in each call
+        of the engine: compares pointers only."""
+        for full_name, params, name, param in self._slots:
+            if params.get(name) is not param:
+                raise _replaced_error(full_name)
+        if any(children.get(name) is not child for children, name, child in self._children):
+            held = {id(module._parameters) for module in self._model.modules()}
+            for full_name, params, _, _ in self._slots:
+                if id(params) not in held:  # fine where what replaces it has them too, as torch.compile's wrapper
+                    raise _replaced_error(full_name)
+            self._children = self._list_children()
+
+    def _list_children(self) -> list[tuple[dict[str, nn.Module | None], str, nn.Module | None]]:
+        modules = [module._modules for module in self._model.modules()]
+        return [(children, name, child) for children in modules for name, child in children.items()]
 
     # -- modules that are called directly ------------------------------------------------------------------------------
 
@@ -138,3 +158,12 @@ class PassScope:
                 "torch.jit.trace cannot trace a module of a tiered_zero engine: the trace would read parameters while "
                 "their bytes are elsewhere. Use a copy: torch.jit.trace(copy.deepcopy(engine.module), ...)."
             )
+
+
+def _replaced_error(name: str) -> ModelError:
+    return ModelError(
+        f"Parameter {name} is not the one that was handed to tiered_zero.initialize(): it, or a module around it, was "
+        "replaced or removed, so that the engine would train and save an orphan. Put the former object back; write new "
+        "values into it inside `with tiered_zero.gathered(param, modify=True):` or by load_state_dict() without "
+        "assign=True; or make a new engine for a changed model."
+    )

@@ -10,16 +10,22 @@ from torch import nn
 
 from tiered_zero.params.driver_thread import DriverThread
 from tiered_zero.params.offloaded_params import OffloadedParams
-from tiered_zero.params.unit_state import PagedUnit
+from tiered_zero.params.outside_modes import runs_outside_modes
+from tiered_zero.params.unit_cache import UnitCache
+from tiered_zero.params.unit_state import UnitState, UnitTable
 
 
 @final
 class ParamCopies:
     """Reads each unit once for copies that come in a row. Driver thread."""
 
-    def __init__(self, offloaded_params: OffloadedParams, driver: DriverThread) -> None:
+    def __init__(
+        self, offloaded_params: OffloadedParams, driver: DriverThread, units: UnitTable, cache: UnitCache
+    ) -> None:
         self._offloaded_params = offloaded_params
         self._driver = driver
+        self._units = units
+        self._cache = cache
         self._by_param: dict[nn.Parameter, torch.Tensor] = {}
         self._last: tuple[int, int, torch.Tensor] | None = None
         """Until the next frame: the unit read last, its version and its flat."""
@@ -52,15 +58,17 @@ class ParamCopies:
         self._by_param.clear()
         self._last = None
 
-    def take(self, param: nn.Parameter, paged: PagedUnit, on_device: bool) -> torch.Tensor:
-        """Copy a parameter to the CPU, in its shape; tied names get the same tensor while a state_dict is taken.
-        `on_device`: the bytes are there."""
+    @runs_outside_modes
+    def take(self, param: nn.Parameter) -> torch.Tensor:
+        """Copy a parameter to the CPU, in its shape, from wherever the bytes are; tied names get the same tensor while
+        a state_dict is taken."""
         if param in self._by_param:
             return self._by_param[param]
-        index = paged.params[param]
-        if on_device:
-            value = paged.storage.entry_view(index).to("cpu", copy=True)
+        paged = self._units.by_param[param]
+        if paged.state is UnitState.IN_USE or paged.is_resident:
+            flat = paged.storage.flat
         else:
+            self._cache.check_open(paged)
             key = paged.unit.index, paged.version
             if self._last is None or self._last[:2] != key:
                 try:
@@ -68,8 +76,9 @@ class ParamCopies:
                 except BaseException:
                     self.end()
                     raise
-            entry = paged.unit.entries[index]
-            value = entry.param.view(self._last[2][entry.start : entry.stop]).clone()
+            flat = self._last[2]
+        entry = paged.unit.entries[paged.params[param]]
+        value = entry.param.view(flat[entry.start : entry.stop]).to("cpu", copy=True)
         if self._depth:
             self._by_param[param] = value
         return value

@@ -8,11 +8,10 @@ from typing import final
 
 import torch
 
-from tiered_zero.errors import TieredZeroError
+from tiered_zero.errors import BudgetError, TieredZeroError
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.params.guarded_parameter import ClosedEngine
 from tiered_zero.params.param_changes import ParamChanges
-from tiered_zero.params.refusals import no_room_error
 from tiered_zero.params.schedule import Schedule
 from tiered_zero.params.unit_state import PagedUnit, UnitState, UnitTable, WeightState
 from tiered_zero.plan.planner import PagerLimits
@@ -138,7 +137,7 @@ class UnitCache:
 
     def retire(self, paged: PagedUnit) -> None:
         """Guard a unit that nothing uses any more, and keep its bytes only if they are expected again soon."""
-        if paged.state is not UnitState.IN_USE or paged.is_resident:
+        if paged.num_users or paged.state is not UnitState.IN_USE or paged.is_resident:
             return
         self.guard(paged)
         distance = 0
@@ -179,7 +178,8 @@ class UnitCache:
         self._accelerator.poison(storage.flat)
         key = storage.key
         storage.empty(keep=has_arrived)
-        self._units.renew_storage(key)
+        if storage.key != key:  # another replaced one that NumPy has viewed
+            self._units.renew_storages()
         self._live_nbytes -= paged.unit.nbytes
         self._ledger.discharge("device", "param_window", paged.unit.nbytes)
         self.is_moving = False
@@ -200,7 +200,12 @@ class UnitCache:
         if self._live_nbytes + unit.nbytes > self._limits.most_live_nbytes:
             held = [other.unit.name for other in self._units if other.storage.is_full and other is not paged]
             room_nbytes = max(self._limits.live_nbytes, self._limits.most_live_nbytes)
-            raise no_room_error(unit.name, unit.nbytes, held, self._live_nbytes, room_nbytes)
+            raise BudgetError(
+                f"Unit {unit.name} needs {format_nbytes(unit.nbytes)}, but units in use at the same time already fill "
+                f"{format_nbytes(self._live_nbytes)} of the {format_nbytes(room_nbytes)} that paged parameters may "
+                f"take on the device (on it: {', '.join(held)}). Raise stage3_max_live_parameters or "
+                "tiered_zero.device_memory_limit, or lower tiered_zero.unit_size_cap."
+            )
         if not self._has_warned:
             self._has_warned = True
             logger.warning(

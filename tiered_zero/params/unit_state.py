@@ -195,11 +195,6 @@ class UnitTable:
         self.by_storage[storage.key] = paged
         self.by_param.update(dict.fromkeys(params, paged))
 
-    def renew_storage(self, former_key: int) -> None:
-        """Emptying a storage may have replaced it by another."""
-        paged = self.by_storage.pop(former_key)
-        self.by_storage[paged.storage.key] = paged
-
     def renew_storages(self) -> None:
         self.by_storage = {paged.storage.key: paged for paged in self}
 

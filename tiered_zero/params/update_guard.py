@@ -6,13 +6,13 @@ import gc
 from collections.abc import Sequence
 from typing import final
 
+from tiered_zero.errors import ModelError
 from tiered_zero.layout.flat import Unit
 from tiered_zero.params.param_changes import ParamChanges
-from tiered_zero.params.refusals import gathered_error
 from tiered_zero.params.unit_cache import UnitCache
 from tiered_zero.params.unit_state import PagedUnit, UnitState, UnitTable, WeightState
 from tiered_zero.telemetry.spans import Recorder
-from tiered_zero.tiers.inventory import Inventory
+from tiered_zero.tiers.inventory import Home, Inventory, Owner
 
 
 @final
@@ -35,6 +35,8 @@ class UpdateGuard:
         self._inventory = inventory
         self._recorder = recorder
         self._frames = frames
+        self._swapped: dict[tuple[Owner, str], Home] = {}
+        """The homes of units after the next `swap_param_buffers`."""
 
     def invalidate(self) -> None:
         """Drop what the device holds of trainable units, whose homes are about to change.
@@ -55,7 +57,10 @@ class UpdateGuard:
             gc.collect()  # a `gathered` that was interrupted may be kept by the exception's own circle
             paged.num_users = len(paged.gathers)
         if paged.num_users:
-            raise gathered_error(paged.unit.name)
+            raise ModelError(
+                f"Unit {paged.unit.name} is in use by tiered_zero.gathered() while a step is about to change it. Leave "
+                "the `with` block before step()."
+            )
         self._cache.evict(paged)
 
     def end_update(self) -> None:
@@ -63,6 +68,25 @@ class UpdateGuard:
         for paged in self._units:
             if paged.state is UnitState.IN_USE and paged.is_resident:
                 paged.storage.begin_watch()
+
+    def begin_back_update(self) -> None:
+        """Note the swap that ends a delayed update, which writes the "param_back" homes while compute reads the "param"
+        homes."""
+        home, units = self._inventory.home, [paged.unit for paged in self._units if not paged.is_resident]
+        trainable = [unit for unit in units if unit.trainable]
+        self._swapped = {(unit, "param"): home(unit, "param_back") for unit in trainable}
+        self._swapped |= {(unit, "param_back"): home(unit, "param") for unit in trainable}
+
+    def swap_param_buffers(self) -> None:
+        """Swap the two homes of each unit; of one that lives on the device the back home is copied there. Where this
+        is interrupted it is called again."""
+        self.invalidate()
+        for paged in self._units:
+            if paged.is_resident and paged.unit.trainable:
+                back = self._inventory.home(paged.unit, "param_back")
+                back.tier.fetch(back.slot, paged.storage.flat).wait()
+        self._inventory.move(self._swapped)
+        self.end_update()
 
     def block_for_update(self) -> None:
         """Block use of every trainable unit until its own update completes. The step is taken."""

@@ -34,12 +34,8 @@ class UnitGuard(Protocol):
     def unblock(self) -> None:
         """The units blocked in backward are as they were: no update has begun."""
 
-
-class BackSlots(Protocol):
-    """The slots that a delayed update writes while compute reads the others."""
-
-    def begin_update(self) -> None:
-        """Note which slots an update that begins now writes: those that compute reads once it is published."""
+    def begin_back_update(self) -> None:
+        """Note which slots a delayed update that begins now writes: those that compute reads once it is published."""
 
     def swap_param_buffers(self) -> None:
         """Make compute read them. Where this is interrupted it is called again."""
@@ -63,7 +59,7 @@ class OverlappedPolicy(UpdatePolicy):
         self._inventory = inventory
         self._units = units
         self._runtime = runtime
-        self._guard = guard
+        self.guard = guard
         self._open_eagerly = open_eagerly
         self._open: EagerUpdate | None = None
         self._started: UpdateJob | None = None
@@ -80,14 +76,14 @@ class OverlappedPolicy(UpdatePolicy):
         self._start(self._open.job)
 
     def unit_ready(self, unit: Unit) -> None:
-        if self._open is not None and self._open.updates(unit) and self._guard.block_unit_for_update(unit):
+        if self._open is not None and self._open.updates(unit) and self.guard.block_unit_for_update(unit):
             self._publish(unit, self._open.job)
             self._open.add(unit)
 
     def prepare(self) -> None:
         if self._open is None:
             self.flush()
-        self._guard.block_for_update()
+        self.guard.block_for_update()
 
     def apply(self, gradients: StepGradients, grad_scale: float) -> None:
         if self._open is not None:
@@ -123,7 +119,7 @@ class OverlappedPolicy(UpdatePolicy):
             else:
                 for unit_update in self._open.job.unit_updates.values():
                     unit_update.complete()
-                self._guard.unblock()
+                self.guard.unblock()
             self._open = None
         super().abort()
 
@@ -196,8 +192,8 @@ class OverlappedPolicy(UpdatePolicy):
 
 
 class DelayedPolicy(UpdatePolicy):
-    """`exact`: the policy of the first `start_step` steps, which joins the updates of all steps. `back_slots`: what the
-    updates of the others write."""
+    """`exact`: the policy of the first `start_step` steps, which joins the updates of all steps. The updates of the
+    others write the back slots of its `guard`."""
 
     def __init__(
         self,
@@ -205,13 +201,11 @@ class DelayedPolicy(UpdatePolicy):
         start_step: int,
         stepper: StreamingStepper,
         groups: Sequence[dict[str, Any]],
-        back_slots: BackSlots,
     ) -> None:
         super().__init__(stepper, groups)
         self.failures = exact.failures
         self._exact = exact
         self._start_step = start_step
-        self._back_slots = back_slots
         self._is_unpublished = False
         """Whether an update of the back slots was begun and not published yet."""
         self._is_publishing = False
@@ -238,7 +232,7 @@ class DelayedPolicy(UpdatePolicy):
             self._exact.apply(gradients, grad_scale)
             return
         job = self._job(gradients, grad_scale, param_kind="param_back", every_subgroup=True)
-        self._back_slots.begin_update()
+        self._exact.guard.begin_back_update()
         self._is_unpublished = True
         self._exact.run_behind(partial(self._step, job))
 
@@ -248,7 +242,7 @@ class DelayedPolicy(UpdatePolicy):
     def check(self) -> None:
         super().check()
         if self._is_publishing:  # also what was interrupted
-            self._back_slots.swap_param_buffers()
+            self._exact.guard.swap_param_buffers()
             self._is_unpublished = False
             self._is_publishing = False
 
