@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 import tiered_zero
 from tiered_zero.train_step import TrainStep
+from tiered_zero.update.overlapped import OverlappedPolicy
 
 
 class _Breaks(torch.autograd.Function):
@@ -98,3 +100,30 @@ def _raise_after(check: Any) -> Any:
         raise MemoryError
 
     return checked
+
+
+def test_a_backward_that_is_interrupted_before_its_update_starts_is_left_out(
+    swap_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next backward waits for the last update: it hung where that was the one which had never been launched."""
+    offload = {"device": "nvme", "nvme_path": str(swap_path)}
+    config = {
+        "train_batch_size": 2,
+        "gradient_clipping": 0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": 3, "offload_optimizer": offload},
+        "tiered_zero": {"device": "cpu"},
+    }
+    x, found = torch.randn(2, 64, generator=torch.Generator().manual_seed(1)), []
+    for interrupted in (False, True):
+        torch.manual_seed(0)
+        with tiered_zero.initialize(model=nn.Linear(64, 64), config=config)[0] as engine:
+            for step in range(3):
+                if interrupted and step == 1:
+                    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                        patch.setattr(OverlappedPolicy, "run_behind", Mock(side_effect=KeyboardInterrupt))
+                        engine.backward(engine(x).pow(2).mean())
+                engine.backward(engine(x).pow(2).mean())
+                engine.step()
+            found.append(engine.module.state_dict())
+    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())

@@ -184,11 +184,11 @@ class OverlappedPolicy(UpdatePolicy):
             unit_update.fail(self.failure)
 
     def _start(self, job: UpdateJob) -> None:
-        self._started = job
         while self._running and self._running[0].done():
             self._running.pop(0).wait()  # its error, if it has one, ends this one too
         self.run_behind(partial(self._step, job), after=[self._runtime.accelerator.record_compute()])
         self._runtime.accelerator.lane("update").submit(job.computed.complete)  # also of a job that was not launched
+        self._started = job  # last: a backward waits for it, and where this is interrupted nothing may complete it
 
 
 class DelayedPolicy(UpdatePolicy):
