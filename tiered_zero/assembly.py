@@ -54,12 +54,12 @@ logger = logging.getLogger("tiered_zero")
 
 SHUTDOWN = (
     "optimizer",  # the user's own has its calls and its state again
-    "open update",  # the update of a step that was not taken ends
-    "last update",  # that of the last step is made, as far as it can be seen
-    "observers",  # the run's record is complete
-    "lanes",  # threads end before the memory that they use goes
-    "full values",
-    "prefetch",  # state that was read ahead
+    "open update",  # one that began in backward, and whose step is not taken, is cancelled
+    "last update",  # the last step's is finished, as far as its results outlive the engine
+    "observers",  # the run's record is completed
+    "lanes",  # threads end before the memory that they use is freed
+    "full values",  # `full_values_of` does not find this run any more
+    "prefetch",  # state that was read ahead is dropped
     "hooks",
     "param.grad",
     "gradients",
@@ -199,7 +199,7 @@ def _build(run_spec: RunSpec, lr_scheduler: Any, collectives: Collectives) -> En
             inventory=inventory,
             staging=tiers.state_staging,
         )
-        resources.add("full values", values.unregister)  # and holds it
+        resources.add("full values", values.unregister)  # `values` lives as long as `resources` refer to it
         values.register()
         run = Run(
             module=run_spec.model,
@@ -210,7 +210,7 @@ def _build(run_spec: RunSpec, lr_scheduler: Any, collectives: Collectives) -> En
             observers=_make_observers(run_spec, runtime, resources),
         )
         resources.add("last update", once(step.finish_update))
-        resources.add("open update", step.end_unfinished_update)
+        resources.add("open update", step.end_eager_update)
         engine = Engine(run, step, resources)
         own_state = run_spec.source.state
         if handle is not None:

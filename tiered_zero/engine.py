@@ -219,7 +219,7 @@ class Engine(DeepSpeedNames):
     @on_one_thread
     @runs_outside_modes
     def abort_step(self) -> None:
-        """Drop this step: drain transfers, offload units, drop gradients. Training goes on with the next forward."""
+        """Drop this step: drain transfers, evict units, drop gradients. Training goes on with the next forward."""
         self._step.abort()
 
     def close(self) -> None:

@@ -28,20 +28,20 @@ _Method = Callable[Concatenate[_Engine, _Arguments], _Result]
 
 
 def on_one_thread(method: _Method[_Engine, _Arguments, _Result]) -> _Method[_Engine, _Arguments, _Result]:
-    """Refuse a call of `method` while another thread is inside the engine (ModelError)."""
+    """Refuse a call of `method` while another thread is inside the engine (ModelError). Drop the step where an
+    interrupt may hide that backward was made, or that step() has not begun: the caller repeats the batch."""
 
     @wraps(method)
     def entered(self: _Engine, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-        is_made, num_before = False, self._step.counts.micro_steps
+        has_returned, num_before = False, self._step.counts.micro_steps
         try:
             with self._step.pager.driver.entered(f"engine.{method.__name__}()"):
                 result = method(self, *args, **kwargs)
-                is_made = True
+                has_returned = True
             return result
         except BaseException as error:
-            # a caller cannot know that backward was made, or that step() had not begun, and repeats the batch
             not_begun = self._step.counts.micro_steps == num_before and not isinstance(error, TieredZeroError)
-            if (method.__name__ == "backward" and is_made) or (method.__name__ == "step" and not_begun):
+            if (method.__name__ == "backward" and has_returned) or (method.__name__ == "step" and not_begun):
                 self._step.drop_interrupted()
             raise
 

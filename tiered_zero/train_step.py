@@ -97,7 +97,7 @@ class TrainStep:
 
     def pre_forward(self, module: nn.Module, units: Sequence[Unit]) -> None:
         """Open the module's frame and make `units` usable; begin a pass where the module is called directly."""
-        if self.scope.is_root(module):  # which does not run inside itself
+        if self.scope.is_root(module):  # the root never runs inside itself: a forward that is open was interrupted
             self._end_interrupted_forward()
         is_direct = self.pager.is_called_directly()
         if is_direct:
@@ -114,7 +114,7 @@ class TrainStep:
             self.scope.end_direct()
 
     def _end_interrupted_forward(self) -> None:
-        """End what a module that was called directly has left where it was interrupted: torch runs no hook then."""
+        """Close what an interrupted direct call of a module has left open: torch runs no forward hook after it."""
         self.pager.driver.check("A module's forward")
         if self.scope.is_direct:
             self._recover_between_calls()
@@ -122,27 +122,27 @@ class TrainStep:
             self.pager.abort()
 
     def grad_ready(self, param: nn.Parameter) -> None:
-        """Move `param.grad`, complete for one pass, to its home. Autograd's thread."""
+        """Move `param.grad`, summed over all uses in this backward (of a tied weight too), home. Autograd's thread."""
         if not self._trains:
             param.grad = None
             raise ModelError(NO_OPTIMIZER)
         self.arrivals.take(param)
 
     def unit_grads_complete(self, unit: Unit) -> None:
-        """Release the unit, and let its update begin where the policy updates in backward."""
+        """Release the unit; begin its update where the policy updates in backward."""
         self.pager.finish_gradients(unit)
         self.policy.unit_ready(unit)
 
     # -- reads and writes of weights -----------------------------------------------------------------------------------
 
     def before_weights_read(self) -> None:
-        """Make every update visible. Called by `gathered`, state_dict and copies of parameters."""
+        """Wait for every update, and make a delayed one visible. Called by `gathered`, state_dict and copies."""
         if not self.pager.is_running():
             self._recover_between_calls()
         self.policy.flush()
 
     def before_weights_write(self) -> None:
-        """End every update, and drop what is prefetched for the next: weights or state are about to be written."""
+        """Wait for every update, and drop prefetched state. Called before weights or state are changed by hand."""
         self.policy.quiesce()
 
     def pre_state_dict(self) -> None:
@@ -150,7 +150,7 @@ class TrainStep:
         self.pager.copies.start(self.before_weights_read)
 
     def fault_in(self, params: Sequence[nn.Parameter], function: str) -> None:
-        """Make `params` usable, the first of which is guarded and passed to `function`; or raise."""
+        """Make `params`, arguments of `function`, usable, or raise; the first is guarded."""
         self.pager.fault_in(params, function)
 
     def copy_of(self, param: nn.Parameter) -> torch.Tensor | None:
@@ -195,11 +195,10 @@ class TrainStep:
             self.meter.losses.append(loss.detach())
             boundary = self.counts.is_boundary()
             self.gradients.begin_backward(is_last=boundary)
-            only = self.counts.begin_backward(retain_graph)
-            in_backward = boundary and only and self._optimizer_in_backward
-            self.visible_gradients.set_hidden(self.overflow.loss_scale, in_backward)
+            step_follows = self.counts.begin_backward(retain_graph) and boundary
+            self.visible_gradients.set_hidden(self.overflow.loss_scale, step_follows and self._optimizer_in_backward)
             with self.scope.saving_views(), self.arrivals.engine_backward():
-                if boundary and only and self.counts.global_steps:
+                if step_follows and self.counts.global_steps:
                     self.policy.begin_backward()
                 scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
             self.counts.end_backward(self.pager.num_uses)
@@ -213,8 +212,8 @@ class TrainStep:
     def step(self, optimizer: TieredOptimizer, lr_scheduler: Any) -> bool:
         """Count a micro-batch; at a boundary: gradient check -> loss scaler -> update -> learning rate -> report.
 
-        `optimizer`: fires its hooks around the update. They are arguments, because modules refer to this object, and
-        would keep an optimizer, with its engine, from being garbage. Returns whether it was a boundary.
+        `optimizer`: runs its hooks around the update. Optimizer and scheduler are arguments, not attributes: modules
+        refer to this object, and would keep them and the engine from being garbage. Returns whether it was a boundary.
         """
         self.check(trains=True)
         with self.failures.surfacing(), self._changing(Phase.STEP):
@@ -316,7 +315,7 @@ class TrainStep:
 
     @contextmanager
     def _changing(self, phase: Phase) -> Iterator[None]:
-        """Run a call that changes the step inside. See [Note: Interrupted calls]."""
+        """Run the block as a call in `phase`; recover where it raises. See [Note: Interrupted calls]."""
         try:
             self.phase.now = phase
             yield
@@ -327,7 +326,7 @@ class TrainStep:
 
     @contextmanager
     def _pass(self, phase: Phase) -> Iterator[None]:
-        """Run a forward or backward inside."""
+        """Run the block as a forward or a backward."""
         with self._changing(phase):
             self.visible_gradients.hide()
             with self.runtime.recorder.span("compute", phase.value):
@@ -336,7 +335,7 @@ class TrainStep:
             self.visible_gradients.show()
 
     def _recover_between_calls(self) -> None:
-        """As `recover`, for what the user calls past the engine, perhaps in its forward."""
+        """Recover, unless a call of the engine runs. Called where modules and weights are used past the engine."""
         if self.phase.now is Phase.IDLE:
             self.recover()
 
@@ -354,6 +353,7 @@ class TrainStep:
             phase.now = Phase.BACKWARD if phase.has_own_backward else Phase.FORWARD
         if phase.now is Phase.UPDATE and self.failures.error is None:
             self._latch("step() was interrupted after its update had begun")
+        # a drain cancels an open update, and with it the step: where both are there a forward drops the step too
         if phase.now is Phase.FORWARD and not (self.policy.is_open and self.pager.needs_drain):
             if self.pager.needs_drain:
                 self._drain()
@@ -361,17 +361,17 @@ class TrainStep:
             self.scope.abort()
             self.visible_gradients.show()
         else:
-            with suppress(Exception):  # of what is dropped
+            with suppress(Exception):  # errors of what is dropped
                 self._drop_step()
         phase.now = Phase.IDLE
 
     def drop_interrupted(self) -> None:
-        """Drop the step: a caller cannot know that its call was made, or had not begun, and repeats the batch."""
+        """Drop the step of an interrupted call: the caller cannot know how far it came, and repeats the batch."""
         self.phase.now = Phase.DROP
         self.recover()
 
     def abort(self) -> None:
-        """Drop the step: drain transfers, offload units, drop gradients. Raises the error of a gradient's transfer."""
+        """Drop the step: drain transfers, evict units, drop gradients. Raises the error of a gradient's transfer."""
         self.recover()
         if not self.is_closed:
             self.phase.now = Phase.DROP
@@ -406,8 +406,8 @@ class TrainStep:
 
     # -- the first acts of shutdown ------------------------------------------------------------------------------------
 
-    def end_unfinished_update(self) -> None:
-        """Cancel the update of a step that was begun in backward and not taken."""
+    def end_eager_update(self) -> None:
+        """Cancel the update that began in backward, if its step is not taken."""
         if self.policy.is_open:
             self.policy.cancel_open()
             self._drain_lanes()

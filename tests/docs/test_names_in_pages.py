@@ -105,8 +105,8 @@ def test_a_function_is_in_the_file_beside_it() -> None:
 
 def test_the_events_of_a_step_are_methods() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text()
-    events = re.findall(r"^\| `(\w+)` \| ", page[page.index("| event |") :], re.MULTILINE)[:8]
-    assert "unit_grads_complete" in events
+    events = re.findall(r"^\| `(\w+)` \| ", page[page.index("| event |") :], re.MULTILINE)[:9]
+    assert {"unit_grads_complete", "abort"} <= set(events)
     assert {f"TrainStep.{event}" for event in events} <= definitions(PACKAGE / "train_step.py")
 
 
