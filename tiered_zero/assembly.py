@@ -95,9 +95,7 @@ def _build(run_spec: RunSpec, lr_scheduler: Any, collectives: Collectives) -> En
         scheduler = make_scheduler(lr_scheduler, config.scheduler, handle, run_spec.source)
         ledger = Ledger({tier: limit for tier, (limit, _) in plan.limits.items()})
         settings = config.tiered_zero
-        accelerator = build_accelerator(
-            settings.device, settings.device_memory_limit, settings.debug_poison, settings.debug_delay_seed
-        )
+        accelerator = build_accelerator(settings.device, settings.debug_poison, settings.debug_delay_seed)
         resources.add("lanes", accelerator.close)
         for name in ("gather", "reduce", "update"):
             accelerator.lane(name)  # a thread that cannot be started fails here, not in mid-run

@@ -83,7 +83,7 @@ def test_a_disk_too_small_at_the_start(disk: Path, enter_row: EnterRow, request:
     free_nbytes = os.statvfs(disk).f_bavail
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(8192, 8192), nn.Linear(8192, 8))
-    with pytest.raises(StoreError, match=r"needs 1\.\d GiB .*are free there.* another nvme_path"):
+    with pytest.raises(StoreError, match=r"needs 1\.\d GiB .*free there.* another nvme_path"):
         tiered(model, disk, ("nvme", "nvme"), adamw, zero={"sub_group_size": 1 << 20})
     assert list(disk.iterdir()) == []
     assert abs(os.statvfs(disk).f_bavail - free_nbytes) <= 2, "beyond what the file system logs of its own"

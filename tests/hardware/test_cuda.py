@@ -124,11 +124,10 @@ def accelerator(monkeypatch, calls, runtime):
         "synchronize": lambda device: calls.append(f"synchronize {device}"),
         "cudart": lambda: runtime,
         "CudaError": lambda code: f"error {code}",
-        "get_device_properties": lambda device: type("Properties", (), {"total_memory": 80 * GIB}),
     }
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
-    accelerator = CudaAccelerator(memory_limit_nbytes=10 * GIB)
+    accelerator = CudaAccelerator()
     yield accelerator
     accelerator.close()
 
@@ -201,9 +200,8 @@ def test_synchronize_drains_the_queues_first(accelerator, calls):
     assert calls == ["job", "record lane 1", "record lane 2", "synchronize cuda:1"]
 
 
-def test_the_limit_caps_the_memory(accelerator):
+def test_the_current_device_is_the_default(accelerator):
     assert accelerator.device == torch.device("cuda", 1)
-    assert accelerator.total_memory_nbytes() == 10 * GIB
 
 
 def test_a_device_that_is_not_there_is_refused(accelerator):

@@ -12,7 +12,7 @@ import torch
 
 from tiered_zero.hardware import huge_pages
 from tiered_zero.hardware.cpu import CpuAccelerator
-from tiered_zero.hardware.huge_pages import HugePagePool
+from tiered_zero.hardware.huge_pages import HugePagePool, PageRange
 from tiered_zero.sizes import HUGE_PAGE_NBYTES, MIB, PAGE_NBYTES
 
 SIZES = (1, PAGE_NBYTES, HUGE_PAGE_NBYTES - 1, HUGE_PAGE_NBYTES, 2 * HUGE_PAGE_NBYTES + 5, 9 * MIB)
@@ -25,7 +25,7 @@ def resident_nbytes() -> int:
 @pytest.mark.parametrize("nbytes", SIZES)
 def test_a_place_holds_what_is_written_until_it_is_emptied(nbytes: int) -> None:
     pool = HugePagePool(16 * MIB)
-    place, other = pool.reserve(nbytes), pool.reserve(nbytes)
+    place, other = PageRange(pool, nbytes), PageRange(pool, nbytes)
     assert place.tensor.numel() == nbytes and place.tensor.data_ptr() % PAGE_NBYTES == 0
     assert place.memory.nbytes % PAGE_NBYTES == 0 and place.memory.nbytes >= nbytes
     for value in (1, 2, 3):
@@ -43,7 +43,7 @@ def test_a_place_holds_what_is_written_until_it_is_emptied(nbytes: int) -> None:
 def test_places_of_all_sizes_share_the_same_memory() -> None:
     """Four times as much as the pool holds is used in turn; what is resident stays within the pool."""
     pool = HugePagePool(32 * MIB)
-    places = [pool.reserve(nbytes * MIB) for nbytes in (30, 10, 14, 6, 24, 4, 2, 30)]
+    places = [PageRange(pool, nbytes * MIB) for nbytes in (30, 10, 14, 6, 24, 4, 2, 30)]
     gc.collect()
     before = resident_nbytes()
     for _ in range(3):
@@ -58,7 +58,7 @@ def test_places_of_all_sizes_share_the_same_memory() -> None:
 
 def test_more_than_the_pool_holds_is_mapped_and_freed_again() -> None:
     pool = HugePagePool(8 * MIB)
-    places = [pool.reserve(8 * MIB) for _ in range(4)]
+    places = [PageRange(pool, 8 * MIB) for _ in range(4)]
     before = resident_nbytes()
     for number, place in enumerate(places):
         place.fill()
@@ -73,7 +73,7 @@ def test_more_than_the_pool_holds_is_mapped_and_freed_again() -> None:
 def test_memory_is_moved_not_cleared() -> None:
     """The bytes of the unit that had the pages before are still in them."""
     pool = HugePagePool(HUGE_PAGE_NBYTES)
-    first, second = pool.reserve(HUGE_PAGE_NBYTES), pool.reserve(HUGE_PAGE_NBYTES)
+    first, second = PageRange(pool, HUGE_PAGE_NBYTES), PageRange(pool, HUGE_PAGE_NBYTES)
     first.fill()
     first.tensor.fill_(7)
     first.empty()
@@ -99,8 +99,8 @@ def test_a_store_that_begins_inside_of_a_huge_page_stays_within_its_memory(monke
 
 def test_pages_that_are_kept_make_room_for_units_that_are_smaller_than_a_page() -> None:
     pool = HugePagePool(32 * MIB)
-    large = pool.reserve(32 * MIB)
-    small = [pool.reserve(HUGE_PAGE_NBYTES - PAGE_NBYTES) for _ in range(16)]
+    large = PageRange(pool, 32 * MIB)
+    small = [PageRange(pool, HUGE_PAGE_NBYTES - PAGE_NBYTES) for _ in range(16)]
     before = resident_nbytes()
     for places in ([large], small, [large]):
         for place in places:
@@ -127,7 +127,7 @@ def test_a_closed_accelerator_keeps_no_pages_for_places_that_are_still_held() ->
 
 def test_views_keep_their_memory_when_the_pool_is_gone() -> None:
     pool = HugePagePool(8 * MIB)
-    place = pool.reserve(8 * MIB)
+    place = PageRange(pool, 8 * MIB)
     place.fill()
     view = place.tensor[5:].fill_(9)
     del pool, place
@@ -151,7 +151,7 @@ def test_where_pages_cannot_be_moved_malloc_serves(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_file_is_read_into_a_place_without_a_copy(swap_path: Path) -> None:
-    place = HugePagePool(4 * MIB).reserve(4 * MIB)
+    place = PageRange(HugePagePool(4 * MIB), 4 * MIB)
     place.fill()
     (swap_path / "file").write_bytes(bytes(range(256)) * (4 * MIB // 256))
     with open(swap_path / "file", "rb", buffering=0) as file:
@@ -162,7 +162,7 @@ def test_a_file_is_read_into_a_place_without_a_copy(swap_path: Path) -> None:
 
 def test_where_no_page_moves_any_more_the_system_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = HugePagePool(8 * MIB)
-    places = [pool.reserve(4 * MIB) for _ in range(2)]
+    places = [PageRange(pool, 4 * MIB) for _ in range(2)]
     places[0].fill()
     places[0].tensor.fill_(1)
     places[0].empty()
@@ -181,7 +181,7 @@ def test_where_no_page_moves_any_more_the_system_serves(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_what_has_no_memory_shows_nan(dtype: torch.dtype) -> None:
     pool = HugePagePool(8 * MIB)
-    places = [pool.reserve(nbytes) for nbytes in (5 * MIB + 4, HUGE_PAGE_NBYTES, 100)]
+    places = [PageRange(pool, nbytes) for nbytes in (5 * MIB + 4, HUGE_PAGE_NBYTES, 100)]
 
     def shows_nan(index: int) -> bool:
         return bool(places[index].tensor.view(dtype).isnan().all())

@@ -15,7 +15,7 @@ from tiered_zero.transfer import Transfer
 
 @pytest.fixture
 def accelerator():
-    accelerator = CpuAccelerator(None, poison=True)
+    accelerator = CpuAccelerator(poison=True)
     yield accelerator
     accelerator.close()
 
@@ -229,7 +229,7 @@ class Ring:
     BLOCKS = 12
 
     def __init__(self, seed, missing_wait=None):
-        self.accelerator = CpuAccelerator(None, poison=True, delay_seed=seed)
+        self.accelerator = CpuAccelerator(poison=True, delay_seed=seed)
         self.missing_wait = missing_wait
         draw = random.Random(seed)
         self.prefetch = draw.randint(0, self.SLOTS - 1)

@@ -4,15 +4,15 @@ import pytest
 import torch
 
 from tiered_zero.errors import ConfigError
-from tiered_zero.hardware import build_accelerator
 from tiered_zero.hardware.cpu import CpuAccelerator
+from tiered_zero.hardware.select import build_accelerator
 
 
 def test_cpu_by_name_and_by_default(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for name in ("cpu", "auto"):
-        accelerator = build_accelerator(name, memory_limit_nbytes=4096, poison=True, delay_seed=1)
-        assert isinstance(accelerator, CpuAccelerator) and accelerator.total_memory_nbytes() == 4096
+        accelerator = build_accelerator(name, poison=True, delay_seed=1)
+        assert isinstance(accelerator, CpuAccelerator)
         accelerator.close()
 
 

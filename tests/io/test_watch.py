@@ -12,7 +12,7 @@ from tests.fakes.io_faults import Fault, FaultyEngine
 from tests.io.conftest import pages
 from tiered_zero.io.engine import IOSettings
 from tiered_zero.io.threads import ThreadsEngine
-from tiered_zero.io.watch import dump_in_flight, install_signal_dump
+from tiered_zero.io.watch import SignalDump, dump_in_flight
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def test_sigusr1_prints_it_and_the_old_handler_comes_back(
     before = signal.signal(signal.SIGUSR1, lambda number, frame: seen.append(number))
     try:
         old = signal.getsignal(signal.SIGUSR1)
-        dump = install_signal_dump([stalled])
+        dump = SignalDump([stalled])
         os.kill(os.getpid(), signal.SIGUSR1)
         assert "write          8192 bytes at 4096" in capfd.readouterr().err
         assert seen == [signal.SIGUSR1], "the handler of before is called too"
@@ -61,7 +61,7 @@ def test_sigusr1_prints_it_and_the_old_handler_comes_back(
 
 def test_two_dumps_may_close_in_any_order(stalled: FaultyEngine, capfd: pytest.CaptureFixture[str]) -> None:
     before = signal.getsignal(signal.SIGUSR1)
-    first, second = install_signal_dump([stalled]), install_signal_dump([stalled])
+    first, second = SignalDump([stalled]), SignalDump([stalled])
     first.close()
     os.kill(os.getpid(), signal.SIGUSR1)
     assert capfd.readouterr().err.count("in flight") == 1
@@ -74,7 +74,7 @@ def test_on_another_thread_nothing_is_installed(stalled: FaultyEngine) -> None:
     installed: list[bool] = []
 
     def install() -> None:
-        dump = install_signal_dump([stalled])
+        dump = SignalDump([stalled])
         installed.append(dump.installed)
         dump.close()
 

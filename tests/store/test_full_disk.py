@@ -59,7 +59,7 @@ def fill(path: Path) -> None:
 def test_too_small_is_a_clean_error_that_leaves_nothing(small_disk: Path, swap_path: Path) -> None:
     before = free_nbytes(small_disk)
     engine = select_engine(small_disk).engine
-    with pytest.raises(StoreError, match=r"needs 64\.0 MiB .*are free there"):
+    with pytest.raises(StoreError, match=r"needs 64\.0 MiB .*free there"):
         SwapStore(SwapDir.create([small_disk]), engine, capacity_nbytes=64 * MIB)
     assert list(small_disk.iterdir()) == [] and free_nbytes(small_disk) == before
     other = swap_path / "large"

@@ -272,7 +272,7 @@ def test_a_full_disk_is_one_error_at_start_and_leaves_nothing(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(StoreError, match=r"needs 64\.0 MiB.*are free there.*No space left"):
+    with pytest.raises(StoreError, match=r"needs 64\.0 MiB.*free there.*No space left"):
         SwapStore(SwapDir.create([swap_path]), engine, capacity_nbytes=64 * MIB)
     assert list(swap_path.iterdir()) == []
 

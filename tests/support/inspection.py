@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 import tiered_zero
-from tiered_zero.hardware.accelerator import Lane
+from tiered_zero.hardware.lanes import Lane
 from tiered_zero.layout.flat import Unit
 from tiered_zero.optim.state_layout import StateLayout
 from tiered_zero.params.pager import Pager

@@ -214,22 +214,24 @@ def _kernel() -> Iterator[Finding]:
 
 def _torch() -> Iterator[Finding]:
     try:
-        from tiered_zero.hardware.probe import probe_machine
+        import torch
+
+        from tiered_zero.hardware.probe import cuda_device_names
     except ImportError as error:
         yield Finding("torch", BAD, f"cannot be imported: {error}", "install torch 2.11 to 2.13")
         return
-    facts = probe_machine()
-    version = tuple(int(part) for part in facts.torch_version.split("+")[0].split(".")[:2])
+    names, cuda_version = cuda_device_names(), torch.version.cuda
+    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     if (2, 11) <= version < (2, 14):
-        yield Finding("torch", GOOD, facts.torch_version)
+        yield Finding("torch", GOOD, str(torch.__version__))
     else:
-        yield Finding("torch", POOR, f"{facts.torch_version}; tried with 2.11 to 2.13", "install one of these")
-    if facts.cuda_devices:
-        yield Finding("CUDA", GOOD, f"{facts.cuda_version}: {', '.join(facts.cuda_devices)}")
-    elif facts.cuda_version is None:
+        yield Finding("torch", POOR, f"{torch.__version__}; tried with 2.11 to 2.13", "install one of these")
+    if names:
+        yield Finding("CUDA", GOOD, f"{cuda_version}: {', '.join(names)}")
+    elif cuda_version is None:
         yield Finding("CUDA", BAD, "this torch was built without it; the CPU computes", "install a torch with CUDA")
     else:
-        found = f"torch was built for {facts.cuda_version}, but there is no device; the CPU computes"
+        found = f"torch was built for {cuda_version}, but there is no device; the CPU computes"
         yield Finding("CUDA", BAD, found, "look at nvidia-smi: driver, and the devices given to this container")
 
 

@@ -7,8 +7,3 @@ Owner: the assembly builds one accelerator, one arena and one collectives for a 
 then the arena. Each lane's thread owns its stream; a lease belongs to its holder until it is released.
 Never: synchronizing a device outside measurements and shutdown; host allocations beside the arena; silent fallbacks.
 """
-
-from tiered_zero.hardware.accelerator import Accelerator, Lane, MemoryFigures
-from tiered_zero.hardware.select import build_accelerator
-
-__all__ = ["Accelerator", "Lane", "MemoryFigures", "build_accelerator"]

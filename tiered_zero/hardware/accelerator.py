@@ -11,63 +11,41 @@ Transfers of lanes and marks of compute order streams; any other transfer (the d
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 
 from tiered_zero.hardware.huge_pages import PageRange
+from tiered_zero.hardware.lanes import Lane
 from tiered_zero.transfer import Transfer
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryFigures:
-    """Device memory as the device's own allocator counts it, in bytes. `free_nbytes`: what no process has taken."""
-
-    allocated_nbytes: int
-    peak_allocated_nbytes: int
-    reserved_nbytes: int
-    free_nbytes: int
-
-
-class Lane(ABC):
-    """An ordered queue of jobs on a worker thread."""
-
-    name: str
-
-    @abstractmethod
-    def submit(
-        self,
-        job: Callable[[], None],
-        after: Sequence[Transfer] = (),
-        holds: Sequence[torch.Tensor] = (),
-        waits: bool = True,
-    ) -> Transfer:
-        """Run `job` on this lane's thread and stream, after all earlier jobs and after `after`.
-
-        `holds`: device tensors that the job reads or writes, referenced until it is launched. Free their memory only
-        after `wait_on_compute(transfer)` or `transfer.wait()`: the allocator knows of no stream but compute.
-        `waits`: False of a job that waits for nothing but `after`. Where the device is the CPU and nothing is before
-        it, it runs at once on the calling thread: on its own thread it would take a core from compute.
-        Returns the transfer that is done when the job is complete on the device. Any thread.
-        """
-
-    @abstractmethod
-    def close(self) -> None:
-        """Finish queued jobs and stop the thread. Idempotent."""
-
-
 class Accelerator(ABC):
-    """The device: `Cuda` or `Cpu`. `shares_cores`: compute and the host's own work take each other's time."""
+    """The device. `shares_cores`: compute and the host's own work take each other's time."""
 
     name: str
     device: torch.device
     shares_cores = False
 
+    def __init__(self, poison: bool) -> None:
+        """`poison`: debug mode, in which freed memory becomes NaN."""
+        self._poison = poison
+        self._lanes: dict[str, Lane] = {}
+        self._lock = threading.Lock()
+        self._closed = False
+
     @abstractmethod
+    def _build_lane(self, name: str) -> Lane: ...
+
     def lane(self, name: str) -> Lane:
         """The lane of that name, started at first use."""
+        with self._lock:
+            if self._closed:
+                raise RuntimeError(f"the {self.name} accelerator is closed; lane {name} cannot be had any more")
+            if name not in self._lanes:
+                self._lanes[name] = self._build_lane(name)
+            return self._lanes[name]
 
     @abstractmethod
     def record_compute(self) -> Transfer:
@@ -92,13 +70,16 @@ class Accelerator(ABC):
         """Return what the device's allocator keeps for reuse, before an allocation that failed is tried again."""
         return
 
-    @abstractmethod
     def synchronize(self) -> None:
         """Wait for everything launched. For measurements and shutdown only."""
+        with self._lock:
+            lanes = list(self._lanes.values())
+        for transfer in [lane.submit(_nothing) for lane in lanes]:
+            transfer.wait()
 
-    @abstractmethod
     def prepare(self, flat: torch.Tensor) -> None:
         """`flat` on the device has just been given memory, whose content is undefined: poisoned in debug mode."""
+        self.poison(flat)
 
     def reserve_place(self, nbytes: int, window_nbytes: int) -> PageRange | None:
         """Reserve addresses for a flat that is fetched and evicted; all such flats hold at most `window_nbytes` at
@@ -109,17 +90,15 @@ class Accelerator(ABC):
         """The whole pages that begin with `flat` on the device, where the disk can write to them without a copy."""
         return None
 
-    @abstractmethod
     def poison(self, flat: torch.Tensor) -> None:
         """In debug mode overwrite `flat` (any float or integer dtype) with NaN or a pattern; else do nothing."""
-
-    @abstractmethod
-    def total_memory_nbytes(self) -> int:
-        """Memory of the device; for the CPU device the configured limit, or what the host has available."""
-
-    @abstractmethod
-    def memory_figures(self) -> MemoryFigures | None:
-        """None where the device has no allocator that counts (the CPU: the ledger counts there)."""
+        if not self._poison:
+            return
+        # .data: a version counter of its own, so that views saved by autograd do not count this as a change
+        if flat.is_floating_point() or flat.is_complex():
+            flat.data.fill_(float("nan"))
+        else:
+            flat.data.view(torch.uint8).fill_(0xA5)
 
     @abstractmethod
     def pin(self, address: int, nbytes: int) -> bool:
@@ -128,5 +107,14 @@ class Accelerator(ABC):
     @abstractmethod
     def unpin(self, address: int) -> None: ...
 
-    @abstractmethod
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Finish every lane's jobs and stop the threads; errors that were not waited for are logged. Idempotent."""
+        with self._lock:
+            self._closed = True
+            lanes = list(self._lanes.values())
+        for lane in lanes:
+            lane.close()
+
+
+def _nothing() -> None:
+    """The job whose completion says that every job before it is complete."""

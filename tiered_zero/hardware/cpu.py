@@ -10,18 +10,9 @@ from typing import final
 
 import torch
 
-from tiered_zero.hardware.accelerator import MemoryFigures
+from tiered_zero.hardware.accelerator import Accelerator
 from tiered_zero.hardware.huge_pages import HugePagePool, PageRange
-from tiered_zero.hardware.lanes import (
-    DelayInjector,
-    DeviceMarker,
-    LaneAccelerator,
-    LaneTransfer,
-    Work,
-    WorkerLane,
-    runs_on_lane,
-)
-from tiered_zero.hardware.probe import available_host_nbytes
+from tiered_zero.hardware.lanes import DelayInjector, DeviceMarker, Lane, LaneTransfer, Work, runs_on_lane
 from tiered_zero.sizes import HUGE_PAGE_NBYTES, align_up
 from tiered_zero.transfer import Transfer
 
@@ -66,30 +57,27 @@ _madvise = _find_madvise()
 
 
 @final
-class CpuAccelerator(LaneAccelerator):
+class CpuAccelerator(Accelerator):
     """Compute is the calling thread itself: what it launched is complete, and waiting means blocking it.
 
     `delay_seed`: every job starts and ends late by a seeded, pseudo-random time, as if the device were a machine of its
-    own. `poison`: freed memory becomes NaN.
+    own.
     """
 
     name = "cpu"
     device = torch.device("cpu")
 
-    def __init__(
-        self, memory_limit_nbytes: int | None = None, poison: bool = False, delay_seed: int | None = None
-    ) -> None:
+    def __init__(self, poison: bool = False, delay_seed: int | None = None) -> None:
         super().__init__(poison)
-        self._memory_limit_nbytes = memory_limit_nbytes
         self._delay_seed = delay_seed
         self.shares_cores = delay_seed is None
         self._logged_pin = False
         self._page_pool: HugePagePool | None = None
         self._pages: dict[int, memoryview] = {}
 
-    def _build_lane(self, name: str) -> WorkerLane:
+    def _build_lane(self, name: str) -> Lane:
         pace = None if self._delay_seed is None else DelayInjector(self._delay_seed, name)
-        return WorkerLane(name, _launch, pace, inline=self.shares_cores)
+        return Lane(name, _launch, pace, inline=self.shares_cores)
 
     def record_compute(self) -> LaneTransfer:
         return LaneTransfer.launched()
@@ -97,7 +85,7 @@ class CpuAccelerator(LaneAccelerator):
     def reserve_place(self, nbytes: int, window_nbytes: int) -> PageRange | None:
         try:
             self._page_pool = self._page_pool or HugePagePool(window_nbytes)
-            place = self._page_pool.reserve(nbytes)
+            place = PageRange(self._page_pool, nbytes)
         except OSError as error:
             logger.info("paged parameters get memory from malloc each time: %s", error)
             return None
@@ -125,12 +113,6 @@ class CpuAccelerator(LaneAccelerator):
             self._page_pool.close()  # its ranges hold it as long as they are held
         self._page_pool = None
         self._pages.clear()
-
-    def total_memory_nbytes(self) -> int:
-        return available_host_nbytes() if self._memory_limit_nbytes is None else self._memory_limit_nbytes
-
-    def memory_figures(self) -> MemoryFigures | None:
-        return None
 
     def pin(self, address: int, nbytes: int) -> bool:
         if not self._logged_pin:

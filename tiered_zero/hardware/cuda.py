@@ -9,8 +9,8 @@ from typing import Any, final
 import torch
 
 from tiered_zero.errors import ConfigError
-from tiered_zero.hardware.accelerator import MemoryFigures
-from tiered_zero.hardware.lanes import LaneAccelerator, LaneTransfer, Work, WorkerLane
+from tiered_zero.hardware.accelerator import Accelerator
+from tiered_zero.hardware.lanes import Lane, LaneTransfer, Work
 from tiered_zero.sizes import format_nbytes
 from tiered_zero.transfer import Transfer
 
@@ -21,14 +21,13 @@ HOST_REGISTER_PORTABLE = 1
 
 
 @final
-class CudaAccelerator(LaneAccelerator):
-    """`memory_limit_nbytes`: what the plan may use of the device; the ledger holds the run to it."""
+class CudaAccelerator(Accelerator):
+    """One CUDA device, by default the current one."""
 
     name = "cuda"
 
-    def __init__(
-        self, device: torch.device | None = None, memory_limit_nbytes: int | None = None, poison: bool = False
-    ) -> None:
+    def __init__(self, device: torch.device | None = None, poison: bool = False) -> None:
+        """Raises ConfigError where there is no such device."""
         if not torch.cuda.is_available():
             raise ConfigError(
                 "tiered_zero.device asks for CUDA; torch finds no CUDA device here. Set it to cpu, or install a CUDA "
@@ -41,10 +40,9 @@ class CudaAccelerator(LaneAccelerator):
                 f"tiered_zero.device asks for cuda:{index}; there are {torch.cuda.device_count()} devices"
             )
         self.device = torch.device("cuda", index)
-        self._memory_limit_nbytes = memory_limit_nbytes
         self._logged_pin = False
 
-    def _build_lane(self, name: str) -> WorkerLane:
+    def _build_lane(self, name: str) -> Lane:
         stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
 
         def launch(work: Work) -> torch.cuda.Event:
@@ -62,7 +60,7 @@ class CudaAccelerator(LaneAccelerator):
                     raise
                 return _mark(stream)
 
-        return WorkerLane(name, launch)
+        return Lane(name, launch)
 
     def record_compute(self) -> LaneTransfer:
         return LaneTransfer.launched(_mark(torch.cuda.current_stream(self.device)))
@@ -93,18 +91,6 @@ class CudaAccelerator(LaneAccelerator):
             torch.cuda.synchronize(self.device)
         except RuntimeError:
             logger.exception("waiting for the last work on %s failed", self.device)
-
-    def total_memory_nbytes(self) -> int:
-        total = torch.cuda.get_device_properties(self.device).total_memory
-        return total if self._memory_limit_nbytes is None else min(total, self._memory_limit_nbytes)
-
-    def memory_figures(self) -> MemoryFigures | None:
-        return MemoryFigures(
-            allocated_nbytes=torch.cuda.memory_allocated(self.device),
-            peak_allocated_nbytes=torch.cuda.max_memory_allocated(self.device),
-            reserved_nbytes=torch.cuda.memory_reserved(self.device),
-            free_nbytes=torch.cuda.mem_get_info(self.device)[0],
-        )
 
     def pin(self, address: int, nbytes: int) -> bool:
         with torch.cuda.device(self.device):

@@ -53,10 +53,6 @@ class HugePagePool:
         if self._vacant:  # try it: onto itself is refused, so onto the spare page behind
             self._move(start, start + num_pages * HUGE_PAGE_NBYTES)
 
-    def reserve(self, nbytes: int) -> PageRange:
-        """Addresses for a unit, empty."""
-        return PageRange(self, nbytes)
-
     def close(self) -> None:
         """Free what is stored, and from now on what ranges are emptied of. Idempotent."""
         self._vacant.clear()
@@ -114,8 +110,10 @@ class HugePagePool:
 
 @final
 class PageRange:
-    """A unit's addresses. `tensor`: [nbytes] uint8; `memory`: the same as whole pages. What is in them is undefined
-    after `fill` until something is written, and NaN before it and after `empty`. The mapping ends with its last view.
+    """A unit's addresses, empty at first. `tensor`: [nbytes] uint8; `memory`: the same as whole pages.
+
+    What is in them is undefined after `fill` until something is written, and NaN before it and after `empty`. The
+    mapping ends with its last view.
     """
 
     def __init__(self, pool: HugePagePool, nbytes: int) -> None:

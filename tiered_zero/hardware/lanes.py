@@ -11,7 +11,6 @@ import random
 import threading
 import time
 import traceback
-from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -21,7 +20,6 @@ from typing import Protocol
 import torch
 
 from tiered_zero.errors import PlanError
-from tiered_zero.hardware.accelerator import Accelerator, Lane
 from tiered_zero.transfer import Transfer
 
 logger = logging.getLogger("tiered_zero")
@@ -125,8 +123,8 @@ class DelayInjector:
             time.sleep(self._random.uniform(0.0, 300e-6))
 
 
-class WorkerLane(Lane):
-    """A daemon thread that launches jobs in order. A failed job does not stop the jobs behind it.
+class Lane:
+    """An ordered queue of jobs, and the thread that launches them. A failed job does not stop the jobs behind it.
 
     `inline`: jobs that wait for nothing run on the thread that submits them, while the lane is idle.
     """
@@ -154,6 +152,14 @@ class WorkerLane(Lane):
     def submit(
         self, job: Job, after: Sequence[Transfer] = (), holds: Sequence[torch.Tensor] = (), waits: bool = True
     ) -> LaneTransfer:
+        """Run `job` on this lane's thread and stream, after all earlier jobs and after `after`.
+
+        `holds`: device tensors that the job reads or writes, referenced until it is launched. Free their memory only
+        after `wait_on_compute(transfer)` or `transfer.wait()`: the allocator knows of no stream but compute.
+        `waits`: False of a job that waits for nothing but `after`. Where the device is the CPU and nothing is before
+        it, it runs at once on the calling thread: on its own thread it would take a core from compute.
+        Returns the transfer that is done when the job is complete on the device. Any thread.
+        """
         work = Work(job, tuple(after), tuple(holds), LaneTransfer())
         with self._lock:  # nothing is queued behind the end mark
             if self._closed:
@@ -172,6 +178,7 @@ class WorkerLane(Lane):
         return work.transfer
 
     def close(self) -> None:
+        """Finish queued jobs and stop the thread; log errors that were not waited for. Idempotent."""
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -218,54 +225,3 @@ class WorkerLane(Lane):
     def _delay(self) -> None:
         if self._pace is not None:
             self._pace.delay()
-
-
-class LaneAccelerator(Accelerator):
-    """What accelerators share: lanes by name, and poison."""
-
-    def __init__(self, poison: bool) -> None:
-        self._poison = poison
-        self._lanes: dict[str, WorkerLane] = {}
-        self._lock = threading.Lock()
-        self._closed = False
-
-    @abstractmethod
-    def _build_lane(self, name: str) -> WorkerLane: ...
-
-    def lane(self, name: str) -> WorkerLane:
-        with self._lock:
-            if self._closed:
-                raise RuntimeError(f"the {self.name} accelerator is closed; lane {name} cannot be had any more")
-            if name not in self._lanes:
-                self._lanes[name] = self._build_lane(name)
-            return self._lanes[name]
-
-    def synchronize(self) -> None:
-        with self._lock:
-            lanes = list(self._lanes.values())
-        for transfer in [lane.submit(_nothing) for lane in lanes]:
-            transfer.wait()
-
-    def prepare(self, flat: torch.Tensor) -> None:
-        self.poison(flat)
-
-    def poison(self, flat: torch.Tensor) -> None:
-        if not self._poison:
-            return
-        # .data: a version counter of its own, so that views saved by autograd do not count this as a change
-        if flat.is_floating_point() or flat.is_complex():
-            flat.data.fill_(float("nan"))
-        else:
-            flat.data.view(torch.uint8).fill_(0xA5)
-
-    def close(self) -> None:
-        """Finish every lane's jobs and stop the threads; errors that were not waited for are logged. Idempotent."""
-        with self._lock:
-            self._closed = True
-            lanes = list(self._lanes.values())
-        for lane in lanes:
-            lane.close()
-
-
-def _nothing() -> None:
-    """The job whose completion says that every job before it is complete."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -19,29 +18,10 @@ CGROUP = Path("/sys/fs/cgroup")
 SYSTEM = Path("/sys")
 
 
-@dataclass(frozen=True, slots=True)
-class MachineFacts:
-    """`memlock_nbytes`: how much this process may lock, None where unlimited. `cuda_devices`: names by index."""
-
-    num_cpus: int
-    total_host_nbytes: int
-    available_host_nbytes: int
-    memlock_nbytes: int | None
-    torch_version: str
-    cuda_version: str | None
-    cuda_devices: tuple[str, ...]
-
-
-def probe_machine() -> MachineFacts:
-    num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return MachineFacts(
-        num_cpus=num_cpus(),
-        total_host_nbytes=total_host_nbytes(),
-        available_host_nbytes=available_host_nbytes(),
-        memlock_nbytes=memlock_nbytes(),
-        torch_version=str(torch.__version__),
-        cuda_version=torch.version.cuda,
-        cuda_devices=tuple(torch.cuda.get_device_name(index) for index in range(num_devices)),
+def cuda_device_names() -> list[str]:
+    """By index; empty where torch finds none."""
+    return (
+        [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
     )
 
 
@@ -53,7 +33,7 @@ def available_host_nbytes(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
     """What can still be allocated before the kernel kills a process: the least of MemAvailable and every enclosing
     cgroup's limit minus its usage, where inactive page cache counts as free (the kernel drops it first)."""
     bounds = [_meminfo(proc).get("MemAvailable") or _physical_nbytes()]
-    for folder in _cgroup_folders(proc, cgroup, "memory"):
+    for folder in _cgroup_folders(proc, cgroup):
         limit = _read_int(folder / "memory.max", folder / "memory.limit_in_bytes")
         usage = _read_int(folder / "memory.current", folder / "memory.usage_in_bytes")
         if limit is not None and usage is not None:
@@ -63,21 +43,9 @@ def available_host_nbytes(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
 
 def cgroup_memory_limit_nbytes(proc: Path = PROC, cgroup: Path = CGROUP) -> int | None:
     """The least limit of the enclosing cgroups; None where there is none."""
-    folders = _cgroup_folders(proc, cgroup, "memory")
+    folders = _cgroup_folders(proc, cgroup)
     limits = (_read_int(folder / "memory.max", folder / "memory.limit_in_bytes") for folder in folders)
     return min((limit for limit in limits if limit is not None), default=None)
-
-
-def num_cpus(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
-    """Cores that this process may use: its affinity, capped by the cgroup's CPU quota; at least 1."""
-    count = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-    for folder in _cgroup_folders(proc, cgroup, "cpu"):
-        v2 = _read_text(folder / "cpu.max").split()
-        quota = v2[0] if v2 else _read_text(folder / "cpu.cfs_quota_us")
-        period = v2[1] if len(v2) > 1 else _read_text(folder / "cpu.cfs_period_us")
-        if quota.isdigit() and period.isdigit() and int(period) > 0:  # "max" and -1 mean no quota
-            count = min(count, int(quota) / int(period))
-    return max(int(count), 1)
 
 
 def memlock_nbytes() -> int | None:
@@ -97,8 +65,8 @@ def huge_pages(system: Path = SYSTEM) -> str | None:
     return next((word.strip("[]") for word in words if word.startswith("[")), None)
 
 
-def _cgroup_folders(proc: Path, cgroup: Path, controller: str) -> Iterator[Path]:
-    """This process's cgroup and its ancestors, of v1 `controller` and of v2, as far as they are mounted here.
+def _cgroup_folders(proc: Path, cgroup: Path) -> Iterator[Path]:
+    """This process's cgroup and its ancestors, of v1's controller "memory" and of v2, as far as they are mounted here.
 
     Inside a container the path of /proc/self/cgroup often lies outside the mount; its mounted ancestors still bind.
     """
@@ -106,8 +74,8 @@ def _cgroup_folders(proc: Path, cgroup: Path, controller: str) -> Iterator[Path]
         _, controllers, path = line.split(":", 2)
         if controllers == "":
             roots = [cgroup, cgroup / "unified"]
-        elif controller in controllers.split(","):
-            roots = [cgroup / controllers, cgroup / controller]
+        elif "memory" in controllers.split(","):
+            roots = [cgroup / controllers, cgroup / "memory"]
         else:
             continue
         inside = Path(path.lstrip("/"))

@@ -10,16 +10,14 @@ from tiered_zero.hardware.cpu import CpuAccelerator
 from tiered_zero.hardware.cuda import CudaAccelerator
 
 
-def build_accelerator(
-    name: str = "auto", memory_limit_nbytes: int | None = None, poison: bool = False, delay_seed: int | None = None
-) -> Accelerator:
+def build_accelerator(name: str = "auto", poison: bool = False, delay_seed: int | None = None) -> Accelerator:
     """`name`: "auto" (CUDA where torch finds it), "cpu", "cuda", "cuda:N". `delay_seed`: CPU. Raises ConfigError."""
     device = find_device(name)
     if device.type == "cpu":
-        return CpuAccelerator(memory_limit_nbytes, poison, delay_seed)
+        return CpuAccelerator(poison, delay_seed)
     if delay_seed is not None:
         raise ConfigError("seeded delays test the CPU accelerator; leave them out with tiered_zero.device cuda")
-    return CudaAccelerator(device, memory_limit_nbytes, poison)
+    return CudaAccelerator(device, poison)
 
 
 def find_device(name: str) -> torch.device:

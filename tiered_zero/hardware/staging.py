@@ -171,8 +171,7 @@ class StagingPool:
             )
 
     def _describe_deadlock(self, holder: str) -> str:
-        now_s = time.monotonic()
-        table = "".join(f"\n  {now_s - lease.since_s:8.1f} s  {lease.holder}" for lease in self._leased.values())
+        table = "".join(f"\n  {age_s:8.1f} s  {name}" for name, age_s in self.holders())
         return (
             f"{holder or threading.current_thread().name} waited {self._timeout_s:g} s for one of {self.count} "
             f"{self.kind} buffers; none was released. Held, oldest first, by:{table}\n"

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, final
 
 from tiered_zero.errors import ConfigError
-from tiered_zero.io.disk_file import DiskFile, transfer_error
+from tiered_zero.io.disk_file import DiskFile
 from tiered_zero.io.engine import IOSettings
 from tiered_zero.io.pieces import IOPiece, PieceEngine, PieceQueue, Progress
 
@@ -65,13 +65,10 @@ class AiofilesEngine(PieceEngine):
         return self._handles[file]
 
     async def _carry_out(self, piece: IOPiece) -> None:
-        """Raises TransferError."""
+        """Raises TransferError, and OSError where a sync fails."""
         request, file, view = piece.transfer.request, piece.transfer.file, piece.view
         if request.kind == "sync":
-            try:
-                await self._loop.run_in_executor(self._executor, file.sync)
-            except OSError as error:
-                raise transfer_error(request, 0, 0, 0, error.errno or 0) from None
+            await self._loop.run_in_executor(self._executor, file.sync)
             return
         handle = await self._handle(file)
         transfer = handle.readinto if request.kind == "read" else handle.write

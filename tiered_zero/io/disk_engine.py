@@ -125,7 +125,7 @@ class DiskEngine(IOEngine):
             raise TransferError(f"{path}: an I/O engine has no workers in a forked process; open one there")
 
     @abstractmethod
-    def _start(self, kind: str, file: DiskFile, request: Request, view: memoryview) -> DiskTransfer:
+    def _start(self, file: DiskFile, request: Request, view: memoryview) -> DiskTransfer:
         """Hand an admitted request to the workers and enter it into `_unfinished`."""
 
     @abstractmethod
@@ -139,7 +139,7 @@ class DiskEngine(IOEngine):
         request = Request(kind, file.path, offset, view.nbytes, urgent)
         if file.alignment > 1 and view.nbytes:
             _check_aligned(request, view, file.alignment)
-        return self._start(kind, file, request, view)
+        return self._start(file, request, view)
 
     def _check_usable(self, file: DiskFile) -> None:
         self.latch.check()

@@ -218,7 +218,7 @@ class NativeEngine(DiskEngine):
                     self.latch.set(error)
                 del self._unfinished[transfer]
 
-    def _start(self, kind: str, file: DiskFile, request: Request, view: memoryview) -> NativeTransfer:
+    def _start(self, file: DiskFile, request: Request, view: memoryview) -> NativeTransfer:
         transfer = NativeTransfer(self, file, request, view)
         try:
             with self._lock:  # the table stands in the order of submission

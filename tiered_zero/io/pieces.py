@@ -153,13 +153,14 @@ class PieceEngine(DiskEngine):
     def _enqueue(self, piece: IOPiece) -> None:
         """Pass a piece to the workers. Never blocks; called with the engine's lock held."""
 
-    def _start(self, kind: str, file: DiskFile, request: Request, view: memoryview) -> PieceTransfer:
+    def _start(self, file: DiskFile, request: Request, view: memoryview) -> PieceTransfer:
         step = self._piece_nbytes(request.nbytes)
         starts = range(0, request.nbytes, step)
-        transfer = PieceTransfer(self, file, request, num_pieces=1 if kind == "sync" else len(starts))
+        is_sync = request.kind == "sync"
+        transfer = PieceTransfer(self, file, request, num_pieces=1 if is_sync else len(starts))
         with self._lock:
             self.latch.check()  # again: a write that has failed since cannot be made durable
-            if kind == "sync":
+            if is_sync:
                 transfer.blockers = {
                     earlier
                     for earlier in list(self._unfinished)
@@ -171,7 +172,7 @@ class PieceEngine(DiskEngine):
             self._unfinished[transfer] = None
             if transfer.blockers:
                 self._waiting_syncs.append(transfer)
-            elif kind == "sync":
+            elif is_sync:
                 self._enqueue(IOPiece(transfer, 0, view))
             for start in starts:
                 self._enqueue(IOPiece(transfer, request.offset + start, view[start : start + step]))
@@ -211,4 +212,6 @@ def _as_transfer_error(error: BaseException, request: Request) -> TransferError:
     error.__context__ = error.__cause__ = error.__traceback__ = None
     if isinstance(error, TransferError):
         return error
+    if request.kind == "sync" and isinstance(error, OSError):
+        return transfer_error(request, 0, 0, 0, error.errno or 0)
     return TransferError(f"{request.kind} of {request.path} failed: {type(error).__name__}: {error}")

@@ -9,7 +9,6 @@ from queue import SimpleQueue
 from typing import final
 
 from tiered_zero.errors import ConfigError
-from tiered_zero.io.disk_file import transfer_error
 from tiered_zero.io.engine import IOSettings
 from tiered_zero.io.pieces import IOPiece, PieceEngine, PieceQueue, Progress
 
@@ -79,13 +78,10 @@ class ThreadsEngine(PieceEngine):
 
 
 def _carry_out(piece: IOPiece) -> None:
-    """Raises TransferError."""
+    """Raises TransferError, and OSError where a sync fails."""
     request, file, view = piece.transfer.request, piece.transfer.file, piece.view
     if request.kind == "sync":
-        try:
-            file.sync()
-        except OSError as error:
-            raise transfer_error(request, 0, 0, 0, error.errno or 0) from None
+        file.sync()
         return
     transfer = os.preadv if request.kind == "read" else os.pwritev
     progress = Progress(request, file, piece.offset, len(view))

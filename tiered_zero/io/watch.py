@@ -54,7 +54,3 @@ class SignalDump:
         if self._number is not None and self.installed and on_main and signal.getsignal(self._number) == self._print:
             signal.signal(self._number, self._previous or signal.SIG_DFL)
             self.installed = False
-
-
-def install_signal_dump(engines: Sequence[IOEngine]) -> SignalDump:
-    return SignalDump(engines)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_origin, get_type_hints
 
 MOST_INTEGER = 2**63 - 1
 """Offsets, sizes and steps are signed 64-bit integers."""
@@ -19,6 +19,13 @@ def decode_json(data: bytes) -> Any:
         return json.loads(data)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def kinds_of(record: type) -> dict[str, Kinds]:
+    """What JSON has for each field of a dataclass: a list for a tuple, and a whole number may be a float."""
+    kinds: dict[type, Kinds] = {tuple: list, float: (float, int)}
+    hints = {name: get_origin(hint) or hint for name, hint in get_type_hints(record).items()}
+    return {name: kinds.get(hint, hint) for name, hint in hints.items()}
 
 
 def check_fields(values: Any, kinds: Mapping[str, Kinds]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import xxhash
 
 from tiered_zero.errors import StoreError
 from tiered_zero.sizes import PAGE_NBYTES, align_up, format_nbytes
-from tiered_zero.store.checked_json import MOST_INTEGER, Kinds, check_fields, check_kind, decode_json
+from tiered_zero.store.checked_json import MOST_INTEGER, check_fields, check_kind, decode_json, kinds_of
 from tiered_zero.store.descriptors import error_text, opened_directory, read_file
 from tiered_zero.store.ranges import Range
 
@@ -30,24 +30,6 @@ _VERSION = 1
 
 _MOST_NBYTES = 1 << 28
 """Of a manifest; a range of 1 MiB takes some 45 bytes, so that this is enough for 5 TiB of committed records."""
-
-_FIELDS: dict[str, Kinds] = {
-    "run_id": str,
-    "step": int,
-    "capacity_nbytes": int,
-    "weights": list,
-    "metadata": dict,
-    "records": list,
-    "ranges": dict,
-}
-_RECORD_FIELDS: dict[str, Kinds] = {
-    "name": str,
-    "nbytes": int,
-    "dtype": str,
-    "shape": list,
-    "committed": bool,
-    "offsets": list,
-}
 
 
 @final
@@ -125,7 +107,7 @@ class Manifest:
         body = rest[: max(0, header["nbytes"])]
         if len(body) != header["nbytes"] or xxhash.xxh3_64_hexdigest(body) != header["xxh3"]:
             raise StoreError(f"{path} is damaged: its checksum does not match. This state cannot be recovered.")
-        fields = check_fields(decode_json(body), _FIELDS)
+        fields = check_fields(decode_json(body), kinds_of(cls))
         if fields["capacity_nbytes"] < 0:
             raise ValueError("expected a capacity of 0 or more")
         records = tuple(_record(item) for item in fields["records"])
@@ -150,8 +132,11 @@ def _weights(items: list[Any]) -> tuple[float, ...]:
     return tuple(float(item) for item in items)
 
 
+_RECORD_KINDS = kinds_of(Record)
+
+
 def _record(item: Any) -> Record:
-    fields = check_fields(item, _RECORD_FIELDS)
+    fields = check_fields(item, _RECORD_KINDS)
     for name in ("shape", "offsets"):
         for value in fields[name]:
             check_kind(name, value, int)
@@ -248,8 +233,5 @@ def _read(dir_fd: int, path: Path, uid: int) -> Manifest:
 
 def sync_directory(directory: Path) -> None:
     """Make created, renamed and removed names durable."""
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+    with opened_directory(directory) as fd:
         os.fsync(fd)
-    finally:
-        os.close(fd)

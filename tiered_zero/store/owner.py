@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import final
 
 from tiered_zero.errors import StoreError
-from tiered_zero.store.checked_json import check_fields, check_kind, decode_json
+from tiered_zero.store.checked_json import check_fields, check_kind, decode_json, kinds_of
 from tiered_zero.store.descriptors import error_text, open_file, opened_directory, read_file
 
 PREFIX = "tiered_zero-"
@@ -48,20 +48,7 @@ class Owner:
     @classmethod
     def decode(cls, data: bytes) -> Owner:
         """Raises ValueError on anything that is no owner file."""
-        fields = check_fields(
-            decode_json(data),
-            {
-                "run_id": str,
-                "pid": int,
-                "host": str,
-                "start_ticks": int,
-                "boot_id": str,
-                "created_s": (float, int),
-                "model": str,
-                "note": str,
-                "paths": list,
-            },
-        )
+        fields = check_fields(decode_json(data), kinds_of(cls))
         for path in fields["paths"]:
             check_kind("paths", path, str)
             os.fsencode(path)  # raises UnicodeEncodeError, a ValueError

@@ -48,7 +48,7 @@ _PROBE_PREFIX = ".tiered-zero-probe-"
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RunInfo:
     """One run's directory under one parent.
 
@@ -61,16 +61,16 @@ class RunInfo:
     path: Path
     state: str
     reason: str
-    nbytes: int
+    nbytes: int = 0
     age_s: float
-    pid: int
-    host: str
-    model: str
-    note: str
-    step: int | None
-    resumable: bool
+    pid: int = 0
+    host: str = ""
+    model: str = ""
+    note: str = ""
+    step: int | None = None
+    resumable: bool = False
     paths: tuple[str, ...]
-    own: bool
+    own: bool = False
 
 
 @final
@@ -185,22 +185,13 @@ def _strange_names(dir_fd: int) -> list[str]:
 def _inspect(path: Path, name: str, parent_fd: int, locked: bool | None = None) -> RunInfo:
     """`locked`: whether another process holds the lock; None: look. Raises FileNotFoundError where it has gone."""
     status = os.stat(name, dir_fd=parent_fd, follow_symlinks=False)
-    age_s = max(0.0, time.time() - status.st_mtime)
     run = RunInfo(
         run_id=name.removeprefix(PREFIX),
         path=path,
         state="unknown",
         reason=f"is {kind_text(status.st_mode)}, not a run's directory",
-        nbytes=0,
-        age_s=age_s,
-        pid=0,
-        host="",
-        model="",
-        note="",
-        step=None,
-        resumable=False,
+        age_s=max(0.0, time.time() - status.st_mtime),
         paths=(str(path),),
-        own=False,
     )
     if not stat.S_ISDIR(status.st_mode):
         return run

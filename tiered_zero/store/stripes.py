@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple, final
 
 from tiered_zero.errors import StoreError, TieredZeroError
+from tiered_zero.io.disk_file import free_text
 from tiered_zero.io.engine import File, IOEngine, IOTransfer
 from tiered_zero.layout.stripes import STRIPE_NBYTES, file_nbytes, stripe_cycle
 from tiered_zero.sizes import format_nbytes
@@ -17,6 +17,9 @@ from tiered_zero.store.descriptors import error_text, kind_text
 from tiered_zero.store.manifest import sync_directory
 
 DATA_NAME = "data.bin"
+
+PieceRequest = Callable[[File, int, memoryview], IOTransfer]
+"""IOEngine.read or IOEngine.write"""
 
 
 class StripePiece(NamedTuple):
@@ -66,7 +69,7 @@ class StripedFiles:
     """The open data files of a store. Any thread; the engine orders nothing."""
 
     def __init__(self, engine: IOEngine, files: Sequence[File], stripes: Stripes) -> None:
-        self._engine = engine
+        self.engine = engine
         self._files = tuple(files)
         self.stripes = stripes
 
@@ -87,7 +90,7 @@ class StripedFiles:
                 for left in names:
                     left.unlink(missing_ok=True)
                 raise StoreError(
-                    f"The swap file {name} needs {format_nbytes(nbytes)} ({nbytes} bytes); {_free_text(name.parent)}. "
+                    f"The swap file {name} needs {format_nbytes(nbytes)} ({nbytes} bytes); {free_text(str(name))}. "
                     f"Free space, name another nvme_path, or put less on NVMe. ({error})"
                 ) from error
         return made
@@ -113,37 +116,21 @@ class StripedFiles:
         piece = next(self.stripes.pieces(offset, 1))
         return self._files[piece.file_index].path, piece.file_offset
 
-    def read(self, offset: int, into: memoryview, transfers: list[IOTransfer], *, urgent: bool = False) -> None:
-        """`transfers`: takes those of the pieces, also of the ones before one that is refused."""
-        self._submit(partial(self._engine.read, urgent=urgent), offset, into, transfers)
-
-    def write(self, offset: int, data: memoryview, transfers: list[IOTransfer]) -> None:
-        """`transfers`: as in `read`."""
-        self._submit(self._engine.write, offset, data, transfers)
+    def submit(self, request: PieceRequest, offset: int, memory: memoryview, transfers: list[IOTransfer]) -> None:
+        """Make a request of the engine for each piece. `transfers`: takes theirs, also before one that is refused."""
+        start = 0
+        for index, at, nbytes in self.stripes.pieces(offset, len(memory)):
+            transfers.append(request(self._files[index], at, memory[start : start + nbytes]))
+            start += nbytes
 
     def sync(self) -> list[IOTransfer]:
-        return [self._engine.sync(file) for file in self._files]
-
-    def drain(self) -> None:
-        """Return when nothing is in flight in the engine."""
-        self._engine.drain()
+        """Sync every file."""
+        return [self.engine.sync(file) for file in self._files]
 
     def close(self) -> None:
         for file in self._files:
             file.close()
         self._files = ()
-
-    def _submit(
-        self,
-        request: Callable[[File, int, memoryview], IOTransfer],
-        offset: int,
-        memory: memoryview,
-        transfers: list[IOTransfer],
-    ) -> None:
-        start = 0
-        for index, at, nbytes in self.stripes.pieces(offset, len(memory)):
-            transfers.append(request(self._files[index], at, memory[start : start + nbytes]))
-            start += nbytes
 
 
 def _fault(name: Path, nbytes: int) -> str:
@@ -157,11 +144,3 @@ def _fault(name: Path, nbytes: int) -> str:
     if not stat.S_ISREG(status.st_mode):
         return f"is {kind_text(status.st_mode)}"
     return f"is cut off at {status.st_size} bytes" if status.st_size < nbytes else ""
-
-
-def _free_text(directory: Path) -> str:
-    try:
-        status = os.statvfs(directory)
-    except OSError:
-        return "its directory cannot be read"
-    return f"{format_nbytes(status.f_bavail * status.f_frsize)} are free there"

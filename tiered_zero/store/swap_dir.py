@@ -129,8 +129,13 @@ class SwapDir:
         try:
             for name in owner.paths:
                 holds.append(hold := _Hold(Path(name)))
-                hold.directory = _open_own(hold.path)
-                _lock(hold)
+                try:
+                    hold.directory = _open_own(hold.path)
+                    _lock(hold)
+                except FileNotFoundError:
+                    raise StoreError(
+                        f"The run's directory {name} is missing or not whole; all of its paths are needed."
+                    ) from None
                 check_parent(hold.path)
             taken = _this_process(owner.run_id, owner.model, owner.note, owner.paths)
             for hold in holds:
@@ -231,10 +236,7 @@ def _this_process(run_id: str, model: str, note: str, paths: tuple[str, ...]) ->
 
 def _open_own(path: Path) -> int:
     """A descriptor of the directory, which belongs to this user. Raises OSError, StoreError."""
-    try:
-        fd = open_directory(path)
-    except FileNotFoundError:
-        raise StoreError(f"The run's directory {path} is missing or not whole; all of its paths are needed.") from None
+    fd = open_directory(path)
     if (uid := os.fstat(fd).st_uid) != os.geteuid():
         os.close(fd)
         raise StoreError(f"The run's directory {path} belongs to user id {uid}; expected {os.geteuid()}.")
@@ -244,12 +246,7 @@ def _open_own(path: Path) -> int:
 def _lock(hold: _Hold, flags: int = 0) -> None:
     """Open and lock the owner file. Raises OSError, StoreError."""
     uid = os.fstat(hold.directory).st_uid
-    try:
-        hold.lock = open_file(OWNER_NAME, hold.directory, uid=uid, flags=os.O_RDWR | flags)
-    except FileNotFoundError:
-        raise StoreError(
-            f"The run's directory {hold.path} is missing or not whole; all of its paths are needed."
-        ) from None
+    hold.lock = open_file(OWNER_NAME, hold.directory, uid=uid, flags=os.O_RDWR | flags)
     lock_fd(hold.lock)
     if not os.fstat(hold.lock).st_nlink:
         raise StoreError(f"The run's directory {hold.path} was removed by another process.")

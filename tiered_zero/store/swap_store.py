@@ -20,7 +20,7 @@ from tiered_zero.store import manifest
 from tiered_zero.store.manifest import Manifest, Record
 from tiered_zero.store.ranges import Range, cut, join
 from tiered_zero.store.records import InFlight, RecordTable
-from tiered_zero.store.stripes import StripedFiles, Stripes
+from tiered_zero.store.stripes import PieceRequest, StripedFiles, Stripes
 from tiered_zero.store.swap_dir import SwapDir
 from tiered_zero.store.transfers import Once, StoreTransfer, Worker, digest
 from tiered_zero.store.verify import Broken, find_broken
@@ -192,9 +192,9 @@ class SwapStore:
             checks = [] if self._checksums == "off" else [r for r in ranges if r.digest is not None]
             checks = [r for r in checks if offset <= r.start and r.end <= end]
             runs = join(Range(max(r.start, offset), min(r.end, end), r.slot, None) for r in ranges)
-            submit = partial(self._files.read, urgent=urgent)
+            read = partial(self._files.engine.read, urgent=urgent)
             finalize = partial(self._end_read, record, request, into, checks)
-            return self._start(request, submit, record, into, runs, finalize)
+            return self._start(request, read, record, into, runs, finalize)
 
     def write(self, record: Record, data: memoryview, offset: int = 0) -> Transfer:
         """Write `data` at the record's byte `offset`; both in whole pages, the memory page-aligned.
@@ -220,7 +220,7 @@ class SwapStore:
             finalize = partial(self._end_write, record, request, hashing, written)
             if self._checksums != "off":
                 self._hashing.submit(hashing.run)
-            return self._start(request, self._files.write, record, data, runs, finalize)
+            return self._start(request, self._files.engine.write, record, data, runs, finalize)
 
     def drain(self, record: Record) -> None:
         """Return when no request of the record is in flight: an interrupt may have cost a caller its transfer."""
@@ -295,7 +295,7 @@ class SwapStore:
     def drain_all(self) -> None:
         """Wait for every request, also for those whose transfer was lost because their caller was interrupted. No other
         thread uses the store at this time. Does not raise the error of a failed one."""
-        self._files.drain()
+        self._files.engine.drain()
         finalized = threading.Event()
         self._finalizing.submit(finalized.set)
         finalized.wait(None if self._latch.error is None else _STUCK_S)
@@ -323,7 +323,7 @@ class SwapStore:
             yield
         except BaseException as error:
             if not isinstance(error, Exception):  # an interrupt may have cost a part its transfer
-                self._files.drain()
+                self._files.engine.drain()
             if request.transfer is not None:
                 request.transfer.run()
             self._table.end(record, request)
@@ -332,7 +332,7 @@ class SwapStore:
     def _start(
         self,
         request: InFlight,
-        submit: Callable[[int, memoryview, list[IOTransfer]], None],
+        act: PieceRequest,
         record: Record,
         memory: memoryview,
         runs: list[Range],
@@ -355,7 +355,7 @@ class SwapStore:
         request.transfer = transfer = StoreTransfer(f"{request.kind} of {path}", parts, end)
         try:
             for address, run in zip(addresses, runs, strict=True):
-                submit(address, memory[run.start - request.start : run.end - request.start], parts)
+                self._files.submit(act, address, memory[run.start - request.start : run.end - request.start], parts)
         except Exception as error:
             refused[0] = error
             raise

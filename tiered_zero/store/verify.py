@@ -23,7 +23,7 @@ _ATTEMPTS = 3
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Broken:
     """`nbytes` of `record`, resting at `offset` of `path`, cannot be trusted. `reason`: what was found."""
 
@@ -35,7 +35,7 @@ class Broken:
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Verified:
     """The outcome for one run. `nbytes_unverifiable`: read without error, but they have no checksum."""
 
@@ -62,7 +62,13 @@ def verify_run(paths: Sequence[Path]) -> Verified | None:
             items = [item for _, ranges in records for item in ranges]
             unverifiable = sum(item.end - item.start for item in items if item.digest is None)
             nbytes = sum(item.end - item.start for item in items)
-            return Verified(state.step, len(records), nbytes, unverifiable, broken)
+            return Verified(
+                step=state.step,
+                num_records=len(records),
+                nbytes=nbytes,
+                nbytes_unverifiable=unverifiable,
+                broken=broken,
+            )
     raise StoreError(f"{paths[0]} commits faster than it can be read; verify it when its run has ended.")
 
 
@@ -89,8 +95,9 @@ def find_broken(
                 except OSError as error:
                     reason = f"it cannot be read: {error}"
                 if reason:
+                    path = str(files[first.file_index].path)
                     broken.append(
-                        Broken(record.name, str(files[first.file_index].path), first.file_offset, nbytes, reason)
+                        Broken(record=record.name, path=path, offset=first.file_offset, nbytes=nbytes, reason=reason)
                     )
     return broken
 

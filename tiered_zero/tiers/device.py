@@ -19,21 +19,20 @@ class DeviceTier(Tier):
     def __init__(self, accelerator: Accelerator, ledger: Ledger) -> None:
         self._accelerator = accelerator
         self._ledger = ledger
-        self._slots: dict[str, torch.Tensor] = {}
-        self._reserved: dict[str, Slot] = {}
+        self._slots: dict[str, tuple[Slot, torch.Tensor]] = {}
 
     def reserve(self, name: str, nbytes: int, kind: str, *, committed: bool = False) -> Slot:
         self._ledger.charge(self.name, kind, nbytes)
-        self._slots[name] = torch.zeros(nbytes, dtype=torch.uint8, device=self._accelerator.device)
-        self._reserved[name] = slot = Slot(name, nbytes, kind)
+        slot = Slot(name, nbytes, kind)
+        self._slots[name] = slot, torch.zeros(nbytes, dtype=torch.uint8, device=self._accelerator.device)
         return slot
 
     def release(self, slot: Slot) -> None:
-        del self._slots[slot.name], self._reserved[slot.name]
+        del self._slots[slot.name]
         self._ledger.discharge(self.name, slot.kind, slot.nbytes)
 
     def view(self, slot: Slot) -> torch.Tensor:
-        return self._slots[slot.name]
+        return self._slots[slot.name][1]
 
     def read(self, slot: Slot, out: HostBuffer, offset: int = 0) -> Transfer:
         return self._copy(out.tensor, self.view(slot)[offset : offset + out.tensor.numel()], "update")
@@ -46,7 +45,7 @@ class DeviceTier(Tier):
         return self._copy(target, self.view(slot)[: target.numel()], "gather", after.written if after else None)
 
     def close(self) -> None:
-        for slot in list(self._reserved.values()):
+        for slot, _ in list(self._slots.values()):
             self.release(slot)
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor, lane: str, after: Transfer | None = None) -> Transfer:

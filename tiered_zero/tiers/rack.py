@@ -15,7 +15,7 @@ from tiered_zero.hardware.staging import StagingPool
 from tiered_zero.io.engine import IOEngine, IOSettings
 from tiered_zero.io.measure import weigh_directories
 from tiered_zero.io.select import select_engine
-from tiered_zero.io.watch import install_signal_dump
+from tiered_zero.io.watch import SignalDump
 from tiered_zero.plan.planner import Plan
 from tiered_zero.plan.staging import StagingSize
 from tiered_zero.store.swap_dir import SwapDir
@@ -122,7 +122,7 @@ def _open_store(
         io_uring=config.tiered_zero.io_uring is True,
     )
     resources.callback(selection.engine.close)
-    resources.callback(install_signal_dump([selection.engine]).close)
+    resources.callback(SignalDump([selection.engine]).close)
     for reason in selection.reasons:
         logger.info("%s", reason)
     weights = _weigh(directory.paths, selection.engine, nbytes)
