@@ -36,7 +36,7 @@ class Schedule(ABC):
 
     @abstractmethod
     def get_lr(self) -> list[float]:
-        """The rate of each group at `last_batch_iteration`."""
+        """Compute the rate of each group at `last_batch_iteration`."""
 
     def step(self, last_batch_iteration: int | None = None) -> None:
         """Set the rate for the next optimizer step; to be called once after each."""
@@ -45,15 +45,15 @@ class Schedule(ABC):
         self._apply()
 
     def get_last_lr(self) -> list[float]:
-        """The rate that each group has now."""
+        """Return the rate that each group has now."""
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
-        """DeepSpeed's format."""
+        """Return the state in DeepSpeed's format."""
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on after the iteration stored; the groups get the rate that they had then."""
+        """Continue after the iteration stored: set the rates that the groups had then."""
         self.last_batch_iteration = int(state_dict["last_batch_iteration"])
         self._apply()
 
@@ -64,22 +64,10 @@ class Schedule(ABC):
             else:
                 group["lr"] = lr
 
-    def _each_group(self, name: str, value: float | Sequence[float]) -> list[float]:
-        """One value a group, from one for all or from a list."""
-        count = len(self.optimizer.param_groups)
-        if not isinstance(value, (int, float, Sequence)) or isinstance(value, str):
-            raise ConfigError(f"scheduler.params.{name}: expected a number or a list; found {value!r}.")
-        values = [float(item) for item in value] if isinstance(value, Sequence) else [float(value)] * count
-        if len(values) != count:
-            raise ConfigError(
-                f"scheduler.params.{name}: expected one value or {count}, one a param group; found {len(values)}."
-            )
-        return values
-
 
 @final
 class LRRangeTest(Schedule):
-    """lr = min_lr * (1 + step_rate * t), t = (i + 1) / step_size, or its floor: finds the largest useful rate."""
+    """Find the largest useful rate: lr = min_lr * (1 + step_rate * t), t = (i + 1) / step_size, or its floor."""
 
     def __init__(
         self,
@@ -90,8 +78,7 @@ class LRRangeTest(Schedule):
         lr_range_test_staircase: bool = False,
         last_batch_iteration: int = -1,
     ) -> None:
-        self.optimizer = optimizer
-        self._min_lrs = self._each_group("lr_range_test_min_lr", lr_range_test_min_lr)
+        self._min_lrs = _each_group(optimizer, "lr_range_test_min_lr", lr_range_test_min_lr)
         self._step_size = _positive("lr_range_test_step_size", lr_range_test_step_size)
         self._step_rate = lr_range_test_step_rate
         self._staircase = lr_range_test_staircase
@@ -103,29 +90,29 @@ class LRRangeTest(Schedule):
         return [lr * increase for lr in self._min_lrs]
 
 
-class _FromLowToHigh(Schedule):
-    """lr = low + (high - low) * gamma; gamma is that of the warmup, then the subclass's. Before step 0: low.
+class WarmupLR(Schedule):
+    """Raise the rate from `warmup_min_lr` to `warmup_max_lr`, by default each group's own rate; then keep it.
 
-    Without `high` each group rises to its own rate, as in DeepSpeed.
+    lr = low + (high - low) * gamma; gamma is that of the warmup, then `_gamma_after_warmup`. Before step 0: low.
     """
 
     def __init__(
         self,
         optimizer: Optimizer,
-        low: float | Sequence[float] | None,
-        high: float | Sequence[float] | None,
-        warmup: _Warmup,
-        last_batch_iteration: int,
+        warmup_min_lr: float | Sequence[float] | None = 0.0,
+        warmup_max_lr: float | Sequence[float] | None = None,
+        warmup_num_steps: int | None = 1000,
+        warmup_type: str | None = "log",
+        last_batch_iteration: int = -1,
     ) -> None:
-        self.optimizer = optimizer
-        self._low = self._each_group("warmup_min_lr", 0.0 if low is None else low)
+        self._warmup = _Warmup(warmup_num_steps, warmup_type)
+        self._low = _each_group(optimizer, "warmup_min_lr", 0.0 if warmup_min_lr is None else warmup_min_lr)
         own = [float(group["lr"]) for group in optimizer.param_groups]
-        self._high = own if high is None else self._each_group("warmup_max_lr", high)
-        self._warmup = warmup
+        self._high = own if warmup_max_lr is None else _each_group(optimizer, "warmup_max_lr", warmup_max_lr)
         super().__init__(optimizer, last_batch_iteration)
 
-    @abstractmethod
-    def _gamma_after_warmup(self, iteration: int) -> float: ...
+    def _gamma_after_warmup(self, iteration: int) -> float:
+        return 1.0
 
     def get_lr(self) -> list[float]:
         iteration = self.last_batch_iteration
@@ -137,28 +124,8 @@ class _FromLowToHigh(Schedule):
 
 
 @final
-class WarmupLR(_FromLowToHigh):
-    """Rises from `warmup_min_lr` to `warmup_max_lr`, and stays."""
-
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        warmup_min_lr: float | Sequence[float] | None = 0.0,
-        warmup_max_lr: float | Sequence[float] | None = None,
-        warmup_num_steps: int | None = 1000,
-        warmup_type: str | None = "log",
-        last_batch_iteration: int = -1,
-    ) -> None:
-        warmup = _Warmup(warmup_num_steps, warmup_type)
-        super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup, last_batch_iteration)
-
-    def _gamma_after_warmup(self, iteration: int) -> float:
-        return 1.0
-
-
-@final
-class WarmupDecayLR(_FromLowToHigh):
-    """Rises from `warmup_min_lr` to `warmup_max_lr`, then falls in a line, back there at `total_num_steps`."""
+class WarmupDecayLR(WarmupLR):
+    """Raise the rate from `warmup_min_lr` to `warmup_max_lr`, then lower it to `warmup_min_lr` at `total_num_steps`."""
 
     def __init__(
         self,
@@ -171,8 +138,7 @@ class WarmupDecayLR(_FromLowToHigh):
         last_batch_iteration: int = -1,
     ) -> None:
         self._total_num_steps = total_num_steps
-        warmup = _Warmup(warmup_num_steps, warmup_type)
-        super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup, last_batch_iteration)
+        super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration)
 
     def _gamma_after_warmup(self, iteration: int) -> float:
         decay_steps = max(1, self._total_num_steps - self._warmup.num_steps)
@@ -181,9 +147,9 @@ class WarmupDecayLR(_FromLowToHigh):
 
 @final
 class WarmupCosineLR(Schedule):
-    """The groups' own rates times a ratio: warmup from `warmup_min_ratio` to 1, then half a cosine to `cos_min_ratio`.
+    """Multiply the groups' own rates: warmup from `warmup_min_ratio` to 1, then half a cosine to `cos_min_ratio`.
 
-    Before step 0 the rate is 0, whatever `warmup_min_ratio` says: so does DeepSpeed.
+    Before step 0 the rate is 0, whatever `warmup_min_ratio` is, as in DeepSpeed.
     """
 
     def __init__(
@@ -219,7 +185,7 @@ class WarmupCosineLR(Schedule):
 
 @dataclass(frozen=True, kw_only=True)
 class CycleShape:
-    """The options of OneCycle, in optimizer steps, and the form of its triangle."""
+    """Options of OneCycle, in optimizer steps, and the form of its triangle."""
 
     decay_lr_rate: float = 0.0
     cycle_first_step_size: int = 2000
@@ -247,7 +213,7 @@ class CycleShape:
         return self.cycle_first_step_size + self.second_size
 
     def height(self, iteration: int) -> float:
-        """0 at the foot of the triangle, 1 at its top; in stairs where asked."""
+        """Return 0 at the foot of the triangle, 1 at its top; in stairs where `cycle_*_stair_count` is set."""
         position = (iteration + 1) % self.total_size
         stairs, size = self.cycle_first_stair_count, self.cycle_first_step_size
         if position > size:
@@ -256,13 +222,13 @@ class CycleShape:
         return math.floor(position * stairs / size) / stairs if stairs > 0 else position / size
 
     def decay_intervals(self, iteration: int) -> float:
-        """How many `decay_step_size` have passed since the triangle; 0 where nothing decays."""
+        """Count the `decay_step_size` since the triangle; 0 where nothing decays."""
         return (iteration - self.total_size + 1) / self.decay_step_size if self.decay_step_size else 0.0
 
 
 @final
 class OneCycle(Schedule):
-    """One triangle of the rate from min to max and back, and of the momentum the other way; then both decay.
+    """Move the rate from min to max and back, and the momentum the other way; then decay both.
 
     Options: `CycleShape`. Momentum is betas[0] of an optimizer with `betas`; betas[1] becomes 0.99, as in DeepSpeed.
     """
@@ -276,10 +242,9 @@ class OneCycle(Schedule):
         cycle_max_lr: float | Sequence[float],
         **options: Any,
     ) -> None:
-        self.optimizer = optimizer
         self.shape = CycleShape(**{name: value for name, value in options.items() if value is not None})
-        self._min_lrs = self._each_group("cycle_min_lr", cycle_min_lr)
-        self._max_lrs = self._each_group("cycle_max_lr", cycle_max_lr)
+        self._min_lrs = _each_group(optimizer, "cycle_min_lr", cycle_min_lr)
+        self._max_lrs = _each_group(optimizer, "cycle_max_lr", cycle_max_lr)
         self._cycles_momentum = self.shape.cycle_momentum and "betas" in optimizer.defaults
         if self.shape.cycle_momentum:
             found = f"beta2 is {self._BETA2} from now on" if self._cycles_momentum else "no, the optimizer has no betas"
@@ -297,7 +262,7 @@ class OneCycle(Schedule):
         return [low / decay for low in self._min_lrs]
 
     def get_mom(self) -> list[tuple[float, float]] | None:
-        """The betas of each group at `last_batch_iteration`; None where momentum is left alone."""
+        """Compute the betas of each group at `last_batch_iteration`; None where momentum does not change."""
         if not self._cycles_momentum:
             return None
         shape, iteration = self.shape, self.last_batch_iteration
@@ -319,7 +284,7 @@ class OneCycle(Schedule):
 
 
 class _Warmup:
-    """gamma(i) = log(i + 1) / log(n), or i / n, for i < n; n is at least 2. None stands for a default."""
+    """Compute gamma(i) = log(i + 1) / log(n), or i / n, for i < n; n is at least 2. None: the default."""
 
     def __init__(self, num_steps: int | None, kind: str | None) -> None:
         num_steps, kind = 1000 if num_steps is None else num_steps, "log" if kind is None else kind
@@ -330,6 +295,19 @@ class _Warmup:
 
     def gamma(self, iteration: int) -> float:
         return iteration / self.num_steps if self._linear else math.log(iteration + 1) / math.log(self.num_steps)
+
+
+def _each_group(optimizer: Optimizer, name: str, value: float | Sequence[float]) -> list[float]:
+    """Return one value a group, from one for all or from a list. Raises ConfigError for anything else."""
+    count = len(optimizer.param_groups)
+    if not isinstance(value, (int, float, Sequence)) or isinstance(value, str):
+        raise ConfigError(f"scheduler.params.{name}: expected a number or a list; found {value!r}.")
+    values = [float(item) for item in value] if isinstance(value, Sequence) else [float(value)] * count
+    if len(values) != count:
+        raise ConfigError(
+            f"scheduler.params.{name}: expected one value or {count}, one a param group; found {len(values)}."
+        )
+    return values
 
 
 def _positive(name: str, value: float) -> float:
@@ -344,7 +322,7 @@ _OWN: dict[str, type[Schedule]] = {
 
 
 def build_scheduler(section: SchedulerSection, optimizer: Optimizer) -> Schedule | LRScheduler:
-    """The schedule that a config names. Raises ConfigError: no such type, arguments that it does not take."""
+    """Build the schedule that a config names. Raises ConfigError for an unknown type, or arguments that it refuses."""
     kind = _OWN.get(section.type) or _torch_types().get(section.type)
     if kind is None:
         known = [*_OWN, *_torch_types()]
@@ -362,9 +340,10 @@ def build_scheduler(section: SchedulerSection, optimizer: Optimizer) -> Schedule
 
 
 def _torch_types() -> dict[str, type[LRScheduler]]:
-    """torch's schedulers that `step()` drives without a metric."""
-    candidates = vars(torch.optim.lr_scheduler).items()
-    kinds = {name: kind for name, kind in candidates if isinstance(kind, type) and issubclass(kind, LRScheduler)}
-    for name in ("LRScheduler", "_LRScheduler", "ReduceLROnPlateau"):
-        kinds.pop(name, None)
-    return kinds
+    """List torch's schedulers that `step()` drives without a metric."""
+    return {
+        name: kind
+        for name, kind in vars(torch.optim.lr_scheduler).items()
+        if isinstance(kind, type) and issubclass(kind, LRScheduler)
+        if name not in ("LRScheduler", "_LRScheduler", "ReduceLROnPlateau")
+    }

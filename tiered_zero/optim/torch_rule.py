@@ -137,7 +137,7 @@ class TorchRule(UpdateRule):
 
     def first_state(self, shape: tuple[int, ...], hyper: Mapping[str, Any]) -> State:
         """Return the state that the constructor creates, as Adagrad's does; nothing for all others."""
-        return self._first_state(torch.zeros(shape, requires_grad=True), hyper)
+        return {} if self._construct is None else self._first_state(torch.zeros(shape, requires_grad=True), hyper)
 
     def export_state(self, state: Mapping[str, torch.Tensor], scalars: Mapping[str, Any]) -> State:
         return self._state_of(state, scalars) if scalars else {}

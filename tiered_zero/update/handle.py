@@ -58,7 +58,7 @@ class TieredOptimizer(Optimizer):
 
     @property
     def loss_scale(self) -> float:
-        """What `backward` multiplies the loss by: of fp16, else 1."""
+        """Return what `backward` multiplies the loss by: of fp16, else 1."""
         return self._calls().loss_scale
 
     cur_scale = loss_scale
@@ -70,9 +70,8 @@ class TieredOptimizer(Optimizer):
         policy: UpdatePolicy,
         at_end: Callable[[Callable[[], None]], None],
     ) -> None:
-        """The run is built: calls go to `engine`, which lives as long as this, state is read from and written to its
-        tiers, and calls of the user's own optimizer come here. `at_end` is given the acts that end that, each before
-        what it ends begins."""
+        """Send calls to `engine` once the run is built, read and write state on its tiers, and redirect calls of the
+        user's own optimizer here. `at_end` registers the acts that end that, each before what it ends begins."""
         self._engine = engine
         access = self._access = StateAccess(state, policy, self.param_groups)
         at_end(access.close)
@@ -80,7 +79,7 @@ class TieredOptimizer(Optimizer):
         _redirect(self._source, self, at_end)
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """The same as `engine.step()`: counts a micro-batch, and updates at an accumulation boundary."""
+        """Do `engine.step()`: it counts a micro-batch, and updates at an accumulation boundary."""
         if closure is not None:
             raise ModelError(
                 "step(closure) runs forward and backward inside step(), which an offloaded update cannot do. Call "
@@ -108,11 +107,11 @@ class TieredOptimizer(Optimizer):
         self._act()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """The same as `engine.zero_grad()`."""
+        """Do `engine.zero_grad()`."""
         self._calls().zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's own format, with copies: fp32 CPU tensors in the parameters' shapes, from any tier and state format.
+        """Copy the state in torch's own format: fp32 CPU tensors in the parameters' shapes, from any tier and format.
 
         Waits for the updates under way. fp32 masters are no part of it: they follow `module.state_dict()`, in whose
         16 bits those of a 16-bit model lose their last ones. Raises BudgetError where the tensors do not fit into free
@@ -122,7 +121,7 @@ class TieredOptimizer(Optimizer):
             return super().state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over what `state_dict()` or a plain torch optimizer of the same class gave, as torch does.
+        """Load what `state_dict()` or a plain torch optimizer of the same class gave, as torch does.
 
         Values of the param groups change in place, so that schedulers and the engine see one list. Arrays are rounded
         where tiered_zero.state_format has fewer bits; a warning says so. Raises ModelError, with nothing changed, where
@@ -133,14 +132,12 @@ class TieredOptimizer(Optimizer):
             given = pre_hook(self, given) or given
         states, groups = self._matched(given)
         self._access.replace(states, groups)
-        for group, values in zip(self.param_groups, groups, strict=True):
-            group.clear()
-            group.update(values)
+        _replace_values(self.param_groups, groups)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
     def read_state(self, param: nn.Parameter) -> ParamState:
-        """One parameter's state, as `state_dict()` gives it; empty before its first step."""
+        """Read one parameter's state, as `state_dict()` gives it; empty before its first step."""
         return self._access.read_one(param)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -160,7 +157,7 @@ class TieredOptimizer(Optimizer):
         return self._engine
 
     def _matched(self, given: Mapping[str, Any]) -> tuple[dict[nn.Parameter, ParamState], list[dict[str, Any]]]:
-        """The state of each parameter, and the groups' new values with "params", as the class itself completes them."""
+        """Match state to parameters, and complete the groups' new values, with "params", as the class itself does."""
         try:
             states, saved = given["state"], deepcopy(given["param_groups"])
             sizes = [len(group["params"]) for group in saved]
@@ -216,8 +213,8 @@ _REDIRECTED = ("step", "zero_grad", "state_dict", "load_state_dict", "add_param_
 
 
 def _redirect(source: Optimizer, handle: TieredOptimizer, at_end: Callable[[Callable[[], None]], None]) -> None:
-    """Send the calls of the user's own instance to `handle`, whose class says what they mean here. `at_end` is given
-    what undoes that. The user's instance does not keep the engine alive."""
+    """Send the calls of the user's own instance to `handle`. `at_end` registers what undoes that. The
+    user's instance does not keep the engine alive."""
     owner = weakref.ref(handle)
     before = {name: vars(source)[name] for name in _REDIRECTED if name in vars(source)}
     redirects = {name: MethodType(_redirected(name, owner), source) for name in _REDIRECTED}
@@ -279,20 +276,13 @@ class StateAccess(Mapping[nn.Parameter, ParamState]):
             self._refuse()
         return self._copies[param]
 
-    def __setitem__(self, param: nn.Parameter, values: ParamState) -> None:
-        self._refuse()
-
-    def __delitem__(self, param: nn.Parameter) -> None:
-        self._refuse()
-
-    def clear(self) -> None:
-        self._refuse()
-
-    def _refuse(self) -> NoReturn:
+    def _refuse(self, *_: object) -> NoReturn:
         raise ModelError(
             "optimizer.state is not at hand: the state of each parameter rests on its tier. Read it with "
             "engine.optimizer.state_dict() or read_state(param), and change it with load_state_dict()."
         )
+
+    __setitem__ = __delitem__ = clear = _refuse
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -340,9 +330,8 @@ class StateAccess(Mapping[nn.Parameter, ParamState]):
 def make_scheduler(
     given: Any, section: SchedulerSection | None, handle: TieredOptimizer | None, source: Optimizer
 ) -> Any:
-    """The user's scheduler, or what a callable of the user's makes, or else the config's; None where nothing is
-    trained. Raises ConfigError.
-    """
+    """Return the user's scheduler, or what the user's callable makes, or else the config's; None where nothing is
+    trained. Raises ConfigError."""
     if handle is None:
         if given is not None:
             raise ConfigError(
@@ -380,7 +369,11 @@ def restored_on_error(groups: list[dict[str, Any]]) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        for group, values in zip(groups, before, strict=True):
-            group.clear()
-            group.update(values)
+        _replace_values(groups, before)
         raise
+
+
+def _replace_values(groups: list[dict[str, Any]], values: list[dict[str, Any]]) -> None:
+    for group, new in zip(groups, values, strict=True):
+        group.clear()
+        group.update(new)

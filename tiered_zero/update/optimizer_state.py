@@ -53,13 +53,17 @@ class OptimizerState:
 
     def stepped(self) -> list[nn.Parameter]:
         """The parameters that have state."""
-        found = {
-            piece.param.name: None
-            for layout in self._layouts
+        found = {self._params[piece.param.name]: None for layout in self._layouts for piece in self._stepped(layout)}
+        return list(found)
+
+    def _stepped(self, layout: StateLayout, only: nn.Parameter | None = None) -> list[ParamPiece]:
+        """List the pieces that have state, of every parameter or of one."""
+        return [
+            piece
             for piece in layout.subgroup.pieces
             if self._stepper.scalars(layout.subgroup, piece)
-        }
-        return [self._params[name] for name in found]
+            if only is None or self._params[piece.param.name] is only
+        ]
 
     # -- out -----------------------------------------------------------------------------------------------------------
 
@@ -73,16 +77,13 @@ class OptimizerState:
         self._check_room(only)
         found: dict[nn.Parameter, ParamState] = {}
         for layout in self._layouts:
-            pieces = [
-                piece for piece in layout.subgroup.pieces if only is None or self._params[piece.param.name] is only
-            ]
-            for piece in pieces:
-                if not self._stepper.scalars(layout.subgroup, piece):
-                    first = self._rule.first_state(piece.param.shape, groups[piece.group])
-                    if first:
-                        found[self._params[piece.param.name]] = first
-            stepped = [piece for piece in pieces if self._stepper.scalars(layout.subgroup, piece)]
-            if stepped:
+            for piece in layout.subgroup.pieces:
+                param = self._params[piece.param.name]
+                if self._stepper.scalars(layout.subgroup, piece) or (only is not None and only is not param):
+                    continue
+                if first := self._rule.first_state(piece.param.shape, groups[piece.group]):
+                    found[param] = first
+            if stepped := self._stepped(layout, only):
                 home = self._inventory.home(layout.subgroup, "state")
                 with leased_slot(home, self._staging, slice(0, layout.nbytes)) as raw:
                     for piece in stepped:
@@ -112,11 +113,7 @@ class OptimizerState:
 
     def _check_room(self, only: nn.Parameter | None) -> None:
         needed = sum(
-            self._exported_nbytes(layout, piece)
-            for layout in self._layouts
-            for piece in layout.subgroup.pieces
-            if (only is None or self._params[piece.param.name] is only)
-            and self._stepper.scalars(layout.subgroup, piece)
+            self._exported_nbytes(layout, piece) for layout in self._layouts for piece in self._stepped(layout, only)
         )
         if needed > (free := available_host_nbytes()):
             raise BudgetError(
@@ -166,16 +163,13 @@ class OptimizerState:
         num_rounded = 0
         for layout in self._layouts:
             stepper, subgroup = self._stepper, layout.subgroup
-            given = {
-                piece.index: values
-                for piece in subgroup.pieces
-                if (values := states.get(self._params[piece.param.name]))
-            }
-            if not given and not stepper.has_state(layout):
+            params = {piece.index: self._params[piece.param.name] for piece in subgroup.pieces}
+            given = {index: values for index, param in params.items() if (values := states.get(param))}
+            has_state = stepper.has_state(layout)
+            if not given and not has_state:
                 continue
             home = self._inventory.home(subgroup, "state")
             # bytes that were written at once are read and written at once, so that they are verified
-            has_state = stepper.has_state(layout)
             first = 0 if has_state else layout.state_start
             last = layout.nbytes if has_state else layout.master_nbytes
             with leased_slot(home, self._staging, slice(first, last), slice(first, layout.nbytes)) as raw:
