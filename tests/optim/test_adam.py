@@ -250,6 +250,21 @@ def test_a_split_master_is_its_rounded_parameter_and_comes_back_bit_for_bit() ->
         assert low == 0x8000 or not mark.any()
 
 
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_the_group_decides_whether_its_decay_is_decoupled(kernel: UpdateKernel, decoupled: bool) -> None:
+    rule = AdamRule(decoupled=not decoupled, kernel=kernel)
+    parameter = torch.nn.Parameter(torch.randn(1000))
+    optimizer = torch.optim.Adam([parameter], lr=0.1, weight_decay=0.5, decoupled_weight_decay=decoupled)
+    hyper = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
+    run = make_run(rule, parameter.detach().clone(), hyper)
+    for _ in range(3):
+        parameter.grad = torch.randn(1000)
+        run.grad = parameter.grad.clone()
+        optimizer.step()
+        rule.update([run])
+        assert same_bits(run.master, parameter.detach())
+
+
 @pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("decoupled", [True, False])
 def test_remainder_is_the_fp32_master_bit_for_bit(kernel: UpdateKernel, native: bool, decoupled: bool) -> None:

@@ -15,9 +15,9 @@ from tiered_zero.optim.kernel_rule import NativeRule, flags_of
 class AdamRule(NativeRule):
     """Adam (Kingma and Ba, 2015; weight decay in the gradient) or AdamW (Loshchilov and Hutter, 2019; decoupled).
 
-    Hyper keys are torch's: lr, betas, eps, weight_decay, amsgrad, maximize; lr and betas may be 0-d tensors. Which
-    of the two it is was decided at construction. State: exp_avg, exp_avg_sq and, with amsgrad, max_exp_avg_sq;
-    scalar: step.
+    Hyper keys are torch's: lr, betas, eps, weight_decay, amsgrad, maximize; lr and betas may be 0-d tensors. As in
+    torch, decoupled_weight_decay of the group decides; `decoupled` is its default. State: exp_avg, exp_avg_sq and,
+    with amsgrad, max_exp_avg_sq; scalar: step.
     """
 
     unsigned_field = "exp_avg_sq"
@@ -49,15 +49,13 @@ class AdamRule(NativeRule):
     def _kernel_hyper(self, hyper: Mapping[str, Any], scalars: Mapping[str, Any]) -> Hyper:
         # numbers, or 0-d tensors: then torch computes all this in fp32, and so do we
         lr, (beta1, beta2), weight_decay = hyper["lr"], hyper["betas"], hyper["weight_decay"]
-        step = self._phase(scalars) + 1
+        step, decoupled = self._phase(scalars) + 1, hyper["decoupled_weight_decay"]
         return Hyper(
             rule=Rule.ADAM,
-            flags=flags_of(
-                MAXIMIZE=hyper["maximize"], AMSGRAD=hyper["amsgrad"], L2=weight_decay and not self.decoupled
-            ),
+            flags=flags_of(MAXIMIZE=hyper["maximize"], AMSGRAD=hyper["amsgrad"], L2=weight_decay and not decoupled),
             seed=self.seed_of(step),
             l2=weight_decay,
-            decay=float(1 - lr * weight_decay) if self.decoupled else 1.0,
+            decay=float(1 - lr * weight_decay) if decoupled else 1.0,
             weight1=float(1 - beta1),
             beta2=float(beta2),
             weight2=float(1 - beta2),
