@@ -30,7 +30,7 @@ from tiered_zero.tiers.inventory import Inventory
 
 @final
 class Pager:
-    """Owns the state of every unit. A unit without a home in the inventory lives on the device and is always in use.
+    """Owns the state of every unit. A resident unit is always in use, but while it waits for its update.
 
     Driver thread, or autograd's while the driver waits in backward. Four objects share the units: `changes` (what user
     code writes to them), `copies` (what it copies), `updates` (what the update policy does to them) and `saved_views`
@@ -108,7 +108,7 @@ class Pager:
             self._cache.retire(paged)
 
     def _bring(self, paged: PagedUnit) -> PagedUnit:
-        """Fetch the unit if it is offloaded, wait for its own update, unguard it."""
+        """Fetch the unit if it is offloaded, wait for its own update, unguard it. Adds no user."""
         if not paged.is_resident:
             self._cache.schedule.observe(self.phase.pass_name, paged.unit.index)
         self._cache.touch(paged)
@@ -190,7 +190,7 @@ class Pager:
         return bool(self._frames)
 
     def is_called_directly(self) -> bool:
-        """Whether no module of the model runs, and neither the engine's forward nor a backward has called this one."""
+        """Whether the module whose forward begins is called by the user, past the engine (a direct call)."""
         return not self._frames and not self._in_backward() and self.phase.pass_name == "idle"
 
     @runs_outside_modes
@@ -215,7 +215,7 @@ class Pager:
             self._frames[-1].faulted += paged_units
 
     def _refuse_if_offloaded(self, param: nn.Parameter, paged: PagedUnit, function: str) -> None:
-        """Between steps a unit with a home has no bytes here; one that lives on the device waits for its update."""
+        """Raise ParameterOffloadedError for a unit without bytes on the device. A resident one waits for its update."""
         if paged.state is UnitState.IN_USE or paged.is_resident:
             return
         self._cache.check_open(paged)
@@ -226,7 +226,7 @@ class Pager:
     def _fault_in_saved(self, unit_index: int, version: int) -> FlatStorage:
         """Bring a unit of which autograd unpacks a view that it saved at `version`. Raises ModelError where its weights
         have changed since."""
-        self._in_backward()
+        self._in_backward()  # notices a backward that the user started
         paged = self.units.by_index[unit_index]
         if paged.weights is not WeightState.UPDATING and paged.version != version:
             raise ModelError(

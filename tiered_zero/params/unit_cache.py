@@ -120,14 +120,14 @@ class UnitCache:
                     missing -= victims[0].unit.nbytes
                     self.evict(victims.pop(0))
                 if self._live_nbytes + new_nbytes > self._limits.live_nbytes:
-                    return  # a view keeps the memory of an evicted unit
+                    return  # a view keeps the memory of a unit that is evicted
                 try:
                     self._fetch(paged)
                 except torch.OutOfMemoryError:
                     return  # fetched when it is used, with more room made for it
 
     def _may_prefetch(self, paged: PagedUnit) -> bool:
-        """Not while its update waits for backward, which may wait for what stands behind it on the lane."""
+        """False while its update waits for gradients: backward may need a later fetch of the lane to compute them."""
         if paged.weights is not WeightState.UPDATING:
             return True
         unit_update = self._inventory.published(paged.unit)
@@ -136,7 +136,7 @@ class UnitCache:
     # -- evict -----------------------------------------------------------------------------------------------------
 
     def retire(self, paged: PagedUnit) -> None:
-        """Guard a unit that nothing uses any more, and keep its bytes only if they are expected again soon."""
+        """Guard a unit without users; evict it unless the schedule expects it again soon."""
         if paged.num_users or paged.state is not UnitState.IN_USE or paged.is_resident:
             return
         self.guard(paged)
@@ -158,7 +158,7 @@ class UnitCache:
             paged.change(UnitState.CACHED)
 
     def evict(self, paged: PagedUnit) -> None:
-        """Drop what the device holds of a unit with a home. Its memory stays while a view of it is held."""
+        """Drop a unit from the device, unless it is resident. Its memory stays while other code holds a view of it."""
         storage = paged.storage
         if not storage.is_full or paged.is_resident:
             return

@@ -94,7 +94,7 @@ LEGAL_CHANGES: dict[tuple[State, State], str] = {
 
 @dataclass(eq=False, kw_only=True)
 class PagedUnit:
-    """What the pager knows of one unit. `params`: the index of each parameter in the unit.
+    """What the pager knows of one unit. `is_resident`: it lives on the device. `params`: each one's index in the unit.
 
     `fetch`: the transfer that fills the storage, until compute has waited for it. `num_users`: running modules and
     `gathers` that use the unit, one more where it lives on the device; with none it may still be IN_USE, held for the

@@ -64,7 +64,7 @@ class UpdateGuard:
         self._cache.evict(paged)
 
     def end_update(self) -> None:
-        """Units that live on the device and were acquired during the update have their new values."""
+        """Watch resident units that are in use for changes by hand from here on: they have their new values."""
         for paged in self._units:
             if paged.state is UnitState.IN_USE and paged.is_resident:
                 paged.storage.begin_watch()

@@ -15,7 +15,7 @@ Copy = Callable[[torch.Tensor, torch.Tensor], None]
 
 class UnitUpdate:
     """Completion of one unit's update. `computed`: all its new parameters are in staging memory, or in their slot.
-    `written`: they are in their slot. Any thread.
+    `written`: all are in their slot. Any thread.
 
     Bytes that are computed and not written can be forwarded, as a processor forwards a store to a load: a fetch names
     its target and reads only what is written; the update copies the other parts to the target before their staging
@@ -73,7 +73,7 @@ class UnitUpdate:
             return sorted(self._covered.items())
 
     def cancel_forward(self) -> None:
-        """Write to the target no more: it is its owner's again."""
+        """Stop writing to the target."""
         with self._lock:
             self._target = None
 

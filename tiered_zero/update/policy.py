@@ -42,7 +42,7 @@ from tiered_zero.update.stepper import StreamingStepper
 class UpdatePolicy(ABC):
     """Runs updates. Called from the driver thread between backward and forward.
 
-    `failures`: why an update failed, from the moment when it did; state is rewritten in place, so it stays.
+    `failures`: keeps the error of an update that failed. State is rewritten in place, so no later step runs.
     """
 
     def __init__(self, stepper: StreamingStepper, groups: Sequence[dict[str, Any]]) -> None:
@@ -82,7 +82,7 @@ class UpdatePolicy(ABC):
         )
 
     def check_untouched(self, act: str) -> None:
-        """Raise ModelError if the update of a step that is not taken yet has begun, and `act` comes too late."""
+        """Raise ModelError where `act` comes too late, because an eager update is open."""
         return
 
     def begin_backward(self) -> None:
@@ -100,7 +100,7 @@ class UpdatePolicy(ABC):
 
     @property
     def is_open(self) -> bool:
-        """Whether the update of a step that is not taken yet runs, or waits for its gradients."""
+        """Whether an eager update runs or waits for gradients: step() has not taken its step yet."""
         return False
 
     def cancel_open(self) -> None:
@@ -126,8 +126,8 @@ class UpdatePolicy(ABC):
             self._stepper.cancel_prefetch()
 
     def finalize(self) -> None:
-        """End the last update as far as it can be seen, which is in parameters that rest on the device: the engine
-        ends. Raises as `flush`."""
+        """End the last update when the engine ends: what remains of it updates only parameters that rest on the device,
+        which outlive the engine. Raises as `flush`."""
         self._stepper.end()
         self.flush()
 
@@ -194,8 +194,8 @@ class UpdatePolicy(ABC):
 
 
 class BarrierPolicy(UpdatePolicy):
-    """`invalidate`: drops what the device holds of trainable units. `end_update`: those that rest on the device have
-    their new values."""
+    """Updates inside step(). `invalidate`: drops what the device holds of trainable units. `end_update`: is called once
+    resident units have their new values."""
 
     def __init__(
         self,

@@ -95,8 +95,8 @@ class StreamingStepper:
         self._prefetcher.cancel()
 
     def end(self) -> None:
-        """Leave out what the engine's end makes useless: updates, of a step under way too, whose state and parameters
-        are all off the device. Any thread."""
+        """Skip updates from now on of which nothing outlives the engine: state and parameters are all off the device.
+        Any thread."""
         self._ending.set()
 
     # -- the step ------------------------------------------------------------------------------------------------------
@@ -131,7 +131,7 @@ class StreamingStepper:
             step.prefetcher.end_step()
 
     def _fill(self, step: _Step) -> None:
-        """Open what is ready: first what was prefetched, whatever its place; then in order, as buffers are free."""
+        """Begin to read what is ready: first all that was prefetched; then in order, as buffers are free."""
         if self._ending.is_set():
             step.progress.count_skipped(self._drop_unseen(step))
         step.progress.count_skipped(step.queue.take_skipped())
@@ -146,7 +146,7 @@ class StreamingStepper:
                 return
 
     def _update_one(self, step: _Step) -> None:
-        """Update the first that is open, once its bytes are read, and start its writes."""
+        """Wait for the reads of the first that is opened, update it, start its writes."""
         if not step.opened:
             return
         work = step.opened[0]
@@ -197,7 +197,7 @@ class StreamingStepper:
         self._retire_lane.submit(notify)
 
     def _drop_unseen(self, step: _Step) -> list[StateLayout]:
-        """Take out the sub-groups of which nothing rests on the device, as far as they are not updated yet."""
+        """Remove and return the sub-groups, not updated yet, of which nothing rests on the device."""
         seen = {x.subgroup.index for x in self._layouts if self._io.resident_part(x.subgroup).segments}
         unseen = [work for work in step.opened if work.subgroup.index not in seen]
         self._io.cancel(unseen)
@@ -277,7 +277,7 @@ class StreamingStepper:
             self._scalars.update(dict.fromkeys(((work.subgroup.index, piece.index) for piece in pieces), run.scalars))
 
     def _spans(self, work: SubGroupWork, segment: Segment, gradients: StepGradients) -> Iterator[list[ParamPiece]]:
-        """Neighbouring pieces with a gradient, the same group and the same history."""
+        """Yield neighbouring pieces that one `Run` can take: with a gradient, the same group and the same scalars."""
         current: list[ParamPiece] = []
         for piece in segment.pieces:
             if not gradients.has(segment.unit, piece.param):
@@ -290,7 +290,7 @@ class StreamingStepper:
             yield current
 
     def _joins(self, subgroup: SubGroup, left: ParamPiece, right: ParamPiece) -> bool:
-        """Scalars are shared, as objects, by pieces that were stepped together from the start."""
+        """Whether one run takes both. Pieces that were stepped together from the start share one object of scalars."""
         return (
             self._rule.elementwise
             and right.index == left.index + 1
@@ -320,7 +320,7 @@ class StreamingStepper:
 
 @dataclass(kw_only=True)
 class _Step:
-    """One step under way. `opened`: sub-groups whose bytes are read; `written`: those whose writes are in flight."""
+    """One step under way. `opened`: sub-groups that are being read; `written`: those that are being written."""
 
     job: UpdateJob
     queue: ReadyQueue
