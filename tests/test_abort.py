@@ -66,10 +66,15 @@ def test_a_backward_that_breaks_off_before_any_update_is_a_step_left_out(tier: s
     assert len(found[0]) == 3 and found[0] == found[1]
 
 
-def test_a_step_that_is_interrupted_as_it_begins_is_left_out(swap_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever catches it repeats the batch: gradients of the first try must not be added."""
+@pytest.mark.parametrize("call", ["step", "zero_grad", "abort_step"])
+def test_a_call_that_is_interrupted_as_it_begins_leaves_the_step_out(
+    call: str, swap_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A caller who catches it repeats the batch: gradients of the first try must not be added. A `zero_grad()` between
+    two micro-batches keeps the first."""
     config = {
-        "train_batch_size": 2,
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
         "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": str(swap_path)}},
         "tiered_zero": {"device": "cpu", "update": "barrier"},
@@ -79,27 +84,35 @@ def test_a_step_that_is_interrupted_as_it_begins_is_left_out(swap_path: Path, mo
     for interrupted in (False, True):
         torch.manual_seed(0)
         with tiered_zero.initialize(model=nn.Linear(64, 64), config=config)[0] as engine:
-            for _ in range(2):
+
+            def interrupt(name: str, engine: tiered_zero.Engine = engine) -> None:
+                with monkeypatch.context() as patch, pytest.raises(MemoryError):
+                    patch.setattr(TrainStep, "recover", _raise_once(TrainStep.recover))
+                    getattr(engine, name)()
+
+            for micro_batch in range(4):
                 engine.backward(engine(x).pow(2).mean())
-                if interrupted:
-                    check = TrainStep.check
-                    with monkeypatch.context() as patch, pytest.raises(MemoryError):
-                        patch.setattr(TrainStep, "check", _raise_after(check))
-                        engine.step()
+                if interrupted and micro_batch in (0, 2):
+                    interrupt(call)
                     engine.backward(engine(x).pow(2).mean())
                 engine.step()
+                if interrupted and call == "zero_grad":
+                    interrupt(call)
             assert engine.global_steps == 2
             found.append((engine.get_global_grad_norm(), engine.module.state_dict()))
     assert found[0][0] == found[1][0]
     assert all(torch.equal(value, found[1][1][name]) for name, value in found[0][1].items())
 
 
-def _raise_after(check: Any) -> Any:
-    def checked(step: TrainStep, trains: bool) -> None:
-        check(step, trains)
-        raise MemoryError
+def _raise_once(method: Any) -> Any:
+    left = [MemoryError()]
 
-    return checked
+    def raise_first(step: TrainStep) -> None:
+        if left:
+            raise left.pop()
+        method(step)
+
+    return raise_first
 
 
 def test_a_backward_that_is_interrupted_before_its_update_starts_is_left_out(

@@ -29,7 +29,7 @@ _Method = Callable[Concatenate[_Engine, _Arguments], _Result]
 
 def on_one_thread(method: _Method[_Engine, _Arguments, _Result]) -> _Method[_Engine, _Arguments, _Result]:
     """Refuse a call of `method` while another thread is inside the engine (ModelError). Drop the step where an
-    interrupt may hide that backward was made, or that step() has not begun: the caller repeats the batch."""
+    interrupt may hide that backward was made, or that another call has not begun: the caller repeats the batch."""
 
     @wraps(method)
     def entered(self: _Engine, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
@@ -41,7 +41,9 @@ def on_one_thread(method: _Method[_Engine, _Arguments, _Result]) -> _Method[_Eng
             return result
         except BaseException as error:
             not_begun = self._step.counts.micro_steps == num_before and not isinstance(error, TieredZeroError)
-            if (method.__name__ == "backward" and has_returned) or (method.__name__ == "step" and not_begun):
+            drops = method.__name__ in ("step", "abort_step")
+            drops |= method.__name__ == "zero_grad" and self._step.zero_grad_drops
+            if (method.__name__ == "backward" and has_returned) or (drops and not_begun and not has_returned):
                 self._step.drop_interrupted()
             raise
 

@@ -240,11 +240,19 @@ class TrainStep:
         with self.failures.surfacing():
             self.policy.flush()
 
+    @property
+    def zero_grad_drops(self) -> bool:
+        """Whether `zero_grad` drops gradients: not right after a `step()` that only counted a micro-batch, nor where
+        their update has begun."""
+        counts = self.counts
+        has_own = counts.num_backwards > 0 or self.arrivals.has_noticed or not counts.is_accumulating
+        return has_own and not self.policy.is_open
+
     def zero_grad(self, set_to_none: bool) -> None:
         self.recover()
-        if self.counts.is_accumulating and not (self.counts.num_backwards or self.arrivals.has_noticed):
-            return
         self.policy.check_untouched("Gradients are dropped")
+        if not self.zero_grad_drops:
+            return
         with self._changing(Phase.DROP):
             if set_to_none:
                 self._drop_gradients()
