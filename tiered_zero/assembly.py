@@ -99,7 +99,7 @@ def _build(run_spec: RunSpec, lr_scheduler: Any, collectives: Collectives) -> En
         resources.add("lanes", accelerator.close)
         for name in ("gather", "reduce", "update"):
             accelerator.lane(name)  # a thread that cannot be started fails here, not in mid-run
-        runtime = Runtime(accelerator, ledger, Recorder(), collectives)
+        runtime = Runtime(accelerator=accelerator, ledger=ledger, recorder=Recorder(), collectives=collectives)
         for line in (*config.notices, *warnings, *planning_notices(run_spec)):
             logger.warning("%s", line)
         resources.add("rule", run_spec.rule.close)

@@ -85,7 +85,7 @@ def test_it_is_what_a_run_takes_and_writes(
             engine.step()
 
         def written() -> int:
-            return sum(sum(store.nbytes_written.values()) for store in stores)
+            return sum(sum(store.nbytes("write").values()) for store in stores)
 
         step()
         engine.flush()

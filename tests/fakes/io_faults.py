@@ -1,4 +1,4 @@
-"""An I/O engine that fails where it is told to, around a real one."""
+"""Wrap a real I/O engine, and fail the requests that a test names."""
 
 import errno
 import threading
@@ -18,7 +18,7 @@ from tiered_zero.io.watch import dump_in_flight
 
 @dataclass(frozen=True)
 class Fault:
-    """What befalls the `nth` request (from 1) of a `kind`: "read", "write" or "sync".
+    """What happens to the `nth` request (from 1) of a `kind`: "read", "write" or "sync".
 
     `extent`: only requests that begin at these offsets of the file `path` count, from when the fault is added on.
 
@@ -66,7 +66,7 @@ class FaultyEngine(IOEngine):
             self._left[fault] = fault.nth - (self._counts[fault.kind] if fault.extent is None else 0)
 
     def count(self, kind: str) -> int:
-        """Requests of a kind so far: `Fault(kind, engine.count(kind) + 1)` befalls the next."""
+        """Requests of a kind so far: `Fault(kind, engine.count(kind) + 1)` happens to the next."""
         return self._counts[kind]
 
     @property
@@ -136,9 +136,9 @@ class FaultyEngine(IOEngine):
         self.inner.close()
 
     def _admit(self, kind: str, file: File, offset: int, nbytes: int) -> tuple[Fault | None, Request]:
-        """Any thread. The fault that befalls this request, if any does."""
+        """Any thread. The fault of this request, if it has one."""
         self.latch.check()
-        request = Request(kind, file.path, offset, nbytes)
+        request = Request(kind=kind, path=file.path, offset=offset, nbytes=nbytes)
         struck = None
         with self._lock:
             self.requests.append(request)

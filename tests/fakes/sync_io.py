@@ -82,17 +82,18 @@ class SyncEngine(IOEngine):
                 raise TransferError(f"{file.path}: {len(data)} of {len(into)} bytes at offset {offset}")
             into[:] = data
 
-        request = Request("read", file.path, offset, len(into), urgent)
+        request = Request(kind="read", path=file.path, offset=offset, nbytes=len(into), urgent=urgent)
         return self._submit(request, ("read", file.path, offset, len(into)), work)
 
     def write(self, file: File, offset: int, data: memoryview) -> IOTransfer:
-        request = Request("write", file.path, offset, len(data))
+        request = Request(kind="write", path=file.path, offset=offset, nbytes=len(data))
         return self._submit(
             request, ("write", file.path, offset, bytes(data)), lambda: os.pwrite(file.fd, data, offset)
         )
 
     def sync(self, file: File) -> IOTransfer:
-        return self._submit(Request("sync", file.path, 0, 0), ("sync", file.path), lambda: os.fdatasync(file.fd))
+        request = Request(kind="sync", path=file.path, offset=0, nbytes=0)
+        return self._submit(request, ("sync", file.path), lambda: os.fdatasync(file.fd))
 
     def in_flight(self) -> list[tuple[Request, float]]:
         return [(transfer.request, 0.0) for transfer in self.held or () if not transfer.done()]

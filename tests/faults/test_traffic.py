@@ -59,16 +59,16 @@ def test_bytes_written_are_the_closed_form(accumulation: int, dtype: str, policy
         states = sum(4 * ADAM_ARRAYS * numel for numel, _ in trained)
         assert (2 if dtype == "bf16" else 4) == trained[0][1]
         for number in range(4):
-            written, read = Counter(store.nbytes_written), Counter(store.nbytes_read)
+            written, read = Counter(store.nbytes("write")), Counter(store.nbytes("read"))
             earlier = prefetched_nbytes(engine)
             first = len(disk.requests)
             step(engine, number, accumulation)
-            now = Counter(store.nbytes_written) - written
+            now = Counter(store.nbytes("write")) - written
             assert now["state"] == states
             assert now["param"] + now["param_back"] == params
             # before its first step a sub-group has a master and no state yet
             later = prefetched_nbytes(engine)
-            now = Counter(store.nbytes_read) - read
+            now = Counter(store.nbytes("read")) - read
             if policy == "delayed" and number == 1:
                 earlier = 0  # the first step behind the scenes reads anew what was read for one that is not
             assert now["state"] + earlier - later == (states // ADAM_ARRAYS if number == 0 else states)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tiered_zero.hardware.cuda import CudaAccelerator
-from tiered_zero.hardware.host_memory import HostArena
+from tiered_zero.hardware.host_memory import HostArena, typed_view
 from tiered_zero.sizes import MIB
 from tiered_zero.telemetry.ledger import Ledger
 
@@ -32,8 +32,8 @@ def test_gather_compute_reduce_over_200_rounds(accelerator):
     arena = HostArena(64 * MIB, accelerator, pin=True, ledger=Ledger())
     assert arena.pinned
     numel = 1 << 20
-    source = arena.take(4 * numel, "source").view(torch.float32, numel)
-    results = [arena.take(4 * numel, "result").view(torch.float32, numel) for _ in range(4)]
+    source = typed_view(arena.take(4 * numel, "source").tensor, torch.float32, numel)
+    results = [typed_view(arena.take(4 * numel, "result").tensor, torch.float32, numel) for _ in range(4)]
     flat = torch.empty(numel, device=accelerator.device)
     source.copy_(torch.arange(numel))
     carried, held = [], deque(maxlen=4)

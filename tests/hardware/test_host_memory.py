@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tiered_zero.errors import BudgetError
 from tiered_zero.hardware.cpu import CpuAccelerator
-from tiered_zero.hardware.host_memory import HostArena, temporary_zeros
+from tiered_zero.hardware.host_memory import HostArena, temporary_zeros, typed_view
 from tiered_zero.hardware.probe import huge_pages
 from tiered_zero.sizes import MIB, PAGE_NBYTES, align_up
 from tiered_zero.telemetry.ledger import Ledger
@@ -49,18 +49,22 @@ def arena(ledger):
     arena.close()
 
 
+def taken_nbytes(arena):
+    return arena.capacity_nbytes - arena._extents.free_nbytes
+
+
 def test_a_slot_is_whole_pages_and_its_views_are_the_same_bytes(arena, ledger):
     slot = arena.take(5000, "master")
     assert slot.nbytes == 2 * PAGE_NBYTES == slot.tensor.numel() == len(slot.memory)
     assert slot.tensor.dtype == torch.uint8 and slot.tensor.data_ptr() % PAGE_NBYTES == 0
     slot.memory[:4] = b"\x00\x00\x80\x3f"
-    flat = slot.view(torch.float32, 1250)
+    flat = typed_view(slot.tensor, torch.float32, 1250)
     assert flat.shape == (1250,) and flat[0] == 1.0
     flat[1] = 2.0
     assert bytes(slot.memory[4:8]) == b"\x00\x00\x00\x40"
     assert ledger.now("host") == slot.nbytes and ledger.by_kind()["host"] == {"master": (8192, 8192)}
     with pytest.raises(BudgetError, match=r"2049 elements of torch.float32 need 8196 bytes; this memory has 8192"):
-        slot.view(torch.float32, 2049)
+        typed_view(slot.tensor, torch.float32, 2049)
 
 
 def test_over_capacity_is_a_budget_error_that_says_what_is_free(arena):
@@ -75,26 +79,26 @@ def test_a_ledger_limit_takes_nothing():
     arena = HostArena(8 * PAGE_NBYTES, CpuAccelerator(), pin=False, ledger=ledger)
     with pytest.raises(BudgetError, match="allowed"):
         arena.take(3 * PAGE_NBYTES, "a")
-    assert arena.taken_nbytes == 0 == ledger.now("host")
+    assert taken_nbytes(arena) == 0 == ledger.now("host")
     arena.take(2 * PAGE_NBYTES, "a")
     arena.close()
 
 
 def test_released_bytes_are_poisoned_merged_and_taken_again(arena, ledger):
     slots = [arena.take(4 * PAGE_NBYTES, "a") for _ in range(4)]
-    flat = slots[1].view(torch.float32, 16)
+    flat = typed_view(slots[1].tensor, torch.float32, 16)
     flat.zero_()
     for index in (1, 3, 2, 0):
         slots[index].release()
     assert flat.isnan().all()
-    assert arena.taken_nbytes == 0 == ledger.now("host")
+    assert taken_nbytes(arena) == 0 == ledger.now("host")
     assert arena.take(16 * PAGE_NBYTES, "a").offset == 0
     with pytest.raises(RuntimeError, match="released before"):
         slots[1].release()
 
 
 def test_fresh_memory_is_poisoned_too(arena):
-    assert arena.take(1, "a").view(torch.float32, 1024).isnan().all()
+    assert typed_view(arena.take(1, "a").tensor, torch.float32, 1024).isnan().all()
 
 
 @settings(max_examples=60, deadline=None)
@@ -107,7 +111,7 @@ def test_slots_never_overlap_and_nothing_is_lost(steps):
         if live and choice < 5:
             live.pop(choice % len(live)).release()
         else:
-            free = arena.capacity_nbytes - arena.taken_nbytes
+            free = arena.capacity_nbytes - taken_nbytes(arena)
             try:
                 live.append(arena.take(nbytes, "a"))
             except BudgetError:
@@ -117,7 +121,7 @@ def test_slots_never_overlap_and_nothing_is_lost(steps):
                 assert max(gaps) < align_up(nbytes, PAGE_NBYTES) and sum(gaps) == free
         spans = sorted((slot.offset, slot.offset + slot.nbytes) for slot in live)
         assert all(spans[i][1] <= spans[i + 1][0] for i in range(len(spans) - 1))
-        assert arena.taken_nbytes == sum(slot.nbytes for slot in live) == ledger.now("host")
+        assert taken_nbytes(arena) == sum(slot.nbytes for slot in live) == ledger.now("host")
     for slot in live:
         slot.release()
     assert arena.take(16 * PAGE_NBYTES, "all").offset == 0
@@ -155,7 +159,7 @@ def test_not_asked_or_not_possible_is_pageable_and_works(ledger, pin, capacity):
 def test_views_outlive_the_arena(ledger):
     arena = HostArena(4 * PAGE_NBYTES, CpuAccelerator(), pin=False, ledger=ledger)
     slot = arena.take(PAGE_NBYTES, "a")
-    flat, memory = slot.view(torch.float32, 8), slot.memory
+    flat, memory = typed_view(slot.tensor, torch.float32, 8), slot.memory
     flat.fill_(3.0)
     arena.close()
     arena.close()
@@ -214,7 +218,7 @@ def test_temporary_zeros_are_like_any_other(shape: tuple[int, ...], dtype: torch
     assert found.dtype is dtype and found.is_contiguous() and not found.requires_grad
 
 
-@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="glibc before 2.33 does not tell heap sizes")
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="glibc before 2.33 does not report heap sizes")
 def test_large_ones_that_come_and_go_leave_nothing_in_the_heap() -> None:
     """Small blocks that stay are allocated in between; 30 MiB in all pass by."""
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True)

@@ -82,7 +82,7 @@ def test_memory_is_moved_not_cleared() -> None:
 
 
 def test_a_store_that_begins_inside_of_a_huge_page_stays_within_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the system puts a mapping depends on its version: what lies behind this one is somebody else's."""
+    """Where the system puts a mapping depends on its version: what lies behind this one is not ours."""
     around = mmap.mmap(-1, 8 * HUGE_PAGE_NBYTES)
     start = -huge_pages._address(around) % HUGE_PAGE_NBYTES + PAGE_NBYTES
     ends: list[int] = []

@@ -87,7 +87,7 @@ def test_several_threads_may_submit_and_wait(build_engine: BuildEngine, swap_pat
     file.close()
 
 
-def test_the_memory_of_a_finished_request_is_let_go(build_engine: BuildEngine, swap_path: Path) -> None:
+def test_the_memory_of_a_finished_request_is_released(build_engine: BuildEngine, swap_path: Path) -> None:
     engine = build_engine()
     file = engine.open(str(swap_path / "data"), create=True)
     data = pages(30000, PATTERN)
@@ -133,7 +133,7 @@ def test_the_end_of_the_file_is_an_error_that_latches(build_engine: BuildEngine,
     file.close()
 
 
-def test_a_failure_that_nobody_waits_for_latches_too(build_engine: BuildEngine, swap_path: Path) -> None:
+def test_a_failure_without_a_wait_latches_too(build_engine: BuildEngine, swap_path: Path) -> None:
     engine = build_engine()
     path = swap_path / "data"
     path.write_bytes(bytes(100))

@@ -49,7 +49,7 @@ def test_the_nth_request_fails_and_the_engine_latches(engine: FaultyEngine, file
 
 
 @pytest.mark.parametrize("effect", ["short", "torn"])
-def test_half_of_a_write_arrives(engine: FaultyEngine, file: File, effect: str) -> None:
+def test_half_of_a_write_is_done(engine: FaultyEngine, file: File, effect: str) -> None:
     old, new = pages(NBYTES, b"old"), pages(NBYTES, b"new")
     engine.add(Fault("write", 2, effect))
     transfer = engine.write(file, 0, new)

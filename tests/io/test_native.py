@@ -1,4 +1,4 @@
-"""What only the native engine shows: its library, and its rate beside a busy interpreter."""
+"""What only the native engine shows: its library, and its rate while Python code computes."""
 
 import ctypes
 import gc
@@ -66,7 +66,7 @@ def build(request: pytest.FixtureRequest, native_dir: Path) -> Build:
 
 
 def test_its_workers_need_no_python(build: Build, swap_path: Path) -> None:
-    """A request ends though nobody gives the GIL away."""
+    """A request completes while the GIL is held."""
     engine = build(block_size=4096)
     file = engine.open(str(swap_path / "data"), create=True)
     transfer = engine.write(file, 0, pages(1 << 20, b"no GIL"))
@@ -165,7 +165,7 @@ def test_long_lived_memory_is_registered_with_a_ring(build: Build, swap_path: Pa
     assert mapping() is None, "held by an engine that is closed"
 
 
-def test_more_memory_than_the_table_holds_is_said_and_used_all_the_same(build: Build, swap_path: Path) -> None:
+def test_memory_that_cannot_be_registered_is_logged_and_used(build: Build, swap_path: Path) -> None:
     engine = build(block_size=4096)
     parts = [pages(4096, bytes([number])) for number in range(70)]
     said = [engine.register(part) for part in parts]
@@ -180,7 +180,7 @@ def test_more_memory_than_the_table_holds_is_said_and_used_all_the_same(build: B
 
 
 @pytest.mark.usefixtures("no_leaks")
-def test_a_ring_needs_one_thread_and_gives_back_its_descriptors(build: Build, swap_path: Path) -> None:
+def test_a_ring_needs_one_thread_and_closes_its_descriptors(build: Build, swap_path: Path) -> None:
     def count(what: str) -> int:
         return len(os.listdir(f"/proc/self/{what}"))
 

@@ -13,7 +13,7 @@ from tiered_zero.io.pieces import Progress
 
 def progress_over(path: Path, kind: str, nbytes: int, alignment: int) -> tuple[Progress, DiskFile]:
     file = DiskFile(str(path), -1, alignment=alignment, direct=alignment > 1, drain=lambda _: True)
-    return Progress(Request(kind, str(path), 0, nbytes), file, 0, nbytes), file
+    return Progress(Request(kind=kind, path=str(path), offset=0, nbytes=nbytes), file, 0, nbytes), file
 
 
 @pytest.mark.parametrize("alignment", [1, 512, 4096])
@@ -37,7 +37,7 @@ def test_interruptions_are_retried_within_bounds(tmp_path: Path, code: int) -> N
     assert len(pauses) == 15 and pauses == sorted(pauses) and 0.5 < sum(pauses) < 2.0
 
 
-def test_a_byte_moved_starts_the_count_anew(tmp_path: Path) -> None:
+def test_a_byte_moved_resets_the_number_of_tries(tmp_path: Path) -> None:
     progress, _ = progress_over(tmp_path / "x", "write", 100, 1)
     for _ in range(50):
         progress.interrupted(errno.EAGAIN)
@@ -45,7 +45,7 @@ def test_a_byte_moved_starts_the_count_anew(tmp_path: Path) -> None:
     assert progress.finished
 
 
-def test_a_write_that_moves_nothing_is_given_up(tmp_path: Path) -> None:
+def test_a_write_that_moves_nothing_fails_after_bounded_retries(tmp_path: Path) -> None:
     progress, _ = progress_over(tmp_path / "x", "write", 8192, 512)
     progress.advance(700)
     with pytest.raises(TransferError, match="wanted 8192 bytes, got 700: EIO"):

@@ -46,7 +46,7 @@ def test_a_block_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_not_writable() -> None:
-    # Neither file modes nor being root matter there: the kernel lets nobody create files in /proc.
+    # Neither file modes nor being root matter there: the kernel refuses to create files in /proc.
     with pytest.raises(ConfigError, match=r"/proc/self is not writable: E\w+ .*Give this user the right"):
         preflight_directory("/proc/self")
 

@@ -116,7 +116,7 @@ def test_a_file_system_of_4096_byte_sectors_gets_that_alignment(
 
 
 @pytest.mark.usefixtures("no_leaks")
-def test_o_direct_that_opens_but_cannot_write_gives_way_to_buffered(
+def test_o_direct_that_opens_but_cannot_write_falls_back_to_buffered(
     swap_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refuse_direct(monkeypatch, lambda nbytes: True)
@@ -126,7 +126,9 @@ def test_o_direct_that_opens_but_cannot_write_gives_way_to_buffered(
     assert works(selection, swap_path)
 
 
-def test_bytes_that_come_back_changed_disqualify(swap_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_reads_other_bytes_than_were_written_is_refused(
+    swap_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = os.preadv
 
     def preadv(fd: int, views: list[memoryview], offset: int) -> int:

@@ -177,7 +177,9 @@ def test_after_a_failure_the_rest_of_a_request_is_not_tried(
     file.close()
 
 
-def test_buffered_pages_are_given_back(build: Build, swap_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_buffered_pages_are_dropped_from_the_cache(
+    build: Build, swap_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     advice: list[tuple[int, int, int]] = []
     monkeypatch.setattr(os, "posix_fadvise", lambda fd, offset, nbytes, what: advice.append((offset, nbytes, what)))
     engine = build()
@@ -260,7 +262,9 @@ def test_after_a_stall_closing_does_not_wait(build: Build, swap_path: Path, gate
     os.close(file.fd)
 
 
-def test_a_worker_survives_what_is_no_os_error(build: Build, swap_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_survives_an_error_that_is_no_os_error(
+    build: Build, swap_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def pwritev(fd: int, views: list[memoryview], offset: int) -> int:
         raise MemoryError("no memory")
 

@@ -41,7 +41,7 @@ def test_a_long_table_is_cut(stalled: FaultyEngine, swap_path: Path) -> None:
     file.close()
 
 
-def test_sigusr1_prints_it_and_the_old_handler_comes_back(
+def test_sigusr1_prints_it_and_the_old_handler_is_restored(
     stalled: FaultyEngine, capfd: pytest.CaptureFixture[str]
 ) -> None:
     seen: list[int] = []

@@ -84,7 +84,7 @@ def test_without_a_commit_nothing_is_left_and_capacity_must_be_given(swap_path: 
     assert list(swap_path.iterdir()) == []
 
 
-def test_a_rotten_byte_is_an_error_in_a_new_process_too(swap_path: Path) -> None:
+def test_a_changed_byte_is_an_error_in_a_new_process_too(swap_path: Path) -> None:
     with open_store(swap_path, capacity_nbytes=MIB) as store:
         store.put("a", b"x" * 5000)
         store.commit()
@@ -96,7 +96,7 @@ def test_a_rotten_byte_is_an_error_in_a_new_process_too(swap_path: Path) -> None
         store.get("a")
 
 
-def test_two_states_in_one_place_are_not_guessed_between(swap_path: Path) -> None:
+def test_two_committed_states_in_one_directory_are_refused(swap_path: Path) -> None:
     for _ in range(2):
         store = SwapStore(SwapDir.create([swap_path]), SyncEngine(), capacity_nbytes=MIB)
         store.commit(1, {})

@@ -82,7 +82,7 @@ def test_an_interrupted_read_leaves_nothing_in_flight(
     at = 0
     while interrupted(lambda: transfers.append(store.read(record, into)), at, error):
         assert not store._table.in_flight(record), f"at line {at}"
-        store.write(record, memory(at % 251)).wait()  # it would be refused beside a read in flight
+        store.write(record, memory(at % 251)).wait()  # refused while a read is in flight
         store.read(record, into).wait()
         assert into == memory(at % 251)
         at += 1
@@ -114,7 +114,7 @@ def test_an_interrupted_write_is_whole_or_undone_or_latches(swap_path: Path, eng
     store.close()
 
 
-def test_what_comes_before_the_transfer_and_fails_leaves_nothing(
+def test_a_failure_before_the_transfer_leaves_nothing_in_flight(
     swap_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = new_store(swap_path, SyncEngine(), num_paths=1)

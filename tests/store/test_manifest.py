@@ -17,7 +17,9 @@ STATE = Manifest(
     capacity_nbytes=1 << 20,
     weights=(1.0, 2.5),
     metadata={"loss": [1.5, None], "text": "ä"},
-    records=(Record("layer.0/w\n", 5000, "bfloat16", (50, 50), True, (0, 8192)),),
+    records=(
+        Record(name="layer.0/w\n", nbytes=5000, dtype="bfloat16", shape=(50, 50), committed=True, offsets=(0, 8192)),
+    ),
     ranges={"layer.0/w\n": [Range(0, 4096, 1, 2**64 - 1), Range(4096, 8192, 0, None)]},
 )
 DATA = STATE.encode()
@@ -70,4 +72,4 @@ def test_another_version_is_refused_by_name() -> None:
 
 def test_metadata_that_is_not_json_is_refused() -> None:
     with pytest.raises(StoreError, match="must be JSON"):
-        Manifest("r", 1, 0, (1.0,), {"tensor": object()}).encode()
+        Manifest(run_id="r", step=1, capacity_nbytes=0, weights=(1.0,), metadata={"tensor": object()}).encode()

@@ -59,9 +59,17 @@ def changed(draw: st.DrawFn, value: Any, depth: int = 0) -> Any:
     return draw(VALUES)
 
 
+def owner_of(path: str) -> Owner:
+    host = socket.gethostname()
+    return Owner(
+        run_id="bad", pid=4_000_000, host=host, start_ticks=1, boot_id="boot", created_s=1.0, model="gpt", note="",
+        paths=(path,),
+    )  # fmt: skip
+
+
 @st.composite
 def owners(draw: st.DrawFn, path: str = "PATH") -> Any:
-    whole = Owner("bad", 4_000_000, socket.gethostname(), 1, "boot", 1.0, "gpt", "", (path,))
+    whole = owner_of(path)
     return changed(draw, json.loads(json.dumps(asdict(whole))))
 
 
@@ -72,8 +80,8 @@ STATE = Manifest(
     weights=(1.0,),
     metadata={"loss": 1.0},
     records=(
-        Record("w", PAGE, "uint8", (PAGE,), True, (0, PAGE)),
-        Record("v", PAGE, "uint8", (), True, (2 * PAGE, 3 * PAGE)),
+        Record(name="w", nbytes=PAGE, dtype="uint8", shape=(PAGE,), committed=True, offsets=(0, PAGE)),
+        Record(name="v", nbytes=PAGE, dtype="uint8", shape=(), committed=True, offsets=(2 * PAGE, 3 * PAGE)),
     ),
     ranges={"w": [Range(0, PAGE, 0, 1)], "v": [Range(0, PAGE, 1, None)]},
 )
@@ -116,7 +124,7 @@ def recover(path: Path) -> None:
 def make_run(parent: Path) -> Path:
     path = parent / f"{PREFIX}bad"
     path.mkdir(mode=0o700)
-    whole = Owner("bad", 4_000_000, socket.gethostname(), 1, "boot", 1.0, "gpt", "", (str(path),))
+    whole = owner_of(str(path))
     (path / OWNER_NAME).write_bytes(whole.encode())
     (path / MANIFEST_NAME).write_bytes(STATE.encode())
     (path / DATA_NAME).write_bytes(bytes(4 * PAGE))

@@ -224,7 +224,7 @@ STATE = Manifest(
     step=3,
     capacity_nbytes=2 * PAGE,
     weights=(1.0,),
-    records=(Record("w", PAGE, "uint8", (PAGE,), True, (0, PAGE)),),
+    records=(Record(name="w", nbytes=PAGE, dtype="uint8", shape=(PAGE,), committed=True, offsets=(0, PAGE)),),
     ranges={"w": [Range(0, PAGE, 0, None)]},
 )
 
@@ -263,7 +263,7 @@ BAD_FILES: dict[str, Callable[[Path], object]] = {
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize("name", [OWNER_NAME, MANIFEST_NAME, manifest.NEXT_NAME, DATA_NAME])
 @pytest.mark.parametrize("kind", BAD_FILES)
-def test_no_kind_of_file_hangs_or_bloats_or_stops_a_look(
+def test_no_kind_of_file_blocks_fills_or_ends_a_listing(
     swap_path: Path, name: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(swap_path)
@@ -286,7 +286,7 @@ def test_a_device_is_not_read(swap_path: Path) -> None:
 
 
 def check_commands(parent: Path) -> None:
-    """Every command gives a row for each directory and raises none but our errors; a good run beside is served."""
+    """Every command gives a row for each directory and raises only our errors; a good run next to it is listed."""
     store = SwapStore(good := SwapDir.create([parent]), SyncEngine(), capacity_nbytes=1 << 20)
     store.write(store.reserve("w", PAGE, committed=True), memoryview(bytearray(PAGE))).wait()
     store.commit(12, {})

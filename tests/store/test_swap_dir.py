@@ -154,7 +154,7 @@ def test_a_failure_half_way_leaves_nothing(swap_path: Path, monkeypatch: pytest.
     assert [list(parent.iterdir()) for parent in parents] == [[], []]
 
 
-def test_a_removed_directory_is_no_error_at_the_end(swap_path: Path) -> None:
+def test_a_removed_directory_is_no_error_at_release(swap_path: Path) -> None:
     directory = SwapDir.create([swap_path])
     (directory.paths[0] / OWNER_NAME).unlink()
     directory.paths[0].rmdir()

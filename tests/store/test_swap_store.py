@@ -78,8 +78,8 @@ def test_what_was_written_is_read_back(
     data = pattern(record.extent_nbytes)
     store.write(record, data).wait()
     assert read(store, "master/a") == data
-    assert store.nbytes_written == {"master": record.extent_nbytes} == store.nbytes_read
-    assert store.nbytes_unverified == {"master": 0}
+    assert store.nbytes("write") == {"master": record.extent_nbytes} == store.nbytes("read")
+    assert store.nbytes("unverified") == {"master": 0}
     store.close()
     chosen.close()
 
@@ -123,7 +123,7 @@ def test_a_flipped_bit_is_found_before_use(make: Callable[..., SwapStore], swap_
             CorruptionError, match=rf"'state/w'.* read from {data_file(swap_path)} at offset {PAGE + MIB}"
         ):
             transfer.wait()
-    assert store.nbytes_read == {}
+    assert store.nbytes("read") == {}
     assert read(store, "state/w", MIB) == pattern(3 * MIB)[:MIB], "a sound chunk stays readable"
     (broken,) = store.verify()
     assert (broken.record, broken.offset, broken.nbytes) == ("state/w", PAGE + MIB, MIB)
@@ -147,10 +147,10 @@ def test_partial_rewrite_is_read_right_and_counted_as_unverified(make: Callable[
     expected = bytearray(pattern(2 * MIB))
     expected[MIB - PAGE : MIB + PAGE] = pattern(2 * PAGE, seed=9)
     assert read(store, "a") == expected
-    assert store.nbytes_unverified == {"a": 2 * MIB - 2 * PAGE}
+    assert store.nbytes("unverified") == {"a": 2 * MIB - 2 * PAGE}
     store.write(record, aligned(bytes(expected))).wait()
     assert read(store, "a") == expected
-    assert store.nbytes_unverified == {"a": 2 * MIB - 2 * PAGE}, "a whole rewrite is verified whole again"
+    assert store.nbytes("unverified") == {"a": 2 * MIB - 2 * PAGE}, "a whole rewrite is verified whole again"
 
 
 @pytest.mark.parametrize(("mode", "verified"), [("all", 32), ("sample", 2), ("off", 0)])
@@ -159,7 +159,7 @@ def test_checksum_modes_cover_what_they_say(make: Callable[..., SwapStore], mode
     record = store.reserve("a", 32 * MIB)
     store.write(record, pattern(32 * MIB)).wait()
     read(store, "a")
-    assert store.nbytes_unverified == {"a": (32 - verified) * CHUNK_NBYTES}
+    assert store.nbytes("unverified") == {"a": (32 - verified) * CHUNK_NBYTES}
 
 
 def test_overlap_with_a_request_in_flight_is_refused(make: Callable[..., SwapStore], engine: SyncEngine) -> None:
@@ -224,17 +224,17 @@ def test_a_failed_write_raises_and_latches(make: Callable[..., SwapStore], engin
     ):
         with pytest.raises(EngineFailedError, match="injected"):
             act()
-    assert store.nbytes_written == {"a": PAGE}
+    assert store.nbytes("write") == {"a": PAGE}
 
 
-def test_transfers_without_a_waiter_are_finalized(make: Callable[..., SwapStore], engine: SyncEngine) -> None:
+def test_transfers_without_a_wait_are_finalized(make: Callable[..., SwapStore], engine: SyncEngine) -> None:
     store = make()
     record = store.reserve("a", PAGE)
     store.write(record, pattern(PAGE))
     deadline_s = time.monotonic() + 300
-    while store.nbytes_written != {"a": PAGE} and time.monotonic() < deadline_s:
+    while store.nbytes("write") != {"a": PAGE} and time.monotonic() < deadline_s:
         time.sleep(0.001)
-    assert store.nbytes_written == {"a": PAGE}
+    assert store.nbytes("write") == {"a": PAGE}
 
     def fail(kind: str, n: int) -> None:
         raise OSError(errno.EIO, "injected")
@@ -367,7 +367,7 @@ def test_revert_waits_for_the_confirmation(make: Callable[..., SwapStore]) -> No
     assert read(store, "a") == pattern(PAGE)
 
 
-def test_commit_waits_for_nobody(make: Callable[..., SwapStore], engine: SyncEngine) -> None:
+def test_commit_does_not_wait_for_writes(make: Callable[..., SwapStore], engine: SyncEngine) -> None:
     store = make()
     record = store.reserve("a", PAGE, committed=True)
     gate = Gate(engine)

@@ -157,7 +157,7 @@ def masters(engine: tiered_zero.Engine) -> dict[str, torch.Tensor]:
 def unverified_nbytes(engine: tiered_zero.Engine, category: str) -> int:
     """Bytes read from swap files that no checksum covered, of "param" or "state"."""
     tiers = {home.tier for home in inventory(engine).homes() if isinstance(home.tier, NvmeTier)}
-    return sum(tier._store.nbytes_unverified.get(category, 0) for tier in tiers)
+    return sum(tier._store.nbytes("unverified").get(category, 0) for tier in tiers)
 
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:

@@ -42,7 +42,11 @@ class Rig:
 def make_runtime(seed: int | None = 1, device_limit: int | None = None) -> Runtime:
     """A poisoned CPU device whose lanes are late; `seed` None: as fast as they are."""
     limits = {} if device_limit is None else {"device": device_limit}
-    return Runtime(CpuAccelerator(poison=True, delay_seed=seed), Ledger(limits), Recorder(keep_spans=True))
+    return Runtime(
+        accelerator=CpuAccelerator(poison=True, delay_seed=seed),
+        ledger=Ledger(limits),
+        recorder=Recorder(keep_spans=True),
+    )
 
 
 @contextmanager

@@ -41,14 +41,14 @@ def test_a_part_comes_by_copy_or_is_read_but_never_both(order: tuple[str, ...]) 
             unit_update.add_pending(0, memory, copy)
         else:
             unit_update.retire(0, copy)
-            memory.fill_(9)  # somebody else's now
+            memory.fill_(9)  # used again for another part
     unit_update.computed.complete()
     assert unit_update.finish_forward(copy) == [(PART, 2 * PART)]
     if order[-1] == "receive":
         assert written == [(0, PART)] and values(target) == [0, 0]
     else:
         assert written == [] and values(target) == [7, 0]
-    assert not unit_update.written.done(), "and none of it waits for the unit to be home"
+    assert not unit_update.written.done(), "and none of it waits for the unit to be written"
 
 
 def test_every_part_comes_one_way_or_the_other() -> None:

@@ -76,7 +76,7 @@ class UnitGradients:
         return {flat.untyped_storage()._cdata for flat in (self.flat, self.spare) if flat is not None}
 
     def share(self) -> UnitShare:
-        return UnitShare(self.flat, frozenset(self.present), self.last, self.on_device)
+        return UnitShare(flat=self.flat, present=frozenset(self.present), last=self.last, on_device=self.on_device)
 
     def clear(self) -> None:
         self.earlier |= self.present

@@ -5,5 +5,5 @@ pinned or said not to be; a lease that must wait, waits, and a deadlock is an er
 `torch.cuda` and `torch.distributed` occur nowhere else.
 Owner: the assembly builds one accelerator, one arena and one collectives for a run, and closes them: lanes, then pools,
 then the arena. Each lane's thread owns its stream; a lease belongs to its holder until it is released.
-Never: synchronizing a device outside measurements and shutdown; host allocations beside the arena; silent fallbacks.
+Never: synchronizing a device outside measurements and shutdown; host allocations outside the arena; silent fallbacks.
 """

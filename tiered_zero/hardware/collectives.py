@@ -37,7 +37,6 @@ class Collectives(Protocol):
 
 
 @final
-@final
 class SingleRank:
     """Rank 0 of 1: every collective is the identity, and changes no bit."""
 

@@ -1,11 +1,10 @@
-"""The CPU as a device: lanes are threads, and a missing wait or a broken budget fails without a GPU."""
+"""The CPU as the device: lanes are threads; a missing wait or an exceeded budget fails here without a GPU."""
 
 from __future__ import annotations
 
 import ctypes
 import logging
 import mmap
-from collections.abc import Callable
 from typing import final
 
 import torch
@@ -18,13 +17,16 @@ from tiered_zero.transfer import Transfer
 
 logger = logging.getLogger("tiered_zero")
 
+_LIBC = ctypes.CDLL(None)
+
 
 def copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy contiguous CPU tensors of one dtype and size, without the GIL: on a lane's thread by itself, on others with
-    the OpenMP team that compute has there.
+    """Copy between contiguous CPU tensors of one dtype and size, without the GIL.
 
-    Tensor.copy_ would give each lane's thread a team next to compute's, and torch.set_num_threads(1) in a lane would
-    also bind every thread that starts later. Raises ValueError, also where the storage was emptied.
+    A lane's thread copies alone, any other thread with its OpenMP team.
+
+    Tensor.copy_ would start another team for each lane, and torch.set_num_threads(1) in a lane would also bind every
+    thread that starts later. Raises ValueError, also where the storage was emptied.
     """
     if target.dtype != source.dtype or target.numel() != source.numel():
         raise ValueError(f"copy_bytes needs equal dtypes and sizes, not {_describe(target)} and {_describe(source)}")
@@ -39,26 +41,16 @@ def copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def advise_huge_pages(memory: torch.Tensor) -> None:
-    """Ask the system to back the whole huge pages inside of `memory`, on the CPU, with such. Advice only; Linux."""
+    """Advise huge pages for the part of `memory` [any, CPU] that fills whole ones. Linux; else do nothing."""
     start, end = align_up(memory.data_ptr(), HUGE_PAGE_NBYTES), memory.data_ptr() + memory.nbytes
     nbytes = (end - start) // HUGE_PAGE_NBYTES * HUGE_PAGE_NBYTES
-    if nbytes > 0 and _madvise is not None:
-        _madvise(start, nbytes, mmap.MADV_HUGEPAGE)
-
-
-def _find_madvise() -> Callable[[int, int, int], int] | None:
-    function = getattr(ctypes.CDLL(None), "madvise", None) if hasattr(mmap, "MADV_HUGEPAGE") else None
-    if function is not None:
-        function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    return function
-
-
-_madvise = _find_madvise()
+    if nbytes > 0 and hasattr(mmap, "MADV_HUGEPAGE"):
+        _LIBC.madvise(ctypes.c_void_p(start), ctypes.c_size_t(nbytes), mmap.MADV_HUGEPAGE)
 
 
 @final
 class CpuAccelerator(Accelerator):
-    """Compute is the calling thread itself: what it launched is complete, and waiting means blocking it.
+    """Compute on the calling thread: what it launched is complete, and a wait blocks it.
 
     `delay_seed`: every job starts and ends late by a seeded, pseudo-random time, as if the device were a machine of its
     own.
@@ -96,7 +88,7 @@ class CpuAccelerator(Accelerator):
         return self._pages.get(flat.data_ptr())
 
     def prepare(self, flat: torch.Tensor) -> None:
-        """Advise huge pages: a unit's memory is mapped twice a step, which then costs a few faults, not thousands."""
+        """Advise huge pages: a unit's memory is mapped twice a step, with a few page faults then, not thousands."""
         if flat.data_ptr() not in self._pages:
             advise_huge_pages(flat)
         super().prepare(flat)

@@ -1,4 +1,4 @@
-"""A CUDA device: each lane's thread owns a stream; events order streams without blocking the host."""
+"""A CUDA device: each lane's thread owns a stream, and events order streams without blocking the host."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class CudaAccelerator(Accelerator):
                 try:
                     work.job()
                 except BaseException:
-                    stream.synchronize()  # a failed job has nothing on its way any more
+                    stream.synchronize()  # a failed job leaves nothing in flight
                     raise
                 return _mark(stream)
 
@@ -85,7 +85,7 @@ class CudaAccelerator(Accelerator):
         torch.cuda.synchronize(self.device)
 
     def close(self) -> None:
-        """End the lanes' threads, then wait for what they launched: copies may still use memory that goes next."""
+        """End the lanes' threads, then wait for their copies: the memory that these use is freed next."""
         super().close()
         try:
             torch.cuda.synchronize(self.device)
@@ -116,7 +116,7 @@ class CudaAccelerator(Accelerator):
             logger.error("unpinning host memory failed (%s)", torch.cuda.CudaError(code))
 
     def _clear_error(self) -> None:
-        """A failed runtime call leaves its error behind for the next kernel launch to report; make that launch here."""
+        """Launch a kernel that reports, and so clears, the error of a failed runtime call before another one does."""
         with suppress(RuntimeError):
             torch.zeros(1, device=self.device)
 

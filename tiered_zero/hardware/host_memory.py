@@ -22,7 +22,7 @@ _MAPPED_NBYTES = 128 * 1024
 
 
 @final
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class HostSlot:
     """Whole pages of the arena. `nbytes`: the size asked for, rounded up to a page.
 
@@ -39,10 +39,6 @@ class HostSlot:
     def release(self) -> None:
         """Free the bytes, once. The caller keeps no view of them, for the arena gives them to the next slot."""
         self._arena._release(self)
-
-    def view(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
-        """The first `numel` elements as a flat of `dtype`."""
-        return typed_view(self.tensor, dtype, numel)
 
 
 def trim_malloc() -> None:
@@ -90,13 +86,12 @@ class HostArena:
         self._lock = threading.Lock()
         self._taken: dict[int, HostSlot] = {}
         self._closed = False
-        self._memory, self._tensor = _map(self.capacity_nbytes)
+        # Kept from forked children: a child's copy-on-write would take pages from under a direct transfer in flight
+        # (open(2), O_DIRECT notes).
+        mapping = map_memory(self.capacity_nbytes, "MADV_DONTFORK", "MADV_HUGEPAGE")
+        self._memory, self._tensor = memoryview(mapping), torch.frombuffer(mapping, dtype=torch.uint8)
         self.pinned = pin and accelerator.pin(self._tensor.data_ptr(), self.capacity_nbytes)
         self.poison(self._tensor)
-
-    @property
-    def taken_nbytes(self) -> int:
-        return self.capacity_nbytes - self._extents.free_nbytes
 
     def take(self, nbytes: int, kind: str) -> HostSlot:
         """A slot of at least `nbytes` bytes, first fit. Its contents are undefined. Raises BudgetError."""
@@ -114,7 +109,8 @@ class HostArena:
                 self._extents.free(offset, size)
                 raise
             end = offset + size
-            slot = HostSlot(offset, size, kind, self._tensor[offset:end], self._memory[offset:end], self)
+            tensor, memory = self._tensor[offset:end], self._memory[offset:end]
+            slot = HostSlot(offset=offset, nbytes=size, kind=kind, tensor=tensor, memory=memory, _arena=self)
             self._taken[offset] = slot
         return slot
 
@@ -147,10 +143,3 @@ class HostArena:
                 self._accelerator.unpin(self._tensor.data_ptr())
                 self.pinned = False
             self._tensor, self._memory = torch.empty(0, dtype=torch.uint8), memoryview(b"")
-
-
-def _map(nbytes: int) -> tuple[memoryview, torch.Tensor]:
-    """The bytes, and [nbytes] uint8 over them. Private, and kept from forked children: a child's copy-on-write would
-    take pages from under a direct read or write in flight (open(2), O_DIRECT notes)."""
-    mapping = map_memory(nbytes, "MADV_DONTFORK", "MADV_HUGEPAGE")
-    return memoryview(mapping), torch.frombuffer(mapping, dtype=torch.uint8)

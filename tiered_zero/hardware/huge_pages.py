@@ -66,7 +66,8 @@ class HugePagePool:
         size = align_up(nbytes, PAGE_NBYTES)
         if self._libc.mmap(address, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0) == _FAILED:
             raise OSError(ctypes.get_errno(), "mmap of memory for units")
-        self._advise(address, size)
+        for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTFORK):  # the latter as for HostArena's memory
+            self._libc.madvise(address, size, advice)
         with suppress(OSError):  # out of mappings: then the system gives the rest too
             for index in range(min(nbytes // HUGE_PAGE_NBYTES, len(self._stored))):
                 self._move(self._stored[-1], address + index * HUGE_PAGE_NBYTES)
@@ -94,12 +95,6 @@ class HugePagePool:
             # of a shared mapping, an old size of 0 makes a second one of the same memory
             if self._libc.mremap(template, 0, size, _MAYMOVE | _FIXED, address + start) == _FAILED:
                 raise OSError(ctypes.get_errno(), "mremap of memory for units")
-
-    def _advise(self, address: int, nbytes: int) -> None:
-        """Huge pages; and none for a forked child, whose copy-on-write would take pages from under a read in flight
-        (open(2), O_DIRECT notes)."""
-        for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTFORK):
-            self._libc.madvise(address, nbytes, advice)  # advice only
 
     def _move(self, page: int, to: int) -> None:
         """A huge page; nothing is left behind under its old address, which stays ours."""

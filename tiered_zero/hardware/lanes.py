@@ -42,7 +42,7 @@ class DeviceMarker(Protocol):
     def synchronize(self) -> None: ...
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Failure:
     """Why a job failed; shared by the transfers of the jobs that failed because of it."""
 
@@ -94,7 +94,7 @@ class LaneTransfer(Transfer):
             self.marker.synchronize()
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Work:
     """What a lane's thread takes from its queue. By the time of its launch, `after` was launched without failing."""
 
@@ -160,7 +160,7 @@ class Lane:
         it, it runs at once on the calling thread: on its own thread it would take a core from compute.
         Returns the transfer that is done when the job is complete on the device. Any thread.
         """
-        work = Work(job, tuple(after), tuple(holds), LaneTransfer())
+        work = Work(job=job, after=tuple(after), holds=tuple(holds), transfer=LaneTransfer())
         with self._lock:  # nothing is queued behind the end mark
             if self._closed:
                 raise RuntimeError(f"lane {self.name} is closed; jobs are submitted before the accelerator is closed")
@@ -217,7 +217,7 @@ class Lane:
             self._delay()
             marker = self._launch(work)
         except BaseException as error:
-            failure = Failure(self.name, error, error.__traceback__)
+            failure = Failure(lane=self.name, error=error, traceback=error.__traceback__)
             self._failures = [old for old in self._failures if not old.collected] + [failure]
         self._delay()
         return marker, failure

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-
-try:
-    import resource
-except ImportError:  # not a POSIX system
-    resource = None  # type: ignore[assignment]
 
 PROC = Path("/proc")
 CGROUP = Path("/sys/fs/cgroup")
@@ -49,9 +45,7 @@ def cgroup_memory_limit_nbytes(proc: Path = PROC, cgroup: Path = CGROUP) -> int 
 
 
 def memlock_nbytes() -> int | None:
-    """The soft RLIMIT_MEMLOCK in bytes; None where there is no limit (or no such thing)."""
-    if resource is None:
-        return None
+    """The soft RLIMIT_MEMLOCK in bytes; None where there is no limit."""
     soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return None if soft == resource.RLIM_INFINITY else soft
 

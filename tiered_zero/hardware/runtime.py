@@ -10,7 +10,7 @@ from tiered_zero.telemetry.ledger import Ledger
 from tiered_zero.telemetry.spans import Recorder
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Runtime:
     """One a run: the device, the account of bytes, the record of time, and the other ranks."""
 

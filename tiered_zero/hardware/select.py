@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import torch
 
 from tiered_zero.errors import ConfigError
@@ -22,13 +24,11 @@ def build_accelerator(name: str = "auto", poison: bool = False, delay_seed: int 
 
 def find_device(name: str) -> torch.device:
     """The device that `tiered_zero.device` names: "auto", "cpu", "cuda" or "cuda:N". Raises ConfigError."""
-    try:
-        device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
-    except RuntimeError:
-        device = None
-    if device is None or device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"tiered_zero.device is one of auto, cpu, cuda or cuda:N, not {name!r}")
-    return device
+    wanted = ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
+    with suppress(RuntimeError):
+        if (device := torch.device(wanted)).type in ("cpu", "cuda"):
+            return device
+    raise ConfigError(f"tiered_zero.device is one of auto, cpu, cuda or cuda:N, not {name!r}")
 
 
 def shares_cores(name: str, delay_seed: int | None) -> bool:

@@ -34,10 +34,6 @@ class Lease:
         self.tensor = tensor
         self.memory = memory
 
-    @property
-    def nbytes(self) -> int:
-        return self.tensor.numel()
-
     def view(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
         """The first `numel` elements as a flat of `dtype`."""
         return typed_view(self.tensor, dtype, numel)
@@ -91,7 +87,6 @@ class StagingPool:
 
     def lease_nowait(self, nbytes: int, holder: str = "") -> Lease | None:
         """A buffer if one is free now. Raises BudgetError where `nbytes` is more than a buffer."""
-        self._check_size(nbytes)
         with self._changed:
             return self._lease(nbytes, holder)
 
@@ -100,7 +95,6 @@ class StagingPool:
 
         `holder`: a name for the table of holders. Raises BudgetError: more than a buffer, or the time is up.
         """
-        self._check_size(nbytes)
         with self._changed:
             if (lease := self._lease(nbytes, holder)) is not None:
                 return lease
@@ -140,6 +134,11 @@ class StagingPool:
 
     def _lease(self, nbytes: int, holder: str) -> Lease | None:
         """Under the lock."""
+        if nbytes > self.buffer_nbytes:
+            raise BudgetError(
+                f"a lease of {format_nbytes(nbytes)} ({nbytes} bytes) was asked of the {self.kind} buffers; each has "
+                f"{format_nbytes(self.buffer_nbytes)} ({self.buffer_nbytes} bytes). This run has left its plan."
+            )
         if self._closed:
             raise BudgetError(f"the {self.kind} buffers are closed; {holder or 'a caller'} asked for one")
         index = next((index for index in range(self.count) if index not in self._leased), None)
@@ -162,13 +161,6 @@ class StagingPool:
             lease.tensor, lease.memory = tensor[:0], lease.memory[:0]
             if not self._closed:
                 self._arena.poison(tensor)
-
-    def _check_size(self, nbytes: int) -> None:
-        if nbytes > self.buffer_nbytes:
-            raise BudgetError(
-                f"a lease of {format_nbytes(nbytes)} ({nbytes} bytes) was asked of the {self.kind} buffers; each has "
-                f"{format_nbytes(self.buffer_nbytes)} ({self.buffer_nbytes} bytes). This run has left its plan."
-            )
 
     def _describe_deadlock(self, holder: str) -> str:
         table = "".join(f"\n  {age_s:8.1f} s  {name}" for name, age_s in self.holders())

@@ -27,14 +27,12 @@ class DiskTransfer(IOTransfer):
     def __init__(self, engine: DiskEngine, file: DiskFile, request: Request) -> None:
         self.engine, self.file, self.request = engine, file, request
         self.submitted_s = time.monotonic()
+        self.error: TransferError | None = None
+        """What went wrong, once finished."""
 
     @abstractmethod
     def finished_within(self, timeout_s: float) -> bool:
         """Block at most `timeout_s`; True once finished."""
-
-    @abstractmethod
-    def failure(self) -> TransferError | None:
-        """What went wrong, once finished."""
 
     @abstractmethod
     def progressed_s(self) -> float:
@@ -46,9 +44,8 @@ class DiskTransfer(IOTransfer):
         while not self.finished_within(min(_SLICE_S, max(_POLL_S, self._patience_s(begun_s)))):
             if self._patience_s(begun_s) <= 0.0:
                 raise self.engine.stall(self)
-        error = self.failure()
-        if error is not None:
-            raise error
+        if self.error is not None:
+            raise self.error
 
     def _patience_s(self, begun_s: float) -> float:
         """Seconds for which it may still go on without a sign of life. Of many requests that hang, one is waited for
@@ -136,7 +133,7 @@ class DiskEngine(IOEngine):
         assert isinstance(file, DiskFile), f"{file} was not opened by an engine on disk files"
         self._check_usable(file)
         view = data.cast("B") if data.nbytes else memoryview(b"")
-        request = Request(kind, file.path, offset, view.nbytes, urgent)
+        request = Request(kind=kind, path=file.path, offset=offset, nbytes=view.nbytes, urgent=urgent)
         if file.alignment > 1 and view.nbytes:
             _check_aligned(request, view, file.alignment)
         return self._start(file, request, view)

@@ -15,8 +15,6 @@ from tiered_zero.io.engine import File, Request
 from tiered_zero.sizes import MIB, align_up, format_nbytes
 
 _O_DIRECT: int = getattr(os, "O_DIRECT", 0)
-_O_NOFOLLOW: int = getattr(os, "O_NOFOLLOW", 0)
-_O_BINARY: int = getattr(os, "O_BINARY", 0)
 
 _ADVICE = {
     errno.ENOSPC: "Free space there, or point the swap directory to a larger disk.",
@@ -112,7 +110,7 @@ def memory_address(view: memoryview) -> int:
 
 def open_descriptor(path: str, *, create: bool, writable: bool, direct: bool) -> int:
     """A descriptor that no child inherits; a new file has mode 0600 and did not exist. Raises TransferError."""
-    flags = (os.O_RDWR if writable else os.O_RDONLY) | _O_NOFOLLOW | _O_BINARY
+    flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_NOFOLLOW
     flags |= os.O_CREAT | os.O_EXCL if create else 0
     flags |= _O_DIRECT if direct else 0
     try:

@@ -39,7 +39,7 @@ class IOSettings:
         return min(max(self.queue_depth * self.intra_op_parallelism, 1), 32)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Request:
     """What one transfer was asked for: for error texts and the in-flight table.
 
@@ -85,8 +85,7 @@ class IOTransfer(Transfer):
 class IOEngine(ABC):
     """Moves bytes between files and caller-owned memory, asynchronously.
 
-    One request of any size is one transfer: splitting, short transfers and bounded retries of EINTR/EAGAIN are
-    inside. The first failure latches the engine: every later submission raises it again.
+    The first failure latches the engine: every later submission raises it again.
     """
 
     name: str

@@ -11,7 +11,7 @@ import weakref
 from pathlib import Path
 from typing import Final, final
 
-from tiered_zero.errors import ConfigError, TransferError
+from tiered_zero.errors import ConfigError
 from tiered_zero.io.disk_engine import DiskEngine, DiskTransfer
 from tiered_zero.io.disk_file import DiskFile, end_of_file_error, errno_text, memory_address, transfer_error
 from tiered_zero.io.engine import IOSettings, Request
@@ -130,7 +130,6 @@ class NativeTransfer(DiskTransfer):
             drop_pages=not file.direct,
             urgent=request.urgent,
         )
-        self._error: TransferError | None = None
 
     def done(self) -> bool:
         return bool(self.raw.finished)
@@ -142,9 +141,6 @@ class NativeTransfer(DiskTransfer):
         self._engine.collect(self)
         return True
 
-    def failure(self) -> TransferError | None:
-        return self._error
-
     def progressed_s(self) -> float:
         return float(self._engine.library.moved_ns(self._engine.pool, self.raw)) / _NS
 
@@ -152,16 +148,15 @@ class NativeTransfer(DiskTransfer):
     def seconds(self) -> float:
         return (self.raw.finished_ns - self.raw.submitted_ns) / _NS if self.raw.finished else 0.0
 
-    def complete_io(self) -> TransferError | None:
-        """Release the memory of a finished request, and return its error. Called once, by the engine."""
+    def complete_io(self) -> None:
+        """Release the memory of a finished request, and find its error. Called once, by the engine."""
         self._view = None
         raw = self.raw
         block = (raw.error_offset, raw.error_wanted, raw.error_got)
         if raw.error == _END_OF_FILE:
-            self._error = end_of_file_error(self.request, *block, raw.file_nbytes)
+            self.error = end_of_file_error(self.request, *block, raw.file_nbytes)
         elif raw.error:
-            self._error = transfer_error(self.request, *block, raw.error)
-        return self._error
+            self.error = transfer_error(self.request, *block, raw.error)
 
 
 @final
@@ -190,12 +185,11 @@ class NativeEngine(DiskEngine):
         self.io_uring = io_uring
         open_pool = self.library.open_ring if io_uring else self.library.open_pool
         code = open_pool(settings.num_workers, settings.block_nbytes, ctypes.byref(self.pool))
-        if code and io_uring:
-            raise ConfigError(_why_no_ring(code))
-        self._open_pools = [] if code else [self.pool]
-        self._free: weakref.finalize[[ctypes.c_void_p], NativeEngine] | None = None
         if code:
-            raise ConfigError(f"its {settings.num_workers} threads cannot be started: {errno_text(code)}")
+            no_threads = f"its {settings.num_workers} threads cannot be started: {errno_text(code)}"
+            raise ConfigError(_why_no_ring(code) if io_uring else no_threads)
+        self._open_pools = [self.pool]
+        self._free: weakref.finalize[[ctypes.c_void_p], NativeEngine] | None = None
 
     def register(self, memory: memoryview) -> str:
         """A ring has the kernel pin the memory once, where RLIMIT_MEMLOCK or CAP_IPC_LOCK allow."""
@@ -213,9 +207,9 @@ class NativeEngine(DiskEngine):
         """Take a finished transfer out of the table; a failure latches. Any thread, more than once."""
         with self._lock:
             if transfer in self._unfinished:
-                error = transfer.complete_io()
-                if error is not None:
-                    self.latch.set(error)
+                transfer.complete_io()
+                if transfer.error is not None:
+                    self.latch.set(transfer.error)
                 del self._unfinished[transfer]
 
     def _start(self, file: DiskFile, request: Request, view: memoryview) -> NativeTransfer:

@@ -84,7 +84,6 @@ class PieceTransfer(DiskTransfer):
         self.num_left = num_pieces
         self.blockers: set[PieceTransfer] = set()
         """Of a sync: the writes that it waits for."""
-        self.error: TransferError | None = None
         self.moved_s = 0.0
         """time.monotonic() at which a piece last started or ended; 0.0 while all are queued."""
         self._seconds = 0.0
@@ -95,9 +94,6 @@ class PieceTransfer(DiskTransfer):
 
     def finished_within(self, timeout_s: float) -> bool:
         return self._event.wait(timeout_s)
-
-    def failure(self) -> TransferError | None:
-        return self.error
 
     def progressed_s(self) -> float:
         return self.moved_s or self._pool.moved_s

@@ -33,7 +33,7 @@ _ACCESS = ((True, 512), (True, PAGE_NBYTES), (False, 1))
 """(O_DIRECT?, alignment) in the order in which they are tried."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Selection:
     """`engine`: open; the caller closes it. `alignment`: what its O_DIRECT needs; 1 if buffered.
 
@@ -99,7 +99,7 @@ def select_engine(
             how = f"direct I/O ({alignment}-byte aligned)" if direct else "buffered I/O"
             with_ring = " with io_uring" if io_uring else ""
             reasons.append(f"swap I/O: {engine.name} engine{with_ring}, {how}, write-and-read check passed")
-            return Selection(engine, alignment, direct, tuple(reasons))
+            return Selection(engine=engine, alignment=alignment, direct=direct, reasons=tuple(reasons))
     tried = "; ".join(reasons)
     if io_uring:
         raise ConfigError(

@@ -36,10 +36,9 @@ class SignalDump:
 
     def __init__(self, engines: Sequence[IOEngine]) -> None:
         self._engines = tuple(engines)
-        self._number: int | None = getattr(signal, "SIGUSR1", None)
-        self.installed = self._number is not None and threading.current_thread() is threading.main_thread()
-        if self._number is not None and self.installed:
-            self._previous = signal.signal(self._number, self._print)
+        self.installed = threading.current_thread() is threading.main_thread()
+        if self.installed:
+            self._previous = signal.signal(signal.SIGUSR1, self._print)
 
     def _print(self, number: int, frame: FrameType | None) -> None:
         for engine in self._engines:
@@ -51,6 +50,6 @@ class SignalDump:
         """Restore the old handler, unless another has been put over ours since; idempotent."""
         self._engines = ()
         on_main = threading.current_thread() is threading.main_thread()
-        if self._number is not None and self.installed and on_main and signal.getsignal(self._number) == self._print:
-            signal.signal(self._number, self._previous or signal.SIG_DFL)
+        if self.installed and on_main and signal.getsignal(signal.SIGUSR1) == self._print:
+            signal.signal(signal.SIGUSR1, self._previous or signal.SIG_DFL)
             self.installed = False

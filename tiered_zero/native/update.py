@@ -17,10 +17,10 @@ LEVEL_VARIABLE = "TIERED_ZERO_UPDATE_LEVEL"
 """Environment: forces a level by name. A level that this machine cannot run is refused."""
 
 LEVELS = {"avx512": 2, "avx2": 1, "neon": 3, "scalar": 0}
-"""Best first; the numbers are update.c's."""
+"""Name -> number in update.c, best first."""
 
 ADDRESSES_PER_RUN = 8
-"""Width of the table that `UpdateKernel.update` takes."""
+"""Numbers of one row of the table for `UpdateKernel.update`."""
 
 _CGROUPS = "sys/fs/cgroup"
 
@@ -48,13 +48,13 @@ class Flag(enum.IntFlag):
     MOMENTUM = 8
     NESTEROV = 16
     FIRST = 32
-    """The momentum buffer holds nothing yet and takes the gradient as it is."""
+    """The momentum buffer is empty: copy the gradient to it."""
     TORCH_ROOT = 64
     """Square roots by the kernel's `root`, not exact ones."""
 
 
 class Hyper(ctypes.Structure):
-    """What one step applies to every element of a run. Each rule's use of the floats stands in update.c."""
+    """The numbers of one step for every element of a run. update.c states each rule's use of the floats."""
 
     _fields_ = (
         *((name, ctypes.c_int32) for name in ("rule", "flags", "grad_type", "master_type", "out_type", "state_type")),
@@ -85,8 +85,8 @@ class MklRoot(NamedTuple):
 
 
 class CopyNormArgs(ctypes.Structure):
-    """One array for `UpdateKernel.copy_norm`. `source`, `target`: addresses; without a target it is scanned. `add`: to
-    what the target holds, instead of replacing it. Types are `Dtype`s."""
+    """One array for `UpdateKernel.copy_norm`. `source`, `target`: addresses; without a target, `source` is only read.
+    `add`: to what the target holds, instead of replacing it. Types are `Dtype`s."""
 
     _fields_ = (
         ("source", ctypes.c_void_p),
@@ -98,7 +98,7 @@ class CopyNormArgs(ctypes.Structure):
 
 @final
 class UpdateKernel:
-    """One loaded update.c, a level and a pool of threads, which sleep between calls. Calls release the GIL.
+    """The library of update.c, an instruction set and a pool of threads, idle between calls. Calls release the GIL.
 
     Any thread may call; a call that finds the pool at work runs on its own thread alone. Fork-safe. The bits of every
     result are the same at each level and for any number of threads.
@@ -122,7 +122,7 @@ class UpdateKernel:
         if not self._pool:
             raise MemoryError("no memory for the update kernel's threads")
         self._end = weakref.finalize(self, self._library.tz_pool_close, self._pool)
-        self._end.atexit = False  # the process takes its threads along, and a last update may still run
+        self._end.atexit = False  # exit ends the threads, and a last update may still run
 
     def _bind(self) -> None:
         pointer, integer, count = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
@@ -162,7 +162,7 @@ class UpdateKernel:
         """Take one step on every run. `table`: address of ADDRESSES_PER_RUN 64-bit numbers a run: the addresses of
         master, gradient, out (or 0), three state arrays (or 0), the number of elements, and the address of its `Hyper`.
 
-        The caller vouches for the memory behind all addresses and keeps it alive.
+        The memory behind all addresses must be valid, and the caller keeps it alive.
         """
         self._check(
             self._library.tz_update_batch(self._pool, table, num_runs, LEVELS[self.level], *(self.root or (None, None)))
@@ -171,27 +171,27 @@ class UpdateKernel:
     def square_roots(self, values: int, roots: int, numel: int, flags: Flag) -> None:
         """Compute `roots` [numel] fp32 of `values` as an update with these flags does. `numel`: a multiple of 16.
 
-        The caller vouches for the memory, as in `update`.
+        The memory must be valid, as in `update`.
         """
         functions = self.root if self.root and flags & Flag.TORCH_ROOT else (None, None)
         self._check(self._library.tz_square_roots(values, roots, numel, LEVELS[self.level], *functions))
 
     def convert(self, moments: Moments) -> None:
-        """Decode `values` from codes and scales, or encode them. The caller vouches for the memory, as in `update`."""
+        """Decode `values` from codes and scales, or encode them. The memory must be valid, as in `update`."""
         self._check(self._library.tz_convert_moments(self._pool, ctypes.byref(moments), LEVELS[self.level]))
 
     def copy_norm(self, args: CopyNormArgs, *, fused_tail: bool) -> float:
         """Copy, add or scan an array in one pass on the calling thread, and return the L2 norm of what the target then
         holds (without one, of the source), taken in fp32 in the order of ATen's vector_norm.
 
-        `fused_tail`: whether that was compiled with FMA. The caller vouches for the memory, as in `update`.
+        `fused_tail`: whether that was compiled with FMA. The memory must be valid, as in `update`.
         """
         norm = ctypes.c_float()
         self._check(self._library.tz_copy_norm(ctypes.byref(args), fused_tail, ctypes.byref(norm), LEVELS[self.level]))
         return norm.value
 
     def close(self) -> None:
-        """End the threads. Idempotent; the kernel must not be used after it. A kernel that is let go closes itself."""
+        """End the threads. Idempotent; the kernel must not be used after it. A kernel that is garbage closes itself."""
         self._end()
         self._pool = None
 
@@ -202,8 +202,8 @@ class UpdateKernel:
 
 
 def available_cpus(environment: Mapping[str, str] = os.environ, root: Path = Path("/")) -> int:
-    """Threads that this process may keep busy: its affinity, under the quotas of its cgroups, shared between the ranks
-    of this host where they are not bound apart. OMP_NUM_THREADS, which launchers set to 1, does not matter.
+    """Count the threads that this process may keep busy: its affinity, under the quotas of its cgroups, divided by the
+    ranks of this host where these have one affinity. OMP_NUM_THREADS, which launchers set to 1, does not matter.
 
     `root`: of the file system that is asked (for tests).
     """
@@ -215,7 +215,7 @@ def available_cpus(environment: Mapping[str, str] = os.environ, root: Path = Pat
 
 
 def _cgroup_quota(root: Path) -> float:
-    """CPUs that the tightest cgroup above this process allows; infinite without one."""
+    """The least CPU quota of this process's cgroups, in CPUs; infinite without one."""
     quota = float("inf")
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()

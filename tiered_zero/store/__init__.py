@@ -14,7 +14,7 @@ does not name, so the last commit stays whole while the next one is being writte
 What checksums cover. A write is cut at chunk borders (1 MiB from the record's start) into ranges, each with its own
 xxh3-64 (26 GB/s a core here, zlib.crc32 2.2). A read verifies every range that lies whole inside it. Not verified:
 a range read only in part, the rest of a range of which a part was rewritten, and with `sample` fifteen chunks of
-sixteen. `SwapStore.nbytes_unverified` counts these bytes; read in the borders in which you wrote and it stays 0.
+sixteen. `SwapStore.nbytes("unverified")` counts these bytes; read in the borders in which you wrote and it stays 0.
 A range that was never written cannot be read at all.
 
 Without the training engine: `open_store(path)` keeps named arrays for any program; see arrays.py.

@@ -34,7 +34,7 @@ def check_fields(values: Any, kinds: Mapping[str, Kinds]) -> dict[str, Any]:
     Integers fit into 64 bits, floats are finite. Raises ValueError, naming the field.
     """
     if type(values) is not dict:
-        raise ValueError(f"expected an object; found {_kind_name(values)}")
+        raise ValueError(f"expected an object; found {type(values).__name__}")
     if values.keys() != kinds.keys():
         differing = sorted(values.keys() ^ kinds.keys())[:5]
         raise ValueError(f"expected the fields {', '.join(kinds)}; missing or unknown: {differing!a}")
@@ -48,12 +48,8 @@ def check_kind(name: str, value: Any, kind: Kinds) -> None:
     kinds = kind if isinstance(kind, tuple) else (kind,)
     if type(value) not in kinds:
         expected = " or ".join(one.__name__ for one in kinds)
-        raise ValueError(f"{name}: expected {expected}; found {_kind_name(value)}")
+        raise ValueError(f"{name}: expected {expected}; found {type(value).__name__}")
     if type(value) is int and abs(value) > MOST_INTEGER:
         raise ValueError(f"{name}: expected a 64-bit integer; found a larger one")
     if type(value) is float and not math.isfinite(value):
         raise ValueError(f"{name}: expected a finite number; found {value}")
-
-
-def _kind_name(value: Any) -> str:
-    return type(value).__name__

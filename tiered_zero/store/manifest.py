@@ -33,7 +33,7 @@ _MOST_NBYTES = 1 << 28
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Record:
     """A named region of a store.
 
@@ -56,7 +56,7 @@ class Record:
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Manifest:
     """One committed state. `metadata`: the caller's, JSON only. `ranges`: by record name."""
 

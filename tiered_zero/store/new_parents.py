@@ -26,7 +26,7 @@ def make_missing(groups: Iterable[Sequence[str]]) -> Iterator[None]:
             paths = [Path(path) for path in group]
             if not any(path.exists() for path in paths if path not in made):
                 for path in paths:
-                    made += _make(path)
+                    _make(path, made)
         yield
     except BaseException:
         for path in reversed(made):
@@ -35,21 +35,17 @@ def make_missing(groups: Iterable[Sequence[str]]) -> Iterator[None]:
         raise
 
 
-def _make(path: Path) -> list[Path]:
-    """Returns what was made, outermost first."""
+def _make(path: Path, made: list[Path]) -> None:
+    """`made`: takes each directory that is made, outermost first."""
     missing = [place for place in (path, *path.parents) if not place.exists()][::-1]
-    made: list[Path] = []
     try:
         for place in missing:
             place.mkdir(mode=0o700)
             made.append(place)
     except OSError as error:
-        for place in reversed(made):
-            place.rmdir()
         raise ConfigError(
             f"nvme_path {path} is missing and cannot be made: {errno_text(error.errno or 0)}. Name a directory on the "
             "disk that is to be swapped to."
         ) from error
-    if made:
+    if missing:
         logger.warning("Made the swap directory %s.", path.resolve())
-    return made

@@ -24,7 +24,7 @@ _MOST_NBYTES = 1 << 20
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Owner:
     """The owner of a run's directories: the text of each directory's owner file, which its process holds by flock.
 

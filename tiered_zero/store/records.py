@@ -18,7 +18,7 @@ Written = tuple[Record, Sequence[Range]]
 
 
 @final
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class InFlight:
     """One request of a record, from before it is entered into the table until `RecordTable.end`; known by identity.
 
@@ -36,7 +36,7 @@ class InFlight:
 
 
 @final
-@dataclass
+@dataclass(kw_only=True)
 class _State:
     """`durable`: what the durable manifest names of the record; None where it does not name it at all."""
 
@@ -88,8 +88,15 @@ class RecordTable:
                         "larger capacity."
                     )
                 offsets.append(offset)
-            record = Record(name, nbytes, dtype, shape, num_slots > 1, tuple(offsets))
-            self._states[name] = _State(record)
+            record = Record(
+                name=name,
+                nbytes=nbytes,
+                dtype=dtype,
+                shape=shape,
+                committed=num_slots > 1,
+                offsets=tuple(offsets),
+            )
+            self._states[name] = _State(record=record)
         return record
 
     def adopt(self, written: Iterable[Written]) -> None:
@@ -100,7 +107,7 @@ class RecordTable:
                     self._extents.claim(offset, record.nbytes)
                 except ValueError as error:
                     raise StoreError(f"Record {record.name!r}: {error}") from error
-            self._states[record.name] = _State(record, RangeMap(ranges), RangeMap(ranges))
+            self._states[record.name] = _State(record=record, written=RangeMap(ranges), durable=RangeMap(ranges))
 
     def release(self, record: Record) -> None:
         """Its extents are free at once, or with the next `thaw` where the durable manifest names them."""

@@ -221,7 +221,7 @@ def _inspect_open(run: RunInfo, fd: int, uid: int, locked: bool | None) -> RunIn
             run, age_s=max(0.0, time.time() - owner.created_s), pid=owner.pid, host=owner.host, model=owner.model,
             note=owner.note, paths=owner.paths,
         )  # fmt: skip
-    state, reason = _liveness(run.path, fd, uid, owner, locked, run.age_s, unreadable)
+    state, reason = _liveness(run, fd, uid, owner, locked, unreadable)
     if uid != os.geteuid():
         state, reason = ("alive", reason) if state == "alive" else ("unknown", f"belongs to user id {uid}")
         return replace(run, state=state, reason=reason)
@@ -244,7 +244,7 @@ def _committed_state(run: RunInfo, fd: int, uid: int) -> tuple[int | None, bool]
 
 
 def _liveness(
-    path: Path, fd: int, uid: int, owner: Owner | None, locked: bool | None, age_s: float, unreadable: str
+    run: RunInfo, fd: int, uid: int, owner: Owner | None, locked: bool | None, unreadable: str
 ) -> tuple[str, str]:
     """State and reason. On a local file system the lock decides; elsewhere another machine's may not be seen.
 
@@ -255,7 +255,7 @@ def _liveness(
             return "alive", f"process {owner.pid} on {owner.host} holds its lock" if owner else "its lock is held"
     except (OSError, StoreError) as error:
         return "unknown", f"its lock cannot be looked at: {error_text(error)}"
-    fstype = filesystem_type(path)
+    fstype = filesystem_type(run.path)
     if not is_local(fstype):
         whose = f"owned by process {owner.pid} on {owner.host}" if owner else f"no owner file ({unreadable})"
         return "unknown", (
@@ -263,7 +263,7 @@ def _liveness(
             "(--unknown removes it)"
         )
     if owner is None:
-        if age_s > _UNOWNED_GRACE_S:
+        if run.age_s > _UNOWNED_GRACE_S:
             return "dead", f"no readable owner file ({unreadable}), and not new"
         return "unknown", f"no readable owner file yet ({unreadable})"
     if not owner.boot_id or owner.boot_id != boot_id():

@@ -231,7 +231,17 @@ def _is_private_group(gid: int) -> bool:
 
 def _this_process(run_id: str, model: str, note: str, paths: tuple[str, ...]) -> Owner:
     pid = os.getpid()
-    return Owner(run_id, pid, socket.gethostname(), start_ticks(pid) or 0, boot_id(), time.time(), model, note, paths)
+    return Owner(
+        run_id=run_id,
+        pid=pid,
+        host=socket.gethostname(),
+        start_ticks=start_ticks(pid) or 0,
+        boot_id=boot_id(),
+        created_s=time.time(),
+        model=model,
+        note=note,
+        paths=paths,
+    )
 
 
 def _open_own(path: Path) -> int:

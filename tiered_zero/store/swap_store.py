@@ -162,20 +162,11 @@ class SwapStore:
         """Bytes that no record has reserved."""
         return self._table.free_nbytes
 
-    @property
-    def nbytes_written(self) -> dict[str, int]:
-        """Bytes whose write has completed, by category: the record's name up to its first '/'."""
-        return self._counts("write")
-
-    @property
-    def nbytes_read(self) -> dict[str, int]:
-        """Bytes whose read has completed, by category."""
-        return self._counts("read")
-
-    @property
-    def nbytes_unverified(self) -> dict[str, int]:
-        """Bytes read without a checksum over them, by category; see the package's text for when that is."""
-        return self._counts("unverified")
+    def nbytes(self, kind: Literal["read", "write", "unverified"]) -> dict[str, int]:
+        """Bytes whose read or write has completed, or that were read without a checksum over them (see the package's
+        text for when that is), by category: the record's name up to its first '/'."""
+        with self._count_lock:
+            return dict(self._nbytes[kind])
 
     def read(self, record: Record, into: memoryview, offset: int = 0, *, urgent: bool = False) -> Transfer:
         """Fill `into` from the record's byte `offset`; both in whole pages, the memory page-aligned.
@@ -186,7 +177,7 @@ class SwapStore:
         self._check()
         into = memoryview(into).cast("B")
         end = offset + len(into)
-        request = InFlight("read", offset, end)
+        request = InFlight(kind="read", start=offset, end=end)
         with self._ended_on_error(record, request):
             ranges = self._table.begin_read(record, request)
             checks = [] if self._checksums == "off" else [r for r in ranges if r.digest is not None]
@@ -203,7 +194,7 @@ class SwapStore:
         """
         self._check()
         data = memoryview(data).cast("B")
-        request = InFlight("write", offset, offset + len(data))
+        request = InFlight(kind="write", start=offset, end=offset + len(data))
         with self._ended_on_error(record, request):
             runs = self._table.begin_write(record, request)
             pieces = [(piece, self._is_hashed()) for run in runs for piece in cut(run, CHUNK_NBYTES)]
@@ -436,10 +427,6 @@ class SwapStore:
         with self._count_lock:
             for kind, more in nbytes.items():
                 self._nbytes[kind][category] += more
-
-    def _counts(self, kind: str) -> dict[str, int]:
-        with self._count_lock:
-            return dict(self._nbytes[kind])
 
     def _check(self) -> None:
         self._process.check()

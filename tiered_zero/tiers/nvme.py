@@ -20,7 +20,7 @@ from tiered_zero.tiers.unit_update import UnitUpdate
 from tiered_zero.transfer import Transfer, wait_all
 
 
-@dataclass
+@dataclass(kw_only=True)
 class _Chunk:
     """`part`: its bytes on the device; `lease`, `read`: None while no staging buffer was free."""
 
@@ -96,7 +96,7 @@ class NvmeTier(Tier):
         try:
             with self._lock:
                 for offset in range(0, target.numel(), self._staging.buffer_nbytes):
-                    chunk = _Chunk(target[offset : offset + self._staging.buffer_nbytes], offset)
+                    chunk = _Chunk(part=target[offset : offset + self._staging.buffer_nbytes], offset=offset)
                     if ready and not self._deferred and (not chunks or chunks[-1].lease):
                         chunk.lease = self._staging.lease_nowait(align_up(chunk.part.numel(), PAGE_NBYTES), record.name)
                     chunks.append(chunk)

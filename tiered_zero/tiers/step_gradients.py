@@ -10,7 +10,7 @@ from tiered_zero.layout.flat import ParamSpec, Unit
 from tiered_zero.transfer import Transfer
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class UnitShare:
     """`flat`: [P], in place. `present`: parameters (by index) that have a gradient. `last`: its landing on the host.
     `on_device`: it rests on the device."""
