@@ -120,7 +120,7 @@ class FullValues:
     def _read_masters(self, unit: Unit) -> torch.Tensor:
         params = None
         if self.masters.need_params:
-            resident = self.step.pager.is_device_resident(unit)
+            resident = self.step.pager.is_resident(unit)
             params = (
                 self.step.pager.storage(unit).flat.to("cpu")
                 if resident

@@ -59,7 +59,7 @@ def units(engine: tiered_zero.Engine) -> list[Unit]:
 
 def units_on_device(engine: tiered_zero.Engine) -> list[Unit]:
     """Those whose home is the device."""
-    return [unit for unit in units(engine) if pager(engine).is_device_resident(unit)]
+    return [unit for unit in units(engine) if pager(engine).is_resident(unit)]
 
 
 def units_in_use(engine: tiered_zero.Engine) -> list[Unit]:
@@ -69,7 +69,7 @@ def units_in_use(engine: tiered_zero.Engine) -> list[Unit]:
 def fetched_nbytes(engine: tiered_zero.Engine) -> int:
     """Device memory of units whose home is another tier."""
     found = [paged for paged in pager(engine).units if paged.storage.is_full]
-    return sum(r.unit.nbytes for r in found if not pager(engine).is_device_resident(r.unit))
+    return sum(r.unit.nbytes for r in found if not pager(engine).is_resident(r.unit))
 
 
 def is_idle(engine: tiered_zero.Engine) -> bool:
@@ -148,7 +148,7 @@ def masters(engine: tiered_zero.Engine) -> dict[str, torch.Tensor]:
     values: dict[str, torch.Tensor] = {}
     for unit in units(engine):
         if unit.trainable:
-            is_here = pager(engine).is_device_resident(unit)
+            is_here = pager(engine).is_resident(unit)
             params = pager(engine).storage(unit).flat if is_here else pager(engine).offloaded_params.read(unit)
             values[f"{unit.index} {unit.name}"] = found.read(unit, params)
     return values

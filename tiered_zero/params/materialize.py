@@ -215,7 +215,7 @@ def materialize_model(
         materializer.fill(prefix, [param for _, own in params for param in own])
         for unit, own in params:
             place_unit(unit, own, pager, handler, store_masters)
-            if pager.is_device_resident(unit):
+            if pager.is_resident(unit):
                 snapshot.release(own)
         del params, own
         trim_malloc()

@@ -307,7 +307,7 @@ class Pager:
     def storage(self, unit: Unit) -> FlatStorage:
         return self.units.by_index[unit.index].storage
 
-    def is_device_resident(self, unit: Unit) -> bool:
+    def is_resident(self, unit: Unit) -> bool:
         return self.units.by_index[unit.index].is_resident
 
     @runs_outside_modes
