@@ -68,9 +68,8 @@ def make_optimizer(
     optimizer: Optimizer | Callable[[Any], Optimizer] | None,
     model_parameters: Iterable[Any] | None,
 ) -> Optimizer:
-    """The torch optimizer whose param groups and defaults the run uses; it is never stepped itself. Without one, given
-    or in the config, an optimizer without groups.
-    """
+    """Return the torch optimizer whose param groups and defaults the run uses, and which is never stepped itself.
+    Without one, given or in the config: an optimizer without groups."""
     if isinstance(optimizer, Optimizer):
         return _chosen(optimizer, section)
     if optimizer is None and section is None:
@@ -90,7 +89,7 @@ def make_optimizer(
         return _chosen(made, section)
     resolved = resolve_optimizer(section.type, section.params)
     logger.info("optimizer: %s", resolved.text)
-    source = resolved.optimizer_class([torch.zeros(1, 1, requires_grad=True)], **resolved.defaults)
+    source = _example(resolved.optimizer_class, resolved.defaults)
     source.param_groups.clear()
     source.state.clear()  # Adagrad makes its state when it is made; here it is made on the tiers
     try:
@@ -102,14 +101,14 @@ def make_optimizer(
 
 
 def _chosen(given: Optimizer, section: OptimizerSection | None) -> Optimizer:
-    """The user's optimizer goes before the config's, and that is said."""
+    """Take the user's optimizer, with a warning where the config names one too."""
     if section is not None:
         logger.warning("config: optimizer %s is not used, for initialize() was given one", section.type)
     return given
 
 
 def group_params(source: Optimizer, specs: Mapping[nn.Parameter, ParamSpec]) -> dict[str, int]:
-    """Parameter name -> index of its param group."""
+    """Map each parameter's name to the index of its param group. Raises ModelError."""
     group_of: dict[str, int] = {}
     for index, group in enumerate(source.param_groups):
         for param in group["params"]:
@@ -127,7 +126,7 @@ def group_params(source: Optimizer, specs: Mapping[nn.Parameter, ParamSpec]) -> 
 
 
 def make_rule(source: Optimizer) -> UpdateRule:
-    """The native kernel for what it covers (for tensors on a GPU it takes torch's code); else torch's own class."""
+    """Make the rule on the native kernel for what it covers (on a GPU it takes torch's code); else on torch's class."""
     natives: dict[type, Callable[[UpdateKernel | None], UpdateRule]] = {
         torch.optim.AdamW: lambda kernel: AdamRule(decoupled=True, kernel=kernel),
         torch.optim.Adam: lambda kernel: AdamRule(decoupled=False, kernel=kernel),
@@ -136,15 +135,13 @@ def make_rule(source: Optimizer) -> UpdateRule:
         Lion: LionRule,
     }
     options = ("fused", "foreach", "capturable", "differentiable")
-    plain = not any(group.get(option) for group in source.param_groups for option in options)
-    if not plain:
-        return TorchRule.from_optimizer(source)
-    make = natives.get(type(source))
-    return make(open_kernel()) if make is not None else TorchRule.from_optimizer(source)
+    is_plain = not any(group.get(option) for group in source.param_groups for option in options)
+    make = natives.get(type(source)) if is_plain else None
+    return TorchRule.from_optimizer(source) if make is None else make(open_kernel())
 
 
 def format_rule(name: str, rule: UpdateRule) -> UpdateRule:
-    """The rule that keeps its moments in the format `name`. Raises ConfigError for a rule that cannot."""
+    """Make the rule keep its moments in the format `name`. Raises ConfigError for a rule that cannot."""
     if name == "fp32":
         return rule
     if not isinstance(rule, AdamRule):
@@ -159,7 +156,7 @@ def format_rule(name: str, rule: UpdateRule) -> UpdateRule:
 
 
 def resolve_optimizer(type_name: str, params: Mapping[str, Any]) -> ResolvedOptimizer:
-    """`optimizer.type` and `optimizer.params` as the JSON has them. Raises ConfigError naming the key."""
+    """Resolve `optimizer.type` and `optimizer.params` of the JSON. Raises ConfigError naming the key."""
     name = type_name.strip().lower()
     if name in _REFUSED_NAMES:
         raise ConfigError(f"optimizer.type {type_name!r} is not supported: {_REFUSED_NAMES[name]}.")
@@ -205,7 +202,8 @@ def _take_deepspeed_flags(name: str, options: dict[str, Any], kind: type[Optimiz
 
 
 def _checked(kind: type[Optimizer], options: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The constructor's keyword arguments, each tried on its own so that an error can name its key; and notes."""
+    """Check the constructor's keyword arguments, each on its own so that an error can name its key. Returns them, and
+    notes."""
     accepted = {name: p.default for name, p in inspect.signature(kind).parameters.items() if name != "params"}
     defaults: dict[str, Any] = {}
     notes: list[str] = []
@@ -228,7 +226,7 @@ def _checked(kind: type[Optimizer], options: Mapping[str, Any]) -> tuple[dict[st
 
 
 def _coerced(path: str, value: Any, default: Any) -> Any:
-    """Numbers may be strings or whole floats; lists become the tuples that torch expects."""
+    """Convert strings to numbers, and lists to the tuples that torch expects."""
     if isinstance(default, tuple):
         if not isinstance(value, (list, tuple)) or len(value) != len(default):
             raise ConfigError(f"{path} must be a list of {len(default)} numbers; found {value!r}.")

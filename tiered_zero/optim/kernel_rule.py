@@ -309,16 +309,13 @@ class NativeRule(UpdateRule):
     def _trial_runs(self, hyper: Mapping[str, Any]) -> list[Run]:
         """Make runs of all trial lengths, with the same random values at each call."""
         generator = torch.Generator().manual_seed(0)
-
-        def cut(values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            return torch.split_with_sizes(values, _TRIAL_NUMELS)
-
         numel = sum(_TRIAL_NUMELS)
-        masters, grads = map(cut, torch.randn(2, numel, generator=generator, dtype=torch.float32, device="cpu"))
+        values = torch.randn(2, numel, generator=generator, dtype=torch.float32, device="cpu")
+        masters, grads = (row.split_with_sizes(_TRIAL_NUMELS) for row in values)
         runs = [Run(*pair, {}, self._next_scalars(hyper, {}), hyper) for pair in zip(masters, grads, strict=True)]
         for field in self.state_fields((numel,), hyper):
             array = torch.rand(numel, generator=generator, dtype=torch.float32, device="cpu").to(field.dtype)
-            for run, part in zip(runs, cut(array), strict=True):
+            for run, part in zip(runs, array.split_with_sizes(_TRIAL_NUMELS), strict=True):
                 run.state[field.name] = part
         return runs
 

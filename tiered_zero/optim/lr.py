@@ -170,8 +170,7 @@ class WarmupCosineLR(Schedule):
         super().__init__(optimizer, last_batch_iteration)
 
     def get_lr(self) -> list[float]:
-        ratio = self._ratio(self.last_batch_iteration)
-        return [lr * ratio for lr in self._base_lrs]
+        return [lr * self._ratio(self.last_batch_iteration) for lr in self._base_lrs]
 
     def _ratio(self, iteration: int) -> float:
         if iteration < 0:

@@ -46,13 +46,13 @@ class StateLayout:
         self.master_nbytes = sum(dtype.itemsize for dtype in self.masters.dtypes) * subgroup.numel
         self.arrays: list[StateArray] = []
         self._arrays_of: defaultdict[int | None, list[StateArray]] = defaultdict(list)
-        self.fields_of_group: dict[int, tuple[str, ...]] = {}
+        self._fields_of_group: dict[int, tuple[str, ...]] = {}
         self._end = self.state_start = self.masters.dtypes[0].itemsize * subgroup.numel
         if rule.elementwise:
             merged: dict[str, StateField] = {}
             for group in sorted({piece.group for piece in subgroup.pieces}):
                 fields = rule.state_fields((subgroup.numel,), groups[group])
-                self.fields_of_group[group] = tuple(field.name for field in fields)
+                self._fields_of_group[group] = tuple(field.name for field in fields)
                 merged.update({field.name: field for field in fields})
             for field in sorted(merged.values(), key=lambda field: field.name != rule.unsigned_field):
                 self._append(field, None)
@@ -105,11 +105,20 @@ class StateLayout:
 
     def state(self, raw: torch.Tensor, piece: ParamPiece, start: int, stop: int) -> dict[str, torch.Tensor]:
         """View the state of elements [start, stop) of the sub-group (elementwise), or of `piece` in its own shapes."""
-        shared = [array for array in self._arrays_of[None] if array.field.name in self.fields_of_group[piece.group]]
-        own = self._arrays_of[piece.index]
-        return {array.field.name: _view(raw, array)[_part(array.field, start, stop)] for array in shared} | {
-            array.field.name: _shaped(piece, array.field, _view(raw, array)) for array in own
+        return {
+            array.field.name: _view(raw, array)[_part(array.field, start, stop)]
+            if array.piece is None
+            else _shaped(piece, array.field, _view(raw, array))
+            for array in self._arrays_for(piece)
         }
+
+    def fields(self, piece: ParamPiece) -> list[StateField]:
+        """List the state arrays of a piece; one over the whole sub-group is of the sub-group's shape."""
+        return [array.field for array in self._arrays_for(piece)]
+
+    def _arrays_for(self, piece: ParamPiece) -> list[StateArray]:
+        shared = [array for array in self._arrays_of[None] if array.field.name in self._fields_of_group[piece.group]]
+        return shared + self._arrays_of[piece.index]
 
 
 def _shaped(piece: ParamPiece, field: StateField, memory: torch.Tensor) -> torch.Tensor:

@@ -56,7 +56,7 @@ class ReadyQueue:
             return dropped
 
     def peek(self) -> StateLayout | None:
-        """The shallowest that is ready now."""
+        """Return the shallowest that is ready now."""
         with self._changed:
             while self._heap and self._heap[0] not in self._ready:
                 heapq.heappop(self._heap)
@@ -78,7 +78,7 @@ class ReadyQueue:
             return skipped
 
     def has_ended(self) -> bool:
-        """Closed, and everything that was ready is taken."""
+        """Return whether the queue is closed, and everything that was ready is taken."""
         with self._changed:
             return self._closed and not self._ready
 
@@ -138,26 +138,25 @@ class EagerUpdate:
     ) -> None:
         self._layouts = layouts
         self._freeze = freeze
-        self._gradients = StepGradients()
         self._queue = ReadyQueue()
         self._waits_for = {
             layout.subgroup.index: {segment.unit.index for segment in layout.subgroup.segments} for layout in layouts
         }
         self._units = set().union(*self._waits_for.values())
         self._queued: set[int] = set()
-        self.job = UpdateJob(gradients=self._gradients, grad_scale=1.0, groups=groups, queue=self._queue)
+        self.job = UpdateJob(gradients=StepGradients(), grad_scale=1.0, groups=groups, queue=self._queue)
 
     def updates(self, unit: Unit) -> bool:
         """Whether a sub-group holds a part of the unit."""
         return unit.index in self._units
 
     def incomplete(self, units: Sequence[Unit]) -> list[Unit]:
-        """Units whose gradients were not complete in backward."""
+        """List the units whose gradients were not complete in backward."""
         return [unit for unit in units if unit.index not in self.job.unit_updates]
 
     def add(self, unit: Unit) -> None:
-        """Update the unit: its gradients are complete, and compute does not use it."""
-        self._freeze(unit, self._gradients)
+        """Begin the update of the unit: its gradients are complete, and compute does not use it."""
+        self._freeze(unit, self.job.gradients)
         for layout in self._layouts:
             waits_for = self._waits_for[layout.subgroup.index]
             waits_for.discard(unit.index)
@@ -167,11 +166,11 @@ class EagerUpdate:
 
     def finish(self, gradients: StepGradients) -> None:
         """Add what has a gradient and was not begun, and skip the rest: the step is taken."""
-        self._gradients.fill(gradients)
+        self.job.gradients.fill(gradients)
         for layout in self._layouts:
             if layout.subgroup.index in self._queued:
                 continue
-            if has_gradient(layout.subgroup, self._gradients):
+            if has_gradient(layout.subgroup, self.job.gradients):
                 self._queue.add(layout)
             else:
                 self._queue.skip(layout)

@@ -16,7 +16,7 @@ from tiered_zero.tiers.slots import read_slot, write_slot
 
 
 class Masters:
-    """One invariant: a parameter's value is its master rounded to the parameter's dtype. Driver thread."""
+    """Keeps one invariant: a parameter's value is its master rounded to the parameter's dtype. Driver thread."""
 
     def __init__(self, layouts: Sequence[StateLayout], inventory: Inventory, staging: StagingPool | None) -> None:
         self._layouts = layouts
@@ -29,25 +29,24 @@ class Masters:
         return any(layout.masters.needs_params for layout in self._layouts)
 
     def cuts(self, unit: Unit) -> list[int]:
-        """First element of each part of the unit that a sub-group has."""
+        """List the first element of each part of the unit that a sub-group has."""
         return [segment.unit_start for _, segment in self._segments(unit)]
 
     def store(self, unit: Unit, flat: torch.Tensor) -> None:
-        """First values: `flat` [P] fp32 on the CPU."""
+        """Store first values: `flat` [P] fp32 on the CPU."""
         for layout, segment in self._segments(unit):
             self._write(layout, segment, layout.masters.split(segment.part_of(flat)))
 
     def follow(self, unit: Unit, flat: torch.Tensor, old: torch.Tensor | None = None) -> None:
-        """`flat` [P] of the unit's dtype on the CPU was set by hand: masters that round to something else take its
-        value. `old`: [P], what it was before, where that is needed.
-        """
+        """Set masters that do not round to `flat` to its values: it was set by hand. `flat`: [P] of the unit's dtype,
+        on the CPU. `old`: [P], what it was before, where that is needed."""
         for layout, segment in self._segments(unit):
             before = None if old is None else segment.part_of(old)
             if parts := layout.masters.follow(self._read(layout, segment), segment.part_of(flat), before):
                 self._write(layout, segment, parts)
 
     def read(self, unit: Unit, params: torch.Tensor | None = None) -> torch.Tensor:
-        """[P] fp32 on the CPU; zeros where no sub-group holds the unit. `params`: [P], where they are needed."""
+        """Read [P] fp32 to the CPU; zeros where no sub-group holds the unit. `params`: [P], where they are needed."""
         flat = torch.zeros(unit.numel)
         for layout, segment in self._segments(unit):
             own = None if params is None else segment.part_of(params)

@@ -52,7 +52,7 @@ class OptimizerState:
         self._staging = staging
 
     def stepped(self) -> list[nn.Parameter]:
-        """The parameters that have state."""
+        """List the parameters that have state."""
         found = {self._params[piece.param.name]: None for layout in self._layouts for piece in self._stepped(layout)}
         return list(found)
 
@@ -70,7 +70,7 @@ class OptimizerState:
     def read(
         self, groups: Sequence[Mapping[str, Any]], only: nn.Parameter | None = None
     ) -> dict[nn.Parameter, ParamState]:
-        """The state of every parameter that has any, or of one: copies, fp32 on the CPU, in the parameters' own shapes.
+        """Copy the state of every parameter that has any, or of one: fp32 on the CPU, in the parameters' own shapes.
 
         `groups`: the live param groups. Raises BudgetError where the copies do not fit into free host memory.
         """
@@ -123,10 +123,10 @@ class OptimizerState:
             )
 
     def _exported_nbytes(self, layout: StateLayout, piece: ParamPiece) -> int:
+        fields = layout.fields(piece)
         if self._rule.elementwise:
-            names = layout.fields_of_group[piece.group]
-            return 4 * piece.numel * sum(a.field.name in names and a.field.block_numel == 1 for a in layout.arrays)
-        return sum(array.field.nbytes for array in layout.arrays if array.piece == piece.index)
+            return 4 * piece.numel * sum(field.block_numel == 1 for field in fields)
+        return sum(field.nbytes for field in fields)
 
     # -- in ------------------------------------------------------------------------------------------------------------
 
@@ -148,9 +148,7 @@ class OptimizerState:
 
     def _check_planned(self, layout: StateLayout, piece: ParamPiece, hyper: Mapping[str, Any]) -> None:
         needed = {field.name for field in self._rule.state_fields(piece.param.shape, hyper)}
-        planned = set(layout.fields_of_group.get(piece.group, ())) | {
-            array.field.name for array in layout.arrays if array.piece == piece.index
-        }
+        planned = {field.name for field in layout.fields(piece)}
         if missing := sorted(needed - planned):
             raise ModelError(
                 f"{self._rule.name} was planned with the state arrays {sorted(planned)}; the param group that is "
@@ -188,7 +186,7 @@ class OptimizerState:
         given: Mapping[int, Mapping[str, Any]],
         groups: Sequence[Mapping[str, Any]],
     ) -> tuple[dict[int, dict[str, Any]], int]:
-        """Returns piece index -> scalars, and how many arrays were rounded."""
+        """Fill a sub-group's slot. Returns piece index -> scalars, and how many arrays were rounded."""
         marks = layout.marks(raw)
         signs = None if marks is None else marks.signbit()
         raw[layout.state_start : layout.nbytes].zero_()
@@ -213,7 +211,7 @@ class OptimizerState:
     def _num_rounded(
         self, state: Mapping[str, torch.Tensor], scalars: Mapping[str, Any], values: Mapping[str, Any]
     ) -> int:
-        """How many of the arrays in `values` have other values in `state`, whose dtype has fewer bits."""
+        """Count the arrays in `values` that have other values in `state`, whose dtype has fewer bits."""
         narrow = [
             name
             for name in values.keys() & state.keys()
@@ -223,7 +221,7 @@ class OptimizerState:
         return sum(not torch.equal(kept[name].cpu(), values[name].detach().cpu()) for name in narrow)
 
     def _part(self, values: Mapping[str, Any], state: Mapping[str, torch.Tensor], piece: ParamPiece) -> dict[str, Any]:
-        """The piece's part of a parameter's state."""
+        """Cut the piece's part out of a parameter's state."""
         part = dict(values)
         for name, value in values.items():
             if self._rule.elementwise and name in state and isinstance(value, torch.Tensor):

@@ -29,20 +29,21 @@ class UnitGuard(Protocol):
         """Guard every trainable unit, and drop what the device holds of it."""
 
     def block_unit_for_update(self, unit: Unit) -> bool:
-        """The same for one unit in backward; False, with nothing done, while the unit is in use."""
+        """Guard one unit in backward; return False, with nothing done, while the unit is in use."""
 
     def unblock(self) -> None:
-        """The units blocked in backward are as they were: no update has begun."""
+        """Unblock the units blocked in backward: no update has begun."""
 
     def begin_back_update(self) -> None:
-        """Note which slots a delayed update that begins now writes: those that compute reads once it is published."""
+        """Choose the slots that a delayed update that begins now writes, and compute reads once it is published."""
 
     def swap_param_buffers(self) -> None:
         """Make compute read them. Where this is interrupted it is called again."""
 
 
 class OverlappedPolicy(UpdatePolicy):
-    """`guard`: blocks units from compute until their updates, which `inventory` publishes."""
+    """Runs updates on the update lane, under compute. `guard`: blocks units until their updates, which `inventory`
+    publishes, are done."""
 
     def __init__(
         self,
@@ -192,8 +193,8 @@ class OverlappedPolicy(UpdatePolicy):
 
 
 class DelayedPolicy(UpdatePolicy):
-    """`exact`: the policy of the first `start_step` steps, which joins the updates of all steps. The updates of the
-    others write the back slots of its `guard`."""
+    """Runs updates one step late. `exact`: the policy of the first `start_step` steps, which joins the updates of all
+    steps. The updates of the others write the back slots of its `guard`."""
 
     def __init__(
         self,
@@ -212,7 +213,7 @@ class DelayedPolicy(UpdatePolicy):
         self._num_applied = 0
 
     def begin_backward(self) -> None:
-        """Nothing: the update that runs reads ahead itself when it has no more to read."""
+        """Leave reading ahead to the update that runs."""
 
     def run_behind(self, act: Callable[[], None], after: Sequence[Transfer] = ()) -> None:
         self._exact.run_behind(act, after)

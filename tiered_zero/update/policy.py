@@ -86,7 +86,7 @@ class UpdatePolicy(ABC):
         return
 
     def begin_backward(self) -> None:
-        """Begin the only backward of a step: its state may be read, and units updated as they are complete."""
+        """Begin the only backward of a step: read its state ahead, and allow updates of complete units."""
         self._prefetch()
 
     def unit_ready(self, unit: Unit) -> None:
@@ -162,7 +162,7 @@ class UpdatePolicy(ABC):
             self._stepper.prefetch()
 
     def _is_idle(self) -> bool:
-        """Whether no update is under way."""
+        """Return whether no update is under way."""
         return True
 
     def _run_cut(self, job: Callable[[], None], cut: Completion) -> None:

@@ -40,11 +40,11 @@ class Prefetcher:
 
     @property
     def subgroups(self) -> Collection[int]:
-        """Indices of those that are read, or being read."""
+        """Return the indices of those that are read, or being read."""
         return self._works.keys()
 
     def read(self) -> None:
-        """Start to read what is expected next, as far as buffers are free. A read that is refused is left to the step
+        """Start to read what is expected next, as far as buffers are free. Leave a read that is refused to the step
         that needs it, which raises the error."""
         with suppress(TieredZeroError):
             while self._io.num_free > 1 and (layout := self._next()) is not None:
@@ -91,11 +91,11 @@ class Prefetcher:
         return self._works.pop(layout.subgroup.index)
 
     def note_begun(self, work: SubGroupWork) -> None:
-        """One is begun that was not prefetched."""
+        """Note a sub-group that is begun and was not prefetched."""
         self._begun.add(work.subgroup.index)
 
     def note_ended(self, work: SubGroupWork) -> None:
-        """One is written. Sub-groups end in the order in which they were begun."""
+        """Note a sub-group that is written. They end in the order in which they were begun."""
         if work.lease is None or not work.reads:
             return
         self._ended.append(work.layout)
@@ -103,7 +103,7 @@ class Prefetcher:
             self._expected.append(work.layout)
 
     def expect_next_step(self) -> None:
-        """All sub-groups of the step are begun; those that are still expected do not come."""
+        """Expect the sub-groups of the next step: all of this one are begun, and those still expected do not come."""
         if not self._all_begun:
             self._all_begun = True
             self.cancel()
@@ -124,7 +124,8 @@ class Prefetcher:
 
 
 class NullPrefetcher(Prefetcher):
-    """Reads nothing, for a step over state that rests on the device; frees buffers of `other` where it needs one."""
+    """Reads nothing, for a step over state that rests on the device; frees a buffer of `other` where the step needs
+    one."""
 
     def __init__(self, other: Prefetcher) -> None:
         super().__init__(other._io, other._open_nowait)

@@ -66,12 +66,12 @@ class StreamingStepper:
         return layout.subgroup.index in self._initialized
 
     def scalars(self, subgroup: SubGroup, piece: ParamPiece) -> Mapping[str, Any]:
-        """The piece's `Run.scalars`; empty before its first step."""
+        """Return the piece's `Run.scalars`; empty before its first step."""
         return self._scalars.get((subgroup.index, piece.index), {})
 
     def replace_scalars(self, subgroup: SubGroup, scalars: Mapping[int, dict[str, Any]]) -> None:
-        """The sub-group's state was written to its home by hand. `scalars`: piece index -> its scalars; pieces without
-        any start anew. Neighbours may share an object: they are stepped together then."""
+        """Replace the scalars once the sub-group's state was written to its home by hand. `scalars`: piece index -> its
+        scalars; pieces without any start anew. Neighbours that share an object are stepped together."""
         for piece in subgroup.pieces:
             self._scalars.pop((subgroup.index, piece.index), None)
         self._scalars.update({(subgroup.index, index): values for index, values in scalars.items()})
@@ -255,8 +255,7 @@ class StreamingStepper:
         layout, gradients = work.layout, job.gradients
         if not self.has_state(layout):
             self._initialize_state(work, job)
-        runs: list[Run] = []
-        members: list[list[ParamPiece]] = []
+        runs: list[tuple[Run, list[ParamPiece]]] = []
         master, copy_unstepped = layout.master(work.raw), layout.masters.copy_unstepped
         self._io.bind_outputs(work)
         for segment, out, grad in zip(work.subgroup.segments, work.outs, grads, strict=True):
@@ -266,14 +265,13 @@ class StreamingStepper:
                 run = self._run(work, job, pieces)
                 run.grad, run.grad_scale = self._shaped(pieces[0], grad[first:last]), job.grad_scale
                 run.out = self._shaped(pieces[0], out[first:last])
-                runs.append(run)
-                members.append(pieces)
+                runs.append((run, pieces))
                 # what is not stepped (padding, no gradient) stays what its master says
                 copy_unstepped(master[segment.start + position : segment.start + first], out[position:first])
                 position = last
             copy_unstepped(master[segment.start + position : segment.stop], out[position:])
-        self._rule.update(runs)
-        for run, pieces in zip(runs, members, strict=True):
+        self._rule.update([run for run, _ in runs])
+        for run, pieces in runs:
             self._scalars.update(dict.fromkeys(((work.subgroup.index, piece.index) for piece in pieces), run.scalars))
 
     def _spans(self, work: SubGroupWork, segment: Segment, gradients: StepGradients) -> Iterator[list[ParamPiece]]:

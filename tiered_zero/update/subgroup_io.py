@@ -91,7 +91,8 @@ class SubGroupIO:
         raw = home.tier.view(home.slot)
         staged = raw is None
         lease: Lease | None = None
-        nbytes = (layout.nbytes if staged else 0) + self._out_nbytes(param_kind, layout.subgroup)
+        staged_outs = (s for s in layout.subgroup.segments if self._out_view(param_kind, layout.subgroup, s) is None)
+        nbytes = (layout.nbytes if staged else 0) + sum(segment.nbytes for segment in staged_outs)
         if nbytes:
             assert self._staging is not None, "staged sub-groups are planned with staging buffers"
             lease = self._staging.lease_nowait(nbytes, f"sub-group {layout.subgroup.index}")
@@ -147,9 +148,6 @@ class SubGroupIO:
                 assert window is not None, "a segment without a view is staged"
                 view = window.tensor.view(segment.unit.dtype)
             work.outs.append(view)
-
-    def _out_nbytes(self, param_kind: str, subgroup: SubGroup) -> int:
-        return sum(s.nbytes for s in subgroup.segments if self._out_view(param_kind, subgroup, s) is None)
 
     def _out_view(self, param_kind: str, subgroup: SubGroup, segment: Segment) -> torch.Tensor | None:
         """The parameters' home, [numel] of their dtype, where the update can write it directly."""
