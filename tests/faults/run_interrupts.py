@@ -29,6 +29,7 @@ from typing import Any
 
 import psutil
 import torch
+import torch._dynamo  # what the first optimizer would import, within the time of its case
 from torch import Tensor, nn
 
 import tiered_zero
@@ -332,15 +333,17 @@ class Run:
             return "latched"
         except TieredZeroError as error:
             raise Wrong(f"{type(error).__name__}: {error}") from error
-        self.compare((weights, self.losses), made or redo)
+        self.compare((weights, self.losses), made or redo, reveals=case.call != "step" or not made)
         self.look_for_leftovers(engine)
         return ("made" if made else "left out") + (f" after {broken}" if broken else "")
 
-    def compare(self, found: tuple[dict[str, Tensor], list[float]], made: bool) -> None:
-        """A loss that the interrupt kept from us is taken from the reference."""
+    def compare(self, found: tuple[dict[str, Tensor], list[float]], made: bool, reveals: bool = False) -> None:
+        """A loss that the interrupt kept from us is taken from the reference. `made`: the step that was broken off, at
+        once or by repeating it. `reveals`: the call may have made the last update visible, if it is one of those that
+        do."""
         case = self.case
-        reveals = case.call in ("gathered", "modify", "state_dict", "flush", "step")
-        for revealed in (False, True) if reveals and not (case.call == "step" and made) else (False,):
+        reveals &= case.call in ("gathered", "modify", "state_dict", "flush", "step")
+        for revealed in (False, True) if reveals else (False,):
             for changed in (False, True) if case.call == "modify" else (False,):
                 reference = Reference(CONFIGS[case.config][1], "delayed" in case.config)
                 for step in range(NUM_BEFORE):
