@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from tiered_zero.telemetry.runlog import RunHeader, RunLog
 
 @pytest.fixture
 def record(tmp_path: Path) -> Path:
-    with RunLog(RunHeader("gpt", 10), tmp_path / "run.jsonl") as log:
+    with closing(RunLog(RunHeader("gpt", 10), tmp_path / "run.jsonl")) as log:
         log.add(StepReport(1, 1.0, {"other": 1.0}, loss=5.0))
     return tmp_path / "run.jsonl"
 

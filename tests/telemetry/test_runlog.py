@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import stat
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ TIMELINE = Timeline(
 
 
 def write_run(path: Path) -> None:
-    with RunLog(HEADER, path) as log:
+    with closing(RunLog(HEADER, path)) as log:
         log.add(STEPS[0])
         log.add(STEPS[1])
         log.add_timeline(TIMELINE)
@@ -95,6 +96,6 @@ def test_a_file_that_cannot_be_read_or_made_is_said(tmp_path: Path) -> None:
 
 
 def test_without_a_path_it_only_adds_up() -> None:
-    with RunLog(HEADER) as log:
+    with closing(RunLog(HEADER)) as log:
         log.add(STEPS[0])
         assert log.report().steps == 1

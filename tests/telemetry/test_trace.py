@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import stat
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ def test_every_lane_and_every_wait_has_a_named_row(tmp_path: Path) -> None:
     spans = [Span(lane, f"{lane} of block.0", 1.0, 2.0, 10, "work") for lane in LANES]
     spans += [Span("compute", "block.0", 3.0 + i, 3.5 + i, 0, cause) for i, cause in enumerate(WAIT_CAUSES)]
     path = tmp_path / "trace.json"
-    with TraceWriter(path, {"model": "gpt"}) as trace:
+    with closing(TraceWriter(path, {"model": "gpt"})) as trace:
         trace.write(spans)
     found = rows(read_events(path))
     assert set(found) == {*LANES, *WAIT_CAUSES}
@@ -49,7 +50,7 @@ def test_overlapping_requests_go_to_further_rows_and_nested_spans_do_not(tmp_pat
         Span("compute", "inner", 1.0, 2.0),
         Span("compute", "later", 9.0, 9.5),
     ]
-    with TraceWriter(tmp_path / "trace.json") as trace:
+    with closing(TraceWriter(tmp_path / "trace.json")) as trace:
         trace.write(reversed(reads + nested))
     found = rows(read_events(tmp_path / "trace.json"))
     assert [event["name"] for event in found["compute"]] == ["outer", "inner", "later"]
@@ -62,7 +63,7 @@ def test_overlapping_requests_go_to_further_rows_and_nested_spans_do_not(tmp_pat
 
 def test_spans_on_a_row_nest_across_batches(tmp_path: Path) -> None:
     """A span of the last step that ends in this one comes late; no row may then hold a partial overlap."""
-    with TraceWriter(tmp_path / "trace.json") as trace:
+    with closing(TraceWriter(tmp_path / "trace.json")) as trace:
         trace.write([Span("update", "a", 5.0, 6.0)])
         trace.write([Span("update", "late", 4.0, 5.5), Span("update", "b", 6.0, 7.0)])
     for events in rows(read_events(tmp_path / "trace.json")).values():

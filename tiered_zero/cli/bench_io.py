@@ -13,6 +13,7 @@ import itertools
 import json
 import math
 import os
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -153,7 +154,7 @@ def measure_directory(directory: Path, end_s: float) -> dict[str, Any]:
     swap = SwapDir.create([directory], owner_note="bench io")  # locked, removed also on SIGTERM; after kill -9 by gc
     try:
         selections, engines_off = _open_engines(swap.paths[0])
-        free_nbytes = _free_nbytes(directory)
+        free_nbytes = shutil.disk_usage(directory).free
         path = str(swap.paths[0] / "bench.bin")
         nbytes = _fill(path, free_nbytes, (end_s - time.perf_counter()) * _FILL_SHARE, notes)
 
@@ -244,22 +245,12 @@ def _fill(path: str, free_nbytes: int, seconds: float, notes: list[str]) -> int:
     return nbytes
 
 
-def _free_nbytes(directory: Path) -> int:
-    status = os.statvfs(directory)
-    return status.f_bavail * status.f_frsize
-
-
 def _all_on_nvme() -> Config:
     """16-bit parameters, master weights and Adam's state, all on NVMe."""
     on_nvme = {"device": "nvme", "nvme_path": "."}
     zero = {"stage": 3, "offload_param": {**on_nvme, "max_in_cpu": 0}, "offload_optimizer": on_nvme}
-    return load(
-        {
-            "train_batch_size": 1,
-            "bf16": {"enabled": True},
-            "zero_optimization": {**zero, "stage3_param_persistence_threshold": 0},
-        }
-    )
+    zero["stage3_param_persistence_threshold"] = 0
+    return load({"train_batch_size": 1, "bf16": {"enabled": True}, "zero_optimization": zero})
 
 
 def _floor(model: str, need: SwapNeed, best: dict[str, Any]) -> dict[str, Any]:

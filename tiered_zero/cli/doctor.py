@@ -90,8 +90,7 @@ def _directory(directory: Path) -> Iterator[Finding]:
     warnings = filesystem_warnings(str(directory), fstype)
     found = warnings[0].removeprefix("nvme_path ") if warnings else fstype or "unknown"
     yield Finding("file system", POOR if warnings else GOOD, found)
-    status = os.statvfs(directory)
-    free_nbytes = status.f_bavail * status.f_frsize
+    free_nbytes = shutil.disk_usage(directory).free
     fix = "free space, or name another disk; `tiered-zero swap capacity` says how much a run needs"
     yield Finding("free space", *_measured(free_nbytes, GIB, f"{format_nbytes(free_nbytes)} in {directory}", fix))
 

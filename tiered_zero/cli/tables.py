@@ -48,14 +48,8 @@ def _cause_table(report: RunReport) -> Table:
 
 def _link_table(report: RunReport) -> Table:
     table = _table("Links", "link", ">bytes, whole run", ">rate while busy", ">busy")
-    for lane, busy_s in report.busy_s.items():
-        nbytes, rate = report.link_nbytes.get(lane), report.bytes_per_s.get(lane)
-        table.add_row(
-            lane,
-            "-" if nbytes is None else format_nbytes(nbytes),
-            "-" if rate is None else f"{format_nbytes(rate)}/s",
-            f"{min(1.0, busy_s / report.step_s):.0%}" if report.step_s else "-",
-        )
+    for row in report.link_rows():
+        table.add_row(*row)
     return table
 
 

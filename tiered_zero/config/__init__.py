@@ -10,32 +10,6 @@ Never: touches the disk beyond reading the config file, imports torch, changes n
 
 from tiered_zero.config.explain import KeyReport
 from tiered_zero.config.load import load
-from tiered_zero.config.schema import (
-    AioSection,
-    BatchSizes,
-    Bf16Section,
-    Config,
-    Fp16Section,
-    OffloadOptimizerSection,
-    OffloadParamSection,
-    OptimizerSection,
-    RuntimeSection,
-    SchedulerSection,
-    ZeroSection,
-)
+from tiered_zero.config.schema import Config, SchedulerSection
 
-__all__ = [
-    "AioSection",
-    "BatchSizes",
-    "Bf16Section",
-    "Config",
-    "Fp16Section",
-    "KeyReport",
-    "OffloadOptimizerSection",
-    "OffloadParamSection",
-    "OptimizerSection",
-    "RuntimeSection",
-    "SchedulerSection",
-    "ZeroSection",
-    "load",
-]
+__all__ = ["Config", "KeyReport", "SchedulerSection", "load"]

@@ -50,6 +50,7 @@ class Key:
 REQUIRED = "required"
 """Stands for the default of a parameter that has none."""
 
+_WARMUP = {"warmup_num_steps": 1000, "warmup_type": "log", "last_batch_iteration": -1}
 SCHEDULERS: Mapping[str, Mapping[str, Any]] = {
     "LRRangeTest": {
         "lr_range_test_min_lr": 1e-3,
@@ -73,29 +74,9 @@ SCHEDULERS: Mapping[str, Mapping[str, Any]] = {
         "decay_mom_rate": 0.0,
         "last_batch_iteration": -1,
     },
-    "WarmupLR": {
-        "warmup_min_lr": 0.0,
-        "warmup_max_lr": None,
-        "warmup_num_steps": 1000,
-        "warmup_type": "log",
-        "last_batch_iteration": -1,
-    },
-    "WarmupDecayLR": {
-        "total_num_steps": REQUIRED,
-        "warmup_min_lr": 0.0,
-        "warmup_max_lr": 1e-3,
-        "warmup_num_steps": 1000,
-        "warmup_type": "log",
-        "last_batch_iteration": -1,
-    },
-    "WarmupCosineLR": {
-        "total_num_steps": REQUIRED,
-        "warmup_min_ratio": 0.0,
-        "warmup_num_steps": 1000,
-        "cos_min_ratio": 1e-4,
-        "warmup_type": "log",
-        "last_batch_iteration": -1,
-    },
+    "WarmupLR": {"warmup_min_lr": 0.0, "warmup_max_lr": None, **_WARMUP},
+    "WarmupDecayLR": {"total_num_steps": REQUIRED, "warmup_min_lr": 0.0, "warmup_max_lr": 1e-3, **_WARMUP},
+    "WarmupCosineLR": {"total_num_steps": REQUIRED, "warmup_min_ratio": 0.0, "cos_min_ratio": 1e-4, **_WARMUP},
 }
 """DeepSpeed's own schedules and the defaults of their parameters; any other type is one of torch.optim.lr_scheduler."""
 

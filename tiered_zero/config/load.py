@@ -302,16 +302,13 @@ def _finish(config: Config, reading: Reading) -> None:
     for path in reading.auto:
         if path in _KEYS:
             reading.auto[path] = operator.attrgetter(path)(config)
-    if config.optimizer is not None and config.optimizer.algorithm.lower() != config.optimizer.type.lower():
+    optimizer = config.optimizer
+    if optimizer is not None and optimizer.algorithm.lower() != optimizer.type.lower():
         reading.notices.append(
-            f"optimizer {config.optimizer.type} runs as {config.optimizer.algorithm}, as in DeepSpeed; "
+            f"optimizer {optimizer.type} runs as {optimizer.algorithm}, as in DeepSpeed; "
             "optimizer.params.adam_w_mode false gives L2 decay"
         )
-    if (
-        config.optimizer is not None
-        and config.optimizer.algorithm == "AdamW"
-        and _leaves_decay(config.optimizer.params)
-    ):
+    if optimizer is not None and optimizer.algorithm == "AdamW" and _leaves_decay(optimizer.params):
         reading.notices.append("optimizer.params.weight_decay 0 by default, as in DeepSpeed; torch's AdamW has 0.01")
     zero = config.zero_optimization
     if zero.stage == 0 and zero.offload_optimizer.device != "none":

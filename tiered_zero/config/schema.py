@@ -166,7 +166,6 @@ class ZeroSection(Section):
         ge=0,
         description="elements of fetched parameters on the device at once; the unit in use always fits",
     )
-
     stage3_max_reuse_distance: Elements = Field(
         1_000_000_000, ge=0, description="a unit expected again within so many elements is kept, room permitting"
     )
@@ -253,8 +252,7 @@ class StateLimitsSection(Section):
     @property
     def by_tier(self) -> dict[str, int]:
         """Tier -> bytes, fastest first, of those that are set."""
-        given = {"device": self.device, "host": self.host, "nvme": self.nvme}
-        return {tier: nbytes for tier, nbytes in given.items() if nbytes is not None}
+        return {tier: nbytes for tier, nbytes in self if nbytes is not None}
 
 
 class RuntimeSection(Section):
@@ -346,7 +344,8 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Config:
-        _check_precision(self)
+        if self.fp16.enabled and self.bf16.enabled:
+            raise ConfigError("fp16.enabled, bf16.enabled: expected at most one; found both true. Set one to false.")
         _check_offload(self.zero_optimization)
         _check_state_limits(self.zero_optimization.offload_optimizer, self.tiered_zero.state_limits)
         _check_io_uring(self.tiered_zero)
@@ -375,11 +374,6 @@ class Config(Section):
     def json_schema(cls) -> dict[str, Any]:
         """For editors: every key of the table with its type and description."""
         return explaining.json_schema(cls)
-
-
-def _check_precision(config: Config) -> None:
-    if config.fp16.enabled and config.bf16.enabled:
-        raise ConfigError("fp16.enabled, bf16.enabled: expected at most one; found both true. Set one to false.")
 
 
 def _check_offload(zero: ZeroSection) -> None:

@@ -49,10 +49,6 @@ class _Owned:
     tensor: torch.Tensor
     trainable: bool
 
-    @property
-    def is_parameter(self) -> bool:
-        return isinstance(self.tensor, nn.Parameter)
-
 
 def _has_memory(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_meta and tensor.numel() > 0
@@ -89,7 +85,8 @@ def _check_apart(sharing: list[_Owned]) -> None:
     before: list[_Owned] = []
     for one in sorted(sharing, key=lambda own: _extent(own.tensor)):
         for other in before:
-            if (one.is_parameter or other.is_parameter) and _overlap(one.tensor, other.tensor):
+            is_param = isinstance(one.tensor, nn.Parameter) or isinstance(other.tensor, nn.Parameter)
+            if is_param and _overlap(one.tensor, other.tensor):
                 first, second = sorted((one, other), key=sharing.index)  # parameters first, in the model's order
                 raise ModelError(
                     f"{first.name[0].upper()}{first.name[1:]} and {second.name} share memory without being the same "

@@ -107,7 +107,7 @@ def _gather_unit(access: WeightAccess, paged: PagedUnit, modify: bool) -> Iterat
         access.before_weights_read()
         user = pager.begin_gather(paged)
         try:
-            old = pager.changes.remember(paged) if modify else None
+            old = pager.offloaded_params.remember(paged.unit, paged.storage.flat) if modify else None
             yield
             if modify:
                 access.before_weights_write()

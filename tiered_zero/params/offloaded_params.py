@@ -10,6 +10,7 @@ import torch
 from tiered_zero.errors import TieredZeroError
 from tiered_zero.hardware.staging import StagingPool
 from tiered_zero.layout.flat import Unit
+from tiered_zero.params.outside_modes import runs_outside_modes
 from tiered_zero.tiers.inventory import Inventory
 from tiered_zero.tiers.slots import read_slot, write_slot
 
@@ -56,6 +57,7 @@ class OffloadedParams:
             home, offset = self._inventory.home(unit, "param"), start * unit.dtype.itemsize
             write_slot(home, offset, flat[start:stop], self._staging)
 
+    @runs_outside_modes
     def remember(self, unit: Unit, flat: torch.Tensor) -> torch.Tensor | None:
         """Copy `flat` [P], on the device, to the CPU before it is changed, where `change` needs it as `old`."""
         return flat.to("cpu", copy=True) if self._cuts is not None and unit.trainable else None

@@ -124,12 +124,12 @@ class Pager:
             self._cache.fetch(paged)
         self._cache.prefetch(paged)  # before the wait: an update under way then has where to put what it computes
         if paged.is_resident:
-            self.updates.wait_written(paged.unit)
+            self.updates.wait(paged.unit, until_written=True)
         elif paged.fetch is None:  # fetched since its last update: what that still writes is its home
-            self.updates.wait_computed(paged.unit)
+            self.updates.wait(paged.unit, until_written=False)
         else:
             try:
-                self.updates.wait_computed(paged.unit)
+                self.updates.wait(paged.unit, until_written=False)
                 with self._recorder.span("compute", "wait_param", paged.unit.name):
                     self._accelerator.wait_on_compute(paged.fetch)
             except BaseException:

@@ -48,11 +48,6 @@ class ParamChanges:
     # -- gathered --------------------------------------------------------------------------------------------------
 
     @runs_outside_modes
-    def remember(self, paged: PagedUnit) -> torch.Tensor | None:
-        """Copy what `write_back` needs of the unit's parameters before user code changes them."""
-        return self._offloaded_params.remember(paged.unit, paged.storage.flat)
-
-    @runs_outside_modes
     def write_back(self, paged: PagedUnit, old: torch.Tensor | None) -> None:
         """Write the parameters that user code has changed to their home, and to whatever was derived from them."""
         paged.version += 1

@@ -122,19 +122,15 @@ class UpdateGuard:
             if paged.weights is WeightState.UPDATING:
                 paged.change(paged.state, WeightState.CURRENT)
 
-    def wait_written(self, unit: Unit) -> None:
-        """Block until the unit's last update is in its home; raise what made it fail."""
+    def wait(self, unit: Unit, until_written: bool) -> None:
+        """Block until the unit's last update is in its home, where `until_written`; else until its new parameters are
+        computed: its gradients are not needed any more, and a fetch knows how they come to the device. Raises what made
+        that fail, in so far as it has by then."""
         unit_update = self._inventory.published(unit)
-        if unit_update is not None and not unit_update.written.done():
+        if unit_update is None:
+            return
+        if not unit_update.written.done():
             with self._recorder.span("compute", "wait_update", unit.name):
-                unit_update.written.wait()
-        elif unit_update is not None:
+                (unit_update.written if until_written else unit_update.computed).wait()
+        elif until_written:
             unit_update.written.wait()  # done: returns at once, or raises
-
-    def wait_computed(self, unit: Unit) -> None:
-        """Block until the unit's new parameters are computed: its gradients are not needed any more, and a fetch knows
-        how they come to the device. Raises what made that fail, in so far as it has by then."""
-        unit_update = self._inventory.published(unit)
-        if unit_update is not None and not unit_update.written.done():
-            with self._recorder.span("compute", "wait_update", unit.name):
-                unit_update.computed.wait()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from tiered_zero.errors import PlanError
 from tiered_zero.layout.flat import Unit
@@ -81,7 +81,7 @@ class Plan:
 
     def table(self) -> list[dict[str, object]]:
         """Rows as plain values: tier, kind, nbytes, what."""
-        return [{"tier": row.tier, "kind": row.kind, "nbytes": row.nbytes, "what": row.what} for row in self.rows]
+        return [asdict(row) for row in self.rows]
 
     @property
     def text(self) -> str:
@@ -115,13 +115,11 @@ class Plan:
         for tier, most in self.request.state.limits.items():
             needed = self.nbytes(tier, "state")
             if needed > most:
-                slower = (
-                    "let more rest on a faster tier" if tier == "nvme" else "name a slower tier in offload_optimizer"
-                )
+                way = "let more rest on a faster tier" if tier == "nvme" else "name a slower tier in offload_optimizer"
                 raise PlanError(
                     f"The plan puts {format_nbytes(needed)} of master weights and optimizer state on tier {tier}; "
                     f"{format_nbytes(most)} is allowed (tiered_zero.state_limits.{tier}), {needed - most} bytes too "
-                    f"little. Raise it, or {slower}.\n{self.text}"
+                    f"little. Raise it, or {way}.\n{self.text}"
                 )
 
 

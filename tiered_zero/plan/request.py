@@ -121,6 +121,7 @@ def plan_request(config: Config, *, limits: Limits, shares_cores: bool) -> PlanR
     _check_delayed(config)
     zero, settings = config.zero_optimization, config.tiered_zero
     param, state = zero.offload_param, zero.offload_optimizer
+    checks_bf16 = config.bf16.enabled and config.bf16.check_grad_overflow
     return PlanRequest(
         params=ParamRequest(
             tier=_TIER_OF_DEVICE[param.device],
@@ -142,18 +143,12 @@ def plan_request(config: Config, *, limits: Limits, shares_cores: bool) -> PlanR
         update=UpdateRequest(
             policy=settings.update,
             shares_cores=shares_cores,
-            checks_gradients=_checks_gradients(config),
+            checks_gradients=config.gradient_clipping > 0 or config.fp16.enabled or checks_bf16,
             in_backward=settings.optimizer_in_backward,
         ),
         limits=limits,
         sums_gradients=config.gradient_accumulation_steps > 1,
     )
-
-
-def _checks_gradients(config: Config) -> bool:
-    """Whether a step's update waits for a gradient check: the global norm for clipping, or a check for overflow."""
-    checks_bf16 = config.bf16.enabled and config.bf16.check_grad_overflow
-    return config.gradient_clipping > 0 or config.fp16.enabled or checks_bf16
 
 
 def _check_delayed(config: Config) -> None:

@@ -7,6 +7,7 @@ optimizer is counted here, by the name of the optimizer.
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,12 +30,7 @@ _STATE_ARRAYS.update({"asgd": 1, "rprop": 2, "sgd": 0, "rmsprop": 1})
 _ONE_MORE = {"amsgrad": ("adam", "adamw"), "momentum": ("sgd", "rmsprop"), "centered": ("rmsprop",)}
 """Optimizer's argument -> the optimizers that keep one more array with it."""
 
-STATE_ITEMSIZES = {
-    "fp32": (4, 4),
-    "bf16_remainder": (2, 4),
-    "lossy_bf16_moments": (4, 2),
-    "lossy_8bit_moments": (4, 1),
-}
+STATE_ITEMSIZES = {"fp32": (4, 4), "bf16_remainder": (2, 4), "lossy_bf16_moments": (4, 2), "lossy_8bit_moments": (4, 1)}
 """state_format -> bytes of a master, and of an element of a state array."""
 
 
@@ -114,11 +110,9 @@ def plan_gpt(config: Config, shape: GPTConfig) -> Plan:
     one of their sum, for a model of 1e12 parameters has a million; so the staging of state is not the run's.
     """
     arrays = state_arrays(config)
-    if arrays is None and config.optimizer:
-        raise ConfigError(
-            f"optimizer.type {config.optimizer.type!r} is not known here; `tiered-zero swap capacity` can try it"
-        )
-    assert arrays is not None, "the state of no optimizer is known"
+    if arrays is None:
+        name = config.optimizer.type if config.optimizer else None
+        raise ConfigError(f"optimizer.type {name!r} is not known here; `tiered-zero swap capacity` can try it")
     dtype = DType(name=config.param_dtype_name, itemsize=4 if config.param_dtype_name == "float32" else 2)
     tree, specs = describe_gpt(shape, dtype)
     units = find_units(tree, specs, unit_rules(config))
@@ -221,8 +215,7 @@ def _look(path: str) -> tuple[os.stat_result, bool, int]:
     wanted = place = os.path.abspath(os.path.expanduser(path))
     while not os.path.isdir(place):
         place = os.path.dirname(place)
-    space = os.statvfs(place)
-    return os.stat(place), place == wanted, space.f_bavail * space.f_frsize
+    return os.stat(place), place == wanted, shutil.disk_usage(place).free
 
 
 _KINDS = {"param": "parameters", "param_back": "parameters, second home", "state": "master weights and state"}
@@ -240,11 +233,8 @@ def capacity_lines(report: Mapping[str, Any]) -> list[str]:
         lines.append(_line(f"  {row['path']}", row["nbytes"]) + ("" if row["exists"] else "  (does not exist yet)"))
     for drive in report["drives"]:
         spare = drive["free_nbytes"] - drive["nbytes"]
-        fit = (
-            f"fits, {format_nbytes(spare)} to spare"
-            if drive["fits"]
-            else f"does NOT fit: {format_nbytes(-spare)} short"
-        )
+        short = f"does NOT fit: {format_nbytes(-spare)} short"
+        fit = f"fits, {format_nbytes(spare)} to spare" if drive["fits"] else short
         lines.append(f"{_line('free there', drive['free_nbytes'])}  {fit}{_names(report, drive)}")
     lines.append(_line("written per step", report["written_nbytes_per_step"]))
     for drive in report["drives"]:
@@ -258,9 +248,8 @@ def _wear(report: Mapping[str, Any], drive: Mapping[str, Any]) -> list[str]:
         days = f", {drive['days_to_tbw']:,.1f} days" if "days_to_tbw" in drive else ""
         lines.append(f"{'endurance':<28}{report['tbw']:g} TB written after {drive['steps_to_tbw']:,} steps{days}")
     if "tb_per_day" in drive:
-        lines.append(
-            f"{'at ' + format(report['step_seconds'], 'g') + ' s per step':<28}{drive['tb_per_day']:.3g} TB per day"
-        )
+        pace = f"at {report['step_seconds']:g} s per step"
+        lines.append(f"{pace:<28}{drive['tb_per_day']:.3g} TB per day")
     return lines
 
 

@@ -61,11 +61,8 @@ def _about(run: Run) -> str:
     ended = "" if run.footer else ' <strong class="warn">The run was interrupted.</strong>'
     if run.is_cut:
         ended = ' <strong class="warn">The record could not be written to its end.</strong>'
-    return (
-        "<p>"
-        + " · ".join(f"{escape(name)} <b>{escape(str(text))}</b>" for name, text in facts.items())
-        + f"{ended}</p>"
-    )
+    words = " · ".join(f"{escape(name)} <b>{escape(str(text))}</b>" for name, text in facts.items())
+    return f"<p>{words}{ended}</p>"
 
 
 def _figures(report: RunReport) -> str:
@@ -79,11 +76,7 @@ def _figures(report: RunReport) -> str:
         "overlap": f"{report.overlap:.0%}",
         "bound by": report.bound_by,
     }
-    return (
-        "<dl>"
-        + "".join(f"<div><dt>{name}</dt><dd>{escape(text)}</dd></div>" for name, text in entries.items())
-        + "</dl>"
-    )
+    return f"<dl>{''.join(f'<div><dt>{name}</dt><dd>{escape(text)}</dd></div>' for name, text in entries.items())}</dl>"
 
 
 def _loss(steps: Sequence[StepReport]) -> str:
@@ -177,15 +170,10 @@ def _why(report: RunReport) -> str:
 
 def _links(report: RunReport) -> str:
     """Bytes and rate of each lane, as the command line's table has them."""
-    rows = []
-    for lane, busy_s in report.busy_s.items():
-        nbytes, rate = report.link_nbytes.get(lane), report.bytes_per_s.get(lane)
-        cells = (
-            "-" if nbytes is None else format_nbytes(nbytes),
-            "-" if rate is None else f"{format_nbytes(rate)}/s",
-            f"{min(1.0, busy_s / report.step_s):.0%}" if report.step_s else "-",
-        )
-        rows.append(f"<tr><th>{escape(lane)}</th>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
+    rows = [
+        f"<tr><th>{escape(lane)}</th>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
+        for lane, *cells in report.link_rows()
+    ]
     head = "<tr><th>link</th><td>bytes, whole run</td><td>rate while busy</td><td>busy</td></tr>"
     table = f"<table><thead>{head}</thead><tbody>{''.join(rows)}</tbody></table>"
     return _figure("Links", table if rows else NOT_RECORDED)

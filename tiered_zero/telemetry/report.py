@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, TypeVar
 
 from tiered_zero.errors import StoreError
+from tiered_zero.sizes import format_nbytes
 from tiered_zero.telemetry.ledger import Ledger
 from tiered_zero.telemetry.spans import LANES, WAIT_CAUSES, Totals
 
@@ -102,11 +103,7 @@ class StepReport(JsonRecord):
 
 
 def build_step_report(
-    step: int,
-    totals: Totals,
-    wall_s: float,
-    ledger: Ledger | None = None,
-    **facts: Any,
+    step: int, totals: Totals, wall_s: float, ledger: Ledger | None = None, **facts: Any
 ) -> StepReport:
     """`totals`: of the `wall_s` seconds that end now. `facts`: loss, tokens, grad_norm, ... of StepReport."""
     seconds = {**totals.causes, OTHER: max(0.0, wall_s - sum(totals.causes.values()))}
@@ -174,6 +171,17 @@ class RunReport(JsonRecord):
     bytes_per_s: dict[str, float]
     planned_nbytes: dict[str, int]
     peak_nbytes: dict[str, int]
+
+    def link_rows(self) -> Iterator[tuple[str, str, str, str]]:
+        """Yield each lane with its bytes, its rate and its busy share of a typical step, in words."""
+        for lane, busy_s in self.busy_s.items():
+            nbytes, rate = self.link_nbytes.get(lane), self.bytes_per_s.get(lane)
+            yield (
+                lane,
+                "-" if nbytes is None else format_nbytes(nbytes),
+                "-" if rate is None else f"{format_nbytes(rate)}/s",
+                f"{min(1.0, busy_s / self.step_s):.0%}" if self.step_s else "-",
+            )
 
 
 class RunTotals:

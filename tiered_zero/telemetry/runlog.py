@@ -12,7 +12,6 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from tiered_zero.errors import ConfigError, StoreError
@@ -89,8 +88,7 @@ class PrivateFile:
         self._name, self._setting, self._cut_mark = os.fspath(path), setting, cut_mark.encode()
         self._nbytes = 0
         try:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
-            self._fd = os.open(path, flags, 0o600)
+            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise ConfigError(
                 f"{setting}: expected a file that can be written; {self._name}: {error.strerror}. "
@@ -158,14 +156,6 @@ class RunLog:
         if self._file is not None:
             self._file.close()
             self._file = None
-
-    def __enter__(self) -> RunLog:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _write(self, record: str, values: dict[str, Any]) -> None:
         if self._file is not None:

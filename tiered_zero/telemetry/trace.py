@@ -9,7 +9,6 @@ import json
 import math
 import os
 from collections.abc import Iterable, Mapping
-from types import TracebackType
 from typing import Any
 
 from tiered_zero.telemetry.runlog import PrivateFile
@@ -106,14 +105,6 @@ class TraceWriter:
         if not self._file.closed:
             self._write([_about("process_sort_index", 0, sort_index=0)], end="\n]\n")
             self._file.close()
-
-    def __enter__(self) -> TraceWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _write(self, events: Iterable[dict[str, Any]], end: str = ",\n") -> None:
         text = ",\n".join(json.dumps(event, separators=(",", ":")) for event in events)
