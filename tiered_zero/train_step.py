@@ -185,6 +185,10 @@ class TrainStep:
     def backward(self, loss: torch.Tensor, retain_graph: bool, by_steps: bool) -> None:
         """`by_steps`: divide the loss by the accumulation steps."""
         self.check(trains=True)
+        if not isinstance(loss, torch.Tensor):
+            raise ModelError(
+                f"backward() takes the loss as a tensor; found {type(loss).__name__}. Pass the tensor itself."
+            )
         with self.failures.surfacing(), self._pass(Phase.BACKWARD):
             scaled = self.scaled(loss, by_steps)
             if not loss.requires_grad:

@@ -215,3 +215,12 @@ def test_a_loss_without_a_gradient_is_refused(swap_path: Any) -> None:
         engine.module.requires_grad_(True)
         engine.backward(engine(torch.ones(2, 8)))
         engine.step()
+
+
+def test_a_loss_that_is_no_tensor_is_refused(swap_path: Any) -> None:
+    with tiered(Net(), swap_path, make_optimizer=sgd) as engine:
+        loss = engine(torch.ones(2, 8))
+        with pytest.raises(tiered_zero.ModelError, match=r"takes the loss as a tensor; found float"):
+            engine.backward(loss.item())
+        engine.backward(loss)
+        engine.step()
