@@ -316,6 +316,10 @@ class TestUnknown:
         assert text.startswith(f"{path}: unknown key. " if nearest != "warmup_num_steps" else f"{path}: expected")
         assert f"Did you mean {nearest}" in text or nearest == "optimizer."
 
+    def test_a_key_that_is_like_no_other_gets_the_keys_of_its_section(self) -> None:
+        assert refused(aio={"foo": 1}).startswith("aio.foo: unknown key. Remove it; aio takes block_size, ")
+        assert refused(zzzz=1) == "zzzz: unknown key. Remove it; tiered-zero explain lists the keys in use."
+
     @pytest.mark.parametrize(
         ("sections", "expected"),
         [

@@ -200,7 +200,10 @@ def _nearest(path: str) -> str:
         return f"Did you mean {siblings[close[0]]}?"
     elsewhere = [known for known in names if known.rpartition(".")[2] == name]
     likely = elsewhere or difflib.get_close_matches(path, names, n=1, cutoff=0.5)
-    return f"Did you mean {likely[0]}?" if likely else "Remove it; tiered-zero explain lists the keys in use."
+    if likely and likely[0] != section:
+        return f"Did you mean {likely[0]}?"
+    known = f"{section} takes {', '.join(sorted(siblings))}" if section and siblings else ""
+    return f"Remove it; {known or 'tiered-zero explain lists the keys in use'}."
 
 
 # Batch sizes.

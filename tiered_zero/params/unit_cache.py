@@ -209,7 +209,8 @@ class UnitCache:
         if not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "%s more on the device than planned: unit %s is used together with others than its parent modules'",
+                "%s more on the device than planned: unit %s is used at the same time as units of other modules. Raise "
+                "stage3_max_live_parameters or lower tiered_zero.unit_size_cap to have it planned.",
                 format_nbytes(self._live_nbytes - limit), unit.name,
             )  # fmt: skip
 
