@@ -112,20 +112,7 @@ def _build(run_spec: RunSpec, lr_scheduler: Any, collectives: Collectives) -> En
         tier_resources = Teardown()
         resources.add("tiers", tier_resources.close)
         tiers = TierRack(config, plan, runtime, tier_resources, model_name=type(run_spec.model).__name__)
-        inventory = Inventory()
-        for unit in run_spec.units:
-            tier = tiers.for_params(plan.tiers.params[unit.index])
-            if tier is not None:
-                slot = tier.reserve(f"param/{unit.index}", unit.nbytes, "param")
-                inventory.place(unit, "param", Home(tier, slot))
-            back = tiers.for_params(back_tier(plan.tiers.params[unit.index]))
-            if plan.delayed and unit.trainable and back is not None:
-                slot = back.reserve(f"param_back/{unit.index}", unit.nbytes, "param_back")
-                inventory.place(unit, "param_back", Home(back, slot))
-        for layout in run_spec.layouts:
-            tier = tiers.for_state(plan.tiers.state[layout.subgroup.index])
-            slot = tier.reserve(f"state/{layout.subgroup.index}", layout.nbytes, "state")
-            inventory.place(layout.subgroup, "state", Home(tier, slot))
+        inventory = _place_homes(run_spec, tiers)
         masters = Masters(run_spec.layouts, inventory, tiers.state_staging)
         cuts = masters.cuts if masters.need_params else None
         offloaded_params = OffloadedParams(inventory, tiers.param_staging, masters.follow, cuts)
@@ -218,6 +205,25 @@ def _build(run_spec: RunSpec, lr_scheduler: Any, collectives: Collectives) -> En
             own_state.clear()  # the optimizer has it again when the engine ends
     trim_malloc()
     return engine
+
+
+def _place_homes(run_spec: RunSpec, tiers: TierRack) -> Inventory:
+    """Reserve a slot for each unit and each sub-group, on the tiers that the plan says."""
+    plan, inventory = run_spec.plan, Inventory()
+    for unit in run_spec.units:
+        tier = tiers.for_params(plan.tiers.params[unit.index])
+        if tier is not None:
+            slot = tier.reserve(f"param/{unit.index}", unit.nbytes, "param")
+            inventory.place(unit, "param", Home(tier, slot))
+        back = tiers.for_params(back_tier(plan.tiers.params[unit.index]))
+        if plan.delayed and unit.trainable and back is not None:
+            slot = back.reserve(f"param_back/{unit.index}", unit.nbytes, "param_back")
+            inventory.place(unit, "param_back", Home(back, slot))
+    for layout in run_spec.layouts:
+        tier = tiers.for_state(plan.tiers.state[layout.subgroup.index])
+        slot = tier.reserve(f"state/{layout.subgroup.index}", layout.nbytes, "state")
+        inventory.place(layout.subgroup, "state", Home(tier, slot))
+    return inventory
 
 
 def _make_gradients(run_spec: RunSpec, tiers: TierRack, inventory: Inventory, runtime: Runtime) -> GradientStore:
