@@ -1,11 +1,12 @@
 """Write docs/config.md from the schema: every key, its type, its default, and what it does.
 
-python tools/config_docs.py
+python tools/config_docs.py [--check]    --check: write nothing; exit 1 if the page is not current
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -89,4 +90,7 @@ def page() -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
+    if "--check" not in sys.argv[1:]:
+        PAGE.write_text(page(), encoding="utf-8")
+    elif PAGE.read_text(encoding="utf-8") != page():
+        sys.exit(f"{PAGE} is not what the schema says: run python tools/config_docs.py")

@@ -6,11 +6,13 @@ import itertools
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -137,15 +139,19 @@ def test_words(swap_path: Path) -> None:
     assert result.stderr.startswith("Measuring ")
 
 
+def leave_free(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=nbytes))
+
+
 def test_a_nearly_full_disk_is_measured_on_what_is_left(swap_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_io, "_free_nbytes", lambda path: 11 * MIB)
+    leave_free(monkeypatch, 11 * MIB)
     report = answer(swap_path, "--seconds", "4")
     assert report["file_nbytes"] == 8 * MIB
     assert any("only 11.0 MiB are free: the file has 8.0 MiB" in note for note in report["notes"])
 
 
 def test_a_full_disk_is_one_clear_error(swap_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_io, "_free_nbytes", lambda path: MIB)
+    leave_free(monkeypatch, MIB)
     result = bench(swap_path, "--seconds", "1", "--json")
     assert (result.exit_code, result.stdout) == (1, "") and "1.0 MiB are free" in result.stderr
     assert os.listdir(swap_path) == []

@@ -233,5 +233,8 @@ def _read(dir_fd: int, path: Path, uid: int) -> Manifest:
 
 def sync_directory(directory: Path) -> None:
     """Make created, renamed and removed names durable."""
-    with opened_directory(directory) as fd:
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
         os.fsync(fd)
+    finally:
+        os.close(fd)
