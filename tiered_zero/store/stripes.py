@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple, final
 
 from tiered_zero.errors import StoreError, TieredZeroError
-from tiered_zero.io.disk_file import free_text
+from tiered_zero.io.disk_file import errno_text, free_text
 from tiered_zero.io.engine import File, IOEngine, IOTransfer
 from tiered_zero.layout.stripes import STRIPE_NBYTES, file_nbytes, stripe_cycle
 from tiered_zero.sizes import format_nbytes
@@ -89,9 +89,11 @@ class StripedFiles:
                 made.close()
                 for left in names:
                     left.unlink(missing_ok=True)
+                why = errno_text(error.errno) if isinstance(error, OSError) and error.errno else error
                 raise StoreError(
-                    f"The swap file {name} needs {format_nbytes(nbytes)} ({nbytes} bytes); {free_text(str(name))}. "
-                    f"Free space, name another nvme_path, or put less on NVMe. ({error})"
+                    f"The swap file {name} needs {format_nbytes(nbytes)} ({nbytes} bytes); {free_text(str(name))} "
+                    f"({why}). Free space (`tiered-zero swap gc {name.parent.parent}` removes what killed runs have "
+                    "left), name another nvme_path, or put less on NVMe."
                 ) from error
         return made
 
