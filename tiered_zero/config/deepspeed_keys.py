@@ -185,7 +185,9 @@ OTHERS: tuple[Key, ...] = (
     *_no_effect("", "only a model that asks for it reads it", sparse_attention={}, eigenvalue={}, vocabulary_size=None),
     *_no_effect("", "compile the model's blocks with torch.compile", compile={}, graph_harvesting=False),
     *_no_effect("", _CHECKPOINT, nebula={}, datastates_ckpt=None),
-    *_no_effect("checkpoint.", _CHECKPOINT, tag_validation="Warn", load_universal=False, use_node_local_storage=False),
+    *_no_effect("checkpoint.", "one rank: there is no other tag that it could differ from", tag_validation="Warn"),
+    *_no_effect("checkpoint.", "every checkpoint loads on any layout", load_universal=False),
+    *_no_effect("checkpoint.", _CHECKPOINT, use_node_local_storage=False),
     *_no_effect("checkpoint.", _CHECKPOINT, parallel_write={}, checkpoint_serialization=True, writer={}),
     *_no_effect(
         "activation_checkpointing.",
@@ -293,7 +295,7 @@ def _honoured(schema: type[BaseModel], prefix: str) -> Iterator[Key]:
             yield from _honoured(section, f"{prefix}{name}.")
         else:
             default = field.get_default(call_default_factory=True)
-            yield Key(prefix + name, Fate.HONOURED, field.description or "", default)
+            yield Key(prefix + (field.alias or name), Fate.HONOURED, field.description or "", default)
 
 
 def asks_for_something(key: Key, value: Any) -> bool:

@@ -90,8 +90,8 @@ def json_schema(config_type: type[BaseModel]) -> dict[str, Any]:
 
 
 def _honoured(node: BaseModel, reading: Reading, prefix: str, keys: Mapping[str, Key]) -> Iterator[KeyReport]:
-    for name in type(node).model_fields:
-        value, path = getattr(node, name), prefix + name
+    for name, field_info in type(node).model_fields.items():
+        value, path = getattr(node, name), prefix + (field_info.alias or name)
         if isinstance(value, BaseModel):
             yield from _honoured(value, reading, f"{path}.", keys)
         elif path not in keys:  # a section that the file leaves out

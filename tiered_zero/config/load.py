@@ -7,6 +7,7 @@ import json
 import operator
 import os
 from collections.abc import Mapping
+from functools import reduce
 from typing import Any
 
 from pydantic import ValidationError
@@ -302,9 +303,10 @@ def _argument(path: str, value: Any, default: Any) -> Any:
 
 
 def _finish(config: Config, reading: Reading) -> None:
+    values = config.model_dump(by_alias=True)
     for path in reading.auto:
         if path in _KEYS:
-            reading.auto[path] = operator.attrgetter(path)(config)
+            reading.auto[path] = reduce(operator.getitem, path.split("."), values)
     optimizer = config.optimizer
     if optimizer is not None and optimizer.algorithm.lower() != optimizer.type.lower():
         reading.notices.append(
@@ -324,6 +326,8 @@ def _finish(config: Config, reading: Reading) -> None:
         reading.notices.append(
             f"tiered_zero.state_format {config.tiered_zero.state_format} rounds Adam's moments: numbers are not fp32's"
         )
+    if config.tiered_zero.checkpoint.in_place and config.tiered_zero.checkpoint.async_save:
+        reading.notices.append("tiered_zero.checkpoint.async without effect with in_place, whose saves never wait")
     config._reading = reading
 
 

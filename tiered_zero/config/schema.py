@@ -5,101 +5,27 @@ Each description says what the key does and in which unit; `tiered-zero explain`
 
 from __future__ import annotations
 
-import os
-import re
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PrivateAttr,
-    ValidationError,
-    ValidationInfo,
-    ValidatorFunctionWrapHandler,
-    WithJsonSchema,
-    field_validator,
-    model_validator,
-)
+from pydantic import BeforeValidator, Field, PrivateAttr, ValidationInfo, field_validator, model_validator
 
 from tiered_zero.config import explain as explaining
 from tiered_zero.config.deepspeed_keys import OPTIMIZERS, runs_as_adamw, table
-from tiered_zero.config.values import number, whole
+from tiered_zero.config.runtime_section import RuntimeSection, StateLimitsSection
+from tiered_zero.config.section import Elements, Number, PathText, Section, SwitchedSection, Whole
+from tiered_zero.config.values import whole
 from tiered_zero.errors import ConfigError
-from tiered_zero.sizes import parse_nbytes
-
-
-def _elements(value: Any, info: ValidationInfo) -> int:
-    """A count of elements: like `whole`, but a fraction, as trainers compute it, is rounded down, with a notice."""
-    exact = number(value)
-    if exact.is_integer():
-        return whole(value)
-    if info.context is not None:
-        info.context.append(f"{info.field_name}: {value} elements rounded down to {int(exact)}")
-    return int(exact)
 
 
 def _steps_per_print(value: Any) -> int | None:
     return None if value in (None, float("inf")) else whole(value)
 
 
-def _nbytes(value: Any) -> int | None:
-    nbytes = None if value is None or isinstance(value, bool) else parse_nbytes(value)
-    if isinstance(value, bool) or (nbytes is not None and nbytes <= 0):
-        raise ValueError('expected a size above zero: bytes, or text such as "1.5GiB"')
-    return nbytes
-
-
-def _compute_device(value: str) -> str:
-    if re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", value) is None:
-        raise ValueError('expected "auto", "cpu", "cuda" or "cuda:N"')
-    return value
-
-
-def _paths(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
-
-
-def _path(value: str) -> str:
-    if "\0" in os.fsencode(value).decode("latin-1"):
-        raise ValueError("expected a path; no file system takes the character NUL")
-    return value
-
-
-Whole = Annotated[int, BeforeValidator(whole)]
-Elements = Annotated[int, BeforeValidator(_elements)]
-Number = Annotated[float, BeforeValidator(number)]
-PathText = Annotated[str, AfterValidator(_path)]
-WholeOrNone = Annotated[int | None, BeforeValidator(lambda value: None if value is None else whole(value))]
-Nbytes = Annotated[int | None, BeforeValidator(_nbytes), WithJsonSchema({"type": ["integer", "string", "null"]})]
 Device = Literal["none", "cpu", "nvme"]
 _PATH_LIST = "one directory, several separated by commas, or a list; used where device is nvme"
 
 
-class Section(BaseModel):
-    """Frozen; refuses unknown keys. `model_fields_set` has what the file sets."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=False)
-
-
-class _SwitchedSection(Section):
-    """The first field is the switch. While it is off the other values do nothing, so one out of range is no error."""
-
-    @field_validator("*", mode="wrap")
-    @classmethod
-    def _ignore_while_off(cls, value: Any, validate: ValidatorFunctionWrapHandler, info: ValidationInfo) -> Any:
-        switch, name = next(iter(cls.model_fields)), info.field_name or ""
-        try:
-            return validate(value)
-        except ValidationError:
-            if name == switch or info.data.get(switch) not in (False, "none"):
-                raise
-            return cls.model_fields[name].default
-
-
-class _OffloadSection(_SwitchedSection):
+class _OffloadSection(SwitchedSection):
     device: Device = Field("none", description="where it rests between uses: none (device), cpu (host memory), nvme")
     nvme_path: PathText | tuple[PathText, ...] | None = Field(None, description=f"swap directories: {_PATH_LIST}")
 
@@ -180,7 +106,7 @@ class ZeroSection(Section):
         return 1_000_000_000
 
 
-class Fp16Section(_SwitchedSection):
+class Fp16Section(SwitchedSection):
     """Half precision with loss scaling."""
 
     enabled: bool = Field(False, description="compute in float16, with fp32 master weights")
@@ -198,7 +124,7 @@ class Fp16Section(_SwitchedSection):
         return self
 
 
-class Bf16Section(_SwitchedSection):
+class Bf16Section(SwitchedSection):
     """bfloat16 without loss scaling."""
 
     enabled: bool = Field(False, description="compute in bfloat16, with fp32 master weights")
@@ -232,82 +158,6 @@ class SchedulerSection(Section):
     type: str = Field(description="a DeepSpeed schedule or a class of torch.optim.lr_scheduler")
     params: dict[str, Any] = Field(
         default_factory=dict, description="arguments of the schedule; steps are optimizer steps"
-    )
-
-
-class StateLimitsSection(Section):
-    """How much of master weights and optimizer state may rest on each tier. On faster tiers than the one that
-    offload_optimizer.device names it fills the limit; there it is a bound. Embeddings are the first to rest on a faster
-    tier, then what the next forward needs first.
-    """
-
-    device: Nbytes = Field(
-        None, description="most bytes of master weights and state on the device; null: what offload_optimizer says"
-    )
-    host: Nbytes = Field(
-        None, description="most bytes of master weights and state in host memory; null: with device nvme none"
-    )
-    nvme: Nbytes = Field(None, description="most bytes of master weights and state on nvme; null: no bound")
-
-    @property
-    def by_tier(self) -> dict[str, int]:
-        """Tier -> bytes, fastest first, of those that are set."""
-        return {tier: nbytes for tier, nbytes in self if nbytes is not None}
-
-
-class RuntimeSection(Section):
-    """Our own settings; DeepSpeed ignores the section."""
-
-    device: Annotated[str, AfterValidator(_compute_device)] = Field(
-        "auto", description="where the model computes: auto (a GPU if any), cpu, cuda, or cuda:N"
-    )
-    device_memory_limit: Nbytes = Field(
-        None, description='most device memory to use: bytes, or text such as "1.5GiB"; null: what the device has'
-    )
-    host_memory_limit: Nbytes = Field(
-        None, description='most host memory to use: bytes, or text such as "8GiB"; null: what machine and cgroup leave'
-    )
-    state_limits: StateLimitsSection = StateLimitsSection()
-    io_engine: Literal["auto", "native", "threads", "aiofiles"] = Field(
-        "auto", description="how files are read and written; auto tries in the swap directory and takes the best"
-    )
-    io_uring: Literal["auto"] | bool = Field(
-        "auto",
-        description="true: the native engine uses io_uring in place of threads, or the run is refused; false and auto: "
-        "threads, which move 1.0 to 1.6 times as much on most machines",
-    )
-    io_timeout_s: Number = Field(60.0, gt=0, description="seconds after which a stalled request is an error")
-    checksums: Literal["off", "sample", "all"] = Field("all", description="which swapped chunks are verified when read")
-    update: Literal["auto", "barrier", "overlapped", "delayed"] = Field(
-        "auto",
-        description="when the update runs: inside step() (barrier), during the next forward (overlapped; exact), or "
-        "one step late (delayed; changes numbers); auto: overlapped where that saves time, else barrier",
-    )
-    optimizer_in_backward: bool = Field(
-        True,
-        description="whether overlapped updates begin in backward where nothing is clipped or checked; false keeps "
-        "gradients readable and changeable (parameter.grad) until step()",
-    )
-    delay_start_step: Whole = Field(40, ge=0, description="delayed update: steps that are exact first")
-    unit_size_cap: WholeOrNone = Field(
-        None, ge=1, description="most elements that are paged together; null: chosen from the model"
-    )
-    debug_poison: bool = Field(False, description="freed buffers are filled with NaN, to find reads after free; slow")
-    debug_delay_seed: WholeOrNone = Field(
-        None, description="seed of random delays on the CPU accelerator's streams, to find races; null: no delays"
-    )
-    weights: Annotated[tuple[PathText, ...] | None, BeforeValidator(_paths)] = Field(
-        None, description="safetensors files with the weights of a model built on the meta device"
-    )
-    trace: PathText | None = Field(None, description="file for a Chrome trace of every step; null: none")
-    report: PathText | None = Field(
-        None, description="file for one JSON line per step (seconds, bytes, rates); null: none"
-    )
-    state_format: Literal["fp32", "bf16_remainder", "lossy_bf16_moments", "lossy_8bit_moments"] = Field(
-        "fp32",
-        description="how Adam's masters and moments are stored: fp32, 12 bytes per parameter besides itself; "
-        "bf16_remainder, 10, the same bits (bfloat16 parameters are half of their masters); lossy_bf16_moments, 8, and "
-        "lossy_8bit_moments, 6.25, which change numbers",
     )
 
 
@@ -349,6 +199,7 @@ class Config(Section):
         _check_offload(self.zero_optimization)
         _check_state_limits(self.zero_optimization.offload_optimizer, self.tiered_zero.state_limits)
         _check_io_uring(self.tiered_zero)
+        _check_in_place(self.zero_optimization.offload_optimizer, self.tiered_zero)
         return self
 
     @property
@@ -396,6 +247,25 @@ def _check_io_uring(runtime: RuntimeSection) -> None:
         raise ConfigError(
             f"tiered_zero.io_uring: expected io_engine auto or native with it; found {runtime.io_engine!r}. Leave one "
             "of the two out."
+        )
+
+
+def _check_in_place(state: OffloadOptimizerSection, runtime: RuntimeSection) -> None:
+    if not runtime.checkpoint.in_place:
+        return
+    limits = [tier for tier in ("device", "host") if tier in runtime.state_limits.by_tier]
+    if state.device != "nvme" or state.ratio < 1 or limits:
+        found = f"offload_optimizer.device {state.device!r}" if state.device != "nvme" else f"ratio {state.ratio:g}"
+        found = found if state.device != "nvme" or state.ratio < 1 else f"tiered_zero.state_limits.{limits[0]}"
+        raise ConfigError(
+            "tiered_zero.checkpoint.in_place: expected all optimizer state on nvme, where a commit makes it durable; "
+            f"found {found}. Set zero_optimization.offload_optimizer.device to nvme, with ratio 1 and without "
+            "state_limits of faster tiers; or set in_place to false, and save whole checkpoints."
+        )
+    if runtime.checksums != "all":
+        raise ConfigError(
+            'tiered_zero.checkpoint.in_place: expected tiered_zero.checksums "all", so that whatever is resumed is '
+            f"verified; found {runtime.checksums!r}. Leave checksums out, or set in_place to false."
         )
 
 

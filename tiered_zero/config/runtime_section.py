@@ -1,0 +1,118 @@
+"""The section `tiered_zero`: settings that DeepSpeed does not have."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from tiered_zero.config.section import Nbytes, Number, PathText, Section, Whole, WholeOrNone
+
+
+def _compute_device(value: str) -> str:
+    if re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", value) is None:
+        raise ValueError('expected "auto", "cpu", "cuda" or "cuda:N"')
+    return value
+
+
+def _paths(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+class StateLimitsSection(Section):
+    """How much of master weights and optimizer state may rest on each tier. On faster tiers than the one that
+    offload_optimizer.device names it fills the limit; there it is a bound. Embeddings are the first to rest on a faster
+    tier, then what the next forward needs first.
+    """
+
+    device: Nbytes = Field(
+        None, description="most bytes of master weights and state on the device; null: what offload_optimizer says"
+    )
+    host: Nbytes = Field(
+        None, description="most bytes of master weights and state in host memory; null: with device nvme none"
+    )
+    nvme: Nbytes = Field(None, description="most bytes of master weights and state on nvme; null: no bound")
+
+    @property
+    def by_tier(self) -> dict[str, int]:
+        """Tier -> bytes, fastest first, of those that are set."""
+        return {tier: nbytes for tier, nbytes in self if nbytes is not None}
+
+
+class CheckpointSection(Section):
+    """How a run is saved, and what it goes on from."""
+
+    in_place: bool = Field(
+        False,
+        description="a save commits masters and state where they rest on nvme, which takes twice their bytes there and "
+        "checksums all; the run's swap directory is then the checkpoint, of one step, and stays when the run ends",
+    )
+    async_save: bool = Field(
+        False, alias="async", description="a save of what rests in memory is written while training goes on"
+    )
+    resume: PathText | None = Field(
+        None,
+        description="what the run goes on from: a directory of checkpoints, one checkpoint, or the swap directory of a "
+        "run with in_place, which is adopted without a copy where the layout is the same; null: a new run",
+    )
+    convert: bool = Field(
+        False, description="a checkpoint may be rounded to a lossy tiered_zero.state_format when it is loaded"
+    )
+
+
+class RuntimeSection(Section):
+    """Our own settings; DeepSpeed ignores the section."""
+
+    device: Annotated[str, AfterValidator(_compute_device)] = Field(
+        "auto", description="where the model computes: auto (a GPU if any), cpu, cuda, or cuda:N"
+    )
+    device_memory_limit: Nbytes = Field(
+        None, description='most device memory to use: bytes, or text such as "1.5GiB"; null: what the device has'
+    )
+    host_memory_limit: Nbytes = Field(
+        None, description='most host memory to use: bytes, or text such as "8GiB"; null: what machine and cgroup leave'
+    )
+    state_limits: StateLimitsSection = StateLimitsSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    io_engine: Literal["auto", "native", "threads", "aiofiles"] = Field(
+        "auto", description="how files are read and written; auto tries in the swap directory and takes the best"
+    )
+    io_uring: Literal["auto"] | bool = Field(
+        "auto",
+        description="true: the native engine uses io_uring in place of threads, or the run is refused; false and auto: "
+        "threads, which move 1.0 to 1.6 times as much on most machines",
+    )
+    io_timeout_s: Number = Field(60.0, gt=0, description="seconds after which a stalled request is an error")
+    checksums: Literal["off", "sample", "all"] = Field("all", description="which swapped chunks are verified when read")
+    update: Literal["auto", "barrier", "overlapped", "delayed"] = Field(
+        "auto",
+        description="when the update runs: inside step() (barrier), during the next forward (overlapped; exact), or "
+        "one step late (delayed; changes numbers); auto: overlapped where that saves time, else barrier",
+    )
+    optimizer_in_backward: bool = Field(
+        True,
+        description="whether overlapped updates begin in backward where nothing is clipped or checked; false keeps "
+        "gradients readable and changeable (parameter.grad) until step()",
+    )
+    delay_start_step: Whole = Field(40, ge=0, description="delayed update: steps that are exact first")
+    unit_size_cap: WholeOrNone = Field(
+        None, ge=1, description="most elements that are paged together; null: chosen from the model"
+    )
+    debug_poison: bool = Field(False, description="freed buffers are filled with NaN, to find reads after free; slow")
+    debug_delay_seed: WholeOrNone = Field(
+        None, description="seed of random delays on the CPU accelerator's streams, to find races; null: no delays"
+    )
+    weights: Annotated[tuple[PathText, ...] | None, BeforeValidator(_paths)] = Field(
+        None, description="safetensors files with the weights of a model built on the meta device"
+    )
+    trace: PathText | None = Field(None, description="file for a Chrome trace of every step; null: none")
+    report: PathText | None = Field(
+        None, description="file for one JSON line per step (seconds, bytes, rates); null: none"
+    )
+    state_format: Literal["fp32", "bf16_remainder", "lossy_bf16_moments", "lossy_8bit_moments"] = Field(
+        "fp32",
+        description="how Adam's masters and moments are stored: fp32, 12 bytes per parameter besides itself; "
+        "bf16_remainder, 10, the same bits (bfloat16 parameters are half of their masters); lossy_bf16_moments, 8, and "
+        "lossy_8bit_moments, 6.25, which change numbers",
+    )

@@ -1,0 +1,73 @@
+"""What sections of the config are made of: the types of values as files write them, and the base of a section."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated, Any
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    ValidationError,
+    ValidationInfo,
+    ValidatorFunctionWrapHandler,
+    WithJsonSchema,
+    field_validator,
+)
+
+from tiered_zero.config.values import number, whole
+from tiered_zero.sizes import parse_nbytes
+
+
+def _elements(value: Any, info: ValidationInfo) -> int:
+    """A count of elements: like `whole`, but a fraction, as trainers compute it, is rounded down, with a notice."""
+    exact = number(value)
+    if exact.is_integer():
+        return whole(value)
+    if info.context is not None:
+        info.context.append(f"{info.field_name}: {value} elements rounded down to {int(exact)}")
+    return int(exact)
+
+
+def _nbytes(value: Any) -> int | None:
+    nbytes = None if value is None or isinstance(value, bool) else parse_nbytes(value)
+    if isinstance(value, bool) or (nbytes is not None and nbytes <= 0):
+        raise ValueError('expected a size above zero: bytes, or text such as "1.5GiB"')
+    return nbytes
+
+
+def _path(value: str) -> str:
+    if "\0" in os.fsencode(value).decode("latin-1"):
+        raise ValueError("expected a path; no file system takes the character NUL")
+    return value
+
+
+Whole = Annotated[int, BeforeValidator(whole)]
+Elements = Annotated[int, BeforeValidator(_elements)]
+Number = Annotated[float, BeforeValidator(number)]
+PathText = Annotated[str, AfterValidator(_path)]
+WholeOrNone = Annotated[int | None, BeforeValidator(lambda value: None if value is None else whole(value))]
+Nbytes = Annotated[int | None, BeforeValidator(_nbytes), WithJsonSchema({"type": ["integer", "string", "null"]})]
+
+
+class Section(BaseModel):
+    """Frozen; refuses unknown keys. `model_fields_set` has what the file sets."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=False)
+
+
+class SwitchedSection(Section):
+    """The first field is the switch. While it is off the other values do nothing, so one out of range is no error."""
+
+    @field_validator("*", mode="wrap")
+    @classmethod
+    def _ignore_while_off(cls, value: Any, validate: ValidatorFunctionWrapHandler, info: ValidationInfo) -> Any:
+        switch, name = next(iter(cls.model_fields)), info.field_name or ""
+        try:
+            return validate(value)
+        except ValidationError:
+            if name == switch or info.data.get(switch) not in (False, "none"):
+                raise
+            return cls.model_fields[name].default
