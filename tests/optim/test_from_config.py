@@ -7,11 +7,19 @@ from typing import Any
 import pytest
 import torch
 
+from tiered_zero.config import load
 from tiered_zero.errors import ConfigError
 from tiered_zero.optim.adam import AdamRule
-from tiered_zero.optim.from_config import make_rule, resolve_optimizer
+from tiered_zero.optim.from_config import ResolvedOptimizer, make_rule, resolve_optimizer
 from tiered_zero.optim.sgd_adagrad_lion import Lion
 from tiered_zero.optim.torch_rule import TorchRule
+
+
+def resolve(name: str, params: dict[str, Any]) -> ResolvedOptimizer:
+    """As a run does it: the config is read first."""
+    section = load({"train_batch_size": 1, "optimizer": {"type": name, "params": params}}).optimizer
+    assert section is not None
+    return resolve_optimizer(section.type, section.params)
 
 
 @pytest.mark.parametrize(
@@ -29,7 +37,7 @@ from tiered_zero.optim.torch_rule import TorchRule
 def test_adam_is_adamw_unless_adam_w_mode_says_otherwise(
     name: str, params: dict[str, Any], kind: type[torch.optim.Optimizer], decoupled: bool
 ) -> None:
-    resolved = resolve_optimizer(name, params)
+    resolved = resolve(name, params)
     assert resolved.optimizer_class is kind
     assert resolved.defaults.keys() <= {"weight_decay"}
     assert ("decoupled" in resolved.text) == decoupled
@@ -41,7 +49,7 @@ def test_both_spellings_decay_as_they_say(name: str) -> None:
     """One step with a zero gradient moves a decoupled weight by lr * decay exactly, and an L2 one by about lr."""
     moved = {}
     for mode in (True, False):
-        resolved = resolve_optimizer(name, {"lr": 0.1, "weight_decay": 0.5, "adam_w_mode": mode})
+        resolved = resolve(name, {"lr": 0.1, "weight_decay": 0.5, "adam_w_mode": mode})
         leaf = torch.ones(3, requires_grad=True)
         leaf.grad = torch.zeros(3)
         resolved.optimizer_class([leaf], **resolved.defaults).step()
@@ -51,10 +59,10 @@ def test_both_spellings_decay_as_they_say(name: str) -> None:
 
 
 def test_weight_decay_defaults_to_deepspeeds_zero_and_to_torchs_on_request() -> None:
-    assert resolve_optimizer("AdamW", {}).defaults == {"weight_decay": 0.0}
-    assert resolve_optimizer("AdamW", {"weight_decay": "auto"}).defaults == {"weight_decay": 0.0}
-    assert resolve_optimizer("AdamW", {"torch_adam": True}).defaults == {}
-    assert resolve_optimizer("AdamW", {"weight_decay": 0.2}).defaults == {"weight_decay": 0.2}
+    assert resolve("AdamW", {}).defaults == {"weight_decay": 0.0}
+    assert resolve("AdamW", {"weight_decay": "auto"}).defaults == {"weight_decay": 0.0}
+    assert resolve("AdamW", {"torch_adam": True}).defaults == {}
+    assert resolve("AdamW", {"weight_decay": 0.2}).defaults == {"weight_decay": 0.2}
 
 
 @pytest.mark.parametrize(
@@ -63,25 +71,25 @@ def test_weight_decay_defaults_to_deepspeeds_zero_and_to_torchs_on_request() -> 
 )
 def test_other_names_are_torchs_classes_in_any_case(name: str, kind: type[torch.optim.Optimizer]) -> None:
     for spelling in (name, name.upper(), name.lower()):
-        resolved = resolve_optimizer(spelling, {"lr": 0.5})
+        resolved = resolve(spelling, {"lr": 0.5})
         assert (resolved.optimizer_class, resolved.defaults) == (kind, {"lr": 0.5})
         assert kind.__name__ in resolved.text and "lr 0.5" in resolved.text
         TorchRule(kind, resolved.defaults)
 
 
-def test_numbers_as_strings_lists_and_auto_are_resolved_and_said() -> None:
-    resolved = resolve_optimizer("Adam", {"lr": "3e-5", "betas": [0.9, "0.95"], "eps": "auto", "bias_correction": True})
-    assert resolved.defaults == {"lr": 3e-5, "betas": (0.9, 0.95), "weight_decay": 0.0}
-    assert "eps 1e-08 (auto)" in resolved.text
+def test_numbers_as_strings_lists_and_auto_are_resolved() -> None:
+    params = {"lr": "3e-5", "betas": [0.9, "0.95"], "eps": "auto", "bias_correction": True, "set_grad_none": True}
+    assert resolve("Adam", params).defaults == {"lr": 3e-5, "betas": (0.9, 0.95), "weight_decay": 0.0}
+    assert resolve("Adam", {"adam_w_mode": "auto", "torch_adam": "auto"}) == resolve("Adam", {})
 
 
 def test_options_that_only_torchs_own_code_covers_keep_torchs_rule() -> None:
     for options, kind in (({"fused": True}, TorchRule), ({"foreach": True}, TorchRule), ({"foreach": None}, AdamRule)):
-        resolved = resolve_optimizer("Adam", options)
+        resolved = resolve("Adam", options)
         rule = make_rule(resolved.optimizer_class([torch.zeros(1, requires_grad=True)], **resolved.defaults))
         assert type(rule) is kind
         rule.close()
-    assert resolve_optimizer("SGD", {"momentum": 0.9, "nesterov": True}).defaults["nesterov"] is True
+    assert resolve("SGD", {"momentum": 0.9, "nesterov": True}).defaults["nesterov"] is True
 
 
 @pytest.mark.parametrize(
@@ -101,13 +109,16 @@ def test_options_that_only_torchs_own_code_covers_keep_torchs_rule() -> None:
         ("Adam", {"max_grad_norm": 1.0}, "gradient_clipping"),
         ("Adam", {"weight_decy": 0.1}, "optimizer.params.weight_decy.*Did you mean 'weight_decay'"),
         ("Adam", {"learning_rate": 0.1}, "'learning_rate' is no parameter of AdamW. Did you mean 'lr'"),
-        ("SGD", {"bias_correction": True}, "optimizer.params.bias_correction"),
-        ("Adam", {"bias_correction": False}, "optimizer.params.bias_correction must be true"),
-        ("Lion", {"fp32_optimizer_states": False}, "optimizer.params.fp32_optimizer_states must be true"),
+        (" lamb ", {}, "no LAMB"),
+        ("SGD", {"set_grad_none": True}, "optimizer.params.set_grad_none"),
+        ("Adam", {"set_grad_none": False}, "optimizer.params.set_grad_none must be true"),
+        ("SGD", {"bias_correction": False}, "optimizer.params.bias_correction: expected true"),
+        ("Adam", {"bias_correction": False}, "optimizer.params.bias_correction: expected true"),
+        ("Lion", {"fp32_optimizer_states": False}, "optimizer.params.fp32_optimizer_states: expected true"),
         ("Adam", {"adam_w_mode": "yes"}, "optimizer.params.adam_w_mode must be true or false"),
         ("Adam", {"lr": "fast"}, "optimizer.params.lr must be a finite number; found 'fast'"),
         ("Adam", {"lr": True}, "optimizer.params.lr must be a finite number"),
-        ("Adam", {"lr": float("nan")}, "optimizer.params.lr must be a finite number"),
+        ("Adam", {"lr": float("nan")}, "optimizer.params.lr: expected a finite number"),
         ("Adam", {"lr": None}, "optimizer.params.lr must be a finite number"),
         ("Adam", {"lr": [0.1]}, "optimizer.params.lr must be a finite number"),
         ("Adam", {"lr": -1.0}, "optimizer.params.lr: AdamW does not take"),
@@ -123,4 +134,4 @@ def test_options_that_only_torchs_own_code_covers_keep_torchs_rule() -> None:
 )
 def test_mistakes_name_the_key_and_what_to_do(name: str, params: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        resolve_optimizer(name, params)
+        resolve(name, params)

@@ -250,9 +250,9 @@ def _batch(values: dict[str, Any], world_size: int, reading: Reading) -> dict[st
 
 def _check_optimizer(section: dict[str, Any] | None) -> None:
     name = section.get("type") if section else None
-    if isinstance(name, str) and name.lower() in REFUSED_OPTIMIZERS:
+    reason = REFUSED_OPTIMIZERS.get(name.strip().lower()) if isinstance(name, str) else None
+    if reason is not None:
         known = ", ".join(OPTIMIZERS.values())
-        reason = REFUSED_OPTIMIZERS[name.lower()]
         raise ConfigError(
             f"optimizer.type: expected {known} or a class of torch.optim; found {shown(name)}. Refused: {reason}."
         )

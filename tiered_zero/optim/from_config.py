@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from tiered_zero.config.deepspeed_keys import OTHER_WORDS, REFUSED_OPTIMIZERS, runs_as_adamw
+from tiered_zero.config.deepspeed_keys import OTHER_WORDS, runs_as_adamw
 from tiered_zero.config.schema import OptimizerSection
 from tiered_zero.errors import ConfigError, ModelError
 from tiered_zero.layout.flat import ParamSpec
@@ -38,16 +38,8 @@ _CLASSES: dict[str, type[Optimizer]] = {
     if isinstance(kind, type) and issubclass(kind, Optimizer) and kind is not Optimizer
 } | {"lion": Lion}
 
-_REFUSED_NAMES = {**REFUSED_OPTIMIZERS, **{kind.__name__.lower(): reason for kind, reason in REFUSED.items()}}
-
 _FLAG_OR_NULL = (".foreach", ".fused")
 _REFUSED_OPTIONS = {"capturable", "differentiable"}
-_DEEPSPEED_FLAGS = {
-    "bias_correction": (True, _ADAM),
-    "set_grad_none": (True, _ADAM),
-    "fp32_optimizer_states": (True, _ADAM | {"adagrad", "lion"}),
-}
-"""DeepSpeed's own parameters: the one value at which torch's classes do the same, and the types that have them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,23 +148,19 @@ def format_rule(name: str, rule: UpdateRule) -> UpdateRule:
 
 
 def resolve_optimizer(type_name: str, params: Mapping[str, Any]) -> ResolvedOptimizer:
-    """Resolve `optimizer.type` and `optimizer.params` of the JSON. Raises ConfigError naming the key."""
+    """Resolve `optimizer.type` and `optimizer.params` as `config.load` leaves them: without "auto" and without the
+    parameters that the table of DeepSpeed's keys refuses. Raises ConfigError naming the key."""
     name = type_name.strip().lower()
-    if name in _REFUSED_NAMES:
-        raise ConfigError(f"optimizer.type {type_name!r} is not supported: {_REFUSED_NAMES[name]}.")
-    if name not in _CLASSES:
-        known = {kind.__name__ for known_name, kind in _CLASSES.items() if known_name not in _REFUSED_NAMES}
+    kind = _CLASSES.get(name)
+    if kind is None:
+        known = {kind.__name__ for kind in _CLASSES.values() if kind not in REFUSED}
         raise ConfigError(_unknown("optimizer.type", type_name, known))
-    if "max_grad_norm" in params:
-        raise ConfigError(
-            'optimizer.params.max_grad_norm is not an optimizer parameter. Set the top-level "gradient_clipping" to '
-            f"{params['max_grad_norm']} instead."
-        )
+    if kind in REFUSED:
+        raise ConfigError(f"optimizer.type {type_name!r} is not supported: {REFUSED[kind]}.")
     options = dict(params)
-    kind = _adam_class(name, options) if name in _ADAM else _CLASSES[name]
-    _take_deepspeed_flags(name, options, kind)
-    defaults, notes = _checked(kind, options)
-    return ResolvedOptimizer(optimizer_class=kind, defaults=defaults, text=_text(name, kind, defaults, notes))
+    kind = _adam_class(name, options) if name in _ADAM else kind
+    defaults = _checked(kind, options)
+    return ResolvedOptimizer(optimizer_class=kind, defaults=defaults, text=_text(name, kind, defaults))
 
 
 def _adam_class(name: str, options: dict[str, Any]) -> type[Optimizer]:
@@ -183,30 +171,22 @@ def _adam_class(name: str, options: dict[str, Any]) -> type[Optimizer]:
     flags: dict[str, Any] = {"adam_w_mode": True, "torch_adam": False}
     for key in flags:
         flags[key] = options.pop(key, flags[key])
-        if flags[key] == "auto":
-            flags[key] = key == "adam_w_mode"
         if not isinstance(flags[key], bool):
             raise ConfigError(f"optimizer.params.{key} must be true or false; found {flags[key]!r}.")
-    if not flags["torch_adam"] and options.get("weight_decay", "auto") == "auto":
-        options["weight_decay"] = 0.0
+    if options.pop("set_grad_none", True) not in (True,):
+        raise ConfigError(
+            "optimizer.params.set_grad_none must be true, as gradients are always set to None here and ignoring "
+            "another value would change the numbers. Remove it."
+        )
+    if not flags["torch_adam"]:
+        options.setdefault("weight_decay", 0.0)
     return torch.optim.AdamW if runs_as_adamw(name, flags["adam_w_mode"]) else torch.optim.Adam
 
 
-def _take_deepspeed_flags(name: str, options: dict[str, Any], kind: type[Optimizer]) -> None:
-    for key, (neutral, types) in _DEEPSPEED_FLAGS.items():
-        if name in types and options.pop(key, neutral) not in (neutral, "auto"):
-            raise ConfigError(
-                f"optimizer.params.{key} must be {str(neutral).lower()}, as {kind.__name__} always does so here and "
-                "ignoring another value would change the numbers. Remove it."
-            )
-
-
-def _checked(kind: type[Optimizer], options: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Check the constructor's keyword arguments, each on its own so that an error can name its key. Returns them, and
-    notes."""
+def _checked(kind: type[Optimizer], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Check the constructor's keyword arguments, each on its own so that an error can name its key."""
     accepted = {name: p.default for name, p in inspect.signature(kind).parameters.items() if name != "params"}
     defaults: dict[str, Any] = {}
-    notes: list[str] = []
     for key, value in options.items():
         path = f"optimizer.params.{key}"
         if key not in accepted:
@@ -215,18 +195,15 @@ def _checked(kind: type[Optimizer], options: Mapping[str, Any]) -> tuple[dict[st
             raise ConfigError(
                 f"{path} must be false; found {value!r}. It serves a graph over the update; there is none."
             )
-        if value == "auto":
-            notes.append(f"{key} {accepted[key]} (auto)")
-            continue
         defaults[key] = _coerced(path, value, accepted[key])
         if key != "nesterov":  # the one flag that is only valid together with another
             _tried(kind, {key: defaults[key]}, path)
     _tried(kind, defaults, "optimizer.params")
-    return defaults, notes
+    return defaults
 
 
 def _coerced(path: str, value: Any, default: Any) -> Any:
-    """Convert strings to numbers, and lists to the tuples that torch expects."""
+    """Convert a list to the tuple that torch expects, and check types."""
     if isinstance(default, tuple):
         if not isinstance(value, (list, tuple)) or len(value) != len(default):
             raise ConfigError(f"{path} must be a list of {len(default)} numbers; found {value!r}.")
@@ -264,8 +241,8 @@ def _unknown(path: str, given: str, known: set[str], what: str = "known optimize
     return f"{path}: {given!r} is no {what}.{''.join(nearest)} Known: {', '.join(sorted(known))}."
 
 
-def _text(name: str, kind: type[Optimizer], defaults: Mapping[str, Any], notes: list[str]) -> str:
-    settings = ", ".join([f"{key} {value}" for key, value in defaults.items()] + notes)
+def _text(name: str, kind: type[Optimizer], defaults: Mapping[str, Any]) -> str:
+    settings = ", ".join(f"{key} {value}" for key, value in defaults.items())
     text = f"{kind.__name__} ({settings})" if settings else kind.__name__
     if kind in (torch.optim.Adam, torch.optim.AdamW):
         decoupled = _example(kind, defaults).defaults["decoupled_weight_decay"]
