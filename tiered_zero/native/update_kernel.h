@@ -8,6 +8,7 @@
  * and what reads the 16-bit copy next may find it there.
  */
 
+#ifndef NAME /* once: LEVEL and TARGET are put in where a name is used */
 #define PASTE_(a, b) a##_##b
 #define PASTE(a, b) PASTE_(a, b)
 #define NAME(a) PASTE(a, LEVEL)
@@ -40,6 +41,7 @@
 #define divide NAME(divide)
 #define descend NAME(descend)
 #define take_roots NAME(take_roots)
+#endif
 
 typedef float vf __attribute__((vector_size(LANES * 4)));
 typedef uint32_t vu __attribute__((vector_size(LANES * 4)));
@@ -417,37 +419,6 @@ TARGET static float NAME(receive)(const struct tz_copy *c, int fused_tail) {
     return __builtin_sqrtf(total);
 }
 
-#undef PASTE_
-#undef PASTE
-#undef vf
-#undef vu
-#undef vs
-#undef vh
-#undef splat
-#undef choose
-#undef fma_
-#undef root_
-#undef from_half
-#undef to_half
-#undef to_bf16
-#undef to_bf16_random
-#undef load
-#undef store
-#undef pass
-#undef load_mark
-#undef store_mark
-#undef load_master
-#undef store_master
-#undef load_gradient
-#undef store_state
-#undef lerp
-#undef larger
-#undef accumulate
-#undef divide
-#undef descend
-#undef take_roots
-#undef NAME
-#undef KERNEL
 #undef LEVEL
 #undef LANES
 #undef TARGET
