@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from operator import attrgetter
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -18,6 +19,8 @@ from torch import nn
 from tiered_zero.config.schema import Config, OffloadOptimizerSection, OffloadParamSection
 from tiered_zero.errors import MissingNameError
 from tiered_zero.update.handle import TieredOptimizer
+
+_Value = TypeVar("_Value")
 
 _NO_CHECKPOINTS = (
     "this version writes no checkpoints. engine.module.state_dict() gives CPU tensors from any tier; load weights into "
@@ -45,6 +48,17 @@ MISSING: Mapping[str, str] = {
     "csr_gradients": "gradients are dense; build embeddings with sparse=False.",
 }
 """Name of DeepSpeed's engine that does not exist here -> what to do."""
+
+
+def _reader(path: str, kind: type[_Value], text: str = "") -> Callable[[DeepSpeedNames], _Value]:
+    """Make the method that returns the config's value at `path`, of this `kind`."""
+
+    def read(self: DeepSpeedNames) -> _Value:
+        value: _Value = attrgetter(path)(self.config)
+        return value
+
+    read.__doc__ = text or f"`{path}` of the config."
+    return read
 
 
 class DeepSpeedNames(ABC):
@@ -136,17 +150,16 @@ class DeepSpeedNames(ABC):
 
     dp_world_size = mp_world_size = world_size
 
-    def gradient_accumulation_steps(self) -> int:
-        """Micro-batches of one update."""
-        return self.config.gradient_accumulation_steps
-
-    def train_batch_size(self) -> int:
-        """Samples of one update."""
-        return self.config.train_batch_size
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples of one forward."""
-        return self.config.train_micro_batch_size_per_gpu
+    gradient_accumulation_steps = _reader("gradient_accumulation_steps", int, "Micro-batches of one update.")
+    train_batch_size = _reader("train_batch_size", int, "Samples of one update.")
+    train_micro_batch_size_per_gpu = _reader("train_micro_batch_size_per_gpu", int, "Samples of one forward.")
+    gradient_clipping = _reader("gradient_clipping", float)
+    zero_optimization_stage = _reader("zero_optimization.stage", int)
+    zero_sub_group_size = _reader("zero_optimization.sub_group_size", int)
+    zero_offload_optimizer = _reader("zero_optimization.offload_optimizer", OffloadOptimizerSection)
+    zero_offload_param = _reader("zero_optimization.offload_param", OffloadParamSection)
+    fp16_enabled = _reader("fp16.enabled", bool)
+    bfloat16_enabled = _reader("bf16.enabled", bool)
 
     def get_lr(self) -> list[float]:
         """The learning rate of each param group."""
@@ -154,11 +167,7 @@ class DeepSpeedNames(ABC):
 
     def get_batch_info(self) -> tuple[int, int, int]:
         """(train batch, micro-batch, accumulation steps)."""
-        train, micro, accumulation = self.config.batch
-        return train, micro, accumulation
-
-    def zero_optimization_stage(self) -> int:
-        return self.config.zero_optimization.stage
+        return self.config.batch
 
     def zero_optimization(self) -> bool:
         return self.config.zero_optimization.stage > 0
@@ -166,38 +175,17 @@ class DeepSpeedNames(ABC):
     def zero_optimization_partition_weights(self) -> bool:
         return self.config.zero_optimization.stage == 3
 
-    def zero_sub_group_size(self) -> int:
-        return self.config.zero_optimization.sub_group_size
-
     def zero_cpu_offload(self) -> bool:
         return self.config.zero_optimization.offload_optimizer.device == "cpu"
 
-    def zero_offload_optimizer(self) -> OffloadOptimizerSection:
-        return self.config.zero_optimization.offload_optimizer
-
-    def zero_offload_param(self) -> OffloadParamSection:
-        return self.config.zero_optimization.offload_param
-
     def amp_enabled(self) -> bool:
+        """False: there is no such thing here."""
         return False
 
-    def sparse_gradients_enabled(self) -> bool:
-        return False
-
-    def wall_clock_breakdown(self) -> bool:
-        return False
-
-    def gradient_clipping(self) -> float:
-        return self.config.gradient_clipping
+    sparse_gradients_enabled = wall_clock_breakdown = amp_enabled
 
     def steps_per_print(self) -> int | None:
         return self.config.steps_per_print
-
-    def fp16_enabled(self) -> bool:
-        return self.config.fp16.enabled
-
-    def bfloat16_enabled(self) -> bool:
-        return self.config.bf16.enabled
 
     def dynamic_loss_scale(self) -> bool:
         return self.config.fp16.enabled and self.config.fp16.loss_scale == 0
