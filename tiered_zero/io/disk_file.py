@@ -12,6 +12,7 @@ from typing import final
 
 from tiered_zero.errors import TransferError
 from tiered_zero.io.engine import File, Request
+from tiered_zero.native import struct_fields
 from tiered_zero.sizes import MIB, align_up, format_nbytes
 
 _O_DIRECT: int = getattr(os, "O_DIRECT", 0)
@@ -84,18 +85,12 @@ def _with_errno(text: str, code: int) -> TransferError:
 class _PyBuffer(ctypes.Structure):
     """Python's Py_buffer (Include/pybuffer.h), for the address of memory that may be read-only."""
 
-    _fields_ = (
-        ("buf", ctypes.c_void_p),
-        ("obj", ctypes.c_void_p),
-        ("len", ctypes.c_ssize_t),
-        ("itemsize", ctypes.c_ssize_t),
-        ("readonly", ctypes.c_int),
-        ("ndim", ctypes.c_int),
-        ("format", ctypes.c_char_p),
-        ("shape", ctypes.c_void_p),
-        ("strides", ctypes.c_void_p),
-        ("suboffsets", ctypes.c_void_p),
-        ("internal", ctypes.c_void_p),
+    _fields_ = struct_fields(
+        (ctypes.c_void_p, "buf obj"),
+        (ctypes.c_ssize_t, "len itemsize"),
+        (ctypes.c_int, "readonly ndim"),
+        (ctypes.c_char_p, "format"),
+        (ctypes.c_void_p, "shape strides suboffsets internal"),
     )
 
 

@@ -15,7 +15,7 @@ from tiered_zero.errors import ConfigError
 from tiered_zero.io.disk_engine import DiskEngine, DiskTransfer
 from tiered_zero.io.disk_file import DiskFile, end_of_file_error, errno_text, memory_address, transfer_error
 from tiered_zero.io.engine import IOSettings, Request
-from tiered_zero.native import LIBRARY_DIR_VARIABLE, find_library, load
+from tiered_zero.native import LIBRARY_DIR_VARIABLE, declare, find_library, load, struct_fields
 from tiered_zero.sizes import format_nbytes
 
 _KINDS: Final = {"read": 0, "write": 1, "sync": 2}
@@ -30,29 +30,16 @@ _abandoned: list[object] = []
 class _Request(ctypes.Structure):
     """struct tz_request of direct_io.c."""
 
-    _fields_ = (
-        ("kind", ctypes.c_int32),
-        ("fd", ctypes.c_int32),
-        ("offset", ctypes.c_int64),
-        ("nbytes", ctypes.c_int64),
-        ("memory", ctypes.c_void_p),
-        ("alignment", ctypes.c_int32),
-        ("drop_pages", ctypes.c_int32),
-        ("urgent", ctypes.c_int32),
-        ("num_unclaimed", ctypes.c_int64),
-        ("num_running", ctypes.c_int32),
-        ("num_blockers", ctypes.c_int32),
-        ("previous", ctypes.c_void_p),
-        ("next", ctypes.c_void_p),
-        ("moved_ns", ctypes.c_int64),
-        ("submitted_ns", ctypes.c_int64),
-        ("finished_ns", ctypes.c_int64),
-        ("error_offset", ctypes.c_int64),
-        ("error_wanted", ctypes.c_int64),
-        ("error_got", ctypes.c_int64),
-        ("file_nbytes", ctypes.c_int64),
-        ("error", ctypes.c_int32),
-        ("finished", ctypes.c_int32),
+    _fields_ = struct_fields(
+        (ctypes.c_int32, "kind fd"),
+        (ctypes.c_int64, "offset nbytes"),
+        (ctypes.c_void_p, "memory"),
+        (ctypes.c_int32, "alignment drop_pages urgent"),
+        (ctypes.c_int64, "num_unclaimed"),
+        (ctypes.c_int32, "num_running num_blockers"),
+        (ctypes.c_void_p, "previous next"),
+        (ctypes.c_int64, "moved_ns submitted_ns finished_ns error_offset error_wanted error_got file_nbytes"),
+        (ctypes.c_int32, "error finished"),
     )
 
 
@@ -63,25 +50,17 @@ class _Library:
     def __init__(self, path: Path) -> None:
         releasing, holding = load(path), ctypes.PyDLL(str(path))
         pool, request = ctypes.c_void_p, ctypes.POINTER(_Request)
-        self.open_pool = holding.tz_pool_open
-        self.open_pool.argtypes = [ctypes.c_int32, ctypes.c_int64, ctypes.POINTER(ctypes.c_void_p)]
-        self.open_ring = holding.tz_pool_open_ring
-        self.open_ring.argtypes = self.open_pool.argtypes
-        self.register = releasing.tz_register
-        self.register.argtypes = [pool, ctypes.c_void_p, ctypes.c_int64]
-        self.close_pool = releasing.tz_pool_close
-        self.close_pool.argtypes, self.close_pool.restype = [pool, ctypes.c_int32], None
-        self.free_pool = holding.tz_pool_free
-        self.free_pool.argtypes, self.free_pool.restype = [pool], None
-        self.submit = holding.tz_submit
-        self.submit.argtypes, self.submit.restype = [pool, request], None
-        self.wait = releasing.tz_wait
-        self.poll = holding.tz_wait
-        self.wait.argtypes = self.poll.argtypes = [pool, request, ctypes.c_int64]
-        self.moved_ns = holding.tz_moved_ns
-        self.moved_ns.argtypes, self.moved_ns.restype = [pool, request], ctypes.c_int64
-        self.failed = holding.tz_failed
-        self.failed.argtypes = [pool]
+        code, nbytes, nanoseconds = ctypes.c_int32, ctypes.c_int64, ctypes.c_int64
+        self.open_pool = declare(holding.tz_pool_open, code, ctypes.c_int32, nbytes, ctypes.POINTER(pool))
+        self.open_ring = declare(holding.tz_pool_open_ring, code, ctypes.c_int32, nbytes, ctypes.POINTER(pool))
+        self.register = declare(releasing.tz_register, code, pool, ctypes.c_void_p, nbytes)
+        self.close_pool = declare(releasing.tz_pool_close, None, pool, ctypes.c_int32)
+        self.free_pool = declare(holding.tz_pool_free, None, pool)
+        self.submit = declare(holding.tz_submit, None, pool, request)
+        self.wait = declare(releasing.tz_wait, ctypes.c_int32, pool, request, nanoseconds)
+        self.poll = declare(holding.tz_wait, ctypes.c_int32, pool, request, nanoseconds)
+        self.moved_ns = declare(holding.tz_moved_ns, nanoseconds, pool, request)
+        self.failed = declare(holding.tz_failed, ctypes.c_int32, pool)
 
 
 def load_library(path: Path | None = None) -> _Library:

@@ -13,6 +13,7 @@ import ctypes
 import os
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
+from typing import Any
 
 from tiered_zero.errors import ConfigError
 
@@ -42,3 +43,14 @@ def load(path: Path) -> ctypes.CDLL:
             f"{path}: version {VERSION} of the C sources was expected; found {found}; rebuild: pip install ."
         )
     return library
+
+
+def declare(function: Any, result: Any, *arguments: Any) -> Any:
+    """Give a function of a library its types, and return it. `result`: None for void."""
+    function.restype, function.argtypes = result, arguments
+    return function
+
+
+def struct_fields(*rows: tuple[Any, str]) -> list[tuple[str, Any]]:
+    """List `_fields_` of a ctypes.Structure from rows of a type and its names, as C declares them."""
+    return [(name, kind) for kind, names in rows for name in names.split()]

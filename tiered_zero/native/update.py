@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple, final
 
 from tiered_zero.errors import ConfigError
-from tiered_zero.native import load
+from tiered_zero.native import declare, load, struct_fields
 
 LEVEL_VARIABLE = "TIERED_ZERO_UPDATE_LEVEL"
 """Environment: forces a level by name. A level that this machine cannot run is refused."""
@@ -56,24 +56,21 @@ class Flag(enum.IntFlag):
 class Hyper(ctypes.Structure):
     """The numbers of one step for every element of a run. update.c states each rule's use of the floats."""
 
-    _fields_ = (
-        *((name, ctypes.c_int32) for name in ("rule", "flags", "grad_type", "master_type", "out_type", "state_type")),
-        ("seed", ctypes.c_uint32),
-        *(
-            (name, ctypes.c_float)
-            for name in ("grad_scale", "l2", "decay", "weight1", "beta2", "weight2", "root2", "eps", "rate")
-        ),
+    _fields_ = struct_fields(
+        (ctypes.c_int32, "rule flags grad_type master_type out_type state_type"),
+        (ctypes.c_uint32, "seed"),
+        (ctypes.c_float, "grad_scale l2 decay weight1 beta2 weight2 root2 eps rate"),
     )
 
 
 class Moments(ctypes.Structure):
     """One array of 8-bit moments, for `UpdateKernel.convert`: addresses as in update.c, and what to do."""
 
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("codes", "scales", "values", "table")),
-        ("numel", ctypes.c_int64),
-        *((name, ctypes.c_int32) for name in ("is_signed", "encode")),
-        *((name, ctypes.c_uint32) for name in ("seed", "reserved")),
+    _fields_ = struct_fields(
+        (ctypes.c_void_p, "codes scales values table"),
+        (ctypes.c_int64, "numel"),
+        (ctypes.c_int32, "is_signed encode"),
+        (ctypes.c_uint32, "seed reserved"),
     )
 
 
@@ -88,11 +85,10 @@ class CopyNormArgs(ctypes.Structure):
     """One array for `UpdateKernel.copy_norm`. `source`, `target`: addresses; without a target, `source` is only read.
     `add`: to what the target holds, instead of replacing it. Types are `Dtype`s."""
 
-    _fields_ = (
-        ("source", ctypes.c_void_p),
-        ("target", ctypes.c_void_p),
-        ("numel", ctypes.c_int64),
-        *((name, ctypes.c_int32) for name in ("source_type", "target_type", "add", "reserved")),
+    _fields_ = struct_fields(
+        (ctypes.c_void_p, "source target"),
+        (ctypes.c_int64, "numel"),
+        (ctypes.c_int32, "source_type target_type add reserved"),
     )
 
 
@@ -113,8 +109,7 @@ class UpdateKernel:
         where it is of another version, and for a level that is unknown or does not run here.
         """
         self.path = path
-        self._library = load(path)
-        self._bind()
+        self._library = _bind(path)
         self.level = self._choose(level or os.environ.get(LEVEL_VARIABLE) or None)
         self.num_threads = max(1, num_threads or available_cpus())
         self.root = root
@@ -123,20 +118,6 @@ class UpdateKernel:
             raise MemoryError("no memory for the update kernel's threads")
         self._end = weakref.finalize(self, self._library.tz_pool_close, self._pool)
         self._end.atexit = False  # exit ends the threads, and a last update may still run
-
-    def _bind(self) -> None:
-        pointer, integer, count = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
-        for name, result, arguments in (
-            ("tz_supported", integer, [integer]),
-            ("tz_pool_open", pointer, [integer]),
-            ("tz_pool_close", None, [pointer]),
-            ("tz_update_batch", integer, [pointer, pointer, count, integer, pointer, pointer]),
-            ("tz_square_roots", integer, [pointer, pointer, count, integer, pointer, pointer]),
-            ("tz_convert_moments", integer, [pointer, pointer, integer]),
-            ("tz_copy_norm", integer, [pointer, integer, pointer, integer]),
-        ):
-            function = getattr(self._library, name)
-            function.restype, function.argtypes = result, arguments
 
     def supported_levels(self) -> list[str]:
         """Best first."""
@@ -199,6 +180,18 @@ class UpdateKernel:
         if status == -1:
             raise MemoryError("no memory for the update kernel's table of runs; nothing was updated")
         assert status == 0, f"update kernel: status {status} at level {self.level}"
+
+
+def _bind(path: Path) -> ctypes.CDLL:
+    library, pointer, integer, count = load(path), ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
+    declare(library.tz_supported, integer, integer)
+    declare(library.tz_pool_open, pointer, integer)
+    declare(library.tz_pool_close, None, pointer)
+    declare(library.tz_update_batch, integer, pointer, pointer, count, integer, pointer, pointer)
+    declare(library.tz_square_roots, integer, pointer, pointer, count, integer, pointer, pointer)
+    declare(library.tz_convert_moments, integer, pointer, pointer, integer)
+    declare(library.tz_copy_norm, integer, pointer, integer, pointer, integer)
+    return library
 
 
 def available_cpus(environment: Mapping[str, str] = os.environ, root: Path = Path("/")) -> int:
