@@ -22,7 +22,7 @@ FLOORS = (
     "tiers",
     "params | grads | update | activations",
     "train_step step_counts | checkpoint",
-    "engine engine_call deepspeed_engine full_values | run_spec",
+    "engine engine_call deepspeed_engine checkpoint_calls full_values | run_spec",
     "assembly",
     "api | zero | utils | comm",
     "tiered_zero",

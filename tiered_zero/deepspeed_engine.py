@@ -33,7 +33,7 @@ _FIXED_BATCH = "the batch sizes are planned when the run starts. Set them in the
 _REPORTS = "engine.step_report, engine.memory_report() and tiered_zero.report have the numbers."
 _OTHER_WORK = "pipelines, quantization, compression and curricula are not here; train with the three calls."
 MISSING: Mapping[str, str] = {
-    **dict.fromkeys(("save_checkpoint", "load_checkpoint", "save_16bit_model", "save_fp16_model"), _NO_CHECKPOINTS),
+    **dict.fromkeys(("save_checkpoint", "load_checkpoint"), _NO_CHECKPOINTS),
     **dict.fromkeys(("load_universal_checkpoint", "get_all_ranks_from_group", "checkpoint_engine"), _NO_CHECKPOINTS),
     **dict.fromkeys(("offload_states", "reload_states", "coalesce_grad_reduction", "fetch_parameters"), _PAGED),
     **dict.fromkeys(("set_train_batch_size", "set_train_micro_batch_size"), _FIXED_BATCH),

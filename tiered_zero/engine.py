@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tiered_zero.checkpoint_calls import CheckpointCalls
 from tiered_zero.config.schema import Config
 from tiered_zero.deepspeed_engine import DeepSpeedNames
 from tiered_zero.engine_call import count_tokens, end_unreferenced_run, on_one_thread
@@ -36,7 +37,7 @@ class Run:
     observers: Sequence[Callable[[StepReport], None]]
 
 
-class Engine(DeepSpeedNames):
+class Engine(CheckpointCalls, DeepSpeedNames):
     """Trains one model over the tiers of its plan. Use it from one thread.
 
     engine(batch) -> loss; engine.backward(loss); engine.step(). A step that raises in forward or backward can be left

@@ -55,11 +55,6 @@ class FullValues:
         """The parameter becomes `value` rounded to its dtype."""
         unit, entry = self._place(param)
         self._check_shape(entry, value)
-        if self.masters.need_params:
-            raise ModelError(
-                "Masters cannot be set with tiered_zero.state_format bf16_remainder. Set the parameter inside "
-                "tiered_zero.gathered(param, modify=True), or take state_format fp32."
-            )
         if not any(self._pieces(unit, entry)):
             raise ModelError(
                 f"{entry.param.name} is not trained: it has no master. Set it inside tiered_zero.gathered."
@@ -69,7 +64,7 @@ class FullValues:
         self.step.before_weights_write()
         flat = self._read_masters(unit)
         flat[entry.start : entry.stop] = entry.param.flatten(value.detach())
-        self.masters.store(unit, flat)
+        self.masters.replace(unit, flat)
 
     def read_state(self, param: nn.Parameter, name: str) -> torch.Tensor | None:
         """`name`: as torch's optimizer calls it, such as "exp_avg"."""
@@ -155,3 +150,49 @@ def full_values_of(param: nn.Parameter) -> FullValues | None:
     access = access_of(param)
     found = _of_step.get(access) if isinstance(access, TrainStep) else None
     return found() if found is not None else None
+
+
+def get_master(param: nn.Parameter) -> torch.Tensor | None:
+    """The fp32 master, a copy on the CPU; None for a parameter that no engine trains."""
+    values = full_values_of(param)
+    return values.read_master(param) if values is not None else None
+
+
+def set_master(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Set the fp32 master, and the parameter to what it rounds to. Raises ModelError."""
+    _expected(param).set_master(param, value)
+
+
+def get_state(param: nn.Parameter, name: str) -> torch.Tensor | None:
+    """State such as "exp_avg", fp32, a copy on the CPU; None before the first step."""
+    values = full_values_of(param)
+    return values.read_state(param, name) if values is not None else None
+
+
+def set_state(param: nn.Parameter, name: str, value: torch.Tensor) -> None:
+    """Set state such as "exp_avg". Raises ModelError before the first step."""
+    _expected(param).set_state(param, name, value)
+
+
+def get_grad(param: nn.Parameter) -> torch.Tensor | None:
+    """The gradient between backward and step(), fp32, a copy on the CPU, as `param.grad` has it; None without one."""
+    grad = param.grad
+    return None if grad is None else grad.detach().to("cpu", torch.float32, copy=True)
+
+
+def set_grad(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Set the gradient that the next step() takes. Raises ModelError where backward has left none."""
+    grad = param.grad
+    if grad is None:
+        raise ModelError("There is no gradient to set: call it between backward and step().")
+    if value.shape != grad.shape:
+        raise ModelError(f"Expected a gradient of shape {tuple(grad.shape)}; found {tuple(value.shape)}.")
+    with torch.no_grad():
+        grad.copy_(value)
+
+
+def _expected(param: nn.Parameter) -> FullValues:
+    values = full_values_of(param)
+    if values is None:
+        raise ModelError("Expected a parameter that an open engine trains; found one that no engine has.")
+    return values

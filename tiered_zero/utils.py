@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tiered_zero.errors import ModelError
-from tiered_zero.full_values import FullValues, full_values_of
+from tiered_zero.full_values import get_grad, get_master, get_state, set_grad, set_master, set_state
 
 logger = logging.getLogger("tiered_zero")
 
@@ -60,43 +59,29 @@ def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Sequence[type[nn.
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
     """The fp32 master, a copy on the CPU; None for a parameter that no engine trains."""
-    values = full_values_of(param)
-    return values.read_master(param) if values is not None else None
+    return get_master(param)
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     """Set the fp32 master, and the parameter to what it rounds to. Raises ModelError."""
-    _expected(param).set_master(param, value)
+    set_master(param, value)
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
     """State such as "exp_avg", fp32, a copy on the CPU; None before the first step."""
-    values = full_values_of(param)
-    return values.read_state(param, optim_state_key) if values is not None else None
+    return get_state(param, optim_state_key)
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
     """Set state such as "exp_avg". Raises ModelError before the first step."""
-    _expected(param).set_state(param, optim_state_key, value)
+    set_state(param, optim_state_key, value)
 
 
 def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
     """The gradient between backward and step(), fp32, a copy on the CPU, as `param.grad` has it; None without one."""
-    grad = param.grad
-    return None if grad is None else grad.detach().to("cpu", torch.float32, copy=True)
+    return get_grad(param)
 
 
 def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     """Set the gradient that the next step() takes. Raises ModelError where backward has left none."""
-    grad = param.grad
-    if grad is None:
-        raise ModelError("There is no gradient to set: call it between backward and step().")
-    with torch.no_grad():
-        grad.copy_(value)
-
-
-def _expected(param: nn.Parameter) -> FullValues:
-    values = full_values_of(param)
-    if values is None:
-        raise ModelError("Expected a parameter that an open engine trains; found one that no engine has.")
-    return values
+    set_grad(param, value)

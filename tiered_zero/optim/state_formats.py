@@ -91,6 +91,10 @@ class MasterFormat(ABC):
         """The masters, fp32 [n]."""
 
     @abstractmethod
+    def replace(self, parts: Parts, master: torch.Tensor) -> Parts:
+        """Other values, fp32 [n], for masters that rest as `parts`."""
+
+    @abstractmethod
     def follow(self, parts: Parts, new: torch.Tensor, old: torch.Tensor | None) -> Parts | None:
         """Parameters were set to `new` [n] by hand: masters of those that changed take that value. None: nothing did.
 
@@ -114,6 +118,9 @@ class FullMasters(MasterFormat):
 
     def join(self, parts: Parts, params: torch.Tensor | None) -> torch.Tensor:
         return parts[0]
+
+    def replace(self, parts: Parts, master: torch.Tensor) -> Parts:
+        return (master,)
 
     def follow(self, parts: Parts, new: torch.Tensor, old: torch.Tensor | None) -> Parts | None:
         (master,) = parts
@@ -139,6 +146,11 @@ class RemainderMasters(MasterFormat):
     def join(self, parts: Parts, params: torch.Tensor | None) -> torch.Tensor:
         assert params is not None, "remainders come with their parameters"
         return join_master(params, parts[0], parts[1].signbit())
+
+    def replace(self, parts: Parts, master: torch.Tensor) -> Parts:
+        """The second moments keep their values."""
+        _, remainder, mark = split_master(master)
+        return remainder, torch.where(mark, -parts[1].abs(), parts[1].abs())
 
     def follow(self, parts: Parts, new: torch.Tensor, old: torch.Tensor | None) -> Parts | None:
         remainder, square = parts

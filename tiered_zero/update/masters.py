@@ -37,6 +37,11 @@ class Masters:
         for layout, segment in self._segments(unit):
             self._write(layout, segment, layout.masters.split(segment.part_of(flat)))
 
+    def replace(self, unit: Unit, flat: torch.Tensor) -> None:
+        """Set every master of the unit: `flat` [P] fp32 on the CPU. The parameters are its rounded values already."""
+        for layout, segment in self._segments(unit):
+            self._write(layout, segment, layout.masters.replace(self._read(layout, segment), segment.part_of(flat)))
+
     def follow(self, unit: Unit, flat: torch.Tensor, old: torch.Tensor | None = None) -> None:
         """Set masters that do not round to `flat` to its values: it was set by hand. `flat`: [P] of the unit's dtype,
         on the CPU. `old`: [P], what it was before, where that is needed."""

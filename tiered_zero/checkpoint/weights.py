@@ -1,0 +1,293 @@
+"""Weights as safetensors files that transformers' `from_pretrained` and plain torch load.
+
+A file is 8 bytes with the length of a JSON header, the header, and the tensors' bytes without a gap. The header is
+known before the first tensor is, so that each tensor goes to its file as it is read: memory is that of one tensor.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from tiered_zero.errors import InternalError, ModelError, StoreError
+from tiered_zero.sizes import align_up, format_nbytes
+
+WEIGHTS_NAME = "model.safetensors"
+MAX_SHARD_NBYTES = 5 * 10**9
+"""Of a file unless a caller says otherwise, as in transformers."""
+
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class WeightTensor:
+    """A tensor that is to be written. `read`: CPU tensors of its dtype and of any shape, which together hold its
+    elements in row-major order."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    read: Callable[[], Iterable[torch.Tensor]]
+
+    @property
+    def nbytes(self) -> int:
+        return self.dtype.itemsize * torch.Size(self.shape).numel()
+
+
+def model_weights(
+    model: nn.Module,
+    copy_of: Callable[[nn.Parameter], torch.Tensor],
+    unit_of: Callable[[nn.Parameter], int],
+    *,
+    exclude_frozen: bool = False,
+) -> list[WeightTensor]:
+    """List what `model.state_dict()` holds, by its names. `copy_of`: a parameter -> a CPU copy in its shape. `unit_of`:
+    a parameter -> the index of what is read with it; parameters are listed in that order, buffers after them.
+
+    Tied weights are listed once, under the name that transformers keeps: one that `_tied_weights_keys` does not call
+    an alias, else the first. `exclude_frozen`: leave out parameters that require no gradient. Raises ModelError.
+    """
+    names: dict[int, list[str]] = {}
+    tensors: dict[int, torch.Tensor] = {}
+    ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    for name, tensor in _state_tensors(model):
+        if name not in ignored and (tensor.requires_grad or not exclude_frozen or not isinstance(tensor, nn.Parameter)):
+            names.setdefault(id(tensor), []).append(name)
+            tensors[id(tensor)] = tensor
+    aliases = [
+        f"{prefix}{pattern}" for prefix, module in _named(model) for pattern in getattr(module, _TIED, None) or ()
+    ]
+    found = []
+    for key, tensor in sorted(tensors.items(), key=lambda item: _rank(item[1], unit_of)):
+        name = next((n for n in names[key] if not any(re.search(alias, n) for alias in aliases)), names[key][0])
+        if tensor.dtype not in _DTYPES:
+            raise ModelError(f"{name} is of dtype {tensor.dtype}, which safetensors does not know. Exclude or cast it.")
+        found.append(
+            WeightTensor(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape), read=_reader(tensor, copy_of))
+        )
+    return found
+
+
+_TIED = "_tied_weights_keys"
+
+
+def _rank(tensor: torch.Tensor, unit_of: Callable[[nn.Parameter], int]) -> tuple[bool, int]:
+    return (False, unit_of(tensor)) if isinstance(tensor, nn.Parameter) else (True, 0)
+
+
+def _reader(
+    tensor: torch.Tensor, copy_of: Callable[[nn.Parameter], torch.Tensor]
+) -> Callable[[], Iterator[torch.Tensor]]:
+    def read() -> Iterator[torch.Tensor]:
+        yield copy_of(tensor) if isinstance(tensor, nn.Parameter) else tensor.detach().to("cpu")
+
+    return read
+
+
+def _named(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for name, module in model.named_modules(remove_duplicate=False):
+        yield f"{name}." if name else "", module
+
+
+def _state_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for prefix, module in _named(model):
+        for name, param in module._parameters.items():
+            if param is not None:
+                yield prefix + name, param
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield prefix + name, buffer
+
+
+def write_model_config(model: nn.Module, directory: Path) -> None:
+    """Write config.json (and generation_config.json) of a transformers model, so that `from_pretrained` finds them."""
+    config: Any = getattr(model, "config", None)
+    if not callable(getattr(config, "save_pretrained", None)):
+        return
+    kept = {name: getattr(config, name, None) for name in ("dtype", "architectures")}
+    floating = (param.dtype for param in model.parameters() if param.is_floating_point())
+    try:
+        config.dtype = str(next(floating, torch.float32)).removeprefix("torch.")
+        config.architectures = [type(model).__name__]
+        config.save_pretrained(directory)
+        generation: Any = getattr(model, "generation_config", None)
+        if callable(getattr(generation, "save_pretrained", None)):
+            generation.save_pretrained(directory)
+    except OSError as error:
+        raise StoreError(f"The model's config cannot be written to {directory}: {error.strerror}.") from error
+    finally:
+        for name, value in kept.items():
+            setattr(config, name, value)
+
+
+def write_weights(
+    directory: Path,
+    tensors: Sequence[WeightTensor],
+    *,
+    max_shard_nbytes: int = MAX_SHARD_NBYTES,
+    file_name: str = WEIGHTS_NAME,
+) -> list[Path]:
+    """Write `file_name`, or where that would be larger than `max_shard_nbytes` numbered files and their index.
+
+    All files are written under temporary names and synced before the first is renamed. Earlier weights of this name in
+    the directory go at that moment; until the last rename there are then none, and never a mixture. A tensor larger
+    than a file may be has a file of its own. Returns the paths, the index last. Raises StoreError.
+    """
+    stem = file_name.removesuffix(".safetensors")
+    shards = _split(tensors, max_shard_nbytes)
+    names = [f"{stem}-{n:05}-of-{len(shards):05}.safetensors" for n in range(1, len(shards) + 1)]
+    index_name = f"{file_name}.index.json"
+    total_nbytes = sum(tensor.nbytes for tensor in tensors)
+    if len(shards) == 1:
+        names = [file_name]
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        free_nbytes = shutil.disk_usage(directory).free
+        if free_nbytes < total_nbytes:
+            raise StoreError(
+                f"The weights take {format_nbytes(total_nbytes)}; {format_nbytes(free_nbytes)} are free in "
+                f"{directory}. Free some, or name another directory. Nothing was written."
+            )
+        with _temporaries(directory, [*names, index_name]) as temporary:
+            for name, shard in zip(names, shards, strict=True):
+                _write_shard(temporary[name], shard)
+            if len(shards) > 1:
+                weight_map = {t.name: name for name, shard in zip(names, shards, strict=True) for t in shard}
+                index = {"metadata": {"total_size": total_nbytes}, "weight_map": dict(sorted(weight_map.items()))}
+                _write_file(temporary[index_name], [json.dumps(index, indent=2).encode() + b"\n"])
+                names.append(index_name)
+            _publish(directory, temporary, names, stem)
+    except OSError as error:
+        raise StoreError(
+            f"The weights ({format_nbytes(total_nbytes)}) cannot be written to {directory}: {error.strerror or error}. "
+            "Free some space, or name another directory."
+        ) from error
+    return [directory / name for name in names]
+
+
+def _split(tensors: Sequence[WeightTensor], max_nbytes: int) -> list[list[WeightTensor]]:
+    """Fill one file after another, in the order given. Inside a file the widest dtype is first, as readers that map
+    tensors need them aligned."""
+    shards: list[list[WeightTensor]] = [[]]
+    filled = 0
+    for tensor in tensors:
+        if shards[-1] and filled + tensor.nbytes > max_nbytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(tensor)
+        filled += tensor.nbytes
+    return [sorted(shard, key=lambda tensor: -tensor.dtype.itemsize) for shard in shards]
+
+
+def _write_shard(path: Path, tensors: Sequence[WeightTensor]) -> None:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    start = 0
+    for tensor in tensors:
+        stop = start + tensor.nbytes
+        header[tensor.name] = {
+            "dtype": _DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, stop],
+        }
+        start = stop
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text = text.ljust(align_up(len(text), 8))
+    _write_file(path, _shard_bytes(text, tensors))
+
+
+def _shard_bytes(header: bytes, tensors: Sequence[WeightTensor]) -> Iterator[bytes | memoryview]:
+    yield len(header).to_bytes(8, "little")
+    yield header
+    for tensor in tensors:
+        written = 0
+        for part in tensor.read():
+            if part.dtype != tensor.dtype:
+                raise InternalError(f"{tensor.name} was to be written as {tensor.dtype}; found {part.dtype}.")
+            raw = part.detach().contiguous().reshape(-1).view(torch.uint8)
+            written += raw.numel()
+            if raw.numel():
+                yield memoryview(raw.numpy())  # type: ignore[arg-type]
+        if written != tensor.nbytes:
+            raise InternalError(f"{tensor.name} was to be written with {tensor.nbytes} bytes; found {written}.")
+
+
+def _write_file(path: Path, parts: Iterable[bytes | memoryview]) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    with open(fd, "wb", buffering=0) as file:
+        for part in parts:
+            left = memoryview(part)
+            while left:
+                left = left[file.write(left) :]
+        os.fsync(file.fileno())
+
+
+@contextmanager
+def _temporaries(directory: Path, names: Sequence[str]) -> Iterator[Mapping[str, Path]]:
+    """Name -> a hidden name in the same directory, of this process. What is left under one is removed at the end, as
+    is what processes have left that are gone."""
+    for path in directory.glob(".*.part-*-*"):
+        owner = path.name.rpartition(".part-")[2].partition("-")[0]
+        if owner.isdecimal() and not Path(f"/proc/{owner}").exists():
+            path.unlink(missing_ok=True)
+    suffix = f"part-{os.getpid()}-{secrets.token_hex(4)}"
+    paths = {name: directory / f".{name}.{suffix}" for name in names}
+    try:
+        yield paths
+    finally:
+        for path in paths.values():
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
+
+
+def _publish(directory: Path, temporary: Mapping[str, Path], names: Sequence[str], stem: str) -> None:
+    """Replace the weights in the directory by the files in `names`; the one that readers look for is renamed last."""
+    old = [directory / f"{stem}.safetensors.index.json", directory / f"{stem}.safetensors"]
+    old += [
+        path for path in directory.iterdir() if re.fullmatch(rf"{re.escape(stem)}-\d+-of-\d+\.safetensors", path.name)
+    ]
+    for path in old:
+        if len(names) > 1 or path.name not in names:  # one file replaces one file at once
+            path.unlink(missing_ok=True)
+    _sync_directory(directory)
+    for name in names[:-1]:
+        os.replace(temporary[name], directory / name)
+    _sync_directory(directory)
+    os.replace(temporary[names[-1]], directory / names[-1])
+    _sync_directory(directory)
+
+
+def _sync_directory(directory: Path) -> None:
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
