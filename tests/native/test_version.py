@@ -13,7 +13,7 @@ from tiered_zero.io.native import load_library
 from tiered_zero.native import VERSION
 from tiered_zero.native.update import UpdateKernel
 
-SOURCES_DIGEST = "3b89078b431a3f27"
+SOURCES_DIGEST = "1c0e8641674c06f7"
 """Of the C sources of VERSION."""
 
 

@@ -169,7 +169,7 @@ struct job {
     atomic_llong next;
 };
 
-struct seat {
+struct worker {
     struct tz_pool *pool;
     int index;
 };
@@ -183,7 +183,7 @@ struct tz_pool {
     pthread_mutex_t lock;
     pthread_cond_t posted, finished;
     pthread_t threads[TZ_MAX_THREADS];
-    struct seat seats[TZ_MAX_THREADS];
+    struct worker workers[TZ_MAX_THREADS];
 };
 
 static void work(struct job *job) {
@@ -203,9 +203,9 @@ static void wait_briefly(pthread_cond_t *condition, pthread_mutex_t *lock) {
     pthread_cond_timedwait(condition, lock, &until);
 }
 
-static void *worker(void *argument) {
-    struct seat *seat = argument;
-    struct tz_pool *pool = seat->pool;
+static void *run_worker(void *argument) {
+    struct worker *self = argument;
+    struct tz_pool *pool = self->pool;
     pthread_mutex_lock(&pool->lock);
     for (uint64_t seen = 0; !pool->closing;) {
         if (pool->generation == seen) {
@@ -214,7 +214,7 @@ static void *worker(void *argument) {
         }
         seen = pool->generation;
         struct job *job = pool->job;
-        if (!job || seat->index >= job->num_workers) continue;
+        if (!job || self->index >= job->num_workers) continue;
         pool->busy++;
         pthread_mutex_unlock(&pool->lock);
         work(job);
@@ -226,7 +226,7 @@ static void *worker(void *argument) {
 }
 
 /* Up to `wanted` workers for the holder; fewer where threads cannot be had. Signals stay with the threads of Python. */
-static int staff(struct tz_pool *pool, int wanted) {
+static int start_workers(struct tz_pool *pool, int wanted) {
     if (pool->owner != getpid()) { /* after fork(): what the parent's threads held is for ever held */
         pthread_mutex_init(&pool->lock, NULL);
         pthread_cond_init(&pool->posted, NULL);
@@ -240,17 +240,17 @@ static int staff(struct tz_pool *pool, int wanted) {
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
     while (pool->num_workers < wanted) {
-        struct seat *seat = &pool->seats[pool->num_workers];
-        *seat = (struct seat){pool, pool->num_workers};
-        if (pthread_create(&pool->threads[pool->num_workers], NULL, worker, seat)) break;
+        struct worker *next = &pool->workers[pool->num_workers];
+        *next = (struct worker){pool, pool->num_workers};
+        if (pthread_create(&pool->threads[pool->num_workers], NULL, run_worker, next)) break;
         pool->num_workers++;
     }
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     return pool->num_workers < wanted ? pool->num_workers : wanted;
 }
 
-/* 0 where another thread of this process holds the pool. */
-static int occupy(struct tz_pool *pool) {
+/* Acquire the pool; 0 where another thread of this process holds it. */
+static int try_acquire(struct tz_pool *pool) {
     int self = getpid(), holder = 0;
     while (!atomic_compare_exchange_strong(&pool->holder, &holder, self))
         if (holder == self) return 0;
@@ -260,11 +260,11 @@ static int occupy(struct tz_pool *pool) {
 static void run(struct tz_pool *pool, void (*piece)(void *, int64_t), void *context, int64_t num_pieces) {
     struct job job = {.piece = piece, .context = context, .num_pieces = num_pieces};
     int wanted = num_pieces > pool->max_workers ? pool->max_workers : (int)num_pieces - 1;
-    if (wanted < 1 || !occupy(pool)) {
+    if (wanted < 1 || !try_acquire(pool)) {
         work(&job);
         return;
     }
-    job.num_workers = staff(pool, wanted);
+    job.num_workers = start_workers(pool, wanted);
     pthread_mutex_lock(&pool->lock);
     pool->job = &job;
     pool->generation++;
