@@ -1,0 +1,355 @@
+"""Values go to JSON and back with their types and their bits; whatever else is in the JSON is refused by one error."""
+
+import argparse
+import enum
+import functools
+import json
+import math
+import struct
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tiered_zero.checkpoint.values as values_module
+from tiered_zero.checkpoint.values import MAX_DEPTH, TORCH_DTYPES, decode, encode
+from tiered_zero.errors import ModelError
+
+
+def through_text(value: Any) -> Any:
+    return decode(json.loads(json.dumps(encode(value, "value"), allow_nan=False)))
+
+
+def same(left: Any, right: Any) -> bool:
+    """Type, order and bits."""
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, torch.Tensor):
+        if left.dtype != right.dtype or left.shape != right.shape:
+            return False
+        return left.numel() == 0 or raw(left) == raw(right)
+    if isinstance(left, numpy.ndarray | numpy.generic):
+        return left.dtype == right.dtype and left.shape == right.shape and left.tobytes() == right.tobytes()
+    if isinstance(left, float):
+        return struct.pack("d", left) == struct.pack("d", right)
+    if isinstance(left, complex):
+        return same(left.real, right.real) and same(left.imag, right.imag)
+    if isinstance(left, defaultdict) and left.default_factory is not right.default_factory:
+        return False
+    if isinstance(left, deque) and left.maxlen != right.maxlen:
+        return False
+    if isinstance(left, argparse.Namespace):
+        return same(vars(left), vars(right))
+    if isinstance(left, dict):
+        return same([*left], [*right]) and same([*left.values()], [*right.values()])
+    if isinstance(left, list | tuple | deque):
+        return len(left) == len(right) and all(map(same, left, right))
+    if isinstance(left, set | frozenset):
+        return len(left) == len(right) and all(any(same(a, b) for b in right) for a in left)
+    return bool(left == right)
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+texts = st.text(st.characters(exclude_categories=["Cs"]))
+scalars = (
+    st.none() | st.booleans() | st.integers() | st.floats() | st.complex_numbers(allow_nan=True) | texts | st.binary()
+    | st.integers(min_value=2**62, max_value=2**200) | st.sampled_from(sorted(TORCH_DTYPES.values(), key=str))
+    | st.sampled_from([torch.device("cpu"), torch.device("cuda:1"), torch.Size([2, 0]), range(9, -(2**70), -3)])
+    | st.sampled_from([numpy.float32(0.1), numpy.int64(-3), numpy.float64(-0.0), numpy.bool_(True), Path("a/b")])
+)  # fmt: skip
+keys = scalars | st.tuples(scalars, scalars) | st.frozensets(st.integers(), max_size=3)
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> torch.Tensor:
+    dtype = draw(st.sampled_from(sorted(TORCH_DTYPES.values(), key=str)))
+    shape = draw(st.lists(st.integers(0, 3), max_size=3))
+    nbytes = math.prod(shape) * dtype.itemsize
+    data = bytearray(draw(st.binary(min_size=nbytes, max_size=nbytes)))
+    if not data:
+        return torch.empty(shape, dtype=dtype)
+    if dtype is torch.bool:
+        data = bytearray(byte & 1 for byte in data)
+    return torch.frombuffer(data, dtype=torch.uint8).view(dtype).reshape(shape)
+
+
+@st.composite
+def arrays(draw: st.DrawFn) -> numpy.ndarray[Any, Any]:
+    names = ["|b1", "|u1", "<i2", ">i8", "<u4", "<f2", ">f4", "<f8", "<c8", "<c16", "<M8[ns]", "<m8[25s]", "|S3", "<U2"]
+    dtype = numpy.dtype(draw(st.sampled_from(names)))
+    shape = draw(st.lists(st.integers(0, 3), max_size=3))
+    if dtype.kind == "U":
+        text = draw(st.text(st.characters(exclude_categories=["Cs"]), max_size=2))
+        return numpy.full(shape, text, dtype)
+    nbytes = math.prod(shape) * dtype.itemsize
+    data = draw(st.binary(min_size=nbytes, max_size=nbytes))
+    if dtype.kind == "b":
+        data = bytes(byte & 1 for byte in data)
+    return numpy.frombuffer(data, dtype).reshape(shape) if data else numpy.empty(shape, dtype)
+
+
+def containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    dicts = st.dictionaries(keys, inner, max_size=3)
+    return (
+        st.lists(inner, max_size=3) | st.lists(inner, max_size=3).map(tuple) | dicts
+        | st.dictionaries(texts | st.just("$tensor"), inner, max_size=3) | dicts.map(OrderedDict) | dicts.map(Counter)
+        | dicts.map(lambda d: defaultdict(list, d)) | dicts.map(lambda d: defaultdict(None, d))
+        | st.lists(inner, max_size=3).map(lambda items: deque(items, 5)) | st.lists(inner, max_size=3).map(deque)
+        | st.sets(keys, max_size=3) | st.frozensets(keys, max_size=3)
+        | st.dictionaries(st.sampled_from("abc"), inner).map(lambda d: argparse.Namespace(**d))
+    )  # fmt: skip
+
+
+values = st.recursive(scalars | tensors() | arrays(), containers, max_leaves=12)
+
+
+@settings(max_examples=300, deadline=None)
+@given(values)
+def test_a_value_comes_back_with_its_type_and_bits(value: Any) -> None:
+    assert same(value, through_text(value))
+
+
+@pytest.mark.parametrize("dtype", TORCH_DTYPES.values(), ids=str)
+def test_every_dtype_of_a_tensor(dtype: torch.dtype) -> None:
+    nbytes = 6 * dtype.itemsize
+    data = torch.arange(nbytes).to(torch.uint8) % (2 if dtype is torch.bool else 255)
+    tensor = data.view(dtype).reshape(2, 3)
+    found = through_text(tensor)
+    assert same(tensor, found) and found.is_contiguous()
+    assert same(tensor.t(), through_text(tensor.t()))
+    assert same(tensor[0, 0], through_text(tensor[0, 0])) and through_text(tensor[0, 0]).dim() == 0
+    assert same(tensor[:, :0], through_text(tensor[:, :0]))
+
+
+def test_a_copy_shares_nothing_with_the_value() -> None:
+    tensor, items = torch.zeros(3), [1]
+    saved = encode({"tensor": tensor, "items": items}, "value")
+    tensor += 1
+    items.append(2)
+    found = decode(saved)
+    assert same(found, {"tensor": torch.zeros(3), "items": [1]})
+    found["tensor"] += 1  # memory of its own
+    assert same(decode(saved)["tensor"], torch.zeros(3))
+
+
+def test_a_tensor_is_saved_without_its_graph() -> None:
+    leaf = torch.ones(2, requires_grad=True)
+    assert same(through_text(leaf * 2), torch.full((2,), 2.0))
+    assert same(through_text(torch.tensor([1 + 2j]).conj()), torch.tensor([1 - 2j]))
+
+
+def test_the_text_does_not_depend_on_the_order_of_a_set() -> None:
+    rows = [json.dumps(encode(set(order), "value")) for order in (("a", "b", 1, None), (None, 1, "b", "a"))]
+    assert rows[0] == rows[1]
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+class Ordered(dict[Any, Any]):
+    pass
+
+
+Point = namedtuple("Point", "x y")
+
+
+def contains_itself() -> list[Any]:
+    items: list[Any] = []
+    items.append(items)
+    return items
+
+
+@pytest.mark.parametrize(
+    ("value", "path", "what"),
+    [
+        ({"model": [0, 1, 2, print]}, "['model'][3]", "the function print"),
+        ([lambda: 0], "[0]", "the function <lambda>"),
+        ({1: {"a": functools.partial(print)}}, "[1]['a']", "functools.partial"),
+        (Colour.RED, "", "Colour"),
+        ((torch.nn.Parameter(torch.ones(1)),), "[0]", "nn.Parameter"),
+        ({"m": torch.nn.Linear(1, 1)}, "['m']", "torch.nn.modules.linear.Linear"),
+        (Ordered(), "", "Ordered, a subclass of dict"),
+        (Point(1, 2), "", "Point, a subclass of tuple"),
+        ({"s": "a\ud800"}, "['s']", "surrogate"),
+        ({"\udfff": 1}, "", "surrogate"),
+        (argparse.Namespace(f=[open]), ".f[0]", "open"),
+        (defaultdict(lambda: 0), "", "a defaultdict of the function <lambda>"),
+        ({torch.ones(1): 1}, "", "as a key"),
+        ({(1, torch.ones(1))}, "", "as a key"),
+        (numpy.array([object()]), "", "a numpy array of dtype object"),
+        (numpy.zeros(2, [("a", "i4")]), "", "a numpy array of dtype"),
+        (numpy.longdouble(1), "", "longdouble"),
+        (torch.ones(2, device="meta"), "", "meta"),
+        (torch.eye(2).to_sparse(), "", "sparse"),
+        (object, "", "the class object"),
+        (contains_itself(), "[0][0]", "contain itself"),
+        (functools.reduce(lambda inner, _: (inner,), range(MAX_DEPTH + 1), 0), "[0]", "nested deeper"),
+    ],
+    ids=lambda value: None if isinstance(value, str) else "",
+)
+def test_another_type_is_refused_by_its_path(value: Any, path: str, what: str) -> None:
+    with pytest.raises(ModelError) as found:
+        encode(value, "client_state")
+    message = str(found.value)
+    assert message.startswith(f"client_state{path}"), message
+    assert what in message.replace("float128", "longdouble"), message
+    assert len(message) < 1500
+
+
+def test_the_deepest_value_comes_back() -> None:
+    value: Any = float("inf")
+    for _ in range(MAX_DEPTH):
+        value = {1: value}
+    assert same(value, through_text(value))
+
+
+def test_more_data_than_one_text_holds_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(values_module, "MAX_DATA_NBYTES", 1 << 20)
+    half = torch.zeros(1 << 19, dtype=torch.uint8)
+    assert same([half, b"", half], through_text([half, b"", half]))
+    for more in (b"1", torch.ones(1), numpy.ones(1), torch.ones(1).expand(1 << 40)):
+        with pytest.raises(ModelError, match=r"client_state\[2\]: at most 1.* MiB of tensors"):
+            encode([half, half, more], "client_state")
+
+
+HOSTILE = [
+    {"$unknown": 1},
+    {"$tuple": [], "x": 1},
+    {"$tuple": [], "$list": []},
+    {"$tuple": 3},
+    {"$set": [1, 1]},
+    {"$set": [[]]},
+    {"$set": [{"$tensor": {"dtype": "bool", "shape": [], "data": "AA=="}}]},
+    {"$dict": [[1, 2], [1, 3]]},
+    {"$dict": [[1, 2], [True, 3]]},
+    {"$dict": [[[], 2]]},
+    {"$dict": [[1]]},
+    {"$dict": {"a": 1}},
+    {"$counter": [1]},
+    {"$ordered": None},
+    {"$int": "x"},
+    {"$int": 7},
+    {"$float": "1.5"},
+    {"$float": "3ff0000000000000"},
+    {"$float": None},
+    {"$complex": [1.0]},
+    {"$complex": ["a", 1.0]},
+    {"$bytes": "*"},
+    {"$bytes": "AA="},
+    {"$bytes": [1]},
+    {"$bytes": "ä"},
+    {"$path": 1},
+    {"$range": [1]},
+    {"$range": [1, 2, 0]},
+    {"$range": [1, 2, 1.5]},
+    {"$defaultdict": ["eval", []]},
+    {"$defaultdict": [["list"], []]},
+    {"$defaultdict": ["list"]},
+    {"$deque": [1, [1, 2]]},
+    {"$deque": [-1, []]},
+    {"$deque": [2**63, []]},
+    {"$deque": [True, []]},
+    {"$namespace": []},
+    {"$dtype": "nn"},
+    {"$dtype": "_C"},
+    {"$device": "disk"},
+    {"$device": "cuda:99999999999999999999"},
+    {"$size": [1.0]},
+    {"$size": [2**63]},
+    {"$tensor": {"dtype": "float32", "shape": [2], "data": "AAAA"}},
+    {"$tensor": {"dtype": "float32", "shape": [-1], "data": ""}},
+    {"$tensor": {"dtype": "float32", "shape": [2**62, 0], "data": "AAAA"}},
+    {"$tensor": {"dtype": "float32", "shape": [2**62, 2**62], "data": ""}},
+    {"$tensor": {"dtype": "float32", "shape": [0] * 65, "data": ""}},
+    {"$tensor": {"dtype": "float32", "shape": [True], "data": "AAAAAA=="}},
+    {"$tensor": {"dtype": "nothing", "shape": [0], "data": ""}},
+    {"$tensor": {"dtype": "bool", "shape": [1], "data": "Ag=="}},
+    {"$tensor": {"shape": [1], "data": "Ag=="}},
+    {"$tensor": []},
+    {"$array": {"dtype": "|O8", "shape": [1], "data": "AAAAAAAAAAA="}},
+    {"$array": {"dtype": "<f8", "shape": [3], "data": "AAAAAAAAAAA="}},
+    {"$array": {"dtype": "|V8", "shape": [1], "data": "AAAAAAAAAAA="}},
+    {"$array": {"dtype": "<M8[zz]", "shape": [1], "data": "AAAAAAAAAAA="}},
+    {"$array": {"dtype": "<U1", "shape": [1], "data": "/////w=="}},
+    {"$array": {"dtype": "|b1", "shape": [1], "data": "Ag=="}},
+    {"$array": {"dtype": "i4,i4", "shape": [0], "data": ""}},
+    {"$scalar": {"dtype": "<f8", "shape": [1], "data": "AAAAAAAAAAA="}},
+    {"$scalar": 1},
+]
+
+
+@pytest.mark.parametrize("saved", HOSTILE, ids=lambda saved: json.dumps(saved)[:60])
+def test_what_encode_never_gives_is_a_value_error(saved: Any) -> None:
+    with pytest.raises(ValueError, match=r".") as found:
+        decode(json.loads(json.dumps(saved)))
+    assert type(found.value).__module__ in ("builtins", "binascii")
+    assert len(str(found.value)) < 500
+
+
+def test_deep_json_is_a_value_error() -> None:
+    deep: Any = 1
+    for _ in range(MAX_DEPTH + 2):
+        deep = [deep]
+    with pytest.raises(ValueError, match="nested deeper"):
+        decode(deep)
+
+
+jsons = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=6) | st.just("AAAA"),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(
+                [next(iter(saved)) for saved in HOSTILE if len(saved) == 1] + ["dtype", "shape", "data", "a"]
+            ),
+            inner,
+            max_size=3,
+        )
+    ),
+    max_leaves=15,
+)
+
+
+@settings(max_examples=500, deadline=None)
+@given(jsons)
+def test_no_json_raises_another_error(saved: Any) -> None:
+    try:
+        value = decode(saved)
+    except ValueError:
+        return
+    again = decode(encode(value, "value"))
+    assert same(value, again)
+
+
+@pytest.mark.parametrize("value", [float("nan"), math.inf, -math.inf, -0.0, 5e-324, 0.1, 1e308], ids=str)
+def test_floats_are_exact(value: float) -> None:
+    assert same(value, through_text(value))
+    payload = struct.unpack(">d", bytes.fromhex("fff8000000000123"))[0]
+    assert same(payload, through_text(payload))
+
+
+def test_torchs_and_pythons_own_states_come_back() -> None:
+    import random
+
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1))
+    for state in (
+        random.getstate(),
+        numpy.random.get_state(legacy=False),
+        numpy.random.get_state(),
+        numpy.random.default_rng(1).bit_generator.state,
+        torch.get_rng_state(),
+        plateau.state_dict(),
+    ):
+        assert same(state, through_text(state))
+    hashable: Hashable = Path("x")
+    assert through_text({hashable: 1}) == {hashable: 1}
