@@ -145,15 +145,20 @@ def outside(source: Source, *names: str, home: str = "") -> Found:
             "from torch import cuda",
             "from torch.cuda import Stream",
             "def f():\n    import torch as t\n    return t.cuda.is_available()",
-        ]
+            "import torch.distributed.checkpoint as dcp",
+        ],
+        "tiered_zero/checkpoint/a.py": ["import torch.distributed as dist"],
     },
     innocent={
         "tiered_zero/hardware/a.py": ["from torch.cuda import Stream"],
         "tiered_zero/params/a.py": ["import torch\ntorch.device('cuda')"],
+        "tiered_zero/checkpoint/a.py": ["from torch.distributed.checkpoint import StorageReader"],
     },
 )
 def devices_and_collectives_live_in_hardware(source: Source) -> Found:
-    return outside(source, "torch.cuda", "torch.distributed", home="tiered_zero/hardware/")
+    for line, what in outside(source, "torch.cuda", "torch.distributed", home="tiered_zero/hardware/"):
+        if not (source.path.startswith("tiered_zero/checkpoint/") and what.startswith("torch.distributed.checkpoint")):
+            yield line, what
 
 
 @rule(

@@ -108,6 +108,46 @@ def select_engine(
     raise ConfigError(f"no I/O engine works in {', '.join(paths)}: {tried}")
 
 
+def select_reader(*paths: str | os.PathLike[str], io_timeout_s: float = 60.0) -> Selection:
+    """The best engine that reads the first page of every one of these files; nothing is written.
+
+    Raises TransferError where none does: the error of buffered reads, which says most of the file.
+    """
+    names, failure, reasons = [*ENGINES], TransferError("there is no I/O engine here"), list[str]()
+    for direct, alignment in _ACCESS:
+        for name in [*names]:
+            try:
+                engine = ENGINES[name](
+                    direct=direct, alignment=alignment, settings=IOSettings(), io_timeout_s=io_timeout_s
+                )
+            except ConfigError as error:
+                reasons.append(f"{name} is off: {error}")
+                names.remove(name)
+                continue
+            try:
+                for path in paths:
+                    _try_to_read(engine, os.fspath(path))
+            except TransferError as error:
+                engine.close()
+                reasons.append(f"{name} is off: {error}")
+                failure = error
+                continue
+            return Selection(engine=engine, alignment=alignment, direct=direct, reasons=tuple(reasons))
+    raise failure
+
+
+def _try_to_read(engine: DiskEngine, path: str) -> None:
+    """Raises TransferError."""
+    if engine.direct and not hasattr(os, "O_DIRECT"):
+        raise TransferError("this platform has no O_DIRECT")
+    memory = memoryview(mmap.mmap(-1, PAGE_NBYTES))
+    file = engine.open(path, writable=False)
+    try:
+        engine.read(file, 0, memory).wait()
+    finally:
+        file.close()
+
+
 def _try(engine: DiskEngine, directory: str, nbytes: int) -> None:
     """Write, sync, read back and compare at an offset of half of `nbytes`; raises TransferError."""
     path = os.path.join(directory, f".tiered-zero-probe-{secrets.token_hex(8)}")

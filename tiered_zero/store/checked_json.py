@@ -1,11 +1,19 @@
-"""JSON that was read from a disk: its types are checked before anything is computed from it."""
+"""JSON that was read from a disk: its types are checked before anything is computed from it.
+
+A file is a header line (format, version, bytes and xxh3 of the body) and a JSON body; its header shows a torn one.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, get_origin, get_type_hints
+
+import xxhash
+
+from tiered_zero.errors import StoreError
 
 MOST_INTEGER = 2**63 - 1
 """Offsets, sizes and steps are signed 64-bit integers."""
@@ -19,6 +27,27 @@ def decode_json(data: bytes) -> Any:
         return json.loads(data)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def encode_checked(format_name: str, version: int, body: Any) -> bytes:
+    """Header line and body. Raises ValueError, TypeError, RecursionError for a body that is no JSON."""
+    data = json.dumps(body, separators=(",", ":")).encode()
+    header = {"format": format_name, "version": version, "nbytes": len(data), "xxh3": xxhash.xxh3_64_hexdigest(data)}
+    return json.dumps(header).encode() + b"\n" + data + b"\n"
+
+
+def decode_checked(data: bytes, path: Path, format_name: str, version: int) -> Any:
+    """The body. Raises StoreError for another format or version and for damage, ValueError for what is no such file."""
+    line, _, rest = data.partition(b"\n")
+    header = decode_json(line)
+    if type(header) is dict and (header.get("format") != format_name or header.get("version") != version):
+        named, other = (ascii(header.get(name))[:80].strip("'\"") for name in ("format", "version"))
+        raise StoreError(f"{path}: expected {format_name} version {version}, found {named} version {other}.")
+    check_fields(header, {"format": str, "version": int, "nbytes": int, "xxh3": str})
+    body = rest[: max(0, header["nbytes"])]
+    if len(body) != header["nbytes"] or xxhash.xxh3_64_hexdigest(body) != header["xxh3"]:
+        raise StoreError(f"{path} is damaged: its checksum does not match. This state cannot be recovered.")
+    return decode_json(body)
 
 
 def kinds_of(record: type) -> dict[str, Kinds]:

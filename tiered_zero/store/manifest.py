@@ -8,18 +8,22 @@ meet at a barrier and then confirm always have one step in common.
 
 from __future__ import annotations
 
-import json
 import os
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
 
-import xxhash
-
 from tiered_zero.errors import StoreError
 from tiered_zero.sizes import PAGE_NBYTES, align_up, format_nbytes
-from tiered_zero.store.checked_json import MOST_INTEGER, check_fields, check_kind, decode_json, kinds_of
+from tiered_zero.store.checked_json import (
+    MOST_INTEGER,
+    check_fields,
+    check_kind,
+    decode_checked,
+    encode_checked,
+    kinds_of,
+)
 from tiered_zero.store.descriptors import error_text, opened_directory, read_file
 from tiered_zero.store.ranges import Range
 
@@ -74,18 +78,17 @@ class Manifest:
             raise StoreError(f"A commit's step must be a 64-bit integer; found {self.step!r}.")
         fields = vars(self) | {"records": [vars(record) for record in self.records]}
         try:
-            body = json.dumps(fields, separators=(",", ":")).encode()
+            data = encode_checked(_FORMAT, _VERSION, fields)
         except (TypeError, ValueError, RecursionError) as error:
             raise StoreError(
                 f"The metadata of a commit must be JSON (dicts, lists, text, numbers): {error}."
             ) from error
-        if len(body) > _MOST_NBYTES - PAGE_NBYTES:
+        if len(data) > _MOST_NBYTES:
             raise StoreError(
-                f"The manifest of a commit takes {format_nbytes(len(body))}; at most {format_nbytes(_MOST_NBYTES)} can "
+                f"The manifest of a commit takes {format_nbytes(len(data))}; at most {format_nbytes(_MOST_NBYTES)} can "
                 "be read back. Commit less metadata, or fewer and larger records."
             )
-        header = {"format": _FORMAT, "version": _VERSION, "nbytes": len(body), "xxh3": xxhash.xxh3_64_hexdigest(body)}
-        return json.dumps(header).encode() + b"\n" + body + b"\n"
+        return data
 
     @classmethod
     def decode(cls, data: bytes, path: Path) -> Manifest:
@@ -98,16 +101,7 @@ class Manifest:
     @classmethod
     def _decode(cls, data: bytes, path: Path) -> Manifest:
         """Raises StoreError, and ValueError for what no store writes."""
-        line, _, rest = data.partition(b"\n")
-        header = decode_json(line)
-        if type(header) is dict and (header.get("format") != _FORMAT or header.get("version") != _VERSION):
-            named, version = str(header.get("format"))[:80], str(header.get("version"))[:80]
-            raise StoreError(f"{path}: expected {_FORMAT} version {_VERSION}, found {named} version {version}.")
-        check_fields(header, {"format": str, "version": int, "nbytes": int, "xxh3": str})
-        body = rest[: max(0, header["nbytes"])]
-        if len(body) != header["nbytes"] or xxhash.xxh3_64_hexdigest(body) != header["xxh3"]:
-            raise StoreError(f"{path} is damaged: its checksum does not match. This state cannot be recovered.")
-        fields = check_fields(decode_json(body), kinds_of(cls))
+        fields = check_fields(decode_checked(data, path, _FORMAT, _VERSION), kinds_of(cls))
         if fields["capacity_nbytes"] < 0:
             raise ValueError("expected a capacity of 0 or more")
         records = tuple(_record(item) for item in fields["records"])

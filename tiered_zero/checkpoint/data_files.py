@@ -1,0 +1,298 @@
+"""Data files of a tag: appended through an I/O engine with a checksum for each MiB, and read back verified.
+
+Writing: the caller's memory goes to the file without a copy, several MiB at a time, while one thread computes checksums
+in the order of the file. Blocks are reserved when a file is made, so that a full disk is an error early, and so that
+direct writes need not change the file's size, which Linux does one at a time. Reading: runs of whole chunks through
+four buffers, three of which are on their way while the caller has the fourth.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, NamedTuple, final
+
+import xxhash
+
+from tiered_zero.checkpoint.manifest import CHUNK_NBYTES, DataFile
+from tiered_zero.errors import CorruptionError, InternalError
+from tiered_zero.io.disk_file import memory_address
+from tiered_zero.io.engine import File, IOEngine
+from tiered_zero.mappings import map_memory
+from tiered_zero.sizes import GIB, MIB, PAGE_NBYTES, align_up
+from tiered_zero.store.transfers import Worker, digest
+from tiered_zero.transfer import Completion, Transfer, wait_all
+
+BUFFER_NBYTES: Final = 4 * MIB
+NUM_BUFFERS: Final = 4
+"""Of a writer's staging memory, and of a reader's."""
+
+_MOST_FILE_NBYTES = 8 * GIB
+"""A file takes no further extent where it would become larger than this."""
+
+_GROWTH_NBYTES = 64 * MIB
+"""What is reserved at a time where more is written than was announced."""
+
+
+def staging_buffers() -> list[memoryview]:
+    """The fixed memory of one writer or reader, in huge pages where there are any, and kept from forked children."""
+    mapping = memoryview(map_memory(NUM_BUFFERS * BUFFER_NBYTES, "MADV_DONTFORK", "MADV_HUGEPAGE"))
+    return [mapping[index * BUFFER_NBYTES : (index + 1) * BUFFER_NBYTES] for index in range(NUM_BUFFERS)]
+
+
+@final
+class _Joined(Transfer):
+    """Several transfers as one."""
+
+    def __init__(self, *parts: Transfer) -> None:
+        self._parts = parts
+
+    def done(self) -> bool:
+        return all(part.done() for part in self._parts)
+
+    def wait(self) -> None:
+        wait_all(self._parts)
+
+
+class Appended(NamedTuple):
+    """Where memory went: byte `offset` of the file number `file`, once `transfer` is done."""
+
+    file: int
+    offset: int
+    transfer: Transfer
+
+
+@final
+@dataclass(eq=False)
+class _OpenFile:
+    """A data file that is being written. `nbytes`: appended so far; `reserved_nbytes`: blocks that it has.
+
+    `digests`, `hashing` belong to the hashing thread until it is idle.
+    """
+
+    name: str
+    file: File
+    nbytes: int = 0
+    reserved_nbytes: int = 0
+    digests: list[int] = field(default_factory=list)
+    hashing: xxhash.xxh3_64 = field(default_factory=xxhash.xxh3_64)
+    hashed_nbytes: int = 0
+
+    def hash(self, memory: memoryview) -> None:
+        """Take in the next bytes of the file."""
+        start = 0
+        while start < len(memory):
+            stop = min(len(memory), start + CHUNK_NBYTES - self.hashed_nbytes % CHUNK_NBYTES)
+            if stop - start == CHUNK_NBYTES:
+                self.digests.append(digest(memory[start:stop]))
+            else:
+                self.hashing.update(memory[start:stop])
+                if (self.hashed_nbytes + stop - start) % CHUNK_NBYTES == 0:
+                    self.end_chunk()
+            self.hashed_nbytes += stop - start
+            start = stop
+
+    def end_chunk(self) -> None:
+        """Enter the checksum of the chunk that was begun."""
+        self.digests.append(self.hashing.intdigest())
+        self.hashing.reset()
+
+
+@final
+class DataWriter:
+    """Appends to the data files of one tag. One thread drives it; `finish` or `close` ends it."""
+
+    def __init__(
+        self, directory: Path, engine: IOEngine, *, needed_nbytes: int = 0, prefix: str = "data-00000"
+    ) -> None:
+        """`needed_nbytes`: what will be appended; 0: not known. `prefix`: of the file names, one for each rank."""
+        self._directory, self._engine, self._prefix = directory, engine, prefix
+        self._left_nbytes = needed_nbytes
+        self._files: list[_OpenFile] = []
+        self._transfers: deque[Transfer] = deque()
+        self._worker = Worker("tiered-zero-checkpoint-hash")
+        self._closed = False
+
+    @property
+    def nbytes(self) -> int:
+        """Appended so far, in all files."""
+        return sum(file.nbytes for file in self._files)
+
+    def append(self, memory: memoryview) -> Appended:
+        """Write whole pages, at an address in whole pages, behind what was appended before. Raises TransferError.
+
+        Nothing is copied: the memory must stay as it is until the transfer is done.
+        """
+        nbytes = len(memory)
+        if nbytes == 0 or nbytes % PAGE_NBYTES or memory_address(memory) % PAGE_NBYTES:
+            raise InternalError(f"a data file takes whole pages; found {nbytes} bytes at {memory_address(memory):#x}")
+        file = self._file_for(nbytes)
+        offset = file.nbytes
+        file.nbytes += nbytes
+        self._left_nbytes = max(0, self._left_nbytes - nbytes)
+        written = self._engine.write(file.file, offset, memory)
+        hashed = Completion()
+        self._worker.submit(_hash_job(file, memory, hashed))
+        transfer = _Joined(written, hashed)
+        while self._transfers and self._transfers[0].done():
+            self._transfers.popleft().wait()
+        self._transfers.append(transfer)
+        return Appended(len(self._files) - 1, offset, transfer)
+
+    def finish(self) -> tuple[DataFile, ...]:
+        """Wait for all writes, cut each file to its bytes, make it durable, close it. Raises TransferError, OSError."""
+        wait_all(self._transfers)
+        self._transfers.clear()
+        finished = []
+        for file in self._files:
+            if file.reserved_nbytes != file.nbytes:
+                os.truncate(file.file.path, file.nbytes)
+            if file.nbytes % CHUNK_NBYTES:
+                file.end_chunk()
+            finished.append(DataFile(name=file.name, nbytes=file.nbytes, digests=tuple(file.digests)))
+        wait_all([self._engine.sync(file.file) for file in self._files])
+        self.close()
+        return tuple(finished)
+
+    def close(self) -> None:
+        """Close the files, whatever state they are in, when nothing uses the callers' memory any more. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            for file in self._files:
+                file.file.close()
+            self._worker.close()
+
+    def _file_for(self, nbytes: int) -> _OpenFile:
+        """The file that takes the next `nbytes`, with blocks for them."""
+        if not self._files or self._files[-1].nbytes + nbytes > max(_MOST_FILE_NBYTES, nbytes):
+            name = f"{self._prefix}-{len(self._files):05d}.bin"
+            self._files.append(_OpenFile(name, self._engine.open(str(self._directory / name), create=True)))
+        file = self._files[-1]
+        if file.nbytes + nbytes > file.reserved_nbytes:
+            ahead_nbytes = min(max(self._left_nbytes, nbytes), _MOST_FILE_NBYTES - file.nbytes)
+            if self._left_nbytes < nbytes:
+                ahead_nbytes = align_up(nbytes, _GROWTH_NBYTES)
+            reserved_nbytes = align_up(file.nbytes + max(ahead_nbytes, nbytes), PAGE_NBYTES)
+            file.file.allocate(reserved_nbytes)
+            file.reserved_nbytes = reserved_nbytes
+        return file
+
+
+def _hash_job(file: _OpenFile, memory: memoryview, hashed: Completion) -> Callable[[], None]:
+    def run() -> None:
+        try:
+            file.hash(memory)
+        except BaseException as error:  # the thread goes on; the transfer has the error
+            hashed.fail(error)
+        else:
+            hashed.complete()
+
+    return run
+
+
+class Run(NamedTuple):
+    """Bytes `[start, stop)` of the file number `file`."""
+
+    file: int
+    start: int
+    stop: int
+
+
+@final
+class DataReader:
+    """Reads runs of data files, verified. One thread drives it. The files were checked against the manifest before."""
+
+    def __init__(self, directory: Path, files: Sequence[DataFile], engine: IOEngine) -> None:
+        self._directory, self._manifest_files, self._engine = directory, files, engine
+        self._files: dict[int, File] = {}
+        self._buffers: list[memoryview] = []
+
+    def chunks_of(self, ranges: Iterable[Run]) -> list[Run]:
+        """What must be read for these ranges: whole chunks, each once, in the order of the files, at most a buffer."""
+        found: list[Run] = []
+        for file, start, stop in sorted(ranges):
+            start -= start % CHUNK_NBYTES
+            stop = min(align_up(stop, CHUNK_NBYTES), self._manifest_files[file].nbytes)
+            if found and found[-1].file == file and found[-1].stop >= start:
+                found[-1] = Run(file, found[-1].start, max(stop, found[-1].stop))
+            else:
+                found.append(Run(file, start, stop))
+        return [
+            Run(file, at, min(at + BUFFER_NBYTES, stop))
+            for file, start, stop in found
+            for at in range(start, stop, BUFFER_NBYTES)
+        ]
+
+    def read(self, runs: Sequence[Run]) -> Iterator[tuple[Run, memoryview]]:
+        """The bytes of each run of `chunks_of`, in order; they are valid until the next one is asked for.
+
+        Raises CorruptionError for a checksum that does not match, and TransferError.
+        """
+        for run, memory in self._read(runs):
+            for problem in self._problems(run, memory):
+                raise CorruptionError(f"{problem} Check the disk, and load another checkpoint.")
+            yield run, memory
+
+    def damage(self) -> list[str]:
+        """Read all files; a line for each chunk that is not as written, and for a file that cannot be read on."""
+        found: list[str] = []
+        for index, file in enumerate(self._manifest_files):
+            try:
+                for run, memory in self._read(self.chunks_of([Run(index, 0, file.nbytes)])):
+                    found += self._problems(run, memory)
+            except OSError as error:
+                found.append(str(error))
+        return found
+
+    def _read(self, runs: Sequence[Run]) -> Iterator[tuple[Run, memoryview]]:
+        if not self._buffers:
+            self._buffers = staging_buffers()
+        in_flight: deque[tuple[Run, memoryview, Transfer]] = deque()
+        try:
+            for number in range(len(runs) + NUM_BUFFERS - 1):
+                if number < len(runs):
+                    run = runs[number]
+                    memory = self._buffers[number % NUM_BUFFERS][: run.stop - run.start]
+                    in_flight.append((run, memory, self._engine.read(self._file(run.file), run.start, memory)))
+                if number >= NUM_BUFFERS - 1 and in_flight:
+                    run, memory, transfer = in_flight[0]
+                    transfer.wait()
+                    in_flight.popleft()
+                    yield run, memory
+        finally:
+            for _, _, transfer in in_flight:
+                _wait_quietly(transfer)
+
+    def close(self) -> None:
+        """Idempotent."""
+        while self._files:
+            self._files.popitem()[1].close()
+        self._buffers = []
+
+    def _file(self, index: int) -> File:
+        if index not in self._files:
+            path = self._directory / self._manifest_files[index].name
+            self._files[index] = self._engine.open(str(path), writable=False)
+        return self._files[index]
+
+    def _problems(self, run: Run, memory: memoryview) -> Iterator[str]:
+        file = self._manifest_files[run.file]
+        for at in range(0, len(memory), CHUNK_NBYTES):
+            chunk = memory[at : at + CHUNK_NBYTES]
+            expected, found = file.digests[(run.start + at) // CHUNK_NBYTES], digest(chunk)
+            if found != expected:
+                yield (
+                    f"{self._directory / file.name}: the {len(chunk)} bytes at offset {run.start + at} are not those "
+                    f"written (xxh3 {expected:016x} expected, {found:016x} found)."
+                )
+
+
+def _wait_quietly(transfer: Transfer) -> None:
+    """Wait until the memory is not used any more; another error is on its way already."""
+    try:
+        transfer.wait()
+    except Exception as error:
+        error.__traceback__ = None

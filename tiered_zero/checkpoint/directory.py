@@ -1,0 +1,355 @@
+"""The tags of a save directory: which are there and whole, which is the newest, what is damaged, what may go."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, final
+
+from tiered_zero.checkpoint.data_files import DataReader
+from tiered_zero.checkpoint.manifest import MANIFEST_NAME, MOST_NBYTES, DataFile, TagManifest, WrittenBy
+from tiered_zero.checkpoint.save_directory import (
+    LATEST_NAME,
+    OLD,
+    TEMPORARY,
+    SaveDirectory,
+    check_tag,
+    hidden_tag,
+)
+from tiered_zero.errors import StoreError
+from tiered_zero.io.select import select_reader
+from tiered_zero.sizes import MIB, format_nbytes
+from tiered_zero.store import manifest as store_manifest
+from tiered_zero.store.descriptors import disk_nbytes, error_text, kind_text, open_directory, read_file
+
+_PLAIN_MANIFEST_NBYTES: Final = 32 * MIB
+"""A manifest may be larger only beside data: what is decoded takes some twenty times the bytes of its text."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class TagInfo:
+    """One tag of a save directory. `reason`: why it is not complete, else "". `nbytes`: of its files.
+
+    `step`, `kind`, `written_by`, `created_s` (seconds since the epoch): None, "" and 0.0 where there is no manifest.
+    """
+
+    tag: str
+    path: Path
+    step: int | None = None
+    kind: str = ""
+    nbytes: int = 0
+    complete: bool = False
+    reason: str = ""
+    written_by: WrittenBy | None = None
+    created_s: float = 0.0
+
+
+def read_manifest(tag_dir: str | os.PathLike[str]) -> TagManifest:
+    """The manifest of a whole tag: every file is there with its size. Checksums are for `verify` and for reading.
+
+    Raises StoreError, with the reason, for anything else; a foreign checkpoint is named as what it is.
+    """
+    path = Path(tag_dir)
+    with _opened(path) as fd:
+        manifest = _read(fd, path)
+        for file in manifest.files:
+            if problem := _file_problem(fd, file):
+                raise StoreError(f"{path} is not a whole checkpoint: {file.name} {problem}.")
+    if manifest.swap is not None and (problem := _swap_problem(manifest)):
+        raise StoreError(f"{path} cannot be loaded: {problem}.")
+    return manifest
+
+
+def tag_path(save_dir: str | os.PathLike[str], tag: str) -> Path:
+    """Where the tag is: also while a writer that ended was replacing it. Raises StoreError for a bad tag."""
+    path = Path(save_dir) / check_tag(tag)
+    if not os.path.lexists(path):
+        for name in _names(Path(save_dir)):
+            if hidden_tag(OLD, name) == tag:
+                return path.with_name(name)
+    return path
+
+
+def list_tags(save_dir: str | os.PathLike[str]) -> list[TagInfo]:
+    """The tags, oldest first, also damaged and unfinished ones and other programs' checkpoints, each with the reason.
+
+    Raises StoreError where the directory cannot be read.
+    """
+    path = Path(save_dir)
+    names = _names(path)
+    found = [_inspect(path / name, tag) for name in names if (tag := _visible_tag(name, names)) is not None]
+    return sorted((info for info in found if info is not None), key=_age)
+
+
+def newest_complete(save_dir: str | os.PathLike[str]) -> TagInfo | None:
+    """The newest whole tag: of the highest step, and of equals the last one written."""
+    return next((info for info in reversed(list_tags(save_dir)) if info.complete), None)
+
+
+def read_latest(save_dir: str | os.PathLike[str]) -> str | None:
+    """The tag that `latest` names; None where there is no such file. Raises StoreError for a bad one."""
+    path = Path(save_dir)
+    try:
+        with _opened(path) as fd:
+            text = read_file(LATEST_NAME, fd, uid=os.fstat(fd).st_uid, most_nbytes=4096)
+        return check_tag(text.decode().strip())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, StoreError) as error:
+        raise StoreError(f"{path / LATEST_NAME} names no checkpoint: {error_text(error)}.") from error
+
+
+def find_tag(load_dir: str | os.PathLike[str], tag: str | None = None) -> tuple[TagInfo, list[str]]:
+    """The tag to load, and what was skipped on the way to it, one line each.
+
+    A given tag is taken or refused; else the one that `latest` names, else the newest complete one. Raises StoreError.
+    """
+    path = Path(load_dir)
+    if tag is not None:
+        found = tag_path(path, tag)
+        return _info(tag, found, read_manifest(found)), []
+    skipped = []
+    try:
+        named = read_latest(path)
+        if named is not None:
+            found = tag_path(path, named)
+            return _info(named, found, read_manifest(found)), []
+        skipped.append(f"{path} has no file {LATEST_NAME}")
+    except StoreError as error:
+        skipped.append(f"Skipped what {path / LATEST_NAME} names: {error}")
+    infos = list_tags(path)
+    for info in reversed(infos):
+        if info.complete:
+            return info, skipped
+        skipped.append(f"Skipped {info.tag}: {info.reason}")
+    if not infos and (problem := _foreign(_names(path))):
+        raise StoreError(f"{path} is {problem}")
+    raise StoreError(f"There is no complete checkpoint in {path}. {' '.join(skipped)}")
+
+
+def prune(save_dir: str | os.PathLike[str], keep: int) -> list[TagInfo]:
+    """Remove complete tags, but not the newest `keep` nor the one that `latest` names; those removed.
+
+    Raises StoreError.
+    """
+    if keep < 1:
+        raise StoreError(f"Keep at least one checkpoint; found {keep}.")
+    directory = SaveDirectory.open(save_dir)
+    try:
+        directory.restore()
+        try:
+            latest = read_latest(directory.path)
+        except StoreError:
+            latest = None
+        complete = [info for info in list_tags(directory.path) if info.complete]
+        removed = [info for info in complete[: max(0, len(complete) - keep)] if info.tag != latest]
+        for info in removed:
+            directory.check_replaceable(info.tag)
+            directory.remove(directory.hide(info.tag))
+        return removed
+    except OSError as error:
+        raise StoreError(f"{directory.path} cannot be pruned: {error}.") from error
+    finally:
+        directory.release()
+
+
+def verify(tag_dir: str | os.PathLike[str]) -> list[str]:
+    """What is wrong with a tag, every byte of it read; empty: nothing."""
+    path = Path(tag_dir)
+    try:
+        manifest = read_manifest(path)
+        if not manifest.files:
+            return []
+        selection = select_reader(*(path / file.name for file in manifest.files))
+    except (StoreError, OSError) as error:
+        return [str(error)]
+    reader = DataReader(path, manifest.files, selection.engine)
+    try:
+        return reader.damage()
+    finally:
+        reader.close()
+        selection.engine.close()
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    """A descriptor of the directory `path`, which is no symbolic link. Raises StoreError."""
+    try:
+        parent = Path(os.path.realpath(path.parent))
+        fd = open_directory(parent / path.name if path.name else parent)
+    except FileNotFoundError:
+        raise StoreError(f"There is no checkpoint {path}.") from None
+    except (OSError, ValueError) as error:  # ValueError: a path with a NUL
+        raise StoreError(f"{path} cannot be read: {_what_is_there(path, error)}.") from error
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _what_is_there(path: Path, error: Exception) -> str:
+    try:
+        mode = os.lstat(path).st_mode
+    except (OSError, ValueError):
+        return error_text(error)
+    if stat.S_ISREG(mode):
+        return "it is a file, perhaps of torch.save; expected a directory that save_checkpoint wrote"
+    return error_text(error) if stat.S_ISDIR(mode) else f"it is {kind_text(mode)}; expected a directory"
+
+
+def _names(path: Path) -> list[str]:
+    with _opened(path) as fd:
+        try:
+            return sorted(os.listdir(fd))
+        except OSError as error:
+            raise StoreError(f"{path} cannot be read: {error_text(error)}.") from error
+
+
+def _read(fd: int, path: Path) -> TagManifest:
+    """The manifest in the directory that is open at `fd`. Raises StoreError."""
+    try:
+        most_nbytes = min(MOST_NBYTES, _PLAIN_MANIFEST_NBYTES + disk_nbytes(fd) // 64)
+        data = read_file(MANIFEST_NAME, fd, uid=os.fstat(fd).st_uid, most_nbytes=most_nbytes)
+    except FileNotFoundError:
+        foreign = _foreign(os.listdir(fd))
+        raise StoreError(
+            f"{path} is {foreign}" if foreign else f"{path} is not a checkpoint: it has no {MANIFEST_NAME}."
+        ) from None
+    except (OSError, StoreError) as error:
+        raise StoreError(f"{path / MANIFEST_NAME} cannot be read: {error_text(error)}.") from error
+    return TagManifest.decode(data, path / MANIFEST_NAME)
+
+
+def _file_problem(fd: int, file: DataFile) -> str:
+    """What is wrong with a data file, looked at without opening it; empty: nothing."""
+    try:
+        status = os.stat(file.name, dir_fd=fd, follow_symlinks=False)
+    except FileNotFoundError:
+        return "is missing"
+    except OSError as error:
+        return f"cannot be looked at ({error_text(error)})"
+    if not stat.S_ISREG(status.st_mode):
+        return f"is {kind_text(status.st_mode)}"
+    if status.st_uid != (owner := os.fstat(fd).st_uid):
+        return f"belongs to user id {status.st_uid}, the directory to {owner}"
+    if status.st_size != file.nbytes:
+        return f"has {status.st_size} bytes; expected {file.nbytes}"
+    return ""
+
+
+def _swap_problem(manifest: TagManifest) -> str:
+    """Why the state that an in-place commit points to is not there any more; empty: it is."""
+    assert manifest.swap is not None
+    first = Path(manifest.swap["paths"][0])
+    try:
+        committed, prepared = store_manifest.load(first)
+    except StoreError as error:
+        return f"its state rests in {first}: {error}"
+    states = [state for state in (committed, prepared) if state is not None]
+    if not states or states[0].run_id != manifest.swap["run_id"]:
+        return f"its state rested in {first}, which is gone"
+    if all(state.step != manifest.step for state in states):
+        return (
+            f"it was superseded: an in-place commit holds one step, and {first} is at step {states[0].step} by now. "
+            "Load that one; `tiered-zero checkpoint export` makes a checkpoint independent"
+        )
+    return ""
+
+
+def _foreign(names: Sequence[str]) -> str:
+    """What other program's checkpoint has these files, and what to do; empty: none that is known."""
+    if ".metadata" in names or any(name.endswith(".distcp") for name in names):
+        return (
+            "a checkpoint of torch.distributed.checkpoint's own format, whose metadata is a pickle: reading it could "
+            "run code. Load it with the program that wrote it, and pass its values to load_state_dict."
+        )
+    if any(name.endswith(("_model_states.pt", "_optim_states.pt")) or name == "zero_to_fp32.py" for name in names):
+        return (
+            "a checkpoint of DeepSpeed, which is pickled: reading it could run code. Convert it with its "
+            "zero_to_fp32.py (--safe_serialization), and load the weights into the model before initialize()."
+        )
+    if any(name.endswith((".pt", ".pth", ".bin", ".ckpt", ".pkl")) for name in names):
+        return (
+            "a directory of torch.save's files, which are pickled. Load them with torch.load(weights_only=True) and "
+            "pass them to load_state_dict."
+        )
+    if any(name.endswith(".safetensors") for name in names):
+        return "a directory of exported weights (safetensors), without optimizer state. Load it with from_pretrained."
+    return ""
+
+
+def _visible_tag(name: str, names: Sequence[str]) -> str | None:
+    """The tag that a directory of this name has or is to have; None: it is none."""
+    if (old := hidden_tag(OLD, name)) is not None:
+        return None if old in names else old
+    if (temporary := hidden_tag(TEMPORARY, name)) is not None:
+        return temporary
+    try:
+        return check_tag(name)
+    except StoreError:
+        return None
+
+
+def _inspect(path: Path, tag: str) -> TagInfo | None:
+    """None for what is no checkpoint at all."""
+    try:
+        if not stat.S_ISDIR(os.lstat(path).st_mode):
+            return None
+        with _opened(path) as fd:
+            names, nbytes = os.listdir(fd), disk_nbytes(fd)
+    except (OSError, StoreError) as error:
+        return TagInfo(tag=tag, path=path, reason=f"it cannot be read: {error_text(error)}")
+    if hidden_tag(TEMPORARY, path.name) is not None:
+        reason = "it is being written or removed, or its writer ended before it was done"
+        return TagInfo(tag=tag, path=path, nbytes=nbytes, reason=reason)
+    if MANIFEST_NAME not in names:
+        foreign = _foreign(names)
+        return TagInfo(tag=tag, path=path, nbytes=nbytes, reason=f"it is {foreign}") if foreign else None
+    try:
+        with _opened(path) as fd:
+            manifest = _read(fd, path)
+    except StoreError as error:
+        return TagInfo(tag=tag, path=path, nbytes=nbytes, reason=str(error))
+    try:
+        return _info(tag, path, read_manifest(path))
+    except StoreError as error:
+        return _info(tag, path, manifest, str(error))
+
+
+def _info(tag: str, path: Path, manifest: TagManifest, reason: str = "") -> TagInfo:
+    return TagInfo(
+        tag=tag,
+        path=path,
+        step=manifest.step,
+        kind=manifest.kind,
+        nbytes=manifest.data_nbytes + len_of_manifest(path),
+        complete=not reason,
+        reason=reason,
+        written_by=manifest.written_by,
+        created_s=manifest.written_by.created_s,
+    )
+
+
+def len_of_manifest(path: Path) -> int:
+    """Bytes of a tag's manifest; 0 where it is gone by now."""
+    try:
+        return os.lstat(path / MANIFEST_NAME).st_size
+    except OSError:
+        return 0
+
+
+def _age(info: TagInfo) -> tuple[int, float, str]:
+    return (-1 if info.step is None else info.step, info.created_s, info.tag)
+
+
+def describe(info: TagInfo) -> str:
+    """One line for people."""
+    size = format_nbytes(info.nbytes)
+    return f"{info.tag}: {'complete' if info.complete else 'not complete'}, {size}" + (
+        f": {info.reason}" * bool(info.reason)
+    )

@@ -1,0 +1,265 @@
+"""A save directory while this process writes in it: its lock, and names that change durably or not at all."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import logging
+import os
+import re
+import secrets
+import stat
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Final, final
+
+from tiered_zero.errors import StoreError
+from tiered_zero.io.disk_file import errno_text
+from tiered_zero.sizes import format_nbytes
+from tiered_zero.store.descriptors import disk_nbytes, open_directory, open_file, read_file, remove_files
+
+logger = logging.getLogger("tiered_zero")
+
+LOCK_NAME: Final = ".tiered_zero.lock"
+LATEST_NAME: Final = "latest"
+TEMPORARY: Final = ".tmp-"
+OLD: Final = ".old-"
+"""Prefixes: of a tag that is being written or removed, and of one that is just being replaced."""
+
+_SUFFIX = re.compile(r"-[0-9a-f]{12}")
+_TAG = re.compile(r"[^./\x00-\x1f\x7f][^/\x00-\x1f\x7f]*")
+_MOST_TAG_NBYTES = 200
+_RENAME_EXCHANGE = 2
+
+
+def check_tag(tag: object) -> str:
+    """`tag` if it can name a directory. Raises StoreError."""
+    if not isinstance(tag, str) or not _TAG.fullmatch(tag) or tag == LATEST_NAME:
+        raise StoreError(
+            f"A checkpoint's tag must be a plain directory name: no slash, no leading dot, not {LATEST_NAME!r}; found "
+            f"{ascii(tag)[:200]}."
+        )
+    try:
+        nbytes = len(tag.encode())
+    except UnicodeEncodeError:
+        raise StoreError(f"A checkpoint's tag must be text that can be encoded; found {ascii(tag)[:200]}.") from None
+    if nbytes > _MOST_TAG_NBYTES:
+        raise StoreError(f"A checkpoint's tag must have at most {_MOST_TAG_NBYTES} bytes; found {nbytes}.")
+    return tag
+
+
+def hidden_name(prefix: str, tag: str) -> str:
+    """A new name for a tag that must not be found."""
+    return f"{prefix}{tag}-{secrets.token_hex(6)}"
+
+
+def hidden_tag(prefix: str, name: str) -> str | None:
+    """The tag of a `hidden_name` with this prefix; None for any other name."""
+    match = _SUFFIX.fullmatch(name[-13:])
+    return name[len(prefix) : -13] if match and name.startswith(prefix) and len(name) > len(prefix) + 13 else None
+
+
+@final
+class SaveDirectory:
+    """A save directory that this process holds by flock, until `release`. Any thread, one at a time.
+
+    [Note: replacing a tag]  rename(2) replaces no directory that has files. Where the system can exchange two names
+    (Linux, all local file systems), the new directory and the old one exchange theirs: there is no instant without the
+    tag. Elsewhere the old one gets the name `.old-TAG-...` first; a reader that finds no TAG takes that one, and the
+    next writer gives it its name back.
+    """
+
+    def __init__(self, path: Path, fd: int, lock: int) -> None:
+        """Use `open`."""
+        self.path, self.fd = path, fd
+        self._lock = lock
+
+    @classmethod
+    def open(cls, save_dir: str | os.PathLike[str]) -> SaveDirectory:
+        """Make it with its parents (mode 0700) where it is missing; lock it. Raises StoreError."""
+        try:
+            path = Path(os.path.realpath(save_dir))
+            _make_durably(path)
+            fd = open_directory(path)
+        except (OSError, ValueError) as error:  # ValueError: a path with a NUL
+            raise StoreError(
+                f"Checkpoints cannot be saved to {os.fspath(save_dir)!r}: {_text(error)}. Name a directory of your own."
+            ) from error
+        try:
+            return cls(path, fd, _locked(path, fd))
+        except BaseException:
+            os.close(fd)
+            raise
+
+    def release(self) -> None:
+        """Idempotent. The lock ends also where a forked child has inherited it."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            with suppress(OSError):
+                fcntl.flock(self._lock, fcntl.LOCK_UN)
+            os.close(self._lock)
+            os.close(fd)
+
+    def restore(self) -> None:
+        """Finish what a dead writer left: a replaced tag gets its name back, temporary directories are removed."""
+        names = sorted(os.listdir(self.fd))
+        for name in names:
+            tag = hidden_tag(OLD, name)
+            if tag is not None and tag not in names and self._is_own_directory(name):
+                os.rename(name, tag, src_dir_fd=self.fd, dst_dir_fd=self.fd)
+                os.fsync(self.fd)
+                logger.warning(
+                    "%s: checkpoint %s was being replaced when its writer ended; it is back.", self.path, tag
+                )
+        for name in sorted(os.listdir(self.fd)):
+            if hidden_tag(TEMPORARY, name) == LATEST_NAME:
+                os.unlink(name, dir_fd=self.fd)
+                continue
+            prefix = TEMPORARY if hidden_tag(TEMPORARY, name) else OLD
+            if (tag := hidden_tag(prefix, name)) and self._is_own_directory(name):
+                nbytes = self.remove(name)
+                logger.warning(
+                    "%s: removed %s (%s), which a writer of checkpoint %s left when it ended.",
+                    *(self.path, name, format_nbytes(nbytes), tag),
+                )
+
+    def make_temporary(self, tag: str) -> str:
+        """A new empty directory, mode 0700; its name. Raises OSError."""
+        name = hidden_name(TEMPORARY, tag)
+        os.mkdir(name, 0o700, dir_fd=self.fd)
+        return name
+
+    def check_replaceable(self, tag: str) -> None:
+        """Raises StoreError where the name `tag` is taken by anything but an own checkpoint's directory."""
+        try:
+            status = os.stat(tag, dir_fd=self.fd, follow_symlinks=False)
+        except FileNotFoundError:
+            return
+        if not stat.S_ISDIR(status.st_mode):
+            raise StoreError(f"{self.path / tag} is no directory and is not replaced. Name another tag.")
+        if status.st_uid != os.geteuid():
+            raise StoreError(f"{self.path / tag} belongs to user id {status.st_uid}. Name another tag.")
+
+    def publish(self, name: str, tag: str) -> None:
+        """The directory `name` becomes `tag`, durably; one of that name before is removed. Raises OSError."""
+        replaced = name
+        try:
+            os.stat(tag, dir_fd=self.fd, follow_symlinks=False)
+        except FileNotFoundError:
+            os.rename(name, tag, src_dir_fd=self.fd, dst_dir_fd=self.fd)
+            os.fsync(self.fd)
+            return
+        if not exchange(self.fd, name, tag):
+            replaced = hidden_name(OLD, tag)
+            os.rename(tag, replaced, src_dir_fd=self.fd, dst_dir_fd=self.fd)
+            os.fsync(self.fd)
+            os.rename(name, tag, src_dir_fd=self.fd, dst_dir_fd=self.fd)
+        os.fsync(self.fd)
+        self.remove(replaced)
+
+    def hide(self, tag: str) -> str:
+        """Give a tag a temporary name, durably, so that it can be removed file by file. Raises OSError."""
+        name = hidden_name(TEMPORARY, tag)
+        os.rename(tag, name, src_dir_fd=self.fd, dst_dir_fd=self.fd)
+        os.fsync(self.fd)
+        return name
+
+    def remove(self, name: str) -> int:
+        """Remove a directory of plain files; the disk bytes that it had. Raises OSError."""
+        fd = open_directory(name, self.fd)
+        try:
+            nbytes = disk_nbytes(fd)
+            remove_files(fd, keep="")
+        finally:
+            os.close(fd)
+        os.rmdir(name, dir_fd=self.fd)
+        return nbytes
+
+    def write_latest(self, tag: str) -> None:
+        """Raises OSError."""
+        name = hidden_name(TEMPORARY, LATEST_NAME)
+        try:
+            write_durably(name, tag.encode(), self.fd)
+            os.rename(name, LATEST_NAME, src_dir_fd=self.fd, dst_dir_fd=self.fd)
+            os.fsync(self.fd)
+        except OSError:
+            with suppress(OSError):
+                os.unlink(name, dir_fd=self.fd)
+            raise
+
+    def _is_own_directory(self, name: str) -> bool:
+        status = os.stat(name, dir_fd=self.fd, follow_symlinks=False)
+        return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+
+
+def write_durably(name: str, data: bytes, dir_fd: int) -> None:
+    """Write a new file, mode 0600, and fsync it. Raises OSError."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    fd = os.open(name, flags, 0o600, dir_fd=dir_fd)
+    try:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(fd, view) :]
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def exchange(dir_fd: int, name: str, other: str) -> bool:
+    """Exchange two names at once; False where the system cannot. Raises OSError."""
+    renameat2: Callable[..., int] | None = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
+        return False
+    if renameat2(dir_fd, os.fsencode(name), dir_fd, os.fsencode(other), _RENAME_EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+        return False
+    raise OSError(code, os.strerror(code), name)
+
+
+def _make_durably(path: Path) -> None:
+    """Raises OSError."""
+    missing = [place for place in (path, *path.parents) if not place.exists()]
+    for place in reversed(missing):
+        with suppress(FileExistsError):
+            os.mkdir(place, 0o700)
+        fd = os.open(place.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def _locked(path: Path, dir_fd: int) -> int:
+    """A descriptor of the locked lock file. Raises StoreError."""
+    try:
+        lock = open_file(LOCK_NAME, dir_fd, uid=os.geteuid(), flags=os.O_RDWR | os.O_CREAT)
+    except OSError as error:
+        raise StoreError(
+            f"Checkpoints cannot be saved to {path}: {_text(error)}. Name a directory of your own."
+        ) from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, str(os.getpid()).encode(), 0)
+    except BlockingIOError as error:
+        os.close(lock)
+        owner = read_file(LOCK_NAME, dir_fd, uid=os.geteuid(), most_nbytes=100).decode("ascii", "replace")
+        raise StoreError(
+            f"Process {owner or '(unknown)'} is writing a checkpoint in {path}. Wait for it, or give each run its own "
+            "directory."
+        ) from error
+    except OSError as error:
+        os.close(lock)
+        raise StoreError(
+            f"{path} cannot be locked: {_text(error)}. Name a directory on another file system."
+        ) from error
+    return lock
+
+
+def _text(error: Exception) -> str:
+    code = error.errno if isinstance(error, OSError) else None
+    return errno_text(code) if code else str(error)

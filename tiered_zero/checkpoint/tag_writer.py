@@ -1,0 +1,161 @@
+"""Write one tag: into a temporary directory, which gets the tag's name when all of it is durable."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, final
+
+from tiered_zero.checkpoint.manifest import MANIFEST_NAME, TagManifest
+from tiered_zero.checkpoint.save_directory import SaveDirectory, check_tag, write_durably
+from tiered_zero.checkpoint.storage import FileWriter
+from tiered_zero.errors import ConfigError, StoreError, TransferError
+from tiered_zero.io.disk_file import free_text
+from tiered_zero.io.engine import IOEngine
+from tiered_zero.io.select import select_engine
+from tiered_zero.sizes import MIB, format_nbytes
+from tiered_zero.store.descriptors import open_directory
+
+logger = logging.getLogger("tiered_zero")
+
+_SPARE_NBYTES = 4 * MIB
+"""Of a tag beyond its data: manifest, directory, ends of pages."""
+
+
+@final
+class TagWriter:
+    """One tag that is being written. `with TagWriter.begin(...) as tag:` discards it unless it was published.
+
+    N-1 until the rename, N after it: whatever fails before leaves all earlier tags, and no new one.
+    """
+
+    def __init__(
+        self, directory: SaveDirectory, tag: str, name: str, writer: FileWriter, engine: IOEngine | None
+    ) -> None:
+        """`name`: of the temporary directory; `engine`: to be closed at the end. Use `begin`."""
+        self.writer, self.tag = writer, tag
+        self._directory, self._name, self._engine = directory, name, engine
+
+    @classmethod
+    def begin(
+        cls,
+        save_dir: str | os.PathLike[str],
+        tag: str,
+        *,
+        engine: IOEngine | None = None,
+        needed_nbytes: int = 0,
+    ) -> TagWriter:
+        """Lock the save directory, clear what dead writers left there, check the space, and open the files.
+
+        `engine`: None: the tag's own, so that its failure concerns no other transfer. `needed_nbytes`: of all tensors.
+        Raises StoreError.
+        """
+        check_tag(tag)
+        directory = SaveDirectory.open(save_dir)
+        name, own = None, None
+        try:
+            directory.restore()
+            directory.check_replaceable(tag)
+            _check_space(directory.path, needed_nbytes + _SPARE_NBYTES)
+            name = directory.make_temporary(tag)
+            path = directory.path / name
+            if engine is None:
+                engine = own = select_engine(path).engine
+            return cls(directory, tag, name, FileWriter(path, engine, needed_nbytes=needed_nbytes), own)
+        except BaseException as error:
+            if own is not None:
+                own.close()
+            if name is not None:
+                with suppress(OSError):
+                    directory.remove(name)
+            directory.release()
+            if isinstance(error, OSError | ConfigError):
+                raise _store_error(directory.path, tag, error, needed_nbytes) from error
+            raise
+
+    def __enter__(self) -> TagWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.discard()
+
+    @property
+    def path(self) -> Path:
+        """Where the tag will be."""
+        return self._directory.path / self.tag
+
+    def publish(self, fields: Mapping[str, Any], *, save_latest: bool = True) -> TagManifest:
+        """Make all durable and give it its name; then `latest`. Raises StoreError: then it is discarded.
+
+        `fields`: of TagManifest, but for tag, files and tensors.
+        """
+        published = False
+        try:
+            files, tensors = self.writer.finish_files()
+            given = {"kind": "full", "tensors": tensors, **fields}
+            manifest = TagManifest(**given, tag=self.tag, files=files)
+            data = manifest.encode()
+            fd = open_directory(self._name, self._directory.fd)
+            try:
+                write_durably(MANIFEST_NAME, data, fd)
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+            self._directory.publish(self._name, self.tag)
+            published = True
+            if save_latest:
+                self._directory.write_latest(self.tag)
+        except OSError as error:
+            what = _store_error(self._directory.path, self.tag, error, 0)
+            if published:
+                what = StoreError(f"{self.path} is complete, but `latest` could not be written: {error}.")
+            raise what from error
+        finally:
+            self.discard()
+        return manifest
+
+    def discard(self) -> None:
+        """Remove what was written, unless it was published; end the lock. Idempotent. A failure is logged."""
+        if self._directory.fd < 0:
+            return
+        try:
+            self.writer.close()
+            if self._engine is not None:
+                self._engine.close()
+            with suppress(FileNotFoundError):
+                self._directory.remove(self._name)
+        except OSError as error:
+            logger.warning("%s cannot be removed: %s", self._directory.path / self._name, error)
+        finally:
+            self._directory.release()
+
+
+def _check_space(path: Path, needed_nbytes: int) -> None:
+    """Raises StoreError."""
+    status = os.statvfs(path)
+    free_nbytes = status.f_bavail * status.f_frsize
+    if free_nbytes < needed_nbytes:
+        raise StoreError(
+            f"The checkpoint needs {format_nbytes(needed_nbytes)} ({needed_nbytes} bytes) in {path}; "
+            f"{format_nbytes(free_nbytes)} ({free_nbytes} bytes) are free. Free space there, `tiered-zero checkpoint "
+            "prune` it, or save elsewhere. What was saved before is untouched."
+        )
+
+
+def _store_error(path: Path, tag: str, error: Exception, needed_nbytes: int) -> StoreError:
+    """What stopped a save, as one error; a full disk by its name."""
+    code = error.errno if isinstance(error, OSError) else None
+    if code in (errno.ENOSPC, errno.EDQUOT):
+        needed = f" It needs {format_nbytes(needed_nbytes)}." if needed_nbytes else ""
+        return StoreError(
+            f"The disk is full: checkpoint {tag} could not be written to {path}; {free_text(str(path / tag))}.{needed} "
+            f"Free space there, or save elsewhere. What was saved before is untouched. ({error})"
+        )
+    kind = "" if isinstance(error, TransferError | ConfigError) else f"{type(error).__name__}: "
+    return StoreError(
+        f"Checkpoint {tag} could not be written to {path}: {kind}{error} What was saved before is untouched."
+    )
