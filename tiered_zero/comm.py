@@ -1,10 +1,19 @@
-"""DeepSpeed's `comm` namespace, for one rank."""
+"""DeepSpeed's `comm` namespace."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from tiered_zero.hardware.collectives import SingleRank, barrier, get_rank, get_world_size, is_initialized
+from tiered_zero.hardware.collectives import (
+    SingleRank,
+    barrier,
+    ensure_many,
+    get_rank,
+    get_world_size,
+    is_initialized,
+    local_rank,
+    world_size_here,
+)
 
 __all__ = ["barrier", "get_local_rank", "get_rank", "get_world_size", "init_distributed", "is_initialized"]
 
@@ -21,10 +30,16 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """A process group of one rank, if there is none. Raises ModelError where more than one rank runs."""
-    SingleRank().ensure_process_group(dist_init_required)
+    """Initialize the default process group, if there is none: of the ranks that the launcher has started, or of one.
+
+    `timeout`: a timedelta; half an hour by default. Raises ModelError and RankError.
+    """
+    if world_size_here() > 1:
+        ensure_many(timeout.total_seconds() if timeout is not None else 1800.0, dist_init_required)
+    else:
+        SingleRank().ensure_process_group(dist_init_required)
 
 
 def get_local_rank() -> int:
     """This process's rank on its host."""
-    return get_rank()
+    return local_rank()

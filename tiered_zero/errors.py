@@ -45,6 +45,10 @@ class EngineFailedError(TieredZeroError):
     """An earlier failure left state that cannot be trusted; says from where to resume."""
 
 
+class RankError(TieredZeroError):
+    """Another rank failed, made other calls, or did not answer in time: the run ends on every rank."""
+
+
 class MissingNameError(TieredZeroError, AttributeError):
     """A name that does not exist here, DeepSpeed's perhaps; says what to do instead."""
 

@@ -281,9 +281,7 @@ class TrainStep:
                 "step() without backward(): no parameter has a gradient, so this step changes no weight. It counts "
                 "as a step for the learning rate schedule; this is said once."
             )
-        check = self.counts.grad_check = check_gradients(
-            norms, self.overflow.loss_scale, self._clipping, self.runtime.collectives
-        )
+        check = self.counts.grad_check = check_gradients(norms, self.overflow.loss_scale, self._clipping)
         self.counts.global_steps += 1
         try:
             is_applied = self.overflow.allows(check, self.counts.global_steps)

@@ -10,10 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from tiered_zero.grads import check as grad_check
-from tiered_zero.grads.check import GradCheck
+from tiered_zero.grads.check import GradCheck, check_gradients
 from tiered_zero.grads.norms import GradNorm
-from tiered_zero.hardware.collectives import SingleRank
 from tiered_zero.layout.flat import ParamSpec
 
 Norms = list[tuple[ParamSpec, torch.Tensor]]
@@ -28,28 +26,6 @@ def norms_of(grads: list[torch.Tensor]) -> Norms:
         )
         for index, grad in enumerate(grads)
     ]
-
-
-def check_gradients(norms: Norms, loss_scale: float, max_norm: float) -> GradCheck:
-    return grad_check.check_gradients(norms, loss_scale, max_norm, SingleRank())
-
-
-class _ThreeRanks:
-    """Each with the same gradients as this one."""
-
-    rank, world_size = 0, 3
-
-    def close(self) -> None: ...
-
-    def all_reduce_norm(self, norm: torch.Tensor) -> torch.Tensor:
-        return norm * math.sqrt(3)
-
-
-def test_every_rank_counts_in_the_norm() -> None:
-    grads = [torch.full((4,), 2.0)]
-    found = grad_check.check_gradients(norms_of(grads), 1.0, 1.0, _ThreeRanks())
-    assert found.norm == pytest.approx(4 * math.sqrt(3))
-    assert found.grad_scale == pytest.approx(1 / found.norm, rel=1e-5)
 
 
 def clipped(grads: list[torch.Tensor], max_norm: float) -> tuple[torch.Tensor, list[torch.Tensor]]:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-from tiered_zero.hardware.collectives import Collectives
 from tiered_zero.layout.flat import ParamSpec
 
 
@@ -22,25 +21,22 @@ class GradCheck:
     first_bad: str | None = None
 
 
-def check_gradients(
-    norms: Sequence[tuple[ParamSpec, torch.Tensor]], loss_scale: float, max_norm: float, collectives: Collectives
-) -> GradCheck:
+def check_gradients(norms: Sequence[tuple[ParamSpec, torch.Tensor]], loss_scale: float, max_norm: float) -> GradCheck:
     """The arithmetic of torch.nn.utils.clip_grad_norm_, from each parameter's norm on: the norm of the norms, in fp32.
 
     `norms`: 0-d fp32, of gradients scaled by `loss_scale`, in the order of `model.parameters()`. `max_norm`: 0 does not
-    clip. Every rank calls it in every step, and gets the same norm and factor.
+    clip.
     """
     values = [norm for _, norm in norms]
     if len({norm.device for norm in values}) > 1:  # some gradients rest on the device: their norms come in one copy
         come = iter(torch.stack([norm for norm in values if norm.device.type != "cpu"]).cpu())
         values = [norm if norm.device.type == "cpu" else next(come) for norm in values]
-    local = torch.linalg.vector_norm(torch.stack(values), 2) if values else torch.zeros(())
-    total = collectives.all_reduce_norm(local)
+    total = torch.linalg.vector_norm(torch.stack(values), 2) if values else torch.zeros(())
     if loss_scale != 1.0:
         total = total / loss_scale
     scale = torch.clamp(max_norm / (total + 1e-6), max=1.0).item() if max_norm > 0 else 1.0
     bad = None
     if not torch.isfinite(total):
         named = (spec.name for (spec, _), norm in zip(norms, values, strict=True) if not torch.isfinite(norm))
-        bad = next(named, norms[0][0].name if norms else "another rank")
+        bad = next(named, norms[0][0].name)
     return GradCheck(bad is None, total.item(), scale / loss_scale, bad)

@@ -1,4 +1,4 @@
-"""Collectives, and the process group: of one rank in this version."""
+"""Collectives: their interface, and the ranks that a run has."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Protocol, final
 
 import torch
 import torch.distributed as dist
 
-from tiered_zero.errors import ModelError
+from tiered_zero.errors import ModelError, RankError
+from tiered_zero.hardware.process_groups import ProcessGroups
+from tiered_zero.transfer import COMPLETED, Transfer
 
 logger = logging.getLogger("tiered_zero")
 
@@ -23,17 +26,103 @@ _INTERFACE_KEY = "GLOO_SOCKET_IFNAME"
 
 
 class Collectives(Protocol):
-    """What the ranks of a run exchange. Driver thread only: every rank makes the same calls in the same order."""
+    """What the ranks of a run exchange. Driver thread only: every rank makes the same calls in the same order.
+
+    `what`: names the call in errors. Raises RankError where another rank fails or does not answer.
+    """
 
     rank: int
     world_size: int
 
-    def all_reduce_norm(self, norm: torch.Tensor) -> torch.Tensor:
-        """The L2 norm over every rank's elements, from `norm` (0-d fp32) of this rank's. Not finite on any rank where
-        it is not finite on one, so that all skip the same steps."""
+    def all_gather(self, flat: torch.Tensor, shard: torch.Tensor, what: str = ...) -> Transfer:
+        """Start to fill `flat` [W * n] with every rank's `shard` [n], in rank order. `shard` may be its part of `flat`.
+        Both are this call's until the transfer is done."""
+
+    def reduce_scatter(self, bucket: torch.Tensor, out: torch.Tensor, what: str = ...) -> Transfer:
+        """Start to fill `out` [n] with the sum over ranks of part `rank` of their `bucket` [W * n]. Both are this
+        call's until the transfer is done; the bucket's content is undefined then."""
+
+    def broadcast(self, tensor: torch.Tensor, source: int = ..., what: str = ...) -> None:
+        """Fill `tensor`, contiguous, with that of rank `source`. Blocks."""
+
+    def exchange(self, data: bytes, what: str = ...) -> list[bytes]:
+        """Return every rank's `data`, in rank order: what each gave, of any length. Blocks."""
+
+    def fail(self, message: str) -> None:
+        """End the run on every rank: the others raise RankError with `message`. Idempotent; raises nothing."""
 
     def close(self) -> None:
         """Free what this has created. Idempotent."""
+
+
+def open_collectives(timeout_s: float, dist_init_required: bool | None = None) -> Collectives:
+    """Join the ranks that the launcher has started, or that torch.distributed has: one, or many.
+
+    Every rank calls it at the same time. `timeout_s`: after which a rank that does not answer is an error.
+    `dist_init_required`: False initializes no process group. Raises ModelError and RankError.
+    """
+    if world_size_here() == 1:
+        single = SingleRank()
+        single.ensure_process_group(dist_init_required)
+        return single
+    ensure_many(timeout_s, dist_init_required)
+    try:
+        with _loopback(needed=_is_one_host()):
+            return ProcessGroups(timeout_s)
+    except RuntimeError as error:
+        raise RankError(
+            f"rank {get_rank()} of {get_world_size()} cannot connect to the others: {error}. Every rank calls "
+            "tiered_zero.initialize() once, in the same order."
+        ) from error
+
+
+def world_size_here() -> int:
+    """The ranks that a run in this process has: torch.distributed's, else the launcher's WORLD_SIZE, else 1."""
+    if is_initialized():
+        return dist.get_world_size()
+    launched = os.environ.get("WORLD_SIZE", "")
+    return int(launched) if launched.isdigit() else 1
+
+
+def ensure_many(timeout_s: float, dist_init_required: bool | None = None) -> None:
+    """Initialize torch.distributed from the launcher's environment, if it is not.
+
+    The group stays until the process ends: the launcher's store takes no second one, and another engine may follow.
+    """
+    if is_initialized():
+        return
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in names if not os.environ.get(name)]
+    if missing or dist_init_required is False or not dist.is_available():
+        found = f"without {', '.join(missing)}" if missing else "and no process group may be made for them"
+        raise ModelError(
+            f"The launcher's WORLD_SIZE has {os.environ.get('WORLD_SIZE')} ranks, {found}. Start the script with "
+            "torchrun --nproc-per-node N, or call torch.distributed.init_process_group() before initialize()."
+        )
+    try:
+        with _loopback(needed=_is_one_host()):
+            dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
+    except (RuntimeError, ValueError, OSError) as error:
+        raise RankError(
+            f"rank {os.environ['RANK']}: the process group of {os.environ['WORLD_SIZE']} ranks cannot be made at "
+            f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: {error}."
+        ) from error
+
+
+def local_rank() -> int:
+    """This process's rank on its host: the launcher's LOCAL_RANK, else 0."""
+    text = os.environ.get("LOCAL_RANK", "")
+    return int(text) if text.isdigit() else 0
+
+
+def local_world_size() -> int:
+    """Ranks on this host: the launcher's LOCAL_WORLD_SIZE, else all of them."""
+    text = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(1, int(text)) if text.isdigit() else world_size_here()
+
+
+def _is_one_host() -> bool:
+    return local_world_size() == world_size_here()
 
 
 @final
@@ -61,8 +150,23 @@ class SingleRank:
         elif dist_init_required is not False:
             self._create_group()
 
-    def all_reduce_norm(self, norm: torch.Tensor) -> torch.Tensor:
-        return norm
+    def all_gather(self, flat: torch.Tensor, shard: torch.Tensor, what: str = "") -> Transfer:
+        if flat.data_ptr() != shard.data_ptr():
+            flat.copy_(shard)
+        return COMPLETED
+
+    def reduce_scatter(self, bucket: torch.Tensor, out: torch.Tensor, what: str = "") -> Transfer:
+        out.copy_(bucket)
+        return COMPLETED
+
+    def broadcast(self, tensor: torch.Tensor, source: int = 0, what: str = "") -> None:
+        """There is no other rank."""
+
+    def exchange(self, data: bytes, what: str = "") -> list[bytes]:
+        return [data]
+
+    def fail(self, message: str) -> None:
+        """There is no other rank."""
 
     def close(self) -> None:
         """Destroy the group if this object created it. Idempotent."""
@@ -73,7 +177,7 @@ class SingleRank:
     def _create_group(self) -> None:
         hook = sys.excepthook
         try:
-            with _loopback():
+            with _loopback(needed=True):
                 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
         except (RuntimeError, ValueError, OSError) as error:
             logger.warning("no torch.distributed group was created, scripts that ask for a rank will fail: %s", error)
@@ -88,7 +192,7 @@ class SingleRank:
     def _check_world_size(source: str, world_size: int) -> None:
         if world_size > 1:
             raise ModelError(
-                f"this version trains with one rank; {source} has {world_size}. Start the script with one process "
+                f"expected one rank; {source} has {world_size}. Start the script with one process "
                 "(python script.py, or --num_gpus 1)."
             )
 
@@ -126,11 +230,12 @@ def _keep_group_in_children() -> None:
 
 
 @contextmanager
-def _loopback() -> Iterator[None]:
-    """Gloo looks its interface up by this variable, else by the host's name, which may not resolve."""
+def _loopback(needed: bool) -> Iterator[None]:
+    """Have gloo take the loopback interface, where every rank is on this host: it looks its interface up by this
+    variable, else by the host's name, which may not resolve."""
     before = os.environ.get(_INTERFACE_KEY)
     names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
-    if before is None and names:
+    if needed and before is None and names:
         os.environ[_INTERFACE_KEY] = names[0]
     try:
         yield

@@ -1,0 +1,159 @@
+"""Every collective between processes, and what the others hear of a rank that fails, ends, or is stopped."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ranks.pool import RankPool
+from tiered_zero.errors import RankError
+from tiered_zero.hardware.collectives import Collectives, SingleRank, open_collectives
+from tiered_zero.transfer import wait_all
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def collect(dtype: torch.dtype, numel: int) -> dict[str, Any]:
+    """Each collective once, with numbers that every rank can predict."""
+    group = open_collectives(30.0)
+    rank, world = group.rank, group.world_size
+    flat = torch.full((world * numel,), -1.0, dtype=dtype)
+    shard = flat[rank * numel : (rank + 1) * numel]
+    shard.fill_(rank + 1)
+    in_place = group.all_gather(flat, shard)
+    apart = torch.zeros(world * numel, dtype=dtype)
+    other = group.all_gather(apart, torch.full((numel,), rank + 1.0, dtype=dtype))
+    bucket = torch.arange(world, dtype=dtype).repeat_interleave(numel) * (rank + 1)
+    out = torch.zeros(numel, dtype=dtype)
+    reduced = group.reduce_scatter(bucket, out)  # beside the gathers
+    wait_all([in_place, other, reduced])
+    values = torch.full((3, 2), float(rank), dtype=dtype)
+    group.broadcast(values)
+    last = torch.full((5,), rank, dtype=torch.uint8)
+    group.broadcast(last, source=world - 1)
+    texts = [group.exchange(bytes([rank]) * (size + rank)) for size in (0, 1, 246, 247, 248, 70_000)]
+    group.close()
+    group.close()
+    return {
+        "gathered": flat.tolist(),
+        "apart": apart.tolist(),
+        "reduced": out.tolist(),
+        "values": values.flatten().tolist(),
+        "last": last.tolist(),
+        "texts": [[len(text) for text in found] for found in texts],
+        "bytes": [all(text == bytes([r]) * len(text) for r, text in enumerate(found)) for found in texts],
+    }
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("numel", [1, 2048])
+def test_every_collective_gives_what_it_says(ranks: RankPool, world: int, numel: int) -> None:
+    for dtype in DTYPES:
+        for rank, found in enumerate(ranks.run(collect, world, dtype, numel)):
+            each = [float(r + 1) for r in range(world) for _ in range(numel)]
+            assert found["gathered"] == found["apart"] == each
+            assert found["reduced"] == [rank * world * (world + 1) / 2] * numel
+            assert found["values"] == [0.0] * 6
+            assert found["last"] == [world - 1] * 5
+            assert found["texts"] == [[size + r for r in range(world)] for size in (0, 1, 246, 247, 248, 70_000)]
+            assert all(found["bytes"])
+
+
+def fail_in_mid_run(which: int, act: str) -> tuple[str, float]:
+    """All but one rank wait in a collective when that one fails: what they raise, and how long it took."""
+    group = open_collectives(120.0)
+    group.exchange(b"all here")
+    begin = time.monotonic()
+    try:
+        if group.rank == which:
+            time.sleep(0.3)
+            if act == "exit":
+                os._exit(7)
+            raise ValueError("the disk of this rank is full")
+        if act == "gather":
+            group.all_gather(torch.zeros(group.world_size), torch.zeros(1), "unit 5").wait()
+        else:
+            group.exchange(b"step 3")
+    except Exception as error:
+        group.fail(str(error))
+        with pytest.raises(RankError, match=r"closed|failed"):
+            group.exchange(b"after the end")
+        group.close()
+        return f"{type(error).__name__}: {error}", time.monotonic() - begin
+    raise AssertionError("nothing was raised")
+
+
+@pytest.mark.parametrize(("world", "which", "act"), [(2, 0, "exchange"), (2, 1, "gather"), (4, 2, "gather")])
+def test_a_failing_rank_ends_the_others_with_its_message(ranks: RankPool, world: int, which: int, act: str) -> None:
+    found = ranks.run(fail_in_mid_run, world, which, act)
+    for rank, (text, _) in enumerate(found):
+        if rank == which:
+            assert text == "ValueError: the disk of this rank is full"
+        else:
+            assert text.startswith(f"RankError: Rank {which} failed, which ends the run on all {world} ranks")
+            assert "the disk of this rank is full" in text
+
+
+def test_a_rank_that_ends_without_a_word_is_a_lost_connection(ranks: RankPool) -> None:
+    first, second = ranks.outcomes(fail_in_mid_run, 2, 1, "exit")
+    assert second.error == "ProcessEnded" and "7" in second.text
+    assert first.error == "" and "connection to another rank was lost" in first.value[0]
+
+
+def stop_one() -> str:
+    """Rank 1 is stopped by a signal, and goes on when rank 0 has given up on it."""
+    group = open_collectives(2.0)
+    (_, data) = group.exchange(str(os.getpid()).encode())
+    try:
+        if group.rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        group.exchange(b"step 4", "step 4")
+    except RankError as error:
+        return str(error)
+    finally:
+        if group.rank == 0:
+            os.kill(int(data), signal.SIGCONT)
+        group.fail("done")
+        group.close()
+    return ""
+
+
+def test_a_stopped_rank_is_found_by_the_timeout(ranks: RankPool) -> None:
+    first, second = ranks.run(stop_one, 2)
+    assert "no answer of another rank within 2 s (tiered_zero.comm_timeout_s)" in first
+    assert "rank 0: control of step 4" in first
+    assert "rank 1: no call that failed" in first
+    assert second, "the stopped one finds the run ended when it goes on"
+
+
+def run_twice() -> list[int]:
+    """Two runs of one process, one after another, each with its own keys in the store."""
+    counts = []
+    for _ in range(2):
+        group = open_collectives(20.0)
+        counts.append(len(group.exchange(b"x")))
+        if group.rank == 0:
+            group.fail("the end of this run")
+        group.close()
+    return counts
+
+
+def test_the_failure_of_one_run_is_not_the_next_ones(ranks: RankPool) -> None:
+    assert ranks.run(run_twice, 2) == [[2, 2], [2, 2]]
+
+
+def test_one_rank_changes_no_bit() -> None:
+    group: Collectives = SingleRank()
+    values = torch.randn(100)
+    flat, out = values.clone(), torch.zeros(100)
+    group.all_gather(flat, flat).wait()
+    group.reduce_scatter(values, out).wait()
+    group.broadcast(flat)
+    group.fail("not heard by any rank")
+    assert torch.equal(flat, values) and torch.equal(out, values)
+    assert group.exchange(b"own") == [b"own"]

@@ -1,0 +1,250 @@
+"""Collectives of many ranks, over torch.distributed's process groups."""
+
+from __future__ import annotations
+
+import logging
+import struct
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+
+from tiered_zero.errors import RankError
+from tiered_zero.hardware.lanes import DeviceMarker, Lane, Work
+from tiered_zero.transfer import Transfer
+
+logger = logging.getLogger("tiered_zero")
+
+GROUPS = ("all_gather", "reduce_scatter", "control")
+"""One process group and one lane each: collectives of one group run in the order of their calls, those of two groups
+beside each other."""
+
+POLL_S = 0.5
+"""A blocked wait looks in the store this often for the message of a rank that failed."""
+
+GRACE_S = 3.0
+"""A rank whose connection broke waits so long for the message of the rank that broke it."""
+
+INLINE_NBYTES = 248
+"""An exchange of at most so many bytes is one collective of 256 bytes a rank; a longer one takes a second."""
+
+_FAILED = "failed"
+
+
+class CollectiveTransfer(Transfer):
+    """One collective under way. A wait ends early, with RankError, where another rank has failed."""
+
+    def __init__(self, groups: ProcessGroups, what: str) -> None:
+        self._groups = groups
+        self.what = what
+        self.error: BaseException | None = None
+        self._event = threading.Event()
+
+    def end(self, error: BaseException | None) -> None:
+        """Complete it. Called once, by the lane's thread."""
+        self.error = error
+        self._event.set()
+
+    def done(self) -> bool:
+        return self._event.is_set()
+
+    def wait(self) -> None:
+        while not self._event.wait(POLL_S):
+            self._groups.check_others()
+        if self.error is not None:
+            raise self._groups.explain(self.error, self.what)
+
+
+@final
+class ProcessGroups:
+    """Rank `rank` of `world_size`: collectives of CPU tensors over three gloo groups of its own.
+
+    Driver thread, but for the lanes inside. A rank that fails calls `fail`: it posts its message to the store and
+    closes its groups, and every other rank raises RankError with the message, at most seconds later. A rank that is
+    stopped is found by the timeout.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        """torch.distributed is initialized; every rank makes this object at the same time."""
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.timeout_s = timeout_s
+        store: Any = dist.distributed_c10d._get_default_store()
+        timeout = timedelta(seconds=timeout_s)
+        self._groups: dict[str, Any] = {name: dist.new_group(backend="gloo", timeout=timeout) for name in GROUPS}
+        self._store = dist.distributed_c10d.PrefixStore(f"tiered_zero/{_next_run(self._groups['control'])}", store)
+        self._lanes = {name: Lane(f"rank {name}", _launch) for name in GROUPS}
+        self._message = torch.zeros(INLINE_NBYTES + 8, dtype=torch.uint8)
+        self._failure: RankError | None = None
+        self._has_failed = False
+        self._is_closed = False
+
+    # -- collectives ---------------------------------------------------------------------------------------------------
+
+    def all_gather(self, flat: torch.Tensor, shard: torch.Tensor, what: str = "parameters") -> Transfer:
+        """Start to fill `flat` [W * n] with every rank's `shard` [n], in rank order. `shard` may be its part of `flat`.
+        Both are this call's until the transfer is done."""
+        assert flat.numel() == self.world_size * shard.numel(), "gloo ends the process where sizes differ"
+        group = self._groups.get("all_gather")
+        return self._submit("all_gather", what, lambda: dist.all_gather_single(flat, shard, group=group))
+
+    def reduce_scatter(self, bucket: torch.Tensor, out: torch.Tensor, what: str = "gradients") -> Transfer:
+        """Start to fill `out` [n] with the sum over ranks of part `rank` of their `bucket` [W * n]. Both are this
+        call's until the transfer is done; the bucket's content is undefined then."""
+        assert bucket.numel() == self.world_size * out.numel(), "gloo ends the process where sizes differ"
+        group = self._groups.get("reduce_scatter")
+        return self._submit(
+            "reduce_scatter", what, lambda: dist.reduce_scatter_single(out, bucket, op=dist.ReduceOp.SUM, group=group)
+        )
+
+    def broadcast(self, tensor: torch.Tensor, source: int = 0, what: str = "values") -> None:
+        """Fill `tensor`, contiguous, with that of rank `source`. Blocks."""
+        group = self._groups.get("control")
+        memory = tensor.detach().view(-1)
+        if memory.dtype == torch.bool or not memory.is_floating_point():  # gloo takes few integers
+            memory = memory.view(torch.uint8)
+        if memory.numel():
+            self._submit("control", what, lambda: dist.broadcast(memory, group_src=source, group=group)).wait()
+
+    def exchange(self, data: bytes, what: str = "messages") -> list[bytes]:
+        """Return every rank's `data`, in rank order: what each gave, of any length. Blocks."""
+        own = self._message
+        own.zero_()
+        head = struct.pack("<q", len(data)) + data[:INLINE_NBYTES]
+        own[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+        found = self._gather_bytes(own, what)
+        sizes = [struct.unpack_from("<q", message)[0] for message in found]
+        if max(sizes) <= INLINE_NBYTES:
+            return [message[8 : 8 + size] for message, size in zip(found, sizes, strict=True)]
+        padded = torch.frombuffer(bytearray(data.ljust(max(sizes), b"\0")), dtype=torch.uint8)
+        found = self._gather_bytes(padded, what)
+        return [message[:size] for message, size in zip(found, sizes, strict=True)]
+
+    def _gather_bytes(self, own: torch.Tensor, what: str) -> list[bytes]:
+        group = self._groups.get("control")
+        out = torch.empty(self.world_size * own.numel(), dtype=torch.uint8)
+        self._submit("control", what, lambda: dist.all_gather_single(out, own, group=group)).wait()
+        return [part.numpy().tobytes() for part in out.view(self.world_size, -1)]
+
+    def _submit(self, name: str, what: str, job: Callable[[], object]) -> CollectiveTransfer:
+        self._check_open()
+        transfer = CollectiveTransfer(self, f"{name} of {what}")
+
+        def run() -> None:
+            try:
+                job()
+            except BaseException as error:
+                transfer.end(error)
+            else:
+                transfer.end(None)
+
+        self._lanes[name].submit(run)
+        return transfer
+
+    # -- failures ------------------------------------------------------------------------------------------------------
+
+    def fail(self, message: str) -> None:
+        """End the run on every rank: post `message`, which they raise, and close the groups. Idempotent; raises
+        nothing. Called by the rank on which the first error is raised, and by those that it reaches."""
+        if self._has_failed or self._is_closed:
+            return
+        self._has_failed = True
+        with suppress(Exception):  # the store may have ended with its rank
+            if self._failure is None:
+                self._store.compare_set(_FAILED, "", f"{self.rank} {message}")
+        self._close_groups()
+
+    def check_others(self) -> None:
+        """Raise RankError where another rank has posted that it failed."""
+        if self._failure is None:
+            with suppress(Exception):
+                if self._store.check([_FAILED]):
+                    self._failure = self._posted()
+        if self._failure is not None:
+            raise self._failure
+
+    def explain(self, error: BaseException, what: str) -> BaseException:
+        """Say what ended a collective: the failure that another rank has posted, the timeout, or a lost connection."""
+        if self._failure is None:
+            self._failure = self._find_cause(error, what)
+        return self._failure
+
+    def _find_cause(self, error: BaseException, what: str) -> RankError:
+        with suppress(Exception):
+            self._store.set(f"last/{self.rank}", what)
+        deadline = time.monotonic() + GRACE_S
+        lost = f"{what}: the connection to another rank was lost ({_first_line(error)}). Its own output says why."
+        with suppress(Exception):
+            while time.monotonic() < deadline:
+                if self._store.check([_FAILED]):
+                    return self._posted()
+                time.sleep(0.05)
+            if "imed out" in str(error):
+                return RankError(
+                    f"rank {self.rank}, {what}: no answer of another rank within {self.timeout_s:g} s "
+                    f"(tiered_zero.comm_timeout_s). {self._last_calls()}. Every rank must make the same calls in the "
+                    "same order; a rank that is stopped, or much slower, needs a longer timeout."
+                )
+        return RankError(lost)
+
+    def _posted(self) -> RankError:
+        rank, _, message = self._store.get(_FAILED).decode(errors="replace").partition(" ")
+        return RankError(f"Rank {rank} failed, which ends the run on all {self.world_size} ranks: {message}")
+
+    def _last_calls(self) -> str:
+        calls = []
+        for rank in range(self.world_size):
+            key = f"last/{rank}"
+            known = self._store.get(key).decode(errors="replace") if self._store.check([key]) else "no call that failed"
+            calls.append(f"rank {rank}: {known}")
+        return "; ".join(calls)
+
+    def _check_open(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        if self._is_closed or self._has_failed:
+            raise RankError("The process groups of this run are closed: it has failed, or its engine was closed.")
+
+    # -- the end -------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Close the lanes and the groups. Idempotent; waits for no other rank."""
+        if self._is_closed:
+            return
+        self._close_groups()
+        self._is_closed = True
+
+    def _close_groups(self) -> None:
+        """A peer that is blocked in one of them is freed at once."""
+        groups, self._groups = self._groups, {}
+        if not self._has_failed:
+            for lane in self._lanes.values():
+                lane.close()
+        for group in groups.values():
+            with suppress(Exception):
+                dist.destroy_process_group(group)
+
+
+_num_runs = 0
+
+
+def _next_run(group: Any) -> int:
+    """Number the runs of these processes, which each have their own keys in the store: the same on every rank."""
+    global _num_runs
+    number = torch.tensor(_num_runs + 1)
+    dist.all_reduce(number, op=dist.ReduceOp.MAX, group=group)
+    _num_runs = int(number)
+    return _num_runs
+
+
+def _launch(work: Work) -> DeviceMarker | None:
+    work.job()
+    return None
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:300]
