@@ -178,7 +178,7 @@ class Engine(CheckpointCalls, DeepSpeedNames):
 
     def was_step_applied(self) -> bool:
         """Whether the last `step()` updated the weights: not within an accumulation, nor where it was skipped."""
-        return self._step.was_applied
+        return self._step.counts.was_applied
 
     def memory_report(self) -> dict[str, dict[str, dict[str, int]]]:
         """tier -> kind -> {"now", "peak", "planned"} in bytes, of everything that the run has allocated."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import final
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any, final
 
 from tiered_zero.grads.check import GradCheck
 
@@ -24,6 +26,8 @@ class StepCounts:
         """Since the last `step()`."""
         self.is_accumulating = False
         """Whether the last `step()` only counted a micro-batch."""
+        self.was_applied = False
+        """Whether the last `step()` updated the weights."""
         self._one_backward_each = True  # in every micro-batch so far, and step() right after it
         self._num_uses = 0  # of weights, when the last backward ended
 
@@ -55,6 +59,26 @@ class StepCounts:
     def restore(self, state: tuple[int, int, GradCheck | None]) -> None:
         """`state`: what `state()` gave before a step that is dropped."""
         self.micro_steps, self.global_steps, self.grad_check = state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values, taken after a `step()` that was a boundary; `load_state_dict` goes on from there."""
+        return {
+            "micro_steps": self.micro_steps,
+            "global_steps": self.global_steps,
+            "boundary": self.boundary,
+            "one_backward_each": self._one_backward_each,
+            "was_applied": self.was_applied,
+            "grad_check": asdict(self.grad_check) if self.grad_check is not None else None,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """`state`: checked."""
+        self.micro_steps, self.global_steps = state["micro_steps"], state["global_steps"]
+        self.boundary, self.was_applied = state["boundary"], state["was_applied"]
+        self._one_backward_each = state["one_backward_each"]
+        self.grad_check = GradCheck(**state["grad_check"]) if state["grad_check"] is not None else None
+        self.num_backwards = self._num_uses = 0
+        self.is_accumulating = False
 
     def drop(self) -> None:
         """Leave out the micro-batches since the last boundary."""

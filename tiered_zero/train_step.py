@@ -81,7 +81,6 @@ class TrainStep:
             self.unit_grads_complete,
             self.visible_gradients.show,
         )
-        self.was_applied = False
         self.is_closed = False
         self.failures = self.policy.failures
         self._trains = trains
@@ -222,7 +221,7 @@ class TrainStep:
         self.check(trains=True)
         with self.failures.surfacing(), self._changing(Phase.STEP):
             self._before_step = self.counts.state(), self.overflow.state()
-            self.was_applied = False
+            self.counts.was_applied = False
             boundary = self.counts.begin_step(self.pager.num_uses)
             self.arrivals.has_noticed = False
             if boundary:
@@ -301,7 +300,7 @@ class TrainStep:
         def apply() -> None:
             self.phase.now = Phase.UPDATE
             self.policy.apply(self.gradients.detach_step(), check.grad_scale)
-            self.was_applied = True
+            self.counts.was_applied = True
 
         try:
             optimizer.update(apply)
@@ -310,7 +309,7 @@ class TrainStep:
         except MemoryError:
             raise
         except Exception:
-            if self.was_applied:  # the error of a hook, or of the scheduler: the step is made all the same
+            if self.counts.was_applied:  # the error of a hook, or of the scheduler: the step is made all the same
                 self._before_step = None
                 self.phase.now = Phase.IDLE
             raise

@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from itertools import chain
+from itertools import accumulate, chain
 from types import MethodType
 from typing import Any, NoReturn, Protocol, final
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
@@ -135,6 +135,45 @@ class TieredOptimizer(Optimizer):
         _replace_values(self.param_groups, groups)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
+
+    def group_options(self) -> list[dict[str, Any]]:
+        """List the values of each param group; "params" is how many it has."""
+        return [{**group, "params": len(group["params"])} for group in self.param_groups]
+
+    def check_group_options(self, options: Any) -> None:
+        """Raise ModelError unless `load_group_options` takes `options`, which are untrusted."""
+        self._completed_options(options)
+
+    def load_group_options(self, options: Sequence[Mapping[str, Any]]) -> None:
+        """Set the values of the param groups, in place: schedulers and the engine see one list, and a learning rate
+        that is a tensor stays that tensor. Values that a group has and `options` lack stay."""
+        for group, new in zip(self.param_groups, self._completed_options(options), strict=True):
+            for name, value in new.items():
+                own = group.get(name)
+                if isinstance(own, Tensor) and isinstance(value, Tensor) and own.shape == value.shape:
+                    own.copy_(value)
+                elif name != "params":
+                    group[name] = value
+
+    def _completed_options(self, options: Any) -> list[dict[str, Any]]:
+        if type(options) is not list or not all(
+            type(new) is dict and type(new.get("params")) is int for new in options
+        ):
+            raise ModelError(
+                'The values of param groups were expected as a list of objects, each with "params": number.'
+            )
+        own = [len(group["params"]) for group in self.param_groups]
+        if (sizes := [new["params"] for new in options]) != own:
+            raise ModelError(
+                f"The checkpoint was expected to have param groups of {own} parameters, as this optimizer has; found "
+                f"{sizes[:20]}. Build the optimizer over the same parameters in the same groups, or load with "
+                "load_optimizer_states=False."
+            )
+        starts = list(accumulate(sizes, initial=0))
+        saved = [
+            {**new, "params": range(start, start + new["params"])} for start, new in zip(starts, options, strict=False)
+        ]
+        return self._matched({"state": {}, "param_groups": saved})[1]
 
     def read_state(self, param: nn.Parameter) -> ParamState:
         """Read one parameter's state, as `state_dict()` gives it; empty before its first step."""

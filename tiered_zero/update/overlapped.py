@@ -87,6 +87,7 @@ class OverlappedPolicy(UpdatePolicy):
         self.guard.block_for_update()
 
     def apply(self, gradients: StepGradients, grad_scale: float) -> None:
+        self.num_applied += 1
         if self._open is not None:
             for unit in self._open.incomplete(self._units):
                 self._publish(unit, self._open.job)
@@ -210,7 +211,6 @@ class DelayedPolicy(UpdatePolicy):
         self._is_unpublished = False
         """Whether an update of the back slots was begun and not published yet."""
         self._is_publishing = False
-        self._num_applied = 0
 
     def begin_backward(self) -> None:
         """Leave reading ahead to the update that runs."""
@@ -222,14 +222,14 @@ class DelayedPolicy(UpdatePolicy):
         return self._exact._is_idle()
 
     def prepare(self) -> None:
-        if self._num_applied < self._start_step:
+        if self.num_applied < self._start_step:
             self._exact.prepare()
         else:
             self.flush()
 
     def apply(self, gradients: StepGradients, grad_scale: float) -> None:
-        self._num_applied += 1
-        if self._num_applied <= self._start_step:
+        self.num_applied += 1
+        if self.num_applied <= self._start_step:
             self._exact.apply(gradients, grad_scale)
             return
         job = self._job(gradients, grad_scale, param_kind="param_back", every_subgroup=True)

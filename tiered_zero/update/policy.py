@@ -51,6 +51,8 @@ class UpdatePolicy(ABC):
         self._stepper = stepper
         self._groups = groups
         self.failures = FailureLatch()
+        self.num_applied = 0
+        """Steps applied so far, those before a resume included."""
 
     @property
     def failure(self) -> BaseException | None:
@@ -212,6 +214,7 @@ class BarrierPolicy(UpdatePolicy):
         self._invalidate()
 
     def apply(self, gradients: StepGradients, grad_scale: float) -> None:
+        self.num_applied += 1
         self._step(self._job(gradients, grad_scale))
         self._end_update()
 

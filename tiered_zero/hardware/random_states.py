@@ -1,0 +1,121 @@
+"""The states of the random number generators that training draws from: Python's, numpy's, torch's, each device's."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy
+import torch
+
+_NUM_WORDS = 624
+"""Of the state of a Mersenne twister."""
+
+
+def random_states() -> dict[str, Any]:
+    """Copy the states of all generators; of devices, those of the CUDA devices of a process that uses CUDA."""
+    devices = torch.cuda.get_rng_state_all() if _uses_cuda() else []
+    return {
+        "python": random.getstate(),
+        "numpy": numpy.random.get_state(legacy=False),
+        "torch": torch.get_rng_state(),
+        "devices": {f"cuda:{index}": state for index, state in enumerate(devices)},
+    }
+
+
+def check_random_states(states: Any) -> None:
+    """Raise ValueError unless `restore_random_states` can restore `states`, which are untrusted."""
+    try:
+        _check(states)
+    except ValueError:
+        raise
+    except (TypeError, KeyError, RuntimeError, OverflowError, AttributeError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from None
+
+
+def restore_random_states(states: Mapping[str, Any]) -> list[str]:
+    """Set every generator to its state in `states`, which `check_random_states` has let pass. Returns a line for each
+    generator that is in one of the two only."""
+    random.setstate(states["python"])
+    torch.set_rng_state(states["torch"])
+    lines = []
+    if _is_twister(states["numpy"]) and _numpys_generator() == "MT19937":
+        numpy.random.set_state(states["numpy"])
+    else:
+        lines.append(
+            f"numpy's generator is {_numpys_generator()} here and was {states['numpy']['bit_generator']}; it stays as "
+            "it is, so that what is drawn from numpy differs"
+        )
+    num_devices = torch.cuda.device_count() if _uses_cuda() else 0
+    here = {f"cuda:{index}" for index in range(num_devices)}
+    for name, state in states["devices"].items():
+        if name in here:
+            torch.cuda.set_rng_state(state, name)
+    if missing := sorted(states["devices"].keys() - here):
+        lines.append(f"there is no {', '.join(missing)} here, so that what a model draws on its device differs")
+    if new := sorted(here - states["devices"].keys()):
+        lines.append(f"there was no {', '.join(new)} then, so that what a model draws on its device differs")
+    return lines
+
+
+@contextmanager
+def kept_random_states() -> Iterator[None]:
+    """Restore the states of all generators after the block."""
+    states = random_states()
+    try:
+        yield
+    finally:
+        restore_random_states(states)
+
+
+def _check(states: Any) -> None:
+    if type(states) is not dict or states.keys() != {"python", "numpy", "torch", "devices"}:
+        raise ValueError("expected the states of python, numpy, torch and devices")
+    random.Random().setstate(states["python"])
+    if states["python"] != _plain_python(states["python"]):
+        raise ValueError("python's state has other numbers than 32-bit words")
+    _check_bytes(states["torch"], 1 << 16)
+    torch.Generator().set_state(states["torch"])
+    found = states["numpy"]
+    if type(found) is not dict or type(found["bit_generator"]) is not str:
+        raise ValueError("numpy's state was expected as a dict with its bit_generator")
+    if _is_twister(found):
+        key, position = found["state"]["key"], found["state"]["pos"]
+        if not isinstance(key, numpy.ndarray) or key.shape != (_NUM_WORDS,) or key.dtype != numpy.uint32:
+            raise ValueError(f"numpy's state was expected to have {_NUM_WORDS} words")
+        if type(position) is not int or not 0 <= position <= _NUM_WORDS:  # numpy itself reads where it points
+            raise ValueError(f"numpy's position was expected from 0 to {_NUM_WORDS}; found {position!r:.80}")
+        numpy.random.RandomState().set_state(found)
+    if type(states["devices"]) is not dict:
+        raise ValueError("the states of devices were expected by name")
+    for name, state in states["devices"].items():
+        if type(name) is not str or not name.startswith("cuda:"):
+            raise ValueError(f"an unknown device {name!r:.80}")
+        _check_bytes(state, 64)
+        if _uses_cuda():
+            torch.Generator(torch.device("cuda")).set_state(state)
+
+
+def _check_bytes(state: Any, most: int) -> None:
+    if type(state) is not torch.Tensor or state.dtype != torch.uint8 or state.dim() != 1 or state.numel() > most:
+        raise ValueError("torch's state was expected as a short row of bytes")
+
+
+def _plain_python(state: Any) -> Any:
+    version, words, spare = state
+    spare = spare if spare is None or type(spare) is float else None
+    return int(version), tuple(int(word) & 0xFFFFFFFF for word in words), spare
+
+
+def _is_twister(state: Mapping[str, Any]) -> bool:
+    return bool(state["bit_generator"] == "MT19937")
+
+
+def _numpys_generator() -> str:
+    return str(numpy.random.get_state(legacy=False)["bit_generator"])
+
+
+def _uses_cuda() -> bool:
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
