@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Any, final
 
 logger = logging.getLogger("tiered_zero")
@@ -53,9 +52,7 @@ class Teardown:
     def __enter__(self) -> Teardown:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, _kind: object, error: object, _traceback: object) -> None:
         """Leave everything to the run that was built; free it all where that failed."""
         if error is not None:
             try:
