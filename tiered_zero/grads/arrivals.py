@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import final
 
 import torch
@@ -15,6 +16,7 @@ from tiered_zero.layout.flat import Unit
 
 
 @final
+@dataclass(eq=False, repr=False)
 class GradientArrivals:
     """Passes each gradient that autograd has completed to the store, after the hooks of users.
 
@@ -23,32 +25,25 @@ class GradientArrivals:
     to the store with the next gradient, or when the backward ends.
 
     A backward that the engine did not start (`loss.backward()`) is noticed by its first gradient. Its gradients are
-    divided by `num_micro_batches`, as DeepSpeed does; with `scales_loss` (fp16) it is refused. A loss that
+    divided by `_num_micro_batches`, as DeepSpeed does; with `_scales_loss` (fp16) it is refused. A loss that
     `engine.scale` made is taken as it is. Autograd's thread, while the driver waits.
+
+    `_on_unit_complete`: called once every gradient of a unit has come in a backward. `_on_end`: called at the end of a
+    backward that the engine did not start.
     """
 
-    def __init__(
-        self,
-        store: GradientStore,
-        num_micro_batches: int,
-        scales_loss: bool,
-        on_unit_complete: Callable[[Unit], None],
-        on_end: Callable[[], None],
-    ) -> None:
-        """`on_unit_complete`: called once every gradient of a unit has come in a backward. `on_end`: called at the end
-        of a backward that the engine did not start."""
-        self._store = store
-        self._num_micro_batches = num_micro_batches
-        self._scales_loss = scales_loss
-        self._on_unit_complete = on_unit_complete
-        self._on_end = on_end
-        self._waiting: list[nn.Parameter] = []
-        """Parameters whose users' hooks may still run."""
-        self._is_engines = False
-        self._is_scaled = False
-        self._task = -1
-        self.has_noticed = False
-        """Whether a backward that the engine did not start has brought gradients since `reset`."""
+    _store: GradientStore
+    _num_micro_batches: int
+    _scales_loss: bool
+    _on_unit_complete: Callable[[Unit], None]
+    _on_end: Callable[[], None]
+    _waiting: list[nn.Parameter] = field(default_factory=list, init=False)
+    """Parameters whose users' hooks may still run."""
+    _is_engines: bool = field(default=False, init=False)
+    _is_scaled: bool = field(default=False, init=False)
+    _task: int = field(default=-1, init=False)
+    has_noticed: bool = field(default=False, init=False)
+    """Whether a backward that the engine did not start has brought gradients since `reset`."""
 
     @contextmanager
     def engine_backward(self) -> Iterator[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
@@ -15,29 +16,23 @@ from tiered_zero.tiers.inventory import Inventory
 from tiered_zero.tiers.slots import read_slot, write_slot
 
 
+@dataclass(eq=False, repr=False)
 class OffloadedParams:
     """Reads and writes a unit's parameters at their home. Driver thread; blocks.
 
-    `on_change(unit, flat, old)`: what is derived from the parameters (the fp32 masters) must follow `flat` [P], on the
-    CPU. `cuts(unit)`: where masters are made of parameters, the first elements of the parts in which the update reads
-    them; they are written in the same parts, which is how their reads are verified, and `on_change` is given `old`.
+    `_on_change(unit, flat, old)`: what is derived from the parameters (the fp32 masters) must follow `flat` [P], on the
+    CPU. `_cuts(unit)`: where masters are made of parameters, the first elements of the parts in which the update reads
+    them; they are written in the same parts, which is how their reads are verified, and `_on_change` is given `old`.
     """
 
-    def __init__(
-        self,
-        inventory: Inventory,
-        staging: StagingPool | None,
-        on_change: Callable[[Unit, torch.Tensor, torch.Tensor | None], None],
-        cuts: Callable[[Unit], Sequence[int]] | None = None,
-    ) -> None:
-        self._inventory = inventory
-        self._staging = staging
-        self._on_change = on_change
-        self._cuts = cuts
-        self.changing: Unit | None = None
-        """The unit that `change` writes, or wrote when it was interrupted."""
-        self.is_busy = False
-        """Whether bytes are read or written, or were when that was interrupted."""
+    _inventory: Inventory
+    _staging: StagingPool | None
+    _on_change: Callable[[Unit, torch.Tensor, torch.Tensor | None], None]
+    _cuts: Callable[[Unit], Sequence[int]] | None = None
+    changing: Unit | None = field(default=None, init=False)
+    """The unit that `change` writes, or wrote when it was interrupted."""
+    is_busy: bool = field(default=False, init=False)
+    """Whether bytes are read or written, or were when that was interrupted."""
 
     def read(self, unit: Unit) -> torch.Tensor:
         """Read the unit, which has a home off the device: [P] of its dtype, a CPU tensor of the caller's own."""

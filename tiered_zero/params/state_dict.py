@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import final
 
 import torch
@@ -16,20 +17,18 @@ from tiered_zero.params.unit_state import UnitState, UnitTable
 
 
 @final
+@dataclass(eq=False, repr=False)
 class ParamCopies:
     """Reads each unit once for copies that come in a row. Driver thread."""
 
-    def __init__(
-        self, offloaded_params: OffloadedParams, driver: DriverThread, units: UnitTable, cache: UnitCache
-    ) -> None:
-        self._offloaded_params = offloaded_params
-        self._driver = driver
-        self._units = units
-        self._cache = cache
-        self._by_param: dict[nn.Parameter, torch.Tensor] = {}
-        self._last: tuple[int, int, torch.Tensor] | None = None
-        """Until the next frame: the unit read last, its version and its flat."""
-        self._depth = 0
+    _offloaded_params: OffloadedParams
+    _driver: DriverThread
+    _units: UnitTable
+    _cache: UnitCache
+    _by_param: dict[nn.Parameter, torch.Tensor] = field(default_factory=dict, init=False)
+    _last: tuple[int, int, torch.Tensor] | None = field(default=None, init=False)
+    """Until the next frame: the unit read last, its version and its flat."""
+    _depth: int = field(default=0, init=False)
 
     @property
     def is_open(self) -> bool:

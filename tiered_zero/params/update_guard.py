@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import final
 
 from tiered_zero.errors import ModelError
@@ -16,27 +17,20 @@ from tiered_zero.tiers.inventory import Home, Inventory, Owner
 
 
 @final
+@dataclass(eq=False, repr=False)
 class UpdateGuard:
-    """Invalidates and blocks units, and waits for their updates. The update policy calls this, on the driver thread."""
+    """Invalidates and blocks units, and waits for their updates. The update policy calls this, on the driver thread.
 
-    def __init__(
-        self,
-        units: UnitTable,
-        cache: UnitCache,
-        changes: ParamChanges,
-        inventory: Inventory,
-        recorder: Recorder,
-        frames: Sequence[object],
-    ) -> None:
-        """`frames`: those of the modules that run."""
-        self._units = units
-        self._cache = cache
-        self._changes = changes
-        self._inventory = inventory
-        self._recorder = recorder
-        self._frames = frames
-        self._swapped: dict[tuple[Owner, str], Home] = {}
-        """The homes of units after the next `swap_param_buffers`."""
+    `_frames`: those of the modules that run. `_swapped`: the homes of units after the next `swap_param_buffers`.
+    """
+
+    _units: UnitTable
+    _cache: UnitCache
+    _changes: ParamChanges
+    _inventory: Inventory
+    _recorder: Recorder
+    _frames: Sequence[object]
+    _swapped: dict[tuple[Owner, str], Home] = field(default_factory=dict, init=False)
 
     def invalidate(self) -> None:
         """Drop what the device holds of trainable units, whose homes are about to change.

@@ -45,24 +45,18 @@ class SubGroupWork:
         return all(write.done() for write in self.writes)
 
 
+@dataclass(eq=False, repr=False)
 class SubGroupIO:
     """Brings sub-groups to where they are updated, and back to their homes. Any one thread at a time.
 
-    `device_flat`: the flat of a unit that lives on the device. A staging buffer holds one sub-group's state and, where
+    `_device_flat`: the flat of a unit that lives on the device. A staging buffer holds one sub-group's state and, where
     parameters are not updated in place, its 16-bit parameters.
     """
 
-    def __init__(
-        self,
-        inventory: Inventory,
-        runtime: Runtime,
-        staging: StagingPool | None,
-        device_flat: Callable[[Unit], torch.Tensor],
-    ) -> None:
-        self._inventory = inventory
-        self._runtime = runtime
-        self._staging = staging
-        self._device_flat = device_flat
+    _inventory: Inventory
+    _runtime: Runtime
+    _staging: StagingPool | None
+    _device_flat: Callable[[Unit], torch.Tensor]
 
     @property
     def num_free(self) -> int:
