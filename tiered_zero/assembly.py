@@ -22,7 +22,7 @@ from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.hardware.select import build_accelerator
 from tiered_zero.io.preflight import preflight_directory
 from tiered_zero.optim.kernel_rule import open_kernel
-from tiered_zero.params.call_phase import CallPhase
+from tiered_zero.params.driver_thread import CallPhase
 from tiered_zero.params.hooks import ModuleHooks
 from tiered_zero.params.materialize import Materializer, WeightFiles, materialize_model
 from tiered_zero.params.offloaded_params import OffloadedParams

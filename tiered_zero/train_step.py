@@ -20,7 +20,7 @@ from tiered_zero.grads.overflow import OverflowGuard
 from tiered_zero.hardware.process import OwnProcess
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.layout.flat import Unit
-from tiered_zero.params.call_phase import CallPhase, Phase
+from tiered_zero.params.driver_thread import CallPhase, Phase
 from tiered_zero.params.pager import Pager
 from tiered_zero.params.pass_scope import PassScope
 from tiered_zero.params.visible_gradients import VisibleGradients

@@ -16,7 +16,7 @@ from tests.support.tier_rig import make_runtime
 from tests.support.units import flat_of, make_params, make_unit
 from tiered_zero.errors import BudgetError, ModelError, ParameterOffloadedError, TransferError
 from tiered_zero.layout.flat import Unit
-from tiered_zero.params.call_phase import CallPhase, Phase
+from tiered_zero.params.driver_thread import CallPhase, Phase
 from tiered_zero.params.guarded_parameter import OffloadedParameter
 from tiered_zero.params.offloaded_params import OffloadedParams
 from tiered_zero.params.pager import Pager

@@ -12,5 +12,5 @@ A unit is needed in one of three ways, and each leads to `Pager.acquire` or what
    called past their parent. In use until the innermost running module ends; outside of forward and backward it raises.
 3. Backward unpacks a saved view of a flat (saved_views.py): autograd keeps (unit, version, geometry), not the view, so
    the bytes may leave between forward and backward, and be fetched to another address when a node asks for them.
-No entry point depends on the recorded order of use; prefetching does (schedule.py), and it is only a hint.
+No entry point depends on the recorded order of use; prefetching does (`Schedule`), and it is only a hint.
 """

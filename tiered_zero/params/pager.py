@@ -12,8 +12,7 @@ from torch import nn
 from tiered_zero.errors import ModelError
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.layout.flat import Unit
-from tiered_zero.params.call_phase import CallPhase
-from tiered_zero.params.driver_thread import DriverThread
+from tiered_zero.params.driver_thread import CallPhase, DriverThread
 from tiered_zero.params.flat_storage import FlatStorage
 from tiered_zero.params.guarded_parameter import FaultHandler, offloaded_error
 from tiered_zero.params.offloaded_params import OffloadedParams
