@@ -132,22 +132,20 @@ def find_tag(load_dir: str | os.PathLike[str], tag: str | None = None) -> tuple[
     raise StoreError(f"There is no complete checkpoint in {path}. {' '.join(skipped)}")
 
 
-def prune(save_dir: str | os.PathLike[str], keep: int) -> list[TagInfo]:
-    """Remove complete tags, but not the newest `keep` nor the one that `latest` names; those removed.
+def prune(save_dir: str | os.PathLike[str], keep: int, *, dry_run: bool = False) -> list[TagInfo]:
+    """Remove complete tags, but not the newest `keep` nor the one that `latest` names; those removed, or with `dry_run`
+    those that would be.
 
     Raises StoreError.
     """
     if keep < 1:
         raise StoreError(f"Keep at least one checkpoint; found {keep}.")
+    if dry_run:
+        return _prunable(Path(save_dir), keep)
     directory = SaveDirectory.open(save_dir)
     try:
         directory.restore()
-        try:
-            latest = read_latest(directory.path)
-        except StoreError:
-            latest = None
-        complete = [info for info in list_tags(directory.path) if info.complete]
-        removed = [info for info in complete[: max(0, len(complete) - keep)] if info.tag != latest]
+        removed = _prunable(directory.path, keep)
         for info in removed:
             directory.check_replaceable(info.tag)
             directory.remove(directory.hide(info.tag))
@@ -156,6 +154,15 @@ def prune(save_dir: str | os.PathLike[str], keep: int) -> list[TagInfo]:
         raise StoreError(f"{directory.path} cannot be pruned: {error}.") from error
     finally:
         directory.release()
+
+
+def _prunable(path: Path, keep: int) -> list[TagInfo]:
+    try:
+        latest = read_latest(path)
+    except StoreError:
+        latest = None
+    complete = [info for info in list_tags(path) if info.complete]
+    return [info for info in complete[: max(0, len(complete) - keep)] if info.tag != latest]
 
 
 def verify(tag_dir: str | os.PathLike[str]) -> list[str]:

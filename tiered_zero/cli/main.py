@@ -28,6 +28,9 @@ COMMANDS = {
     "explain": Command("tiered_zero.cli.explain:explain", "Show each key of a config: value, origin, effect."),
     "report": Command("tiered_zero.cli.report:report", "Turn the record of a run into one HTML page."),
     "swap": Command("tiered_zero.cli.swap:swap", "Look at swap directories, plan them, and clean them up."),
+    "checkpoint": Command(
+        "tiered_zero.cli.checkpoint:checkpoint", "List checkpoints, check them, and turn them into weights."
+    ),
     "bench": Command("tiered_zero.cli.bench_io:bench", "Measure a disk, and find the best settings for it."),
     "doctor": Command("tiered_zero.cli.doctor:doctor", "Check this machine: what works, and how to fix the rest."),
 }

@@ -57,9 +57,9 @@ def ls(directory: Path, as_json: bool) -> None:
         )
         for run in runs
     ]
-    _print_table(("run", "owner", "bytes", "age", "model", "step"), rows)
+    print_table(("run", "owner", "bytes", "age", "model", "step"), rows)
     for run in runs:  # below the table, whose columns leave a reason six characters at 80
-        click.echo(_printable(f"{run.run_id}: {run.reason}"))
+        click.echo(printable(f"{run.run_id}: {run.reason}"))
 
 
 @swap.command("du", short_help="Sum the disk space of runs, by owner's state.")
@@ -73,7 +73,7 @@ def du(directory: Path, as_json: bool) -> None:
     if as_json:
         return _print_json(totals)
     rows = [(state, str(row["runs"]), format_nbytes(row["nbytes"])) for state, row in totals.items()]
-    _print_table(("owner", "runs", "bytes"), rows)
+    print_table(("owner", "runs", "bytes"), rows)
 
 
 @swap.command("gc", short_help="Remove the runs of dead owners.")
@@ -92,7 +92,7 @@ def gc(directory: Path, as_json: bool, dry_run: bool, committed: bool, unknown: 
         (item.run.run_id, done if item.removed else "kept", format_nbytes(item.run.nbytes), item.reason)
         for item in items
     ]
-    _print_table(("run", "outcome", "bytes", "why"), rows)
+    print_table(("run", "outcome", "bytes", "why"), rows)
     click.echo(f"{format_nbytes(freed_nbytes)} {'would be' if dry_run else 'were'} freed.")
 
 
@@ -130,16 +130,16 @@ def _print_verified(results: dict[str, Verified | None], unread: dict[str, str])
         if result.nbytes_unverifiable:
             found += f"; {format_nbytes(result.nbytes_unverifiable)} have no checksum"
         rows.append((run_id, str(result.step), format_nbytes(result.nbytes), found))
-    _print_table(("run", "step", "bytes read", "outcome"), rows)
+    print_table(("run", "step", "bytes read", "outcome"), rows)
     for run_id, text in unread.items():
-        click.echo(_printable(f"{run_id}: {text}"))
+        click.echo(printable(f"{run_id}: {text}"))
     for result in results.values():
         for item in result.broken if result else ():
             text = f"{item.record}: {item.nbytes} bytes at offset {item.offset} of {item.path}: {item.reason}"
-            click.echo(_printable(text))
+            click.echo(printable(text))
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
     """Text of a foreign directory with what a terminal could take for an order, or cannot show, as escapes."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
@@ -152,20 +152,21 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else asdict(value)
 
 
-def _print_table(columns: tuple[str, ...], rows: list[Any]) -> None:
+def print_table(columns: tuple[str, ...], rows: list[Any], empty: str = "No runs.") -> None:
+    """A table of texts, which may be of a foreign directory; `empty`: instead of one without rows."""
     if not rows:
-        click.echo("No runs.")
+        click.echo(empty)
         return
     table = Table()
     for column in columns:
         table.add_column(
             column,
-            no_wrap=column in ("run", "bytes", "age"),
+            no_wrap=column in ("run", "bytes", "age", "checkpoint", "step"),
             overflow="fold",
-            justify="right" if column in ("bytes", "runs", "age") else "left",
+            justify="right" if column in ("bytes", "runs", "age", "step") else "left",
         )
     for row in rows:
-        table.add_row(*(cell if isinstance(cell, Text) else Text(_printable(cell)) for cell in row))
+        table.add_row(*(cell if isinstance(cell, Text) else Text(printable(cell)) for cell in row))
     STDOUT.print(table)
 
 

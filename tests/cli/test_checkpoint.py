@@ -1,0 +1,159 @@
+"""`tiered-zero checkpoint` over tags that are whole, damaged, unfinished and foreign."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from safetensors.torch import load_file
+
+from tests.checkpoint.test_export import exported, state, write_tag
+from tests.support.trainers import same_bits
+from tiered_zero.cli.main import main
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(main, ["checkpoint", *map(str, arguments)])
+
+
+def answer(*arguments: object, code: int = 0) -> Any:
+    result = run(*arguments, "--json")
+    assert result.exit_code == code, result.output
+    return json.loads(result.stdout)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """Three whole tags, one that lost a file, one that was cut off before its rename, one of another program."""
+    for step in (1, 2, 3):
+        write_tag(tmp_path / "ck", state(), step)
+    lost = write_tag(tmp_path / "ck", state(), 4)
+    next(lost.glob("*.bin")).unlink()
+    (tmp_path / "ck" / "latest").write_text("global_step2\n")
+    unfinished = tmp_path / "ck" / ".tmp-global_step5-0123456789ab"
+    unfinished.mkdir(mode=0o700)
+    (unfinished / "data-00000-00000.bin").write_bytes(bytes(4096))
+    foreign = tmp_path / "ck" / "other"
+    foreign.mkdir()
+    (foreign / "pytorch_model.bin").write_bytes(b"x")
+    return tmp_path / "ck"
+
+
+def damage(path: Path) -> None:
+    data = next(path.glob("*.bin"))
+    raw = bytearray(data.read_bytes())
+    raw[50] ^= 4
+    data.write_bytes(raw)
+
+
+def test_ls_says_what_is_whole_and_why_not(saved: Path) -> None:
+    found = answer("ls", saved)
+    tags = {info["tag"]: info for info in found["tags"]}
+    assert found["latest"] == "global_step2"
+    assert {tag: info["complete"] for tag, info in tags.items()} == {
+        "global_step1": True,
+        "global_step2": True,
+        "global_step3": True,
+        "global_step4": False,
+        "global_step5": False,
+        "other": False,
+    }
+    assert "data-00000-00000.bin is missing" in tags["global_step4"]["reason"]
+    assert "being written" in tags["global_step5"]["reason"] and "pickled" in tags["other"]["reason"]
+    assert tags["global_step3"]["step"] == 3 and tags["global_step3"]["kind"] == "full"
+    assert tags["global_step3"]["written_by"]["rule"] == "AdamW"
+    assert tags["global_step3"]["nbytes"] == sum(file.stat().st_size for file in (saved / "global_step3").iterdir())
+    result = run("ls", saved)
+    assert result.exit_code == 0 and "global_step2 (latest)" in result.stdout
+    assert "global_step4: " in result.stdout and "is missing" in result.stdout
+    assert "No checkpoints." in run("ls", saved.parent).stdout
+
+
+def test_ls_of_one_checkpoint(saved: Path) -> None:
+    assert [info["tag"] for info in answer("ls", saved / "global_step1")["tags"]] == ["global_step1"]
+
+
+def test_verify_reads_every_byte(saved: Path) -> None:
+    found = answer("verify", saved, code=1)
+    assert sorted(found["broken"]) == ["global_step4", "other"] and list(found["unfinished"]) == ["global_step5"]
+    damage(saved / "global_step2")
+    found = answer("verify", saved, code=1)
+    assert "are not those written" in found["broken"]["global_step2"][0]
+    assert answer("verify", saved / "global_step3")["broken"] == {}
+    result = run("verify", saved / "global_step2")
+    assert result.exit_code == 1 and "broken" in result.stdout and "global_step2: " in result.stdout
+
+
+def test_verify_of_whole_ones_beside_an_unfinished_one(saved: Path) -> None:
+    for name in ("global_step4", "other"):
+        for file in (saved / name).iterdir():
+            file.unlink()
+        (saved / name).rmdir()
+    result = run("verify", saved)
+    assert result.exit_code == 0 and "whole" in result.stdout and "unfinished" in result.stdout
+
+
+def test_verify_of_nothing_is_a_failure(tmp_path: Path) -> None:
+    assert run("verify", tmp_path).exit_code == 1
+
+
+def test_export_takes_the_latest_or_the_tag_named(saved: Path, tmp_path: Path) -> None:
+    found = answer("export", saved, tmp_path / "out")
+    assert (found["tag"], found["step"], len(found["files"])) == ("global_step2", 2, 1)
+    weights = load_file(tmp_path / "out" / "model.safetensors")
+    assert same_bits(weights["a.weight"], state()["master/a.weight"])
+    found = answer(
+        "export", saved, tmp_path / "half", "--tag", "global_step3", "--dtype", "bf16", "--max-shard-size", "1KiB"
+    )
+    assert found["tag"] == "global_step3" and len(found["files"]) > 2
+    assert same_bits(exported(tmp_path / "half")["a.weight"], state()["master/a.weight"].bfloat16())
+    assert answer("export", saved / "global_step1", tmp_path / "one")["tag"] == "global_step1"
+    result = run("export", saved, tmp_path / "words", "--dtype", "fp16")
+    assert "global_step2 (step 2) -> " in result.stdout and "parameters in fp16" in result.stdout
+
+
+def test_export_says_what_it_skipped_and_what_is_wrong(saved: Path, tmp_path: Path) -> None:
+    (saved / "latest").write_text("global_step4")
+    result = run("export", saved, tmp_path / "out")
+    assert result.exit_code == 0 and "global_step3 (step 3)" in result.stdout
+    assert "Skipped" in result.stderr and "global_step4" in result.stderr
+    result = run("export", saved, tmp_path / "out", "--tag", "global_step4")
+    assert result.exit_code == 1 and "is missing" in result.stderr
+    damage(saved / "global_step1")
+    result = run("export", saved, tmp_path / "bad", "--tag", "global_step1")
+    assert result.exit_code == 1 and "are not those written" in result.stderr
+    assert not list((tmp_path / "bad").iterdir())
+    result = run("export", saved, tmp_path / "bad", "--max-shard-size", "many")
+    assert result.exit_code == 2 and "is no size" in result.stderr
+
+
+def test_prune_keeps_the_newest_and_the_latest(saved: Path) -> None:
+    before = sorted(path.name for path in saved.iterdir())
+    assert [info["tag"] for info in answer("prune", saved, "--keep", 1, "--dry-run")["removed"]] == ["global_step1"]
+    assert sorted(path.name for path in saved.iterdir()) == before
+    found = answer("prune", saved, "--keep", 1)
+    assert [info["tag"] for info in found["removed"]] == ["global_step1"] and found["freed_nbytes"] > 0
+    names = {path.name for path in saved.iterdir()}
+    assert {"global_step2", "global_step3", "global_step4", "other"} <= names and "global_step1" not in names
+    assert "Nothing to remove." in run("prune", saved, "--keep", 1).stdout
+    assert run("prune", saved, "--keep", 0).exit_code == 2
+
+
+def test_a_name_that_a_terminal_could_obey_is_escaped(tmp_path: Path) -> None:
+    (tmp_path / "ck").mkdir()
+    bad = tmp_path / "ck" / "a\u202eb"
+    bad.mkdir()
+    (bad / "manifest.json").write_text("{}")
+    for command in ("ls", "verify"):
+        output = run(command, tmp_path / "ck").stdout
+        assert "\u202e" not in output and "\\u202e" in output
+
+
+def test_values_are_torchs_own(saved: Path, tmp_path: Path) -> None:
+    """What is exported is loaded by torch alone: no class of ours is in the files."""
+    run("export", saved, tmp_path / "out")
+    assert all(type(value) is torch.Tensor for value in exported(tmp_path / "out").values())

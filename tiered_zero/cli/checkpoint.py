@@ -1,0 +1,199 @@
+"""`tiered-zero checkpoint`: the checkpoints in a directory: which are whole, their bytes, their export and removal."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from rich.text import Text
+
+from tiered_zero.checkpoint.directory import TagInfo, find_tag, list_tags, prune, read_latest, read_manifest, verify
+from tiered_zero.checkpoint.export import export_weights
+from tiered_zero.checkpoint.manifest import MANIFEST_NAME
+from tiered_zero.checkpoint.storage import FileReader
+from tiered_zero.cli.swap import print_table, printable
+from tiered_zero.errors import StoreError
+from tiered_zero.io.select import select_reader
+from tiered_zero.sizes import format_nbytes, parse_nbytes
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@click.group("checkpoint")
+def checkpoint() -> None:
+    """Look at checkpoints (what save_checkpoint and `train --save` write), check them, and turn them into weights."""
+
+
+def _arguments(command: Callable[..., None]) -> Callable[..., None]:
+    directory = click.argument("directory", type=click.Path(file_okay=False, exists=True, path_type=Path))
+    as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object for programs.")
+    return directory(as_json(command))
+
+
+@checkpoint.command("ls", short_help="List checkpoints: step, bytes, whole or not and why.")
+@_arguments
+def ls(directory: Path, as_json: bool) -> None:
+    """List the checkpoints in DIRECTORY, oldest first: kind, step, bytes, whole or not and why, written by what, when.
+
+    Files are looked at, but not read: `verify` reads them.
+    """
+    tags, latest = _tags(directory), _latest(directory)
+    if as_json:
+        return _print_json({"latest": latest, "tags": [_plain(info) for info in tags]})
+    rows = [
+        (
+            info.tag + " (latest)" * (info.tag == latest),
+            info.kind or "-",
+            "-" if info.step is None else str(info.step),
+            format_nbytes(info.nbytes),
+            Text("complete", "green") if info.complete else Text("not complete", "red"),
+            _writer(info),
+            time.strftime("%Y-%m-%d %H:%M", time.localtime(info.created_s)) if info.created_s else "-",
+        )
+        for info in tags
+    ]
+    print_table(("checkpoint", "kind", "step", "bytes", "state", "written by", "when"), rows, "No checkpoints.")
+    for info in tags:  # below the table, whose columns leave a reason six characters at 80
+        if info.reason:
+            click.echo(printable(f"{info.tag}: {info.reason}"))
+
+
+@checkpoint.command("verify", short_help="Read every byte, name what is broken.")
+@_arguments
+def verify_command(directory: Path, as_json: bool) -> None:
+    """Read every byte of the checkpoints in DIRECTORY against its checksum; exit code 1 if one is broken or none whole.
+
+    A save that is under way, or was cut off, has no name yet: it is listed, and breaks nothing.
+    """
+    problems: dict[str, list[str]] = {}
+    unfinished: dict[str, str] = {}
+    tags = _tags(directory)
+    for info in tags:
+        if info.path.name != info.tag:
+            unfinished[info.tag] = info.reason
+        else:
+            problems[info.tag] = verify(info.path)
+    broken = [tag for tag, found in problems.items() if found]
+    if as_json:
+        _print_json(
+            {"broken": {tag: problems[tag] for tag in broken}, "unfinished": unfinished, "checked": [*problems]}
+        )
+    else:
+        rows = [
+            (
+                info.tag,
+                format_nbytes(info.nbytes),
+                "unfinished" if info.tag not in problems else "broken" if problems[info.tag] else "whole",
+            )
+            for info in tags
+        ]
+        print_table(("checkpoint", "bytes", "outcome"), rows, "No checkpoints.")
+        for tag, texts in (*problems.items(), *((tag, [text]) for tag, text in unfinished.items())):
+            for text in texts:
+                click.echo(printable(f"{tag}: {text}"))
+    if broken or not problems:
+        raise click.exceptions.Exit(1)
+
+
+@checkpoint.command("export", short_help="Write the weights as safetensors.")
+@click.argument("directory", type=click.Path(file_okay=False, exists=True, path_type=Path))
+@click.argument("out", type=click.Path(file_okay=False, path_type=Path))
+@click.option("--tag", help="Which checkpoint; default: the one that `latest` names, else the newest whole one.")
+@click.option("--dtype", type=click.Choice([*DTYPES]), default="fp32", show_default=True, help="Of parameters.")
+@click.option("--max-shard-size", default="5GB", show_default=True, help="Of a file, such as 500MB.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object for programs.")
+def export(directory: Path, out: Path, tag: str | None, dtype: str, max_shard_size: str, as_json: bool) -> None:
+    """Write the weights of a checkpoint in DIRECTORY to OUT, as safetensors that plain torch and transformers load.
+
+    fp32 weights are the masters; bf16 and fp16 ones are those rounded, as they were trained. The model is not built,
+    and memory does not grow with it. Every byte read is checked.
+    """
+    try:
+        max_shard_nbytes = parse_nbytes(max_shard_size)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--max-shard-size") from error
+    info, skipped = _find(directory, tag)
+    for line in skipped:
+        click.echo(printable(line), err=True)
+    with ExitStack() as stack:
+        reader = _open_reader(info, stack)
+        paths = export_weights(reader, out, DTYPES[dtype], max_shard_nbytes=max_shard_nbytes)
+    nbytes = sum(path.stat().st_size for path in paths)
+    if as_json:
+        files = [str(path) for path in paths]
+        return _print_json({"tag": info.tag, "step": info.step, "dtype": dtype, "files": files, "nbytes": nbytes})
+    what = f"{len(paths)} file{'s' * (len(paths) > 1)}, {format_nbytes(nbytes)}, parameters in {dtype}"
+    click.echo(printable(f"{info.tag} (step {info.step}) -> {out}: {what}"))
+
+
+@checkpoint.command("prune", short_help="Remove old checkpoints.")
+@_arguments
+@click.option("--keep", type=click.IntRange(min=1), required=True, metavar="N", help="How many whole ones stay.")
+@click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
+def prune_command(directory: Path, as_json: bool, keep: int, dry_run: bool) -> None:
+    """Remove the whole checkpoints in DIRECTORY but the newest N; never the one that `latest` names.
+
+    What is not whole stays: look at it with `ls`.
+    """
+    removed = prune(directory, keep, dry_run=dry_run)
+    nbytes = sum(info.nbytes for info in removed)
+    if as_json:
+        return _print_json({"dry_run": dry_run, "freed_nbytes": nbytes, "removed": [_plain(info) for info in removed]})
+    rows = [(info.tag, str(info.step), format_nbytes(info.nbytes)) for info in removed]
+    print_table(("checkpoint", "step", "bytes"), rows, "Nothing to remove.")
+    click.echo(f"{format_nbytes(nbytes)} {'would be' if dry_run else 'were'} freed.")
+
+
+def _tags(directory: Path) -> list[TagInfo]:
+    """Of a directory of checkpoints, or of one checkpoint."""
+    if (directory / MANIFEST_NAME).exists():
+        path = Path(os.path.realpath(directory))
+        return [info for info in list_tags(path.parent) if info.tag == path.name]
+    return list_tags(directory)
+
+
+def _find(directory: Path, tag: str | None) -> tuple[TagInfo, list[str]]:
+    if tag is None and (directory / MANIFEST_NAME).exists():
+        path = Path(os.path.realpath(directory))
+        return find_tag(path.parent, path.name)
+    return find_tag(directory, tag)
+
+
+def _latest(directory: Path) -> str | None:
+    try:
+        return read_latest(directory)
+    except StoreError as error:
+        click.echo(printable(str(error)), err=True)
+        return None
+
+
+def _open_reader(info: TagInfo, stack: ExitStack) -> FileReader:
+    if info.kind == "in_place":
+        raise StoreError(f"{info.path} is an in-place commit, whose state rests in its swap directory. Load it there.")
+    manifest = read_manifest(info.path)
+    engine = select_reader(*(info.path / file.name for file in manifest.files)).engine  # one for all reads
+    stack.callback(engine.close)
+    return stack.enter_context(FileReader(info.path, engine))
+
+
+def _writer(info: TagInfo) -> str:
+    written = info.written_by
+    if written is None:
+        return "-"
+    return f"{written.tiered_zero}, torch {written.torch}, {written.rule}, {written.state_format}, {written.kernel}"
+
+
+def _plain(info: TagInfo) -> dict[str, Any]:
+    return {**asdict(info), "path": str(info.path)}
+
+
+def _print_json(value: Any) -> None:
+    click.echo(json.dumps(value, indent=2))
