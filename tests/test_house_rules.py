@@ -18,7 +18,7 @@ FLOORS = (
     "config | layout | telemetry",
     "plan | native",
     "io | hardware | optim",
-    "store",
+    "store | data",
     "tiers",
     "params | grads | update | activations",
     "train_step step_counts | checkpoint",

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from tiered_zero.comm import init_distributed
     from tiered_zero.config.load import load as load_config
     from tiered_zero.config.schema import Config
+    from tiered_zero.data import TrainingLoader
     from tiered_zero.engine import Engine
     from tiered_zero.engine import Engine as DeepSpeedEngine
     from tiered_zero.errors import (
@@ -41,6 +42,7 @@ _HOMES = {
     "load_config": "config.load:load",
     "Config": "config.schema",
     "Engine": "engine",
+    "TrainingLoader": "data",
     "DeepSpeedEngine": "engine:Engine",
     "init_distributed": "comm",
     "add_config_arguments": "api",
@@ -85,6 +87,7 @@ __all__ = [
     "RankError",
     "StoreError",
     "TieredZeroError",
+    "TrainingLoader",
     "TransferError",
     "add_config_arguments",
     "comm",

@@ -9,10 +9,12 @@ from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from tiered_zero.assembly import build
 from tiered_zero.config.load import load
+from tiered_zero.config.schema import Config
+from tiered_zero.data import TrainingLoader
 from tiered_zero.engine import Engine
 from tiered_zero.errors import ConfigError, ModelError
 from tiered_zero.hardware.collectives import SingleRank
@@ -25,7 +27,7 @@ def initialize(
     model: nn.Module | None = None,
     optimizer: Optimizer | Callable[[Any], Optimizer] | None = None,
     model_parameters: Iterable[Any] | None = None,
-    training_data: Dataset[Any] | None = None,
+    training_data: Dataset[Any] | TrainingLoader | None = None,
     lr_scheduler: Any = None,
     distributed_port: int = 29500,
     mpu: Any = None,
@@ -34,7 +36,7 @@ def initialize(
     config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
     mesh_param: Sequence[int] | None = None,
     config_params: Mapping[str, Any] | str | os.PathLike[str] | None = None,
-) -> tuple[Engine, TieredOptimizer, DataLoader[Any] | None, Any]:
+) -> tuple[Engine, TieredOptimizer, TrainingLoader | None, Any]:
     """Plan the run, move the model onto its tiers, and return (engine, optimizer, dataloader, lr_scheduler).
 
     The arguments are DeepSpeed's, in its order. `config` (or `config_params`): a DeepSpeed-style dict, or the path of a
@@ -44,7 +46,8 @@ def initialize(
     `optimizer`: any torch optimizer over the model's parameters, or a callable that makes one; it goes before the
     config's.
     `lr_scheduler`: a scheduler, or a callable that takes the optimizer; it goes before the config's. `training_data`: a
-    dataset, returned as a DataLoader with the config's micro-batch size.
+    dataset, returned as a DataLoader with the config's micro-batch size, in the dataset's order; or a `TrainingLoader`,
+    which may shuffle and have workers. Checkpoints hold the position of either.
 
     The model is changed in place: its parameters become views that are filled while they are used. Raises ConfigError,
     ModelError, PlanError or StoreError before anything is allocated or written wherever that can be known.
@@ -67,14 +70,24 @@ def initialize(
     collectives.ensure_process_group(dist_init_required)
     loader = None
     if training_data is not None:
-        loader = DataLoader(
-            training_data,
-            batch_size=settings.train_micro_batch_size_per_gpu,
-            collate_fn=collate_fn,
-            drop_last=settings.dataloader_drop_last,
-        )
+        loader = _training_loader(training_data, collate_fn, settings)
     engine = build(run_spec, lr_scheduler, collectives)
     return engine, engine.optimizer, loader, engine.lr_scheduler
+
+
+def _training_loader(
+    data: Dataset[Any] | TrainingLoader, collate_fn: Callable[..., Any] | None, settings: Config
+) -> TrainingLoader:
+    if isinstance(data, TrainingLoader):
+        if collate_fn is not None:
+            raise ConfigError("collate_fn: expected none beside a TrainingLoader, which has its own; leave it out.")
+        return data
+    return TrainingLoader(
+        data,
+        settings.train_micro_batch_size_per_gpu,
+        collate_fn=collate_fn,
+        drop_last=settings.dataloader_drop_last,
+    )
 
 
 def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:

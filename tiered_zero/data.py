@@ -1,0 +1,224 @@
+"""Training data whose order is known and whose position can be saved: the DataLoader that `initialize` returns."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterator, Mapping, Sized
+from typing import Any, cast, final
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+
+from tiered_zero.errors import StoreError
+from tiered_zero.hardware.random_states import kept_random_states
+
+logger = logging.getLogger("tiered_zero")
+
+_COUNT = range(1 << 63)
+
+
+class TrainingLoader(DataLoader[Any]):
+    """A DataLoader that counts the batches taken from it, and goes on behind them after `load_state_dict`.
+
+    `initialize(training_data=...)` returns one, and takes one: checkpoints then hold its position. In any other place
+    save `state_dict()` in client_state. Samples come in the order of the dataset; with `shuffle` in the order of a
+    permutation that depends on `seed` and the number of the pass alone. `options`: DataLoader's, but for those that
+    decide the order: sampler, batch_sampler, generator.
+
+    A pass is one `iter()` over the data. A batch counts once it is taken, not when a worker has read it ahead. A pass
+    whose iterator is gone, as after `break`, is over: the next begins anew, as it does without a checkpoint. After
+    `load_state_dict` in the middle of a pass the next `iter()` gives exactly its remaining batches (none, if the last
+    one was taken but not the end), and draws nothing from the random generators, as the undisturbed pass did not.
+    Samples that draw at random are resumed with equal bits without workers; worker processes draw from their own
+    generators, which begin again. An IterableDataset has no index: what was taken is read again and dropped.
+    """
+
+    def __init__(
+        self, dataset: Dataset[Any], batch_size: int | None = 1, *, shuffle: bool = False, seed: int = 0, **options: Any
+    ) -> None:
+        """Raises TypeError for options that decide the order, and what DataLoader raises."""
+        if fixed := options.keys() & {"sampler", "batch_sampler", "generator"}:
+            raise TypeError(f"TrainingLoader decides the order of samples itself; leave out {', '.join(sorted(fixed))}")
+        self._order = None if isinstance(dataset, IterableDataset) else _Order(cast(Sized, dataset), shuffle, seed)
+        if self._order is not None:
+            options["sampler"] = self._order
+        elif shuffle:
+            raise TypeError("TrainingLoader cannot shuffle an IterableDataset; shuffle inside the dataset")
+        self._num_passes = 0
+        """Passes that are over; the number of the next."""
+        self._current: weakref.ref[_Pass] | None = None
+        self._resumed: Mapping[str, Any] | None = None
+        """A pass that the next `iter()` goes on with."""
+        super().__init__(dataset, batch_size, **options)
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # DataLoader's own iterator cannot count
+        self._end_current()
+        saved, self._resumed = self._resumed, None
+        if saved is None:
+            begun = _Pass(self, self._num_passes, torch.get_rng_state())
+            begun.batches = super().__iter__()
+        else:
+            begun = _Pass(self, self._num_passes, saved["random_state"], saved["num_batches"], saved["num_samples"])
+            with kept_random_states():
+                torch.set_rng_state(begun.random_state)  # workers get the seeds that they had in this pass
+                self._seek(begun)
+                begun.batches = super().__iter__()
+                if self._order is None and begun.num_batches:
+                    logger.warning("training_data is read again up to batch %d, for it has no index", begun.num_batches)
+                    for _, _batch in zip(range(begun.num_batches), begun.batches, strict=False):
+                        pass
+        self._current = weakref.ref(begun)
+        return begun
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values and a tensor: the order, and where in it this loader is."""
+        self._end_current(only_gone=True)
+        current = self._current() if self._current is not None else None
+        order = self._order
+        state: dict[str, Any] = {
+            "pass": self._num_passes,
+            "num_batches": 0,
+            "num_samples": 0,
+            "random_state": None,
+            "length": len(order) if order is not None else None,
+            "shuffle": order is not None and order.shuffle,
+            "seed": order.seed if order is not None else 0,
+        }
+        if current is not None:
+            place = {"num_batches": current.num_batches, "num_samples": current.num_samples}
+            state |= {**place, "random_state": current.random_state.clone()}
+        elif self._resumed is not None:
+            state |= {name: self._resumed[name] for name in ("num_batches", "num_samples", "random_state")}
+        return state
+
+    def check_state_dict(self, state: Any) -> None:
+        """Raise StoreError unless `state`, which is untrusted, is one of `state_dict()`."""
+        names = {"pass", "num_batches", "num_samples", "random_state", "length", "shuffle", "seed"}
+        if type(state) is not dict or state.keys() != names:
+            raise StoreError(f"A loader's state was expected to have {', '.join(sorted(names))}; found {state!a:.200}.")
+        counts = [state[name] for name in ("pass", "num_batches", "num_samples")]
+        length, random_state = state["length"], state["random_state"]
+        if (
+            not all(type(count) is int and count in _COUNT for count in counts)
+            or type(state["shuffle"]) is not bool
+            or type(state["seed"]) is not int
+            or not -(1 << 63) <= state["seed"] + state["pass"] < 1 << 63
+            or not (length is None or (type(length) is int and counts[2] <= length))
+            or (random_state is None and any(counts[1:]))
+        ):
+            raise StoreError(f"A loader's state is not what was saved: {state!a:.300}.")
+        if random_state is not None:
+            try:
+                torch.Generator().set_state(random_state)
+            except (RuntimeError, TypeError) as error:
+                raise StoreError(f"A loader's random_state is not what was saved: {error}.") from None
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state` with the next `iter()`; iterators that exist stay as they are.
+
+        Where the dataset has another length than it had, its pass begins anew, and a warning says so. Raises
+        StoreError, with nothing changed, for what is no state.
+        """
+        self.check_state_dict(state)
+        order = self._order
+        self._current = None
+        self._num_passes = state["pass"]
+        self._resumed = state if state["random_state"] is not None else None
+        if state["length"] != (length := len(order) if order is not None else None):
+            self._resumed = None
+            logger.warning(
+                "training_data has %s samples and had %s: pass %d over it begins anew",
+                "unknown many" if length is None else length,
+                "unknown many" if state["length"] is None else state["length"],
+                state["pass"] + 1,
+            )
+        if order is not None and (order.shuffle, order.seed) != (state["shuffle"], state["seed"]):
+            logger.warning(
+                "training_data goes on in the order of the checkpoint: shuffle=%s, seed=%d",
+                state["shuffle"],
+                state["seed"],
+            )
+            order.shuffle, order.seed = state["shuffle"], state["seed"]
+
+    def _seek(self, begun: _Pass) -> None:
+        """Let the sampler's next iterator begin where `begun` does."""
+        if self._order is not None:
+            self._order.number, self._order.start = begun.number, begun.num_samples
+
+    def _take(self, taker: _Pass) -> None:
+        """Count a batch of `taker`."""
+        taker.num_batches += 1
+        if self._order is not None:
+            taker.num_samples = min(taker.num_samples + (self.batch_size or 1), len(self._order))
+
+    def _end(self, ended: _Pass) -> None:
+        if self._current is not None and self._current() is ended:
+            self._end_current()
+
+    def _end_current(self, only_gone: bool = False) -> None:
+        """The pass under way is over: the next has the next number."""
+        if self._current is not None and not (only_gone and self._current() is not None):
+            self._current = None
+            self._num_passes += 1
+
+
+@final
+class _Pass(Iterator[Any]):
+    """One pass over the data."""
+
+    batches: Iterator[Any]
+
+    def __init__(
+        self,
+        loader: TrainingLoader,
+        number: int,
+        random_state: torch.Tensor,
+        num_batches: int = 0,
+        num_samples: int = 0,
+    ) -> None:
+        """`random_state`: torch's, when the pass began. `num_batches`, `num_samples`: taken by now."""
+        self._loader = loader
+        self.number = number
+        self.random_state = random_state
+        self.num_batches = num_batches
+        self.num_samples = num_samples
+        self._is_untouched = True
+        loader._seek(self)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __next__(self) -> Any:
+        if self._is_untouched:  # torch asks the sampler now, or has asked when workers began
+            self._loader._seek(self)
+            self._is_untouched = False
+        try:
+            batch = next(self.batches)
+        except StopIteration:
+            self._loader._end(self)
+            raise
+        self._loader._take(self)
+        return batch
+
+
+@final
+class _Order(Sampler[int]):
+    """Indices of samples from `start` on, in the order of pass `number`."""
+
+    def __init__(self, data: Sized, shuffle: bool, seed: int) -> None:
+        self._data = data
+        self.shuffle = shuffle
+        self.seed = seed
+        self.number = 0
+        self.start = 0
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def __iter__(self) -> Iterator[int]:
+        if not self.shuffle:
+            return iter(range(self.start, len(self)))
+        generator = torch.Generator()
+        generator.manual_seed(self.seed + self.number)
+        return iter(torch.randperm(len(self), generator=generator)[self.start :].tolist())
