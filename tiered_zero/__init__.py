@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from tiered_zero.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from tiered_zero import comm, utils, zero
     from tiered_zero.api import add_config_arguments, initialize
@@ -34,8 +36,6 @@ if TYPE_CHECKING:
     )
     from tiered_zero.params.gather import gathered
     from tiered_zero.plan.planner import Plan
-
-__version__ = "0.1.0"
 
 _HOMES = {
     "initialize": "api",

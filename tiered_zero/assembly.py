@@ -9,6 +9,9 @@ from typing import Any
 
 import torch
 
+from tiered_zero.checkpoint.checkpoints import Checkpoints, written_by
+from tiered_zero.checkpoint.driver import DriverState
+from tiered_zero.checkpoint.portable import RunState
 from tiered_zero.config.schema import Config
 from tiered_zero.engine import Engine, Run
 from tiered_zero.full_values import FullValues
@@ -54,6 +57,7 @@ logger = logging.getLogger("tiered_zero")
 
 SHUTDOWN = (
     "optimizer",  # the user's own has its calls and its state again
+    "saves",  # the last is finished: of its update everything is needed
     "open update",  # one that began in backward, and whose step is not taken, is cancelled
     "last update",  # the last step's is finished, as far as its results outlive the engine
     "observers",  # the run's record is completed
@@ -186,6 +190,31 @@ def _build(run_spec: RunSpec, lr_scheduler: Any, collectives: Collectives) -> En
         )
         resources.add("full values", values.unregister)  # `values` lives as long as `resources` refer to it
         values.register()
+        driver = DriverState(
+            counts=step.counts, overflow=step.overflow, policy=policy, optimizer=handle, lr_scheduler=scheduler
+        )
+        portable = RunState(
+            module=run_spec.model,
+            specs=list(run_spec.specs.values()),
+            units=run_spec.units,
+            layouts=run_spec.layouts,
+            rule=run_spec.rule,
+            stepper=stepper,
+            inventory=inventory,
+            runtime=runtime,
+            state_staging=tiers.state_staging,
+            param_staging=tiers.param_staging,
+            param_flat=lambda unit: pager.storage(unit).flat,
+        )
+        checkpoints = Checkpoints(
+            portable,
+            policy,
+            pager.updates,
+            driver,
+            written_by(run_spec.rule, config, collectives.world_size),
+            convert=settings.checkpoint.convert,
+        )
+        resources.add("saves", once(checkpoints.last_save.wait))
         run = Run(
             module=run_spec.model,
             config=config,
@@ -193,6 +222,7 @@ def _build(run_spec: RunSpec, lr_scheduler: Any, collectives: Collectives) -> En
             optimizer=handle,
             lr_scheduler=scheduler,
             observers=_make_observers(run_spec, runtime, resources),
+            checkpoints=checkpoints,
         )
         resources.add("last update", once(step.finish_update))
         resources.add("open update", step.end_eager_update)

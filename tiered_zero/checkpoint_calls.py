@@ -1,15 +1,21 @@
-"""The engine's calls that read and write what a run holds: weights as files, values by a parameter's name."""
+"""The engine's calls that read and write what a run holds: checkpoints, weight files, values by a parameter's name."""
 
 from __future__ import annotations
 
 import difflib
 import logging
+import os
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import nn
 
+from tiered_zero.checkpoint.checkpoints import Checkpoints
+from tiered_zero.checkpoint.driver import LoadParts
 from tiered_zero.checkpoint.weights import (
     MAX_SHARD_NBYTES,
     WEIGHTS_NAME,
@@ -31,10 +37,79 @@ class CheckpointCalls(ABC):
     """Mixed into Engine; holds no state. Driver thread; blocks."""
 
     _step: TrainStep
+    _checkpoints: Checkpoints
 
     @property
     @abstractmethod
     def module(self) -> nn.Module: ...
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    @on_one_thread
+    @runs_outside_modes
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        client_state: Mapping[str, Any] = MappingProxyType({}),
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save everything that the run holds as `save_dir/tag` (default: global_step{N}), on any placement for any
+        other, so that training goes on with the same bits. Call it after a `step()` that updates.
+
+        The save is queued behind the update that is under way. It is durable once `flush()`, `close()`, or the next
+        save or load has returned; the first of them raises its error, and training can go on in any case. A delayed
+        update becomes visible first. `client_state`: plain values, tensors and arrays. Without frozen parameters a
+        checkpoint is loaded with load_module_strict=False. Raises ModelError, StoreError and TransferError.
+        """
+        self._step.check_between_steps("A checkpoint is saved")
+        step = self._step.counts.global_steps
+        self._checkpoints.save(
+            save_dir,
+            f"global_step{step}" if tag is None else str(tag),
+            step,
+            client_state,
+            save_latest=save_latest,
+            exclude_frozen=exclude_frozen_parameters,
+        )
+        return True
+
+    @on_one_thread
+    @runs_outside_modes
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+    ) -> tuple[str | None, dict[str, Any]]:
+        """Go on from `load_dir/tag`; without a tag from what `latest` names, or else the newest complete checkpoint.
+        Returns its path and client_state; (None, {}), with a warning, where there is no checkpoint at all.
+
+        Masters take the saved fp32 values, and parameters those rounded, whatever else is loaded. Optimizer state
+        starts anew with `load_module_only`, which leaves counts, schedule and random numbers as they are, and without
+        `load_optimizer_states`. Nothing is changed where the checkpoint does not fit (ModelError, ConfigError,
+        StoreError); damage that is found later ends the use of this engine. No pickle is read.
+        """
+        if custom_load_fn is not None:
+            raise ModelError(
+                "load_checkpoint(custom_load_fn=...) would need the whole model in memory. Load without it, and change "
+                "weights inside tiered_zero.gathered(module, modify=True)."
+            )
+        self._step.check_between_steps("A checkpoint is loaded")
+        path = self._checkpoints.find(load_dir, None if tag is None else str(tag))
+        if path is None:
+            return None, {}
+        parts = LoadParts(
+            optimizer_states=load_optimizer_states,
+            lr_scheduler_states=load_lr_scheduler_states,
+            module_only=load_module_only,
+        )
+        return str(path), self._checkpoints.load(path, parts, strict=load_module_strict)
 
     # -- weights -------------------------------------------------------------------------------------------------------
 

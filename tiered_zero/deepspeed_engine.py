@@ -22,9 +22,9 @@ from tiered_zero.update.handle import TieredOptimizer
 
 _Value = TypeVar("_Value")
 
-_NO_CHECKPOINTS = (
-    "this version writes no checkpoints. engine.module.state_dict() gives CPU tensors from any tier; load weights into "
-    "the model before tiered_zero.initialize()."
+_OTHER_CHECKPOINTS = (
+    "a checkpoint of engine.save_checkpoint() depends on no placement and no number of ranks; engine.load_checkpoint() "
+    "reads it as it is."
 )
 _PAGED = (
     "the plan says when units are on the device; see stage3_max_live_parameters and tiered_zero.device_memory_limit."
@@ -33,8 +33,7 @@ _FIXED_BATCH = "the batch sizes are planned when the run starts. Set them in the
 _REPORTS = "engine.step_report, engine.memory_report() and tiered_zero.report have the numbers."
 _OTHER_WORK = "pipelines, quantization, compression and curricula are not here; train with the three calls."
 MISSING: Mapping[str, str] = {
-    **dict.fromkeys(("save_checkpoint", "load_checkpoint"), _NO_CHECKPOINTS),
-    **dict.fromkeys(("load_universal_checkpoint", "get_all_ranks_from_group", "checkpoint_engine"), _NO_CHECKPOINTS),
+    **dict.fromkeys(("load_universal_checkpoint", "get_all_ranks_from_group", "checkpoint_engine"), _OTHER_CHECKPOINTS),
     **dict.fromkeys(("offload_states", "reload_states", "coalesce_grad_reduction", "fetch_parameters"), _PAGED),
     **dict.fromkeys(("set_train_batch_size", "set_train_micro_batch_size"), _FIXED_BATCH),
     **dict.fromkeys(("monitor", "tput_timer", "timers", "flops_profiler", "flops_profiler_enabled"), _REPORTS),

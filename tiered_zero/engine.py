@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tiered_zero.checkpoint.checkpoints import Checkpoints
 from tiered_zero.checkpoint_calls import CheckpointCalls
 from tiered_zero.config.schema import Config
 from tiered_zero.deepspeed_engine import DeepSpeedNames
@@ -34,6 +35,7 @@ class Run:
     optimizer: TieredOptimizer | None
     lr_scheduler: Any
     observers: Sequence[Callable[[StepReport], None]]
+    checkpoints: Checkpoints
 
 
 class Engine(CheckpointCalls, DeepSpeedNames):
@@ -47,6 +49,7 @@ class Engine(CheckpointCalls, DeepSpeedNames):
         """`resources`: closes everything, in order, when the engine ends."""
         self._run = run
         self._step = step
+        self._checkpoints = run.checkpoints
         self._resources = resources
         self._process = OwnProcess()
         self._end = weakref.finalize(self, end_unreferenced_run, self._process, resources)  # at exit too
@@ -202,8 +205,9 @@ class Engine(CheckpointCalls, DeepSpeedNames):
 
     @on_one_thread
     def flush(self) -> None:
-        """Return when every update so far is made. Reading weights does this by itself."""
+        """Return when every update so far is made, which reading weights does by itself, and every save is durable."""
         self._step.flush()
+        self._checkpoints.wait()
 
     @on_one_thread
     @runs_outside_modes

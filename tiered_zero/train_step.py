@@ -144,6 +144,20 @@ class TrainStep:
         """Wait for every update, and drop prefetched state. Called before weights or state are changed by hand."""
         self.policy.quiesce()
 
+    def check_between_steps(self, act: str) -> None:
+        """Raise ModelError where `act` comes while gradients wait for a step, or a module runs: a checkpoint is of the
+        state between two steps."""
+        self.check()
+        counts = self.counts
+        if counts.num_backwards or counts.is_accumulating or self.arrivals.has_noticed or self.policy.is_open:
+            raise ModelError(
+                f"{act} between two steps: expected no gradients that wait for one; found micro-batch "
+                f"{counts.micro_steps} of an accumulation under way. Call it right after the step() that updates, or "
+                "drop them with engine.abort_step()."
+            )
+        if self.pager.is_running():
+            raise ModelError(f"{act} between two steps; found a module's forward under way. Call it after step().")
+
     def pre_state_dict(self) -> None:
         self.pager.num_uses += 1
         self.pager.copies.start(self.before_weights_read)

@@ -114,6 +114,10 @@ class NativeRule(UpdateRule):
         """Invert `_torch_scalars`."""
         return {"step": float(scalars["step"])} if self._counts_steps else dict(scalars)
 
+    def load_scalars(self, scalars: Mapping[str, Any]) -> dict[str, Any]:
+        """Invert what a checkpoint keeps, of this rule or of torch's own code."""
+        return self._own_scalars(scalars)
+
     def state_fields(self, shape: tuple[int, ...], hyper: Mapping[str, Any]) -> list[StateField]:
         names = self._array_names({**self._defaults, **hyper})
         return [StateField(name, shape, self.state_dtype) for name in names]

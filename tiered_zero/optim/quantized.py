@@ -88,6 +88,9 @@ class QuantizedAdam(UpdateRule):
             encode(state[name], state[_scale(name)], array, None, None)
         return scalars
 
+    def load_scalars(self, scalars: Mapping[str, Any]) -> dict[str, Any]:
+        return self._inner.load_scalars(scalars)
+
     def announce(self) -> None:
         self._inner.announce()
 

@@ -110,6 +110,11 @@ class UpdateRule(ABC):
             array.copy_(values[name])
         return {name: value for name, value in values.items() if name not in state}
 
+    def load_scalars(self, scalars: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the `Run.scalars` to go on from those of a checkpoint, which a rule of another kind with the same
+        numbers may have kept. Raises TypeError, ValueError or KeyError where they are none."""
+        return dict(scalars)
+
     def announce(self) -> None:
         """Log what runs the update, where there is something to say."""
         return

@@ -109,14 +109,15 @@ class StateLayout:
             array.field.name: _view(raw, array)[_part(array.field, start, stop)]
             if array.piece is None
             else _shaped(piece, array.field, _view(raw, array))
-            for array in self._arrays_for(piece)
+            for array in self.arrays_for(piece)
         }
 
     def fields(self, piece: ParamPiece) -> list[StateField]:
         """List the state arrays of a piece; one over the whole sub-group is of the sub-group's shape."""
-        return [array.field for array in self._arrays_for(piece)]
+        return [array.field for array in self.arrays_for(piece)]
 
-    def _arrays_for(self, piece: ParamPiece) -> list[StateArray]:
+    def arrays_for(self, piece: ParamPiece) -> list[StateArray]:
+        """List the state arrays that hold a piece's state: over the whole sub-group, and its own."""
         shared = [array for array in self._arrays_of[None] if array.field.name in self._fields_of_group[piece.group]]
         return shared + self._arrays_of[piece.index]
 

@@ -175,6 +175,13 @@ class TorchRule(UpdateRule):
                 scalars[name] = value.detach().to(device, dtype, copy=True)
         return scalars or {_INITIALIZED: True}
 
+    def load_scalars(self, scalars: Mapping[str, Any]) -> State:
+        """The native kernel counts steps in a float, torch's classes in a tensor."""
+        own = dict(scalars)
+        if isinstance(own.get("step"), float):
+            own["step"] = torch.tensor(own["step"], dtype=torch.float32)
+        return own
+
     def _try_state(self, state: State, hyper: Mapping[str, Any]) -> None:
         """Step one element from `state`. Raises ModelError where that fails, as it does where a key is missing."""
         leaf = _example_leaf(torch.zeros(1))

@@ -42,6 +42,12 @@ class UpdateGuard:
                 self._invalidate(paged)
         self._changes.refuse(late=True)
 
+    def invalidate_all(self) -> None:
+        """Drop what the device holds of every unit, frozen ones too: all of them are about to be loaded."""
+        for paged in self._units:
+            self._invalidate(paged)
+        self._changes.refuse(late=True)
+
     def _invalidate(self, paged: PagedUnit) -> None:
         paged.version += 1
         if paged.is_resident:

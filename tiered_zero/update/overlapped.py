@@ -215,6 +215,11 @@ class DelayedPolicy(UpdatePolicy):
     def begin_backward(self) -> None:
         """Leave reading ahead to the update that runs."""
 
+    def at_cut(self, job: Callable[[], None]) -> Transfer:
+        """Publish the delayed update first: what is saved is the state of one step."""
+        self.flush()
+        return super().at_cut(job)
+
     def run_behind(self, act: Callable[[], None], after: Sequence[Transfer] = ()) -> None:
         self._exact.run_behind(act, after)
 

@@ -55,6 +55,11 @@ class UpdatePolicy(ABC):
         """Steps applied so far, those before a resume included."""
 
     @property
+    def groups(self) -> Sequence[dict[str, Any]]:
+        """The live param groups."""
+        return self._groups
+
+    @property
     def failure(self) -> BaseException | None:
         return self.failures.error
 

@@ -77,6 +77,12 @@ class StreamingStepper:
         self._scalars.update({(subgroup.index, index): values for index, values in scalars.items()})
         self._initialized.add(subgroup.index)
 
+    def drop_state(self, subgroup: SubGroup) -> None:
+        """Start the sub-group anew at its next step: its home holds masters alone."""
+        for piece in subgroup.pieces:
+            self._scalars.pop((subgroup.index, piece.index), None)
+        self._initialized.discard(subgroup.index)
+
     def freeze_groups(self, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Copy the values of the live param groups for the step that is taken: schedulers change them while it runs.
         The live groups get what the step itself makes of them."""

@@ -75,12 +75,19 @@ class SubGroupIO:
         )
 
     def open_nowait(
-        self, layout: StateLayout, param_kind: str, *, initialized: bool, part: SubGroup | None = None
+        self,
+        layout: StateLayout,
+        param_kind: str,
+        *,
+        initialized: bool,
+        part: SubGroup | None = None,
+        reads: bool = True,
     ) -> SubGroupWork | None:
         """Start the reads of a sub-group; None while no staging buffer is free.
 
         `initialized`: it has state besides its masters. `part`: the segments that are updated, for the last time: no
-        more than they need is read, and their state is not written; None: all."""
+        more than they need is read, and their state is not written; None: all. `reads`: False where all of it is about
+        to be replaced."""
         home = self._inventory.home(layout.subgroup, "state")
         raw = home.tier.view(home.slot)
         staged = raw is None
@@ -104,6 +111,8 @@ class SubGroupIO:
             is_last=part is not None,
         )
         try:
+            if not reads:
+                return work
             if staged and lease is not None:
                 stored = layout.nbytes if initialized else layout.master_nbytes
                 spans = [(0, stored)] if part is None else layout.spans(part)
@@ -168,14 +177,14 @@ class SubGroupIO:
 
     # -- out -----------------------------------------------------------------------------------------------------------
 
-    def write(self, work: SubGroupWork, unit_updates: Mapping[int, UnitUpdate]) -> None:
+    def write(self, work: SubGroupWork, unit_updates: Mapping[int, UnitUpdate], *, masters_alone: bool = False) -> None:
         """Start the writes of state and parameters. `unit_updates`: unit index -> what forwards parameters until they
-        are written."""
+        are written. `masters_alone`: there is no state besides the masters."""
         home = self._inventory.home(work.subgroup, "state")
         if home.tier.view(home.slot) is None and not work.is_last:
             assert work.lease is not None
-            nbytes = work.layout.nbytes
-            work.writes.append(home.tier.write(home.slot, BufferView(work.raw, work.lease.memory[:nbytes])))
+            nbytes = work.layout.master_nbytes if masters_alone else work.layout.nbytes
+            work.writes.append(home.tier.write(home.slot, BufferView(work.raw[:nbytes], work.lease.memory[:nbytes])))
         for (segment, window), out in zip(self._staged_outs(work), work.outs, strict=True):
             if window is not None:
                 self._send(work, unit_updates.get(segment.unit.index), segment, window, out)

@@ -1,0 +1,258 @@
+"""Saves and loads of one run: what `save_checkpoint` and `load_checkpoint` of the engine do, but for DeepSpeed's words.
+
+A save captures what the driver holds at the call, and is then queued behind the update that is under way, so that both
+overlap with what the driver computes next. It is durable once a later save, load, flush or close has returned; the
+first of those raises its error. A save that fails changes nothing: training goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol, final
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+
+from tiered_zero.checkpoint import values
+from tiered_zero.checkpoint.directory import find_tag, list_tags
+from tiered_zero.checkpoint.driver import DriverState, LoadParts, differences
+from tiered_zero.checkpoint.loading import StateLoader
+from tiered_zero.checkpoint.manifest import WrittenBy
+from tiered_zero.checkpoint.matching import LoadOptions, match
+from tiered_zero.checkpoint.planner import TierLoadPlanner
+from tiered_zero.checkpoint.portable import BUFFER, RunState, TensorSpec
+from tiered_zero.checkpoint.saving import Ranges, StateSaver
+from tiered_zero.checkpoint.storage import FileReader, FileWriter, Piece
+from tiered_zero.checkpoint.tag_writer import TagWriter
+from tiered_zero.config.schema import Config
+from tiered_zero.optim.rule import UpdateRule
+from tiered_zero.transfer import Transfer
+from tiered_zero.update.policy import UpdatePolicy
+from tiered_zero.version import __version__
+
+logger = logging.getLogger("tiered_zero")
+
+
+class WeightGuard(Protocol):
+    """Keeps what the device holds of parameters in step with their homes."""
+
+    def invalidate_all(self) -> None:
+        """Drop what the device holds of every unit: all of them are about to change."""
+
+    def end_update(self) -> None:
+        """Take the values of units that live on the device as new."""
+
+
+@dataclass(kw_only=True)
+class _Save:
+    """One that is queued. `cut`: done when it is. `has_begun`: its job has the tag, and ends it."""
+
+    tag: TagWriter
+    cut: Transfer | None = None
+    has_begun: bool = False
+
+
+@final
+class LastSave:
+    """The save that is under way, if there is one. Refers to nothing that refers to the engine."""
+
+    def __init__(self) -> None:
+        self._save: _Save | None = None
+
+    def set(self, save: _Save) -> None:
+        self._save = save
+
+    def wait(self) -> None:
+        """Return when it is durable. Raises its error, once."""
+        save = self._save
+        if save is None or save.cut is None:
+            return
+        try:
+            save.cut.wait()
+        except Exception as error:
+            self._save = None
+            if save.has_begun:
+                raise
+            save.tag.discard()  # an update has failed before it, which the engine itself reports
+            logger.error("checkpoint %s was not written: %s", save.tag.tag, error)
+        self._save = None
+
+
+@final
+class Checkpoints:
+    """Saves and loads one run. Driver thread; the work of a save runs where updates run."""
+
+    def __init__(
+        self,
+        state: RunState,
+        policy: UpdatePolicy,
+        guard: WeightGuard,
+        driver: DriverState,
+        written_by: Mapping[str, Any],
+        *,
+        convert: bool = False,
+    ) -> None:
+        """`written_by`: of WrittenBy, but for the time. `convert`: loaded state may be rounded."""
+        self._state = state
+        self._policy = policy
+        self._guard = guard
+        self._driver = driver
+        self._written_by = dict(written_by)
+        self._convert = convert
+        self.last_save = LastSave()
+
+    # -- out -----------------------------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str,
+        step: int,
+        client_state: Mapping[str, Any],
+        *,
+        save_latest: bool = True,
+        exclude_frozen: bool = False,
+    ) -> None:
+        """Queue a save of the state after the last step. Raises the error of the save before, and of this one where it
+        is known by now."""
+        self.wait()
+        state = self._state
+        driver = self._driver.capture(client_state)
+        buffers = {name: buffer.detach().to("cpu", copy=True) for name, buffer in state.named_buffers()}
+        specs = {**state.param_specs(not exclude_frozen), **_buffer_specs(buffers)}
+        most = {**state.state_specs(lambda layout, piece: True), **specs}
+        fields = {
+            "step": step,
+            "driver": driver,
+            "written_by": WrittenBy(**self._written_by, created_s=time.time()),
+        }
+        tag_writer = TagWriter.begin(save_dir, tag, needed_nbytes=sum(spec.nbytes for spec in most.values()))
+        save = _Save(tag=tag_writer)
+        ready = state.runtime.accelerator.record_compute()
+
+        def job() -> None:
+            save.has_begun = True
+            with tag_writer:
+                ready.wait()  # of state and parameters on the device
+                self._write(tag_writer.writer, specs, buffers, not exclude_frozen)
+                scalars = {name: values.encode(dict(own), f"state of {name}") for name, own in state.scalars().items()}
+                tag_writer.publish({**fields, "scalars": scalars}, save_latest=save_latest)
+
+        try:
+            save.cut = self._policy.at_cut(partial(_logged, job, tag))
+            self.last_save.set(save)
+        except BaseException:
+            if not save.has_begun:
+                tag_writer.discard()
+            raise
+        if save.cut.done():
+            self.wait()
+
+    def wait(self) -> None:
+        """Return when no save is under way. Raises the error of the last one, once."""
+        self.last_save.wait()
+
+    def _write(
+        self,
+        writer: FileWriter,
+        specs: Mapping[str, TensorSpec],
+        buffers: Mapping[str, torch.Tensor],
+        with_frozen: bool,
+    ) -> None:
+        state = self._state
+        state.stepper.cancel_prefetch()  # it holds staging buffers, which the save needs
+        try:
+            for key, spec in {**state.state_specs(state.is_stepped), **specs}.items():
+                writer.declare(key, spec.dtype, spec.shape, spec.order)
+
+            def append(memory: memoryview, ranges: Ranges) -> Transfer:
+                pieces = [Piece(own.key, own.start, own.stop, offset) for own, offset in ranges]
+                return writer.append(memory, pieces).transfer
+
+            with torch.no_grad():
+                StateSaver(state, append).save(buffers, with_frozen)
+        finally:
+            state.stepper.prefetch()
+
+    # -- in ------------------------------------------------------------------------------------------------------------
+
+    def find(self, load_dir: str | os.PathLike[str], tag: str | None) -> Path | None:
+        """Return where the tag to load is; None, with a warning, where there is no checkpoint at all. Raises
+        StoreError."""
+        self.wait()
+        if tag is None and not (Path(load_dir).is_dir() and list_tags(load_dir)):
+            logger.warning("there is no checkpoint in %s: nothing is loaded. Pass a tag to expect one.", load_dir)
+            return None
+        info, skipped = find_tag(load_dir, tag)
+        for line in skipped:
+            logger.warning("%s", line)
+        return info.path
+
+    def load(self, path: Path, parts: LoadParts, *, strict: bool = True) -> dict[str, Any]:
+        """Make the run what the checkpoint says, and return its client_state. Everything is checked before the first
+        weight changes; an error after that ends the engine's use. Raises ModelError, ConfigError, StoreError,
+        CorruptionError and TransferError."""
+        self.wait()
+        with FileReader(path) as reader:
+            manifest = reader.manifest
+            with_state = parts.optimizer_states and not parts.module_only
+            options = LoadOptions(strict=strict, with_state=with_state, convert=self._convert)
+            matched = match(self._state, manifest, options)
+            driver = self._driver.check(manifest.driver, parts)
+            for line in differences(asdict(manifest.written_by), self._written_by):
+                logger.warning("%s", line)
+            metadata = reader.read_metadata()
+            self._policy.quiesce()
+            self._guard.invalidate_all()
+            try:
+                client_state = self._driver.restore(driver, parts)
+                self._read(reader, metadata, StateLoader(self._state, manifest, matched, self._policy.groups))
+            except BaseException as error:
+                self._policy.latch(f"loading {path} ended in its middle ({error}), when some values were new")
+                raise
+            self._guard.end_update()
+        return client_state
+
+    def _read(self, reader: FileReader, metadata: Metadata, loader: StateLoader) -> None:
+        steps = loader.steps()
+        planner = TierLoadPlanner(steps)
+        planner.set_up_planner({}, metadata, is_coordinator=True)
+        try:
+            with torch.no_grad():
+                reader.read_data(planner.create_local_plan(), planner).wait()
+        finally:
+            steps.close()
+
+
+def written_by(rule: UpdateRule, config: Config, world_size: int) -> dict[str, Any]:
+    """List what WrittenBy says of a run, but for the time."""
+    return {
+        "tiered_zero": __version__,
+        "torch": str(torch.__version__),
+        "kernel": rule.kernel.level if rule.kernel is not None else "torch",
+        "rule": rule.name,
+        "state_format": config.tiered_zero.state_format,
+        "world_size": world_size,
+    }
+
+
+def _logged(job: Callable[[], None], tag: str) -> None:
+    try:
+        job()
+    except Exception as error:
+        logger.error("checkpoint %s was not written, and training goes on: %s", tag, error)
+        raise
+
+
+def _buffer_specs(buffers: Mapping[str, torch.Tensor]) -> dict[str, TensorSpec]:
+    return {
+        f"{BUFFER}/{name}": TensorSpec(dtype=buffer.dtype, shape=tuple(buffer.shape))
+        for name, buffer in buffers.items()
+        if buffer.numel()
+    }

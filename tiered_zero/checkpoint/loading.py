@@ -1,0 +1,269 @@
+"""A checkpoint on its way to the homes of a run: sub-group by sub-group, whatever the placement that wrote it.
+
+Masters and state are read to where they rest, or to a staging buffer; parameters become their masters, rounded, as
+after an update. Driver thread, while no update runs and nothing is read ahead.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from typing import Any, final
+
+import torch
+
+from tiered_zero.checkpoint.manifest import TagManifest
+from tiered_zero.checkpoint.matching import Matched
+from tiered_zero.checkpoint.planner import Target
+from tiered_zero.checkpoint.portable import RunState, field_range, field_spec, in_memory_order, memory_order
+from tiered_zero.errors import InternalError
+from tiered_zero.layout.flat import ParamSpec, Unit
+from tiered_zero.layout.subgroups import QUANTIZED_BLOCK_NUMEL, ParamPiece
+from tiered_zero.optim.quantized import decode, encode
+from tiered_zero.optim.rule import Run
+from tiered_zero.optim.state_formats import split_master
+from tiered_zero.optim.state_layout import StateLayout
+from tiered_zero.tiers.inventory import Home
+from tiered_zero.update.subgroup_io import SubGroupWork
+
+_BLOCK = QUANTIZED_BLOCK_NUMEL
+
+Targets = Generator[Sequence[Target], None, None]
+"""Groups of targets: when the next is asked for, those of the last are filled."""
+
+
+@final
+class StateLoader:
+    """Writes what `matched` says of a checkpoint to a run, which the caller reads. `groups`: the live param groups."""
+
+    def __init__(
+        self,
+        state: RunState,
+        manifest: TagManifest,
+        matched: Matched,
+        groups: Sequence[Mapping[str, Any]],
+    ) -> None:
+        self._state = state
+        self._manifest = manifest
+        self._matched = matched
+        self._groups = groups
+
+    def steps(self) -> Targets:
+        """Yield what is to be read, sub-group by sub-group, and write it to its home. Where this ends early some values
+        are new and some old."""
+        held = {segment.unit.index for layout in self._state.layouts for segment in layout.subgroup.segments}
+        yield from self._load_subgroups()
+        for unit in self._state.units:
+            if unit.index not in held:
+                yield from self._load_unit(unit)
+        yield from self._load_buffers()
+
+    # -- masters and state ---------------------------------------------------------------------------------------------
+
+    def _load_subgroups(self) -> Targets:
+        io, written = self._state.io, deque[SubGroupWork]()
+        try:
+            for layout in self._state.layouts:
+                while (work := self._open(layout)) is None:
+                    if not written:
+                        raise InternalError("A staging buffer was expected to be free for a load; all are in use.")
+                    io.finish(written.popleft())
+                written.append(work)
+                yield from self._load_subgroup(layout, work)
+                while written and written[0].is_written():
+                    io.finish(written.popleft())
+            while written:
+                io.finish(written.popleft())
+        except BaseException:
+            io.cancel(list(written))
+            raise
+
+    def _keeps_values(self, layout: StateLayout) -> bool:
+        """Whether a parameter of it is not in the checkpoint."""
+        entries = (entry for segment in layout.subgroup.segments for entry in segment.unit.entries)
+        return any(entry.param.numel and entry.param.name not in self._matched.params for entry in entries)
+
+    def _open(self, layout: StateLayout) -> SubGroupWork | None:
+        has_state, keeps = self._state.stepper.has_state(layout), self._keeps_values(layout)
+        return self._state.io.open_nowait(layout, "param", initialized=has_state, reads=keeps)
+
+    def _load_subgroup(self, layout: StateLayout, work: SubGroupWork) -> Targets:
+        for read in work.reads:
+            self._state.io.wait(read, work)
+        self._state.io.bind_outputs(work)
+        masters = self._masters(layout, work)
+        work.raw[layout.state_start : layout.nbytes].zero_()
+        stepped = [piece for piece in layout.subgroup.pieces if piece.param.name in self._matched.states]
+        targets, conversions = self._state_targets(layout, work.raw, stepped)
+        yield [*self._value_targets(layout, masters), *targets]
+        for convert in conversions:
+            convert()
+        self._store_masters(layout, work, masters)
+        if stepped:
+            self._initialize_others(layout, work, masters)
+            scalars = {piece.index: self._matched.states[piece.param.name] for piece in stepped}
+            self._state.stepper.replace_scalars(layout.subgroup, scalars)
+        else:
+            self._state.stepper.drop_state(layout.subgroup)
+        self._state.io.write(work, {}, masters_alone=not stepped)
+
+    def _masters(self, layout: StateLayout, work: SubGroupWork) -> torch.Tensor:
+        """[numel] fp32 to be filled: the masters themselves, or, where they rest as remainders, a copy. Zeros, or what
+        they are now where some of them stay."""
+        keeps = self._keeps_values(layout)
+        if not layout.masters.needs_params:
+            masters = layout.master(work.raw)
+            return masters if keeps else masters.zero_()
+        joined = torch.zeros(layout.subgroup.numel, device=work.raw.device)
+        remainder, marks = layout.master(work.raw), layout.marks(work.raw)
+        assert marks is not None, "a format that needs parameters keeps marks"
+        for segment, params in zip(layout.subgroup.segments, work.outs, strict=True) if keeps else ():
+            own = slice(segment.start, segment.stop)
+            joined[own] = layout.masters.join((remainder[own], marks[own]), params)
+        return joined
+
+    def _value_targets(self, layout: StateLayout, masters: torch.Tensor) -> Iterator[Target]:
+        """Every parameter with elements in the sub-group, also those in no param group: their masters follow them."""
+        for segment in layout.subgroup.segments:
+            for entry in segment.unit.entries:
+                low = max(entry.start, segment.unit_start)
+                high = min(entry.stop, segment.unit_start + segment.numel)
+                key = self._matched.params.get(entry.param.name)
+                if low < high and key is not None:
+                    first = segment.start + low - segment.unit_start
+                    yield self._target(key, low - entry.start, masters[first : first + high - low], entry.param)
+
+    def _target(self, key: str, start: int, values: torch.Tensor, param: ParamSpec | None = None) -> Target:
+        entry = self._manifest.tensors[key]
+        return Target(
+            key=key,
+            start=start,
+            stop=start + values.numel(),
+            shape=entry.shape,
+            order=None if param is None else memory_order(param),
+            values=values,
+        )
+
+    def _state_targets(
+        self, layout: StateLayout, raw: torch.Tensor, stepped: Sequence[ParamPiece]
+    ) -> tuple[list[Target], list[Callable[[], None]]]:
+        """List targets for the state of pieces, and what converts it, once they are filled, from another format."""
+        elementwise, tensors = self._state.rule.elementwise, self._manifest.tensors
+        targets: list[Target] = []
+        conversions: list[Callable[[], None]] = []
+        for piece in stepped:
+            name = self._matched.params[piece.param.name].partition("/")[2]
+            views = layout.state(raw, piece, piece.start, piece.stop)
+            for field in layout.fields(piece):
+                scale = f"{field.name}_scale"
+                if field.name.endswith("_scale") and field.name.removesuffix("_scale") in views:
+                    continue  # with its codes
+                key, view = f"{field.name}/{name}", in_memory_order(views[field.name])
+                start, stop = field_range(piece, field, elementwise)
+                spec = field_spec(piece.param, field, elementwise)
+                param = piece.param if spec.shape == piece.param.shape else None
+                own_coded, saved_coded = scale in views, f"{scale}/{name}" in tensors
+                if own_coded == saved_coded and tensors[key].dtype == spec.dtype_name:
+                    targets.append(self._target(key, start, view, param))
+                    if own_coded:
+                        targets.append(self._target(f"{scale}/{name}", start // _BLOCK, views[scale]))
+                    continue
+                floats = torch.empty(stop - start, device=raw.device)
+                if saved_coded:
+                    codes = torch.empty(stop - start, dtype=getattr(torch, tensors[key].dtype), device=raw.device)
+                    first, last = start // _BLOCK, -(-stop // _BLOCK)
+                    scales = torch.empty(last - first, device=raw.device)
+                    targets.append(self._target(key, start, codes, param))
+                    targets.append(self._target(f"{scale}/{name}", first, scales))
+                    conversions.append(_decoding(codes, scales, floats))
+                else:
+                    targets.append(self._target(key, start, floats, param))
+                if own_coded:
+                    conversions.append(_encoding(view, views[scale], floats))
+                else:
+                    conversions.append(_copying(view, floats))
+        return targets, conversions
+
+    def _store_masters(self, layout: StateLayout, work: SubGroupWork, masters: torch.Tensor) -> None:
+        """Set parameters to their masters, rounded, and what of masters rests in another form."""
+        if not layout.masters.needs_params:
+            for segment, out in zip(layout.subgroup.segments, work.outs, strict=True):
+                out.copy_(masters[segment.start : segment.stop])
+            return
+        params, remainder, mark = split_master(masters)
+        layout.master(work.raw).copy_(remainder)
+        marks = layout.marks(work.raw)
+        assert marks is not None, "a format that needs parameters keeps marks"
+        marks.copy_(torch.where(mark, -marks.abs(), marks.abs()))
+        for segment, out in zip(layout.subgroup.segments, work.outs, strict=True):
+            out.copy_(params[segment.start : segment.stop])
+
+    def _initialize_others(self, layout: StateLayout, work: SubGroupWork, masters: torch.Tensor) -> None:
+        """Make the state of the pieces that have none yet, beside those that have."""
+        for piece in layout.subgroup.pieces:
+            if piece.param.name not in self._matched.states:
+                own = masters[piece.start : piece.stop]
+                own = own if self._state.rule.elementwise else piece.param.view(own)
+                state = layout.state(work.raw, piece, piece.start, piece.stop)
+                self._state.rule.init_state(Run(own, own, state, {}, self._groups[piece.group]))
+
+    # -- parameters without a master, and buffers ----------------------------------------------------------------------
+
+    def _load_unit(self, unit: Unit) -> Targets:
+        """Write the parameters of a unit that no update steps, to every home that it has."""
+        inventory = self._state.inventory
+        homes = [home for kind in ("param", "param_back") if (home := inventory.find(unit, kind)) is not None]
+        if inventory.find(unit, "param") is None:
+            yield self._unit_targets(unit, self._state.param_flat(unit), 0)
+        for home in homes:
+            view = home.tier.view(home.slot)
+            if view is not None:
+                yield self._unit_targets(unit, view[: unit.nbytes].view(unit.dtype), 0)
+            else:
+                yield from self._load_windows(unit, home)
+
+    def _load_windows(self, unit: Unit, home: Home) -> Targets:
+        """Read and write a unit on nvme in the parts in which it was written first, so that they are verified."""
+        staging = self._state.param_staging
+        assert staging is not None, "a tier without views is planned with staging buffers"
+        keeps = any(entry.param.numel and entry.param.name not in self._matched.params for entry in unit.entries)
+        for start in range(0, unit.nbytes, staging.buffer_nbytes):
+            with staging.lease(min(staging.buffer_nbytes, unit.nbytes - start), home.slot.name) as lease:
+                if keeps:
+                    home.tier.read(home.slot, lease, start).wait()
+                else:
+                    lease.tensor.zero_()
+                yield self._unit_targets(unit, lease.tensor.view(unit.dtype), start // unit.itemsize)
+                home.tier.write(home.slot, lease, start).wait()
+
+    def _unit_targets(self, unit: Unit, flat: torch.Tensor, first: int) -> list[Target]:
+        """`flat`: the elements of the unit from `first` on."""
+        targets = []
+        for entry in unit.entries:
+            low, high = max(entry.start, first), min(entry.stop, first + flat.numel())
+            key = self._matched.params.get(entry.param.name)
+            if low < high and key is not None:
+                targets.append(self._target(key, low - entry.start, flat[low - first : high - first], entry.param))
+        return targets
+
+    def _load_buffers(self) -> Targets:
+        for name, buffer in self._state.named_buffers():
+            if buffer.numel() and (key := self._matched.buffers.get(name)) is not None:
+                value = torch.empty(buffer.shape, dtype=buffer.dtype)
+                yield [self._target(key, 0, value.view(-1))]
+                buffer.copy_(value)
+
+
+def _decoding(codes: torch.Tensor, scales: torch.Tensor, floats: torch.Tensor) -> Callable[[], None]:
+    return lambda: decode(codes, scales, floats, None)
+
+
+def _encoding(codes: torch.Tensor, scales: torch.Tensor, floats: torch.Tensor) -> Callable[[], None]:
+    return lambda: encode(codes, scales, floats, None, None)
+
+
+def _copying(target: torch.Tensor, floats: torch.Tensor) -> Callable[[], None]:
+    def convert() -> None:
+        target.copy_(floats)
+
+    return convert

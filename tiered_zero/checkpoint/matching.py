@@ -1,0 +1,231 @@
+"""What of a checkpoint goes where in a run, decided and checked before a byte of the run changes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import torch
+
+from tiered_zero.checkpoint import values
+from tiered_zero.checkpoint.manifest import TagManifest, TensorEntry
+from tiered_zero.checkpoint.portable import BUFFER, MASTER, PARAM, RunState, field_spec
+from tiered_zero.errors import ConfigError, ModelError, StoreError
+from tiered_zero.layout.flat import ParamSpec
+from tiered_zero.layout.subgroups import QUANTIZED_BLOCK_NUMEL, ParamPiece
+from tiered_zero.optim.optimizer_copy import same
+from tiered_zero.optim.state_layout import StateLayout
+
+logger = logging.getLogger("tiered_zero")
+
+_NUM_NAMED = 5
+_BLOCK = QUANTIZED_BLOCK_NUMEL
+_FLOATS = ("float32", "bfloat16")
+_CODES = {True: "int8", False: "uint8"}
+"""Signed or not -> the dtype of 8-bit codes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions:
+    """`strict`: every parameter and buffer is expected, and no other. `with_state`: take over optimizer state, else it
+    starts anew. `convert`: state may be rounded to the run's state format."""
+
+    strict: bool = True
+    with_state: bool = True
+    convert: bool = False
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Matched:
+    """`params`: parameter name -> the key of its value; without those that keep theirs. `states`: name of a parameter
+    whose state is taken over -> its scalars; neighbours with the same ones share an object. `buffers`: name -> key."""
+
+    params: dict[str, str] = field(default_factory=dict)
+    states: dict[str, dict[str, Any]] = field(default_factory=dict)
+    buffers: dict[str, str] = field(default_factory=dict)
+
+
+def match(state: RunState, manifest: TagManifest, options: LoadOptions) -> Matched:
+    """Raises ModelError where the checkpoint is of another model, StoreError for values that cannot be read, and
+    ConfigError where state would be rounded and `convert` does not allow it."""
+    tensors = manifest.tensors
+    params = {spec.name: key for spec in state.specs if spec.numel and (key := _value_key(spec, tensors)) is not None}
+    buffers = {name: f"{BUFFER}/{name}" for name, _ in state.named_buffers() if f"{BUFFER}/{name}" in tensors}
+    _check_names(state, manifest, {*params.values(), *buffers.values()}, strict=options.strict)
+    for spec in state.specs:
+        if (key := params.get(spec.name)) is not None:
+            _check_value(key, tensors[key], spec.shape, spec.dtype)
+    for name, buffer in state.named_buffers():
+        if (key := buffers.get(name)) is not None:
+            _check_value(key, tensors[key], tuple(buffer.shape), buffer.dtype)
+    states = _StateMatcher(state, manifest).match(params, options.convert) if options.with_state else {}
+    return Matched(params=params, states=states, buffers=buffers)
+
+
+def names_of(spec: ParamSpec) -> tuple[str, ...]:
+    return (spec.name, *spec.aliases)
+
+
+def _value_key(spec: ParamSpec, tensors: Mapping[str, TensorEntry]) -> str | None:
+    """Where a parameter's value is: its master if there is one; a tied one may be saved under another of its names."""
+    keys = (f"{kind}/{name}" for kind in (MASTER, PARAM) for name in names_of(spec))
+    return next((key for key in keys if key in tensors), None)
+
+
+def _check_names(state: RunState, manifest: TagManifest, used: Iterable[str], strict: bool) -> None:
+    used = set(used)
+    found = {key for key in manifest.tensors if key.partition("/")[0] in (MASTER, PARAM, BUFFER)}
+    named = {key.partition("/")[2] for key in used}
+    wanted = [spec.name for spec in state.specs if spec.numel] + [
+        name for name, buffer in state.named_buffers() if buffer.numel()
+    ]
+    missing = [name for name in wanted if name not in named and not _is_alias(state, name, named)]
+    unexpected = sorted(key.partition("/")[2] for key in found - used)
+    if not missing and not unexpected:
+        return
+    lines = [f"missing: {_some(missing)}"] if missing else []
+    lines += [f"not in the model: {_some(unexpected)}"] if unexpected else []
+    text = "; ".join(lines)
+    if strict:
+        raise ModelError(
+            f"The checkpoint {manifest.tag} was expected to hold every parameter and buffer of the model, and no other "
+            f"({text}). Load one of this model, or pass load_module_strict=False to keep the values of what is missing "
+            "(as with checkpoints saved with exclude_frozen_parameters)."
+        )
+    logger.warning("checkpoint %s: %s", manifest.tag, text)
+
+
+def _is_alias(state: RunState, name: str, named: set[str]) -> bool:
+    return any(spec.name == name and not named.isdisjoint(spec.aliases) for spec in state.specs)
+
+
+def _check_value(key: str, entry: TensorEntry, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    if entry.shape != shape:
+        raise ModelError(
+            f"{key} was expected to have shape {shape}, as in the model; the checkpoint has {entry.shape}. Load one of "
+            "a model of this configuration."
+        )
+    found = getattr(torch, entry.dtype)
+    if found.is_floating_point != dtype.is_floating_point or (not dtype.is_floating_point and found != dtype):
+        raise ModelError(
+            f"{key} was expected to be {dtype}, as in the model; the checkpoint has {found}. Load one of a model of "
+            "this configuration."
+        )
+
+
+# -- optimizer state ---------------------------------------------------------------------------------------------------
+
+
+@final
+class _StateMatcher:
+    """Matches state arrays, parameter by parameter."""
+
+    def __init__(self, state: RunState, manifest: TagManifest) -> None:
+        self._state = state
+        self._manifest = manifest
+        self._kinds = sorted({key.partition("/")[0] for key in manifest.tensors} - {MASTER, PARAM, BUFFER})
+
+    def match(self, params: Mapping[str, str], convert: bool) -> dict[str, dict[str, Any]]:
+        """Return what `Matched.states` is. `params`: as in `Matched`."""
+        stepped = self._manifest.scalars
+        self._check_rule()
+        found: dict[str, dict[str, Any]] = {}
+        last: dict[str, Any] = {}
+        num_rounded = 0
+        for layout in self._state.layouts:
+            for piece in layout.subgroup.pieces:
+                name = params.get(piece.param.name, "").partition("/")[2]
+                if name not in stepped or piece.param.name in found:
+                    continue
+                num_rounded += self._check_arrays(layout, piece, name)
+                own = self._scalars(stepped[name], name)
+                last = last if same(last, own) else own
+                found[piece.param.name] = last
+        if num_rounded:
+            self._check_rounding(num_rounded, convert)
+        return found
+
+    def _check_rule(self) -> None:
+        manifest, own = self._manifest, self._state.rule.name
+        if manifest.scalars and manifest.written_by.rule != own:
+            raise ModelError(
+                f"The checkpoint {manifest.tag} was expected to hold optimizer state of {own}; it is that of "
+                f"{manifest.written_by.rule}. Choose that optimizer, or pass load_optimizer_states=False to start its "
+                "state anew."
+            )
+
+    def _check_rounding(self, num_rounded: int, convert: bool) -> None:
+        tag, form = self._manifest.tag, self._manifest.written_by.state_format
+        if not convert:
+            raise ConfigError(
+                f"tiered_zero.state_format: expected that of the checkpoint {tag}, {form}, or fp32, which it becomes "
+                f"without loss; found one that would round {num_rounded} state arrays. Set it so, or allow that with "
+                '"tiered_zero": {"checkpoint": {"convert": true}}.'
+            )
+        logger.warning(
+            "optimizer state is rounded from %s to tiered_zero.state_format as it is loaded (%d arrays)",
+            form, num_rounded,
+        )  # fmt: skip
+
+    def _scalars(self, encoded: Any, name: str) -> dict[str, Any]:
+        try:
+            decoded = values.decode(encoded)
+            return self._state.rule.load_scalars(decoded)
+        except (TypeError, ValueError, KeyError, RuntimeError, AttributeError) as error:
+            raise StoreError(
+                f"The step count of {name} in checkpoint {self._manifest.tag} cannot be read ({error}). Load another "
+                "checkpoint."
+            ) from error
+
+    def _check_arrays(self, layout: StateLayout, piece: ParamPiece, name: str) -> int:
+        """Return how many arrays are rounded. Raises ModelError where others are needed, or of other shapes."""
+        tensors, tag = self._manifest.tensors, self._manifest.tag
+        fields = {own.name: own for own in layout.fields(piece)}
+        kinds = {kind for kind in self._kinds if f"{kind}/{name}" in tensors}
+        saved = {kind for kind in kinds if not _is_scale(kind, kinds)}
+        planned = {kind for kind in fields if not _is_scale(kind, fields)}
+        if saved != planned:
+            raise ModelError(
+                f"{self._state.rule.name} was planned with the state arrays {sorted(planned)} of {piece.param.name}; "
+                f"the checkpoint {tag} has {sorted(saved)}. Give the optimizer the options that it was saved with "
+                "(momentum, amsgrad ...)."
+            )
+        num_rounded = 0
+        for kind in sorted(planned):
+            entry, own = tensors[f"{kind}/{name}"], fields[kind]
+            spec = field_spec(piece.param, own, self._state.rule.elementwise)
+            is_coded = f"{kind}_scale" in kinds
+            self._check_shape(f"{kind}/{name}", entry, spec.shape)
+            if is_coded:
+                self._check_shape(
+                    f"{kind}_scale/{name}", tensors[f"{kind}_scale/{name}"], (-(-piece.param.numel // _BLOCK),)
+                )
+            if entry.dtype == spec.dtype_name and is_coded == (f"{kind}_scale" in fields):
+                continue
+            known = entry.dtype == _CODES.get(kind == "exp_avg") if is_coded else entry.dtype in _FLOATS
+            if not self._state.rule.elementwise or not known:
+                raise ModelError(
+                    f"{kind} of {piece.param.name} was expected to be {spec.dtype_name}; the checkpoint {tag} has "
+                    f"{entry.dtype}. Load one that this optimizer has written."
+                )
+            num_rounded += spec.dtype is not torch.float32
+        return num_rounded
+
+    def _check_shape(self, key: str, entry: TensorEntry, shape: tuple[int, ...]) -> None:
+        if entry.shape != shape:
+            raise ModelError(
+                f"{key} was expected to have shape {shape}; the checkpoint {self._manifest.tag} has {entry.shape}. "
+                "Load one of a model of this configuration."
+            )
+
+
+def _is_scale(kind: str, kinds: Iterable[str]) -> bool:
+    return kind.endswith("_scale") and kind.removesuffix("_scale") in kinds
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""
+    return ", ".join(names[:_NUM_NAMED]) + more

@@ -1,0 +1,118 @@
+"""What a load asks of Distributed Checkpoint: flat ranges of parameters, as boxes, into memory that is filled in turns.
+
+Distributed Checkpoint finds which saved boxes meet which wanted ones, whatever the cuts of the run that saved and of
+the one that loads; it never sees a tier or a sub-group.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from tiered_zero.checkpoint.boxes import boxes, flat_start
+from tiered_zero.errors import InternalError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """Elements [start, stop), in memory order, of the tensor `key` of `shape`, and where they go: `values`, 1-D, of any
+    dtype and on any device. `order`: the dimensions from the slowest to the fastest in memory; None: row-major."""
+
+    key: str
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+    order: tuple[int, ...] | None
+    values: torch.Tensor
+
+    def pieces(self) -> list[tuple[ChunkStorageMetadata, torch.Tensor]]:
+        """Cut into boxes of the tensor: each with its elements, a view in the tensor's own dimensions."""
+        order = self.order or tuple(range(len(self.shape)))
+        memory_shape = tuple(self.shape[dim] for dim in order)
+        strides = _row_major_strides(memory_shape)
+        inverse = [order.index(dim) for dim in range(len(order))]
+        found = []
+        for box in boxes(memory_shape, self.start, self.stop):
+            first = self.values.storage_offset() + flat_start(memory_shape, box.offsets) - self.start
+            view = self.values.as_strided(box.sizes, strides, first).permute(inverse)
+            chunk = ChunkStorageMetadata(
+                offsets=torch.Size(box.offsets[place] for place in inverse),
+                sizes=torch.Size(box.sizes[place] for place in inverse),
+            )
+            found.append((chunk, view))
+        return found
+
+
+@final
+class TierLoadPlanner(LoadPlanner):
+    """Plans reads group by group, as their targets get memory. Driver thread."""
+
+    def __init__(self, targets: Iterator[Sequence[Target]]) -> None:
+        """`targets`: groups; when the next one is asked for, those of the last are filled."""
+        self._targets = targets
+        self._metadata: Metadata | None = None
+        self._views: dict[tuple[str, torch.Size], torch.Tensor] = {}
+
+    def set_up_planner(
+        self, state_dict: Mapping[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """`state_dict` is not used: targets say where everything goes."""
+        self._metadata = metadata
+
+    def create_local_plan(self) -> LoadPlan:
+        """The items are planned in `groups`."""
+        return LoadPlan([])
+
+    def groups(self, plan: LoadPlan) -> Iterator[Sequence[ReadItem]]:
+        """Yield the items of each group. Raises InternalError for a key that the checkpoint has not: keys are checked
+        before."""
+        assert self._metadata is not None, "set_up_planner comes first"
+        for targets in self._targets:
+            self._views.clear()
+            items: list[ReadItem] = []
+            for target in targets:
+                entry = self._metadata.state_dict_metadata.get(target.key)
+                if not isinstance(entry, TensorStorageMetadata):
+                    raise InternalError(f"{target.key} was expected in the checkpoint. Load another one.")
+                pieces = target.pieces()
+                self._views.update({(target.key, chunk.offsets): view for chunk, view in pieces})
+                items += create_read_items_for_chunk_list(target.key, entry, [chunk for chunk, _ in pieces])
+            if items:
+                yield items
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        return global_plan
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        return central_plan
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """No object is kept as bytes: such a checkpoint is none of this project's."""
+        raise InternalError(f"{read_item.storage_index.fqn} was expected to be a tensor; found bytes.")
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        """Return where the item goes."""
+        index = read_item.dest_index
+        assert index.offset is not None, "every item has its box"
+        view = self._views[index.fqn, index.offset]
+        for dim, (first, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+            view = view.narrow(dim, first, length)
+        return view
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        """Nothing is left to do: `resolve_tensor` has given the target itself."""
+
+
+def _row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size
+    return tuple(reversed(strides))

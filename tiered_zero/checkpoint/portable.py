@@ -1,0 +1,281 @@
+"""What a run holds in the portable form: keys, shapes, and where in a sub-group's slot the elements of each key lie.
+
+[Note: Portable form] Everything is keyed by parameter name and by elements of the parameter in the order of its memory,
+so that no cut, tier or unit is part of it. A key is `<kind>/<parameter name>`:
+
+    master   the fp32 master; what rests as bf16 parameter, remainder and mark is joined
+    <field>  a state array of the rule under its own name, such as exp_avg; only of parameters that were stepped
+    param    a parameter without a master: frozen, or in no param group
+    buffer   a persistent buffer
+
+An elementwise state array has the parameter's shape; the scales of 8-bit moments are 1-D, one for each block of the
+parameter; an array of any other rule keeps its own shape. Parameters with a master are not saved besides: they are
+their masters, rounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Any
+
+import torch
+from torch import nn
+
+from tiered_zero.errors import InternalError
+from tiered_zero.hardware.runtime import Runtime
+from tiered_zero.hardware.staging import StagingPool
+from tiered_zero.layout.flat import FlatEntry, ParamSpec, Unit
+from tiered_zero.layout.subgroups import ParamPiece
+from tiered_zero.optim.optimizer_copy import same
+from tiered_zero.optim.rule import StateField, UpdateRule
+from tiered_zero.optim.state_layout import StateArray, StateLayout
+from tiered_zero.sizes import PAGE_NBYTES
+from tiered_zero.tiers.inventory import Inventory
+from tiered_zero.update.stepper import StreamingStepper
+from tiered_zero.update.subgroup_io import SubGroupIO, SubGroupWork
+
+MASTER, PARAM, BUFFER = "master", "param", "buffer"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorSpec:
+    """`order`: the dimensions from the slowest to the fastest in memory; None: row-major."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    order: tuple[int, ...] | None = None
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Range:
+    """Elements [start, stop), in memory order, of the tensor `key`. `first`: where they begin in what holds them."""
+
+    key: str
+    start: int
+    stop: int
+    first: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlotArray:
+    """An array of a sub-group's slot in the portable form.
+
+    `read(first, stop)`: its elements, 1-D of `dtype`, where they rest or as a copy. `offset`: the array's first byte in
+    the slot, where the bytes there are the portable form; None where it has to be made."""
+
+    ranges: tuple[Range, ...]
+    dtype: torch.dtype
+    numel: int
+    read: Callable[[int, int], torch.Tensor]
+    offset: int | None
+
+
+def memory_order(spec: ParamSpec) -> tuple[int, ...] | None:
+    """The dimensions of a parameter from the slowest to the fastest; None where it is row-major."""
+    stride = spec.stride
+    if stride is None:
+        return None
+    order = tuple(sorted(range(len(spec.shape)), key=lambda dim: -stride[dim]))
+    return None if order == tuple(range(len(order))) else order
+
+
+def param_key(spec: ParamSpec) -> str:
+    return f"{PARAM}/{spec.name}"
+
+
+def master_key(spec: ParamSpec) -> str:
+    return f"{MASTER}/{spec.name}"
+
+
+def field_spec(param: ParamSpec, field: StateField, elementwise: bool) -> TensorSpec:
+    """Describe a whole parameter's state array."""
+    if elementwise and field.block_numel > 1:
+        return TensorSpec(dtype=field.dtype, shape=(-(-param.numel // field.block_numel),))
+    shape = param.shape if elementwise else field.shape
+    return TensorSpec(dtype=field.dtype, shape=shape, order=memory_order(param) if shape == param.shape else None)
+
+
+def field_range(piece: ParamPiece, field: StateField, elementwise: bool) -> tuple[int, int]:
+    """Locate a piece's part of its parameter's state array: elements [start, stop)."""
+    if not elementwise:
+        return 0, prod(field.shape)
+    return piece.param_start // field.block_numel, -(-(piece.param_start + piece.numel) // field.block_numel)
+
+
+def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
+    """[n]: the elements of a dense tensor as they lie in memory, as a view."""
+    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunState:
+    """Everything of a run that a checkpoint reads and writes, with what moves it. `param_flat(unit)`: the flat of a
+    unit that lives on the device."""
+
+    module: nn.Module
+    specs: Sequence[ParamSpec]
+    units: Sequence[Unit]
+    layouts: Sequence[StateLayout]
+    rule: UpdateRule
+    stepper: StreamingStepper
+    inventory: Inventory
+    runtime: Runtime
+    state_staging: StagingPool | None
+    param_staging: StagingPool | None
+    param_flat: Callable[[Unit], torch.Tensor]
+
+    @cached_property
+    def io(self) -> SubGroupIO:
+        return SubGroupIO(self.inventory, self.runtime, self.state_staging, self.param_flat)
+
+    @cached_property
+    def mastered(self) -> frozenset[str]:
+        """Names of the parameters that have a master: those that a param group holds."""
+        return frozenset(piece.param.name for layout in self.layouts for piece in layout.subgroup.pieces)
+
+    def has_master(self, spec: ParamSpec) -> bool:
+        return spec.name in self.mastered
+
+    def unmastered(self, unit: Unit) -> list[FlatEntry]:
+        """List the parameters of a unit that are saved as they are."""
+        return [entry for entry in unit.entries if entry.param.numel and not self.has_master(entry.param)]
+
+    def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the persistent buffers, each once, under its first name."""
+        for path, module in self.module.named_modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                if name not in module._non_persistent_buffers_set:
+                    yield f"{path}.{name}".lstrip("."), buffer
+
+    # -- what there is -------------------------------------------------------------------------------------------------
+
+    def is_stepped(self, layout: StateLayout, piece: ParamPiece) -> bool:
+        return bool(self.stepper.scalars(layout.subgroup, piece))
+
+    def scalars(self) -> dict[str, Mapping[str, Any]]:
+        """Parameter name -> its scalars, of those that were stepped. Raises InternalError where pieces disagree."""
+        found: dict[str, Mapping[str, Any]] = {}
+        for layout in self.layouts:
+            for piece in layout.subgroup.pieces:
+                own, name = self.stepper.scalars(layout.subgroup, piece), piece.param.name
+                if not same(dict(found.setdefault(name, own)), dict(own)):
+                    raise InternalError(
+                        f"The parts of parameter {name} were expected to have made the same steps; found {own} beside "
+                        f"{found[name]}. This state cannot be saved; go on from an earlier checkpoint."
+                    )
+        return {name: own for name, own in found.items() if own}
+
+    def state_specs(self, stepped: Callable[[StateLayout, ParamPiece], bool]) -> dict[str, TensorSpec]:
+        """Describe masters and state arrays, by key; state of the pieces for which `stepped` says so."""
+        found: dict[str, TensorSpec] = {}
+        for layout in self.layouts:
+            for piece in layout.subgroup.pieces:
+                param = piece.param
+                found[master_key(param)] = TensorSpec(dtype=torch.float32, shape=param.shape, order=memory_order(param))
+                for field in layout.fields(piece) if stepped(layout, piece) else ():
+                    found[f"{field.name}/{param.name}"] = field_spec(param, field, self.rule.elementwise)
+        return found
+
+    def param_specs(self, with_frozen: bool = True) -> dict[str, TensorSpec]:
+        """Describe the parameters without a master, by key."""
+        return {
+            param_key(entry.param): TensorSpec(
+                dtype=unit.dtype, shape=entry.param.shape, order=memory_order(entry.param)
+            )
+            for unit in self.units
+            for entry in self.unmastered(unit)
+            if with_frozen or entry.param.trainable
+        }
+
+    # -- a sub-group's slot --------------------------------------------------------------------------------------------
+
+    def slot_arrays(self, layout: StateLayout, work: SubGroupWork) -> list[SlotArray]:
+        """List masters and state of a sub-group that `io` has opened: in the order of the slot, each with the parts of
+        parameters that are saved."""
+        raw, subgroup = work.raw, layout.subgroup
+        direct = raw.is_cpu and raw.data_ptr() % PAGE_NBYTES == 0
+        master_ranges = tuple(
+            Range(
+                key=master_key(piece.param),
+                start=piece.param_start,
+                stop=piece.param_start + piece.numel,
+                first=piece.start,
+            )
+            for piece in subgroup.pieces
+        )
+        joined = layout.masters.needs_params
+        masters = layout.master(raw)
+        arrays = [
+            SlotArray(
+                ranges=master_ranges,
+                dtype=torch.float32,
+                numel=subgroup.numel,
+                read=self._joined_masters(layout, work) if joined else lambda first, stop: masters[first:stop],
+                offset=0 if direct and not joined else None,
+            )
+        ]
+        ranges: dict[int, list[Range]] = {}
+        of_offset: dict[int, StateArray] = {}
+        for piece in subgroup.pieces:
+            for array in layout.arrays_for(piece) if self.is_stepped(layout, piece) else ():
+                field = array.field
+                start, stop = field_range(piece, field, self.rule.elementwise)
+                first = piece.start // field.block_numel if self.rule.elementwise else 0
+                key = f"{field.name}/{piece.param.name}"
+                of_offset[array.offset] = array
+                ranges.setdefault(array.offset, []).append(Range(key=key, start=start, stop=stop, first=first))
+        for offset, own in sorted(ranges.items()):
+            field = of_offset[offset].field
+            values = raw[offset : offset + field.nbytes].view(field.dtype)
+            marked = joined and field.name == self.rule.unsigned_field
+            arrays.append(
+                SlotArray(
+                    ranges=tuple(own),
+                    dtype=field.dtype,
+                    numel=prod(field.shape),
+                    read=_magnitudes(values) if marked else _slices(values),
+                    offset=offset if direct and not marked else None,
+                )
+            )
+        return arrays
+
+    def _joined_masters(self, layout: StateLayout, work: SubGroupWork) -> Callable[[int, int], torch.Tensor]:
+        """Make masters of remainders, marks and parameters."""
+        self.io.bind_outputs(work)
+        remainder, marks = layout.master(work.raw), layout.marks(work.raw)
+        assert marks is not None, "a format that needs parameters keeps marks"
+
+        def read(first: int, stop: int) -> torch.Tensor:
+            parts = []
+            for segment, params in zip(work.subgroup.segments, work.outs, strict=True):
+                low, high = max(first, segment.start), min(stop, segment.stop)
+                if low < high:
+                    own = params[low - segment.start : high - segment.start]
+                    parts.append(layout.masters.join((remainder[low:high], marks[low:high]), own))
+            return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+        return read
+
+
+def _slices(values: torch.Tensor) -> Callable[[int, int], torch.Tensor]:
+    return lambda first, stop: values[first:stop]
+
+
+def _magnitudes(values: torch.Tensor) -> Callable[[int, int], torch.Tensor]:
+    """The signs belong to the masters."""
+    return lambda first, stop: values[first:stop].abs()
