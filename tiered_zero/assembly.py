@@ -300,7 +300,7 @@ def _make_policy(
         eagerly = open_eagerly if choice.optimizer_in_backward else None
         return OverlappedPolicy(stepper, groups, inventory, units, runtime, pager.updates, eagerly)
     overlapped = OverlappedPolicy(stepper, groups, inventory, units, runtime, pager.updates)
-    return DelayedPolicy(overlapped, settings.delay_start_step, stepper, groups)
+    return DelayedPolicy(overlapped, settings.delay_start_step)
 
 
 def _make_observers(run_spec: RunSpec, runtime: Runtime, resources: Teardown) -> list[Callable[[StepReport], None]]:

@@ -197,14 +197,8 @@ class DelayedPolicy(UpdatePolicy):
     """Runs updates one step late. `exact`: the policy of the first `start_step` steps, which joins the updates of all
     steps. The updates of the others write the back slots of its `guard`."""
 
-    def __init__(
-        self,
-        exact: OverlappedPolicy,
-        start_step: int,
-        stepper: StreamingStepper,
-        groups: Sequence[dict[str, Any]],
-    ) -> None:
-        super().__init__(stepper, groups)
+    def __init__(self, exact: OverlappedPolicy, start_step: int) -> None:
+        super().__init__(exact._stepper, exact._groups)
         self.failures = exact.failures
         self._exact = exact
         self._start_step = start_step
