@@ -57,14 +57,8 @@ def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Sequence[type[nn.
     return [module for module in model.modules() if type(module).__name__ in names]
 
 
-def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
-    """The fp32 master, a copy on the CPU; None for a parameter that no engine trains."""
-    return get_master(param)
-
-
-def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Set the fp32 master, and the parameter to what it rounds to. Raises ModelError."""
-    set_master(param, value)
+safe_get_full_fp32_param, safe_set_full_fp32_param = get_master, set_master
+safe_get_full_grad, safe_set_full_grad = get_grad, set_grad
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
@@ -75,13 +69,3 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
     """Set state such as "exp_avg". Raises ModelError before the first step."""
     set_state(param, optim_state_key, value)
-
-
-def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """The gradient between backward and step(), fp32, a copy on the CPU, as `param.grad` has it; None without one."""
-    return get_grad(param)
-
-
-def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Set the gradient that the next step() takes. Raises ModelError where backward has left none."""
-    set_grad(param, value)
