@@ -16,7 +16,6 @@ import mmap
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, final
 
 from tiered_zero.errors import StoreError, TieredZeroError
@@ -91,7 +90,7 @@ class ArrayStore:
     def __enter__(self) -> ArrayStore:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def names(self) -> list[str]:
