@@ -23,20 +23,15 @@ class LossScaler:
     """
 
     def __init__(self, section: Fp16Section) -> None:
-        fixed, power, floor = section.loss_scale, section.initial_scale_power, section.min_loss_scale
-        if not (math.isfinite(fixed) and fixed >= 0):
-            raise ConfigError(f"fp16.loss_scale must be 0 (dynamic) or a finite number above 0; found {fixed}.")
-        self.dynamic = fixed == 0
-        self.scale = 2.0**power if self.dynamic else float(fixed)
-        if self.dynamic:
-            for key in ("loss_scale_window", "hysteresis"):
-                if (value := getattr(section, key)) < 1:
-                    raise ConfigError(f"fp16.{key} must be at least 1 for a dynamic loss scale; found {value}.")
-            if not 0 < floor <= self.scale:
-                raise ConfigError(
-                    f"fp16.min_loss_scale must be above 0 and at most the first loss scale, 2**{power}; "
-                    f"found {floor}. Lower it, or raise fp16.initial_scale_power."
-                )
+        """Raises ConfigError for a floor above the first scale; the section has checked the rest."""
+        power, floor = section.initial_scale_power, section.min_loss_scale
+        self.dynamic = section.loss_scale == 0
+        self.scale = 2.0**power if self.dynamic else float(section.loss_scale)
+        if self.dynamic and floor > self.scale:
+            raise ConfigError(
+                f"fp16.min_loss_scale must be above 0 and at most the first loss scale, 2**{power}; found {floor}. "
+                "Lower it, or raise fp16.initial_scale_power."
+            )
         self._section = section
         self._step = 0
         self._last_overflow = -1
