@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import pairwise, zip_longest
+from statistics import fmean
 
 WIDTH, WIDE, HEIGHT = 720, 1320, 280
 LEFT, RIGHT, TOP, BOTTOM = 64, 16, 12, 44
@@ -217,12 +218,7 @@ def thin(points: Points) -> Points:
         return points
     length = -(-len(points) // MAX_POINTS)
     parts = [points[start : start + length] for start in range(0, len(points), length)]
-    return [(_mean(x for x, _ in part), _mean(y for _, y in part)) for part in parts if len(part) == length]
-
-
-def _mean(values: Iterable[float]) -> float:
-    numbers = list(values)
-    return sum(numbers) / len(numbers)
+    return [(fmean(x for x, _ in part), fmean(y for _, y in part)) for part in parts if len(part) == length]
 
 
 def _finite_runs(points: Points) -> list[list[tuple[float, float]]]:
