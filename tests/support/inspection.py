@@ -48,6 +48,11 @@ def lane(engine: tiered_zero.Engine, name: str) -> Lane:
     return engine._inspect().runtime.accelerator.lane(name)
 
 
+def free_nbytes(store: SwapStore) -> int:
+    """Bytes that no record has reserved."""
+    return store._table._extents.free_nbytes
+
+
 def layouts(engine: tiered_zero.Engine) -> list[StateLayout]:
     """Of every sub-group, in the order of their indices."""
     return list(stepper(engine)._layouts)

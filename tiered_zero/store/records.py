@@ -61,11 +61,6 @@ class RecordTable:
         """Released since the last commit, which names them."""
         self._frozen: int | None = None
 
-    @property
-    def free_nbytes(self) -> int:
-        with self._lock:
-            return self._extents.free_nbytes
-
     def records(self) -> dict[str, Record]:
         with self._lock:
             return {name: state.record for name, state in self._states.items()}

@@ -157,11 +157,6 @@ class SwapStore:
         """All records by name; after `recover` this is how to find them."""
         return self._table.records()
 
-    @property
-    def free_nbytes(self) -> int:
-        """Bytes that no record has reserved."""
-        return self._table.free_nbytes
-
     def nbytes(self, kind: Literal["read", "write", "unverified"]) -> dict[str, int]:
         """Bytes whose read or write has completed, or that were read without a checksum over them (see the package's
         text for when that is), by category: the record's name up to its first '/'."""

@@ -38,12 +38,11 @@ class Span:
 class Totals:
     """Sums over an interval, usually one step. See [Note: Lanes and kinds].
 
-    `seconds`: (lane, kind) -> the spans' own seconds, without those of spans inside them. `causes`: kind -> own seconds
-    of what the driver did or waited for, on whatever lane. `nbytes`: lane -> bytes that arrived (what a wait is for is
-    not counted). `busy_s`: lane -> seconds in which it worked.
+    `causes`: kind -> seconds of what the driver did or waited for, on whatever lane, without those of spans inside it.
+    `nbytes`: lane -> bytes that arrived (what a wait is for is not counted). `busy_s`: lane -> seconds in which it
+    worked.
     """
 
-    seconds: dict[tuple[str, str], float] = field(default_factory=dict)
     causes: dict[str, float] = field(default_factory=dict)
     nbytes: dict[str, int] = field(default_factory=dict)
     busy_s: dict[str, float] = field(default_factory=dict)
@@ -60,7 +59,6 @@ class Recorder:
         self._reset()
 
     def _reset(self) -> None:
-        self._seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
         self._causes: defaultdict[str, float] = defaultdict(float)
         self._nbytes: defaultdict[str, int] = defaultdict(int)
         self._worked: defaultdict[str, _Union] = defaultdict(_Union)
@@ -97,7 +95,7 @@ class Recorder:
         """Return the sums since the last call, and reset them."""
         with self._lock:
             busy_s = {lane: max(0.0, union.seconds() - self._idle_s[lane]) for lane, union in self._worked.items()}
-            totals = Totals(dict(self._seconds), dict(self._causes), dict(self._nbytes), busy_s)
+            totals = Totals(dict(self._causes), dict(self._nbytes), busy_s)
             self._reset()
         return totals
 
@@ -120,7 +118,6 @@ class Recorder:
             if outer.lane != lane:
                 self._idle_s[outer.lane] += inside_s
         own_s = max(0.0, end_s - frame.start_s - frame.inner_s)
-        self._seconds[lane, kind] += own_s
         if frame.on_driver:
             self._causes[kind] += own_s
         self._worked[lane].add(frame.start_s, end_s)
