@@ -17,7 +17,7 @@ from tiered_zero.config import load
 from tiered_zero.config.schema import RuntimeSection, ZeroSection
 from tiered_zero.demo.gpt import build_gpt
 from tiered_zero.errors import ConfigError
-from tiered_zero.layout.stripes import file_nbytes
+from tiered_zero.layout.extents import file_nbytes
 from tiered_zero.params.model_spec import list_params, module_tree
 from tiered_zero.plan.gpt_shape import GPTConfig, describe_gpt, num_parameters
 from tiered_zero.plan.planner import Plan

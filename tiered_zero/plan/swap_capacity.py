@@ -14,8 +14,8 @@ from typing import Any
 
 from tiered_zero.config.schema import Config, ZeroSection
 from tiered_zero.errors import ConfigError
+from tiered_zero.layout.extents import file_nbytes
 from tiered_zero.layout.flat import CUT_NUMEL, DType
-from tiered_zero.layout.stripes import file_nbytes
 from tiered_zero.layout.subgroups import QUANTIZED_BLOCK_NUMEL, cut_subgroups, sub_group_numel
 from tiered_zero.layout.units import find_units
 from tiered_zero.plan.gpt_shape import GPTConfig, describe_gpt, num_parameters

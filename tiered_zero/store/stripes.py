@@ -11,7 +11,7 @@ from typing import NamedTuple, final
 from tiered_zero.errors import StoreError, TieredZeroError
 from tiered_zero.io.disk_file import errno_text, free_text
 from tiered_zero.io.engine import File, IOEngine, IOTransfer
-from tiered_zero.layout.stripes import STRIPE_NBYTES, file_nbytes, stripe_cycle
+from tiered_zero.layout.extents import STRIPE_NBYTES, file_nbytes, stripe_cycle
 from tiered_zero.sizes import format_nbytes
 from tiered_zero.store.descriptors import error_text, kind_text
 from tiered_zero.store.manifest import sync_directory

@@ -10,15 +10,16 @@ between all lanes one after the other (0) and the busiest lane alone (1).
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, TypeVar
+from typing import Any, SupportsFloat, TypeVar, final
 
 from tiered_zero.errors import StoreError
 from tiered_zero.sizes import format_nbytes
 from tiered_zero.telemetry.ledger import Ledger
-from tiered_zero.telemetry.spans import LANES, WAIT_CAUSES, Totals
+from tiered_zero.telemetry.spans import LANES, WAIT_CAUSES, Recorder, Totals
 
 OTHER = "other"
 CAUSES = ("forward", "backward", "step", "update", "gather", "reduce", *WAIT_CAUSES, OTHER)
@@ -119,6 +120,41 @@ def build_step_report(
         kind_nbytes={tier: {kind: peak for kind, (_, peak) in row.items()} for tier, row in kinds.items()},
         **facts,
     )
+
+
+@final
+class StepMeter:
+    """Collects losses and tokens of a step's micro-batches for its report. Driver thread."""
+
+    def __init__(self, recorder: Recorder, ledger: Ledger) -> None:
+        self._recorder = recorder
+        self._ledger = ledger
+        self._start_s = time.perf_counter()
+        self.losses: list[SupportsFloat] = []
+        self.num_tokens = 0
+        self.report: StepReport | None = None
+        """Of the last optimizer step."""
+
+    def clear(self) -> None:
+        """Drop what the step's micro-batches have counted: the step is dropped."""
+        self.losses.clear()
+        self.num_tokens = 0
+
+    def finish(self, step: int, **facts: Any) -> None:
+        """End an optimizer step. `facts`: grad_norm, loss_scale, skipped of `StepReport`."""
+        now_s = time.perf_counter()
+        losses, self.losses = self.losses, []
+        tokens, self.num_tokens = self.num_tokens, 0
+        self.report = build_step_report(
+            step,
+            self._recorder.take_totals(),
+            now_s - self._start_s,
+            self._ledger,
+            loss=sum(float(loss) for loss in losses) / len(losses) if losses else None,
+            tokens=tokens,
+            **facts,
+        )
+        self._start_s = now_s
 
 
 def known_first(known: Sequence[str], found: Iterable[str]) -> list[str]:
