@@ -2,16 +2,17 @@
 
 Writing: the caller's memory goes to the file without a copy, several MiB at a time, while one thread computes checksums
 in the order of the file. Blocks are reserved when a file is made, so that a full disk is an error early, and so that
-direct writes need not change the file's size, which Linux does one at a time. Reading: runs of whole chunks through
-four buffers, three of which are on their way while the caller has the fourth.
+direct writes need not change the file's size, which Linux does one at a time. Reading: runs of whole chunks through a
+few buffers; one thread compares checksums while the caller copies what was compared and the next are on their way.
 """
 
 from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple, final
 
@@ -21,14 +22,15 @@ from tiered_zero.checkpoint.manifest import CHUNK_NBYTES, DataFile
 from tiered_zero.errors import CorruptionError, InternalError
 from tiered_zero.io.disk_file import memory_address
 from tiered_zero.io.engine import File, IOEngine
+from tiered_zero.io.select import select_engine
 from tiered_zero.mappings import map_memory
 from tiered_zero.sizes import GIB, MIB, PAGE_NBYTES, align_up
 from tiered_zero.store.transfers import Worker, digest
 from tiered_zero.transfer import Completion, Transfer, wait_all
 
-BUFFER_NBYTES: Final = 4 * MIB
-NUM_BUFFERS: Final = 4
-"""Of a writer's staging memory, and of a reader's."""
+BUFFER_NBYTES: Final = 2 * MIB
+NUM_BUFFERS: Final = 8
+"""Of a writer's staging memory, and of a reader's: 16 MiB, most of which are on their way at any time."""
 
 _MOST_FILE_NBYTES = 8 * GIB
 """A file takes no further extent where it would become larger than this."""
@@ -106,14 +108,16 @@ class DataWriter:
     """Appends to the data files of one tag. One thread drives it; `finish` or `close` ends it."""
 
     def __init__(
-        self, directory: Path, engine: IOEngine, *, needed_nbytes: int = 0, prefix: str = "data-00000"
+        self, directory: Path, engine: IOEngine | None = None, *, needed_nbytes: int = 0, prefix: str = "data-00000"
     ) -> None:
-        """`needed_nbytes`: what will be appended; 0: not known. `prefix`: of the file names, one for each rank."""
-        self._directory, self._engine, self._prefix = directory, engine, prefix
+        """`engine`: None: one of its own, chosen when there is something to write. `needed_nbytes`: what will be
+        appended; 0: not known. `prefix`: of the file names, one for each rank."""
+        self._directory, self._prefix = directory, prefix
+        self._engine, self._own_engine = engine, engine is None
         self._left_nbytes = needed_nbytes
         self._files: list[_OpenFile] = []
         self._transfers: deque[Transfer] = deque()
-        self._worker = Worker("tiered-zero-checkpoint-hash")
+        self._worker: Worker | None = None
         self._closed = False
 
     @property
@@ -122,14 +126,20 @@ class DataWriter:
         return sum(file.nbytes for file in self._files)
 
     def append(self, memory: memoryview) -> Appended:
-        """Write whole pages, at an address in whole pages, behind what was appended before. Raises TransferError.
+        """Write whole pages, at an address in whole pages, behind what was appended before.
+
+        Raises TransferError, and ConfigError where no I/O engine works.
 
         Nothing is copied: the memory must stay as it is until the transfer is done.
         """
         nbytes = len(memory)
         if nbytes == 0 or nbytes % PAGE_NBYTES or memory_address(memory) % PAGE_NBYTES:
             raise InternalError(f"a data file takes whole pages; found {nbytes} bytes at {memory_address(memory):#x}")
-        file = self._file_for(nbytes)
+        if self._engine is None:
+            self._engine = select_engine(self._directory).engine
+        if self._worker is None:
+            self._worker = Worker("tiered-zero-checkpoint-hash")
+        file = self._file_for(self._engine, nbytes)
         offset = file.nbytes
         file.nbytes += nbytes
         self._left_nbytes = max(0, self._left_nbytes - nbytes)
@@ -143,9 +153,9 @@ class DataWriter:
         return Appended(len(self._files) - 1, offset, transfer)
 
     def finish(self) -> tuple[DataFile, ...]:
-        """Wait for all writes, cut each file to its bytes, make it durable, close it. Raises TransferError, OSError."""
-        wait_all(self._transfers)
-        self._transfers.clear()
+        """Wait for all writes, cut each file to its bytes, make it durable, close it. Raises OSError."""
+        transfers, self._transfers = self._transfers, deque()
+        wait_all(transfers)
         finished = []
         for file in self._files:
             if file.reserved_nbytes != file.nbytes:
@@ -153,7 +163,8 @@ class DataWriter:
             if file.nbytes % CHUNK_NBYTES:
                 file.end_chunk()
             finished.append(DataFile(name=file.name, nbytes=file.nbytes, digests=tuple(file.digests)))
-        wait_all([self._engine.sync(file.file) for file in self._files])
+        if self._engine is not None:
+            wait_all([self._engine.sync(file.file) for file in self._files])
         self.close()
         return tuple(finished)
 
@@ -163,13 +174,16 @@ class DataWriter:
             self._closed = True
             for file in self._files:
                 file.file.close()
-            self._worker.close()
+            if self._worker is not None:
+                self._worker.close()
+            if self._own_engine and self._engine is not None:
+                self._engine.close()
 
-    def _file_for(self, nbytes: int) -> _OpenFile:
+    def _file_for(self, engine: IOEngine, nbytes: int) -> _OpenFile:
         """The file that takes the next `nbytes`, with blocks for them."""
         if not self._files or self._files[-1].nbytes + nbytes > max(_MOST_FILE_NBYTES, nbytes):
             name = f"{self._prefix}-{len(self._files):05d}.bin"
-            self._files.append(_OpenFile(name, self._engine.open(str(self._directory / name), create=True)))
+            self._files.append(_OpenFile(name, engine.open(str(self._directory / name), create=True)))
         file = self._files[-1]
         if file.nbytes + nbytes > file.reserved_nbytes:
             ahead_nbytes = min(max(self._left_nbytes, nbytes), _MOST_FILE_NBYTES - file.nbytes)
@@ -209,6 +223,7 @@ class DataReader:
         self._directory, self._manifest_files, self._engine = directory, files, engine
         self._files: dict[int, File] = {}
         self._buffers: list[memoryview] = []
+        self._worker: Worker | None = None
 
     def chunks_of(self, ranges: Iterable[Run]) -> list[Run]:
         """What must be read for these ranges: whole chunks, each once, in the order of the files, at most a buffer."""
@@ -226,14 +241,14 @@ class DataReader:
             for at in range(start, stop, BUFFER_NBYTES)
         ]
 
-    def read(self, runs: Sequence[Run]) -> Iterator[tuple[Run, memoryview]]:
+    def read(self, runs: Sequence[Run]) -> Generator[tuple[Run, memoryview], None, None]:
         """The bytes of each run of `chunks_of`, in order; they are valid until the next one is asked for.
 
         Raises CorruptionError for a checksum that does not match, and TransferError.
         """
-        for run, memory in self._read(runs):
-            for problem in self._problems(run, memory):
-                raise CorruptionError(f"{problem} Check the disk, and load another checkpoint.")
+        for run, memory, problems in self._read(runs):
+            if problems:
+                raise CorruptionError(f"{problems[0]} Check the disk, and load another checkpoint.")
             yield run, memory
 
     def damage(self) -> list[str]:
@@ -241,36 +256,41 @@ class DataReader:
         found: list[str] = []
         for index, file in enumerate(self._manifest_files):
             try:
-                for run, memory in self._read(self.chunks_of([Run(index, 0, file.nbytes)])):
-                    found += self._problems(run, memory)
+                for _, _, problems in self._read(self.chunks_of([Run(index, 0, file.nbytes)])):
+                    found += problems
             except OSError as error:
                 found.append(str(error))
         return found
 
-    def _read(self, runs: Sequence[Run]) -> Iterator[tuple[Run, memoryview]]:
-        if not self._buffers:
-            self._buffers = staging_buffers()
-        in_flight: deque[tuple[Run, memoryview, Transfer]] = deque()
+    def _read(self, runs: Sequence[Run]) -> Iterator[tuple[Run, memoryview, list[str]]]:
+        """Each run with its bytes, and what is wrong with them."""
+        if self._worker is None:
+            self._buffers, self._worker = staging_buffers(), Worker("tiered-zero-checkpoint-verify")
+        in_flight: deque[_Verified] = deque()
         try:
             for number in range(len(runs) + NUM_BUFFERS - 1):
                 if number < len(runs):
                     run = runs[number]
                     memory = self._buffers[number % NUM_BUFFERS][: run.stop - run.start]
-                    in_flight.append((run, memory, self._engine.read(self._file(run.file), run.start, memory)))
+                    transfer = self._engine.read(self._file(run.file), run.start, memory)
+                    in_flight.append(verified := _Verified(run, memory, transfer))
+                    self._worker.submit(partial(verified.compare, self._directory, self._manifest_files[run.file]))
                 if number >= NUM_BUFFERS - 1 and in_flight:
-                    run, memory, transfer = in_flight[0]
-                    transfer.wait()
+                    verified = in_flight[0]
+                    verified.compared.wait()
                     in_flight.popleft()
-                    yield run, memory
+                    yield verified.run, verified.memory, verified.problems
         finally:
-            for _, _, transfer in in_flight:
-                _wait_quietly(transfer)
+            for verified in in_flight:
+                _wait_quietly(verified.compared)
 
     def close(self) -> None:
         """Idempotent."""
         while self._files:
             self._files.popitem()[1].close()
-        self._buffers = []
+        worker, self._worker, self._buffers = self._worker, None, []
+        if worker is not None:
+            worker.close()
 
     def _file(self, index: int) -> File:
         if index not in self._files:
@@ -278,16 +298,34 @@ class DataReader:
             self._files[index] = self._engine.open(str(path), writable=False)
         return self._files[index]
 
-    def _problems(self, run: Run, memory: memoryview) -> Iterator[str]:
-        file = self._manifest_files[run.file]
-        for at in range(0, len(memory), CHUNK_NBYTES):
-            chunk = memory[at : at + CHUNK_NBYTES]
-            expected, found = file.digests[(run.start + at) // CHUNK_NBYTES], digest(chunk)
-            if found != expected:
-                yield (
-                    f"{self._directory / file.name}: the {len(chunk)} bytes at offset {run.start + at} are not those "
-                    f"written (xxh3 {expected:016x} expected, {found:016x} found)."
-                )
+
+@final
+@dataclass(eq=False)
+class _Verified:
+    """A run that is being read and compared. `problems`: chunks that are not as written, once `compared` is done."""
+
+    run: Run
+    memory: memoryview
+    transfer: Transfer
+    compared: Completion = field(default_factory=Completion)
+    problems: list[str] = field(default_factory=list)
+
+    def compare(self, directory: Path, file: DataFile) -> None:
+        """On the worker: wait for the bytes, compare their checksums."""
+        try:
+            self.transfer.wait()
+            for at in range(0, len(self.memory), CHUNK_NBYTES):
+                chunk = self.memory[at : at + CHUNK_NBYTES]
+                expected, found = file.digests[(self.run.start + at) // CHUNK_NBYTES], digest(chunk)
+                if found != expected:
+                    self.problems.append(
+                        f"{directory / file.name}: the {len(chunk)} bytes at offset {self.run.start + at} are not "
+                        f"those written (xxh3 {expected:016x} expected, {found:016x} found)."
+                    )
+        except BaseException as error:  # it belongs to the reading thread
+            self.compared.fail(error)
+        else:
+            self.compared.complete()
 
 
 def _wait_quietly(transfer: Transfer) -> None:

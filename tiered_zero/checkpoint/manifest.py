@@ -8,6 +8,7 @@ checked here, the files by `directory.read_manifest`, and nothing is allocated f
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -41,7 +42,7 @@ ITEMSIZES: Final[Mapping[str, int]] = {
     **dict.fromkeys(("bool", "int8", "uint8", "float8_e4m3fn", "float8_e5m2"), 1),
     **dict.fromkeys(("float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"), 1),
     **dict.fromkeys(("float16", "bfloat16", "int16", "uint16"), 2),
-    **dict.fromkeys(("float32", "int32", "uint32", "complex32"), 4),
+    **dict.fromkeys(("float32", "int32", "uint32"), 4),
     **dict.fromkeys(("float64", "int64", "uint64", "complex64"), 8),
     "complex128": 16,
 }
@@ -248,8 +249,8 @@ def _swap(item: Any) -> dict[str, Any]:
     fields = check_fields(item, {"run_id": str, "paths": list})
     for path in fields["paths"]:
         check_kind("paths", path, str)
-        if not path.startswith("/") or "\0" in _text("paths", path):
-            raise ValueError(f"paths: expected absolute paths; found {path[:200]!a}")
+        if not path.startswith("/") or "\0" in _text("paths", path) or os.path.normpath(path) != path:
+            raise ValueError(f"paths: expected plain absolute paths; found {path[:200]!a}")
     if not fields["paths"]:
         raise ValueError("paths: expected one or more")
     return fields

@@ -16,7 +16,6 @@ from tiered_zero.checkpoint.storage import FileWriter
 from tiered_zero.errors import ConfigError, StoreError, TransferError
 from tiered_zero.io.disk_file import free_text
 from tiered_zero.io.engine import IOEngine
-from tiered_zero.io.select import select_engine
 from tiered_zero.sizes import MIB, format_nbytes
 from tiered_zero.store.descriptors import open_directory
 
@@ -33,12 +32,10 @@ class TagWriter:
     N-1 until the rename, N after it: whatever fails before leaves all earlier tags, and no new one.
     """
 
-    def __init__(
-        self, directory: SaveDirectory, tag: str, name: str, writer: FileWriter, engine: IOEngine | None
-    ) -> None:
-        """`name`: of the temporary directory; `engine`: to be closed at the end. Use `begin`."""
+    def __init__(self, directory: SaveDirectory, tag: str, name: str, writer: FileWriter, needed_nbytes: int) -> None:
+        """`name`: of the temporary directory. Use `begin`."""
         self.writer, self.tag = writer, tag
-        self._directory, self._name, self._engine = directory, name, engine
+        self._directory, self._name, self._needed_nbytes = directory, name, needed_nbytes
 
     @classmethod
     def begin(
@@ -49,39 +46,38 @@ class TagWriter:
         engine: IOEngine | None = None,
         needed_nbytes: int = 0,
     ) -> TagWriter:
-        """Lock the save directory, clear what dead writers left there, check the space, and open the files.
+        """Lock the save directory, clear what dead writers left there, check the space, make the temporary directory.
 
         `engine`: None: the tag's own, so that its failure concerns no other transfer. `needed_nbytes`: of all tensors.
         Raises StoreError.
         """
         check_tag(tag)
         directory = SaveDirectory.open(save_dir)
-        name, own = None, None
         try:
             directory.restore()
             directory.check_replaceable(tag)
             _check_space(directory.path, needed_nbytes + _SPARE_NBYTES)
             name = directory.make_temporary(tag)
-            path = directory.path / name
-            if engine is None:
-                engine = own = select_engine(path).engine
-            return cls(directory, tag, name, FileWriter(path, engine, needed_nbytes=needed_nbytes), own)
         except BaseException as error:
-            if own is not None:
-                own.close()
-            if name is not None:
-                with suppress(OSError):
-                    directory.remove(name)
             directory.release()
-            if isinstance(error, OSError | ConfigError):
+            if isinstance(error, OSError):
                 raise _store_error(directory.path, tag, error, needed_nbytes) from error
             raise
+        writer = FileWriter(directory.path / name, engine, needed_nbytes=needed_nbytes)
+        return cls(directory, tag, name, writer, needed_nbytes)
 
     def __enter__(self) -> TagWriter:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        """Discard what was not published. A failed write, which names the file, is raised as a StoreError."""
+        failure = None
+        wrote = isinstance(error, OSError | ConfigError) and (_is_full(error) or self._name in str(error))
+        if wrote and isinstance(error, Exception) and self._directory.fd >= 0:
+            failure = _store_error(self._directory.path, self.tag, error, self._needed_nbytes)
         self.discard()
+        if failure is not None:
+            raise failure from error
 
     @property
     def path(self) -> Path:
@@ -109,8 +105,8 @@ class TagWriter:
             published = True
             if save_latest:
                 self._directory.write_latest(self.tag)
-        except OSError as error:
-            what = _store_error(self._directory.path, self.tag, error, 0)
+        except (OSError, ConfigError) as error:
+            what = _store_error(self._directory.path, self.tag, error, self._needed_nbytes)
             if published:
                 what = StoreError(f"{self.path} is complete, but `latest` could not be written: {error}.")
             raise what from error
@@ -124,8 +120,6 @@ class TagWriter:
             return
         try:
             self.writer.close()
-            if self._engine is not None:
-                self._engine.close()
             with suppress(FileNotFoundError):
                 self._directory.remove(self._name)
         except OSError as error:
@@ -146,10 +140,13 @@ def _check_space(path: Path, needed_nbytes: int) -> None:
         )
 
 
+def _is_full(error: Exception) -> bool:
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
 def _store_error(path: Path, tag: str, error: Exception, needed_nbytes: int) -> StoreError:
     """What stopped a save, as one error; a full disk by its name."""
-    code = error.errno if isinstance(error, OSError) else None
-    if code in (errno.ENOSPC, errno.EDQUOT):
+    if _is_full(error):
         needed = f" It needs {format_nbytes(needed_nbytes)}." if needed_nbytes else ""
         return StoreError(
             f"The disk is full: checkpoint {tag} could not be written to {path}; {free_text(str(path / tag))}.{needed} "
