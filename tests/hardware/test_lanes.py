@@ -149,6 +149,25 @@ def test_close_finishes_queued_jobs_stops_threads_and_refuses_more():
         accelerator.lane("reduce")
 
 
+def test_a_lane_ends_when_its_close_was_interrupted_before_the_end_mark():
+    accelerator = CpuAccelerator()
+    lane = accelerator.lane("gather")
+    queue = lane._queue
+
+    class Interrupted:
+        def put(self, work):
+            lane._queue = queue
+            raise KeyboardInterrupt
+
+    lane._queue = Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        lane.close()
+    closing = threading.Thread(target=accelerator.close, daemon=True)
+    closing.start()
+    closing.join(60)
+    assert not closing.is_alive()
+
+
 def test_synchronize_waits_for_every_lane(accelerator):
     seen = []
     for name in ("gather", "reduce"):

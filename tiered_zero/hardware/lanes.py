@@ -180,9 +180,8 @@ class Lane:
     def close(self) -> None:
         """Finish queued jobs and stop the thread; log errors that were not waited for. Idempotent."""
         with self._lock:
-            if not self._closed:
-                self._closed = True
-                self._queue.put(None)
+            self._closed = True
+            self._queue.put(None)  # each time: an interrupt may have come between the two
         self._thread.join()
         for failure in self._failures:
             if not failure.collected:
