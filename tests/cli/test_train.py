@@ -70,6 +70,17 @@ class PlainEngine:
         self.step_report = build_step_report(self._step, totals, now_s - self._began_s, **facts)
         self._began_s = now_s
 
+    @property
+    def global_steps(self) -> int:
+        return self._step
+
+    def flush(self) -> None:
+        """Every save is durable at once."""
+
+    def save_checkpoint(self, directory: Path, client_state: Mapping[str, Any]) -> bool:
+        (directory / f"global_step{self._step}").mkdir(parents=True)
+        return True
+
     def close(self) -> None:
         self.closed = True
 

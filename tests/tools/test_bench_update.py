@@ -27,4 +27,4 @@ def test_smoke(tmp_path: Path, library: Path) -> None:
 
 def test_every_benchmark_has_a_smoke_run() -> None:
     found = {path.stem for path in (ROOT / "tools/bench").glob("*.py")}
-    assert found - {"record"} == {"io", "step", "update"}, "io: tests/io/test_bench_io.py; step: test_bench_step.py"
+    assert found - {"record"} == {"checkpoint", "io", "step", "update"}, "io: tests/io; others: test_bench_*.py here"

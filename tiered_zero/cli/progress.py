@@ -29,7 +29,8 @@ class TrainingProgress:
     """Loss, tokens/s and time left. One thread."""
 
     def __init__(self, num_steps: int) -> None:
-        self.done = 0
+        self.done = self.first = 0
+        """Steps that were made; those of them that an earlier process made, which are not measured."""
         self.loss = float("nan")
         self._num_steps = num_steps
         self._recent: deque[tuple[float, int]] = deque([(time.monotonic(), 0)], maxlen=STEPS_AVERAGED + 1)
@@ -51,6 +52,11 @@ class TrainingProgress:
 
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
+
+    def begin_at(self, step: int) -> None:
+        """Count `step` steps as made."""
+        self.done = self.first = step
+        self._bar.update(self._task, completed=step)
 
     def advance(self, loss: float, num_tokens: int) -> None:
         """A step is done."""

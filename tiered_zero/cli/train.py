@@ -5,12 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import math
-import signal
-import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
-from types import FrameType
+from pathlib import Path
 from typing import Any
 
 import click
@@ -21,6 +18,8 @@ from tiered_zero.cli.console import STDOUT
 from tiered_zero.cli.main import INTERRUPTED
 from tiered_zero.cli.options import CONFIG_FILE, DEMO_MODEL, DEMO_STEPS, JSON_OPTION, parse_model
 from tiered_zero.cli.progress import TrainingProgress
+from tiered_zero.cli.saving import Resumption, Saver
+from tiered_zero.cli.stopping import TERMINATED, signals_stop
 from tiered_zero.cli.tables import run_tables
 from tiered_zero.config import load
 from tiered_zero.config.json_file import read_json
@@ -34,11 +33,13 @@ from tiered_zero.telemetry.report import RunReport, RunTotals
 
 logger = logging.getLogger("tiered_zero")
 
+DIRECTORY = click.Path(file_okay=False, path_type=Path)
+
 DIVERGED = 1
 """Exit code where the loss is not finite."""
 
-TERMINATED = 128 + signal.SIGTERM
-"""Exit code after SIGTERM."""
+UNSAVED = 3
+"""Exit code where training was done, but its last checkpoint could not be saved."""
 
 
 @click.command()
@@ -51,6 +52,9 @@ TERMINATED = 128 + signal.SIGTERM
 @click.option("--seed", type=int, default=0, show_default=True, help="Random seed for weights and batches.")
 @click.option("--trace", type=click.Path(dir_okay=False), help="Write a Chrome trace (opens in Perfetto).")
 @click.option("--report", type=click.Path(dir_okay=False), help="Write the run's record, for `tiered-zero report`.")
+@click.option("--save", type=DIRECTORY, metavar="DIR", help="Save here: at the end, and on SIGTERM and Ctrl-C.")
+@click.option("--save-every", type=click.IntRange(min=1), metavar="N", help="With --save: every N steps too.")
+@click.option("--resume", is_flag=True, help="With --save: go on from the newest complete checkpoint there.")
 @JSON_OPTION
 @click.pass_context
 def train(
@@ -64,13 +68,21 @@ def train(
     seed: int,
     trace: str | None,
     report: str | None,
+    save: Path | None,
+    save_every: int | None,
+    resume: bool,
     as_json: bool,
 ) -> None:
     """Train a small GPT across the tiers that CONFIG names.
 
     Ends with tables: bytes on each tier, planned and at their peak, bytes moved and their rate, seconds per step, loss.
     Stops with exit code 1 at the first loss that is not finite.
+
+    With --save and --resume a run that was stopped or killed goes on as if it never had been. SIGTERM and Ctrl-C then
+    finish the step and save first; a second one ends at once.
     """
+    if save is None and (resume or save_every is not None):
+        raise click.UsageError("--resume and --save-every say how to use a directory: name it with --save.")
     model = model or DEMO_MODEL
     model = replace(model, context=context or model.context)
     if model.vocab < NUM_BYTE_VALUES:
@@ -84,14 +96,21 @@ def train(
     logger.info("%s parameters, %s; text: %s", f"{num_parameters(model):,}", model, corpus.source)
     if corpus.is_binary:
         logger.warning("%s holds NUL bytes, as binary files do. It is trained on byte by byte.", corpus.source)
+    options = {"--model": str(model), "--seed": seed, "--data": corpus.source, "batch": resolved.batch.train}
+    resumption = Resumption(save if resume else None, options, in_place=resolved.tiered_zero.checkpoint.in_place)
+    settings = resumption.settings(settings)
     code = 0
-    with sigterm_exits():
+    with signals_stop() as stop:
         engine = open_engine(settings, model, seed)
         totals = RunTotals({tier: engine.plan.nbytes(tier) for tier in TIERS})
         progress = TrainingProgress(steps)
         try:
+            resumption.load(engine)
+            progress.begin_at(engine.global_steps)
+            saver = Saver(engine, save, save_every, options) if save is not None else None
+            stop.at_boundary = saver is not None
             with progress:
-                for step in range(steps):
+                for step in range(engine.global_steps, steps):
                     loss = train_step(engine, corpus, step, model.context, seed)
                     assert engine.step_report is not None
                     totals.add(engine.step_report)
@@ -99,13 +118,20 @@ def train(
                     if not math.isfinite(loss):
                         code = DIVERGED
                         break
-        except (KeyboardInterrupt, SystemExit) as stop:
-            code = INTERRUPTED if isinstance(stop, KeyboardInterrupt) else TERMINATED
+                    if saver is not None:
+                        saver.after_step()
+                    if stop.code is not None:
+                        break
+                if saver is not None and code != DIVERGED:
+                    code = 0 if saver.finish() else UNSAVED
+            code = stop.code or code
+        except (KeyboardInterrupt, SystemExit) as interrupt:
+            code = INTERRUPTED if isinstance(interrupt, KeyboardInterrupt) else TERMINATED
         finally:
             engine.close()
     if progress.done or as_json:
         facts = {"config": config, "model": str(model), "interrupted": code in (INTERRUPTED, TERMINATED)}
-        show(totals.report(), as_json, facts)
+        show(totals.report(), as_json, {**facts, "resumed_from": resumption.path, "resumed_step": progress.first})
         if not as_json and (staging_nbytes := _staging_nbytes(engine)):
             click.echo(
                 f"Of the host memory {format_nbytes(staging_nbytes)} are staging buffers, which keep the disk busy and "
@@ -116,8 +142,10 @@ def train(
             f"The loss is {progress.loss} after step {progress.done} of {steps}: training has diverged. Lower the "
             "learning rate (optimizer.params.lr), or lower gradient_clipping."
         )
+    if code == UNSAVED:
+        ctx.exit(UNSAVED)
     if code:
-        loss_text = f"; loss {progress.loss:.3f}" if progress.done else ""
+        loss_text = f"; loss {progress.loss:.3f}" if progress.done > progress.first else ""
         click.echo(f"Stopped after {progress.done} of {steps} steps{loss_text}.", err=True)
         ctx.exit(code)
 
@@ -156,20 +184,6 @@ def overlay(settings: Mapping[str, Any], batch: int | None, own: Mapping[str, st
     if given := {name: value for name, value in own.items() if value is not None}:
         result["tiered_zero"] = {**(result.get("tiered_zero") or {}), **given}
     return result
-
-
-@contextmanager
-def sigterm_exits() -> Iterator[None]:
-    """SIGTERM raises SystemExit in the main thread, so that the engine is closed and its files are removed."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        sys.exit(TERMINATED)
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def show(report: RunReport, as_json: bool, facts: Mapping[str, Any]) -> None:

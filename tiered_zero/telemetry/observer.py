@@ -14,7 +14,7 @@ from tiered_zero.telemetry.trace import TraceWriter
 logger = logging.getLogger("tiered_zero")
 
 TIMELINE_STEP = 3
-"""The step whose spans go into the record: by then the order of the units is known and fetched ahead."""
+"""The step of a process whose spans go into the record: by then the order of the units is known and fetched ahead."""
 
 
 class StepLog:
@@ -43,6 +43,7 @@ class RunObserver:
         self._recorder = recorder
         self._log = RunLog(header, report_path)
         self._records = report_path is not None
+        self._num_steps = 0
         try:
             facts = {"model": header.model, **header.facts}
             self._trace = TraceWriter(trace_path, facts) if trace_path is not None else None
@@ -54,11 +55,12 @@ class RunObserver:
     def __call__(self, report: StepReport) -> None:
         spans = self._recorder.take_spans()
         self._log.add(report)
+        self._num_steps += 1
         if self._trace is not None:
             self._trace.write(spans)
-        if self._records and report.step == TIMELINE_STEP:
+        if self._records and self._num_steps == TIMELINE_STEP:
             self._log.add_timeline(Timeline(report.step, spans))
-        self._keep_spans_for(report.step + 1)
+        self._keep_spans_for(self._num_steps + 1)
 
     def close(self) -> None:
         """Write what is left and the footer. Idempotent."""

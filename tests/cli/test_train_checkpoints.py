@@ -1,0 +1,207 @@
+"""`tiered-zero train --save --resume`: a run that was stopped or killed ends with the loss of one that was not."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from tests.cli.test_train import CONFIGS, SMALL, run, write_config  # noqa: F401  # `run` is a fixture
+from tiered_zero.checkpoint.checkpoints import Checkpoints
+from tiered_zero.cli.main import main
+from tiered_zero.errors import StoreError
+
+NVME = str(CONFIGS / "gpt_nvme.json")
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(CONFIGS.parent), "OMP_NUM_THREADS": "1"}
+
+
+def train(*arguments: object) -> Result:
+    return CliRunner().invoke(main, ["train", *map(str, arguments)])
+
+
+def answer(*arguments: object) -> Any:
+    result = train(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+class Process:
+    """`tiered-zero train` in a process of its own."""
+
+    def __init__(self, *arguments: object) -> None:
+        command = [sys.executable, "-m", "tiered_zero", "train", *map(str, arguments), "--json"]
+        self.process = subprocess.Popen(command, env=ENVIRONMENT, stdout=-1, stderr=-1, text=True)
+
+    def wait(self) -> tuple[int, Any, str]:
+        """(exit code, what it printed, its log)"""
+        out, err = self.process.communicate(timeout=300)
+        return self.process.returncode, json.loads(out) if out else None, err
+
+    def signal_at(self, tag: Path, number: int) -> None:
+        """Once a checkpoint is there."""
+        while self.process.poll() is None and not tag.exists():
+            time.sleep(0.01)
+        self.process.send_signal(number)
+
+
+@pytest.mark.parametrize("in_place", [False], ids=["full"])
+def test_stopped_and_killed_and_gone_on_with_to_the_last_bit(
+    in_place: bool, swap_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGTERM, then kill -9, then to the end: the final loss is that of a run that nothing stopped."""
+    monkeypatch.chdir(swap_path)
+    config = json.loads(Path(NVME).read_text())
+    config["tiered_zero"] = {**config.get("tiered_zero", {}), "checkpoint": {"in_place": in_place}}
+    Path("config.json").write_text(json.dumps(config))
+    task = ("config.json", *SMALL[:2], "--steps", 24)
+    undisturbed = Process(*task)
+    saving = (*task, "--save", swap_path / "ck", "--save-every", 2, "--resume")
+    first = Process(*saving)
+    first.signal_at(swap_path / "ck" / "global_step4", signal.SIGTERM)
+    code, values, log = first.wait()
+    assert code == 143, log
+    assert "no checkpoint in" in log and values["interrupted"] and values["resumed_from"] is None
+    stopped = values["steps"]
+    assert 4 <= stopped < 24 and f"Stopped after {stopped} of 24 steps" in log
+    second = Process(*saving)
+    second.signal_at(swap_path / "ck" / f"global_step{(stopped // 2 + 3) * 2}", signal.SIGKILL)
+    assert second.wait()[0] == -signal.SIGKILL
+    code, values, log = Process(*saving).wait()
+    assert code == 0, log
+    assert values["resumed_step"] >= stopped and values["steps"] == 24 - values["resumed_step"]
+    assert f"{values['resumed_step']} steps, and their batches, are not made again" in log
+    code, expected, log = undisturbed.wait()
+    assert code == 0, log
+    assert values["last_loss"] == expected["last_loss"]
+
+
+def test_ctrl_c_saves_first(swap_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(swap_path)
+    process = Process(NVME, *SMALL[:2], "--steps", 100000, "--save", swap_path / "ck", "--save-every", 3)
+    process.signal_at(swap_path / "ck" / "global_step3", signal.SIGINT)
+    code, values, log = process.wait()
+    assert code == 130, log
+    assert "Finishing this step, then saving" in log and "Traceback" not in log
+    assert (swap_path / "ck" / f"global_step{values['steps']}" / "manifest.json").exists()
+    assert not [path for path in swap_path.rglob("*.bin") if "ck" not in path.parts], "the swap directory is empty"
+
+
+def test_saves_are_said_with_path_bytes_and_seconds(swap_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At every N-th step and at the end; without --save-every at the end alone."""
+    monkeypatch.chdir(swap_path)
+    config = str(CONFIGS / "gpt_cpu.json")
+    result = train(config, *SMALL[:2], "--steps", 5, "--save", "ck", "--save-every", 2)
+    assert result.exit_code == 0, result.output
+    for step in (2, 4, 5):
+        assert f"saved ck/global_step{step}: " in result.stderr
+    assert "KiB in 0." in result.stderr
+    assert result.stderr.count("saved ") == 3
+    assert sorted(path.name for path in Path("ck").glob("global*")) == [f"global_step{n}" for n in (2, 4, 5)]
+    result = train(config, *SMALL[:2], "--steps", 2, "--save", "other")
+    assert result.stderr.count("saved ") == 1 and (Path("other") / "global_step2").exists()
+
+
+def test_what_is_done_is_not_done_again_and_other_options_are_said(
+    swap_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(swap_path)
+    task = (str(CONFIGS / "gpt_cpu.json"), *SMALL[:2], "--save", "ck", "--resume")
+    assert answer(*task, "--steps", 3)["resumed_from"] is None
+    values = answer(*task, "--steps", 3)
+    assert (values["steps"], values["resumed_step"]) == (0, 3)
+    assert values["resumed_from"] == str(Path("ck").resolve() / "global_step3") or values["resumed_from"].endswith(
+        "ck/global_step3"
+    )
+    result = train(*task, "--steps", 4, "--seed", 5)
+    assert result.exit_code == 0 and "--seed was 0 where the checkpoint was saved, and is 5 now" in result.stderr
+    assert "4 steps" not in result.stdout and "1 steps in" in result.stdout
+
+
+def test_a_damaged_checkpoint_is_skipped_and_said(swap_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(swap_path)
+    task = (str(CONFIGS / "gpt_cpu.json"), *SMALL[:2], "--save", "ck", "--save-every", 2, "--resume")
+    expected = answer(*task[:-1], "--steps", 6)["last_loss"]
+    data = next(Path("ck/global_step6").glob("*.bin"))
+    os.truncate(data, data.stat().st_size - 4096)
+    result = train(*task, "--steps", 6, "--json")
+    values = json.loads(result.stdout)
+    assert values["resumed_step"] == 4 and values["last_loss"] == expected
+    assert "global_step6" in result.stderr and "bytes; expected" in result.stderr
+    (Path("ck/global_step6") / "manifest.json").write_text("{}")
+    for step in (2, 4):
+        (Path(f"ck/global_step{step}") / "manifest.json").write_text("{}")
+    Path("ck/global_step6/manifest.json").write_text("{}")
+    result = train(*task, "--steps", 6)
+    assert result.exit_code == 1 and "There is no complete checkpoint in" in result.stderr, "never a silent new start"
+
+
+def test_a_full_disk_is_named_and_training_goes_on(swap_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(swap_path)
+    save = Checkpoints.save
+    calls = []
+
+    def fails_at_first(self: Checkpoints, *arguments: Any, **named: Any) -> None:
+        calls.append(arguments[2])
+        if len(calls) == 1:
+            raise StoreError("The disk is full: 3 bytes are free.")
+        save(self, *arguments, **named)
+
+    monkeypatch.setattr(Checkpoints, "save", fails_at_first)
+    task = (str(CONFIGS / "gpt_cpu.json"), *SMALL[:2], "--steps", 4, "--save", "ck", "--save-every", 2)
+    result = train(*task)
+    assert result.exit_code == 0, result.output
+    assert "step 2 was not saved, and training goes on: The disk is full: 3 bytes are free." in result.stderr
+    assert [path.name for path in Path("ck").glob("global*")] == ["global_step4"]
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise StoreError("The disk is full.")
+
+    monkeypatch.setattr(Checkpoints, "save", fails)
+    result = train(*task[:-2])
+    assert result.exit_code == 3 and "step 4 was not saved" in result.stderr
+
+
+def test_options_without_a_directory_are_refused(tmp_path: Path) -> None:
+    config = write_config(tmp_path / "config.json")
+    for option in (["--resume"], ["--save-every", "2"]):
+        result = train(config, *option)
+        assert result.exit_code == 2 and "name it with --save" in result.stderr
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_second_signal_ends_at_once(
+    run: Callable[..., Any],  # noqa: F811
+    number: signal.Signals,
+    code: int,
+    tmp_path: Path,
+) -> None:
+    def at_step(step: int) -> None:
+        if step == 2:
+            os.kill(os.getpid(), number)
+            time.sleep(0.05)
+            os.kill(os.getpid(), number)
+            time.sleep(5)
+
+    result, engine = run(write_config(Path("config.json")), *SMALL, "--save", "ck", "--json", at_step=at_step)
+    assert result.exit_code == code and engine.closed
+    assert json.loads(result.stdout)["steps"] == 2 and not Path("ck").exists()
+
+
+def test_the_first_signal_finishes_the_step_and_saves(run: Callable[..., Any]) -> None:  # noqa: F811
+    def at_step(step: int) -> None:
+        if step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.05)
+
+    result, engine = run(write_config(Path("config.json")), *SMALL, "--save", "ck", "--json", at_step=at_step)
+    assert result.exit_code == 143 and engine.closed
+    assert json.loads(result.stdout)["steps"] == 3 and (Path("ck") / "global_step3").exists()

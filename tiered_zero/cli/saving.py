@@ -1,0 +1,150 @@
+"""Saves and resumption of `tiered-zero train`: when, and a line for each."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, final
+
+from tiered_zero.checkpoint.directory import list_tags
+from tiered_zero.engine import Engine
+from tiered_zero.errors import BudgetError, StoreError, TransferError
+from tiered_zero.sizes import format_nbytes
+
+logger = logging.getLogger("tiered_zero")
+
+_STATE_KEY = "tiered_zero.train"
+
+
+@final
+class Saver:
+    """Saves one run to `directory` every `every` steps (None: when it is asked to). Main thread.
+
+    A save that fails, on a full disk for example, is logged, and training goes on: earlier checkpoints stay.
+    """
+
+    def __init__(self, engine: Engine, directory: Path, every: int | None, options: Mapping[str, Any]) -> None:
+        """`options`: of the command line, that the numbers depend on; kept with the state."""
+        self._engine, self._directory, self._every = engine, directory, every
+        self._client_state = {_STATE_KEY: dict(options)}
+        self._begun: tuple[Path, float, int | None] | None = None
+        """The save under way: where it is to be, when it began, and the inode that was there before."""
+        self._saved_step: int | None = engine.global_steps
+        self.paths: list[str] = []
+        """Of what was saved, oldest first."""
+
+    def after_step(self) -> None:
+        """Save, if it is time to. Say which save has become durable."""
+        self._announce()
+        if self._every is not None and self._engine.global_steps % self._every == 0:
+            self._save()
+
+    def finish(self) -> bool:
+        """Save what the last save has not, and wait until it is durable. Return whether the last step is saved."""
+        if self._engine.global_steps != self._saved_step:
+            self._save()
+        try:
+            self._engine.flush()
+        except (StoreError, TransferError, BudgetError):
+            self._fail()
+        self._announce()
+        return self._saved_step == self._engine.global_steps
+
+    def _save(self) -> None:
+        step = self._engine.global_steps
+        path = self._directory / f"global_step{step}"
+        for _ in range(2):  # the first call may raise what became of the save before
+            begun = path, time.time(), _inode(path)
+            try:
+                self._engine.save_checkpoint(self._directory, client_state=self._client_state)
+            except (StoreError, TransferError, BudgetError) as error:
+                if self._begun is None:
+                    logger.error("step %d was not saved, and training goes on: %s", step, error)
+                    self._saved_step = None
+                    return
+                self._fail()
+            else:
+                self._announce()
+                self._begun, self._saved_step = begun, step
+                self._announce()
+                return
+
+    def _fail(self) -> None:
+        """The save under way was not completed, which is in the log by now."""
+        self._begun = self._saved_step = None
+
+    def _announce(self) -> None:
+        """Log the save under way once it has its name."""
+        if self._begun is None:
+            return
+        path, began_s, inode_before = self._begun
+        if (inode := _inode(path)) is None or inode == inode_before:
+            return
+        self._begun = None
+        self.paths.append(str(path))
+        files = [entry.stat() for entry in os.scandir(path) if entry.is_file(follow_symlinks=False)]
+        nbytes = format_nbytes(sum(file.st_size for file in files))
+        in_place = (
+            " beside the state, which is committed in place," * self._engine.config.tiered_zero.checkpoint.in_place
+        )
+        seconds = max(0.0, path.stat().st_ctime - began_s)
+        logger.info("saved %s: %s%s in %.2f s", path, nbytes, in_place, seconds)
+
+
+def _inode(path: Path) -> int | None:
+    try:
+        return path.stat().st_ino
+    except OSError:
+        return None
+
+
+@final
+class Resumption:
+    """Goes on from the newest complete checkpoint in a directory, if there is one; None: never. Main thread."""
+
+    def __init__(self, directory: Path | None, options: Mapping[str, Any], *, in_place: bool) -> None:
+        """`options`: as of `Saver`. `in_place`: whether the run commits in place, and is adopted when it starts."""
+        self._directory, self._options = directory, options
+        self._adopts = in_place
+        self.path: str | None = None
+        """Where the state came from."""
+        if directory is not None and not _has_checkpoint(directory):
+            self._directory = None
+
+    def settings(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """The config that an engine is to be made of."""
+        result = dict(settings)
+        if self._directory is not None and self._adopts:
+            own = dict(result.get("tiered_zero") or {})
+            checkpoint = {**(own.get("checkpoint") or {}), "resume": str(self._directory)}
+            result["tiered_zero"] = {**own, "checkpoint": checkpoint}
+        return result
+
+    def load(self, engine: Engine) -> None:
+        """Load into an engine that was made of `settings`, and say from where. Raises StoreError."""
+        if self._directory is None:
+            return
+        self.path = str(self._directory)
+        if not self._adopts:
+            path, client_state = engine.load_checkpoint(self._directory)
+            self.path = str(path)
+            self._compare(client_state.get(_STATE_KEY))
+        logger.info("resumed from %s: %d steps, and their batches, are not made again", self.path, engine.global_steps)
+
+    def _compare(self, saved: Any) -> None:
+        for name, value in self._options.items() if isinstance(saved, dict) else ():
+            if name in saved and saved[name] != value:
+                logger.warning("%s was %s where the checkpoint was saved, and is %s now", name, saved[name], value)
+
+
+def _has_checkpoint(directory: Path) -> bool:
+    """Whether a save has ever been completed in `directory`; say so where none has. Raises StoreError."""
+    tags = list_tags(directory) if directory.exists() else []
+    if any(info.path.name == info.tag for info in tags):
+        return True
+    unfinished = "".join(f" ({info.tag}: {info.reason})" for info in tags)
+    logger.info("no checkpoint in %s yet%s: starting at step 0", directory, unfinished)
+    return False
