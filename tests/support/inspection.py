@@ -7,6 +7,8 @@ from typing import Any
 import torch
 
 import tiered_zero
+from tiered_zero.checkpoint.driver import DriverState
+from tiered_zero.data import TrainingLoader
 from tiered_zero.hardware.lanes import Lane
 from tiered_zero.layout.flat import Unit
 from tiered_zero.optim.state_layout import StateLayout
@@ -30,6 +32,19 @@ def pager(engine: tiered_zero.Engine) -> Pager:
 
 def policy(engine: tiered_zero.Engine) -> UpdatePolicy:
     return engine._inspect().policy
+
+
+def driver_state(engine: tiered_zero.Engine, loader: TrainingLoader | None = None) -> DriverState:
+    """What a checkpoint of this engine holds besides arrays."""
+    step = engine._inspect()
+    return DriverState(
+        counts=step.counts,
+        overflow=step.overflow,
+        policy=step.policy,
+        optimizer=engine.optimizer,
+        lr_scheduler=engine.lr_scheduler,
+        loader=loader,
+    )
 
 
 def stepper(engine: tiered_zero.Engine) -> StreamingStepper:

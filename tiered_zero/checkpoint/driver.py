@@ -163,7 +163,8 @@ class DriverState:
             optimizer.overflow = state["skipped"]
             optimizer.load_group_options(groups)
         elif groups is not None and parts.lr_scheduler_states and self.lr_scheduler is not None:
-            optimizer.load_group_options([_of_schedule(group) for group in groups])
+            own = optimizer.group_options()
+            optimizer.load_group_options([{**o, **_of_schedule(g)} for o, g in zip(own, groups, strict=True)])
 
     def _restore_position(self, loader: Position, saved: State | None) -> None:
         if saved is not None:
@@ -261,6 +262,7 @@ def _try_scheduler(scheduler: Any, saved: Any) -> None:
             f"The checkpoint's lr_scheduler was expected to have the state of this run's {kind}, {own!r:.200}; found "
             f"{saved['state']!r:.200}. {otherwise}"
         )
+    attributes = [(one, set(vars(one))) for one in _schedulers(scheduler)]
     try:
         scheduler.load_state_dict(_copied(saved["state"]))
     except Exception as error:
@@ -269,6 +271,17 @@ def _try_scheduler(scheduler: Any, saved: Any) -> None:
         ) from error
     finally:
         scheduler.load_state_dict(own)
+        for one, names in attributes:
+            for name in vars(one).keys() - names:
+                delattr(one, name)
+
+
+def _schedulers(scheduler: Any) -> Iterator[Any]:
+    """List the scheduler, and those inside a sequence or chain."""
+    if hasattr(scheduler, "__dict__"):
+        yield scheduler
+    for inner in getattr(scheduler, "_schedulers", ()):
+        yield from _schedulers(inner)
 
 
 def _hides_attributes(scheduler: Any, state: Any) -> bool:
@@ -342,7 +355,10 @@ def _check_counts(state: State) -> None:
         _check_fields("counts", check, {"finite": flag, "norm": _is_float, "grad_scale": _is_float, **named})
     _check_fields("overflow", overflow, dict.fromkeys(asdict(OverflowCounts()), count))
     if scaler is not None:
-        scale = {"scale": lambda v: _is_float(v) and 0 < v < math.inf, "last_overflow": lambda v: v == -1 or count(v)}
+        scale = {
+            "scale": lambda v: _is_float(v) and 0 < v < math.inf,
+            "last_overflow": lambda v: count(v) or (type(v) is int and v == -1),
+        }
         _check_fields("loss_scaler", scaler, {**scale, "step": count, "credits": count})
     if not count(state["num_applied"]) or not flag(state["skipped"]):
         raise StoreError("The checkpoint's num_applied and skipped are not what was saved.")

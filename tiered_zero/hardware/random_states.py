@@ -31,7 +31,7 @@ def check_random_states(states: Any) -> None:
         _check(states)
     except ValueError:
         raise
-    except (TypeError, KeyError, RuntimeError, OverflowError, AttributeError) as error:
+    except (TypeError, LookupError, RuntimeError, OverflowError, AttributeError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from None
 
 
@@ -73,16 +73,22 @@ def kept_random_states() -> Iterator[None]:
 def _check(states: Any) -> None:
     if type(states) is not dict or states.keys() != {"python", "numpy", "torch", "devices"}:
         raise ValueError("expected the states of python, numpy, torch and devices")
+    version, words, spare = states["python"]
+    if type(words) is not tuple or len(words) != _NUM_WORDS + 1 or not (spare is None or type(spare) is float):
+        raise ValueError(f"python's state was expected to have {_NUM_WORDS + 1} words")
+    if type(version) is not int or version != 3 or not all(type(word) is int and 0 <= word < 1 << 32 for word in words):
+        raise ValueError("python's state was expected to be of version 3 and of 32-bit words")
     random.Random().setstate(states["python"])
-    if states["python"] != _plain_python(states["python"]):
-        raise ValueError("python's state has other numbers than 32-bit words")
     _check_bytes(states["torch"], 1 << 16)
     torch.Generator().set_state(states["torch"])
     found = states["numpy"]
     if type(found) is not dict or type(found["bit_generator"]) is not str:
         raise ValueError("numpy's state was expected as a dict with its bit_generator")
     if _is_twister(found):
-        key, position = found["state"]["key"], found["state"]["pos"]
+        words_and_position = found["state"]
+        if type(words_and_position) is not dict:
+            raise ValueError("numpy's state was expected as a dict with key and pos")
+        key, position = words_and_position["key"], words_and_position["pos"]
         if not isinstance(key, numpy.ndarray) or key.shape != (_NUM_WORDS,) or key.dtype != numpy.uint32:
             raise ValueError(f"numpy's state was expected to have {_NUM_WORDS} words")
         if type(position) is not int or not 0 <= position <= _NUM_WORDS:  # numpy itself reads where it points
@@ -101,12 +107,6 @@ def _check(states: Any) -> None:
 def _check_bytes(state: Any, most: int) -> None:
     if type(state) is not torch.Tensor or state.dtype != torch.uint8 or state.dim() != 1 or state.numel() > most:
         raise ValueError("torch's state was expected as a short row of bytes")
-
-
-def _plain_python(state: Any) -> Any:
-    version, words, spare = state
-    spare = spare if spare is None or type(spare) is float else None
-    return int(version), tuple(int(word) & 0xFFFFFFFF for word in words), spare
 
 
 def _is_twister(state: Mapping[str, Any]) -> bool:
