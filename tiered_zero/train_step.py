@@ -159,6 +159,7 @@ class TrainStep:
             raise ModelError(f"{act} between two steps; found a module's forward under way. Call it after step().")
 
     def pre_state_dict(self) -> None:
+        """Begin a module's state_dict: make every update visible, and copy each parameter once until it ends."""
         self.pager.num_uses += 1
         self.pager.copies.start(self.before_weights_read)
 
@@ -167,9 +168,11 @@ class TrainStep:
         self.pager.fault_in(params, function)
 
     def copy_of(self, param: nn.Parameter) -> torch.Tensor | None:
+        """Copy a guarded parameter to the CPU while a state_dict is taken; else return None."""
         return self.pager.copies.take(param) if self.pager.copies.is_open else None
 
     def idle_copy(self, param: nn.Parameter) -> torch.Tensor | None:
+        """Copy a guarded parameter to the CPU for a copy of its module; return None while modules run."""
         return self.pager.idle_copy(param, self.before_weights_read)
 
     # -- the engine's calls --------------------------------------------------------------------------------------------

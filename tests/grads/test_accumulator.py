@@ -306,7 +306,7 @@ def test_a_reduced_shard_reaches_its_home_by_the_same_way(on_device: bool, runti
 def test_a_gradient_waits_until_the_last_update_has_read_the_one_before(runtime: Runtime) -> None:
     world = World([make_unit(0, [8]), make_unit(1, [8])], runtime=runtime)
     update = UnitUpdate()
-    world.inventory.publish(world.units[0], update)
+    world.inventory.set_last_update(world.units[0], update)
     world.give(world.params[1][0], randn(8))  # another unit's, at once
     giving = threading.Thread(target=world.give, args=(world.params[0][0], randn(8)), daemon=True)
     giving.start()

@@ -543,7 +543,7 @@ def test_use_waits_for_the_units_own_update() -> None:
     world = World([1, 1])
     unit_updates = [UnitUpdate(), UnitUpdate()]
     for unit, unit_update in zip(world.units, unit_updates, strict=True):
-        world.inventory.publish(unit, unit_update)
+        world.inventory.set_last_update(unit, unit_update)
     world.pager.updates.block_for_update()
     unit_updates[0].complete()
     world.use(0)
@@ -555,7 +555,7 @@ def test_use_waits_for_the_units_own_update() -> None:
 def test_a_unit_on_the_device_is_guarded_until_its_update_and_then_free_between_steps_too() -> None:
     world = World([1], resident=[0])
     unit_update = UnitUpdate()
-    world.inventory.publish(world.units[0], unit_update)
+    world.inventory.set_last_update(world.units[0], unit_update)
     world.pager.updates.block_for_update()
     world.check_guarded(0)
     unit_update.complete()

@@ -168,14 +168,14 @@ def test_what_rests_on_the_device_waits_for_nothing_else(swap_path: Any, monkeyp
 
     monkeypatch.setattr(StreamingStepper, "_update", late)
     with split(swap_path, "device+nvme") as engine:
-        published, tiers = inventory(engine).published, engine.plan.tiers.gradients
+        last_update, tiers = inventory(engine).last_update, engine.plan.tiers.gradients
         trainable = [unit for unit in units(engine) if unit.trainable]
         engine.backward(engine(*batch(0)))
         engine.step()
         for unit in trainable:
             if tiers[unit.index] == "device":
-                published(unit).written.wait()
-        done = {unit.name for unit in trainable if published(unit).written.done()}
+                last_update(unit).written.wait()
+        done = {unit.name for unit in trainable if last_update(unit).written.done()}
         begin.set()
         assert {"tokens:float32"} < done < {unit.name for unit in trainable}
         assert done >= {unit.name for unit in trainable if tiers[unit.index] == "device"}

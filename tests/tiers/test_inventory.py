@@ -36,11 +36,11 @@ def test_homes_are_found_by_owner_and_kind() -> None:
     runtime.accelerator.close()
 
 
-def test_the_last_update_is_published() -> None:
+def test_the_last_update_of_a_unit_is_found() -> None:
     inventory, unit = Inventory(), make_unit(0)
-    assert inventory.published(unit) is None
+    assert inventory.last_update(unit) is None
     unit_updates = [UnitUpdate(), UnitUpdate()]
     for unit_update in unit_updates:
-        inventory.publish(unit, unit_update)
-        assert inventory.published(unit) is unit_update
-    assert inventory.published(make_unit(1)) is None
+        inventory.set_last_update(unit, unit_update)
+        assert inventory.last_update(unit) is unit_update
+    assert inventory.last_update(make_unit(1)) is None

@@ -300,7 +300,7 @@ class GradientStore:
 
     def _wait_update(self, unit: Unit) -> None:
         """Block until the unit's last update has read its gradients. Raises the error of one that has failed."""
-        update = self._inventory.published(unit)
+        update = self._inventory.last_update(unit)
         if update is not None and not update.written.done():
             with self._recorder.span("compute", "wait_update", unit.name):
                 update.computed.wait()

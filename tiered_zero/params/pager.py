@@ -190,7 +190,7 @@ class Pager:
 
     def is_called_directly(self) -> bool:
         """Whether the module whose forward begins is called by the user, past the engine (a direct call)."""
-        return not self._frames and not self._in_backward() and self.phase.pass_name == "idle"
+        return not self._frames and not self._notice_backward() and self.phase.pass_name == "idle"
 
     @runs_outside_modes
     def fault_in(self, params: Sequence[nn.Parameter], function: str) -> None:
@@ -199,7 +199,7 @@ class Pager:
         Raises ParameterOffloadedError outside of forward and backward. See [Note: Entry points].
         """
         paged_units = [self.units.by_param[param] for param in params]
-        if not (self._frames and not self.driver.is_other()) and not self._in_backward():
+        if not (self._frames and not self.driver.is_other()) and not self._notice_backward():
             for param, paged in zip(params, paged_units, strict=True):
                 self._refuse_if_offloaded(param, paged, function)
         for paged in paged_units:  # none makes room for another
@@ -225,7 +225,7 @@ class Pager:
     def _fault_in_saved(self, unit_index: int, version: int) -> FlatStorage:
         """Bring a unit of which autograd unpacks a view that it saved at `version`. Raises ModelError where its weights
         have changed since."""
-        self._in_backward()  # notices a backward that the user started
+        self._notice_backward()
         paged = self.units.by_index[unit_index]
         if paged.weights is not WeightState.UPDATING and paged.version != version:
             raise ModelError(
@@ -236,8 +236,9 @@ class Pager:
 
     # -- backward --------------------------------------------------------------------------------------------------
 
-    def _in_backward(self) -> bool:
-        """Whether autograd runs, or the engine's backward is about to. Notices one that the user started himself."""
+    def _notice_backward(self) -> bool:
+        """Enter a backward that the user started past the engine, or leave one that failed. Returns whether autograd
+        runs, or the engine's backward is about to."""
         runs = torch._C._current_graph_task_id() != -1
         if runs and self.phase.pass_name == "idle":
             self.phase.has_own_backward = True
@@ -313,7 +314,7 @@ class Pager:
     def idle_copy(self, param: nn.Parameter, before_weights_read: Callable[[], None]) -> torch.Tensor | None:
         """Copy a parameter to the CPU for a copy of its module; return None where modules run, or the engine is
         closed."""
-        if self._cache.is_closed or self._frames or self._in_backward():
+        if self._cache.is_closed or self._frames or self._notice_backward():
             return None
         with self.driver.entered("A copy of a parameter"):
             before_weights_read()

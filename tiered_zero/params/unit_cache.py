@@ -118,7 +118,7 @@ class UnitCache:
         try:
             self._accelerator.prepare(storage.flat)
             home = self._inventory.home(unit, "param")
-            paged.fetch = home.tier.fetch(home.slot, storage.flat, self._inventory.published(unit))
+            paged.fetch = home.tier.fetch(home.slot, storage.flat, self._inventory.last_update(unit))
         except (TieredZeroError, torch.OutOfMemoryError):  # the tier has waited for what it had begun
             self.evict(paged)
             raise
@@ -160,7 +160,7 @@ class UnitCache:
         """False while its update waits for gradients: backward may need a later fetch of the lane to compute them."""
         if paged.weights is not WeightState.UPDATING:
             return True
-        unit_update = self._inventory.published(paged.unit)
+        unit_update = self._inventory.last_update(paged.unit)
         return unit_update is None or unit_update.written.done()
 
     # -- evict -----------------------------------------------------------------------------------------------------

@@ -126,7 +126,7 @@ class UpdateGuard:
         """Block until the unit's last update is in its home, where `until_written`; else until its new parameters are
         computed: its gradients are not needed any more, and a fetch knows how they come to the device. Raises what made
         that fail, in so far as it has by then."""
-        unit_update = self._inventory.published(unit)
+        unit_update = self._inventory.last_update(unit)
         if unit_update is None:
             return
         if not unit_update.written.done():

@@ -31,7 +31,7 @@ class Inventory:
 
     def __init__(self) -> None:
         self._homes: dict[tuple[type, int, str], Home] = {}
-        self._published: dict[int, UnitUpdate] = {}
+        self._last_updates: dict[int, UnitUpdate] = {}
 
     def place(self, owner: Owner, kind: str, home: Home) -> None:
         key = (type(owner), owner.index, kind)
@@ -50,12 +50,12 @@ class Inventory:
         """Set the home of each (owner, kind), all at once, so that an interrupt cannot separate them."""
         self._homes.update({(type(owner), owner.index, kind): home for (owner, kind), home in homes.items()})
 
-    def publish(self, unit: Unit, unit_update: UnitUpdate) -> None:
+    def set_last_update(self, unit: Unit, unit_update: UnitUpdate) -> None:
         """Set the unit's last update: once it is written, its home (or device storage) holds the new parameters."""
-        self._published[unit.index] = unit_update
+        self._last_updates[unit.index] = unit_update
 
-    def published(self, unit: Unit) -> UnitUpdate | None:
-        return self._published.get(unit.index)
+    def last_update(self, unit: Unit) -> UnitUpdate | None:
+        return self._last_updates.get(unit.index)
 
     def homes(self) -> Iterator[Home]:
         return iter(self._homes.values())

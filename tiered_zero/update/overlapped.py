@@ -42,8 +42,8 @@ class UnitGuard(Protocol):
 
 
 class OverlappedPolicy(UpdatePolicy):
-    """Runs updates on the update lane, under compute. `guard`: blocks units until their updates, which `inventory`
-    publishes, are done."""
+    """Runs updates on the update lane, under compute. `guard`: blocks units until their last updates, which
+    `inventory` has, are done."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class OverlappedPolicy(UpdatePolicy):
 
     def unit_ready(self, unit: Unit) -> None:
         if self._open is not None and self._open.updates(unit) and self.guard.block_unit_for_update(unit):
-            self._publish(unit, self._open.job)
+            self._add_unit_update(unit, self._open.job)
             self._open.add(unit)
 
     def prepare(self) -> None:
@@ -90,7 +90,7 @@ class OverlappedPolicy(UpdatePolicy):
         self.num_applied += 1
         if self._open is not None:
             for unit in self._open.incomplete(self._units):
-                self._publish(unit, self._open.job)
+                self._add_unit_update(unit, self._open.job)
             self._open.finish(gradients)
             self._open = None
             return
@@ -99,7 +99,7 @@ class OverlappedPolicy(UpdatePolicy):
             self._step(UpdateJob(gradients=gradients, grad_scale=grad_scale, groups=job.groups, on_device=True))
             job = replace(job, on_device=False)
         for unit in self._units:
-            self._publish(unit, job)
+            self._add_unit_update(unit, job)
         self._start(job)
 
     @property
@@ -129,7 +129,7 @@ class OverlappedPolicy(UpdatePolicy):
         super().latch(why)
         assert self.failure is not None
         for unit in self._units:  # also of a job that never came to its lane
-            if (unit_update := self._inventory.published(unit)) is not None:
+            if (unit_update := self._inventory.last_update(unit)) is not None:
                 unit_update.fail(self.failure)
 
     def check_untouched(self, act: str) -> None:
@@ -179,9 +179,9 @@ class OverlappedPolicy(UpdatePolicy):
         if self._is_idle() or self.failure is not None:
             self.flush()
 
-    def _publish(self, unit: Unit, job: UpdateJob) -> None:
+    def _add_unit_update(self, unit: Unit, job: UpdateJob) -> None:
         unit_update = job.unit_updates[unit.index] = UnitUpdate()
-        self._inventory.publish(unit, unit_update)
+        self._inventory.set_last_update(unit, unit_update)
         if self.failure is not None:  # the job ended before it could see this one
             unit_update.fail(self.failure)
 
