@@ -39,6 +39,17 @@ def test_a_record_has_the_timeline_of_one_step(tmp_path: Path) -> None:
     assert run.footer is not None and run.footer.steps == 5
 
 
+def test_a_resumed_process_counts_its_own_steps_for_the_timeline(tmp_path: Path) -> None:
+    recorder = Recorder()
+    observer = RunObserver(recorder, HEADER, str(tmp_path / "run.jsonl"), None)
+    for step in range(101, 105):
+        recorder.add("compute", "forward", f"step {step}", float(step), step + 0.5)
+        observer(StepReport(step, 1.0, {}))
+    observer.close()
+    timeline = read_run(tmp_path / "run.jsonl").timeline
+    assert timeline is not None and timeline.step == 100 + TIMELINE_STEP
+
+
 def test_a_trace_has_every_step_also_after_a_kill(tmp_path: Path) -> None:
     recorder = Recorder()
     observer = RunObserver(recorder, HEADER, None, str(tmp_path / "trace.json"))

@@ -89,6 +89,13 @@ def test_it_shows_what_was_recorded() -> None:
     assert "Not recorded" not in words
 
 
+def test_a_run_that_was_resumed_says_after_which_step() -> None:
+    run = make_run(5)
+    assert "resumed" not in Outline(render_page(run, "whole")).words
+    del run.steps[:3]
+    assert "resumed after step 3" in Outline(render_page(run, "resumed")).words
+
+
 def test_what_was_not_recorded_is_said() -> None:
     words = Outline(render_page(Run(RunHeader("m", 0)), "empty")).words
     assert words.count("Not recorded.") == 7

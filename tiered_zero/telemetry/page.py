@@ -58,6 +58,8 @@ def _about(run: Run) -> str:
     header = run.header
     started = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(header.started_at))
     facts = {"model": header.model, "parameters": f"{header.num_parameters:,}", "started": started, **header.facts}
+    if run.steps and (num_before := run.steps[0].step - 1):
+        facts["resumed after step"] = f"{num_before:,}"
     ended = "" if run.footer else ' <strong class="warn">The run was interrupted.</strong>'
     if run.is_cut:
         ended = ' <strong class="warn">The record could not be written to its end.</strong>'

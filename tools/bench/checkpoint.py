@@ -253,16 +253,17 @@ def main() -> None:
             found |= measure_in_place(options, directory, disk, samples)
         if "async" in options.cases:
             found |= measure_async(options, directory, samples)
-    for series, values in samples.items():
+    measured = {series: values for series, values in samples.items() if values}
+    for series, values in measured.items():
         print(f"{series:<20} {statistics.median(values):9.4f} s   {min(values):.4f} to {max(values):.4f}")
     for key, value in found.items():
         print(f"{key}: {value}")
     if options.out:
         arguments = {key: value for key, value in vars(options).items() if key not in ("dir", "out")}
         bound = {
-            series: median(samples[series]) for series in ("fio save", "fio load", "four syncs") if samples[series]
+            series: median(samples[series]) for series in ("fio save", "fio load", "four syncs") if series in measured
         }
-        append_record(options.out, "checkpoint", arguments, samples, bound, unit="s", **found)
+        append_record(options.out, "checkpoint", arguments, measured, bound, unit="s", **found)
 
 
 if __name__ == "__main__":
