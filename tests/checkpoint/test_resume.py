@@ -1,7 +1,14 @@
-"""A run that was stopped and goes on has the bits of the run that was never stopped."""
+"""A run that was stopped and goes on has the bits of the run that was never stopped: weights, masters, state, random
+numbers, learning rate, loss scale, counts.
+
+The run that goes on begins with other weights and other random numbers, so that whatever is not restored shows.
+"""
 
 from __future__ import annotations
 
+import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,34 +16,132 @@ import pytest
 import torch
 
 import tiered_zero
-from tests.support.inspection import differences, everything
+from tests.support.inspection import delay_from_now_on, differences, everything, masters
 from tests.support.models import ParityGPT, batch
-from tests.support.trainers import PLACEMENTS, tiered
+from tests.support.pairwise import Case, name_of, pairs_of, pairwise
+from tests.support.trainers import tiered
+
+FACTORS: dict[str, list[Any]] = {
+    "params": ["none", "cpu", "nvme"],
+    "state": ["none", "cpu", "nvme"],
+    "update": ["barrier", "overlapped", "delayed"],
+    "form": ["fp32", "bf16", "fp16", "bf16_remainder", "lossy_bf16_moments", "lossy_8bit_moments"],
+    "accumulation": [1, 2],
+    "changed_groups": [False, True],
+    "frozen": [False, True],
+    "clipped": [False, True],
+}
+EXCLUDED = {
+    "a delayed update runs off the device": lambda case: case["update"] == "delayed" and case["state"] == "none",
+    "halves of a master are updated on one side of the link": lambda case: (
+        case["form"] == "bf16_remainder" and (case["params"] == "none") != (case["state"] == "none")
+    ),
+}
+CASES = pairwise(FACTORS, EXCLUDED)
+NUM_STEPS = 2
 
 
-def build(seed: int) -> ParityGPT:
+def build(seed: int, frozen: bool = False) -> ParityGPT:
     torch.manual_seed(seed)
-    return ParityGPT()
+    random.seed(seed)
+    model = ParityGPT(num_blocks=1)
+    for block in model.blocks:
+        assert isinstance(block.dropout, torch.nn.Dropout)
+        block.dropout.p = 0.2
+    for param in model.blocks[0].parameters() if frozen else ():
+        param.requires_grad_(False)
+    return model
 
 
-def train(engine: tiered_zero.Engine, first: int, stop: int) -> None:
+def two_groups(model: torch.nn.Module) -> torch.optim.Optimizer:
+    params = [param for param in model.parameters() if param.requires_grad]
+    return torch.optim.AdamW([{"params": params[::2]}, {"params": params[1::2], "lr": 0.01}], lr=3e-3)
+
+
+def schedule(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
+
+
+def engine_of(case: Case, swap_path: Path, seed: int = 0) -> tiered_zero.Engine:
+    form = case["form"]
+    dtype = {"fp32": {}, "fp16": {"fp16": {"enabled": True, "initial_scale_power": 6}}}.get(
+        form, {"bf16": {"enabled": True}}
+    )
+    runtime: dict[str, Any] = {"update": case["update"], "delay_start_step": 1}
+    if form.startswith(("lossy", "bf16_")):
+        runtime["state_format"] = form
+    return tiered(
+        build(seed, case["frozen"]),
+        swap_path,
+        (case["params"], case["state"]),
+        two_groups,
+        case["accumulation"],
+        0.5 if case["clipped"] else 0.0,
+        schedule,
+        runtime=runtime,
+        **dtype,
+    )
+
+
+def train(engine: tiered_zero.Engine, case: Case, first: int, stop: int) -> None:
+    """Steps `first` to `stop`; an overflow in step 1 halves the loss scale, and groups change after it."""
     for number in range(first, stop):
-        engine.backward(engine(*batch(number), number % 3 == 1))
-        engine.step()
+        for micro in range(case["accumulation"]):
+            loss = engine(*batch(number * case["accumulation"] + micro), number % 3 == 1)
+            overflows = case["form"] == "fp16" and number == 1
+            engine.backward(loss * float("inf") if overflows else loss * random.uniform(0.5, 2.0))
+            engine.step()
+        if case["changed_groups"] and number == 1:
+            engine.optimizer.param_groups[1].update(weight_decay=0.3, betas=(0.8, 0.95))
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS, ids="-".join)
-def test_another_run_goes_on_with_the_same_bits(placement: tuple[str, str], swap_path: Path, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"bf16": {"enabled": True}}
-    with tiered(build(0), swap_path, placement, **options) as engine:
-        train(engine, 0, 2)
+def seen(engine: tiered_zero.Engine) -> dict[str, Any]:
+    groups = [{**group, "params": len(group["params"])} for group in engine.optimizer.param_groups]
+    return {
+        **everything(engine),
+        **{f"masters {name}": value for name, value in masters(engine).items()},
+        "groups": groups,
+        "counts": (engine.global_steps, engine.micro_steps, engine.skipped_steps, engine.was_step_applied()),
+        "loss scale": engine.loss_scale,
+        "norm": engine.get_global_grad_norm(),
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+    }
+
+
+def undisturbed(case: Case, swap_path: Path) -> dict[str, Any]:
+    """A run that is never saved. A save makes a delayed update visible, so this one does too."""
+    with engine_of(case, swap_path) as engine:
+        train(engine, case, 0, NUM_STEPS)
+        if case["update"] == "delayed":
+            engine.flush()
+        train(engine, case, NUM_STEPS, 2 * NUM_STEPS)
+        return seen(engine)
+
+
+def resumed(case: Case, swap_path: Path, path: Path) -> dict[str, Any]:
+    with engine_of(case, swap_path, seed=1) as engine:
+        assert engine.load_checkpoint(path) == (str(path / f"global_step{NUM_STEPS}"), {"epoch": 3})
+        train(engine, case, NUM_STEPS, 2 * NUM_STEPS)
+        return seen(engine)
+
+
+def test_every_two_values_meet() -> None:
+    met = set().union(*map(pairs_of, CASES))
+    for (left, lefts), (right, rights) in [(a, b) for a in FACTORS.items() for b in FACTORS.items() if a[0] < b[0]]:
+        for values in ((x, y) for x in lefts for y in rights):
+            pair = (left, values[0], right, values[1])
+            impossible = pair in (("state", "none", "update", "delayed"),)
+            assert (pair in met) != impossible, pair
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_a_new_run_goes_on_with_the_same_bits(case: Case, swap_path: Path, tmp_path: Path) -> None:
+    expected = undisturbed(case, swap_path)
+    with engine_of(case, swap_path) as engine:
+        train(engine, case, 0, NUM_STEPS)
         assert engine.save_checkpoint(tmp_path, client_state={"epoch": 3})
-        train(engine, 2, 4)
-        expected = everything(engine)
-    with tiered(build(1), swap_path, placement, **options) as engine:
-        path, client_state = engine.load_checkpoint(tmp_path)
-        assert path == str(tmp_path / "global_step2")
-        assert client_state == {"epoch": 3}
-        assert (engine.global_steps, engine.micro_steps) == (2, 2)
-        train(engine, 2, 4)
-        assert differences(expected, everything(engine)) == []
+        if case["accumulation"] == 1:
+            train(engine, case, NUM_STEPS, 2 * NUM_STEPS)
+            assert differences(expected, seen(engine)) == [], "the run that has saved"
+    assert differences(expected, resumed(case, swap_path, tmp_path)) == []

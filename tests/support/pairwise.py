@@ -1,0 +1,43 @@
+"""A small set of cases in which every two values of any two factors meet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import combinations, product
+from typing import Any
+
+Case = dict[str, Any]
+
+
+def pairwise(
+    factors: Mapping[str, Sequence[Any]], excluded: Mapping[str, Callable[[Case], bool]] | None = None
+) -> list[Case]:
+    """Cases over all factors, the same in each call. `excluded`: why -> whether a case cannot be.
+
+    Greedy: the case with the most pairs that have not met comes next. Pairs that meet in no possible case are left out.
+    """
+    possible = [
+        case for case in _product(factors) if not any(is_excluded(case) for is_excluded in (excluded or {}).values())
+    ]
+    missing = {pair for case in possible for pair in pairs_of(case)}
+    chosen: list[Case] = []
+    while missing:
+        best = max(possible, key=lambda case: len(missing & pairs_of(case)))
+        missing -= pairs_of(best)
+        chosen.append(best)
+    return chosen
+
+
+def pairs_of(case: Case) -> set[tuple[str, Any, str, Any]]:
+    return {(left, case[left], right, case[right]) for left, right in combinations(sorted(case), 2)}
+
+
+def name_of(case: Case) -> str:
+    """For a test's id: the values, and the names of flags that are set."""
+    parts = (name if value is True else str(value) for name, value in case.items() if value is not False)
+    return "-".join(parts)
+
+
+def _product(factors: Mapping[str, Sequence[Any]]) -> Iterator[Case]:
+    for values in product(*factors.values()):
+        yield dict(zip(factors, values, strict=True))
