@@ -1,4 +1,4 @@
-"""What one run has saved, another takes up: on any placement, cut otherwise, in another state format, by any optimizer."""
+"""What one run has saved another takes up: on any placement, cut otherwise, in another format, by any optimizer."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ import tiered_zero
 from tests.support.models import ParityGPT, batch, rows
 from tests.support.trainers import tiered
 from tiered_zero.errors import ConfigError
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 PLACEMENTS = [("none", "none"), ("cpu", "cpu"), ("nvme", "nvme"), ("cpu", "nvme"), ("none", "cpu")]
 BF16 = {"bf16": {"enabled": True}}
