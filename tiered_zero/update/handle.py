@@ -240,14 +240,8 @@ class TieredOptimizer(Optimizer):
         return {param: twin.state[param] for param in found}, saved
 
 
-_HOOKS = (
-    "_optimizer_step_pre_hooks",
-    "_optimizer_step_post_hooks",
-    "_optimizer_state_dict_pre_hooks",
-    "_optimizer_state_dict_post_hooks",
-    "_optimizer_load_state_dict_pre_hooks",
-    "_optimizer_load_state_dict_post_hooks",
-)
+_HOOKED = ("step", "state_dict", "load_state_dict")
+_HOOKS = [f"_optimizer_{call}_{when}_hooks" for call in _HOOKED for when in ("pre", "post")]
 _REDIRECTED = ("step", "zero_grad", "state_dict", "load_state_dict", "add_param_group")
 
 

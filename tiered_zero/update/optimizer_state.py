@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,29 +28,20 @@ ParamState = dict[str, Any]
 """One parameter's state as `torch.optim.Optimizer.state` holds it: arrays in its shape, 0-d tensors, plain values."""
 
 
+@dataclass(eq=False, repr=False)
 class OptimizerState:
     """Reads and writes what torch's optimizer keeps in `state`. Driver thread, while no update runs; blocks.
 
     fp32 masters are no part of it: they follow the parameters' values. A state format without loss, and a plain torch
-    optimizer, give the same bits after any number of moves between them.
+    optimizer, give the same bits after any number of moves between them. `_params`: by name.
     """
 
-    def __init__(
-        self,
-        params: Mapping[str, nn.Parameter],
-        layouts: Sequence[StateLayout],
-        rule: UpdateRule,
-        stepper: StreamingStepper,
-        inventory: Inventory,
-        staging: StagingPool | None,
-    ) -> None:
-        """`params`: by name."""
-        self._params = params
-        self._layouts = layouts
-        self._rule = rule
-        self._stepper = stepper
-        self._inventory = inventory
-        self._staging = staging
+    _params: Mapping[str, nn.Parameter]
+    _layouts: Sequence[StateLayout]
+    _rule: UpdateRule
+    _stepper: StreamingStepper
+    _inventory: Inventory
+    _staging: StagingPool | None
 
     def stepped(self) -> list[nn.Parameter]:
         """List the parameters that have state."""
