@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
-from rich.table import Table
 
 from tiered_zero.cli.capacity import swap_need
 from tiered_zero.cli.console import STDOUT
 from tiered_zero.cli.options import parse_model
+from tiered_zero.cli.tables import make_table
 from tiered_zero.config import Config, load
 from tiered_zero.errors import ConfigError, PlanError
 from tiered_zero.io.engine import IOSettings
@@ -268,19 +268,13 @@ def _named(rates: dict[str, float]) -> dict[str, float]:
     return {f"{mode}_bytes_per_s": rate for mode, rate in rates.items()}
 
 
-def _rate(bytes_per_s: float) -> str:
-    return f"{format_nbytes(bytes_per_s)}/s"
-
-
 _NUM_SHOWN = 5
 
 
 def _print(report: dict[str, Any]) -> None:
-    table = Table(title="Best settings", title_justify="left", title_style="bold")
-    for column in ("engine", "block", "depth", *MODES):
-        table.add_column(column, justify="left" if column == "engine" else "right")
+    table = make_table("Best settings", "engine", *(f">{column}" for column in ("block", "depth", *MODES)))
     for row in report["tried"][:_NUM_SHOWN]:
-        rates = (_rate(row[f"{mode}_bytes_per_s"]) for mode in MODES)
+        rates = (f"{format_nbytes(row[f'{mode}_bytes_per_s'])}/s" for mode in MODES)
         engine = "io_uring" if row["io_uring"] else row["io_engine"]
         table.add_row(engine, format_nbytes(row["block_size"]), str(row["queue_depth"]), *rates)
     STDOUT.print(table)

@@ -18,7 +18,7 @@ def run_tables(report: RunReport) -> RenderableType:
 
 def plan_table(plan: Plan) -> Table:
     """A tier's kinds, then its sum and its limit."""
-    table = _table("Planned bytes", "tier", "what", ">bytes")
+    table = make_table("Planned bytes", "tier", "what", ">bytes")
     for tier in known_first(TIERS, (row.tier for row in plan.rows)):
         for row in plan.rows:
             if row.tier == tier:
@@ -30,7 +30,7 @@ def plan_table(plan: Plan) -> Table:
 
 
 def _tier_table(report: RunReport) -> Table:
-    table = _table("Bytes by tier", "tier", ">planned", ">peak")
+    table = make_table("Bytes by tier", "tier", ">planned", ">peak")
     for tier in known_first(TIERS, (*report.planned_nbytes, *report.peak_nbytes)):
         planned, peak = report.planned_nbytes.get(tier), report.peak_nbytes.get(tier)
         table.add_row(tier, *("-" if nbytes is None else format_nbytes(nbytes) for nbytes in (planned, peak)))
@@ -38,7 +38,7 @@ def _tier_table(report: RunReport) -> Table:
 
 
 def _cause_table(report: RunReport) -> Table:
-    table = _table("A typical step", "spent in", ">seconds", ">share")
+    table = make_table("A typical step", "spent in", ">seconds", ">share")
     for cause, seconds in report.seconds.items():
         table.add_row(cause, f"{seconds:.3f}", f"{seconds / report.step_s:.0%}" if report.step_s else "-")
     table.add_section()
@@ -47,7 +47,7 @@ def _cause_table(report: RunReport) -> Table:
 
 
 def _link_table(report: RunReport) -> Table:
-    table = _table("Links", "link", ">bytes, whole run", ">rate while busy", ">busy")
+    table = make_table("Links", "link", ">bytes, whole run", ">rate while busy", ">busy")
     for row in report.link_rows():
         table.add_row(*row)
     return table
@@ -64,7 +64,7 @@ def _summary(report: RunReport) -> list[str]:
     ]
 
 
-def _table(title: str, *columns: str) -> Table:
+def make_table(title: str, *columns: str) -> Table:
     """Columns that begin with > are aligned right."""
     table = Table(title=title, title_justify="left", title_style="bold")
     for column in columns:
