@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     )
     from tiered_zero.params.gather import gathered
     from tiered_zero.plan.planner import Plan
+    from tiered_zero.stopping import stop_on_signals
 
 _HOMES = {
     "initialize": "api",
@@ -48,6 +49,7 @@ _HOMES = {
     "add_config_arguments": "api",
     "gathered": "params.gather",
     "Plan": "plan.planner",
+    "stop_on_signals": "stopping",
 }
 _MODULES = ("comm", "utils", "zero")
 _EVALUATE = "give initialize() no optimizer, and call the engine: it evaluates"
@@ -95,6 +97,7 @@ __all__ = [
     "init_distributed",
     "initialize",
     "load_config",
+    "stop_on_signals",
     "utils",
     "zero",
 ]

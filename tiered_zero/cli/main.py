@@ -10,9 +10,7 @@ import click
 
 from tiered_zero.cli.console import configure_logging
 from tiered_zero.errors import TieredZeroError
-
-INTERRUPTED = 130
-"""Exit code after Ctrl-C, as a shell gives it: 128 + SIGINT."""
+from tiered_zero.stopping import INTERRUPTED
 
 
 class Command(NamedTuple):

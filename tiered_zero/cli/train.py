@@ -15,11 +15,9 @@ import torch
 
 import tiered_zero
 from tiered_zero.cli.console import STDOUT
-from tiered_zero.cli.main import INTERRUPTED
 from tiered_zero.cli.options import CONFIG_FILE, DEMO_MODEL, DEMO_STEPS, JSON_OPTION, parse_model
 from tiered_zero.cli.progress import TrainingProgress
 from tiered_zero.cli.saving import Resumption, Saver
-from tiered_zero.cli.stopping import TERMINATED, signals_stop
 from tiered_zero.cli.tables import run_tables
 from tiered_zero.config import load
 from tiered_zero.config.json_file import read_json
@@ -29,6 +27,7 @@ from tiered_zero.engine import Engine
 from tiered_zero.errors import NonFiniteError
 from tiered_zero.plan.gpt_shape import GPTConfig, num_parameters
 from tiered_zero.sizes import TIERS, format_nbytes
+from tiered_zero.stopping import INTERRUPTED, TERMINATED, stop_on_signals
 from tiered_zero.telemetry.report import RunReport, RunTotals
 
 logger = logging.getLogger("tiered_zero")
@@ -100,7 +99,7 @@ def train(
     resumption = Resumption(save if resume else None, options, in_place=resolved.tiered_zero.checkpoint.in_place)
     settings = resumption.settings(settings)
     code = 0
-    with signals_stop() as stop:
+    with stop_on_signals(at_boundary=False) as stop:
         engine = open_engine(settings, model, seed)
         totals = RunTotals({tier: engine.plan.nbytes(tier) for tier in TIERS})
         progress = TrainingProgress(steps)
@@ -120,7 +119,7 @@ def train(
                         break
                     if saver is not None:
                         saver.after_step()
-                    if stop.code is not None:
+                    if stop:
                         break
                 if saver is not None and code != DIVERGED:
                     code = 0 if saver.finish() else UNSAVED

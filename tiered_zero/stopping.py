@@ -1,0 +1,67 @@
+"""How training ends by a signal: at the next step boundary, where its state can be saved, or at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import final
+
+INTERRUPTED = 128 + signal.SIGINT
+"""Exit code after Ctrl-C."""
+
+TERMINATED = 128 + signal.SIGTERM
+"""Exit code after SIGTERM."""
+
+
+@final
+class StopRequest:
+    """What a signal asked for. `at_boundary`: the program ends its step, saves, and stops by itself; else, and from the
+    second signal on, Ctrl-C raises KeyboardInterrupt and SIGTERM SystemExit in the main thread. `code`: the exit code
+    of the first signal; None before it."""
+
+    def __init__(self, at_boundary: bool) -> None:
+        self.at_boundary = at_boundary
+        self.code: int | None = None
+        self._pid = os.getpid()
+
+    def __bool__(self) -> bool:
+        """Whether a signal has come."""
+        return self.code is not None
+
+    def take(self, number: int, frame: FrameType | None) -> None:
+        """Handle the signal `number`."""
+        if os.getpid() != self._pid:  # a worker, forked since: the parent says when it ends
+            if number == signal.SIGTERM:
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
+            return
+        first, code = self.code is None, TERMINATED if number == signal.SIGTERM else INTERRUPTED
+        self.code = code if first else self.code
+        if first and self.at_boundary:
+            # not logged: the main thread may be inside of a log line
+            os.write(2, b"\nFinishing this step, then saving; a second signal ends at once.\n")
+        elif number == signal.SIGTERM:
+            sys.exit(TERMINATED)
+        else:
+            raise KeyboardInterrupt
+
+
+@contextmanager
+def stop_on_signals(*, at_boundary: bool = True) -> Iterator[StopRequest]:
+    """Let SIGTERM and Ctrl-C ask for the end of training, for the length of the block, instead of ending it at once.
+
+    Gives what to look at after each `engine.step()`: it is true once a signal has come. A second signal ends at once,
+    by SystemExit or KeyboardInterrupt, so that the engine is closed and its files are removed. Enter it in the main
+    thread, before an engine is made: a swap directory sets a handler of its own only where there is none.
+    """
+    request = StopRequest(at_boundary)
+    before = {number: signal.signal(number, request.take) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield request
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
