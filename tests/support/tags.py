@@ -46,7 +46,8 @@ def save_tag(
     save_dir: Path, tag: str, tensors: Tensors, step: int, engine: IOEngine | None = None, **changes: Any
 ) -> TagManifest:
     with TagWriter.begin(save_dir, tag, engine=engine, needed_nbytes=sum(t.nbytes for t in tensors.values())) as writer:
-        plain_save(tensors, writer.writer)
+        for key, tensor in tensors.items():
+            writer.writer.write(key, tensor)
         return writer.publish(fields(step, **changes))
 
 
@@ -55,7 +56,9 @@ def load_tag(tag_dir: Path, engine: IOEngine | None = None) -> dict[str, torch.T
     with FileReader(tag_dir, engine) as reader:
         entries = reader.manifest.tensors.items()
         into = {key: torch.zeros(entry.shape, dtype=getattr(torch, entry.dtype)) for key, entry in entries}
-        plain_load(into, reader)
+        planner = dcp.DefaultLoadPlanner()
+        planner.set_up_planner(into, reader.read_metadata(), is_coordinator=True)
+        reader.read_data(planner.create_local_plan(), planner)
     return into
 
 

@@ -1,0 +1,419 @@
+"""Tags of a save directory: named when whole, replaced at once, found, listed, pruned; others are refused."""
+
+import errno
+import fcntl
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.fakes.sync_io import SyncEngine, SyncFile
+from tests.support.tags import equal_bits, fields, load_tag, plain_save, save_tag
+from tiered_zero.checkpoint import save_directory, tag_writer
+from tiered_zero.checkpoint.directory import (
+    find_tag,
+    list_tags,
+    newest_complete,
+    prune,
+    read_latest,
+    read_manifest,
+    verify,
+)
+from tiered_zero.checkpoint.manifest import MANIFEST_NAME
+from tiered_zero.checkpoint.save_directory import LATEST_NAME, LOCK_NAME, SaveDirectory
+from tiered_zero.checkpoint.storage import FileReader
+from tiered_zero.checkpoint.tag_writer import TagWriter
+from tiered_zero.errors import StoreError, TransferError
+from tiered_zero.io.select import select_engine
+from tiered_zero.store.swap_dir import SwapDir
+from tiered_zero.store.swap_store import SwapStore
+
+TENSORS = {"x": torch.arange(3000, dtype=torch.float32), "y": torch.tensor([True, False])}
+DATA = "data-00000-00000.bin"
+
+
+def save(path: Path, tag: str, step: int, **changes: object) -> None:
+    save_tag(path, tag, {**TENSORS, "step": torch.tensor(step)}, step, SyncEngine(), **changes)
+
+
+def step_of(path: Path) -> int:
+    return int(load_tag(path, SyncEngine())["step"])
+
+
+def names(path: Path) -> list[str]:
+    return sorted(name for name in os.listdir(path) if name != LOCK_NAME)
+
+
+def test_what_a_tag_is_on_the_disk(tmp_path: Path) -> None:
+    save(tmp_path / "run" / "ck", "global_step1", 1)
+    path = tmp_path / "run" / "ck"
+    assert names(path) == ["global_step1", LATEST_NAME] and names(path / "global_step1") == [DATA, MANIFEST_NAME]
+    assert (path / LATEST_NAME).read_text() == "global_step1"
+    modes = {found.name: found.stat().st_mode & 0o777 for found in [path, *path.rglob("*")]}
+    assert modes == {
+        **{"ck": 0o700, "global_step1": 0o700, DATA: 0o600, MANIFEST_NAME: 0o600, LATEST_NAME: 0o600, LOCK_NAME: 0o600}
+    }
+    assert (path / "global_step1" / DATA).stat().st_size % 4096 == 0
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_a_tag_is_replaced_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_exchange: bool) -> None:
+    if not can_exchange:
+        monkeypatch.setattr(save_directory, "exchange", lambda *names: False)
+    for step in (1, 2, 3):
+        save(tmp_path, "best", step)
+        assert step_of(tmp_path / "best") == step
+        assert names(tmp_path) == ["best", LATEST_NAME]
+
+
+def test_list_newest_and_latest(tmp_path: Path) -> None:
+    assert list_tags(tmp_path) == [] and newest_complete(tmp_path) is None and read_latest(tmp_path) is None
+    save(tmp_path, "a", 10)
+    save(tmp_path, "b", 2)
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "notes.txt").write_text("x")
+    infos = list_tags(tmp_path)
+    assert [(info.tag, info.step, info.kind, info.complete, info.reason) for info in infos] == [
+        ("b", 2, "full", True, ""),
+        ("a", 10, "full", True, ""),
+    ]
+    assert infos[0].nbytes == sum(path.stat().st_size for path in (tmp_path / "b").iterdir())
+    assert infos[0].created_s == 2.0 and infos[0].written_by is not None and infos[0].written_by.rule == "adam"
+    newest = newest_complete(tmp_path)
+    assert newest is not None and newest.tag == "a"
+    assert find_tag(tmp_path)[0].tag == "b", "`latest` is the last one saved"
+    assert find_tag(tmp_path, "a")[0].step == 10
+
+
+def test_without_a_whole_latest_the_newest_whole_one_is_taken_and_what_was_skipped_is_said(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path, f"s{step}", step)
+    (tmp_path / "s3" / DATA).unlink()
+    os.truncate(tmp_path / "s2" / DATA, 100)
+    info, skipped = find_tag(tmp_path)
+    assert info.tag == "s1"
+    assert [line.split(":")[0] for line in skipped] == [
+        f"Skipped what {tmp_path / LATEST_NAME} names",
+        "Skipped s3",
+        "Skipped s2",
+    ]
+    assert "is missing" in skipped[0] and "has 100 bytes; expected" in skipped[2]
+    (tmp_path / LATEST_NAME).unlink()
+    assert find_tag(tmp_path)[1][0] == f"{tmp_path} has no file latest"
+    (tmp_path / "s1" / MANIFEST_NAME).write_bytes(b"{}")
+    with pytest.raises(StoreError, match=r"There is no complete checkpoint in .*Skipped s1"):
+        find_tag(tmp_path)
+    with pytest.raises(StoreError, match=r"s2 is not a whole checkpoint: .* has 100 bytes"):
+        find_tag(tmp_path, "s2")
+    with pytest.raises(StoreError, match="There is no checkpoint"):
+        find_tag(tmp_path, "s9")
+
+
+@pytest.mark.parametrize("text", ["../x", "/etc", "", ".hidden", "a\nb", "x" * 300, "latest", "\udcff"])
+def test_a_bad_latest_or_tag_leads_nowhere_else(tmp_path: Path, text: str) -> None:
+    save(tmp_path, "a", 1)
+    (tmp_path / LATEST_NAME).write_bytes(text.encode("utf-8", "surrogateescape"))
+    info, skipped = find_tag(tmp_path)
+    assert info.tag == "a" and "names no checkpoint" in skipped[0]
+    for act in (lambda: find_tag(tmp_path, text), lambda: TagWriter.begin(tmp_path, text)):
+        with pytest.raises(StoreError, match="tag must"):
+            act()
+
+
+def test_what_fails_before_the_rename_leaves_the_last_tag_and_nothing_else(tmp_path: Path) -> None:
+    save(tmp_path, "a", 1)
+
+    def fail(kind: str, number: int) -> None:
+        if kind == "write":
+            raise OSError(28, "No space left on device")
+
+    with pytest.raises(StoreError, match="could not be written") as caught:
+        save_tag(tmp_path, "a", TENSORS, 2, SyncEngine(before=fail))
+    assert str(tmp_path) in str(caught.value) and "untouched" in str(caught.value)
+    with pytest.raises(RuntimeError, match="mine"), TagWriter.begin(tmp_path, "b", engine=SyncEngine()):
+        raise RuntimeError("mine")
+    with TagWriter.begin(tmp_path, "b", engine=SyncEngine()) as writer, pytest.raises(StoreError, match="must be JSON"):
+        writer.publish(fields(1, driver={"x": object()}))
+    assert names(tmp_path) == ["a", LATEST_NAME] and step_of(tmp_path / "a") == 1
+    save(tmp_path, "a", 3)
+    assert step_of(tmp_path / "a") == 3, "the lock is free again"
+
+
+def test_space_is_checked_first(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match=rf"needs 4\.00 TiB .* in {tmp_path}; .* are free"):
+        TagWriter.begin(tmp_path, "a", needed_nbytes=4 << 40)
+    assert names(tmp_path) == []
+
+
+def test_one_writer_at_a_time(tmp_path: Path) -> None:
+    with TagWriter.begin(tmp_path, "a") as writer:
+        with pytest.raises(StoreError, match=rf"Process {os.getpid()} is writing a checkpoint in"):
+            TagWriter.begin(tmp_path, "b")
+        with pytest.raises(StoreError, match="is writing"):
+            prune(tmp_path, 1)
+        assert [(info.tag, info.complete) for info in list_tags(tmp_path)] == [("a", False)]
+        writer.publish(fields(1))
+        assert not writer.discard(), "idempotent"
+    save(tmp_path, "b", 2)
+
+
+def test_what_a_killed_writer_left_is_removed_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save(tmp_path, "a", 1)
+    code = (
+        "import os, signal, sys\n"
+        "from tiered_zero.checkpoint.tag_writer import TagWriter\n"
+        "writer = TagWriter.begin(sys.argv[1], 'global_step2', needed_nbytes=8192)\n"
+        "open(os.path.join(sys.argv[1], writer._name, 'data'), 'wb').write(bytes(8192))\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
+    assert done.returncode == -9
+    (left,) = [name for name in os.listdir(tmp_path) if name.startswith(".tmp-global_step2-")]
+    assert [info.reason[:22] for info in list_tags(tmp_path) if not info.complete] == ["it is being written or"]
+    with caplog.at_level(logging.WARNING, "tiered_zero"):
+        save(tmp_path, "b", 3)
+    assert [record.getMessage() for record in caplog.records if record.name == "tiered_zero"] == [
+        f"{tmp_path}: removed {left} (8.0 KiB), which a writer of checkpoint global_step2 left when it ended."
+    ]
+    assert names(tmp_path) == ["a", "b", LATEST_NAME]
+
+
+def test_a_tag_whose_replacement_was_cut_short_is_found_and_gets_its_name_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(tmp_path, "a", 1)
+    os.rename(tmp_path / "a", tmp_path / ".old-a-0123456789ab")
+    assert find_tag(tmp_path)[0].path.name == ".old-a-0123456789ab" and find_tag(tmp_path, "a")[0].step == 1
+    assert [(info.tag, info.complete) for info in list_tags(tmp_path)] == [("a", True)]
+    save(tmp_path, "b", 2)
+    assert names(tmp_path) == ["a", "b", LATEST_NAME] and step_of(tmp_path / "a") == 1
+    assert "it is back" in caplog.text
+
+
+def test_prune_keeps_the_newest_and_the_one_that_latest_names(tmp_path: Path) -> None:
+    for step in (5, 6, 7, 8):
+        save(tmp_path, f"s{step}", step)
+    save(tmp_path, "s1", 1)
+    (tmp_path / "s8" / DATA).unlink()
+    assert [info.tag for info in prune(tmp_path, keep=2)] == ["s5"]
+    assert names(tmp_path) == [LATEST_NAME, "s1", "s6", "s7", "s8"], "a damaged one is not removed"
+    assert prune(tmp_path, keep=2) == []
+    with pytest.raises(StoreError, match="at least one"):
+        prune(tmp_path, keep=0)
+
+
+def test_verify_names_every_damaged_chunk(swap_path: Path) -> None:
+    save_tag(swap_path, "a", {"x": torch.randn(900_000)}, 1)
+    assert verify(swap_path / "a") == []
+    path = swap_path / "a" / DATA
+    with open(path, "r+b") as file:
+        for offset in (5, (2 << 20) + 7, path.stat().st_size - 1):
+            file.seek(offset)
+            byte = file.read(1)[0]
+            file.seek(offset)
+            file.write(bytes([byte ^ 1]))
+    problems = verify(swap_path / "a")
+    assert [problem.partition("offset ")[2].split()[0] for problem in problems] == ["0", "2097152", "3145728"]
+    assert all(str(path) in problem and "xxh3" in problem for problem in problems)
+    with pytest.raises(StoreError, match="are not those written"):
+        load_tag(swap_path / "a")
+    path.unlink()
+    assert verify(swap_path / "a") == [f"{swap_path / 'a'} is not a whole checkpoint: {DATA} is missing."]
+    assert verify(swap_path / "none") == [f"There is no checkpoint {swap_path / 'none'}."]
+
+
+FOREIGN: dict[str, tuple[list[str], str]] = {
+    "dcp": ([".metadata", "__0_0.distcp"], "torch.distributed.checkpoint's own format, whose metadata is a pickle"),
+    "deepspeed": (["mp_rank_00_model_states.pt", "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"], "of DeepSpeed"),
+    "torch": (["pytorch_model.bin"], "torch.save's files, which are pickled"),
+    "weights": (["model.safetensors"], "exported weights"),
+    "nothing": (["readme"], "is not a checkpoint: it has no manifest.json"),
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_foreign_checkpoints_are_refused_as_what_they_are(tmp_path: Path, kind: str) -> None:
+    files, message = FOREIGN[kind]
+    (tmp_path / "t").mkdir()
+    for name in files:
+        (tmp_path / "t" / name).write_bytes(b"\x80\x04.")
+    for act in (
+        lambda: find_tag(tmp_path, "t"),
+        lambda: FileReader(tmp_path / "t"),
+        lambda: read_manifest(tmp_path / "t"),
+    ):
+        with pytest.raises(StoreError, match=message):
+            act()
+    infos = list_tags(tmp_path)
+    assert [(info.tag, info.complete) for info in infos] == ([("t", False)] if kind != "nothing" else [])
+    if kind != "nothing":
+        assert message in infos[0].reason
+        with pytest.raises(StoreError, match=message):
+            find_tag(tmp_path / "t")
+    (tmp_path / "file").write_bytes(b"PK\x03\x04")
+    with pytest.raises(StoreError, match=r"it is a file, perhaps of torch\.save"):
+        find_tag(tmp_path, "file")
+
+
+def link_tag(path: Path) -> None:
+    os.rename(path / "a", path.parent / "elsewhere")
+    os.symlink(path.parent / "elsewhere", path / "a")
+
+
+def link_data(path: Path) -> None:
+    os.rename(path / "a" / DATA, path.parent / "data")
+    os.symlink(path.parent / "data", path / "a" / DATA)
+
+
+def link_manifest(path: Path) -> None:
+    os.rename(path / "a" / MANIFEST_NAME, path.parent / "manifest")
+    os.symlink(path.parent / "manifest", path / "a" / MANIFEST_NAME)
+
+
+def fifo_for_data(path: Path) -> None:
+    os.unlink(path / "a" / DATA)
+    os.mkfifo(path / "a" / DATA)
+
+
+def fifo_for_manifest(path: Path) -> None:
+    os.unlink(path / "a" / MANIFEST_NAME)
+    os.mkfifo(path / "a" / MANIFEST_NAME)
+
+
+def directory_for_data(path: Path) -> None:
+    os.unlink(path / "a" / DATA)
+    os.mkdir(path / "a" / DATA)
+
+
+def longer_data(path: Path) -> None:
+    os.truncate(path / "a" / DATA, (path / "a" / DATA).stat().st_size + 4096)
+
+
+def huge_manifest(path: Path) -> None:
+    os.truncate(path / "a" / MANIFEST_NAME, 1 << 40)
+
+
+def others_data(path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can give a file to another user")
+    os.chown(path / "a" / DATA, 12345, -1)
+
+
+SWAPPED: list[tuple[Callable[[Path], None], str]] = [
+    (link_tag, "it is a symbolic link"),
+    (link_data, "is a symbolic link"),
+    (link_manifest, "cannot be read: ELOOP"),
+    (fifo_for_data, "is a FIFO"),
+    (fifo_for_manifest, "is a FIFO; expected a file"),
+    (directory_for_data, "is a directory"),
+    (longer_data, "bytes; expected"),
+    (huge_manifest, "expected at most"),
+    (others_data, "belongs to user id 12345, the directory to 0"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), SWAPPED)
+def test_only_plain_files_of_the_declared_sizes_are_opened(
+    tmp_path: Path, change: Callable[[Path], None], message: str
+) -> None:
+    path = tmp_path / "ck"
+    save(path, "a", 1)
+    change(path)
+    for act in (lambda: find_tag(path, "a"), lambda: FileReader(path / "a")):
+        with pytest.raises(StoreError, match=message):
+            act()
+    assert verify(path / "a") != []
+    assert all(not info.complete for info in list_tags(path))
+
+
+def test_names_that_are_taken_by_something_else_are_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    os.symlink(tmp_path, tmp_path / "link")
+    for name in ("file", "link"):
+        with pytest.raises(StoreError, match="is no directory and is not replaced"):
+            TagWriter.begin(tmp_path, name)
+    with pytest.raises(StoreError, match=r"cannot be saved to .*file"):
+        TagWriter.begin(tmp_path / "file", "a")
+    with pytest.raises(StoreError, match="cannot be saved to"):
+        TagWriter.begin(tmp_path / "a\0b", "a")
+    os.symlink("/etc/passwd", tmp_path / "other.lock")
+    (tmp_path / LOCK_NAME).unlink(missing_ok=True)
+    os.symlink("/etc/passwd", tmp_path / LOCK_NAME)
+    with pytest.raises(StoreError, match="ELOOP"):
+        TagWriter.begin(tmp_path, "a")
+
+
+def test_a_directory_without_locks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(fd: int, operation: int) -> None:
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with pytest.raises(StoreError, match=r"cannot be locked: ENOLCK"):
+        SaveDirectory.open(tmp_path)
+
+
+def test_a_failure_to_write_latest_says_that_the_tag_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, "a", 1)
+    real = save_directory.write_durably
+
+    def fail(name: str, data: bytes, dir_fd: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(save_directory, "write_durably", fail)
+    with pytest.raises(StoreError, match="b is complete, but `latest` could not be written"):
+        save(tmp_path, "b", 2)
+    monkeypatch.setattr(save_directory, "write_durably", real)
+    assert find_tag(tmp_path)[0].tag == "a" and step_of(tmp_path / "b") == 2
+
+
+def test_a_pointer_is_whole_while_the_swap_store_holds_its_step(swap_path: Path) -> None:
+    directory = SwapDir.create([swap_path])
+    engine = select_engine(swap_path).engine
+    store = SwapStore(directory, engine, capacity_nbytes=1 << 20)
+    store.prepare(4, {})
+    store.confirm()
+    swap = {"run_id": directory.run_id, "paths": [str(path) for path in directory.paths]}
+    with TagWriter.begin(swap_path / "ck", "s4") as writer:
+        writer.publish(fields(4, kind="in_place", swap=swap))
+    assert read_manifest(swap_path / "ck" / "s4").swap == swap and verify(swap_path / "ck" / "s4") == []
+    store.prepare(5, {})
+    assert find_tag(swap_path / "ck")[0].step == 4, "still the committed one"
+    store.confirm()
+    with pytest.raises(StoreError, match=r"it was superseded: .* is at step 5 by now"):
+        read_manifest(swap_path / "ck" / "s4")
+    store.close(remove=True)
+    with pytest.raises(StoreError, match="which is gone"):
+        read_manifest(swap_path / "ck" / "s4")
+    engine.close()
+
+
+class FullFile(SyncFile):
+    def allocate(self, nbytes: int) -> None:
+        error = TransferError(f"cannot reserve {nbytes} bytes for {self.path}")
+        error.errno = errno.ENOSPC
+        raise error
+
+
+class FullEngine(SyncEngine):
+    def open(self, path: str, *, create: bool = False, writable: bool = True) -> SyncFile:
+        return FullFile(path, super().open(path, create=create, writable=writable).fd)
+
+
+def test_a_full_disk_in_the_middle_is_named_with_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, "a", 1)
+    monkeypatch.setattr(tag_writer, "_check_space", lambda path, needed_nbytes: None)
+
+    message = r"The disk is full: checkpoint b .* free there\. It needs 11\.7 KiB"
+    writer = TagWriter.begin(tmp_path, "b", engine=FullEngine(), needed_nbytes=12_000)
+    with pytest.raises(StoreError, match=message) as caught, writer:
+        plain_save(TENSORS, writer.writer)
+        writer.publish(fields(2))
+    assert str(tmp_path) in str(caught.value)
+    assert names(tmp_path) == ["a", LATEST_NAME] and equal_bits(
+        load_tag(tmp_path / "a", SyncEngine()), {**TENSORS, "step": torch.tensor(1)}
+    )

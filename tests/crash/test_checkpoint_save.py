@@ -1,0 +1,141 @@
+"""Power fails after every operation of recorded saves, and un-synced writes and names are lost, torn or reordered:
+what is loaded is the last checkpoint whose save returned, or whole the one that was under way, and saving goes on."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.fakes.crash_disk import Operation, fates
+from tests.fakes.crash_tree import CrashTree, RecordingTree, lay_out
+from tests.fakes.sync_io import SyncEngine
+from tests.support.tags import equal_bits, load_tag, save_tag
+from tiered_zero.checkpoint import data_files, directory, save_directory, tag_writer
+from tiered_zero.checkpoint.directory import find_tag, list_tags, prune
+from tiered_zero.errors import StoreError
+from tiered_zero.store import descriptors
+
+PAGE = 4096
+
+
+@dataclass
+class Save:
+    """Operations `[begin, end)` of the log wrote `tensors` as a step; `step` None: they pruned the directory."""
+
+    tag: str
+    step: int | None
+    begin: int
+    end: int
+    tensors: dict[str, torch.Tensor]
+
+
+def tensors_of(step: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return {key: torch.randn(numel, generator=generator) for key, numel in (("a", 5), ("b", 3 * PAGE // 4 + 77))}
+
+
+def run(path: Path, monkeypatch: pytest.MonkeyPatch, can_exchange: bool) -> tuple[list[Operation], list[Save]]:
+    """Saves under new names, over an old name twice, in two data files, and a prune."""
+    log: list[Operation] = []
+    tree = RecordingTree(log)
+    for module in (save_directory, tag_writer, data_files, descriptors, directory):
+        monkeypatch.setattr(module, "os", tree)
+    exchange = save_directory.exchange if can_exchange else lambda *names: False
+    monkeypatch.setattr(save_directory, "exchange", lambda *names: tree.exchange(*names, exchange))
+    engine = SyncEngine(operations=log)
+    saves = []
+    for step, tag in enumerate(["a", "b", "b", "c", "c"], start=1):
+        monkeypatch.setattr(data_files, "_MOST_FILE_NBYTES", PAGE if step == 4 else 1 << 30)
+        save = Save(tag, step, len(log), 0, tensors_of(step))
+        save_tag(path, tag, save.tensors, step, engine)
+        save.end = len(log)
+        saves.append(save)
+    save = Save("c", None, len(log), 0, saves[-1].tensors)
+    assert [info.tag for info in prune(path, keep=1)] == ["a", "b"]
+    save.end = len(log)
+    return log, [*saves, save]
+
+
+def check_every_crash(log: list[Operation], saves: list[Save], root: Path, where: Path, number: int = 2) -> int:
+    """Crash after each prefix of the log in several ways. Raises AssertionError on a lost or mixed state."""
+    tree = CrashTree(str(root))
+    by_step = {save.step: save for save in saves if save.step is not None}
+    num_crashes = 0
+    for length in range(len(log) + 1):
+        if length:
+            tree.apply(log[length - 1])
+        returned = [save for save in saves if save.end <= length and save.step is not None]
+        under_way = [save for save in saves if save.begin < length < save.end and save.step is not None]
+        allowed = {save.step for save in [*returned[-1:], *under_way]}
+        for count, fate in enumerate(fates(length, number)):
+            num_crashes += 1
+            ruin = where / str(num_crashes)
+            lay_out(tree.crash(*fate, each_directory=bool(count % 2)), ruin)
+            here = ruin / "ck"
+            try:
+                info, _ = find_tag(here)
+            except StoreError as error:
+                assert not returned, f"after operation {length} step {returned[-1].step} is lost: {error}"
+            else:
+                assert info.step in allowed, f"after operation {length}: step {info.step}, expected one of {allowed}"
+                assert equal_bits(load_tag(info.path, SyncEngine()), by_step[info.step].tensors)
+            for save in returned[-1:]:
+                same = {other.step for other in [save, *under_way] if other.tag == save.tag}
+                assert find_tag(here, save.tag)[0].step in same, "a tag that is replaced is the old or the new one"
+            if count == length % (number + 4):
+                save_tag(here, "next", tensors_of(0), 99, SyncEngine())
+                assert find_tag(here)[0].step == 99
+                assert all(tag.complete for tag in list_tags(here)), list_tags(here)
+                assert not [name for name in os.listdir(here) if name.startswith((".tmp", ".old"))]
+            shutil.rmtree(ruin)
+    return num_crashes
+
+
+@pytest.fixture
+def ruins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where the crashed directories are laid out; in memory if there is some, and synced nowhere."""
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else tmp_path) as path:
+        yield Path(path)
+
+
+@pytest.mark.parametrize("can_exchange", [True, False], ids=["exchange", "two renames"])
+def test_every_crash_leaves_a_whole_checkpoint(
+    tmp_path: Path, ruins: Path, can_exchange: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, saves = run(tmp_path / "ck", monkeypatch, can_exchange)
+    monkeypatch.undo()
+    kinds = {kind for kind, *_ in log}
+    assert kinds >= {"create", "write", "truncate", "sync", "mkdir", "rename", "remove", "sync_directory"}
+    assert ("exchange" in kinds) == can_exchange
+    assert check_every_crash(log, saves, tmp_path, ruins) > 500
+
+
+def is_hidden(path: str) -> bool:
+    return Path(path).name.startswith(".tmp-")
+
+
+@pytest.mark.parametrize(
+    ("kind", "where"),
+    [
+        ("sync", lambda path: path.endswith(".bin")),
+        ("sync", lambda path: path.endswith("manifest.json")),
+        ("sync_directory", is_hidden),
+        ("sync_directory", lambda path: not is_hidden(path)),
+    ],
+    ids=["data", "manifest", "temporary directory", "save directory"],
+)
+def test_the_replay_notices_a_missing_sync(
+    tmp_path: Path, ruins: Path, kind: str, where: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, saves = run(tmp_path / "ck", monkeypatch, True)
+    monkeypatch.undo()
+    without = [("nothing", "") if item[0] == kind and where(item[1]) else item for item in log]  # type: ignore[operator]
+    assert without != log
+    with pytest.raises((AssertionError, StoreError)):
+        check_every_crash(without, saves, tmp_path, ruins)
