@@ -240,18 +240,22 @@ def _build(run_spec: RunSpec, lr_scheduler: Any, collectives: Collectives) -> En
 def _place_homes(run_spec: RunSpec, tiers: TierRack) -> Inventory:
     """Reserve a slot for each unit and each sub-group, on the tiers that the plan says."""
     plan, inventory = run_spec.plan, Inventory()
+    commits = run_spec.commits
+    durable = set() if commits is None else {unit.index for unit in commits.durable_homes}
     for unit in run_spec.units:
         tier = tiers.for_params(plan.tiers.params[unit.index])
         if tier is not None:
-            slot = tier.reserve(f"param/{unit.index}", unit.nbytes, "param")
+            slot = tier.reserve(f"param/{unit.index}", unit.nbytes, "param", committed=unit.index in durable)
             inventory.place(unit, "param", Home(tier, slot))
         back = tiers.for_params(back_tier(plan.tiers.params[unit.index]))
         if plan.delayed and unit.trainable and back is not None:
-            slot = back.reserve(f"param_back/{unit.index}", unit.nbytes, "param_back")
-            inventory.place(unit, "param_back", Home(back, slot))
+            kind = "param_back"
+            slot = back.reserve(f"{kind}/{unit.index}", unit.nbytes, kind, committed=unit.index in durable)
+            inventory.place(unit, kind, Home(back, slot))
     for layout in run_spec.layouts:
         tier = tiers.for_state(plan.tiers.state[layout.subgroup.index])
-        slot = tier.reserve(f"state/{layout.subgroup.index}", layout.nbytes, "state")
+        name = f"state/{layout.subgroup.index}"
+        slot = tier.reserve(name, layout.nbytes, "state", committed=commits is not None)
         inventory.place(layout.subgroup, "state", Home(tier, slot))
     return inventory
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from tiered_zero.config.schema import Config
-from tiered_zero.errors import ModelError
+from tiered_zero.errors import ConfigError, ModelError
 from tiered_zero.hardware.probe import available_host_nbytes
 from tiered_zero.hardware.select import shares_cores
 from tiered_zero.layout.flat import ParamSpec, Unit
@@ -23,7 +23,8 @@ from tiered_zero.optim.state_formats import check_params, master_format
 from tiered_zero.optim.state_layout import StateLayout
 from tiered_zero.params.aliases import check_memory
 from tiered_zero.params.guarded_parameter import ClosedEngine, handler_of
-from tiered_zero.params.model_spec import list_params, module_tree
+from tiered_zero.params.model_spec import list_params, module_tree, packed_nbytes, persistent_buffers
+from tiered_zero.plan.placement import CommitLists, commit_lists
 from tiered_zero.plan.planner import Plan, make_plan
 from tiered_zero.plan.request import Limits, SubGroupSize, plan_request, unit_rules
 from tiered_zero.sizes import TIERS, format_nbytes
@@ -41,6 +42,8 @@ class RunSpec:
     rule: UpdateRule
     layouts: list[StateLayout]
     plan: Plan
+    commits: CommitLists | None = None
+    """What in-place commits make durable besides state; None without them."""
     trains: bool = True
     """False where there is no optimizer: the run evaluates."""
 
@@ -76,6 +79,7 @@ def specify_run(
         config,
         limits=_limits(config, limits or {}),
         shares_cores=shares_cores(settings.device, settings.debug_delay_seed),
+        buffers_nbytes=packed_nbytes(persistent_buffers(model).values()),
     )
     size = sub_group_numel(config.zero_optimization.sub_group_size)
     subgroups = cut_subgroups(units, group_of, size, elementwise=rule.elementwise, apart=request.state.is_split)
@@ -88,6 +92,8 @@ def specify_run(
         request = replace(request, update=replace(request.update, in_backward=False))
     plan = make_plan(units, sizes, request)
     check_params(masters, subgroups, plan.tiers.params, plan.tiers.state)
+    commits = None if plan.request.commits is None else commit_lists(units, sizes, plan.tiers, plan.request)
+    _check_commits(commits, sizes, plan)
     return RunSpec(
         config=config,
         model=model,
@@ -97,8 +103,21 @@ def specify_run(
         rule=rule,
         layouts=layouts,
         plan=plan,
+        commits=commits,
         trains=trains,
     )
+
+
+def _check_commits(commits: CommitLists | None, sizes: Sequence[SubGroupSize], plan: Plan) -> None:
+    """Raises ConfigError for parameters that each commit would have to copy."""
+    trained = {index for size in sizes for index in size.parts}
+    if commits is not None and (found := [unit for unit in commits.copied if unit.index in trained]):
+        raise ConfigError(
+            "tiered_zero.checkpoint.in_place with state_format bf16_remainder: expected parameters on nvme, for they "
+            f"are half of the masters that are committed; {found[0].entries[0].param.name} rests on tier "
+            f"{plan.tiers.params[found[0].index]}. In zero_optimization, set offload_param.device to nvme, "
+            "offload_param.max_in_cpu and stage3_param_persistence_threshold to 0; or write state_format fp32."
+        )
 
 
 def _check_embeddings(model: nn.Module) -> None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from tiered_zero.errors import ModelError
-from tiered_zero.layout.flat import ParamSpec
+from tiered_zero.layout.flat import PARAM_ALIGNMENT_NBYTES, ParamSpec
 from tiered_zero.layout.units import ModuleSpec
+from tiered_zero.sizes import PAGE_NBYTES, align_up
 
 
 def list_params(
@@ -78,3 +79,20 @@ def _kept_stride(param: nn.Parameter) -> tuple[int, ...] | None:
             return None
         row_major = torch.empty(param.shape, device="meta").stride()
         return None if param.stride() == row_major else tuple(param.stride())
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """List the buffers that `state_dict()` has, each once, under its first name."""
+    found: dict[torch.Tensor, str] = {}
+    for path, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            if name not in module._non_persistent_buffers_set:
+                found.setdefault(buffer, f"{path}.{name}".lstrip("."))
+    return {name: buffer for buffer, name in found.items()}
+
+
+def packed_nbytes(buffers: Iterable[torch.Tensor]) -> int:
+    """Sum whole pages of buffers that lie one after another, each at a multiple of 128 bytes; at least as many bytes as
+    they take on any device, where small floats may be fp32."""
+    sizes = (buffer.numel() * max(buffer.dtype.itemsize, 4) for buffer in buffers)
+    return align_up(sum(align_up(nbytes, PARAM_ALIGNMENT_NBYTES) for nbytes in sizes), PAGE_NBYTES)

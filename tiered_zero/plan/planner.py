@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 
 from tiered_zero.errors import PlanError
 from tiered_zero.layout.flat import Unit
-from tiered_zero.plan.placement import Placement, back_tier, place
+from tiered_zero.plan.placement import Placement, back_tier, commit_lists, place
 from tiered_zero.plan.request import NO_LIMIT, Limits, LookAhead, ParamRequest, PlanRequest, SubGroupSize
 from tiered_zero.plan.staging import Staging, size_staging
 from tiered_zero.plan.update_policy import UpdateChoice, choose_update_policy
@@ -158,6 +158,7 @@ def make_plan(units: Sequence[Unit], subgroups: Sequence[SubGroupSize], request:
             )
             for tier in TIERS
         ),
+        *_commit_rows(units, subgroups, tiers, request),
         PlanRow("host", "staging_param", staging.params.total_nbytes, "parameter staging buffers"),
         PlanRow("host", "staging_state", staging.state.total_nbytes, "optimizer staging buffers"),
         PlanRow("host", "staging_gradient", staging.gradients.total_nbytes, "gradient staging buffer"),
@@ -203,6 +204,24 @@ def _back_rows(trainable: Sequence[Unit], tiers: Placement) -> list[PlanRow]:
             "parameters of the delayed update",
         )
         for tier in ("host", "nvme")
+    ]
+
+
+def _commit_rows(
+    units: Sequence[Unit], subgroups: Sequence[SubGroupSize], tiers: Placement, request: PlanRequest
+) -> list[PlanRow]:
+    """What in-place commits take on nvme besides one slot of everything that rests there."""
+    if request.commits is None:
+        return []
+    lists = commit_lists(units, subgroups, tiers, request)
+    delayed = request.update.policy == "delayed"
+    param = _total(lists.durable_homes) + _total(unit for unit in lists.durable_homes if delayed and unit.trainable)
+    copied = 2 * (_total(lists.copied) + request.commits.buffers_nbytes)
+    state = sum(subgroup.state_nbytes for subgroup in subgroups)
+    return [
+        PlanRow("nvme", "commit_param", param, "parameters, second slot for commits"),
+        PlanRow("nvme", "commit", state, "master weights and optimizer state, second slot for commits"),
+        PlanRow("nvme", "commit_copy", copied, "frozen parameters and buffers, two slots for commits"),
     ]
 
 

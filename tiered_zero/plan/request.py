@@ -82,14 +82,25 @@ class UpdateRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CommitRequest:
+    """In-place commits: what has to be durable has two slots on nvme. `buffers_nbytes`: of the model's buffers."""
+
+    buffers_nbytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """Everything that the config and the machine say to the planner. `sums_gradients`: over micro-batches, in fp32."""
+    """Everything that the config and the machine say to the planner. `sums_gradients`: over micro-batches, in fp32.
+
+    `commits`: None without in-place commits.
+    """
 
     params: ParamRequest
     state: StateRequest
     update: UpdateRequest = field(default_factory=UpdateRequest)
     limits: Limits = field(default_factory=dict)
     sums_gradients: bool = False
+    commits: CommitRequest | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,10 +124,11 @@ def unit_rules(config: Config) -> UnitRules:
     )
 
 
-def plan_request(config: Config, *, limits: Limits, shares_cores: bool) -> PlanRequest:
+def plan_request(config: Config, *, limits: Limits, shares_cores: bool, buffers_nbytes: int = 0) -> PlanRequest:
     """Read from `config` what the planner must know. Raises ConfigError for a delayed update of state on the device.
 
-    `limits`: of this machine, and those that go before the config's.
+    `limits`: of this machine, and those that go before the config's. `buffers_nbytes`: of the model's buffers, where
+    they are saved.
     """
     _check_delayed(config)
     zero, settings = config.zero_optimization, config.tiered_zero
@@ -148,6 +160,7 @@ def plan_request(config: Config, *, limits: Limits, shares_cores: bool) -> PlanR
         ),
         limits=limits,
         sums_gradients=config.gradient_accumulation_steps > 1,
+        commits=CommitRequest(buffers_nbytes=buffers_nbytes) if settings.checkpoint.in_place else None,
     )
 
 

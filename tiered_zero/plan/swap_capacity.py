@@ -23,6 +23,16 @@ from tiered_zero.plan.planner import Plan, make_plan
 from tiered_zero.plan.request import SubGroupSize, plan_request, unit_rules
 from tiered_zero.sizes import PAGE_NBYTES, align_up, format_nbytes
 
+_KINDS = {
+    "param": "parameters",
+    "param_back": "parameters, second home",
+    "state": "master weights and state",
+    "commit_param": "parameters, for commits",
+    "commit": "masters and state, likewise",
+    "commit_copy": "frozen and buffers, likewise",
+}
+"""Of the rows of a plan for nvme, in words of at most 26 characters."""
+
 _NO_OPTIMIZER = "the config names no optimizer; two fp32 arrays per parameter are assumed, as Adam has them"
 
 _STATE_ARRAYS = {"adam": 2, "adamw": 2, "adagrad": 1, "lion": 1, "adadelta": 2, "adamax": 2, "nadam": 2, "radam": 2}
@@ -36,28 +46,42 @@ STATE_ITEMSIZES = {"fp32": (4, 4), "bf16_remainder": (2, 4), "lossy_bf16_moments
 
 @dataclass(frozen=True, kw_only=True)
 class SwapNeed:
-    """Bytes by kind, as the plan has them. `param_back`: the second home of the delayed update. `param_reads`: of each
-    parameter in a step, for forward, for backward and, where masters are made of them, for the update.
+    """Bytes by kind, as the plan has them. `param_back`: the second home of the delayed update. `commit_param`,
+    `commit`, `commit_copy`: what in-place commits take besides. `param_reads`: of each parameter in a step, for
+    forward, for backward and, where masters are made of them, for the update.
     """
 
     param: int = 0
     param_back: int = 0
     state: int = 0
+    commit_param: int = 0
+    commit: int = 0
+    commit_copy: int = 0
     param_reads: int = field(default=2, compare=False)
 
     @classmethod
     def of(cls, plan: Plan) -> SwapNeed:
         """Read the NVMe rows of a plan."""
-        kinds = {kind: plan.nbytes("nvme", kind) for kind in ("param", "param_back", "state")}
+        kinds = {kind: plan.nbytes("nvme", kind) for kind in _KINDS}
         return cls(**kinds, param_reads=3 if plan.request.state.format == "bf16_remainder" else 2)
 
     @property
     def total(self) -> int:
-        return self.param + self.param_back + self.state
+        return self.param_store + self.state_store
+
+    @property
+    def param_store(self) -> int:
+        """Of the store that parameters rest in."""
+        return self.param + self.param_back + self.commit_param
+
+    @property
+    def state_store(self) -> int:
+        """Of the store that masters and state rest in."""
+        return self.state + self.commit + self.commit_copy
 
     @property
     def written_per_step(self) -> int:
-        """Masters, state and parameters once each; of two homes of the parameters, one."""
+        """Masters, state and parameters once each; of two homes of the parameters one, and of two slots one."""
         return self.param + self.state
 
     @property
@@ -152,18 +176,18 @@ def directory_needs(need: SwapNeed, zero: ZeroSection) -> list[DirectoryNeed]:
     in stripes over its directories.
     """
     stores: dict[tuple[str, ...], list[int]] = {}
-    in_params = (zero.offload_param.nvme_paths, 0, need.param + need.param_back)
-    for paths, place, nbytes in (in_params, (zero.offload_optimizer.nvme_paths, 1, need.state)):
+    in_params = (zero.offload_param.nvme_paths, need.param_store, need.param)
+    for paths, nbytes, written in (in_params, (zero.offload_optimizer.nvme_paths, need.state_store, need.state)):
         if nbytes:
-            stores.setdefault(paths, [0, 0])[place] = nbytes
+            sums = stores.setdefault(paths, [0, 0])
+            sums[0], sums[1] = sums[0] + nbytes, sums[1] + written
     found: dict[str, DirectoryNeed] = {}
-    for paths, (params, state) in stores.items():
+    for paths, (total, per_step) in stores.items():
         weights = [1.0] * len(paths)
-        sizes = file_nbytes(params + state, weights)
-        unwritten = file_nbytes(params, weights) if need.param_back else [0] * len(paths)
+        sizes, parts = file_nbytes(total, weights), file_nbytes(per_step, weights)
         for index, path in enumerate(paths):
             before = found.get(path, DirectoryNeed(path, 0, 0))
-            written = before.written_per_step + sizes[index] - unwritten[index] // 2
+            written = before.written_per_step + parts[index]
             found[path] = DirectoryNeed(path, before.nbytes + sizes[index], written)
     return list(found.values())
 
@@ -199,7 +223,7 @@ def capacity_report(
         "model": str(shape),
         "num_parameters": num_parameters(shape),
         "nbytes": need.total,
-        "kinds": {"param": need.param, "param_back": need.param_back, "state": need.state},
+        "kinds": {kind: getattr(need, kind) for kind in _KINDS},
         "written_nbytes_per_step": need.written_per_step if need.total else 0,
         "tbw": tbw,
         "step_seconds": step_s,
@@ -216,9 +240,6 @@ def _look(path: str) -> tuple[os.stat_result, bool, int]:
     while not os.path.isdir(place):
         place = os.path.dirname(place)
     return os.stat(place), place == wanted, shutil.disk_usage(place).free
-
-
-_KINDS = {"param": "parameters", "param_back": "parameters, second home", "state": "master weights and state"}
 
 
 def capacity_lines(report: Mapping[str, Any]) -> list[str]:

@@ -19,6 +19,9 @@ from tiered_zero.tiers.tier import HostBuffer, Slot, Tier, as_bytes
 from tiered_zero.tiers.unit_update import UnitUpdate
 from tiered_zero.transfer import Transfer, wait_all
 
+_COMMIT_KINDS = {"param": "commit_param", "param_back": "commit_param", "state": "commit"}
+"""Kind of a slot -> what the ledger counts its second place on disk as, which commits need."""
+
 
 @dataclass(kw_only=True)
 class _Chunk:
@@ -51,22 +54,25 @@ class NvmeTier(Tier):
         self._ledger = runtime.ledger
         self._recorder = runtime.recorder
         self._records: dict[str, Record] = {}
-        self._charged: dict[str, tuple[str, int]] = {}
-        """Slot -> kind and bytes on disk."""
+        self._charged: dict[str, list[tuple[str, int]]] = {}
+        """Slot -> kind and bytes on disk of each of its places there."""
         self._deferred = 0
         self._lock = threading.Lock()
 
     def reserve(self, name: str, nbytes: int, kind: str, *, committed: bool = False) -> Slot:
-        disk_nbytes = nbytes * (1 + committed)
-        self._ledger.charge(self.name, kind, disk_nbytes)
-        self._charged[name] = kind, disk_nbytes
+        kinds = [kind, _COMMIT_KINDS.get(kind, kind)][: 1 + committed]
+        self._charged[name] = []
+        for one in kinds:
+            self._ledger.charge(self.name, one, nbytes)
+            self._charged[name].append((one, nbytes))
         self._records[name] = self._store.reserve(name, nbytes, committed=committed)
         return Slot(name, nbytes, kind)
 
     def release(self, slot: Slot) -> None:
         charged = self._charged.pop(slot.name)
         self._store.release(self._records.pop(slot.name))
-        self._ledger.discharge(self.name, *charged)
+        for kind, nbytes in charged:
+            self._ledger.discharge(self.name, kind, nbytes)
 
     def view(self, slot: Slot) -> None:
         return None
@@ -176,7 +182,8 @@ class NvmeTier(Tier):
 
     def close(self) -> None:
         """The records end with their store."""
-        for kind, nbytes in self._charged.values():
-            self._ledger.discharge(self.name, kind, nbytes)
+        for charged in self._charged.values():
+            for kind, nbytes in charged:
+                self._ledger.discharge(self.name, kind, nbytes)
         self._charged.clear()
         self._records.clear()

@@ -102,7 +102,8 @@ def _nvme_needs(config: Config, plan: Plan) -> dict[tuple[str, ...], int]:
     zero = config.zero_optimization
     needs: dict[tuple[str, ...], int] = {}
     param, state = zero.offload_param.nvme_paths, zero.offload_optimizer.nvme_paths
-    for paths, kind in ((param, "param"), (param, "param_back"), (state, "state")):
+    in_params, in_state = ("param", "param_back", "commit_param"), ("state", "commit", "commit_copy")
+    for paths, kind in [*((param, kind) for kind in in_params), *((state, kind) for kind in in_state)]:
         if nbytes := plan.nbytes("nvme", kind):
             needs[paths] = needs.get(paths, 0) + nbytes
     return needs
