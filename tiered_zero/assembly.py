@@ -10,8 +10,11 @@ from typing import Any
 import torch
 
 from tiered_zero.checkpoint.checkpoints import Checkpoints, written_by
+from tiered_zero.checkpoint.commit import Commits
+from tiered_zero.checkpoint.copies import DurableCopies
 from tiered_zero.checkpoint.driver import DriverState
 from tiered_zero.checkpoint.portable import RunState
+from tiered_zero.checkpoint.resume import AdoptedValues, adopt, find_checkpoint, run_fingerprint
 from tiered_zero.config.schema import Config
 from tiered_zero.engine import Engine, Run
 from tiered_zero.full_values import FullValues
@@ -24,6 +27,7 @@ from tiered_zero.hardware.host_memory import trim_malloc
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.hardware.select import build_accelerator
 from tiered_zero.io.preflight import preflight_directory
+from tiered_zero.layout.flat import Unit
 from tiered_zero.optim.kernel_rule import open_kernel
 from tiered_zero.params.driver_thread import CallPhase
 from tiered_zero.params.hooks import ModuleHooks
@@ -43,6 +47,7 @@ from tiered_zero.telemetry.report import StepReport
 from tiered_zero.telemetry.runlog import RunHeader
 from tiered_zero.telemetry.spans import Recorder
 from tiered_zero.tiers.inventory import Home, Inventory
+from tiered_zero.tiers.nvme import NvmeTier
 from tiered_zero.tiers.rack import TierRack
 from tiered_zero.train_step import Movers, TrainStep
 from tiered_zero.update.eager import EagerUpdate
@@ -91,6 +96,10 @@ def _build(run_spec: RunSpec, lr_scheduler: Any, collectives: Collectives) -> En
         for w in preflight_directory(path)
     ]
     plan.check()
+    found = find_checkpoint(resume) if (resume := config.tiered_zero.checkpoint.resume) is not None else None
+    for line in found.lines if found is not None else ():
+        logger.warning("%s", line)
+    adoption = None if found is None else adopt(found, config, plan, run_spec.commits, run_spec.layouts)
     weights = WeightFiles(config.tiered_zero.weights) if config.tiered_zero.weights else None
     if weights is not None:
         warnings += weights.check(run_spec.model, run_spec.specs)
@@ -115,7 +124,14 @@ def _build(run_spec: RunSpec, lr_scheduler: Any, collectives: Collectives) -> En
         logger.info("%s", plan.update_policy.text)
         tier_resources = Teardown()
         resources.add("tiers", tier_resources.close)
-        tiers = TierRack(config, plan, runtime, tier_resources, model_name=type(run_spec.model).__name__)
+        tiers = TierRack(
+            config,
+            plan,
+            runtime,
+            tier_resources,
+            model_name=type(run_spec.model).__name__,
+            adopted=None if adoption is None else adoption.directories,
+        )
         inventory = _place_homes(run_spec, tiers)
         masters = Masters(run_spec.layouts, inventory, tiers.state_staging)
         cuts = masters.cuts if masters.need_params else None
@@ -158,41 +174,6 @@ def _build(run_spec: RunSpec, lr_scheduler: Any, collectives: Collectives) -> En
             trains=run_spec.trains,
             overflow=OverflowGuard.from_config(config),
         )
-        materializer = Materializer(run_spec.model, weights, run_spec.specs)
-        materialize_model(
-            materializer,
-            run_spec.units,
-            run_spec.params_of,
-            pager,
-            step,
-            masters.store,
-            snapshot,
-        )
-        materializer.move_buffers(accelerator.device)
-        trainable = [unit for unit in run_spec.units if unit.trainable]
-        visible_gradients.open(
-            [param for unit in trainable for param in run_spec.params_of(unit)],
-            [pager.storage(unit) for unit in trainable],
-        )
-        hooks = ModuleHooks(run_spec.model, run_spec.units, step)
-        resources.add("hooks", hooks.remove)
-        hooks.install()
-        named = {spec.name: param for param, spec in run_spec.specs.items()}
-        state = OptimizerState(named, run_spec.layouts, run_spec.rule, stepper, inventory, tiers.state_staging)
-        state.check(run_spec.source.state, run_spec.source.param_groups)
-        state.write(run_spec.source.state, run_spec.source.param_groups)
-        values = FullValues(
-            step=step,
-            layouts=run_spec.layouts,
-            masters=masters,
-            inventory=inventory,
-            staging=tiers.state_staging,
-        )
-        resources.add("full values", values.unregister)  # `values` lives as long as `resources` refer to it
-        values.register()
-        driver = DriverState(
-            counts=step.counts, overflow=step.overflow, policy=policy, optimizer=handle, lr_scheduler=scheduler
-        )
         portable = RunState(
             module=run_spec.model,
             specs=list(run_spec.specs.values()),
@@ -206,6 +187,45 @@ def _build(run_spec: RunSpec, lr_scheduler: Any, collectives: Collectives) -> En
             param_staging=tiers.param_staging,
             param_flat=lambda unit: pager.storage(unit).flat,
         )
+        copies = _reserve_copies(run_spec, tiers, portable)
+        adopted = AdoptedValues(state=portable, masters=masters, copies=copies) if adoption and copies else None
+        materializer = Materializer(run_spec.model, weights, run_spec.specs)
+        materialize_model(
+            materializer,
+            run_spec.units,
+            run_spec.params_of,
+            pager,
+            step,
+            masters.store,
+            snapshot,
+            None if adopted is None else adopted.flat,
+        )
+        materializer.move_buffers(accelerator.device)
+        trainable = [unit for unit in run_spec.units if unit.trainable]
+        visible_gradients.open(
+            [param for unit in trainable for param in run_spec.params_of(unit)],
+            [pager.storage(unit) for unit in trainable],
+        )
+        hooks = ModuleHooks(run_spec.model, run_spec.units, step)
+        resources.add("hooks", hooks.remove)
+        hooks.install()
+        named = {spec.name: param for param, spec in run_spec.specs.items()}
+        state = OptimizerState(named, run_spec.layouts, run_spec.rule, stepper, inventory, tiers.state_staging)
+        if adoption is None:
+            state.check(run_spec.source.state, run_spec.source.param_groups)
+            state.write(run_spec.source.state, run_spec.source.param_groups)
+        values = FullValues(
+            step=step,
+            layouts=run_spec.layouts,
+            masters=masters,
+            inventory=inventory,
+            staging=tiers.state_staging,
+        )
+        resources.add("full values", values.unregister)  # `values` lives as long as `resources` refer to it
+        values.register()
+        driver = DriverState(
+            counts=step.counts, overflow=step.overflow, policy=policy, optimizer=handle, lr_scheduler=scheduler
+        )
         checkpoints = Checkpoints(
             portable,
             policy,
@@ -213,6 +233,7 @@ def _build(run_spec: RunSpec, lr_scheduler: Any, collectives: Collectives) -> En
             driver,
             written_by(run_spec.rule, config, collectives.world_size),
             convert=settings.checkpoint.convert,
+            commits=_make_commits(run_spec, tiers, portable, copies),
         )
         resources.add("saves", once(checkpoints.last_save.wait))
         run = Run(
@@ -230,6 +251,10 @@ def _build(run_spec: RunSpec, lr_scheduler: Any, collectives: Collectives) -> En
         own_state = run_spec.source.state
         if handle is not None:
             handle.connect(engine, state, policy, partial(resources.add, "optimizer"))
+        if adoption is not None and adopted is not None:
+            checkpoints.adopt(adoption, adopted)
+        elif found is not None:
+            checkpoints.resume(found)
         snapshot.discard()
         if handle is not None:
             own_state.clear()  # the optimizer has it again when the engine ends
@@ -258,6 +283,37 @@ def _place_homes(run_spec: RunSpec, tiers: TierRack) -> Inventory:
         slot = tier.reserve(name, layout.nbytes, "state", committed=commits is not None)
         inventory.place(layout.subgroup, "state", Home(tier, slot))
     return inventory
+
+
+def _reserve_copies(run_spec: RunSpec, tiers: TierRack, state: RunState) -> DurableCopies | None:
+    """Reserve room in the state's store for what no committed slot holds; None without in-place commits."""
+    commits, request = run_spec.commits, run_spec.plan.request.commits
+    if commits is None or request is None:
+        return None
+    tier = tiers.for_state("nvme")
+
+    def reserve(name: str, nbytes: int) -> Home:
+        return Home(tier, tier.reserve(name, nbytes, "commit_copy", committed=True))
+
+    units = {unit.index: (unit, reserve(f"copy/{unit.index}", unit.nbytes)) for unit in commits.copied}
+
+    def flat(unit: Unit) -> torch.Tensor:
+        home = state.inventory.find(unit, "param")
+        view = state.param_flat(unit) if home is None else home.tier.view(home.slot)
+        assert view is not None, "copied units rest in memory"
+        return view
+
+    buffers = reserve("buffers", request.buffers_nbytes) if request.buffers_nbytes else None
+    return DurableCopies(units, flat, buffers)
+
+
+def _make_commits(run_spec: RunSpec, tiers: TierRack, state: RunState, copies: DurableCopies | None) -> Commits | None:
+    config, plan = run_spec.config, run_spec.plan
+    if copies is None or run_spec.commits is None:
+        return None
+    found = [tiers.for_state("nvme"), *([tiers.for_params("nvme")] if plan.nbytes("nvme", "commit_param") else [])]
+    stores = [tier for tier in dict.fromkeys(found) if isinstance(tier, NvmeTier)]
+    return Commits(state, stores, copies, run_fingerprint(config, plan, run_spec.commits, run_spec.layouts))
 
 
 def _make_gradients(run_spec: RunSpec, tiers: TierRack, inventory: Inventory, runtime: Runtime) -> GradientStore:

@@ -111,6 +111,11 @@ class CheckpointCalls(ABC):
         )
         return str(path), self._checkpoints.load(path, parts, strict=load_module_strict)
 
+    @property
+    def resumed(self) -> tuple[Path, dict[str, Any]] | None:
+        """What tiered_zero.checkpoint.resume was, and the client_state that was saved there; None of a new run."""
+        return self._checkpoints.resumed
+
     # -- weights -------------------------------------------------------------------------------------------------------
 
     @on_one_thread

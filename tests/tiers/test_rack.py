@@ -65,7 +65,7 @@ def test_a_directory_with_a_commit_is_released_not_removed(swap_path: Path) -> N
     rack = open_rack(swap_path, resources)
     tier = rack.for_state("nvme")
     assert isinstance(tier, NvmeTier)
-    tier._store.commit(7, {})
+    tier.store.commit(7, {})
     resources.close()
     (path,) = swap_path.iterdir()
     committed, prepared = load_manifests(path)

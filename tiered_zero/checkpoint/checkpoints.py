@@ -20,15 +20,18 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
 from tiered_zero.checkpoint import values
-from tiered_zero.checkpoint.directory import find_tag, list_tags
+from tiered_zero.checkpoint.commit import Commits
+from tiered_zero.checkpoint.directory import list_tags
 from tiered_zero.checkpoint.driver import DriverState, LoadParts, differences
 from tiered_zero.checkpoint.loading import StateLoader
 from tiered_zero.checkpoint.manifest import WrittenBy
 from tiered_zero.checkpoint.matching import LoadOptions, match
 from tiered_zero.checkpoint.planner import TierLoadPlanner
 from tiered_zero.checkpoint.portable import BUFFER, RunState, TensorSpec
+from tiered_zero.checkpoint.resume import AdoptedValues, Adoption, Found, find_checkpoint, open_reader
 from tiered_zero.checkpoint.saving import Ranges, StateSaver
 from tiered_zero.checkpoint.storage import FileReader, FileWriter, Piece
+from tiered_zero.checkpoint.store_reader import StoreReader
 from tiered_zero.checkpoint.tag_writer import TagWriter
 from tiered_zero.config.schema import Config
 from tiered_zero.optim.rule import UpdateRule
@@ -97,15 +100,20 @@ class Checkpoints:
         written_by: Mapping[str, Any],
         *,
         convert: bool = False,
+        commits: Commits | None = None,
     ) -> None:
-        """`written_by`: of WrittenBy, but for the time. `convert`: loaded state may be rounded."""
+        """`written_by`: of WrittenBy, but for the time. `convert`: loaded state may be rounded. `commits`: what saves
+        in place; None: a save writes files."""
         self._state = state
         self._policy = policy
         self._guard = guard
         self._driver = driver
         self._written_by = dict(written_by)
         self._convert = convert
+        self._commits = commits
         self.last_save = LastSave()
+        self.resumed: tuple[Path, dict[str, Any]] | None = None
+        """What the run was begun from, and its client_state."""
 
     # -- out -----------------------------------------------------------------------------------------------------------
 
@@ -124,6 +132,10 @@ class Checkpoints:
         self.wait()
         state = self._state
         driver = self._driver.capture(client_state)
+        if self._commits is not None:
+            if exclude_frozen:
+                logger.warning("exclude_frozen_parameters has no effect on an in-place commit, which has all at rest")
+            return self._commit(self._commits, Path(save_dir), tag, step, driver, save_latest)
         buffers = {name: buffer.detach().to("cpu", copy=True) for name, buffer in state.named_buffers()}
         specs = {**state.param_specs(not exclude_frozen), **_buffer_specs(buffers)}
         most = {**state.state_specs(lambda layout, piece: True), **specs}
@@ -144,12 +156,33 @@ class Checkpoints:
                 scalars = {name: values.encode(dict(own), f"state of {name}") for name, own in state.scalars().items()}
                 tag_writer.publish({**fields, "scalars": scalars}, save_latest=save_latest)
 
+        self._queue(save, job)
+
+    def _commit(
+        self, commits: Commits, save_dir: Path, tag: str, step: int, driver: dict[str, Any], save_latest: bool
+    ) -> None:
+        """Queue an in-place commit, and the tag that points to it. See [Note: In-place commits]."""
+        commits.write_copies()
+        by = WrittenBy(**self._written_by, created_s=time.time())
+        tag_writer = TagWriter.begin(save_dir, tag, engine=commits.engine)
+        save = _Save(tag=tag_writer)
+
+        def job() -> None:
+            save.has_begun = True
+            with tag_writer:
+                commits.commit(tag, step, by, driver)
+                pointer = {"kind": "in_place", "step": step, "written_by": by, "swap": commits.swap}
+                tag_writer.publish(pointer, save_latest=save_latest)
+
+        self._queue(save, job)
+
+    def _queue(self, save: _Save, job: Callable[[], None]) -> None:
         try:
-            save.cut = self._policy.at_cut(partial(_logged, job, tag))
+            save.cut = self._policy.at_cut(partial(_logged, job, save.tag.tag))
             self.last_save.set(save)
         except BaseException:
             if not save.has_begun:
-                tag_writer.discard()
+                save.tag.discard()
             raise
         if save.cut.done():
             self.wait()
@@ -189,17 +222,17 @@ class Checkpoints:
         if tag is None and not (Path(load_dir).is_dir() and list_tags(load_dir)):
             logger.warning("there is no checkpoint in %s: nothing is loaded. Pass a tag to expect one.", load_dir)
             return None
-        info, skipped = find_tag(load_dir, tag)
-        for line in skipped:
+        found = find_checkpoint(load_dir, tag)
+        for line in found.lines:
             logger.warning("%s", line)
-        return info.path
+        return found.path
 
     def load(self, path: Path, parts: LoadParts, *, strict: bool = True) -> dict[str, Any]:
         """Make the run what the checkpoint says, and return its client_state. Everything is checked before the first
         weight changes; an error after that ends the engine's use. Raises ModelError, ConfigError, StoreError,
         CorruptionError and TransferError."""
         self.wait()
-        with FileReader(path) as reader:
+        with open_reader(path) as reader:
             manifest = reader.manifest
             with_state = parts.optimizer_states and not parts.module_only
             options = LoadOptions(strict=strict, with_state=with_state, convert=self._convert)
@@ -219,7 +252,28 @@ class Checkpoints:
             self._guard.end_update()
         return client_state
 
-    def _read(self, reader: FileReader, metadata: Metadata, loader: StateLoader) -> None:
+    def adopt(self, adoption: Adoption, values: AdoptedValues) -> None:
+        """Go on with the commit that the stores of this run were opened at. Raises ModelError and StoreError."""
+        assert self._commits is not None, "a run that adopts commits in place"
+        state, manifest = self._state, adoption.manifest
+        matched = match(state, manifest, LoadOptions())
+        driver = self._driver.check(manifest.driver)
+        for line in differences(asdict(manifest.written_by), self._written_by):
+            logger.warning("%s", line)
+        self._commits.revert()
+        for layout in state.layouts:
+            if layout.subgroup.index in adoption.initialized:
+                names = {piece.index: piece.param.name for piece in layout.subgroup.pieces}
+                own = {index: matched.states[name] for index, name in names.items() if name in matched.states}
+                state.stepper.replace_scalars(layout.subgroup, own)
+        values.restore_buffers()
+        self.resumed = adoption.found.path, self._driver.restore(driver)
+
+    def resume(self, found: Found) -> None:
+        """Load what the config says that the run goes on from. Raises as `load`."""
+        self.resumed = found.path, self.load(found.path, LoadParts())
+
+    def _read(self, reader: FileReader | StoreReader, metadata: Metadata, loader: StateLoader) -> None:
         steps = loader.steps()
         planner = TierLoadPlanner(steps)
         planner.set_up_planner({}, metadata, is_coordinator=True)

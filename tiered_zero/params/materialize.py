@@ -207,14 +207,18 @@ def materialize_model(
     handler: FaultHandler,
     store_masters: Callable[[Unit, torch.Tensor], None],
     snapshot: ModelSnapshot,
+    resumed: Callable[[Unit], torch.Tensor] | None = None,
 ) -> None:
-    """Place every unit, module group by module group: fp32 values to the masters, rounded ones to the units' homes."""
+    """Place every unit, module group by module group: fp32 values to the masters, rounded ones to the units' homes.
+
+    `resumed(unit)`: [P] of a run that is gone on with, whose masters are there already: it replaces the model's values.
+    """
     materializer.fill_buffers()
     for prefix, group in groupby(units, key=lambda unit: unit.module):
         params = [(unit, params_of(unit)) for unit in group]
         materializer.fill(prefix, [param for _, own in params for param in own])
         for unit, own in params:
-            place_unit(unit, own, pager, handler, store_masters)
+            place_unit(unit, own, pager, handler, store_masters, resumed)
             if pager.is_resident(unit):
                 snapshot.release(own)
         del params, own
@@ -228,10 +232,12 @@ def place_unit(
     pager: Pager,
     handler: FaultHandler,
     store_masters: Callable[[Unit, torch.Tensor], None],
+    resumed: Callable[[Unit], torch.Tensor] | None = None,
 ) -> None:
-    """Make `params` views of the unit's flat, with the values that they have."""
-    flat = _flatten(unit, params, unit.dtype)
-    if unit.trainable:
+    """Make `params` views of the unit's flat, with the values that they have, or those of a run that is gone on
+    with."""
+    flat = _flatten(unit, params, unit.dtype) if resumed is None else resumed(unit)
+    if unit.trainable and resumed is None:
         store_masters(unit, _flatten(unit, params, torch.float32))
     pager.adopt(unit, params, handler)
     pager.store(unit, flat)

@@ -102,7 +102,13 @@ class SwapStore:
 
     @classmethod
     def recover(
-        cls, directory: SwapDir, engine: IOEngine, *, step: int | None = None, checksums: Checksums = "all"
+        cls,
+        directory: SwapDir,
+        engine: IOEngine,
+        *,
+        step: int | None = None,
+        checksums: Checksums = "all",
+        recorder: Recorder | None = None,
     ) -> SwapStore:
         """Open the last committed state of a run that ended (`SwapDir.open`).
 
@@ -124,6 +130,7 @@ class SwapStore:
             checksums=checksums,
             weights=chosen.weights,
             state=chosen,
+            recorder=recorder,
         )
         try:
             if chosen is committed:
@@ -134,6 +141,19 @@ class SwapStore:
             store.close(remove=False)
             raise
         return store
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The directories of the run."""
+        return tuple(map(str, self._directory.paths))
+
+    @property
+    def engine(self) -> IOEngine:
+        return self._files.engine
+
+    @property
+    def run_id(self) -> str:
+        return self._directory.run_id
 
     @staticmethod
     def available_steps(directory: SwapDir) -> list[int]:
@@ -268,6 +288,21 @@ class SwapStore:
         self._prepared = None
         self._table.thaw(state.ranges)
         self.step, self.metadata = state.step, state.metadata
+
+    def cancel_prepared(self) -> None:
+        """Drop the prepared state, durably: another store of the same commit could not prepare. Nothing happens where
+        none is prepared."""
+        state = self._prepared
+        if state is None:
+            return
+        try:
+            manifest.discard(self._directory.paths[0])
+        except OSError as error:
+            self._latch.set(error)
+            raise StoreError(f"Step {state.step} cannot be dropped: {error}. Resume from what is there.") from error
+        self._prepared = None
+        self._directory.keep(self.step is not None)
+        self._table.thaw(None)
 
     def revert(self) -> None:
         """Return the committed records to the last commit, as `recover` would find them. Driver thread."""

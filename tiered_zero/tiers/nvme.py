@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from tiered_zero.errors import TieredZeroError
+from tiered_zero.errors import StoreError, TieredZeroError
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.hardware.staging import Lease, StagingPool
 from tiered_zero.sizes import PAGE_NBYTES, align_up
@@ -48,12 +48,14 @@ class NvmeTier(Tier):
     name = "nvme"
 
     def __init__(self, store: SwapStore, staging: StagingPool, runtime: Runtime) -> None:
-        self._store = store
+        self.store = store
         self._staging = staging
         self._accelerator = runtime.accelerator
         self._ledger = runtime.ledger
         self._recorder = runtime.recorder
         self._records: dict[str, Record] = {}
+        self._recovered = store.records()
+        """Records of a run that is gone on with, which have no slot yet."""
         self._charged: dict[str, list[tuple[str, int]]] = {}
         """Slot -> kind and bytes on disk of each of its places there."""
         self._deferred = 0
@@ -65,12 +67,20 @@ class NvmeTier(Tier):
         for one in kinds:
             self._ledger.charge(self.name, one, nbytes)
             self._charged[name].append((one, nbytes))
-        self._records[name] = self._store.reserve(name, nbytes, committed=committed)
+        if (found := self._recovered.pop(name, None)) is not None:
+            if (found.nbytes, found.committed) != (nbytes, committed):
+                raise StoreError(
+                    f"The recovered record {name!r} has {found.nbytes} bytes; expected {nbytes}. Its run had another "
+                    "layout."
+                )
+            self._records[name] = found
+            return Slot(name, nbytes, kind)
+        self._records[name] = self.store.reserve(name, nbytes, committed=committed)
         return Slot(name, nbytes, kind)
 
     def release(self, slot: Slot) -> None:
         charged = self._charged.pop(slot.name)
-        self._store.release(self._records.pop(slot.name))
+        self.store.release(self._records.pop(slot.name))
         for kind, nbytes in charged:
             self._ledger.discharge(self.name, kind, nbytes)
 
@@ -78,10 +88,10 @@ class NvmeTier(Tier):
         return None
 
     def read(self, slot: Slot, out: HostBuffer, offset: int = 0) -> Transfer:
-        return self._store.read(self._records[slot.name], out.memory, offset)
+        return self.store.read(self._records[slot.name], out.memory, offset)
 
     def write(self, slot: Slot, data: HostBuffer, offset: int = 0) -> Transfer:
-        return self._store.write(self._records[slot.name], data.memory, offset)
+        return self.store.write(self._records[slot.name], data.memory, offset)
 
     def fetch(self, slot: Slot, out: torch.Tensor, after: UnitUpdate | None = None) -> Transfer:
         """One job on the gather lane carries all chunks, each at most one staging buffer: disk -> buffer -> device.
@@ -107,14 +117,14 @@ class NvmeTier(Tier):
                         chunk.lease = self._staging.lease_nowait(align_up(chunk.part.numel(), PAGE_NBYTES), record.name)
                     chunks.append(chunk)
                     if chunk.lease:
-                        chunk.read = self._store.read(record, chunk.lease.memory, offset, urgent=True)
+                        chunk.read = self.store.read(record, chunk.lease.memory, offset, urgent=True)
                 deferred = chunks[-1].lease is None
                 self._deferred += deferred
             before = [self._accelerator.record_compute(), *([after.written] if after else [])]
             job = partial(self._land, record, chunks, deferred)
             return self._accelerator.lane("gather").submit(job, after=before, holds=[target])
         except BaseException:
-            self._store.drain(record)  # also of a read whose transfer an interrupt has lost
+            self.store.drain(record)  # also of a read whose transfer an interrupt has lost
             _release_all(chunks)
             raise
 
@@ -128,14 +138,14 @@ class NvmeTier(Tier):
         if pending is None:
             if after is not None:
                 after.written.wait()
-            reads.append(self._store.read(record, pages, 0, urgent=True))
+            reads.append(self.store.read(record, pages, 0, urgent=True))
 
         def job() -> None:  # without `target`: the error of one that failed must not keep its memory from others
             try:
                 rest = pending.finish_forward(self._accelerator.copy) if pending is not None else []
                 with self._recorder.span("gather", "fetch", record.name, nbytes):
                     for start, stop in rest:
-                        reads.append(self._store.read(record, pages[start:stop], start, urgent=True))
+                        reads.append(self.store.read(record, pages[start:stop], start, urgent=True))
                     wait_all(reads)
             except BaseException:
                 with suppress(TieredZeroError):
@@ -145,12 +155,12 @@ class NvmeTier(Tier):
         try:
             if pending is not None:
                 for start, stop in pending.forward_to(target):
-                    reads.append(self._store.read(record, pages[start:stop], start, urgent=True))
+                    reads.append(self.store.read(record, pages[start:stop], start, urgent=True))
             return self._accelerator.lane("gather").submit(
                 job, after=[self._accelerator.record_compute()], holds=[target]
             )
         except BaseException:
-            self._store.drain(record)
+            self.store.drain(record)
             if pending is not None:
                 pending.cancel_forward()
             with suppress(TieredZeroError):
@@ -165,7 +175,7 @@ class NvmeTier(Tier):
                 nbytes = align_up(chunk.part.numel(), PAGE_NBYTES)
                 lease = chunk.lease or self._staging.lease(nbytes, record.name, lane="gather")
                 with lease:
-                    read = chunk.read or self._store.read(record, lease.memory, chunk.offset, urgent=True)
+                    read = chunk.read or self.store.read(record, lease.memory, chunk.offset, urgent=True)
                     with self._recorder.span("gather", "wait_param", record.name):
                         read.wait()
                     with self._recorder.span("gather", "fetch", record.name, chunk.part.numel()):
@@ -177,7 +187,7 @@ class NvmeTier(Tier):
 
     def drain(self) -> None:
         """Wait for what the disk still moves for interrupted calls. The lanes are idle."""
-        self._store.drain_all()
+        self.store.drain_all()
         self._deferred = 0
 
     def close(self) -> None:

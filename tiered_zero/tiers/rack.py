@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
@@ -39,14 +40,23 @@ class TierRack:
     """
 
     def __init__(
-        self, config: Config, plan: Plan, runtime: Runtime, resources: Teardown, *, model_name: str = ""
+        self,
+        config: Config,
+        plan: Plan,
+        runtime: Runtime,
+        resources: Teardown,
+        *,
+        model_name: str = "",
+        adopted: Mapping[tuple[str, ...], tuple[Path, int]] | None = None,
     ) -> None:
-        """`model_name`: for the owner files. Raises ConfigError, StoreError and BudgetError."""
+        """`model_name`: for the owner files. `adopted`: swap paths -> directory and step of a committed state that the
+        store there goes on with. Raises ConfigError, StoreError and BudgetError."""
         zero = config.zero_optimization
         stores: dict[tuple[str, ...], SwapStore] = {}
         engines: list[IOEngine] = []
-        for paths, nbytes in _nvme_needs(config, plan).items():
-            stores[paths], engine = _open_store(config, paths, nbytes, model_name, runtime.recorder, resources)
+        for paths, nbytes in nvme_needs(config, plan).items():
+            open_store = _StoreOpener(config, model_name, runtime.recorder, resources)
+            stores[paths], engine = open_store(paths, nbytes, (adopted or {}).get(paths))
             engines.append(engine)
         pin = zero.offload_param.pin_memory or zero.offload_optimizer.pin_memory
         accelerator = runtime.accelerator
@@ -97,7 +107,7 @@ class TierRack:
         return pool
 
 
-def _nvme_needs(config: Config, plan: Plan) -> dict[tuple[str, ...], int]:
+def nvme_needs(config: Config, plan: Plan) -> dict[tuple[str, ...], int]:
     """Directories that are striped together -> bytes planned there."""
     zero = config.zero_optimization
     needs: dict[tuple[str, ...], int] = {}
@@ -109,30 +119,55 @@ def _nvme_needs(config: Config, plan: Plan) -> dict[tuple[str, ...], int]:
     return needs
 
 
-def _open_store(
-    config: Config, paths: tuple[str, ...], nbytes: int, model_name: str, recorder: Recorder, resources: Teardown
-) -> tuple[SwapStore, IOEngine]:
-    directory = SwapDir.create([Path(path) for path in paths], model=model_name)
-    resources.callback(directory.release)
-    aio = config.aio
-    selection = select_engine(
-        *directory.paths,
-        prefer=config.tiered_zero.io_engine,
-        settings=IOSettings(aio.block_size, aio.queue_depth, aio.intra_op_parallelism),
-        io_timeout_s=config.tiered_zero.io_timeout_s,
-        io_uring=config.tiered_zero.io_uring is True,
-    )
-    resources.callback(selection.engine.close)
-    resources.callback(SignalDump([selection.engine]).close)
-    for reason in selection.reasons:
-        logger.info("%s", reason)
-    weights = _weigh(directory.paths, selection.engine, nbytes)
-    checksums = config.tiered_zero.checksums
-    store = SwapStore(
-        directory, selection.engine, capacity_nbytes=nbytes, checksums=checksums, weights=weights, recorder=recorder
-    )
-    resources.callback(lambda: store.close(remove=False))
-    return store, selection.engine
+@dataclass(frozen=True)
+class _StoreOpener:
+    """Opens the stores of a run; `resources` closes them."""
+
+    config: Config
+    model_name: str
+    recorder: Recorder
+    resources: Teardown
+
+    def __call__(
+        self, paths: tuple[str, ...], nbytes: int, adopted: tuple[Path, int] | None
+    ) -> tuple[SwapStore, IOEngine]:
+        settings, resources = self.config.tiered_zero, self.resources
+        if adopted is None:
+            directory = SwapDir.create([Path(path) for path in paths], model=self.model_name)
+        else:
+            directory = SwapDir.open(adopted[0])
+        resources.callback(directory.release)
+        engine = self._engine(directory)
+        if adopted is None:
+            store = SwapStore(
+                directory,
+                engine,
+                capacity_nbytes=nbytes,
+                checksums=settings.checksums,
+                weights=_weigh(directory.paths, engine, nbytes),
+                recorder=self.recorder,
+            )
+        else:
+            store = SwapStore.recover(
+                directory, engine, step=adopted[1], checksums=settings.checksums, recorder=self.recorder
+            )
+        resources.callback(lambda: store.close(remove=False))
+        return store, engine
+
+    def _engine(self, directory: SwapDir) -> IOEngine:
+        aio, settings = self.config.aio, self.config.tiered_zero
+        selection = select_engine(
+            *directory.paths,
+            prefer=settings.io_engine,
+            settings=IOSettings(aio.block_size, aio.queue_depth, aio.intra_op_parallelism),
+            io_timeout_s=settings.io_timeout_s,
+            io_uring=settings.io_uring is True,
+        )
+        self.resources.callback(selection.engine.close)
+        self.resources.callback(SignalDump([selection.engine]).close)
+        for reason in selection.reasons:
+            logger.info("%s", reason)
+        return selection.engine
 
 
 def on_one_drive(paths: Sequence[Path]) -> bool:

@@ -1,0 +1,292 @@
+"""In-place commits: a run that is adopted goes on with the same bits, and one that is read stays as it is."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint import load as dcp_load
+
+import tiered_zero
+from tests.support.models import LENGTH, VOCAB, ParityGPT
+from tiered_zero.checkpoint.store_reader import StoreReader
+from tiered_zero.errors import ConfigError, CorruptionError, StoreError
+from tiered_zero.store.runs import collect_garbage, list_runs
+from tiered_zero.store.stripes import DATA_NAME
+
+Settings = dict[str, Any]
+
+
+def config(swap_path: Path, checkpoint: Settings, *, params: Settings | None = None, **settings: Any) -> Settings:
+    """`params`: the section offload_param; by default everything rests on nvme. `sub_group_size`, `dtype`, `states`
+    (swap path of the state) and keys of tiered_zero besides."""
+    nvme = {"device": "nvme", "nvme_path": str(swap_path)}
+    dtype, size = settings.pop("dtype", "bf16"), settings.pop("sub_group_size", 5000)
+    states = settings.pop("states", swap_path)
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": settings.pop("accumulation", 1),
+        **({dtype: {"enabled": True}} if dtype != "fp32" else {}),
+        "optimizer": settings.pop("optimizer", {"type": "AdamW", "params": {"lr": 3e-3}}),
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5, "warmup_max_lr": 3e-3}},
+        "zero_optimization": {
+            "stage": 3 if params != {"device": "none"} else 2,
+            "offload_param": {**nvme, "max_in_cpu": 0} if params is None else params,
+            "offload_optimizer": {"device": "nvme", "nvme_path": str(states)},
+            "stage3_param_persistence_threshold": 0,
+            "sub_group_size": size,
+        },
+        "tiered_zero": {"device": "cpu", "checkpoint": checkpoint, **settings},
+    }
+
+
+def start(settings: Settings, seed: int = 0) -> tiered_zero.Engine:
+    torch.manual_seed(seed)
+    return tiered_zero.initialize(model=ParityGPT(), config=settings)[0]
+
+
+def train(engine: tiered_zero.Engine, num_steps: int, save_dir: Path | None = None) -> None:
+    """Batches come from torch's generator, which is a part of the checkpoint."""
+    for _ in range(num_steps):
+        for _ in range(engine.config.gradient_accumulation_steps):
+            tokens = torch.randint(VOCAB, (2, LENGTH))
+            engine.backward(engine(tokens, tokens, detour=engine.global_steps % 3 == 0))
+            engine.step()
+        if save_dir is not None:
+            engine.save_checkpoint(save_dir, client_state={"at": engine.global_steps})
+
+
+def held_by(engine: tiered_zero.Engine) -> dict[str, torch.Tensor]:
+    """Weights, buffers and optimizer state."""
+    found = {name: value.clone() for name, value in engine.module.state_dict().items()}
+    for index, state in engine.optimizer.state_dict()["state"].items():
+        found |= {f"{index}/{name}": torch.as_tensor(value).clone() for name, value in state.items()}
+    return found
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+
+
+CASES: dict[str, Settings] = {
+    "overlapped": {},
+    "barrier": {"update": "barrier"},
+    "in backward": {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}, "dtype": "fp32"},
+    "delayed": {"update": "delayed", "delay_start_step": 1},
+    "remainder": {"state_format": "bf16_remainder"},
+    "delayed remainder": {"state_format": "bf16_remainder", "update": "delayed", "delay_start_step": 1},
+    "second home": {"state_format": "bf16_remainder", "update": "delayed", "delay_start_step": 1},
+    "8 bit": {"state_format": "lossy_8bit_moments"},
+    "fp16, accumulated": {"dtype": "fp16", "accumulation": 2},
+    "parameters in host memory": {"params": {"device": "cpu"}},
+    "parameters on the device": {"params": {"device": "none"}, "update": "barrier"},
+    "whole parameters": {"optimizer": {"type": "Adam", "params": {"lr": 1e-3, "fused": True}}, "dtype": "fp32"},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.usefixtures("no_leaks")
+def test_a_run_that_ended_goes_on_in_its_directory_with_the_same_bits(
+    swap_path: Path, tmp_path: Path, case: str
+) -> None:
+    with start(config(swap_path, {"in_place": True}, **dict(CASES[case]))) as engine:
+        train(engine, 6, tmp_path / "undisturbed")
+        expected = held_by(engine)
+    for item in collect_garbage(swap_path, committed=True, unknown=True):
+        assert item.removed
+    saved, in_second_home = tmp_path / "saved", case.startswith("second home")
+    first = 4 if in_second_home else 3
+    with start(config(swap_path, {"in_place": True}, **dict(CASES[case]))) as engine:
+        train(engine, first, saved)
+    (before,) = list_runs(swap_path)
+    assert (before.state, before.step, before.resumable) == ("unknown", first, True)  # its process lives, and let go
+    resume = {"in_place": True, "resume": str(saved)}
+    with start(config(swap_path, resume, **dict(CASES[case])), seed=7) as engine:
+        assert engine.global_steps == first
+        assert engine.resumed is not None and engine.resumed[1] == {"at": first}
+        (now,) = (run for run in list_runs(swap_path) if run.state == "alive")
+        assert (now.path == before.path) is not in_second_home
+        train(engine, 6 - first, saved)
+        assert_equal(held_by(engine), expected)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_commit_is_read_by_plain_distributed_checkpoint(swap_path: Path, tmp_path: Path) -> None:
+    for state_format in ("fp32", "bf16_remainder"):
+        with start(config(swap_path, {"in_place": True}, state_format=state_format)) as engine:
+            train(engine, 2, tmp_path / state_format)
+            engine.flush()
+            named = dict(engine.module.named_parameters())
+            (run,) = (run for run in list_runs(swap_path) if run.state == "alive")
+            with StoreReader(run.path) as reader:  # of this process
+                entries = reader.manifest.tensors
+                values = {
+                    key: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype)) for key, entry in entries.items()
+                }
+                dcp_load(values, storage_reader=reader, no_dist=True)
+            for name, param in named.items():
+                key = f"master/{name}" if param.requires_grad else f"param/{name}"
+                with tiered_zero.gathered(param):
+                    assert torch.equal(values[key].to(param.dtype), param.detach())
+                if f"exp_avg/{name}" in values:
+                    own = engine.optimizer.read_state(param)
+                    assert torch.equal(values[f"exp_avg/{name}"], own["exp_avg"])
+                    assert torch.equal(values[f"exp_avg_sq/{name}"], own["exp_avg_sq"])
+            assert sum(key.startswith("exp_avg/") for key in values) > 10
+            assert torch.equal(values["buffer/offset"], engine.module.offset)
+
+
+OTHER: dict[str, Settings] = {
+    "another cut": {"sub_group_size": 9000},
+    "another format": {"state_format": "bf16_remainder"},
+    "parameters in host memory": {"params": {"device": "cpu"}},
+}
+
+
+@pytest.mark.parametrize("case", OTHER)
+@pytest.mark.parametrize("in_place", [True, False])
+def test_another_layout_reads_the_old_store_and_leaves_it(
+    swap_path: Path, tmp_path: Path, case: str, in_place: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with start(config(swap_path, {"in_place": True})) as engine:
+        train(engine, 3, tmp_path)
+        engine.flush()
+        saved = held_by(engine)
+    (before,) = list_runs(swap_path)
+    files = {path.name: path.read_bytes() for path in before.path.iterdir()}
+    resume = {"in_place": in_place, "resume": str(before.path)}
+    with caplog.at_level(logging.WARNING), start(config(swap_path, resume, **dict(OTHER[case])), seed=7) as engine:
+        assert "loaded, not adopted" in caplog.text
+        assert_equal(held_by(engine), saved)
+        train(engine, 1)
+    assert {path.name: path.read_bytes() for path in before.path.iterdir()} == files
+
+
+def test_one_step_is_held_and_older_tags_say_so(
+    swap_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with start(config(swap_path, {"in_place": True})) as engine:
+        train(engine, 2, tmp_path)
+    with start(config(tmp_path, {}, params={"device": "cpu"}, states=swap_path)) as engine:
+        with pytest.raises(StoreError, match="superseded"):
+            engine.load_checkpoint(tmp_path, tag="global_step1")
+        assert engine.load_checkpoint(tmp_path)[1] == {"at": 2}
+        assert engine.global_steps == 2
+    (tmp_path / "latest").write_text("global_step1")  # killed between the commit and the tag
+    resume = {"resume": str(tmp_path)}
+    with caplog.at_level(logging.WARNING), start(config(swap_path, resume, params={"device": "cpu"})) as engine:
+        assert "has committed step 2 in place since" in caplog.text
+        assert engine.global_steps == 2
+
+
+def test_a_live_run_is_not_taken(swap_path: Path, tmp_path: Path) -> None:
+    with start(config(swap_path, {"in_place": True})) as engine:
+        train(engine, 1, tmp_path)
+        engine.flush()
+        with pytest.raises(StoreError, match="belongs to a live run"):
+            start(config(swap_path, {"in_place": True, "resume": str(tmp_path)}))
+        child = "import sys; from tiered_zero.checkpoint.store_reader import StoreReader; StoreReader(sys.argv[1])"
+        (run,) = list_runs(swap_path)
+        done = subprocess.run([sys.executable, "-c", child, run.path], capture_output=True, text=True)
+        assert "belongs to a live run" in done.stderr
+        train(engine, 1, tmp_path)
+
+
+def test_a_damaged_commit_is_refused_before_it_is_used(swap_path: Path, tmp_path: Path) -> None:
+    with start(config(swap_path, {"in_place": True})) as engine:
+        train(engine, 1, tmp_path)
+    (run,) = list_runs(swap_path)
+    data = run.path / DATA_NAME
+    with data.open("r+b") as file:
+        for offset in range(0, data.stat().st_size, 4096):
+            file.seek(offset)
+            byte = file.read(1)
+            file.seek(offset)
+            file.write(bytes([byte[0] ^ 1]))
+    with pytest.raises(CorruptionError):
+        start(config(swap_path, {"in_place": True, "resume": str(tmp_path)}))
+    with pytest.raises(CorruptionError), start(config(swap_path, {}, params={"device": "cpu"})) as engine:
+        engine.load_checkpoint(tmp_path)
+
+
+def test_the_plan_has_what_commits_take(swap_path: Path) -> None:
+    with start(config(swap_path, {"in_place": True}, params={"device": "cpu"})) as engine:
+        planned = {row.kind: row.nbytes for row in engine.plan.rows if row.tier == "nvme"}
+        measured = {kind: row["now"] for kind, row in engine.memory_report()["nvme"].items()}
+        assert planned == measured
+        assert planned["commit"] == planned["state"] and planned["commit_copy"] > 0
+        sizes = [path.stat().st_size for path in swap_path.glob(f"*/{DATA_NAME}")]
+        assert sum(sizes) == engine.plan.nbytes("nvme") == sum(planned.values())
+
+
+def test_halves_of_masters_must_rest_where_commits_are(swap_path: Path) -> None:
+    with pytest.raises(ConfigError, match="expected parameters on nvme"):
+        start(config(swap_path, {"in_place": True}, params={"device": "cpu"}, state_format="bf16_remainder"))
+
+
+def test_two_stores_are_committed_by_one_decision(swap_path: Path, tmp_path: Path) -> None:
+    states = swap_path / "states"
+    states.mkdir(mode=0o700)
+    params = swap_path / "params"
+    params.mkdir(mode=0o700)
+    own: Settings = {"states": states, "state_format": "bf16_remainder"}
+    with start(config(params, {"in_place": True}, **dict(own))) as engine:
+        train(engine, 6)
+        expected = held_by(engine)
+    with start(config(params, {"in_place": True}, **dict(own))) as engine:
+        train(engine, 3, tmp_path)
+    resume = {"in_place": True, "resume": str(tmp_path)}
+    (of_states,), (of_params,) = list_runs(states), list_runs(params)
+    # killed between the two: the parameters' store has prepared what the state's has decided
+    os.rename(of_params.path / "manifest", of_params.path / "manifest.next")
+    with start(config(params, resume, **dict(own)), seed=7) as engine:
+        assert {run.path for run in (*list_runs(states), *list_runs(params))} == {of_states.path, of_params.path}
+        train(engine, 3, tmp_path)
+        assert_equal(held_by(engine), expected)
+
+
+class Normed(nn.Module):
+    """Statistics that change in each step, and a frozen layer that is unfrozen by nobody."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 1)
+        )
+        self.layers[2].requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x).square().mean()
+
+
+def test_buffers_and_frozen_weights_changed_by_hand_are_committed(swap_path: Path, tmp_path: Path) -> None:
+    def begin(checkpoint: Settings, seed: int) -> tiered_zero.Engine:
+        torch.manual_seed(seed)
+        return tiered_zero.initialize(model=Normed(), config=config(swap_path, checkpoint, dtype="fp32"))[0]
+
+    def go_on(engine: tiered_zero.Engine, num_steps: int, save_dir: Path | None = None) -> None:
+        for _ in range(num_steps):
+            engine.backward(engine(torch.randn(4, 8)))
+            engine.step()
+            if engine.global_steps == 2:
+                with tiered_zero.gathered(engine.module.layers[2].weight, modify=True), torch.no_grad():
+                    engine.module.layers[2].weight.mul_(2)
+            if save_dir is not None:
+                engine.save_checkpoint(save_dir)
+
+    with begin({"in_place": True}, 0) as engine:
+        go_on(engine, 5)
+        expected = held_by(engine)
+    with begin({"in_place": True}, 0) as engine:
+        go_on(engine, 3, tmp_path)
+    with begin({"in_place": True, "resume": str(tmp_path)}, 7) as engine:
+        go_on(engine, 2, tmp_path)
+        assert_equal(held_by(engine), expected)

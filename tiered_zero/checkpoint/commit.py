@@ -1,0 +1,151 @@
+"""In-place commits: state that rests on nvme becomes durable where it is, and the next steps write beside it.
+
+[Note: In-place commits] A commit is a manifest of the store (store/__init__.py) whose metadata is a checkpoint's
+manifest, with places instead of parts: nothing is copied. Both fit one rule: the truth is the newest committed step of
+the state's store. Where parameters rest in another store that has a part in the commit, both are prepared, the state's
+is confirmed, which decides, then the other; whoever reads takes the other one at the step that was decided. A tag in a
+save directory is a pointer, written after that: a crash between the two leaves an older tag, through which the newer
+step is found.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, final
+
+import torch
+
+from tiered_zero.checkpoint import values
+from tiered_zero.checkpoint.copies import DurableCopies
+from tiered_zero.checkpoint.manifest import TagManifest, TensorEntry, WrittenBy
+from tiered_zero.checkpoint.places import PlaceTable, pack
+from tiered_zero.checkpoint.portable import RunState
+from tiered_zero.io.engine import IOEngine
+from tiered_zero.layout.subgroups import ParamPiece
+from tiered_zero.optim.state_layout import StateLayout
+from tiered_zero.store.swap_store import SwapStore
+from tiered_zero.tiers.nvme import NvmeTier
+from tiered_zero.tiers.tier import Slot
+
+METADATA_KEYS: Final = ("checkpoint", "records", "places", "initialized", "layout", "stores")
+"""Of the metadata of a commit in the state's store; the other store's has "stores" alone."""
+
+
+@final
+class Commits:
+    """Commits the state of a run. `tiers`: of the state, then of the parameters where they have a store of their own
+    that takes part. `layout`: see `fingerprint`."""
+
+    def __init__(self, state: RunState, tiers: Sequence[NvmeTier], copies: DurableCopies, layout: str) -> None:
+        self._state = state
+        self._stores: list[SwapStore] = [tier.store for tier in tiers]
+        self._copies = copies
+        self._layout = layout
+        self._table = PlaceTable(state, tiers, copies.homes, copies.buffers)
+
+    @property
+    def swap(self) -> dict[str, Any]:
+        """What a tag that points to the commits says of where they are."""
+        return {"run_id": self._stores[0].run_id, "paths": list(self._stores[0].paths)}
+
+    @property
+    def step(self) -> int | None:
+        """The step of the last commit; None before the first."""
+        return self._stores[0].step
+
+    @property
+    def engine(self) -> IOEngine:
+        """What moves the bytes of the state."""
+        return self._stores[0].engine
+
+    def revert(self) -> None:
+        """Return to the last commit whatever was written since. Driver thread, while nothing is read or written."""
+        for store in self._stores:
+            store.revert()
+
+    def write_copies(self) -> None:
+        """Write frozen parameters and buffers that have changed to where they become durable with the next `commit`.
+        Driver thread, while no commit runs: updates may. Raises StoreError, TransferError."""
+        with torch.no_grad():
+            self._copies.write(pack(self._state.named_buffers()))
+
+    def commit(self, tag: str, step: int, written_by: WrittenBy, driver: dict[str, Any]) -> None:
+        """Make the state of `step` durable, between two updates.
+
+        `driver`: as values.py encodes it. Raises StoreError: the last commit is as it was, and may be tried again
+        where the error says so.
+        """
+        state = self._state
+        found, specs = self._table.list(pack(state.named_buffers()))
+        tensors = {
+            key: TensorEntry(dtype=spec.dtype_name, shape=spec.shape, order=spec.order) for key, spec in specs.items()
+        }
+        scalars = {name: values.encode(dict(own), f"scalars of {name}") for name, own in state.scalars().items()}
+        manifest = TagManifest(
+            kind="in_place",
+            tag=tag,
+            step=step,
+            written_by=written_by,
+            tensors=tensors,
+            scalars=scalars,
+            driver=driver,
+            swap=self.swap,
+        )
+        stores = [{"run_id": store.run_id, "paths": list(store.paths)} for store in self._stores]
+        metadata = {
+            "checkpoint": manifest.body(),
+            **found.body(),
+            "initialized": [layout.subgroup.index for layout in state.layouts if state.stepper.has_state(layout)],
+            "layout": self._layout,
+            "stores": stores,
+        }
+        self._make_durable(step, metadata)
+
+    def _make_durable(self, step: int, metadata: dict[str, Any]) -> None:
+        first, others = self._stores[0], self._stores[1:]
+        try:
+            for store in others:
+                store.prepare(step, {"stores": metadata["stores"]})
+            first.prepare(step, metadata)
+        except BaseException:
+            for store in others:
+                store.cancel_prepared()
+            raise
+        for store in self._stores:
+            store.confirm()
+
+
+def fingerprint(layouts: Sequence[StateLayout], slots: Sequence[Slot], needs: Mapping[Sequence[str], int]) -> str:
+    """Hash everything that says where which bytes lie in the records of a run: where it is equal, a run can adopt the
+    records of another. `slots`: those that are committed; `needs`: paths of each store that takes part -> its bytes."""
+    subgroups = [
+        {
+            "masters": [str(dtype) for dtype in layout.masters.dtypes],
+            "segments": [
+                [segment.unit.index, segment.unit_start, segment.start, segment.numel, str(segment.unit.dtype)]
+                for segment in layout.subgroup.segments
+            ],
+            "pieces": [[*_describe(piece), *_names(layout, piece)] for piece in layout.subgroup.pieces],
+            "arrays": [
+                [array.field.name, list(array.field.shape), str(array.field.dtype), array.piece, array.offset]
+                for array in layout.arrays
+            ],
+        }
+        for layout in layouts
+    ]
+    places = [[slot.name, slot.nbytes, slot.kind] for slot in slots]
+    stores = sorted([[os.path.abspath(path) for path in paths], nbytes] for paths, nbytes in needs.items())
+    text = json.dumps([subgroups, places, stores], separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _describe(piece: ParamPiece) -> list[Any]:
+    param = piece.param
+    return [param.name, param.shape, param.stride, piece.start, piece.param_start, piece.numel]
+
+
+def _names(layout: StateLayout, piece: ParamPiece) -> list[str]:
+    return [field.name for field in layout.fields(piece)]

@@ -1,0 +1,227 @@
+"""Where an in-place commit holds the elements of each key of the portable form: in which records, as what.
+
+A full checkpoint has files of its own; a commit leaves everything where it rests, and says which bytes of which record
+are which elements. The forms:
+
+    plain       one source: the elements themselves
+    joined      masters that rest as remainders: sources are remainder (int16), parameter (bfloat16), and the second
+                moment (fp32) whose sign is the mark
+    magnitude   one source: that second moment, without its sign
+    rounded     one source: fp32 masters of a parameter that no param group holds, which is what they round to
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple, final
+
+import torch
+
+from tiered_zero.checkpoint.portable import (
+    RunState,
+    TensorSpec,
+    field_range,
+    master_key,
+    param_key,
+)
+from tiered_zero.layout.flat import PARAM_ALIGNMENT_NBYTES, FlatEntry, Unit
+from tiered_zero.layout.subgroups import ParamPiece, Segment
+from tiered_zero.optim.state_layout import StateLayout
+from tiered_zero.sizes import align_up
+from tiered_zero.store.checked_json import MOST_INTEGER, check_fields, check_kind
+from tiered_zero.tiers.inventory import Home
+
+SOURCE_ITEMSIZES: Final = {"joined": (2, 2, 4), "rounded": (4,), "plain": (0,), "magnitude": (0,)}
+"""Form -> bytes of an element in each source; 0: those of the key's own dtype."""
+
+
+class Source(NamedTuple):
+    """Byte `offset` of the record number `record`."""
+
+    record: int
+    offset: int
+
+
+class PlacedPart(NamedTuple):
+    """Elements [start, stop) of a key, in memory order, one source for each that the form has."""
+
+    start: int
+    stop: int
+    sources: tuple[Source, ...]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Of one key. `parts`: in order, disjoint, covering it."""
+
+    form: str
+    parts: tuple[PlacedPart, ...]
+
+
+class RecordName(NamedTuple):
+    """A record `name` of the store number `store`: 0 is that of the state, 1 that of parameters where it is another."""
+
+    store: int
+    name: str
+
+
+@final
+@dataclass(kw_only=True)
+class Places:
+    """All keys of a commit."""
+
+    records: list[RecordName] = field(default_factory=list)
+    places: dict[str, Place] = field(default_factory=dict)
+
+    def body(self) -> dict[str, Any]:
+        """As JSON values."""
+        keys = {
+            key: [place.form, *([part.start, part.stop, *(n for s in part.sources for n in s)] for part in place.parts)]
+            for key, place in self.places.items()
+        }
+        return {"records": [list(record) for record in self.records], "places": keys}
+
+    @classmethod
+    def from_body(cls, body: Any) -> Places:
+        """Of JSON values that may be hostile. Raises ValueError."""
+        fields = check_fields(body, {"records": list, "places": dict})
+        records = []
+        for item in fields["records"]:
+            check_kind("records", item, list)
+            if len(item) != 2 or type(item[0]) is not int or type(item[1]) is not str or item[0] not in (0, 1):
+                raise ValueError("records: expected the number of a store and a name")
+            records.append(RecordName(item[0], item[1]))
+        places = {key: _place(key, item, len(records)) for key, item in fields["places"].items()}
+        return cls(records=records, places=places)
+
+
+def _place(key: str, item: Any, num_records: int) -> Place:
+    check_kind("places", item, list)
+    if not item or item[0] not in SOURCE_ITEMSIZES:
+        raise ValueError(f"places: {key[:200]!a}: expected one of {', '.join(SOURCE_ITEMSIZES)}")
+    form, parts, end = item[0], [], 0
+    num_sources = len(SOURCE_ITEMSIZES[form])
+    for one in item[1:]:
+        check_kind("places", one, list)
+        if len(one) != 2 + 2 * num_sources or any(type(n) is not int or not 0 <= n <= MOST_INTEGER for n in one):
+            raise ValueError(f"places: {key[:200]!a}: expected start, stop and {num_sources} sources of each part")
+        start, stop, *numbers = one
+        if start != end or stop <= start:
+            raise ValueError(f"places: {key[:200]!a}: elements {start} to {stop} are out of order")
+        sources = tuple(Source(*numbers[at : at + 2]) for at in range(0, len(numbers), 2))
+        if any(source.record >= num_records for source in sources):
+            raise ValueError(f"places: {key[:200]!a}: there is no such record")
+        parts.append(PlacedPart(start, stop, sources))
+        end = stop
+    return Place(form=form, parts=tuple(parts))
+
+
+@final
+class PlaceTable:
+    """Lists the places of a run's state. `copies`: unit index -> home of its durable copy; `buffers`: that of buffers.
+
+    `tiers`: those of the stores, in order. Any thread, while nothing is updated.
+    """
+
+    def __init__(
+        self, state: RunState, tiers: Sequence[object], copies: Mapping[int, Home], buffers: Home | None
+    ) -> None:
+        self._state = state
+        self._tiers = tiers
+        self._copies = copies
+        self._buffers = buffers
+
+    def list(self, packed: Iterable[tuple[str, torch.Tensor, int]]) -> tuple[Places, dict[str, TensorSpec]]:
+        """List everything, and describe it. `packed`: buffers with their names and first bytes in the record."""
+        state = self._state
+        numbers: dict[RecordName, int] = {}
+        parts: dict[str, list[PlacedPart]] = {}
+        forms: dict[str, str] = {}
+
+        def source(home: Home, offset: int) -> Source:
+            name = RecordName(self._tiers.index(home.tier), home.slot.name)
+            return Source(numbers.setdefault(name, len(numbers)), offset)
+
+        def add(key: str, form: str, start: int, stop: int, *sources: Source) -> None:
+            forms[key] = form
+            parts.setdefault(key, []).append(PlacedPart(start, stop, sources))
+
+        specs = {**state.state_specs(state.is_stepped), **state.param_specs()}
+        for layout in state.layouts:
+            home = state.inventory.home(layout.subgroup, "state")
+            joined = layout.masters.needs_params
+            for segment, piece in _pieces(layout):
+                stop = piece.param_start + piece.numel
+                sources = [source(home, offset) for offset in _master_offsets(layout, segment, piece.start)]
+                if joined:
+                    first = segment.unit_start + piece.start - segment.start
+                    params = state.inventory.home(segment.unit, "param")
+                    sources.insert(1, source(params, first * segment.unit.itemsize))
+                add(master_key(piece.param), "joined" if joined else "plain", piece.param_start, stop, *sources)
+                for array in layout.arrays_for(piece) if state.is_stepped(layout, piece) else ():
+                    start, stop = field_range(piece, array.field, state.rule.elementwise)
+                    first = piece.start // array.field.block_numel if array.piece is None else 0
+                    marked = joined and array.field.name == state.rule.unsigned_field
+                    at = source(home, array.offset + first * array.field.dtype.itemsize)
+                    add(f"{array.field.name}/{piece.param.name}", "magnitude" if marked else "plain", start, stop, at)
+        held = {segment.unit.index for layout in state.layouts for segment in layout.subgroup.segments}
+        for unit in state.units:
+            for entry in state.unmastered(unit):
+                key = param_key(entry.param)
+                durable = self._copies.get(unit.index)
+                if durable is None and (unit.index not in held or self._joins(unit)):
+                    durable = state.inventory.home(unit, "param")
+                if durable is not None:
+                    add(key, "plain", 0, entry.param.numel, source(durable, entry.start * unit.itemsize))
+                    continue
+                for layout, segment, low, high in self._overlaps(unit, entry):
+                    (offset, *_) = _master_offsets(layout, segment, segment.start + low - segment.unit_start)
+                    home = state.inventory.home(layout.subgroup, "state")
+                    add(key, "rounded", low - entry.start, high - entry.start, source(home, offset))
+        for name, buffer, offset in packed:
+            key = f"buffer/{name}"
+            specs[key] = TensorSpec(dtype=buffer.dtype, shape=tuple(buffer.shape))
+            assert self._buffers is not None, "buffers are planned with a record"
+            add(key, "plain", 0, buffer.numel(), source(self._buffers, offset))
+        places = {key: Place(form=forms[key], parts=tuple(sorted(parts[key]))) for key in forms}
+        return Places(records=list(numbers), places=places), {key: specs[key] for key in places}
+
+    def _joins(self, unit: Unit) -> bool:
+        return any(
+            layout.masters.needs_params
+            for layout in self._state.layouts
+            for segment in layout.subgroup.segments
+            if segment.unit.index == unit.index
+        )
+
+    def _overlaps(self, unit: Unit, entry: FlatEntry) -> Iterator[tuple[StateLayout, Segment, int, int]]:
+        """Yield the parts of sub-groups in which an entry lies: elements [low, high) of the unit's flat."""
+        for layout in self._state.layouts:
+            for segment in layout.subgroup.segments:
+                low = max(entry.start, segment.unit_start)
+                high = min(entry.stop, segment.unit_start + segment.numel)
+                if segment.unit.index == unit.index and low < high:
+                    yield layout, segment, low, high
+
+
+def _pieces(layout: StateLayout) -> Iterator[tuple[Segment, ParamPiece]]:
+    for segment in layout.subgroup.segments:
+        for piece in segment.pieces:
+            yield segment, piece
+
+
+def _master_offsets(layout: StateLayout, segment: Segment, start: int) -> list[int]:
+    """Bytes in the slot before element `start` of the sub-group, which the segment has, in each array of masters."""
+    return [first + (start - segment.start) * dtype.itemsize for first, _, dtype in layout.master_spans(segment)]
+
+
+def pack(buffers: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor, int]]:
+    """Lay buffers one after another in their record: each with its first byte."""
+    position = 0
+    for name, buffer in buffers:
+        if not buffer.numel():
+            continue
+        yield name, buffer, position
+        position = align_up(position + buffer.numel() * buffer.dtype.itemsize, PARAM_ALIGNMENT_NBYTES)

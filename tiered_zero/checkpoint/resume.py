@@ -1,0 +1,224 @@
+"""What `tiered_zero.checkpoint.resume` names: found, and where it is an in-place commit of the same layout, adopted.
+
+Adopted is what the run before has left: its directory and its records, without a copy. Everything else is loaded into
+the homes of a new run, as by `load_checkpoint`, and what it was read from stays as it is.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+import torch
+
+from tiered_zero.checkpoint.commit import fingerprint
+from tiered_zero.checkpoint.committed import CommittedState
+from tiered_zero.checkpoint.copies import DurableCopies
+from tiered_zero.checkpoint.directory import find_tag, read_latest, tag_path
+from tiered_zero.checkpoint.manifest import MANIFEST_NAME, MOST_NBYTES, TagManifest
+from tiered_zero.checkpoint.places import pack
+from tiered_zero.checkpoint.portable import RunState
+from tiered_zero.checkpoint.storage import FileReader
+from tiered_zero.checkpoint.store_reader import StoreReader
+from tiered_zero.config.schema import Config
+from tiered_zero.errors import StoreError
+from tiered_zero.layout.flat import Unit
+from tiered_zero.optim.state_layout import StateLayout
+from tiered_zero.plan.placement import CommitLists
+from tiered_zero.plan.planner import Plan
+from tiered_zero.sizes import format_nbytes
+from tiered_zero.store.descriptors import error_text, opened_directory, read_file
+from tiered_zero.store.manifest import load as load_manifests
+from tiered_zero.store.owner import OWNER_NAME
+from tiered_zero.tiers.rack import nvme_needs
+from tiered_zero.tiers.slots import read_slot
+from tiered_zero.tiers.tier import Slot
+from tiered_zero.update.masters import Masters
+
+logger = logging.getLogger("tiered_zero")
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """A checkpoint. `path`: of the tag, or of the swap directory itself; `swap`: the first directory of the store where
+    it is an in-place commit. `lines`: what has to be said of it."""
+
+    path: Path
+    swap: Path | None = None
+    lines: tuple[str, ...] = ()
+
+
+def find_checkpoint(directory: str | os.PathLike[str], tag: str | None = None) -> Found:
+    """Find what `directory` names: the swap directory of a run, one tag, or a directory of tags, of which `tag` is
+    taken, or the newest.
+
+    An in-place commit holds one step. A pointer that was not renewed after the last commit, because the run was killed
+    between the two, finds that commit, and says so; one that is asked for by its tag does not. Raises StoreError.
+    """
+    path = Path(os.path.abspath(directory))
+    if tag is None and (path / OWNER_NAME).exists():
+        return Found(path=path, swap=path)
+    if tag is None and (path / MANIFEST_NAME).exists():
+        return _follow(path)
+    if tag is None and (latest := _latest_pointer(path)) is not None:
+        return latest
+    info, skipped = find_tag(path, tag)
+    found = _follow(info.path)
+    return Found(path=found.path, swap=found.swap, lines=(*skipped, *found.lines))
+
+
+def open_reader(path: Path) -> FileReader | StoreReader:
+    """Open a tag, or a swap directory, whatever it is. Raises StoreError."""
+    found = find_checkpoint(path)
+    if found.path != path:
+        raise StoreError(f"{path} is not a checkpoint, but a directory of some; name one of them.")
+    return FileReader(path) if found.swap is None else StoreReader(found.swap)
+
+
+def _latest_pointer(path: Path) -> Found | None:
+    """What `latest` names, where that is an in-place commit that is still there, at any step."""
+    try:
+        named = read_latest(path)
+        return None if named is None else _follow(tag_path(path, named), in_place_only=True)
+    except StoreError:
+        return None  # the search for a complete tag says what is wrong
+
+
+def _follow(path: Path, in_place_only: bool = False) -> Found:
+    """A tag, or the swap directory that it points to. Raises StoreError."""
+    try:
+        with opened_directory(path) as fd:
+            data = read_file(MANIFEST_NAME, fd, uid=os.fstat(fd).st_uid, most_nbytes=MOST_NBYTES)
+    except OSError as error:
+        raise StoreError(f"{path} cannot be read: {error_text(error)}.") from error
+    manifest = TagManifest.decode(data, path / MANIFEST_NAME)
+    if manifest.swap is None:
+        if in_place_only:
+            raise StoreError(f"{path} is no in-place commit.")
+        return Found(path=path)
+    first = Path(manifest.swap["paths"][0])
+    committed, _ = load_manifests(first)
+    if committed is None or committed.run_id != manifest.swap["run_id"]:
+        raise StoreError(f"{path} cannot be loaded: its state rested in {first}, which is gone.")
+    lines: tuple[str, ...] = ()
+    if committed.step != manifest.step:
+        lines = (
+            f"{path} was written at step {manifest.step}; its run has committed step {committed.step} in place since: "
+            f"that is loaded, from {first}",
+        )
+    return Found(path=path, swap=first, lines=lines)
+
+
+def durable_slots(
+    commits: CommitLists, layouts: list[StateLayout], *, delayed: bool, buffers_nbytes: int
+) -> list[Slot]:
+    """List the slots of a run that its commits make durable."""
+    slots = [Slot(f"state/{layout.subgroup.index}", layout.nbytes, "state") for layout in layouts]
+    for unit in commits.durable_homes:
+        slots.append(Slot(f"param/{unit.index}", unit.nbytes, "param"))
+        if delayed and unit.trainable:
+            slots.append(Slot(f"param_back/{unit.index}", unit.nbytes, "param_back"))
+    slots += [Slot(f"copy/{unit.index}", unit.nbytes, "commit_copy") for unit in commits.copied]
+    if buffers_nbytes:
+        slots.append(Slot("buffers", buffers_nbytes, "commit_copy"))
+    return slots
+
+
+def run_fingerprint(config: Config, plan: Plan, commits: CommitLists, layouts: list[StateLayout]) -> str:
+    """Hash the layout of a run with in-place commits."""
+    request = plan.request.commits
+    slots = durable_slots(
+        commits, layouts, delayed=plan.delayed, buffers_nbytes=request.buffers_nbytes if request else 0
+    )
+    needs = nvme_needs(config, plan)
+    return fingerprint(layouts, slots, {paths: needs[paths] for paths in committing_paths(config, plan)})
+
+
+def committing_paths(config: Config, plan: Plan) -> list[tuple[str, ...]]:
+    """List the swap paths of the stores that have a part in a commit: that of the state first."""
+    zero = config.zero_optimization
+    paths = [zero.offload_optimizer.nvme_paths]
+    if plan.nbytes("nvme", "commit_param"):
+        paths.append(zero.offload_param.nvme_paths)
+    return list(dict.fromkeys(paths))
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Adoption:
+    """A commit whose run is gone on with. `directories`: swap paths of the config -> directory and step of the store
+    there. `initialized`: sub-groups that have state."""
+
+    found: Found
+    directories: Mapping[tuple[str, ...], tuple[Path, int]]
+    manifest: TagManifest
+    initialized: frozenset[int]
+
+
+def adopt(
+    found: Found, config: Config, plan: Plan, commits: CommitLists | None, layouts: list[StateLayout]
+) -> Adoption | None:
+    """Adopt an in-place commit where this run lays everything out as its run did; None where it has to be loaded, with
+    the reason in the log. Raises StoreError: damaged, or its owner lives."""
+    if found.swap is None:
+        return None
+    with CommittedState.open(found.swap) as committed:
+        paths, reason = committing_paths(config, plan), ""
+        if commits is None:
+            reason = "tiered_zero.checkpoint.in_place is off"
+        elif any(record.name.startswith("param_back/") for record in committed.places.records):
+            reason = "the delayed update had left parameters in their second home"
+        elif committed.layout != run_fingerprint(config, plan, commits, layouts):
+            reason = "this run lays its state out in another way (placement, sub_group_size, state_format or nvme_path)"
+        if reason:
+            needed = format_nbytes(plan.nbytes("nvme"))
+            logger.warning(
+                "%s is loaded, not adopted: %s. It stays as it is, beside the %s that this run takes on nvme; "
+                "`tiered-zero swap gc --committed` removes it.",
+                found.swap,
+                reason,
+                needed,
+            )
+            return None
+        return Adoption(
+            found=found,
+            directories={
+                own: (directories[0], committed.step) for own, directories in zip(paths, committed.paths, strict=True)
+            },
+            manifest=committed.manifest,
+            initialized=frozenset(committed.initialized),
+        )
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class AdoptedValues:
+    """First values of parameters and buffers of a run that was adopted. Driver thread, before the first step."""
+
+    state: RunState
+    masters: Masters
+    copies: DurableCopies
+
+    def flat(self, unit: Unit) -> torch.Tensor:
+        """[P] of the unit's dtype, on the CPU: its masters rounded, or what was kept of it."""
+        held = any(segment.unit.index == unit.index for one in self.state.layouts for segment in one.subgroup.segments)
+        if held and not self.masters.need_params:
+            return self.masters.read(unit).to(unit.dtype)
+        home = self.copies.homes.get(unit.index) or self.state.inventory.home(unit, "param")
+        return read_slot(home, 0, unit.nbytes, self.state.state_staging).view(unit.dtype)
+
+    def restore_buffers(self) -> None:
+        """Copy the buffers' values into the model."""
+        home = self.copies.buffers
+        if home is None:
+            return
+        raw = read_slot(home, 0, home.slot.nbytes, self.state.state_staging)
+        with torch.no_grad():
+            for _, buffer, offset in pack(self.state.named_buffers()):
+                nbytes = buffer.numel() * buffer.dtype.itemsize
+                buffer.copy_(raw[offset : offset + nbytes].clone().view(buffer.dtype).view(buffer.shape))
