@@ -3,7 +3,7 @@
 [Note: In-place commits] A commit is a manifest of the store (store/__init__.py) whose metadata is a checkpoint's
 manifest, with places instead of parts: nothing is copied. Both fit one rule: the truth is the newest committed step of
 the state's store. Where parameters rest in another store that has a part in the commit, both are prepared, the state's
-is confirmed, which decides, then the other; whoever reads takes the other one at the step that was decided. A tag in a
+is confirmed, which decides, then the other; a reader takes the other one at the step that was decided. A tag in a
 save directory is a pointer, written after that: a crash between the two leaves an older tag, through which the newer
 step is found.
 """

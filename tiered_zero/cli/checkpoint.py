@@ -18,7 +18,9 @@ from rich.text import Text
 from tiered_zero.checkpoint.directory import TagInfo, find_tag, list_tags, prune, read_latest, read_manifest, verify
 from tiered_zero.checkpoint.export import export_weights
 from tiered_zero.checkpoint.manifest import MANIFEST_NAME
+from tiered_zero.checkpoint.resume import open_reader
 from tiered_zero.checkpoint.storage import FileReader
+from tiered_zero.checkpoint.store_reader import StoreReader
 from tiered_zero.cli.swap import print_table, printable
 from tiered_zero.errors import StoreError
 from tiered_zero.io.select import select_reader
@@ -175,9 +177,11 @@ def _latest(directory: Path) -> str | None:
         return None
 
 
-def _open_reader(info: TagInfo, stack: ExitStack) -> FileReader:
+def _open_reader(info: TagInfo, stack: ExitStack) -> FileReader | StoreReader:
     if info.kind == "in_place":
-        raise StoreError(f"{info.path} is an in-place commit, whose state rests in its swap directory. Load it there.")
+        reader = open_reader(info.path)
+        stack.callback(reader.close)
+        return reader
     manifest = read_manifest(info.path)
     engine = select_reader(*(info.path / file.name for file in manifest.files)).engine  # one for all reads
     stack.callback(engine.close)

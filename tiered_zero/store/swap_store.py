@@ -149,10 +149,12 @@ class SwapStore:
 
     @property
     def engine(self) -> IOEngine:
+        """What moves the bytes."""
         return self._files.engine
 
     @property
     def run_id(self) -> str:
+        """Of the directories' owner."""
         return self._directory.run_id
 
     @staticmethod
