@@ -71,7 +71,7 @@ def initialize(
     loader = None
     if training_data is not None:
         loader = _training_loader(training_data, collate_fn, settings)
-    engine = build(run_spec, lr_scheduler, collectives)
+    engine = build(run_spec, lr_scheduler, collectives, loader)
     return engine, engine.optimizer, loader, engine.lr_scheduler
 
 

@@ -16,6 +16,7 @@ from tiered_zero.checkpoint.driver import DriverState
 from tiered_zero.checkpoint.portable import RunState
 from tiered_zero.checkpoint.resume import AdoptedValues, adopt, find_checkpoint, run_fingerprint
 from tiered_zero.config.schema import Config
+from tiered_zero.data import TrainingLoader
 from tiered_zero.engine import Engine, Run
 from tiered_zero.full_values import FullValues
 from tiered_zero.grads.accumulator import GradientStore
@@ -80,15 +81,17 @@ SHUTDOWN = (
 """What ends a run, in this order; a start that fails ends what it has built in the same order."""
 
 
-def build(run_spec: RunSpec, lr_scheduler: Any, collectives: Collectives) -> Engine:
+def build(
+    run_spec: RunSpec, lr_scheduler: Any, collectives: Collectives, loader: TrainingLoader | None = None
+) -> Engine:
     """Allocate what the plan says, give every parameter its home, and join the parts. On failure nothing is left
-    behind.
+    behind. `loader`: the one whose position checkpoints hold.
     """
     with make_missing(_nvme_paths(run_spec.config)):
-        return _build(run_spec, lr_scheduler, collectives)
+        return _build(run_spec, lr_scheduler, collectives, loader)
 
 
-def _build(run_spec: RunSpec, lr_scheduler: Any, collectives: Collectives) -> Engine:
+def _build(run_spec: RunSpec, lr_scheduler: Any, collectives: Collectives, loader: TrainingLoader | None) -> Engine:
     config, plan = run_spec.config, run_spec.plan
     warnings = [
         w
@@ -224,7 +227,12 @@ def _build(run_spec: RunSpec, lr_scheduler: Any, collectives: Collectives) -> En
         resources.add("full values", values.unregister)  # `values` lives as long as `resources` refer to it
         values.register()
         driver = DriverState(
-            counts=step.counts, overflow=step.overflow, policy=policy, optimizer=handle, lr_scheduler=scheduler
+            counts=step.counts,
+            overflow=step.overflow,
+            policy=policy,
+            optimizer=handle,
+            lr_scheduler=scheduler,
+            loader=loader,
         )
         checkpoints = Checkpoints(
             portable,
