@@ -1,7 +1,7 @@
 """Plain torch.distributed.checkpoint over our files: loaded is what was saved, to the bit, however it is cut."""
 
 import math
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from random import Random
@@ -24,13 +24,12 @@ from tests.support.tags import equal_bits, fields, load_tag, plain_load, plain_s
 from tiered_zero.checkpoint import data_files
 from tiered_zero.checkpoint.boxes import Box, boxes
 from tiered_zero.checkpoint.manifest import ITEMSIZES
-from tiered_zero.checkpoint.storage import Extent, FileReader, FileWriter, Piece
+from tiered_zero.checkpoint.storage import FileReader, FileWriter, Piece
 from tiered_zero.checkpoint.tag_writer import TagWriter
 from tiered_zero.errors import InternalError, StoreError
 from tiered_zero.io.select import ENGINES, select_engine
 from tiered_zero.mappings import map_memory
 from tiered_zero.sizes import MIB, PAGE_NBYTES, align_up
-from tiered_zero.transfer import Transfer
 
 SHAPES = [(3, 4), (), (1,), (0, 5), (700, 900), (2, 3, 4, 5), (1_200_000,)]
 
@@ -117,42 +116,32 @@ def test_parts_cut_like_sub_groups_load_in_plain_torch(swap_path: Path) -> None:
     assert len(manifest.tensors["b"].parts) == 1, "neighbours in tensor and file are one part"
 
 
-class ExtentsPlanner(DefaultSavePlanner):
-    """Holds two sub-groups of whole tensors' flat ranges in page-aligned memory; knows dimension orders."""
-
-    def __init__(self, tensors: dict[str, torch.Tensor], orders: dict[str, tuple[int, ...]], split: float) -> None:
-        super().__init__()
-        self.tensors, self.orders, self.split = tensors, orders, split
-        self.transfers: list[Transfer] = []
-
-    def extents(self, plan: SavePlan) -> Generator[Extent, Transfer, None]:
-        for low, high in ((0.0, self.split), (self.split, 1.0)):
+def test_extents_are_written_without_a_copy_and_know_the_order_of_dimensions(swap_path: Path) -> None:
+    """Two sub-groups of flat ranges in page-aligned memory."""
+    tensors = {
+        "last": torch.randn(8, 6, 5, 5).to(memory_format=torch.channels_last),
+        "plain": torch.randn(100, 30),
+    }
+    orders = {"last": (0, 2, 3, 1), "plain": None}
+    with TagWriter.begin(swap_path, "t") as writer:
+        for key, tensor in tensors.items():
+            writer.writer.declare(key, tensor.dtype, tensor.shape, orders[key])
+        writer.writer.write("small", torch.arange(5))
+        for low, high in ((0.0, 0.37), (0.37, 1.0)):
             pieces, chunks, at = [], [], 0
-            for key, tensor in self.tensors.items():
-                flat = tensor.permute(self.orders.get(key, tuple(range(tensor.dim())))).reshape(-1)
+            for key, tensor in tensors.items():
+                flat = tensor.permute(orders[key] or (0, 1)).reshape(-1)
                 start, stop = int(low * flat.numel()), int(high * flat.numel())
                 pieces.append(Piece(key, start, stop, at))
                 chunks.append(flat[start:stop].view(torch.uint8))
                 at += chunks[-1].numel()
             memory = map_memory(align_up(at, PAGE_NBYTES))
             memory[:at] = torch.cat(chunks).numpy().tobytes()
-            self.transfers.append((yield Extent(memory=memoryview(memory), pieces=pieces)))
-
-
-def test_extents_are_written_without_resolve_data_and_know_the_order_of_dimensions(swap_path: Path) -> None:
-    tensors = {
-        "last": torch.randn(8, 6, 5, 5).to(memory_format=torch.channels_last),
-        "plain": torch.randn(100, 30),
-    }
-    planner = ExtentsPlanner(tensors, {"last": (0, 2, 3, 1)}, split=0.37)
-    with TagWriter.begin(swap_path, "t") as writer:
-        plain_save(tensors, writer.writer, planner)
-        for transfer in planner.transfers:
-            transfer.wait()
+            writer.writer.append(memoryview(memory), pieces).transfer.wait()
         manifest = writer.publish(fields(1))
     assert manifest.tensors["last"].order == (0, 2, 3, 1)
     assert [part.start for part in manifest.tensors["plain"].parts] == [0, 1110]
-    assert equal_bits(load_tag(swap_path / "t"), tensors)
+    assert equal_bits(load_tag(swap_path / "t"), {**tensors, "small": torch.arange(5)})
     into = {"last": torch.zeros(8, 6, 5, 5).to(memory_format=torch.channels_last)}
     with FileReader(swap_path / "t") as reader:
         plain_load(into, reader)

@@ -6,10 +6,11 @@ Owner.  One process at a time writes in a save directory (flock). Tensors are ke
     shape, never by rank, tier, stage or sub-group, so that any placement reads what any other has written.
 Never.  No pickle; no tensor as a whole in memory, for all of it moves through fixed buffers.
 
-    boxes.py      a flat range of an array as boxes, which PyTorch's Distributed Checkpoint (DCP) speaks of
-    manifest.py   the manifest of a tag: encode, and decode of what may be hostile
-    tag_writer.py begin, publish and discard a tag
-    directory.py  tags of a save directory: list, find, prune, verify
-    data_files.py bytes of data files, over the I/O engines, with a checksum for each MiB
-    storage.py    DCP's StorageWriter and StorageReader over these
+    boxes.py           a flat range of an array as boxes, which PyTorch's Distributed Checkpoint (DCP) speaks of
+    manifest.py        the manifest of a tag: encode, and decode of what may be hostile
+    data_files.py      bytes of data files, over the I/O engines, with a checksum for each MiB
+    file_writer.py     file_reader.py    tensors.py    DCP's StorageWriter and StorageReader over these; storage.py
+    save_directory.py  the lock of a save directory, and names that change durably or not at all
+    tag_writer.py      begin, publish and discard a tag
+    directory.py       tags of a save directory: list, find, prune, verify
 """

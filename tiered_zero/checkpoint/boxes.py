@@ -80,3 +80,18 @@ def flat_runs(shape: Sequence[int], box: Box) -> list[tuple[int, int]]:
         start = flat_start(shape, [*offsets, *box.offsets[num_outer:]])
         runs.append((start, start + run_numel))
     return runs
+
+
+def permuted(values: Sequence[int], order: Sequence[int] | None) -> tuple[int, ...]:
+    """`values` of the dimensions in memory order."""
+    return tuple(values) if order is None else tuple(values[dimension] for dimension in order)
+
+
+def unpermuted(values: Sequence[int], order: Sequence[int] | None) -> tuple[int, ...]:
+    """`values` in memory order -> of the tensor's dimensions."""
+    if order is None:
+        return tuple(values)
+    found = [0] * len(order)
+    for value, dimension in zip(values, order, strict=True):
+        found[dimension] = value
+    return tuple(found)

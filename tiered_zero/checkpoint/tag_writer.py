@@ -10,9 +10,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, final
 
+from tiered_zero.checkpoint.file_writer import FileWriter
 from tiered_zero.checkpoint.manifest import MANIFEST_NAME, TagManifest
 from tiered_zero.checkpoint.save_directory import SaveDirectory, check_tag, write_durably
-from tiered_zero.checkpoint.storage import FileWriter
 from tiered_zero.errors import ConfigError, StoreError, TransferError
 from tiered_zero.io.disk_file import free_text
 from tiered_zero.io.engine import IOEngine

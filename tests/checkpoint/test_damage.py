@@ -1,0 +1,170 @@
+"""A tag whose bytes were changed, cut or swapped is one clear error: no other exception, and little memory."""
+
+import json
+import os
+import resource
+import shutil
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from tests.fakes.sync_io import SyncEngine
+from tests.support.tags import Tensors, equal_bits, fields, load_tag, plain_load, save_tag
+from tiered_zero.checkpoint import data_files, manifest
+from tiered_zero.checkpoint.data_files import BUFFER_NBYTES, NUM_BUFFERS
+from tiered_zero.checkpoint.directory import find_tag, list_tags, verify
+from tiered_zero.checkpoint.manifest import MANIFEST_NAME
+from tiered_zero.checkpoint.storage import FileReader
+from tiered_zero.checkpoint.tag_writer import TagWriter
+from tiered_zero.errors import CorruptionError, StoreError
+from tiered_zero.mappings import map_memory
+from tiered_zero.sizes import MIB, PAGE_NBYTES
+from tiered_zero.store.checked_json import encode_checked
+
+TENSORS = {
+    "master/a": torch.arange(2 * MIB // 4 + 100, dtype=torch.float32),
+    "exp_avg/a": torch.arange(700, dtype=torch.float32).view(7, 100),
+    "buffer/b": torch.tensor([True, False, True]),
+}
+DATA = "data-00000-00000.bin"
+
+
+@pytest.fixture
+def tag(tmp_path: Path) -> Path:
+    save_tag(tmp_path, "a", TENSORS, 1, SyncEngine())
+    return tmp_path / "a"
+
+
+def check(tag: Path, expected: Tensors = TENSORS) -> bool:
+    """Whether the tag loads, to the bits that were saved; otherwise it is refused with our error."""
+    try:
+        loaded = load_tag(tag, SyncEngine())
+    except StoreError as error:
+        assert str(tag) in str(error) and len(str(error)) < 1500
+        return False
+    assert equal_bits(loaded, expected)
+    return True
+
+
+def flip(path: Path, place: int, bit: int) -> None:
+    with open(path, "r+b") as file:
+        file.seek(place)
+        byte = file.read(1)[0]
+        file.seek(place)
+        file.write(bytes([byte ^ (1 << bit)]))
+
+
+def test_no_flipped_bit_of_the_data_passes(tag: Path) -> None:
+    random = Random(0)
+    size = (tag / DATA).stat().st_size
+    corners = [0, MIB - 1, MIB, 2 * MIB + 399, 2 * MIB + 400, size - 1]
+    for place in [*corners, *(random.randrange(size) for _ in range(60))]:
+        bit = random.randrange(8)
+        flip(tag / DATA, place, bit)
+        with pytest.raises(CorruptionError, match="are not those written"):
+            load_tag(tag, SyncEngine())
+        flip(tag / DATA, place, bit)
+    assert check(tag)
+
+
+def test_no_flipped_bit_of_the_manifest_passes(tag: Path) -> None:
+    random = Random(1)
+    size = (tag / MANIFEST_NAME).stat().st_size
+    num_refused = 0
+    for _ in range(300):
+        place, bit = random.randrange(size), random.randrange(8)
+        flip(tag / MANIFEST_NAME, place, bit)
+        num_refused += not check(tag)
+        flip(tag / MANIFEST_NAME, place, bit)
+    assert num_refused > 290, "only what means nothing (the last line's end, spaces) may change"
+
+
+@pytest.mark.parametrize("name", [DATA, MANIFEST_NAME])
+def test_no_cut_file_passes(tag: Path, name: str) -> None:
+    whole = (tag / name).read_bytes()
+    random = Random(2)
+    lengths = {0, 1, len(whole) - 2, len(whole) - PAGE_NBYTES, *(random.randrange(len(whole) - 1) for _ in range(40))}
+    for length in sorted(length for length in lengths if length >= 0):
+        (tag / name).write_bytes(whole[:length])
+        assert not check(tag)
+        assert verify(tag) != [] and not list_tags(tag.parent)[0].complete
+
+
+def test_exchanged_files_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data_files, "_MOST_FILE_NBYTES", PAGE_NBYTES)
+    tensors = {f"t{index}": torch.full((BUFFER_NBYTES // 4,), float(index)) for index in range(2)}
+    save_tag(tmp_path, "a", tensors, 1, SyncEngine())
+    names = sorted(path.name for path in (tmp_path / "a").glob("*.bin"))
+    assert len(names) == 2
+    os.rename(tmp_path / "a" / names[0], tmp_path / "aside")
+    os.rename(tmp_path / "a" / names[1], tmp_path / "a" / names[0])
+    os.rename(tmp_path / "aside", tmp_path / "a" / names[1])
+    assert not check(tmp_path / "a", tensors)
+
+
+def test_hostile_manifests_beside_real_files(tag: Path) -> None:
+    """Manifests with right checksums of their own, whose tensors and files are not those on the disk."""
+    body: dict[str, Any] = json.loads((tag / MANIFEST_NAME).read_bytes().partition(b"\n")[2])
+    file = body["files"][0]
+    huge = 1 << 45
+    for changes in (
+        {"files": [{**file, "name": "data-00000-00009.bin"}]},
+        {"files": [{**file, "nbytes": file["nbytes"] + PAGE_NBYTES}]},
+        {"files": [{**file, "nbytes": huge, "digests": []}]},
+        {"files": [{**file, "digests": [digest ^ 1 for digest in file["digests"]]}]},
+        {"files": [*body["files"], {**file, "name": "x"}]},
+        {"tensors": {**body["tensors"], "x": {"dtype": "float32", "shape": [huge], "order": None, "parts": []}}},
+        {"tensors": {"x": {"dtype": "int8", "shape": [huge], "order": None, "parts": [[0, huge, 0, 0]]}}},
+        {"files": []},
+    ):
+        (tag / MANIFEST_NAME).write_bytes(encode_checked(manifest.FORMAT, manifest.VERSION, body | changes))
+        assert not check(tag)
+        assert not list_tags(tag.parent)[0].complete or verify(tag) != []
+    with pytest.raises(StoreError):
+        find_tag(tag.parent)
+
+
+def test_a_manifest_that_is_large_without_data_is_not_read(tag: Path) -> None:
+    """What is decoded takes many times the bytes of its text."""
+    before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    body = b"[" + b"[]," * (30 * MIB) + b"[]]"
+    (tag / MANIFEST_NAME).write_bytes(body)
+    del body
+    after_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert not check(tag)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - max(before_kib, after_kib) < 64 * 1024
+
+
+def test_nothing_is_copied_from_a_damaged_chunk(tag: Path) -> None:
+    flip(tag / DATA, MIB + 5, 0)
+    into = {"master/a": torch.full_like(TENSORS["master/a"], -1.0)}
+    with FileReader(tag) as reader, pytest.raises(CorruptionError):
+        plain_load(into, reader)
+    damaged = into["master/a"][MIB // 4 : 2 * MIB // 4]
+    assert damaged.eq(-1.0).all()
+
+
+def test_a_tag_may_be_copied_and_renamed(tag: Path) -> None:
+    shutil.copytree(tag, tag.parent / "elsewhere" / "best")
+    assert check(tag.parent / "elsewhere" / "best")
+    assert find_tag(tag.parent / "elsewhere")[0].tag == "best"
+
+
+def test_bytes_that_change_while_they_are_written_are_noticed_when_read(tmp_path: Path) -> None:
+    """The checksum and the file may then be of different bytes: a caller that does not keep memory as it is."""
+    memory = map_memory(MIB)
+    with TagWriter.begin(tmp_path, "a", engine=(engine := SyncEngine(held=[]))) as writer:
+        writer.writer.declare("x", torch.uint8, (MIB,))
+        appended = writer.writer.append(memoryview(memory), [])
+        while not writer.writer._data._transfers[0]._parts[1].done():  # type: ignore[attr-defined]
+            pass
+        memory[5] = 1
+        engine.release()
+        appended.transfer.wait()
+        writer.writer._parts["x"].append(manifest.Part(0, MIB, 0, 0))
+        writer.publish(fields(1))
+    assert len(verify(tmp_path / "a")) == 1
+    assert NUM_BUFFERS * BUFFER_NBYTES == 16 * MIB
