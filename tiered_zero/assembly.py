@@ -273,6 +273,7 @@ def _build(run_spec: RunSpec, lr_scheduler: Any, collectives: Collectives, loade
 def _place_homes(run_spec: RunSpec, tiers: TierRack) -> Inventory:
     """Reserve a slot for each unit and each sub-group, on the tiers that the plan says."""
     plan, inventory = run_spec.plan, Inventory()
+    stepped = {segment.unit.index for layout in run_spec.layouts for segment in layout.subgroup.segments}
     commits = run_spec.commits
     durable = set() if commits is None else {unit.index for unit in commits.durable_homes}
     for unit in run_spec.units:
@@ -281,7 +282,7 @@ def _place_homes(run_spec: RunSpec, tiers: TierRack) -> Inventory:
             slot = tier.reserve(f"param/{unit.index}", unit.nbytes, "param", committed=unit.index in durable)
             inventory.place(unit, "param", Home(tier, slot))
         back = tiers.for_params(back_tier(plan.tiers.params[unit.index]))
-        if plan.delayed and unit.trainable and back is not None:
+        if plan.delayed and unit.index in stepped and back is not None:
             kind = "param_back"
             slot = back.reserve(f"{kind}/{unit.index}", unit.nbytes, kind, committed=unit.index in durable)
             inventory.place(unit, kind, Home(back, slot))

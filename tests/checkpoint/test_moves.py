@@ -242,11 +242,14 @@ def test_parameters_in_no_group_come_along(
     with tiered(build(0), swap_path, placement, some, runtime=runtime, **BF16) as engine:
         train(engine, 0, 2)
         engine.save_checkpoint(tmp_path)
-        train(engine, 2, 4)
+        train(engine, 2, 5)
         expected = engine.module.state_dict()
+        assert torch.equal(expected["norm.weight"], torch.ones(32, dtype=torch.bfloat16)), "it is never stepped"
     with tiered(build(1), swap_path, placement, some, runtime=runtime, **BF16) as engine:
+        with tiered_zero.gathered(engine.module.norm.weight, modify=True), torch.no_grad():
+            engine.module.norm.weight.fill_(3.0)
         engine.load_checkpoint(tmp_path)
-        train(engine, 2, 4)
+        train(engine, 2, 5)
         assert_same(expected, engine.module.state_dict())
 
 

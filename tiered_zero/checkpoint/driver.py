@@ -144,7 +144,7 @@ class DriverState:
                     "load_module_only=True."
                 )
             return
-        if parts.optimizer_states or parts.lr_scheduler_states:
+        if parts.optimizer_states or (parts.lr_scheduler_states and self.lr_scheduler is not None):
             _check_options(optimizer, state["groups"])
         if parts.lr_scheduler_states and self.lr_scheduler is not None:
             with _kept_groups(optimizer):

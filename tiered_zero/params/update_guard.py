@@ -72,18 +72,17 @@ class UpdateGuard:
     def begin_back_update(self) -> None:
         """Note the swap that ends a delayed update, which writes the "param_back" homes while compute reads the "param"
         homes."""
-        home, units = self._inventory.home, [paged.unit for paged in self._units if not paged.is_resident]
-        trainable = [unit for unit in units if unit.trainable]
-        self._swapped = {(unit, "param"): home(unit, "param_back") for unit in trainable}
-        self._swapped |= {(unit, "param_back"): home(unit, "param") for unit in trainable}
+        find, units = self._inventory.find, [paged.unit for paged in self._units if not paged.is_resident]
+        homes = [(unit, back, find(unit, "param")) for unit in units if (back := find(unit, "param_back")) is not None]
+        self._swapped = {(unit, "param"): back for unit, back, _ in homes}
+        self._swapped |= {(unit, "param_back"): home for unit, _, home in homes if home is not None}
 
     def swap_param_buffers(self) -> None:
         """Swap the two homes of each unit; of one that lives on the device the back home is copied there. Where this
         is interrupted it is called again."""
         self.invalidate()
         for paged in self._units:
-            if paged.is_resident and paged.unit.trainable:
-                back = self._inventory.home(paged.unit, "param_back")
+            if paged.is_resident and (back := self._inventory.find(paged.unit, "param_back")) is not None:
                 back.tier.fetch(back.slot, paged.storage.flat).wait()
         self._inventory.move(self._swapped)
         self.end_update()

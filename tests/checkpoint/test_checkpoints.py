@@ -1,0 +1,452 @@
+"""What a save and a load promise besides bits: nothing changes where something is refused, a save that fails costs
+nothing, and what is left out starts anew."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tiered_zero
+from tests.support.inspection import differences, everything, ledger, stepper
+from tests.support.models import ParityGPT, batch
+from tests.support.trainers import tiered
+from tiered_zero.checkpoint import checkpoints, data_files
+from tiered_zero.checkpoint.directory import list_tags, read_manifest
+from tiered_zero.errors import CorruptionError, EngineFailedError, ModelError, StoreError, TransferError
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+BF16 = {"bf16": {"enabled": True}}
+PLACEMENTS = [("none", "none"), ("cpu", "cpu"), ("nvme", "nvme")]
+SOME = [("cpu", "cpu"), ("nvme", "nvme")]
+
+
+def build(seed: int) -> ParityGPT:
+    torch.manual_seed(seed)
+    return ParityGPT(num_blocks=1)
+
+
+def make(
+    swap_path: Path, placement: tuple[str, str] = ("cpu", "cpu"), seed: int = 0, **more: Any
+) -> tiered_zero.Engine:
+    return tiered(build(seed), swap_path, placement, **{**BF16, **more})
+
+
+def train(engine: tiered_zero.Engine, first: int, stop: int) -> None:
+    for number in range(first, stop):
+        engine.backward(engine(*batch(number)))
+        engine.step()
+
+
+@pytest.fixture
+def saved(swap_path: Path, tmp_path: Path) -> dict[str, Any]:
+    """Two steps, in tmp_path / "saved"; everything that they have made."""
+    with make(swap_path) as engine:
+        train(engine, 0, 2)
+        engine.save_checkpoint(tmp_path / "saved")
+        return everything(engine)
+
+
+# -- what to load ------------------------------------------------------------------------------------------------------
+
+
+def test_where_nothing_is_nothing_is_loaded(swap_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with make(swap_path) as engine:
+        for path in (tmp_path, tmp_path / "missing"):
+            caplog.clear()
+            assert engine.load_checkpoint(path) == (None, {})
+            assert "there is no checkpoint in" in caplog.text
+            with pytest.raises(StoreError):
+                engine.load_checkpoint(path, tag="global_step2")
+
+
+def test_names_of_tags(swap_path: Path, tmp_path: Path) -> None:
+    with make(swap_path) as engine:
+        engine.save_checkpoint(tmp_path)
+        train(engine, 0, 1)
+        engine.save_checkpoint(tmp_path, tag="mine", save_latest=False)
+        engine.flush()
+        assert (tmp_path / "latest").read_text() == "global_step0"
+        assert [(info.tag, info.step) for info in list_tags(tmp_path)] == [("global_step0", 0), ("mine", 1)]
+        assert engine.load_checkpoint(tmp_path)[0] == str(tmp_path / "global_step0")
+        assert engine.global_steps == 0
+        assert engine.load_checkpoint(tmp_path, tag="mine")[0] == str(tmp_path / "mine")
+        assert engine.global_steps == 1
+
+
+def test_a_checkpoint_is_of_a_moment_between_steps(swap_path: Path, tmp_path: Path) -> None:
+    with tiered(build(0), swap_path, ("cpu", "cpu"), accumulation=2, **BF16) as engine:
+        for act in (engine.save_checkpoint, engine.load_checkpoint):
+            engine.backward(engine(*batch(0)))
+            with pytest.raises(ModelError, match=r"between two steps.*gradients"):
+                act(tmp_path)
+            engine.step()
+            with pytest.raises(ModelError, match=r"between two steps.*accumulation"):
+                act(tmp_path)
+            engine.backward(engine(*batch(1)))
+            engine.step()
+        assert list(tmp_path.iterdir()) == [swap_path] or list(tmp_path.iterdir()) == []
+        assert engine.save_checkpoint(tmp_path)
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+def refuse(engine: tiered_zero.Engine, path: Path, kind: type[Exception], message: str, **options: Any) -> None:
+    """A load raises, and changes nothing."""
+    before, state = everything(engine), torch.get_rng_state()
+    with pytest.raises(kind, match=message):
+        engine.load_checkpoint(path, **options)
+    assert differences(before, everything(engine)) == []
+    assert torch.equal(state, torch.get_rng_state())
+    train(engine, 0, 1)
+
+
+def test_another_model_is_refused(saved: dict[str, Any], swap_path: Path, tmp_path: Path) -> None:
+    with tiered(ParityGPT(num_blocks=2), swap_path, **BF16) as engine:
+        refuse(engine, tmp_path / "saved", ModelError, "missing: blocks.1.norm.weight")
+    larger = build(1)
+    larger.never_used = nn.Parameter(torch.zeros(5, 8))
+    larger.register_buffer("more", torch.zeros(3))
+    with tiered(larger, swap_path, **BF16) as engine:
+        refuse(engine, tmp_path / "saved", ModelError, "missing: more")
+        refuse(engine, tmp_path / "saved", ModelError, r"shape \(5, 8\).*has \(5, 7\)", load_module_strict=False)
+
+
+def test_another_optimizer_is_refused(saved: dict[str, Any], swap_path: Path, tmp_path: Path) -> None:
+    def sgd(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+
+    def amsgrad(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], amsgrad=True)
+
+    with tiered(build(1), swap_path, ("cpu", "cpu"), sgd, **BF16) as engine:
+        refuse(engine, tmp_path / "saved", ModelError, "state of SGD; it is that of AdamW")
+        engine.load_checkpoint(tmp_path / "saved", load_module_only=True)
+    with tiered(build(1), swap_path, ("cpu", "cpu"), amsgrad, **BF16) as engine:
+        refuse(engine, tmp_path / "saved", ModelError, "max_exp_avg_sq.*options that it was saved with")
+
+
+def test_weights_in_use_are_not_replaced(saved: dict[str, Any], swap_path: Path, tmp_path: Path) -> None:
+    with make(swap_path) as engine:
+        before = everything(engine)
+        with (
+            tiered_zero.gathered(engine.module.tokens.weight),
+            pytest.raises(ModelError, match=r"in use by tiered_zero.gathered"),
+        ):
+            engine.load_checkpoint(tmp_path / "saved")
+        assert differences(before, everything(engine)) == []
+        engine.load_checkpoint(tmp_path / "saved")
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS, ids="-".join)
+def test_damage_ends_the_engines_use(
+    saved: dict[str, Any], placement: tuple[str, str], swap_path: Path, tmp_path: Path
+) -> None:
+    """Weights may be partly new: nothing goes on with them."""
+    data = max((tmp_path / "saved" / "global_step2").glob("data*"), key=lambda path: path.stat().st_size)
+    flip(data, data.stat().st_size // 2)
+    with make(swap_path, placement) as engine:
+        with pytest.raises(CorruptionError):
+            engine.load_checkpoint(tmp_path / "saved")
+        with pytest.raises(EngineFailedError, match=r"loading .* ended in its middle"):
+            engine(*batch(0))
+        with pytest.raises(EngineFailedError):
+            engine.save_checkpoint(tmp_path / "other")
+
+
+def test_a_damaged_manifest_changes_nothing(saved: dict[str, Any], swap_path: Path, tmp_path: Path) -> None:
+    flip(tmp_path / "saved" / "global_step2" / "manifest.json", 500)
+    with make(swap_path) as engine:
+        refuse(engine, tmp_path / "saved", StoreError, "manifest", tag="global_step2")
+
+
+# -- parts -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("runtime", [{}, {"state_format": "bf16_remainder"}], ids=["fp32", "remainder"])
+@pytest.mark.parametrize("placement", PLACEMENTS, ids="-".join)
+def test_what_is_missing_keeps_its_value(
+    placement: tuple[str, str], runtime: dict[str, Any], swap_path: Path, tmp_path: Path
+) -> None:
+    with make(swap_path, placement, runtime=runtime) as engine:
+        train(engine, 0, 2)
+        engine.save_checkpoint(tmp_path, exclude_frozen_parameters=True)
+        saved = {name: value.clone() for name, value in engine.module.state_dict().items()}
+        masters = {name: engine.peek(name) for name, _ in engine.module.named_parameters()}
+    more = build(1)
+    more.blocks.append(build(2).blocks[0])
+    with tiered(more, swap_path, placement, runtime=runtime, **BF16) as engine:
+        train(engine, 2, 3)
+        before = {name: value.clone() for name, value in engine.module.state_dict().items()}
+        own = {name: engine.peek(name) for name, _ in engine.module.named_parameters()}
+        with pytest.raises(ModelError, match="exclude_frozen_parameters"):
+            engine.load_checkpoint(tmp_path)
+        engine.load_checkpoint(tmp_path, load_module_strict=False, load_optimizer_states=False)
+        after = engine.module.state_dict()
+        for name, value in after.items():
+            kept = name.startswith("blocks.1.") or name in ("scale", "codes")
+            assert torch.equal(value, before[name] if kept else saved[name]), name
+        for name, master in own.items():
+            if master is not None:
+                found, expected = engine.peek(name), master if name.startswith("blocks.1.") else masters[name]
+                assert found is not None
+                assert expected is not None
+                assert torch.equal(found, expected), name
+        train(engine, 3, 4)
+
+
+def test_frozen_parameters_can_be_left_out(swap_path: Path, tmp_path: Path) -> None:
+    model = build(0)
+    for param in model.blocks.parameters():
+        param.requires_grad_(False)
+    with tiered(model, swap_path, ("cpu", "cpu"), **BF16) as engine:
+        train(engine, 0, 1)
+        engine.save_checkpoint(tmp_path, tag="all")
+        engine.save_checkpoint(tmp_path, tag="part", exclude_frozen_parameters=True)
+        engine.flush()
+    keys = {tag: set(read_manifest(tmp_path / tag).tensors) for tag in ("all", "part")}
+    left_out = {f"param/{name}" for name, param in model.named_parameters() if not param.requires_grad}
+    assert keys["all"] - keys["part"] == left_out
+    assert {"param/scale", "param/codes", "param/blocks.0.out.weight"} < left_out
+    trainable = {name for name, param in model.named_parameters() if param.requires_grad}
+    assert {key.partition("/")[2] for key in keys["part"] if key.startswith("master/")} == trainable
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS, ids="-".join)
+def test_weights_alone_refresh_the_masters(placement: tuple[str, str], swap_path: Path, tmp_path: Path) -> None:
+    """A step from loaded weights is the step of a run that began with them."""
+    with tiered(build(0), swap_path, placement) as engine:
+        train(engine, 0, 2)
+        engine.save_checkpoint(tmp_path)
+        weights = {name: value.clone() for name, value in engine.module.state_dict().items()}
+    begun = build(1)
+    begun.load_state_dict(weights)
+    with tiered(begun, swap_path, placement) as engine:
+        train(engine, 7, 9)
+        expected = everything(engine)
+    with tiered(build(2), swap_path, placement) as engine:
+        train(engine, 4, 5)
+        state = torch.get_rng_state()
+        path, client_state = engine.load_checkpoint(tmp_path, load_module_only=True)
+        assert (path, client_state) == (str(tmp_path / "global_step2"), {})
+        assert engine.global_steps == 1
+        assert torch.equal(state, torch.get_rng_state())
+        assert len(engine.optimizer.state) == 0
+        train(engine, 7, 9)
+        assert differences(expected, everything(engine)) == []
+
+
+def test_optimizer_state_can_start_anew(saved: dict[str, Any], swap_path: Path, tmp_path: Path) -> None:
+    with make(swap_path, seed=1) as engine:
+        train(engine, 0, 1)
+        engine.load_checkpoint(tmp_path / "saved", load_optimizer_states=False)
+        assert engine.global_steps == 2
+        assert len(engine.optimizer.state) == 0
+        assert all(torch.equal(value, saved[name]) for name, value in engine.module.state_dict().items())
+        train(engine, 2, 3)
+
+
+def test_what_was_frozen_can_train(swap_path: Path, tmp_path: Path) -> None:
+    model = build(0)
+    for param in model.blocks.parameters():
+        param.requires_grad_(False)
+    with tiered(model, swap_path, ("cpu", "cpu"), **BF16) as engine:
+        train(engine, 0, 2)
+        engine.save_checkpoint(tmp_path)
+        saved = {name: value.clone() for name, value in engine.module.state_dict().items()}
+    with make(swap_path, ("nvme", "nvme"), seed=1) as engine:
+        with pytest.raises(ModelError, match="param groups"):
+            engine.load_checkpoint(tmp_path)
+        engine.load_checkpoint(tmp_path, load_module_only=True)
+        assert all(torch.equal(value, saved[name]) for name, value in engine.module.state_dict().items())
+        assert torch.equal(engine.peek("blocks.0.out.weight"), saved["blocks.0.out.weight"].float())
+        train(engine, 2, 3)
+
+
+def test_what_the_device_has_cached_is_dropped(swap_path: Path, tmp_path: Path) -> None:
+    """Frozen units too, which no update invalidates."""
+
+    def loss(engine: tiered_zero.Engine) -> float:
+        with torch.no_grad():
+            return engine(*batch(0)).item()
+
+    with make(swap_path) as engine:
+        expected = loss(engine)
+        engine.save_checkpoint(tmp_path)
+    with make(swap_path, seed=1) as engine:
+        assert loss(engine) != expected
+        engine.load_checkpoint(tmp_path)
+        assert loss(engine) == expected
+
+
+# -- saves that fail, and saves under way ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Make the n-th write of a save fail from now on; 0: none."""
+    append = data_files.DataWriter.append
+    countdown = [0]
+
+    def fail(self: data_files.DataWriter, memory: memoryview) -> Any:
+        countdown[0] -= 1
+        if countdown[0] == 0:
+            raise TransferError("the disk is full, says the test")
+        return append(self, memory)
+
+    monkeypatch.setattr(data_files.DataWriter, "append", fail)
+
+    def set_countdown(number: int) -> None:
+        countdown[0] = number
+
+    return set_countdown
+
+
+@pytest.mark.parametrize("nth", [1, 3, 6])
+@pytest.mark.parametrize("update", ["barrier", "overlapped"])
+@pytest.mark.parametrize("placement", SOME, ids="-".join)
+def test_a_save_that_fails_costs_nothing(
+    placement: tuple[str, str],
+    update: str,
+    nth: int,
+    failing: Callable[[int], None],
+    swap_path: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    runtime = {"update": update}
+    with make(swap_path, placement, runtime=runtime) as engine:
+        train(engine, 0, 4)
+        expected = everything(engine)
+    with make(swap_path, placement, runtime=runtime) as engine:
+        train(engine, 0, 1)
+        engine.save_checkpoint(tmp_path, tag="good")
+        engine.flush()
+        train(engine, 1, 2)
+        failing(nth)
+        with pytest.raises(TransferError, match="says the test"):
+            engine.save_checkpoint(tmp_path, tag="bad")
+            engine.flush()
+        assert "checkpoint bad was not written, and training goes on" in caplog.text
+        engine.flush()
+        assert [(info.tag, info.complete) for info in list_tags(tmp_path)] == [("good", True)]
+        train(engine, 2, 3)
+        engine.save_checkpoint(tmp_path, tag="bad")
+        train(engine, 3, 4)
+        assert differences(expected, everything(engine)) == []
+        engine.load_checkpoint(tmp_path, tag="good")
+        train(engine, 1, 4)
+        assert differences(expected, everything(engine)) == []
+
+
+def test_close_raises_what_no_call_has_raised(failing: Callable[[int], None], swap_path: Path, tmp_path: Path) -> None:
+    engine = make(swap_path, ("nvme", "nvme"), runtime={"update": "overlapped"})
+    train(engine, 0, 1)
+    failing(2)
+    engine.save_checkpoint(tmp_path)
+    with pytest.raises(TransferError, match="says the test"):
+        engine.close()
+    engine.close()
+    assert [ledger(engine).now(tier) for tier in ("device", "host", "nvme")] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("placement", SOME, ids="-".join)
+def test_close_finishes_the_save_and_its_update(placement: tuple[str, str], swap_path: Path, tmp_path: Path) -> None:
+    """The end of a run skips updates of which nothing is left; a save needs all of them."""
+    with make(swap_path, placement) as engine:
+        train(engine, 0, 2)
+        expected = everything(engine)
+    engine = make(swap_path, placement)
+    train(engine, 0, 2)
+    engine.save_checkpoint(tmp_path)
+    engine.close()
+    with make(swap_path, placement, seed=1) as engine:
+        engine.load_checkpoint(tmp_path)
+        assert differences(expected, everything(engine)) == []
+
+
+@pytest.mark.parametrize("placement", SOME, ids="-".join)
+def test_a_save_does_not_wait(
+    placement: tuple[str, str], swap_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is behind the update on the update's lane: the next forward and backward run beside it."""
+    gate, save = threading.Event(), checkpoints.StateSaver.save
+
+    def wait_and_save(self: checkpoints.StateSaver, *args: Any) -> None:
+        assert gate.wait(60)
+        save(self, *args)
+
+    with make(swap_path, placement) as engine:
+        train(engine, 0, 2)
+        expected = everything(engine)
+        train(engine, 2, 3)
+        later = everything(engine)
+    monkeypatch.setattr(checkpoints.StateSaver, "save", wait_and_save)
+    with make(swap_path, placement, runtime={"update": "overlapped"}) as engine:
+        train(engine, 0, 2)
+        engine.save_checkpoint(tmp_path)
+        engine.backward(engine(*batch(2)))
+        assert [info.complete for info in list_tags(tmp_path)] in ([], [False])
+        gate.set()
+        engine.step()
+        assert differences(later, everything(engine)) == []
+    with make(swap_path, placement, seed=1) as engine:
+        engine.load_checkpoint(tmp_path)
+        assert differences(expected, everything(engine)) == []
+
+
+@pytest.mark.parametrize("placement", SOME, ids="-".join)
+def test_state_read_ahead_does_not_keep_a_save_waiting(
+    placement: tuple[str, str], swap_path: Path, tmp_path: Path
+) -> None:
+    """A step ends with all staging buffers but one filled for the next; after a save they are filled again."""
+    with make(swap_path, placement, runtime={"update": "overlapped"}) as engine:
+        train(engine, 0, 3)
+        engine.flush()
+        before = set(stepper(engine)._prefetcher.subgroups)
+        engine.save_checkpoint(tmp_path)
+        engine.flush()
+        assert set(stepper(engine)._prefetcher.subgroups) == before
+        assert bool(before) is (placement[1] == "nvme")
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS, ids="-".join)
+def test_the_ledger_does_not_move(placement: tuple[str, str], swap_path: Path, tmp_path: Path) -> None:
+    """A save and a load use the run's own buffers, and besides them a fixed amount."""
+    with make(swap_path, placement) as engine:
+        train(engine, 0, 3)
+        engine.flush()
+        before = {tier: ledger(engine).peak(tier) for tier in ("device", "host", "nvme")}
+        for _ in range(20):
+            engine.save_checkpoint(tmp_path, tag="again")
+            engine.load_checkpoint(tmp_path)
+        train(engine, 3, 4)
+        engine.flush()
+        assert {tier: ledger(engine).peak(tier) for tier in before} == before
+        assert all(ledger(engine).peak(tier) <= engine.plan.nbytes(tier) for tier in before)
+
+
+def test_the_log_says_what_differs(
+    saved: dict[str, Any], swap_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    monkeypatch.setattr(checkpoints, "__version__", "9.9.9")
+    with make(swap_path) as engine, caplog.at_level(logging.WARNING):
+        engine.load_checkpoint(tmp_path / "saved")
+        assert "this run has 9.9.9" in caplog.text
