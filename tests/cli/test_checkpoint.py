@@ -68,7 +68,8 @@ def test_ls_says_what_is_whole_and_why_not(saved: Path) -> None:
     assert tags["global_step3"]["written_by"]["rule"] == "AdamW"
     assert tags["global_step3"]["nbytes"] == sum(file.stat().st_size for file in (saved / "global_step3").iterdir())
     result = run("ls", saved)
-    assert result.exit_code == 0 and "global_step2 (latest)" in result.stdout
+    assert result.exit_code == 0 and "latest: global_step2" in result.stdout
+    assert "global_step3, global_step4: written by tiered_zero 1.0, torch " in result.stdout
     assert "global_step4: " in result.stdout and "is missing" in result.stdout
     assert "No checkpoints." in run("ls", saved.parent).stdout
 

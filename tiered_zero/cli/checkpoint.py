@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -52,18 +53,22 @@ def ls(directory: Path, as_json: bool) -> None:
         return _print_json({"latest": latest, "tags": [_plain(info) for info in tags]})
     rows = [
         (
-            info.tag + " (latest)" * (info.tag == latest),
+            info.tag,
             info.kind or "-",
             "-" if info.step is None else str(info.step),
             format_nbytes(info.nbytes),
             Text("complete", "green") if info.complete else Text("not complete", "red"),
-            _writer(info),
             time.strftime("%Y-%m-%d %H:%M", time.localtime(info.created_s)) if info.created_s else "-",
         )
         for info in tags
     ]
-    print_table(("checkpoint", "kind", "step", "bytes", "state", "written by", "when"), rows, "No checkpoints.")
-    for info in tags:  # below the table, whose columns leave a reason six characters at 80
+    print_table(("checkpoint", "kind", "step", "bytes", "state", "when"), rows, "No checkpoints.")
+    if latest is not None:
+        click.echo(printable(f"latest: {latest}"))
+    for writer, own in groupby(tags, _writer):  # below the table, whose columns have no room for them at 80 characters
+        if writer:
+            click.echo(printable(f"{', '.join(info.tag for info in own)}: written by {writer}"))
+    for info in tags:
         if info.reason:
             click.echo(printable(f"{info.tag}: {info.reason}"))
 
@@ -191,8 +196,11 @@ def _open_reader(info: TagInfo, stack: ExitStack) -> FileReader | StoreReader:
 def _writer(info: TagInfo) -> str:
     written = info.written_by
     if written is None:
-        return "-"
-    return f"{written.tiered_zero}, torch {written.torch}, {written.rule}, {written.state_format}, {written.kernel}"
+        return ""
+    return (
+        f"tiered_zero {written.tiered_zero}, torch {written.torch}; {written.rule} on {written.kernel}, state "
+        f"{written.state_format}"
+    )
 
 
 def _plain(info: TagInfo) -> dict[str, Any]:
