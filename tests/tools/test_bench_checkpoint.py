@@ -18,7 +18,7 @@ def test_smoke(swap_path: Path) -> None:
     assert [path.name for path in swap_path.iterdir()] == ["checkpoint.jsonl"], "nothing is left behind"
     record = json.loads(out.read_text())
     series = {"save", "torch.save", "load", "torch.load", "four syncs", "commit in place"}
-    assert record["name"] == "checkpoint" and series | {"step alone", "step while saving"} == set(record["samples"])
+    assert record["name"] == "checkpoint" and series | {"step alone"} <= set(record["samples"])
     assert all(min(samples) > 0 for samples in record["samples"].values())
     assert record["full_nbytes"] >= 12 * 3 * 64 * 64, "masters and two moments"
     assert record["commit_to_bound"] > 0 and record["ratios_to_fio"] == {"save": None, "load": None}

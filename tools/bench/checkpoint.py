@@ -215,9 +215,10 @@ def measure_async(options: argparse.Namespace, directory: Path, samples: Samples
             while not path.exists():
                 saving.append(timed(lambda: take_step(engine, options)))
             samples["step alone"] += alone
-            samples["step while saving"] += saving[1:] or [saving[0]]
-            num_steps = max(1, len(saving) - 1)
-            slowdowns.append(sum(saving) / (num_steps * statistics.median(alone)) - 1)
+            samples["call of an asynchronous save"].append(saving[0])
+            samples["step while saving"] += saving[1:]
+            usual_s, num_steps = statistics.median(alone), len(saving) - 1
+            slowdowns.append((sum(saving) - num_steps * usual_s) / (max(1, num_steps) * usual_s))
     return {"async_slowdown": median(slowdowns)}
 
 
@@ -255,7 +256,7 @@ def main() -> None:
             found |= measure_async(options, directory, samples)
     measured = {series: values for series, values in samples.items() if values}
     for series, values in measured.items():
-        print(f"{series:<20} {statistics.median(values):9.4f} s   {min(values):.4f} to {max(values):.4f}")
+        print(f"{series:<28} {statistics.median(values):9.4f} s   {min(values):.4f} to {max(values):.4f}")
     for key, value in found.items():
         print(f"{key}: {value}")
     if options.out:
