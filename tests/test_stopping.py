@@ -56,6 +56,17 @@ def test_a_worker_leaves_signals_to_its_parent(number: signal.Signals, ends: boo
     assert (done.stdout.strip(), done.stderr) == (str(-number if ends else 7), "")
 
 
+def test_ctrl_c_stays_ignored_where_it_was() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with tiered_zero.stop_on_signals() as stop:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert not stop
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_a_request_is_true_once_a_signal_has_come() -> None:
     request = StopRequest(at_boundary=True)
     assert not request

@@ -59,7 +59,10 @@ def stop_on_signals(*, at_boundary: bool = True) -> Iterator[StopRequest]:
     thread, before an engine is made: a swap directory sets a handler of its own only where there is none.
     """
     request = StopRequest(at_boundary)
-    before = {number: signal.signal(number, request.take) for number in (signal.SIGTERM, signal.SIGINT)}
+    numbers = [signal.SIGTERM]
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # which it is in the background of a shell script
+        numbers.append(signal.SIGINT)
+    before = {number: signal.signal(number, request.take) for number in numbers}
     try:
         yield request
     finally:
