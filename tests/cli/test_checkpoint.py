@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from tests.checkpoint.test_export import exported, state, write_tag
 from tests.support.trainers import same_bits
 from tiered_zero.cli.main import main
+from tiered_zero.store.stripes import DATA_NAME
 
 
 def run(*arguments: object) -> Result:
@@ -80,7 +81,7 @@ def test_ls_of_one_checkpoint(saved: Path) -> None:
 
 def test_verify_reads_every_byte(saved: Path) -> None:
     found = answer("verify", saved, code=1)
-    assert sorted(found["broken"]) == ["global_step4", "other"] and list(found["unfinished"]) == ["global_step5"]
+    assert sorted(found["broken"]) == ["global_step4", "other"] and list(found["passed_over"]) == ["global_step5"]
     damage(saved / "global_step2")
     found = answer("verify", saved, code=1)
     assert "are not those written" in found["broken"]["global_step2"][0]
@@ -95,7 +96,7 @@ def test_verify_of_whole_ones_beside_an_unfinished_one(saved: Path) -> None:
             file.unlink()
         (saved / name).rmdir()
     result = run("verify", saved)
-    assert result.exit_code == 0 and "whole" in result.stdout and "unfinished" in result.stdout
+    assert result.exit_code == 0 and "whole" in result.stdout and "passed over" in result.stdout
 
 
 def test_verify_of_nothing_is_a_failure(tmp_path: Path) -> None:
@@ -158,3 +159,30 @@ def test_values_are_torchs_own(saved: Path, tmp_path: Path) -> None:
     """What is exported is loaded by torch alone: no class of ours is in the files."""
     run("export", saved, tmp_path / "out")
     assert all(type(value) is torch.Tensor for value in exported(tmp_path / "out").values())
+
+
+def test_in_place_commits_are_listed_checked_and_exported(swap_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the last of them is there; its bytes rest in the swap directory."""
+    monkeypatch.chdir(swap_path)
+    config = json.loads((Path(__file__).parents[2] / "configs" / "gpt_nvme.json").read_text())
+    config["tiered_zero"] = {**config.get("tiered_zero", {}), "checkpoint": {"in_place": True}}
+    (swap_path / "config.json").write_text(json.dumps(config))
+    task = ["config.json", "--model", "gpt:layers=1,hidden=32,context=16", "--steps", "4", "--save", "ck"]
+    trained = CliRunner().invoke(main, ["train", *task, "--save-every", "2"])
+    assert trained.exit_code == 0, trained.output
+    assert "beside the state, which is committed in place," in trained.stderr
+    tags = {info["tag"]: info for info in answer("ls", "ck")["tags"]}
+    assert {tag: info["complete"] for tag, info in tags.items()} == {"global_step2": False, "global_step4": True}
+    assert tags["global_step4"]["kind"] == "in_place" and "superseded" in tags["global_step2"]["reason"]
+    found = answer("verify", "ck")
+    assert found["checked"] == ["global_step4"] and list(found["passed_over"]) == ["global_step2"]
+    assert answer("export", "ck", "out")["step"] == 4
+    weights = load_file("out/model.safetensors")
+    assert weights["tokens.weight"].shape == (256, 32) and all(value.isfinite().all() for value in weights.values())
+    assert "superseded" in run("export", "ck", "out", "--tag", "global_step2").stderr
+    data = next(swap_path.rglob(DATA_NAME))
+    data.write_bytes(bytes(byte ^ 1 for byte in data.read_bytes()))
+    broken = answer("verify", "ck", code=1)["broken"]
+    assert list(broken) == ["global_step4"] and "state/0" in broken["global_step4"][0]
+    result = run("export", "ck", "bad")
+    assert result.exit_code == 1 and not list((swap_path / "bad").iterdir())

@@ -53,7 +53,7 @@ class Process:
         self.process.send_signal(number)
 
 
-@pytest.mark.parametrize("in_place", [False], ids=["full"])
+@pytest.mark.parametrize("in_place", [False, True], ids=["full", "in place"])
 def test_stopped_and_killed_and_gone_on_with_to_the_last_bit(
     in_place: bool, swap_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
@@ -16,16 +16,17 @@ import click
 import torch
 from rich.text import Text
 
-from tiered_zero.checkpoint.directory import TagInfo, find_tag, list_tags, prune, read_latest, read_manifest, verify
+from tiered_zero.checkpoint.directory import TagInfo, list_tags, prune, read_latest, read_manifest, verify
 from tiered_zero.checkpoint.export import export_weights
 from tiered_zero.checkpoint.manifest import MANIFEST_NAME
-from tiered_zero.checkpoint.resume import open_reader
+from tiered_zero.checkpoint.resume import Found, find_checkpoint
 from tiered_zero.checkpoint.storage import FileReader
 from tiered_zero.checkpoint.store_reader import StoreReader
 from tiered_zero.cli.swap import print_table, printable
 from tiered_zero.errors import StoreError
 from tiered_zero.io.select import select_reader
 from tiered_zero.sizes import format_nbytes, parse_nbytes
+from tiered_zero.store.verify import verify_run
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -78,36 +79,39 @@ def ls(directory: Path, as_json: bool) -> None:
 def verify_command(directory: Path, as_json: bool) -> None:
     """Read every byte of the checkpoints in DIRECTORY against its checksum; exit code 1 if one is broken or none whole.
 
-    A save that is under way, or was cut off, has no name yet: it is listed, and breaks nothing.
+    Passed over, and no failure: a save that is under way or was cut off, and an in-place commit whose run has committed
+    a later step since.
     """
     problems: dict[str, list[str]] = {}
-    unfinished: dict[str, str] = {}
+    passed_over: dict[str, str] = {}
     tags = _tags(directory)
     for info in tags:
-        if info.path.name != info.tag:
-            unfinished[info.tag] = info.reason
+        if info.path.name != info.tag or (info.kind == "in_place" and not info.complete):
+            passed_over[info.tag] = info.reason
         else:
-            problems[info.tag] = verify(info.path)
-    broken = [tag for tag, found in problems.items() if found]
+            problems[info.tag] = verify(info.path) or _problems_in_place(info)
+    broken = {tag: found for tag, found in problems.items() if found}
     if as_json:
-        _print_json(
-            {"broken": {tag: problems[tag] for tag in broken}, "unfinished": unfinished, "checked": [*problems]}
-        )
+        _print_json({"checked": [*problems], "broken": broken, "passed_over": passed_over})
     else:
-        rows = [
-            (
-                info.tag,
-                format_nbytes(info.nbytes),
-                "unfinished" if info.tag not in problems else "broken" if problems[info.tag] else "whole",
-            )
-            for info in tags
-        ]
+        outcomes = {**dict.fromkeys(problems, "whole"), **dict.fromkeys(broken, "broken")}
+        rows = [(info.tag, format_nbytes(info.nbytes), outcomes.get(info.tag, "passed over")) for info in tags]
         print_table(("checkpoint", "bytes", "outcome"), rows, "No checkpoints.")
-        for tag, texts in (*problems.items(), *((tag, [text]) for tag, text in unfinished.items())):
+        for tag, texts in (*broken.items(), *((tag, [text]) for tag, text in passed_over.items())):
             for text in texts:
                 click.echo(printable(f"{tag}: {text}"))
     if broken or not problems:
         raise click.exceptions.Exit(1)
+
+
+def _problems_in_place(info: TagInfo) -> list[str]:
+    """What is wrong with the state that an in-place commit points to."""
+    swap = read_manifest(info.path).swap
+    verified = verify_run([Path(path) for path in swap["paths"]]) if swap is not None else None
+    return [
+        f"{item.record}: {item.nbytes} bytes at offset {item.offset} of {item.path}: {item.reason}"
+        for item in (verified.broken if verified is not None else ())
+    ]
 
 
 @checkpoint.command("export", short_help="Write the weights as safetensors.")
@@ -127,11 +131,11 @@ def export(directory: Path, out: Path, tag: str | None, dtype: str, max_shard_si
         max_shard_nbytes = parse_nbytes(max_shard_size)
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--max-shard-size") from error
-    info, skipped = _find(directory, tag)
-    for line in skipped:
+    found = find_checkpoint(directory, tag)
+    for line in found.lines:
         click.echo(printable(line), err=True)
-    with ExitStack() as stack:
-        reader = _open_reader(info, stack)
+    with _open_reader(found) as reader:
+        info = reader.manifest
         paths = export_weights(reader, out, DTYPES[dtype], max_shard_nbytes=max_shard_nbytes)
     nbytes = sum(path.stat().st_size for path in paths)
     if as_json:
@@ -167,13 +171,6 @@ def _tags(directory: Path) -> list[TagInfo]:
     return list_tags(directory)
 
 
-def _find(directory: Path, tag: str | None) -> tuple[TagInfo, list[str]]:
-    if tag is None and (directory / MANIFEST_NAME).exists():
-        path = Path(os.path.realpath(directory))
-        return find_tag(path.parent, path.name)
-    return find_tag(directory, tag)
-
-
 def _latest(directory: Path) -> str | None:
     try:
         return read_latest(directory)
@@ -182,15 +179,19 @@ def _latest(directory: Path) -> str | None:
         return None
 
 
-def _open_reader(info: TagInfo, stack: ExitStack) -> FileReader | StoreReader:
-    if info.kind == "in_place":
-        reader = open_reader(info.path)
-        stack.callback(reader.close)
-        return reader
-    manifest = read_manifest(info.path)
-    engine = select_reader(*(info.path / file.name for file in manifest.files)).engine  # one for all reads
-    stack.callback(engine.close)
-    return stack.enter_context(FileReader(info.path, engine))
+@contextmanager
+def _open_reader(found: Found) -> Iterator[FileReader | StoreReader]:
+    if found.swap is not None:
+        with StoreReader(found.swap) as store:
+            yield store
+        return
+    manifest = read_manifest(found.path)
+    engine = select_reader(*(found.path / file.name for file in manifest.files)).engine  # one for all reads
+    try:
+        with FileReader(found.path, engine) as files:
+            yield files
+    finally:
+        engine.close()
 
 
 def _writer(info: TagInfo) -> str:

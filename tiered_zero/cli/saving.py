@@ -127,11 +127,9 @@ class Resumption:
         """Load into an engine that was made of `settings`, and say from where. Raises StoreError."""
         if self._directory is None:
             return
-        self.path = str(self._directory)
-        if not self._adopts:
-            path, client_state = engine.load_checkpoint(self._directory)
-            self.path = str(path)
-            self._compare(client_state.get(_STATE_KEY))
+        path, client_state = engine.resumed or engine.load_checkpoint(self._directory)
+        self.path = str(path)
+        self._compare(client_state.get(_STATE_KEY))
         logger.info("resumed from %s: %d steps, and their batches, are not made again", self.path, engine.global_steps)
 
     def _compare(self, saved: Any) -> None:
