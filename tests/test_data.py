@@ -320,3 +320,25 @@ def test_initialize_returns_one_and_takes_one() -> None:
     assert isinstance(loader, TrainingLoader) and len(loader) == 3 and loader.batch_size == 2
     own = TrainingLoader(data, 2, shuffle=True)
     assert initialize(own) is own
+
+
+@given(st.integers(0, 23), st.integers(1, 4), st.integers(1, 3), st.booleans(), st.booleans())
+def test_ranks_split_the_data(length: int, num_ranks: int, size: int, shuffle: bool, drop_last: bool) -> None:
+    """Every rank has as many samples as the others; together they are the order of one rank, its start repeated."""
+    loaders = [
+        TrainingLoader(Numbers(length), size, shuffle=shuffle, seed=5, drop_last=drop_last)
+        for _ in range(num_ranks + 1)
+    ]
+    for rank in range(num_ranks):
+        loaders[rank].split(rank, num_ranks)
+    *parts, whole = [[index for batch in loader for index in batch.tolist()] for loader in loaders]
+    assert len({len(part) for part in parts}) == 1
+    assert [len(loader) for loader in loaders[:-1]] == [len(loaders[0])] * num_ranks
+    together = [index for row in zip(*parts, strict=True) for index in row]
+    order = list(TrainingLoader(Numbers(length), None, shuffle=shuffle, seed=5))
+    if drop_last:
+        assert together == order[: len(together)] and length - len(together) < num_ranks * size
+    else:
+        assert together[:length] == order and len(together) - length < num_ranks
+        assert together[length:] == (order * num_ranks)[: len(together) - length]
+        assert whole == order

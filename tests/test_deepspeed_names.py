@@ -197,7 +197,7 @@ class TestZero:
             assert not engine.module.state_dict()["first.weight"].any()
             with deepspeed.zero.GatheredParameters(model.first.weight, enabled=False):
                 pass
-            with pytest.raises(ModelError, match="modifier_rank: expected 0 or None"):
+            with pytest.raises(ModelError, match="modifier_rank: expected None or less than 1"):
                 deepspeed.zero.GatheredParameters(model.first.weight, modifier_rank=1).__enter__()
 
 

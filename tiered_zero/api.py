@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 from tiered_zero.assembly import build
 from tiered_zero.config.load import load
@@ -17,7 +17,7 @@ from tiered_zero.config.schema import Config
 from tiered_zero.data import TrainingLoader
 from tiered_zero.engine import Engine
 from tiered_zero.errors import ConfigError, ModelError
-from tiered_zero.hardware.collectives import SingleRank
+from tiered_zero.hardware.collectives import Collectives, open_collectives, world_size_here
 from tiered_zero.run_spec import specify_run
 from tiered_zero.update.handle import TieredOptimizer
 
@@ -64,30 +64,46 @@ def initialize(
     _check_one_rank(mpu=mpu, mesh_param=mesh_param)
     if isinstance(config, (str, os.PathLike)) and not os.path.isfile(config):
         raise ConfigError(f"config: {os.fspath(config)} is not a file.")
-    settings = load(config, args)
-    run_spec = specify_run(settings, model, optimizer, model_parameters)
-    collectives = SingleRank()
-    collectives.ensure_process_group(dist_init_required)
-    loader = None
-    if training_data is not None:
-        loader = _training_loader(training_data, collate_fn, settings)
-    engine = build(run_spec, lr_scheduler, collectives, loader)
+    settings = load(config, args, world_size_here())
+    collectives = open_collectives(settings.tiered_zero.comm_timeout_s, dist_init_required)
+    try:
+        run_spec = specify_run(settings, model, optimizer, model_parameters, collectives=collectives)
+        loader = None
+        if training_data is not None:
+            loader = _training_loader(training_data, collate_fn, settings, collectives)
+        engine = build(run_spec, lr_scheduler, collectives, loader)
+    except BaseException as error:
+        collectives.fail(f"initialize(): {type(error).__name__}: {error}")
+        collectives.close()
+        raise
     return engine, engine.optimizer, loader, engine.lr_scheduler
 
 
 def _training_loader(
-    data: Dataset[Any] | TrainingLoader, collate_fn: Callable[..., Any] | None, settings: Config
+    data: Dataset[Any] | TrainingLoader,
+    collate_fn: Callable[..., Any] | None,
+    settings: Config,
+    ranks: Collectives,
 ) -> TrainingLoader:
     if isinstance(data, TrainingLoader):
         if collate_fn is not None:
             raise ConfigError("collate_fn: expected none beside a TrainingLoader, which has its own; leave it out.")
+        data.split(ranks.rank, ranks.world_size)
         return data
-    return TrainingLoader(
+    if isinstance(data, IterableDataset) and ranks.world_size > 1:
+        raise ModelError(
+            f"training_data: expected a dataset with an index, which is split over {ranks.world_size} ranks; found an "
+            f"IterableDataset, {type(data).__name__}. Let it give every rank its own part, and pass "
+            "tiered_zero.TrainingLoader(dataset, batch_size)."
+        )
+    loader = TrainingLoader(
         data,
         settings.train_micro_batch_size_per_gpu,
         collate_fn=collate_fn,
         drop_last=settings.dataloader_drop_last,
     )
+    loader.split(ranks.rank, ranks.world_size)
+    return loader
 
 
 def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:

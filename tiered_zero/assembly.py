@@ -22,6 +22,7 @@ from tiered_zero.full_values import FullValues
 from tiered_zero.grads.accumulator import GradientStore
 from tiered_zero.grads.norms import GradNorm
 from tiered_zero.grads.overflow import OverflowGuard
+from tiered_zero.grads.reducer import GradientReducer
 from tiered_zero.grads.unit_gradients import UnitGradients
 from tiered_zero.hardware.collectives import Collectives
 from tiered_zero.hardware.host_memory import trim_malloc
@@ -36,6 +37,7 @@ from tiered_zero.params.materialize import Materializer, WeightFiles, materializ
 from tiered_zero.params.offloaded_params import OffloadedParams
 from tiered_zero.params.pager import Pager
 from tiered_zero.params.pass_scope import PassScope
+from tiered_zero.params.shard_gather import ShardGather
 from tiered_zero.params.snapshot import ModelSnapshot
 from tiered_zero.params.visible_gradients import VisibleGradients
 from tiered_zero.plan.placement import back_tier
@@ -77,6 +79,7 @@ SHUTDOWN = (
     "model",  # restored, where the start failed
     "tiers",
     "rule",
+    "ranks",  # the others are waited for, seconds at most
 )
 """What ends a run, in this order; a start that fails ends what it has built in the same order."""
 
@@ -115,8 +118,9 @@ def _build(run_spec: RunSpec, lr_scheduler: Any, collectives: Collectives, loade
         resources.add("lanes", accelerator.close)
         for name in ("gather", "reduce", "update"):
             accelerator.lane(name)  # a thread that cannot be started fails here, not in mid-run
+        resources.add("ranks", collectives.close)
         runtime = Runtime(accelerator=accelerator, ledger=ledger, recorder=Recorder(), collectives=collectives)
-        for line in (*config.notices, *warnings, *planning_notices(run_spec)):
+        for line in (*config.notices, *warnings, *planning_notices(run_spec)) if collectives.rank == 0 else ():
             logger.warning("%s", line)
         resources.add("rule", run_spec.rule.close)
         torch.ones(1).sqrt()  # MKL's first square root is not safe among threads (pytorch#188792): take it alone
@@ -143,9 +147,11 @@ def _build(run_spec: RunSpec, lr_scheduler: Any, collectives: Collectives, loade
         resources.add("model", snapshot.restore)
         pager = Pager(runtime, inventory, offloaded_params, plan.pager_limits, CallPhase())
         resources.add("pager", pager.close)
-        gradients = _make_gradients(run_spec, tiers, inventory, runtime)
+        gradients, reducer = _make_gradients(run_spec, tiers, inventory, runtime)
         resources.add("gradients", gradients.close)
-        visible_gradients = VisibleGradients(gradients)
+        if reducer is not None:
+            resources.add("gradients", reducer.close)
+        visible_gradients = VisibleGradients(gradients, collectives.world_size)
         resources.add("param.grad", visible_gradients.close)
         stepper = StreamingStepper(
             run_spec.layouts,
@@ -168,6 +174,7 @@ def _build(run_spec: RunSpec, lr_scheduler: Any, collectives: Collectives, loade
                 scope=PassScope(run_spec.model, pager),
                 gradients=gradients,
                 visible_gradients=visible_gradients,
+                reducer=reducer,
                 policy=policy,
                 runtime=runtime,
                 drain=drain,
@@ -201,9 +208,10 @@ def _build(run_spec: RunSpec, lr_scheduler: Any, collectives: Collectives, loade
             step,
             masters.store,
             snapshot,
+            collectives,
             None if adopted is None else adopted.flat,
         )
-        materializer.move_buffers(accelerator.device)
+        materializer.move_buffers(accelerator.device, collectives)
         trainable = [unit for unit in run_spec.units if unit.trainable]
         visible_gradients.open(
             [param for unit in trainable for param in run_spec.params_of(unit)],
@@ -213,7 +221,8 @@ def _build(run_spec: RunSpec, lr_scheduler: Any, collectives: Collectives, loade
         resources.add("hooks", hooks.remove)
         hooks.install()
         named = {spec.name: param for param, spec in run_spec.specs.items()}
-        state = OptimizerState(named, run_spec.layouts, run_spec.rule, stepper, inventory, tiers.state_staging)
+        sharded = plan.request.ranks.shards_state
+        state = OptimizerState(named, run_spec.layouts, run_spec.rule, stepper, inventory, tiers.state_staging, sharded)
         if adoption is None:
             state.check(run_spec.source.state, run_spec.source.param_groups)
             state.write(run_spec.source.state, run_spec.source.param_groups)
@@ -223,6 +232,7 @@ def _build(run_spec: RunSpec, lr_scheduler: Any, collectives: Collectives, loade
             masters=masters,
             inventory=inventory,
             staging=tiers.state_staging,
+            is_sharded=sharded,
         )
         resources.add("full values", values.unregister)  # `values` lives as long as `resources` refer to it
         values.register()
@@ -325,7 +335,9 @@ def _make_commits(run_spec: RunSpec, tiers: TierRack, state: RunState, copies: D
     return Commits(state, stores, copies, run_fingerprint(config, plan, run_spec.commits, run_spec.layouts))
 
 
-def _make_gradients(run_spec: RunSpec, tiers: TierRack, inventory: Inventory, runtime: Runtime) -> GradientStore:
+def _make_gradients(
+    run_spec: RunSpec, tiers: TierRack, inventory: Inventory, runtime: Runtime
+) -> tuple[GradientStore, GradientReducer | None]:
     plan = run_spec.plan
     trainable = [unit for unit in run_spec.units if unit.trainable]
     on_device = {index for index, tier in plan.tiers.gradients.items() if tier == "device"}
@@ -345,9 +357,15 @@ def _make_gradients(run_spec: RunSpec, tiers: TierRack, inventory: Inventory, ru
         for param, entry in zip(run_spec.params_of(unit), unit.entries, strict=True)
     }
     norms = GradNorm(run_spec.rule.kernel or open_kernel())
-    return GradientStore(
+    store = GradientStore(
         entries, units, inventory, runtime, plan.gradients.in_flight_nbytes, tiers.gradient_staging, norms
     )
+    if runtime.collectives.world_size == 1:
+        return store, None
+    size, ranks = plan.staging.buckets, plan.request.ranks
+    slots = [tiers.host.reserve(f"bucket/{index}", size.nbytes, "bucket") for index in range(size.count)]
+    buckets = [tiers.host.view(slot)[: size.nbytes] for slot in slots]
+    return store, GradientReducer(store, units, runtime, buckets, ranks.part_numel, is_sharded=ranks.shards_state)
 
 
 def _make_policy(
@@ -363,7 +381,14 @@ def _make_policy(
     units = list({s.unit.index: s.unit for layout in run_spec.layouts for s in layout.subgroup.segments}.values())
     choice = run_spec.plan.update_policy
     if choice.policy == "barrier":
-        return BarrierPolicy(stepper, groups, pager.updates.invalidate, pager.updates.end_update)
+        gather = ShardGather(runtime, units, lambda unit: pager.storage(unit).flat)
+
+        def end_update() -> None:
+            if run_spec.plan.request.ranks.shards_state:
+                gather.gather()
+            pager.updates.end_update()
+
+        return BarrierPolicy(stepper, groups, pager.updates.invalidate, end_update)
     if choice.policy == "overlapped":
         open_eagerly = partial(EagerUpdate, run_spec.layouts, gradients.freeze)
         eagerly = open_eagerly if choice.optimizer_in_backward else None
@@ -375,6 +400,8 @@ def _make_policy(
 def _make_observers(run_spec: RunSpec, runtime: Runtime, resources: Teardown) -> list[Callable[[StepReport], None]]:
     """Called with the report of each optimizer step: a log line every `steps_per_print`, the run's record and trace."""
     settings = run_spec.config.tiered_zero
+    if runtime.collectives.rank > 0:
+        return []
     log = StepLog(run_spec.config.steps_per_print, run_spec.source.param_groups)
     if settings.report is None and settings.trace is None:
         return [log]

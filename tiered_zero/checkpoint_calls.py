@@ -63,6 +63,7 @@ class CheckpointCalls(ABC):
         update becomes visible first. `client_state`: plain values, tensors and arrays. Without frozen parameters a
         checkpoint is loaded with load_module_strict=False. Raises ModelError, StoreError and TransferError.
         """
+        self._refuse_many_ranks("save_checkpoint")
         self._step.check_between_steps("A checkpoint is saved")
         step = self._step.counts.global_steps
         self._checkpoints.save(
@@ -95,6 +96,7 @@ class CheckpointCalls(ABC):
         `load_optimizer_states`. Nothing is changed where the checkpoint does not fit (ModelError, ConfigError,
         StoreError); damage that is found later ends the use of this engine. No pickle is read.
         """
+        self._refuse_many_ranks("load_checkpoint")
         if custom_load_fn is not None:
             raise ModelError(
                 "load_checkpoint(custom_load_fn=...) would need the whole model in memory. Load without it, and change "
@@ -110,6 +112,14 @@ class CheckpointCalls(ABC):
             module_only=load_module_only,
         )
         return str(path), self._checkpoints.load(path, parts, strict=load_module_strict)
+
+    def _refuse_many_ranks(self, call: str) -> None:
+        num_ranks = self._step.runtime.collectives.world_size
+        if num_ranks > 1:
+            raise ModelError(
+                f"engine.{call}() was expected in a run of one rank; found {num_ranks}, which this version does not "
+                "save together. engine.save_16bit_model() writes the weights, and module.state_dict() has them."
+            )
 
     @property
     def resumed(self) -> tuple[Path, dict[str, Any]] | None:
@@ -134,6 +144,8 @@ class CheckpointCalls(ABC):
         Weights larger than `max_shard_size` go to numbered files with an index. Tied weights are written once. A
         transformers model's config is written besides. Earlier weights of this name are replaced at the end.
         """
+        if self._step.runtime.collectives.rank > 0:
+            return True  # rank 0 has the same weights, and writes them
         name = save_filename
         if name == "pytorch_model.bin":
             name = WEIGHTS_NAME

@@ -71,6 +71,12 @@ class TrainingLoader(DataLoader[Any]):
         self._current = weakref.ref(begun)
         return begun
 
+    def split(self, rank: int, num_ranks: int) -> None:
+        """Give every `num_ranks`-th sample from `rank` on, the same number on each rank: the first ones come once more
+        at the end of the pass, or with `drop_last` the last ones are left out. An IterableDataset splits itself."""
+        if self._order is not None:
+            self._order.rank, self._order.num_ranks, self._order.drops = rank, num_ranks, self.drop_last
+
     def state_dict(self) -> dict[str, Any]:
         """Plain values and a tensor: the order, and where in it this loader is."""
         self._end_current(only_gone=True)
@@ -204,7 +210,10 @@ class _Pass(Iterator[Any]):
 
 @final
 class _Order(Sampler[int]):
-    """Indices of samples from `start` on, in the order of pass `number`."""
+    """Indices of samples from `start` on, in the order of pass `number`; those of one rank of many. `drops`: the last
+    ones, which not every rank would have."""
+
+    rank, num_ranks, drops = 0, 1, False
 
     def __init__(self, data: Sized, shuffle: bool, seed: int) -> None:
         self._data = data
@@ -214,11 +223,16 @@ class _Order(Sampler[int]):
         self.start = 0
 
     def __len__(self) -> int:
-        return len(self._data)
+        num_samples = len(self._data)
+        return num_samples // self.num_ranks if self.drops else -(-num_samples // self.num_ranks)
 
     def __iter__(self) -> Iterator[int]:
+        num_samples = len(self._data)
+        own = range(self.start, len(self))
         if not self.shuffle:
-            return iter(range(self.start, len(self)))
+            return ((self.rank + place * self.num_ranks) % num_samples for place in own)
         generator = torch.Generator()
         generator.manual_seed(self.seed + self.number)
-        return iter(torch.randperm(len(self), generator=generator)[self.start :].tolist())
+        order = torch.randperm(num_samples, generator=generator)
+        places = (torch.arange(own.start, max(own.start, own.stop)) * self.num_ranks + self.rank) % max(1, num_samples)
+        return iter(order[places].tolist())

@@ -18,6 +18,7 @@ from torch import nn
 
 from tiered_zero.config.schema import Config, OffloadOptimizerSection, OffloadParamSection
 from tiered_zero.errors import MissingNameError
+from tiered_zero.train_step import TrainStep
 from tiered_zero.update.handle import TieredOptimizer
 
 _Value = TypeVar("_Value")
@@ -61,7 +62,9 @@ def _reader(path: str, kind: type[_Value], text: str = "") -> Callable[[DeepSpee
 
 
 class DeepSpeedNames(ABC):
-    """Answers for one rank. Mixed into Engine; holds no state."""
+    """Mixed into Engine; holds no state."""
+
+    _step: TrainStep
 
     @property
     @abstractmethod
@@ -98,11 +101,11 @@ class DeepSpeedNames(ABC):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Between ranks nothing is reduced, for there is one."""
+        """Gradients of ranks are reduced in the step() that updates, and in no backward."""
         yield
 
     def allreduce_gradients(self, bucket_size: int = 0) -> None:
-        """Nothing to do on one rank."""
+        """Nothing to do: step() reduces them."""
         return
 
     def empty_partition_cache(self) -> None:
@@ -141,13 +144,15 @@ class DeepSpeedNames(ABC):
 
     @property
     def global_rank(self) -> int:
-        return 0
+        return self._step.runtime.collectives.rank
 
     @property
     def world_size(self) -> int:
-        return 1
+        """Ranks that train together, each on its own batches."""
+        return self._step.runtime.collectives.world_size
 
-    dp_world_size = mp_world_size = world_size
+    dp_world_size = world_size
+    mp_world_size = 1
 
     gradient_accumulation_steps = _reader("gradient_accumulation_steps", int, "Micro-batches of one update.")
     train_batch_size = _reader("train_batch_size", int, "Samples of one update.")

@@ -28,7 +28,8 @@ class FullValues:
     """Between steps, on the driver thread; blocks. Reads and writes whole sub-groups: not for every step.
 
     Tensors are fp32 on the CPU, copies, in the parameter's shape. None stands for what the run does not have: the
-    parameter is frozen, or in no param group, or no update has made its state yet.
+    parameter is frozen, or in no param group, or no update has made its state yet. `is_sharded`: this rank has parts of
+    masters and state only, and every call is refused.
     """
 
     step: TrainStep
@@ -36,6 +37,7 @@ class FullValues:
     masters: Masters
     inventory: Inventory
     staging: StagingPool | None
+    is_sharded: bool = False
 
     def register(self) -> None:
         """Let `full_values_of` find this, as long as it is referenced."""
@@ -99,6 +101,12 @@ class FullValues:
             write_slot(self.inventory.home(layout.subgroup, "state"), 0, raw, self.staging)
 
     def _place(self, param: nn.Parameter) -> tuple[Unit, FlatEntry]:
+        if self.is_sharded:
+            raise ModelError(
+                "Masters and optimizer state are sharded over ranks here, and this version does not bring them "
+                "together. Read the parameters themselves, which are whole on every rank, or set "
+                "zero_optimization.stage to 0."
+            )
         paged = self.step.pager.units.by_param.get(param)
         assert paged is not None, "the pager has gathered this parameter"
         return paged.unit, paged.unit.entries[paged.params[param]]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,10 +12,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from tiered_zero.config.ranks import check_ranks
 from tiered_zero.config.schema import Config
-from tiered_zero.errors import ConfigError, ModelError
+from tiered_zero.errors import ConfigError, ModelError, RankError
+from tiered_zero.hardware.collectives import Collectives, SingleRank, local_world_size
 from tiered_zero.hardware.probe import available_host_nbytes
-from tiered_zero.hardware.select import shares_cores
+from tiered_zero.hardware.select import find_device, shares_cores
 from tiered_zero.layout.flat import ParamSpec, Unit
 from tiered_zero.layout.subgroups import cut_subgroups, sub_group_numel
 from tiered_zero.layout.units import find_units
@@ -59,17 +63,22 @@ def specify_run(
     optimizer: Optimizer | Callable[[Any], Optimizer] | None = None,
     model_parameters: Iterable[Any] | None = None,
     limits: Limits | None = None,
+    collectives: Collectives | None = None,
 ) -> RunSpec:
     """Lay the model out and plan its bytes. Reads no parameter's bytes; raises ConfigError and ModelError.
 
-    Without an optimizer, given or in the config, the run evaluates: every parameter is frozen to it.
+    Without an optimizer, given or in the config, the run evaluates: every parameter is frozen to it. `collectives`:
+    with the other ranks, which call this at the same time; the plans must agree (RankError).
     """
+    ranks = collectives or SingleRank()
+    check_ranks(config, ranks.world_size)
+    _check_device(config, ranks.world_size)
     trains = optimizer is not None or config.optimizer is not None
     specs = list_params(model, lambda dtype: compute_dtype(config, dtype), trains)
     _check_params(specs, trains)
     _check_embeddings(model)
     check_memory(model, specs)
-    units = find_units(module_tree(model, specs), list(specs.values()), unit_rules(config))
+    units = find_units(module_tree(model, specs), list(specs.values()), unit_rules(config, ranks.world_size))
     source = make_optimizer(config.optimizer, model, optimizer, model_parameters)
     state_format = config.tiered_zero.state_format
     rule, masters = format_rule(state_format, make_rule(source)), master_format(state_format)
@@ -77,12 +86,22 @@ def specify_run(
     settings = config.tiered_zero
     request = plan_request(
         config,
-        limits=_limits(config, limits or {}),
+        limits=_limits(config, limits or {}, ranks),
         shares_cores=shares_cores(settings.device, settings.debug_delay_seed),
         buffers_nbytes=packed_nbytes(persistent_buffers(model).values()),
+        world_size=ranks.world_size,
     )
+    if request.ranks.shards_state and not rule.elementwise:
+        raise ModelError(
+            f"{rule.name} steps whole parameters, and at stage {config.zero_optimization.stage} each of "
+            f"{ranks.world_size} ranks has a part of them. Set zero_optimization.stage to 0, or take Adam, AdamW, SGD, "
+            "Adagrad or Lion."
+        )
     size = sub_group_numel(config.zero_optimization.sub_group_size)
-    subgroups = cut_subgroups(units, group_of, size, elementwise=rule.elementwise, apart=request.state.is_split)
+    rank = ranks.rank if request.ranks.shards_state else None
+    subgroups = cut_subgroups(
+        units, group_of, size, elementwise=rule.elementwise, apart=request.state.is_split, rank=rank
+    )
     layouts = [StateLayout(subgroup, rule, source.param_groups, masters) for subgroup in subgroups]
     sizes = [
         SubGroupSize(state_nbytes=layout.nbytes, parts=layout.subgroup.parts, embedding=layout.subgroup.embedding)
@@ -94,6 +113,7 @@ def specify_run(
     check_params(masters, subgroups, plan.tiers.params, plan.tiers.state)
     commits = None if plan.request.commits is None else commit_lists(units, sizes, plan.tiers, plan.request)
     _check_commits(commits, sizes, plan)
+    _agree(ranks, config, units, group_of, {"rule": rule.name, "update policy": plan.update_policy.policy})
     return RunSpec(
         config=config,
         model=model,
@@ -118,6 +138,38 @@ def _check_commits(commits: CommitLists | None, sizes: Sequence[SubGroupSize], p
             f"{plan.tiers.params[found[0].index]}. In zero_optimization, set offload_param.device to nvme, "
             "offload_param.max_in_cpu and stage3_param_persistence_threshold to 0; or write state_format fp32."
         )
+
+
+def _check_device(config: Config, world_size: int) -> None:
+    if world_size > 1 and (device := find_device(config.tiered_zero.device)).type != "cpu":
+        raise ModelError(
+            f"tiered_zero.device: expected cpu with {world_size} ranks, whose collectives run over gloo on CPU tensors "
+            f"in this version; found {device}. Set it to cpu, or start one process."
+        )
+
+
+def _agree(
+    ranks: Collectives, config: Config, units: Iterable[Unit], group_of: Mapping[str, int], facts: Mapping[str, str]
+) -> None:
+    """Compare with the other ranks what must be the same on all, before anything is allocated. Raises RankError."""
+    if ranks.world_size == 1:
+        return
+    own = {"tiered_zero", "aio"}  # devices, paths and files may differ by rank
+    described = {
+        "config": config.model_dump_json(exclude=own),
+        "parameters": "\n".join(f"{unit.name} {unit.bounds} {unit.entries}" for unit in units),
+        "param groups": json.dumps(dict(group_of)),
+        **facts,
+    }
+    digests = [hashlib.sha256(text.encode()).hexdigest()[:16] for text in described.values()]
+    found = [message.decode().split() for message in ranks.exchange(" ".join(digests).encode(), "the plan")]
+    for place, what in enumerate(described):
+        others = [rank for rank, theirs in enumerate(found) if theirs[place] != found[0][place]]
+        if others:
+            raise RankError(
+                f"Every rank was expected to bring the same {what}; found another on rank {others[0]} than on rank 0. "
+                "Build the model, the optimizer and the config in the same way on all of them."
+            )
 
 
 def _check_embeddings(model: nn.Module) -> None:
@@ -166,13 +218,19 @@ def compute_dtype(config: Config, dtype: torch.dtype) -> torch.dtype:
     return wanted if dtype.is_floating_point and wanted != torch.float32 else dtype
 
 
-def _limits(config: Config, given: Limits) -> Limits:
-    """Bytes that the run may use on each tier: those `given` go before the config's and the machine's."""
+def _limits(config: Config, given: Limits, ranks: Collectives) -> Limits:
+    """Bytes that this rank may use on each tier: those `given` go before the config's and the machine's.
+
+    Ranks of one host share its memory, and every rank plans with the least that any has.
+    """
     settings = config.tiered_zero
     limits: dict[str, tuple[int, str]] = {}
     if settings.device_memory_limit is not None:
         limits["device"] = (settings.device_memory_limit, "tiered_zero.device_memory_limit")
     limits["host"] = (available_host_nbytes(), "what this machine and its cgroup have free")
+    if ranks.world_size > 1:
+        shares = ranks.exchange(str(limits["host"][0] // local_world_size()).encode(), "free host memory")
+        limits["host"] = (min(map(int, shares)), "each rank's part of what its machine and cgroup have free")
     if settings.host_memory_limit is not None and settings.host_memory_limit <= limits["host"][0]:
         limits["host"] = (settings.host_memory_limit, "tiered_zero.host_memory_limit")
     return {**limits, **given}
@@ -182,6 +240,10 @@ def planning_notices(run_spec: RunSpec) -> list[str]:
     """One line for each setting that the plan could not follow to the letter."""
     zero, plan = run_spec.config.zero_optimization, run_spec.plan
     lines = []
+    if plan.request.ranks.world_size > 1 and zero.stage == 2:
+        lines.append(
+            "zero_optimization.stage: 2 shards state as 1 does; gradients are whole on every rank until step()"
+        )
     given = zero.sub_group_size
     numel = sub_group_numel(given)
     if numel != given < 1_000_000_000:  # DeepSpeed's default asks for nothing

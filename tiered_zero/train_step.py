@@ -17,6 +17,7 @@ from tiered_zero.grads.accumulator import GradientStore
 from tiered_zero.grads.arrivals import GradientArrivals
 from tiered_zero.grads.check import GradCheck, check_gradients
 from tiered_zero.grads.overflow import OverflowGuard
+from tiered_zero.grads.reducer import GradientReducer
 from tiered_zero.hardware.process import OwnProcess
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.layout.flat import Unit
@@ -40,12 +41,14 @@ NO_OPTIMIZER = (
 
 @dataclass(frozen=True, kw_only=True)
 class Movers:
-    """What `TrainStep` orders. `drain`: blocks until lanes and disk are idle, also after an interrupted call."""
+    """What `TrainStep` orders. `reducer`: averages gradients over ranks; None where there is one. `drain`: blocks until
+    lanes and disk are idle, also after an interrupted call."""
 
     pager: Pager
     scope: PassScope
     gradients: GradientStore
     visible_gradients: VisibleGradients
+    reducer: GradientReducer | None
     policy: UpdatePolicy
     runtime: Runtime
     drain: Callable[[], None]
@@ -70,6 +73,7 @@ class TrainStep:
         self.pager, self.scope = movers.pager, movers.scope
         self.gradients, self.visible_gradients = movers.gradients, movers.visible_gradients
         self.policy, self.runtime, self._drain_lanes = movers.policy, movers.runtime, movers.drain
+        self._reducer = movers.reducer
         self.phase: CallPhase = movers.pager.phase
         self.overflow = overflow
         self.meter = StepMeter(self.runtime.recorder, self.runtime.ledger)
@@ -214,7 +218,7 @@ class TrainStep:
                 )
             self.meter.losses.append(loss.detach())
             boundary = self.counts.is_boundary()
-            self.gradients.begin_backward(is_last=boundary)
+            self.gradients.begin_backward(is_last=boundary and self._reducer is None)
             step_follows = self.counts.begin_backward(retain_graph) and boundary
             self.visible_gradients.set_hidden(self.overflow.loss_scale, step_follows and self._optimizer_in_backward)
             with self.scope.saving_views(), self.arrivals.engine_backward():
@@ -290,14 +294,13 @@ class TrainStep:
     def _take_step(self, optimizer: TieredOptimizer, lr_scheduler: Any) -> None:
         self.gradients.collect_assigned()
         self.gradients.wait_transfers()
-        norms = self.gradients.norms()
-        if not norms and not self._warned_of_no_gradient:
+        check = self.counts.grad_check = self._check_gradients()
+        if not self.gradients.has_gradients and not self._warned_of_no_gradient:
             self._warned_of_no_gradient = True
             logger.warning(
                 "step() without backward(): no parameter has a gradient, so this step changes no weight. It counts "
                 "as a step for the learning rate schedule; this is said once."
             )
-        check = self.counts.grad_check = check_gradients(norms, self.overflow.loss_scale, self._clipping)
         self.counts.global_steps += 1
         try:
             is_applied = self.overflow.allows(check, self.counts.global_steps)
@@ -312,6 +315,13 @@ class TrainStep:
             optimizer.overflow = True
         self._drop_gradients()
         self._before_step = None
+
+    def _check_gradients(self) -> GradCheck:
+        """Check this rank's gradients, or reduce those of all ranks and check the averages."""
+        loss_scale, counts = self.overflow.loss_scale, self.counts
+        if self._reducer is None:
+            return check_gradients(self.gradients.norms(), loss_scale, self._clipping)
+        return self._reducer.check(counts.micro_steps, counts.global_steps, loss_scale, self._clipping)
 
     def _update(self, optimizer: TieredOptimizer, lr_scheduler: Any, check: GradCheck) -> None:
         def apply() -> None:
@@ -346,8 +356,12 @@ class TrainStep:
             self.phase.now = phase
             yield
             self.phase.now = Phase.IDLE
-        except BaseException:
+        except BaseException as error:
+            ranks = self.runtime.collectives
+            ranks.fail(f"{type(error).__name__}: {error}")
             self.recover()
+            if ranks.world_size > 1 and self.failures.error is None:
+                self._latch(f"{phase.value} raised {type(error).__name__}, which ends the run on all ranks")
             raise
 
     @contextmanager

@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from tiered_zero.errors import ModelError
+from tiered_zero.hardware.collectives import get_world_size
 from tiered_zero.params.gather import gathered
 
 logger = logging.getLogger("tiered_zero")
@@ -55,10 +56,14 @@ def GatheredParameters(
     fwd_module: nn.Module | None = None,
     enabled: bool = True,
 ) -> Iterator[None]:
-    """`tiered_zero.gathered`; with `modifier_rank` 0 changes are kept. Before `initialize` it does nothing."""
-    if modifier_rank not in (None, 0):
-        raise ModelError(f"modifier_rank: expected 0 or None, for there is one rank; found {modifier_rank!r}.")
-    with gathered(params, modify=modifier_rank is not None) if enabled else nullcontext():
+    """`tiered_zero.gathered`; with `modifier_rank` the changes of that rank are kept. Before `initialize` it does
+    nothing."""
+    num_ranks = get_world_size()
+    if modifier_rank is not None and modifier_rank not in range(num_ranks):
+        raise ModelError(
+            f"modifier_rank: expected None or less than {num_ranks}, the number of ranks; found {modifier_rank!r}."
+        )
+    with gathered(params, modifier_rank is not None, modifier_rank or 0) if enabled else nullcontext():
         yield
 
 

@@ -119,7 +119,8 @@ REFUSED_OPTIMIZERS: Mapping[str, str] = {
     ),
 }
 
-_ONE_RANK = "one rank: nothing to gather or to reduce"
+_ONE_RANK = "one rank has nothing to gather or to reduce; of many, units and reduce_bucket_size decide"
+_CHANGES_SUMS = "one rank has nothing to reduce; many divide gradients by their number, then sum, and refuse other ways"
 _MONITOR = "no monitors here; engine.step_report and tiered_zero.report have the numbers"
 _PARALLEL = "one rank: the model is not split"
 _MOVES = "units, the recorded order and stage3_max_live_parameters decide when parameters move"
@@ -168,8 +169,9 @@ OTHERS: tuple[Key, ...] = (
     *_bare("max_live_parameters", "max_reuse_distance", "gather_16bit_weights_on_model_save"),
     *_bare("module_granularity_threshold", "use_all_reduce_for_fetch_params", "allgather_sequential"),
     # Top level, without effect.
-    *_no_effect("", _ONE_RANK, prescale_gradients=False, gradient_predivide_factor=1.0),
-    *_no_effect("", _ONE_RANK, communication_data_type=None, disable_allgather=False, sparse_gradients=False),
+    *_no_effect("", _CHANGES_SUMS, prescale_gradients=False, gradient_predivide_factor=1.0),
+    *_no_effect("", _CHANGES_SUMS, communication_data_type=None),
+    *_no_effect("", _ONE_RANK, disable_allgather=False, sparse_gradients=False),
     *_no_effect("", _ONE_RANK, seq_parallel_communication_data_type="fp32", seq_parallel_comm_data_type="fp32"),
     *_no_effect("", _ONE_RANK, allgather_size=None, comms_logger={}),
     *_no_effect("", "any torch optimizer is accepted", zero_allow_untested_optimizer=False),
@@ -207,7 +209,7 @@ OTHERS: tuple[Key, ...] = (
     *_no_effect("bf16.", "gradients leave the device as they arrive", immediate_grad_update=False),
     # zero_optimization, without effect.
     *_no_effect("zero_optimization.", _ONE_RANK, contiguous_gradients=True, reduce_scatter=True, overlap_comm=None),
-    *_no_effect("zero_optimization.", _ONE_RANK, reduce_bucket_size=5e8, allgather_bucket_size=5e8),
+    *_no_effect("zero_optimization.", _ONE_RANK, allgather_bucket_size=5e8),
     *_no_effect("zero_optimization.", _ONE_RANK, use_multi_rank_bucket_allreduce=True, allgather_partitions=True),
     *_no_effect("zero_optimization.", _ONE_RANK, round_robin_gradients=False, zero_hpz_partition_size=1),
     *_no_effect("zero_optimization.", _ONE_RANK, mics_hierarchical_params_gather=False),

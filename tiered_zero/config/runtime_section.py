@@ -84,6 +84,9 @@ class RuntimeSection(Section):
         "threads, which move 1.0 to 1.6 times as much on most machines",
     )
     io_timeout_s: Number = Field(60.0, gt=0, description="seconds after which a stalled request is an error")
+    comm_timeout_s: Number = Field(
+        1800.0, gt=0, description="seconds after which a rank that does not answer the others is an error"
+    )
     checksums: Literal["off", "sample", "all"] = Field("all", description="which swapped chunks are verified when read")
     update: Literal["auto", "barrier", "overlapped", "delayed"] = Field(
         "auto",

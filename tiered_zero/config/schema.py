@@ -78,6 +78,12 @@ class ZeroSection(Section):
         ge=1,
         description="elements that the optimizer steps at once, at most: above some millions as many as stream well",
     )
+    reduce_bucket_size: Elements = Field(
+        500_000_000,
+        ge=1,
+        description="elements of gradients that ranks reduce in one collective, at most: above some millions as many "
+        "as stream well",
+    )
     stage3_prefetch_bucket_size: Elements = Field(
         50_000_000, ge=0, description="elements fetched ahead of their use; 0 fetches on demand"
     )

@@ -59,7 +59,7 @@ class GradientStore:
         self._ledger = runtime.ledger
         self._in_flight = InFlightGradients(runtime, in_flight_nbytes)
         self._extra_nbytes: Counter[str] = Counter()
-        """Tier -> bytes that the plan does not hold, see `_promote`."""
+        """Tier -> bytes that the plan does not hold, see `promote`."""
         self._measures_norms = True
         self._hidden: str | None = None
 
@@ -82,11 +82,11 @@ class GradientStore:
         gradients, entry = place
         unit, index = gradients.unit, entry.param.index
         _check_new(gradients, entry, grad)
-        self._wait_update(unit)
+        self.wait_update(unit)
         gradients.store_assigned()
         adds = gradients.adds_to(index)
         if adds:
-            self._promote(gradients)
+            self.promote(gradients)
         gradients.zeroed.discard(index)
         gradients.present.add(index)
         gradients.arrived.add(index)
@@ -118,7 +118,7 @@ class GradientStore:
         gradients.store_assigned()
         if not gradients.adds_to(entry.param.index):
             return
-        self._promote(gradients)
+        self.promote(gradients)
         gradients.wait_transfers()
         total = gradients.view(entry).to(grad.device) + grad
         gradients.present.discard(entry.param.index)
@@ -223,7 +223,7 @@ class GradientStore:
             )
         if value.untyped_storage()._cdata in self._storages:
             value = value.detach().clone()  # a view of another gradient's home, which may get another value first
-        self._wait_update(gradients.unit)
+        self.wait_update(gradients.unit)
         gradients.assign(entry, value)
 
     def collect_assigned(self) -> None:
@@ -238,7 +238,7 @@ class GradientStore:
         """Set gradients to 0 instead of None, also those of earlier steps since they were last set to None."""
         for gradients in self._units.values():
             if gradients.present or gradients.earlier:
-                self._wait_update(gradients.unit)
+                self.wait_update(gradients.unit)
                 gradients.set_zero()
 
     def reset_zero(self) -> None:
@@ -298,7 +298,7 @@ class GradientStore:
         if self._hidden is not None:
             raise ModelError(f"The gradient of {entry.param.name} cannot be read or changed now: {self._hidden}")
 
-    def _wait_update(self, unit: Unit) -> None:
+    def wait_update(self, unit: Unit) -> None:
         """Block until the unit's last update has read its gradients. Raises the error of one that has failed."""
         update = self._inventory.last_update(unit)
         if update is not None and not update.written.done():
@@ -343,7 +343,7 @@ class GradientStore:
                     into = target[start + low :][: chunk.numel()]
                     into.add_(chunk) if adds else into.copy_(chunk)
 
-    def _promote(self, gradients: UnitGradients) -> None:
+    def promote(self, gradients: UnitGradients) -> None:
         """Turn the unit's flat to fp32, if it is not, for the second gradient of a parameter in a step planned without
         sums (several backwards): 16-bit sums would round."""
         if gradients.flat.dtype == torch.float32:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -40,3 +41,13 @@ def check_gradients(norms: Sequence[tuple[ParamSpec, torch.Tensor]], loss_scale:
         named = (spec.name for (spec, _), norm in zip(norms, values, strict=True) if not torch.isfinite(norm))
         bad = next(named, norms[0][0].name)
     return GradCheck(bad is None, total.item(), scale / loss_scale, bad)
+
+
+def check_squares(squares: float, first_bad: str | None, loss_scale: float, max_norm: float) -> GradCheck:
+    """Check the gradients of many ranks. `squares`: the sum of squares in fp64 over all of them, of gradients scaled by
+    `loss_scale`, the same on every rank. `first_bad`: the first parameter whose gradient is not finite on any rank."""
+    finite = first_bad is None
+    norm = math.sqrt(squares) / loss_scale if squares >= 0 else math.nan
+    total = torch.tensor(norm, dtype=torch.float64, device="cpu")
+    scale = torch.clamp(max_norm / (total + 1e-6), max=1.0).item() if max_norm > 0 else 1.0
+    return GradCheck(finite, norm, scale / loss_scale, first_bad)

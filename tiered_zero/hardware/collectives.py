@@ -43,7 +43,7 @@ class Collectives(Protocol):
         call's until the transfer is done; the bucket's content is undefined then."""
 
     def broadcast(self, tensor: torch.Tensor, source: int = ..., what: str = ...) -> None:
-        """Fill `tensor`, contiguous, with that of rank `source`. Blocks."""
+        """Fill `tensor` with that of rank `source`. Blocks."""
 
     def exchange(self, data: bytes, what: str = ...) -> list[bytes]:
         """Return every rank's `data`, in rank order: what each gave, of any length. Blocks."""

@@ -30,6 +30,12 @@ POLL_S = 0.5
 GRACE_S = 3.0
 """A rank whose connection broke waits so long for the message of the rank that broke it."""
 
+LINGER_S = 5.0
+"""A rank that closes its engine waits so long for the others to do the same: what they still receive then arrives."""
+
+CLOSED = b"closed"
+"""What a rank that closes its engine answers to an exchange of the others."""
+
 INLINE_NBYTES = 248
 """An exchange of at most so many bytes is one collective of 256 bytes a rank; a longer one takes a second."""
 
@@ -52,6 +58,10 @@ class CollectiveTransfer(Transfer):
 
     def done(self) -> bool:
         return self._event.is_set()
+
+    def wait_at_most(self, seconds: float) -> bool:
+        """Block until it is complete, well or badly, or the time is over; return whether it is."""
+        return self._event.wait(seconds)
 
     def wait(self) -> None:
         while not self._event.wait(POLL_S):
@@ -78,10 +88,11 @@ class ProcessGroups:
         self._groups: dict[str, Any] = {name: dist.new_group(backend="gloo", timeout=timeout) for name in GROUPS}
         self._store = dist.distributed_c10d.PrefixStore(f"tiered_zero/{_next_run(self._groups['control'])}", store)
         self._lanes = {name: Lane(f"rank {name}", _launch) for name in GROUPS}
-        self._message = torch.zeros(INLINE_NBYTES + 8, dtype=torch.uint8)
         self._failure: RankError | None = None
         self._has_failed = False
         self._is_closed = False
+        self._is_answered = False
+        """Whether the others have closed too, so that no lane is blocked."""
 
     # -- collectives ---------------------------------------------------------------------------------------------------
 
@@ -102,33 +113,42 @@ class ProcessGroups:
         )
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0, what: str = "values") -> None:
-        """Fill `tensor`, contiguous, with that of rank `source`. Blocks."""
+        """Fill `tensor` with that of rank `source`, of the same shape and dtype. Blocks."""
+        if not tensor.numel():
+            return
         group = self._groups.get("control")
-        memory = tensor.detach().view(-1)
-        if memory.dtype == torch.bool or not memory.is_floating_point():  # gloo takes few integers
-            memory = memory.view(torch.uint8)
-        if memory.numel():
-            self._submit("control", what, lambda: dist.broadcast(memory, group_src=source, group=group)).wait()
+        values = tensor.detach().contiguous()
+        memory = values.view(-1).view(torch.uint8)  # gloo takes few dtypes
+        self._submit("control", what, lambda: dist.broadcast(memory, group_src=source, group=group)).wait()
+        if values.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(values)
 
     def exchange(self, data: bytes, what: str = "messages") -> list[bytes]:
         """Return every rank's `data`, in rank order: what each gave, of any length. Blocks."""
-        own = self._message
-        own.zero_()
         head = struct.pack("<q", len(data)) + data[:INLINE_NBYTES]
-        own[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
-        found = self._gather_bytes(own, what)
+        found = self._gather_bytes(head.ljust(INLINE_NBYTES + 8, b"\0"), what)
         sizes = [struct.unpack_from("<q", message)[0] for message in found]
+        starts = [message[8 : 8 + size] for message, size in zip(found, sizes, strict=True)]
+        if data != CLOSED and CLOSED in starts:
+            raise RankError(
+                f"Rank {starts.index(CLOSED)} has closed its engine, or ended, while this rank goes on with {what}. "
+                "Its own output says why; every rank makes the same number of steps."
+            )
         if max(sizes) <= INLINE_NBYTES:
-            return [message[8 : 8 + size] for message, size in zip(found, sizes, strict=True)]
-        padded = torch.frombuffer(bytearray(data.ljust(max(sizes), b"\0")), dtype=torch.uint8)
-        found = self._gather_bytes(padded, what)
+            return starts
+        found = self._gather_bytes(data.ljust(max(sizes), b"\0"), what)
         return [message[:size] for message, size in zip(found, sizes, strict=True)]
 
-    def _gather_bytes(self, own: torch.Tensor, what: str) -> list[bytes]:
-        group = self._groups.get("control")
-        out = torch.empty(self.world_size * own.numel(), dtype=torch.uint8)
-        self._submit("control", what, lambda: dist.all_gather_single(out, own, group=group)).wait()
+    def _gather_bytes(self, data: bytes, what: str) -> list[bytes]:
+        transfer, out = self._start_gather_bytes(data, what)
+        transfer.wait()
         return [part.numpy().tobytes() for part in out.view(self.world_size, -1)]
+
+    def _start_gather_bytes(self, data: bytes, what: str) -> tuple[CollectiveTransfer, torch.Tensor]:
+        group = self._groups.get("control")
+        own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        out = torch.empty(self.world_size * own.numel(), dtype=torch.uint8)
+        return self._submit("control", what, lambda: dist.all_gather_single(out, own, group=group)), out
 
     def _submit(self, name: str, what: str, job: Callable[[], object]) -> CollectiveTransfer:
         self._check_open()
@@ -212,16 +232,21 @@ class ProcessGroups:
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Close the lanes and the groups. Idempotent; waits for no other rank."""
+        """Close the lanes and the groups. Idempotent; waits for the other ranks for some seconds at most."""
         if self._is_closed:
             return
+        if not self._has_failed and self._failure is None:
+            with suppress(Exception):
+                farewell = struct.pack("<q", len(CLOSED)) + CLOSED
+                transfer, _ = self._start_gather_bytes(farewell.ljust(INLINE_NBYTES + 8, b"\0"), "the end of the run")
+                self._is_answered = transfer.wait_at_most(LINGER_S)
         self._close_groups()
         self._is_closed = True
 
     def _close_groups(self) -> None:
         """A peer that is blocked in one of them is freed at once."""
         groups, self._groups = self._groups, {}
-        if not self._has_failed:
+        if self._is_answered:
             for lane in self._lanes.values():
                 lane.close()
         for group in groups.values():

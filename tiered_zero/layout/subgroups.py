@@ -112,10 +112,10 @@ def cut_subgroups(
     *,
     elementwise: bool,
     apart: bool = False,
-    rank: int = 0,
+    rank: int | None = 0,
 ) -> list[SubGroup]:
     """Cut `rank`'s shards of the trainable units that have a param group into sub-groups of at most `size_numel`
-    elements (rounded up to a page's worth).
+    elements (rounded up to a page's worth). `rank`: None for whole units, whose state every rank has.
 
     `group_of`: parameter name -> param group; parameters that no group holds are not stepped. An elementwise rule may
     be cut inside a parameter; for any other rule cuts fall between units only, so a unit larger than the size is a
@@ -138,7 +138,9 @@ def cut_subgroups(
     for unit in units:
         if not unit.trainable or not any(entry.param.name in group_of for entry in unit.entries):
             continue
-        for start, stop, embedding in _runs(unit, unit.shard(rank), group_of if apart else {}, elementwise):
+        for start, stop, embedding in _runs(
+            unit, range(unit.numel) if rank is None else unit.shard(rank), group_of if apart else {}, elementwise
+        ):
             if embedding != kind or (not elementwise and filled + stop - start > limit):
                 close()
             kind = embedding

@@ -19,7 +19,9 @@ from tiered_zero.params.unit_state import PagedUnit
 
 
 @contextmanager
-def gathered(target: nn.Module | nn.Parameter | Iterable[nn.Parameter], modify: bool = False) -> Iterator[None]:
+def gathered(
+    target: nn.Module | nn.Parameter | Iterable[nn.Parameter], modify: bool = False, modifier_rank: int = 0
+) -> Iterator[None]:
     """Make parameters plain, with full values on the device, for the length of the block.
 
     `target`: a module (all its parameters), one parameter, or several. They must fit the room that
@@ -27,13 +29,14 @@ def gathered(target: nn.Module | nn.Parameter | Iterable[nn.Parameter], modify: 
     inside: they go to the parameters' homes, and the fp32 master of every element that changed is set to its new value
     (an unchanged element keeps its master's full precision). Without `modify` a change raises ModelError at the end of
     the block. What is computed inside may be differentiated after it, until the parameters change. Parameters that no
-    engine pages are left alone.
+    engine pages are left alone. With many ranks every rank enters a block with `modify`, and gets what `modifier_rank`
+    has changed.
     """
     if isinstance(target, nn.Module):
         params = list(target.parameters())
     else:
         params = [target] if isinstance(target, nn.Parameter) else list(target)
-    with gather(params, modify), saved_tensors_hooks(partial(_pack, _pagers(params)), _unpack):
+    with gather(params, modify, modifier_rank), saved_tensors_hooks(partial(_pack, _pagers(params)), _unpack):
         yield
 
 
@@ -79,11 +82,11 @@ def _unpack(found: _PagerAndSaved) -> torch.Tensor:
 
 
 @contextmanager
-def gather(params: Iterable[nn.Parameter], modify: bool) -> Iterator[None]:
+def gather(params: Iterable[nn.Parameter], modify: bool, modifier_rank: int = 0) -> Iterator[None]:
     """Hold the units of `params` until the block ends. `modify`: write them back there."""
     with ExitStack() as stack:
         for access, paged in _paged(params):
-            stack.enter_context(_gather_unit(access, paged, modify))
+            stack.enter_context(_gather_unit(access, paged, modify, modifier_rank))
         yield
 
 
@@ -101,7 +104,7 @@ def _paged(params: Iterable[nn.Parameter]) -> list[tuple[WeightAccess, PagedUnit
 
 
 @contextmanager
-def _gather_unit(access: WeightAccess, paged: PagedUnit, modify: bool) -> Iterator[None]:
+def _gather_unit(access: WeightAccess, paged: PagedUnit, modify: bool, modifier_rank: int) -> Iterator[None]:
     pager = access.pager
     with pager.driver.entered("gathered"):
         access.before_weights_read()
@@ -111,7 +114,7 @@ def _gather_unit(access: WeightAccess, paged: PagedUnit, modify: bool) -> Iterat
             yield
             if modify:
                 access.before_weights_write()
-                pager.changes.write_back(paged, old)
+                pager.changes.write_back(paged, old, modifier_rank)
         finally:
             changed = pager.changes.drop(paged)
             pager.end_gather(user)

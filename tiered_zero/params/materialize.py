@@ -26,6 +26,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from tiered_zero.errors import ModelError
+from tiered_zero.hardware.collectives import Collectives
 from tiered_zero.hardware.host_memory import temporary_zeros, trim_malloc
 from tiered_zero.layout.flat import ParamSpec, Unit
 from tiered_zero.params.guarded_parameter import FaultHandler
@@ -142,8 +143,10 @@ class Materializer:
         if missing:
             self._fill(prefix, missing, owners)
 
-    def move_buffers(self, device: torch.device) -> None:
-        """Move the buffers of every module to the device where it computes."""
+    def move_buffers(self, device: torch.device, ranks: Collectives) -> None:
+        """Move the buffers of every module, with the values of rank 0, to the device where it computes."""
+        for name, buffer in self._model.named_buffers():
+            ranks.broadcast(buffer, what=f"buffer {name}")
         for module in self._model.modules():
             for name, buffer in list(module.named_buffers(recurse=False)):
                 dtype = _buffer_dtype(module, buffer, device)
@@ -207,9 +210,11 @@ def materialize_model(
     handler: FaultHandler,
     store_masters: Callable[[Unit, torch.Tensor], None],
     snapshot: ModelSnapshot,
+    ranks: Collectives,
     resumed: Callable[[Unit], torch.Tensor] | None = None,
 ) -> None:
     """Place every unit, module group by module group: fp32 values to the masters, rounded ones to the units' homes.
+    The values are those of rank 0.
 
     `resumed(unit)`: [P] of a run that is gone on with, whose masters are there already: it replaces the model's values.
     """
@@ -218,7 +223,7 @@ def materialize_model(
         params = [(unit, params_of(unit)) for unit in group]
         materializer.fill(prefix, [param for _, own in params for param in own])
         for unit, own in params:
-            place_unit(unit, own, pager, handler, store_masters, resumed)
+            place_unit(unit, own, pager, handler, store_masters, ranks, resumed)
             if pager.is_resident(unit):
                 snapshot.release(own)
         del params, own
@@ -232,13 +237,18 @@ def place_unit(
     pager: Pager,
     handler: FaultHandler,
     store_masters: Callable[[Unit, torch.Tensor], None],
+    ranks: Collectives,
     resumed: Callable[[Unit], torch.Tensor] | None = None,
 ) -> None:
-    """Make `params` views of the unit's flat, with the values that they have, or those of a run that is gone on
-    with."""
+    """Make `params` views of the unit's flat, with the values that they have on rank 0, or those of a run that is gone
+    on with."""
     flat = _flatten(unit, params, unit.dtype) if resumed is None else resumed(unit)
+    ranks.broadcast(flat, what=f"the values of {unit.name}")
     if unit.trainable and resumed is None:
-        store_masters(unit, _flatten(unit, params, torch.float32))
+        masters = _flatten(unit, params, torch.float32)
+        ranks.broadcast(masters, what=f"the masters of {unit.name}")
+        store_masters(unit, masters)
+        del masters
     pager.adopt(unit, params, handler)
     pager.store(unit, flat)
 

@@ -7,6 +7,7 @@ from typing import final
 import torch
 
 from tiered_zero.errors import ModelError
+from tiered_zero.hardware.collectives import Collectives
 from tiered_zero.params.offloaded_params import OffloadedParams
 from tiered_zero.params.outside_modes import runs_outside_modes
 from tiered_zero.params.unit_state import PagedUnit, UnitState, UnitTable, WeightState
@@ -16,8 +17,9 @@ from tiered_zero.params.unit_state import PagedUnit, UnitState, UnitTable, Weigh
 class ParamChanges:
     """Finds changes on the device that the homes do not have. Driver thread. See [Note: Writes through .data]."""
 
-    def __init__(self, units: UnitTable, offloaded_params: OffloadedParams) -> None:
+    def __init__(self, units: UnitTable, offloaded_params: OffloadedParams, ranks: Collectives) -> None:
         self._units = units
+        self._ranks = ranks
         self._offloaded_params = offloaded_params
         self._refusal: ModelError | None = None
 
@@ -48,11 +50,16 @@ class ParamChanges:
     # -- gathered --------------------------------------------------------------------------------------------------
 
     @runs_outside_modes
-    def write_back(self, paged: PagedUnit, old: torch.Tensor | None) -> None:
-        """Write the parameters that user code has changed to their home, and to whatever was derived from them."""
+    def write_back(self, paged: PagedUnit, old: torch.Tensor | None, modifier_rank: int = 0) -> None:
+        """Write the parameters that user code has changed to their home, and to whatever was derived from them.
+
+        Every rank calls it, and gets the values of `modifier_rank`."""
         paged.version += 1
         paged.storage.take_back(keep=True)
         try:
+            if self._ranks.world_size > 1:
+                self._ranks.broadcast(paged.storage.flat.data, modifier_rank, f"changed values of {paged.unit.name}")
+                paged.storage.begin_watch()
             self._offloaded_params.change(paged.unit, paged.storage.flat, old)
         except BaseException:
             _mark_stale(paged)

@@ -20,6 +20,10 @@ _HIDDEN_BY_SCALE = (
     "engine.get_global_grad_norm() has the norm after step(); engine.zero_grad() drops gradients. To read or change "
     "gradients, train in bf16 or fp32."
 )
+_HIDDEN_BY_RANKS = (
+    "it is this rank's own until step(), which averages the gradients of all ranks. To clip, set gradient_clipping; "
+    "engine.get_global_grad_norm() has the norm after step()."
+)
 
 
 @final
@@ -32,10 +36,11 @@ class VisibleGradients:
     place for what users assign. Driver thread.
     """
 
-    def __init__(self, home: GradientHome) -> None:
+    def __init__(self, home: GradientHome, num_ranks: int = 1) -> None:
         self._params: Sequence[nn.Parameter] = ()
         self._storages: Sequence[FlatStorage] = ()
         self._home = home
+        self._num_ranks = num_ranks
 
     def open(self, params: Sequence[nn.Parameter], storages: Sequence[FlatStorage]) -> None:
         """`params`, `storages`: all that are trainable."""
@@ -48,7 +53,7 @@ class VisibleGradients:
 
         `updates_in_backward`: the same in every step, though the first step's update never begins in backward.
         """
-        by_scale = _HIDDEN_BY_SCALE if loss_scale != 1.0 else None
+        by_scale = _HIDDEN_BY_SCALE if loss_scale != 1.0 else _HIDDEN_BY_RANKS if self._num_ranks > 1 else None
         self._home.set_hidden(_HIDDEN_BY_UPDATE if updates_in_backward else by_scale)
 
     def show(self) -> None:

@@ -126,7 +126,7 @@ class Plan:
 def make_plan(units: Sequence[Unit], subgroups: Sequence[SubGroupSize], request: PlanRequest) -> Plan:
     """Place every byte. Raises ConfigError where a size that the config fixes cannot work; does not check limits."""
     tiers = place(units, subgroups, request)
-    update_policy = choose_update_policy(request.update, tiers.state)
+    update_policy = choose_update_policy(request.update, tiers.state, request.ranks)
     delayed, sums = update_policy.policy == "delayed", request.sums_gradients
     trainable = [unit for unit in units if unit.trainable]
     to_host = [unit for unit in trainable if tiers.gradients[unit.index] == "host"]
@@ -162,6 +162,7 @@ def make_plan(units: Sequence[Unit], subgroups: Sequence[SubGroupSize], request:
         PlanRow("host", "staging_param", staging.params.total_nbytes, "parameter staging buffers"),
         PlanRow("host", "staging_state", staging.state.total_nbytes, "optimizer staging buffers"),
         PlanRow("host", "staging_gradient", staging.gradients.total_nbytes, "gradient staging buffer"),
+        PlanRow("host", "bucket", staging.buckets.total_nbytes, "buckets of gradients that ranks reduce"),
     ]
     room = request.limits.get("device", (NO_LIMIT, ""))[0] - sum(row.nbytes for row in rows if row.tier == "device")
     paged = [unit for unit in units if tiers.params[unit.index] != "device"]

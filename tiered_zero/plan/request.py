@@ -89,6 +89,22 @@ class CommitRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RankRequest:
+    """The ranks of a run. `shards_state`: each has master weights and optimizer state of its own shards only, and
+    parameters are gathered after an update. `bucket_numel`: elements of gradients in one collective, at most.
+    """
+
+    world_size: int = 1
+    shards_state: bool = False
+    bucket_numel: int = 0
+
+    @property
+    def part_numel(self) -> int:
+        """Elements of a bucket that each rank gets the sum of."""
+        return max(1, self.bucket_numel // self.world_size)
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlanRequest:
     """Everything that the config and the machine say to the planner. `sums_gradients`: over micro-batches, in fp32.
 
@@ -101,6 +117,7 @@ class PlanRequest:
     limits: Limits = field(default_factory=dict)
     sums_gradients: bool = False
     commits: CommitRequest | None = None
+    ranks: RankRequest = field(default_factory=RankRequest)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,17 +131,25 @@ class SubGroupSize:
     embedding: bool = False
 
 
-def unit_rules(config: Config) -> UnitRules:
+MAX_BUCKET_NUMEL = 1 << 22
+"""Elements of gradients in one collective, however large reduce_bucket_size is: 16 MiB of fp32, with two under way,
+stream at full rate, and borders of buckets do not depend on memory."""
+
+
+def unit_rules(config: Config, world_size: int = 1) -> UnitRules:
     """Read from `config` how units are cut."""
     zero = config.zero_optimization
     return UnitRules(
         size_cap_numel=config.tiered_zero.unit_size_cap,
         persistence_numel=zero.stage3_param_persistence_threshold if zero.offload_param.device != "none" else 0,
         max_persistent_numel=zero.stage3_model_persistence_threshold,
+        world_size=world_size,
     )
 
 
-def plan_request(config: Config, *, limits: Limits, shares_cores: bool, buffers_nbytes: int = 0) -> PlanRequest:
+def plan_request(
+    config: Config, *, limits: Limits, shares_cores: bool, buffers_nbytes: int = 0, world_size: int = 1
+) -> PlanRequest:
     """Read from `config` what the planner must know. Raises ConfigError for a delayed update of state on the device.
 
     `limits`: of this machine, and those that go before the config's. `buffers_nbytes`: of the model's buffers, where
@@ -161,6 +186,11 @@ def plan_request(config: Config, *, limits: Limits, shares_cores: bool, buffers_
         limits=limits,
         sums_gradients=config.gradient_accumulation_steps > 1,
         commits=CommitRequest(buffers_nbytes=buffers_nbytes) if settings.checkpoint.in_place else None,
+        ranks=RankRequest(
+            world_size=world_size,
+            shards_state=world_size > 1 and zero.stage > 0,
+            bucket_numel=min(zero.reduce_bucket_size, MAX_BUCKET_NUMEL),
+        ),
     )
 
 

@@ -22,6 +22,9 @@ NUM_STATE_STAGING = 3
 AUTO_STATE_STAGING_NBYTES = 168 * MIB
 """Of state in flight, where the config counts no buffers: keeps the disk busy while an update or a wait takes long."""
 
+NUM_BUCKETS = 2
+"""One is reduced while the other is filled."""
+
 MAX_AUTO_STATE_STAGING_NBYTES = 640 * MIB
 MAX_AUTO_STATE_STAGING_SHARE = 16
 """Up to this many bytes, and this part of the host's limit, where a whole unit is staged at once: that of a tied
@@ -47,6 +50,7 @@ class Staging:
     params: StagingSize
     state: StagingSize
     gradients: StagingSize
+    buckets: StagingSize = StagingSize()
 
 
 def size_staging(
@@ -59,7 +63,18 @@ def size_staging(
         params=_param_staging([unit for unit in units if tiers.params[unit.index] == "nvme"], request.params),
         state=_state_staging(units, subgroups, tiers, request),
         gradients=StagingSize(nbytes=min(largest, MAX_AUTO_STAGING_NBYTES), count=1) if to_host else StagingSize(),
+        buckets=_buckets([unit for unit in units if unit.trainable], request),
     )
+
+
+def _buckets(trainable: Sequence[Unit], request: PlanRequest) -> StagingSize:
+    """A bucket has a part for each rank, and room for the sum of this rank's own."""
+    world_size = request.ranks.world_size
+    if world_size == 1 or not trainable:
+        return StagingSize()
+    itemsize = 4 if request.sums_gradients else max(unit.itemsize for unit in trainable)
+    part = min(request.ranks.part_numel, max(unit.numel // world_size for unit in trainable))
+    return StagingSize(nbytes=(world_size + 1) * part * itemsize, count=NUM_BUCKETS)
 
 
 def _param_staging(on_nvme: Sequence[Unit], request: ParamRequest) -> StagingSize:

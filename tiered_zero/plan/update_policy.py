@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from tiered_zero.plan.request import UpdateRequest
+from tiered_zero.plan.request import RankRequest, UpdateRequest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,14 +26,23 @@ class UpdateChoice:
         return f"update policy: {self.policy}{start} ({self.reason})"
 
 
-def choose_update_policy(request: UpdateRequest, state_tiers: Collection[str]) -> UpdateChoice:
+def choose_update_policy(
+    request: UpdateRequest, state_tiers: Collection[str], ranks: RankRequest | None = None
+) -> UpdateChoice:
     """Resolve `tiered_zero.update`. `state_tiers`: the tiers that hold optimizer state.
+
+    Where ranks have shards of the state, `barrier` runs: step() ends with the gather of the new parameters. Gradients
+    of many ranks are reduced in step(), so that no update begins before.
 
     An update of state on the device takes compute's own time, so `barrier` runs there whatever is requested; where the
     CPU is the device and no state comes from NVMe the same holds, but there a request for `overlapped` is honoured.
     """
     automatic = request.policy == "auto"
     asked = f"tiered_zero.update is {request.policy}"
+    ranks = ranks or RankRequest()
+    if ranks.shards_state:
+        reason = f"{ranks.world_size} ranks gather the new parameters of each other's shards inside step()"
+        return UpdateChoice(policy="barrier", reason=reason)
     if request.policy in ("barrier", "delayed"):
         return UpdateChoice(policy=request.policy, reason=asked)
     if set(state_tiers) == {"device"}:
@@ -43,5 +52,10 @@ def choose_update_policy(request: UpdateRequest, state_tiers: Collection[str]) -
     return UpdateChoice(
         policy="overlapped",
         reason="exact, and runs beside compute or disk" if automatic else asked,
-        optimizer_in_backward=request.in_backward and not request.checks_gradients and "device" not in state_tiers,
+        optimizer_in_backward=(
+            request.in_backward
+            and ranks.world_size == 1
+            and not request.checks_gradients
+            and "device" not in state_tiers
+        ),
     )

@@ -34,6 +34,7 @@ class OptimizerState:
 
     fp32 masters are no part of it: they follow the parameters' values. A state format without loss, and a plain torch
     optimizer, give the same bits after any number of moves between them. `_params`: by name.
+    `_is_sharded`: this rank has the state of parts of them only, which `read` refuses.
     """
 
     _params: Mapping[str, nn.Parameter]
@@ -42,6 +43,7 @@ class OptimizerState:
     _stepper: StreamingStepper
     _inventory: Inventory
     _staging: StagingPool | None
+    _is_sharded: bool = False
 
     def stepped(self) -> list[nn.Parameter]:
         """List the parameters that have state."""
@@ -66,6 +68,11 @@ class OptimizerState:
 
         `groups`: the live param groups. Raises BudgetError where the copies do not fit into free host memory.
         """
+        if self._is_sharded:
+            raise ModelError(
+                "The optimizer state is sharded over ranks here, and this version does not bring it together. Set "
+                "zero_optimization.stage to 0 to read it."
+            )
         self._check_room(only)
         found: dict[nn.Parameter, ParamState] = {}
         for layout in self._layouts:

@@ -1,0 +1,64 @@
+"""Weights that users change on many ranks, and training data that `initialize` splits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import tiered_zero
+from tests.ranks.pool import RankPool
+from tests.ranks.test_failures import rank_and_config
+from tests.ranks.training import Case, build_model, differences, make_optimizer, micro_batches
+
+
+def change_weights(path: str, stage: int) -> dict[str, Any]:
+    """Rank 1 sets one weight and rank 0 loads others, between two steps; rank 0 alone evaluates."""
+    rank, config = rank_and_config(path, stage=stage)
+    model: Any = build_model(rank)
+    engine, *_ = tiered_zero.initialize(model=model, optimizer=make_optimizer(model, "adamw"), config=config)
+    batches = [micro_batches(Case(), step, rank, 2)[0] for step in range(2)]
+    engine.backward(engine(*batches[0]))
+    engine.step()
+    with tiered_zero.zero.GatheredParameters(model.norm.weight, modifier_rank=1), torch.no_grad():
+        if rank == 1:
+            model.norm.weight.fill_(0.5)
+    loaded = {name: value + 0.25 * (rank + 1) for name, value in model.sometimes.state_dict().items()}
+    model.sometimes.load_state_dict(loaded)
+    if rank == 0:
+        with torch.no_grad():
+            engine(*batches[0])
+        loaded_bias = model.sometimes.state_dict()["bias"]
+        assert torch.equal(loaded_bias, loaded["bias"])
+    weight = model.norm.weight.detach().clone()
+    engine.backward(engine(*batches[1], detour=True))
+    engine.step()
+    found = {"weight": weight, "weights": {name: value.clone() for name, value in model.state_dict().items()}}
+    engine.close()
+    return found
+
+
+def test_changes_by_hand_are_those_of_one_rank(ranks: RankPool, swap_path: Path) -> None:
+    found = [each for stage in (0, 1) for each in ranks.run(change_weights, 2, str(swap_path), stage)]
+    for each in found:
+        assert torch.equal(each["weight"], torch.full_like(each["weight"], 0.5))
+        assert differences(each["weights"], found[0]["weights"]) == []
+
+
+def load_data(path: str) -> list[int]:
+    rank, config = rank_and_config(path)
+    model = build_model(rank)
+    data = torch.utils.data.TensorDataset(torch.arange(10))
+    engine, _, loader, _ = tiered_zero.initialize(
+        model=model, optimizer=make_optimizer(model, "adamw"), config=config, training_data=data
+    )
+    assert engine.train_batch_size() == 4 and engine.global_rank == rank == engine.local_rank
+    assert tiered_zero.comm.get_world_size() == engine.world_size == 2
+    samples = [index for (batch,) in loader or () for index in batch.tolist()]
+    engine.close()
+    return samples
+
+
+def test_training_data_is_split(ranks: RankPool, swap_path: Path) -> None:
+    assert ranks.run(load_data, 2, str(swap_path)) == [[0, 2, 4, 6, 8], [1, 3, 5, 7, 9]]

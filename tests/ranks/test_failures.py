@@ -1,0 +1,184 @@
+"""What ends a run of many ranks, and what is refused before it begins: by name, on every rank, with nothing left."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tiered_zero
+from tests.ranks.pool import RankPool
+from tests.ranks.training import Case, build_model, make_optimizer, micro_batches
+from tiered_zero.errors import EngineFailedError, RankError
+
+
+def rank_and_config(path: str, **zero: Any) -> tuple[int, dict[str, Any]]:
+    section = {"stage": 1, "offload_optimizer": {"device": "nvme", "nvme_path": path}, **zero}
+    return int(os.environ["RANK"]), {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 0,
+        "zero_optimization": section,
+        "tiered_zero": {"device": "cpu", "host_memory_limit": "1GiB", "comm_timeout_s": 60},
+    }
+
+
+def raise_in_forward(path: str) -> list[str]:
+    """Rank 1's forward raises in the second step, while rank 0 goes on to its step()."""
+    rank, config = rank_and_config(path)
+    model = build_model(rank)
+    engine, *_ = tiered_zero.initialize(model=model, optimizer=make_optimizer(model, "adamw"), config=config)
+    heard = []
+    try:
+        for step in range(3):
+            (tokens, targets) = micro_batches(Case(), step, rank, 2)[0]
+            if step == 1 and rank == 1:
+                tokens = tokens + 1000  # outside of the vocabulary
+            engine.backward(engine(tokens, targets))
+            engine.step()
+    except Exception as error:
+        heard.append(f"{type(error).__name__}: {error}")
+        with pytest.raises(EngineFailedError, match="all ranks"):
+            engine.step()
+    finally:
+        engine.close()
+    return heard
+
+
+def test_an_exception_on_one_rank_ends_the_run_on_all(ranks: RankPool, swap_path: Path) -> None:
+    [first], [second] = ranks.run(raise_in_forward, 2, str(swap_path))
+    assert second.startswith("IndexError")
+    assert first.startswith("RankError: Rank 1 failed, which ends the run on all 2 ranks: IndexError")
+    assert not any(swap_path.iterdir())
+
+
+def leave_a_step_out(path: str, how: str) -> str:
+    """Rank 0 makes three steps, rank 1 two: it closes its engine, or makes a step() that rank 0 does not."""
+    rank, config = rank_and_config(path)
+    model = build_model(rank)
+    engine, *_ = tiered_zero.initialize(model=model, optimizer=make_optimizer(model, "adamw"), config=config)
+    try:
+        for step in range(3):
+            if step == 2 and rank == 1 and how == "close":
+                break
+            if step == 2 and rank == 1:
+                engine.set_gradient_accumulation_boundary(False)
+                engine.step()
+                engine.set_gradient_accumulation_boundary(True)
+            engine.backward(engine(*micro_batches(Case(), step, rank, 2)[0]))
+            engine.step()
+    except RankError as error:
+        return str(error)
+    finally:
+        engine.close()
+    return ""
+
+
+def test_ranks_at_different_steps_are_found(ranks: RankPool, swap_path: Path) -> None:
+    for text in ranks.run(leave_a_step_out, 2, str(swap_path), "skip"):
+        assert "rank 0 is at step 2, micro-batch 3, rank 1 is at step 2, micro-batch 4" in text
+
+
+def test_a_rank_that_closes_early_is_named(ranks: RankPool, swap_path: Path) -> None:
+    first, second = ranks.run(leave_a_step_out, 2, str(swap_path), "close")
+    assert "Rank 1 has closed its engine, or ended, while this rank goes on with step 2" in first
+    assert second == ""
+
+
+class Endless(torch.utils.data.IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(1 << 60))
+
+
+def initialize(path: str, change: str) -> str:
+    """What `initialize` raises on this rank."""
+    rank, config = rank_and_config(path)
+    model: nn.Module = build_model(rank)
+    optimizer = make_optimizer(model, "adafactor" if change == "rule" else "adamw")
+    data: Any = None
+    if change == "model" and rank == 1:
+        model = nn.Sequential(model, nn.Linear(2, 2))
+        optimizer = make_optimizer(model, "adamw")
+    elif change == "config" and rank == 1:
+        config["gradient_clipping"] = 2.0
+    elif change == "error" and rank == 1:
+        config["zero_optimization"]["offload_optimizer"]["nvme_path"] = path + "/missing/\0"
+    elif change == "stage":
+        config["zero_optimization"]["stage"] = 3
+    elif change == "delayed":
+        config["tiered_zero"]["update"] = "delayed"
+    elif change in ("in_place", "resume"):
+        config["tiered_zero"]["checkpoint"] = {change: True if change == "in_place" else path}
+    elif change == "prescale":
+        config["prescale_gradients"] = True
+    elif change == "communication":
+        config["communication_data_type"] = "fp32"
+    elif change == "data":
+        data = Endless()
+    elif change == "batch":
+        config["train_batch_size"] = 2
+    try:
+        tiered_zero.initialize(model=model, optimizer=optimizer, config=config, training_data=data)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ("stage", "ModelError: zero_optimization.stage: expected 0, 1 or 2 with 2 ranks; found 3"),
+        ("delayed", "ModelError: tiered_zero.update: expected auto or barrier at stage 1 with 2 ranks"),
+        ("in_place", "ModelError: tiered_zero.checkpoint.in_place: expected it to be left out with 2 ranks"),
+        ("resume", "ModelError: tiered_zero.checkpoint.resume: expected it to be left out with 2 ranks"),
+        ("prescale", "ModelError: prescale_gradients: expected False"),
+        ("communication", "ModelError: communication_data_type: expected None"),
+        ("rule", "ModelError: Adafactor steps whole parameters, and at stage 1 each of 2 ranks has a part"),
+        ("batch", "ConfigError: train_batch_size: expected train_micro_batch_size_per_gpu x "),
+        ("model", "RankError: Every rank was expected to bring the same parameters; found another on rank 1"),
+        ("config", "RankError: Every rank was expected to bring the same config; found another on rank 1"),
+        ("data", "ModelError: training_data: expected a dataset with an index, which is split over 2 ranks"),
+    ],
+)
+def test_what_many_ranks_do_not_do_is_refused_on_each(ranks: RankPool, swap_path: Path, change: str, text: str) -> None:
+    for found in ranks.run(initialize, 2, str(swap_path), change):
+        assert found.startswith(text), found
+    assert not any(swap_path.iterdir())
+
+
+def refuse_reads(path: str) -> dict[str, str]:
+    """What a user cannot read or change of a run whose state is sharded, each with its reason."""
+    rank, config = rank_and_config(path)
+    model = build_model(rank)
+    engine, *_ = tiered_zero.initialize(model=model, optimizer=make_optimizer(model, "adamw"), config=config)
+    engine.backward(engine(*micro_batches(Case(), 0, rank, 2)[0]))
+    head = model.head.weight
+    acts = {
+        "grad": lambda: head.grad,
+        "state_dict": engine.optimizer.state_dict,
+        "read_state": lambda: engine.optimizer.read_state(head),
+        "master": lambda: tiered_zero.utils.safe_get_full_fp32_param(head),
+        "save": lambda: engine.save_checkpoint(path),
+    }
+    found = {}
+    for name, act in acts.items():
+        if name == "state_dict":
+            engine.step()
+        try:
+            act()
+        except tiered_zero.ModelError as error:
+            found[name] = str(error)
+    engine.close()
+    return found
+
+
+def test_shards_are_not_shown_as_if_they_were_whole(ranks: RankPool, swap_path: Path) -> None:
+    for found in ranks.run(refuse_reads, 2, str(swap_path)):
+        assert "averages the gradients of all ranks" in found.pop("grad")
+        assert "this version does not save together" in found.pop("save")
+        assert set(found) == {"state_dict", "read_state", "master"}
+        assert all("sharded over ranks" in text for text in found.values())

@@ -1,0 +1,143 @@
+"""Ranks against torch's DistributedDataParallel, and stages and tiers against each other, bit for bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tiered_zero
+from tests.ranks.pool import RankPool
+from tests.ranks.training import Case, assert_all_ranks_agree, differences, train_distributed, train_tiered
+from tests.support.configs import ADAMW, config_of
+from tests.support.models import two_layers
+
+EPSILON = 2.0**-24
+"""Half a unit in the last place of fp32: the relative error of one rounding."""
+
+PLACES = [(stage, device) for stage in (0, 1, 2) for device in ("none", "cpu", "nvme")]
+
+
+def placed(case: Case, stage: int, device: str, **more: Any) -> Case:
+    return replace(case, zero={"stage": stage, "offload_optimizer": {"device": device}}, **more)
+
+
+@pytest.fixture
+def train(ranks: RankPool, swap_path: Path) -> Any:
+    def run(case: Case, world: int = 2) -> list[dict[str, Any]]:
+        found = ranks.run(train_tiered, world, case, str(swap_path))
+        assert_all_ranks_agree(found)
+        assert [each["world"] for each in found] == [world] * world
+        assert not any(swap_path.iterdir()), "every rank removes its swap directory"
+        return found
+
+    return run
+
+
+_references: dict[Any, list[dict[str, Any]]] = {}
+
+
+def reference(ranks: RankPool, case: Case, world: int = 2) -> list[dict[str, Any]]:
+    key = (repr(case), world)
+    if key not in _references:
+        _references[key] = ranks.run(train_distributed, world, case)
+    return _references[key]
+
+
+def assert_equal(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    assert differences(found[0]["weights"], expected[0]["weights"]) == []
+    assert [each["losses"] for each in found] == [each["losses"] for each in expected]
+
+
+@pytest.mark.parametrize(("stage", "device"), PLACES)
+def test_two_ranks_are_distributed_data_parallel(ranks: RankPool, train: Any, stage: int, device: str) -> None:
+    """With tied and frozen parameters, one that is never used, and one used by some ranks in some steps."""
+    found = train(placed(Case(), stage, device))
+    expected = reference(ranks, Case())
+    assert_equal(found, expected)
+    for norm, theirs in zip(found[0]["norms"], expected[0]["norms"], strict=True):
+        assert norm == pytest.approx(theirs, rel=64 * EPSILON), "torch adds the norms of 30 parameters in fp32"
+
+
+@pytest.mark.parametrize(("stage", "device"), [(0, "cpu"), (1, "nvme"), (2, "none")])
+def test_two_groups_and_accumulation(ranks: RankPool, train: Any, stage: int, device: str) -> None:
+    case = Case(optimizer="groups", accumulation=2, steps=3)
+    assert_equal(train(placed(case, stage, device)), reference(ranks, case))
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_stages_and_tiers_are_equal_with_clipping(ranks: RankPool, train: Any, world: int) -> None:
+    """One order of sums: at four ranks gloo's depends on where a bucket is cut, which no stage and no tier changes."""
+    case = Case(clipping=0.5, zero={"reduce_bucket_size": 4096})
+    first: list[dict[str, Any]] | None = None
+    for stage, device in ((0, "none"), (0, "nvme"), (1, "cpu"), (2, "nvme")):
+        zero = {"stage": stage, "offload_optimizer": {"device": device}, "reduce_bucket_size": 4096}
+        found = train(replace(case, zero=zero), world)
+        first = first or found
+        assert_equal(found, first)
+        assert found[0]["norms"] == first[0]["norms"]
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_one_clipped_step_is_near_distributed_data_parallel(ranks: RankPool, train: Any, world: int) -> None:
+    """The norm differs by the roundings of torch's fp32 sums, the averages by those of W - 1 additions."""
+    case = Case(optimizer="sgd", clipping=0.5, steps=1)
+    expected = reference(ranks, case, world)
+    found = train(placed(case, min(1, world - 1), "cpu"), world)
+    relative = (64 + 2 * world) * EPSILON
+    assert found[0]["norms"][0] == pytest.approx(expected[0]["norms"][0], rel=relative)
+    for name, weight in found[0]["weights"].items():
+        theirs = expected[0]["weights"][name]
+        if weight.is_floating_point():
+            step = 0.1 * 0.5  # learning rate times the clipped norm, which bounds every element
+            bound = step * relative + 2 * EPSILON * theirs.abs()
+            assert ((weight - theirs).abs() <= bound).all(), name
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_stages_are_equal_in_16_bit(train: Any, precision: str) -> None:
+    config = {precision: {"enabled": True}}
+    found = [train(placed(Case(config=config, accumulation=2, steps=3), stage, "cpu")) for stage in (0, 1, 2)]
+    assert_equal(found[0], found[1])
+    assert_equal(found[0], found[2])
+
+
+def test_an_overflow_on_one_rank_skips_the_step_on_all(train: Any) -> None:
+    config = {"fp16": {"enabled": True, "initial_scale_power": 4, "hysteresis": 1}}
+    case = Case(config=config, scale={(1, 1): 1e30})
+    for stage in (0, 1):
+        found = train(placed(case, stage, "cpu"))
+        assert [each["applied"] for each in found] == [[True, False, True, True]] * 2
+        assert [each["loss_scale"] for each in found] == [8.0, 8.0]
+
+
+@pytest.mark.parametrize(("stage", "update"), [(0, "overlapped"), (0, "delayed"), (1, "auto")])
+def test_late_transfers_change_nothing(ranks: RankPool, train: Any, stage: int, update: str) -> None:
+    """Every lane of each rank is late by its own times; the order of collectives, and every bit, stays."""
+    case = placed(Case(runtime={"update": update, "delay_start_step": 100}), stage, "nvme", delays=True)
+    assert_equal(train(case), reference(ranks, Case()))
+
+
+def test_state_is_divided_by_the_ranks(train: Any) -> None:
+    """At stage 1 the masters and the state of two ranks together are one rank's at stage 0; the rest is whole."""
+    peaks = []
+    for stage in (0, 1):
+        for rank in train(placed(Case(steps=1), stage, "cpu")):
+            host = rank["memory"]["host"]
+            assert all(kind["peak"] <= kind["planned"] for kind in host.values())
+            peaks.append({kind: sizes["peak"] for kind, sizes in host.items()})
+    whole, also_whole, first, second = peaks
+    assert whole == also_whole
+    assert first["state"] + second["state"] == whole["state"]
+    assert 0.3 * whole["state"] < second["state"] <= first["state"]
+    assert first["bucket"] == whole["bucket"] > 0
+    assert first["gradient"] == second["gradient"] == whole["gradient"]
+
+
+def test_one_rank_has_no_buckets() -> None:
+    config = config_of({"stage": 1, "offload_optimizer": {"device": "cpu"}}, optimizer=ADAMW)
+    engine, *_ = tiered_zero.initialize(model=two_layers(), config=config)
+    with engine:
+        assert "bucket" not in {row.kind for row in engine.plan.rows}

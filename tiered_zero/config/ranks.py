@@ -1,0 +1,50 @@
+"""What a config may not ask of many ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tiered_zero.config.schema import Config
+from tiered_zero.errors import ModelError
+
+_MUST_BE = {
+    "prescale_gradients": (False, "gradients are divided by the number of ranks before they are summed"),
+    "gradient_predivide_factor": (1.0, "gradients are divided by the number of ranks before they are summed"),
+    "communication_data_type": (None, "gradients are reduced in the dtype in which they rest"),
+}
+"""Key without effect on one rank -> the value that many ranks honour, and what they do."""
+
+
+def check_ranks(config: Config, world_size: int) -> None:
+    """Raise ModelError for what this version does not do with more ranks than one, each by its name."""
+    if world_size == 1:
+        return
+    zero, settings = config.zero_optimization, config.tiered_zero
+    many = f"{world_size} ranks"
+    if zero.stage == 3:
+        raise ModelError(
+            f"zero_optimization.stage: expected 0, 1 or 2 with {many}; found 3, whose parameters are sharded, which "
+            "this version does on one rank only. Stage 2 with offload_optimizer cpu or nvme needs the least memory."
+        )
+    if settings.update == "delayed" and zero.stage > 0:
+        raise ModelError(
+            f"tiered_zero.update: expected auto or barrier at stage {zero.stage} with {many}, which gather each "
+            "other's new parameters inside step(); found 'delayed'. Leave it out, or set zero_optimization.stage to 0."
+        )
+    for name, found in (("in_place", settings.checkpoint.in_place), ("resume", settings.checkpoint.resume)):
+        if found:
+            raise ModelError(
+                f"tiered_zero.checkpoint.{name}: expected it to be left out with {many}, which this version does not "
+                f"save together; found {found!r}."
+            )
+    for path, (allowed, what) in _MUST_BE.items():
+        found = _idle_value(config, path, allowed)
+        if found not in (allowed, "auto", None):
+            raise ModelError(
+                f"{path}: expected {allowed!r} or left out with {many}: {what}; found {found!r}. Leave it out."
+            )
+
+
+def _idle_value(config: Config, path: str, default: Any) -> Any:
+    """What the file says of a key that has no effect on one rank."""
+    return next((report.value for report in config.explain() if report.path == path), default)
