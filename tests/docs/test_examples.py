@@ -1,10 +1,15 @@
 """Every program in docs/examples runs as a user would run it, without a warning, and learns."""
 
+import os
 import runpy
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+
+import tiered_zero
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
 
@@ -34,6 +39,30 @@ def test_the_hugging_face_example_learns(no_leaks: None, capsys: pytest.CaptureF
     assert not list(Path("swap").glob("*"))
 
 
+@pytest.mark.parametrize("at", [1, 7, 15, 44])
+def test_a_stopped_example_goes_on_with_the_same_losses(
+    at: int, no_leaks: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main = main_of("resume")
+    expected = main("undisturbed")
+    assert len(expected) == 45 and expected[-1] < expected[0] / 2
+    step = tiered_zero.Engine.step
+
+    def stopping_step(engine: tiered_zero.Engine) -> None:
+        step(engine)
+        if engine.global_steps == at:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as stopped:
+        patch.setattr(tiered_zero.Engine, "step", stopping_step)
+        main("stopped")
+    assert stopped.value.code == 128 + signal.SIGTERM
+    torch.rand(3)
+    assert main("stopped") == expected
+    assert f"stopped/global_step{at}\n" in capsys.readouterr().out
+    assert not list(Path("swap").glob("*"))
+
+
 def test_every_example_has_a_test() -> None:
-    tested = {"plain_loop", "lora", "own_data", "hf_model"}
+    tested = {"plain_loop", "lora", "own_data", "hf_model", "resume"}
     assert {path.stem for path in EXAMPLES.glob("*.py")} == tested
