@@ -403,6 +403,17 @@ def test_abort_leaves_what_is_gathered() -> None:
     assert world.live_pages == 0
 
 
+def test_a_gather_that_fails_leaves_no_user_while_its_error_is_kept() -> None:
+    world = World([1, 1])
+    world.tier.failing.add(("fetch", "u0"))
+    with pytest.raises(TransferError) as failed, tiered_zero.gathered(world.params[0][0]):
+        pass
+    assert failed.tb is not None
+    assert not world.pager.units.by_param[world.params[0][0]].gathers
+    world.tier.failing.clear()
+    world.pager.updates.invalidate()
+
+
 @pytest.mark.parametrize("how", ["failing", "refusing"])
 def test_a_failed_fetch_raises_and_leaves_nothing_behind(how: str) -> None:
     world = World([1, 1], live=1)

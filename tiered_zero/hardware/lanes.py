@@ -171,9 +171,14 @@ class Lane:
                 return work.transfer
         with self._running:
             marker, failure = self._perform(work)
-        if failure is not None and not isinstance(failure.error, Exception):
-            failure.collected = True  # the caller's own KeyboardInterrupt: raised here, and by no later wait
-            raise failure.error
+            if failure is not None and not isinstance(failure.error, Exception):
+                failure.collected = True  # the caller's own KeyboardInterrupt: raised here, and by no later wait
+                self._failures = [other for other in self._failures if other is not failure]
+                traceback.clear_frames(failure.traceback)
+                try:
+                    raise failure.error
+                finally:
+                    del failure  # with its traceback it would keep what the caller's frames hold
         work.transfer.finish_launch(marker, failure)
         return work.transfer
 

@@ -141,7 +141,11 @@ class Pager:
     def begin_gather(self, paged: PagedUnit) -> Gather:
         """Acquire a unit outside of forward and backward, until `end_gather`, or until the last reference is gone."""
         paged.gathers.add(gather := Gather(paged))
-        self.acquire(paged.unit)
+        try:
+            self.acquire(paged.unit)
+        except BaseException:
+            paged.gathers.discard(gather)  # now: the error's traceback may keep it
+            raise
         return gather
 
     def end_gather(self, gather: Gather) -> None:
