@@ -1,0 +1,116 @@
+"""A pager over units of whole pages, on a tier of log entries."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from tests.fakes.slow_tier import SlowTier
+from tests.support.tier_rig import make_runtime
+from tests.support.units import flat_of, make_params, make_unit
+from tiered_zero.layout.flat import Unit
+from tiered_zero.params.driver_thread import CallPhase
+from tiered_zero.params.guarded_parameter import OffloadedParameter
+from tiered_zero.params.offloaded_params import OffloadedParams
+from tiered_zero.params.pager import Pager
+from tiered_zero.params.unit_state import UnitState
+from tiered_zero.plan.planner import PagerLimits
+from tiered_zero.plan.request import LookAhead
+from tiered_zero.tiers.inventory import Home, Inventory
+from tiered_zero.tiers.tier import as_bytes
+
+N = 2048
+FREE = 1 << 30
+
+
+class World:
+    """A pager over units of `sizes` pages of fp32, each at home on a slow tier; `resident` ones on the device. Stands
+    for the engine's TrainStep where a guarded parameter is used; `calls`: which of its events came."""
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        live: int = FREE,
+        prefetch: int = 0,
+        reuse: int = 0,
+        resident: Sequence[int] = (),
+        frozen: Sequence[int] = (),
+    ) -> None:
+        self.tier = SlowTier()
+        self.runtime = make_runtime(seed=None)
+        self.inventory = Inventory()
+        self.changed: list[int] = []
+        offloaded_params = OffloadedParams(
+            self.inventory, None, lambda unit, flat, old: self.changed.append(unit.index)
+        )
+        live_nbytes = live * N * 4 if live < FREE else FREE
+        look_ahead = LookAhead(prefetch_numel=prefetch * N, reuse_numel=reuse * N)
+        limits = PagerLimits(live_nbytes=live_nbytes, look_ahead=look_ahead)
+        self.pager = Pager(self.runtime, self.inventory, offloaded_params, limits, CallPhase())
+        self.calls: list[str] = []
+        self.units: list[Unit] = []
+        self.params: list[list[nn.Parameter]] = []
+        self.values: list[torch.Tensor] = []
+        for index, size in enumerate(sizes):
+            unit = make_unit(
+                index, [size * N - 500, 372], trainable=index not in frozen
+            )  # 128 bytes of padding, at most
+            params = make_params(unit)
+            assert unit.numel == size * N
+            flat = flat_of(unit, params)
+            if index not in resident:
+                home = Home(self.tier, self.tier.reserve(f"u{index}", unit.nbytes, "param"))
+                self.inventory.place(unit, "param", home)
+                self.tier.contents[f"u{index}"].copy_(as_bytes(flat))
+            self.pager.adopt(unit, params, self)
+            if index in resident:
+                self.pager.store(unit, flat)
+            self.units.append(unit)
+            self.params.append(params)
+            self.values.append(flat)
+
+    def fault_in(self, params: Sequence[nn.Parameter], function: str) -> None:
+        self.pager.fault_in(params, function)
+
+    def copy_of(self, param: nn.Parameter) -> torch.Tensor | None:
+        return self.pager.copies.take(param) if self.pager.copies.is_open else None
+
+    def idle_copy(self, param: nn.Parameter) -> torch.Tensor | None:
+        return self.pager.idle_copy(param, self.before_weights_read)
+
+    def before_weights_read(self) -> None:
+        self.calls.append("read")
+
+    def before_weights_write(self) -> None:
+        self.calls.append("write")
+
+    def state(self, index: int) -> UnitState:
+        return self.pager.units.by_param[self.params[index][0]].state
+
+    def check_in_use(self, index: int) -> None:
+        unit = self.units[index]
+        for entry, param in zip(unit.entries, self.params[index], strict=True):
+            assert not isinstance(param, OffloadedParameter)
+            assert torch.equal(param.detach(), self.values[index][entry.start : entry.stop])
+
+    def check_guarded(self, index: int) -> None:
+        assert all(isinstance(param, OffloadedParameter) for param in self.params[index])
+
+    def use(self, *indices: int) -> None:
+        """One module each, one after another."""
+        for index in indices:
+            with self.pager.frame([self.units[index]]):
+                self.check_in_use(index)
+
+    def fetches(self) -> list[int]:
+        return [int(name[1:]) for what, name in self.tier.log if what == "fetch"]
+
+    @property
+    def live_pages(self) -> int:
+        return self.runtime.ledger.now("device") // (N * 4)
+
+    @property
+    def peak_pages(self) -> int:
+        return self.runtime.ledger.peak("device") // (N * 4)
