@@ -82,7 +82,7 @@ def test_list_newest_and_latest(tmp_path: Path) -> None:
         ("b", 2, "full", True, ""),
         ("a", 10, "full", True, ""),
     ]
-    assert infos[0].nbytes == sum(path.stat().st_size for path in (tmp_path / "b").iterdir())
+    assert infos[0].nbytes == sum(path.stat().st_blocks * 512 for path in (tmp_path / "b").iterdir())
     assert infos[0].created_s == 2.0 and infos[0].written_by is not None and infos[0].written_by.rule == "adam"
     newest = newest_complete(tmp_path)
     assert newest is not None and newest.tag == "a"
@@ -112,6 +112,12 @@ def test_without_a_whole_latest_the_newest_whole_one_is_taken_and_what_was_skipp
         find_tag(tmp_path, "s2")
     with pytest.raises(StoreError, match="There is no checkpoint"):
         find_tag(tmp_path, "s9")
+    with pytest.raises(StoreError, match="There is no checkpoint"):
+        find_tag(tmp_path / "none")
+    with pytest.raises(
+        StoreError, match=r"s2 is one checkpoint\. Name the directory that it is in, and 's2' as the tag"
+    ):
+        find_tag(tmp_path / "s2")
 
 
 @pytest.mark.parametrize("text", ["../x", "/etc", "", ".hidden", "a\nb", "x" * 300, "latest", "\udcff"])

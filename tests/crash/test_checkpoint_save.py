@@ -1,8 +1,11 @@
 """Power fails after every operation of recorded saves, and un-synced writes and names are lost, torn or reordered:
 what is loaded is the last checkpoint whose save returned, or whole the one that was under way, and saving goes on."""
 
+import json
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,6 +24,7 @@ from tiered_zero.errors import StoreError
 from tiered_zero.store import descriptors
 
 PAGE = 4096
+ROOT = Path(__file__).parents[2]
 
 
 @dataclass
@@ -139,3 +143,22 @@ def test_the_replay_notices_a_missing_sync(
     assert without != log
     with pytest.raises((AssertionError, StoreError)):
         check_every_crash(without, saves, tmp_path, ruins)
+
+
+@pytest.mark.timeout(240)
+def test_killed_processes_leave_the_last_checkpoint_or_the_next(swap_path: Path) -> None:
+    """30 real kill -9 at random moments of processes that save, replace and prune."""
+    program = ROOT / "tests/crash/run_save_kills.py"
+    done = subprocess.run(
+        [sys.executable, str(program), str(swap_path / "ck"), "30", "1"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    children = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(children) == 30 and any(child["left"] for child in children), "some are killed in the middle of a save"
+    assert all(child["found"] in (child["returned"], child["returned"] + 1) for child in children), children
+    save_tag(swap_path / "ck", "end", tensors_of(0), 10**6)
+    assert not [name for name in os.listdir(swap_path / "ck") if name.startswith((".tmp", ".old"))]

@@ -35,9 +35,6 @@ NUM_BUFFERS: Final = 8
 _MOST_FILE_NBYTES = 8 * GIB
 """A file takes no further extent where it would become larger than this."""
 
-_GROWTH_NBYTES = 64 * MIB
-"""What is reserved at a time where more is written than was announced."""
-
 
 def staging_buffers() -> list[memoryview]:
     """The fixed memory of one writer or reader, in huge pages where there are any, and kept from forked children."""
@@ -186,9 +183,7 @@ class DataWriter:
             self._files.append(_OpenFile(name, engine.open(str(self._directory / name), create=True)))
         file = self._files[-1]
         if file.nbytes + nbytes > file.reserved_nbytes:
-            ahead_nbytes = min(max(self._left_nbytes, nbytes), _MOST_FILE_NBYTES - file.nbytes)
-            if self._left_nbytes < nbytes:
-                ahead_nbytes = align_up(nbytes, _GROWTH_NBYTES)
+            ahead_nbytes = min(self._left_nbytes, _MOST_FILE_NBYTES - file.nbytes)
             reserved_nbytes = align_up(file.nbytes + max(ahead_nbytes, nbytes), PAGE_NBYTES)
             file.file.allocate(reserved_nbytes)
             file.reserved_nbytes = reserved_nbytes

@@ -22,7 +22,7 @@ from tiered_zero.checkpoint.save_directory import (
 )
 from tiered_zero.errors import StoreError
 from tiered_zero.io.select import select_reader
-from tiered_zero.sizes import MIB, format_nbytes
+from tiered_zero.sizes import MIB
 from tiered_zero.store import manifest as store_manifest
 from tiered_zero.store.descriptors import disk_nbytes, error_text, kind_text, open_directory, read_file
 
@@ -33,7 +33,7 @@ _PLAIN_MANIFEST_NBYTES: Final = 32 * MIB
 @final
 @dataclass(frozen=True, kw_only=True)
 class TagInfo:
-    """One tag of a save directory. `reason`: why it is not complete, else "". `nbytes`: of its files.
+    """One tag of a save directory. `reason`: why it is not complete, else "". `nbytes`: on the disk.
 
     `step`, `kind`, `written_by`, `created_s` (seconds since the epoch): None, "" and 0.0 where there is no manifest.
     """
@@ -57,11 +57,8 @@ def read_manifest(tag_dir: str | os.PathLike[str]) -> TagManifest:
     path = Path(tag_dir)
     with _opened(path) as fd:
         manifest = _read(fd, path)
-        for file in manifest.files:
-            if problem := _file_problem(fd, file):
-                raise StoreError(f"{path} is not a whole checkpoint: {file.name} {problem}.")
-    if manifest.swap is not None and (problem := _swap_problem(manifest)):
-        raise StoreError(f"{path} cannot be loaded: {problem}.")
+        if problem := _problem(fd, manifest):
+            raise StoreError(f"{path} {problem}.")
     return manifest
 
 
@@ -122,6 +119,8 @@ def find_tag(load_dir: str | os.PathLike[str], tag: str | None = None) -> tuple[
         skipped.append(f"{path} has no file {LATEST_NAME}")
     except StoreError as error:
         skipped.append(f"Skipped what {path / LATEST_NAME} names: {error}")
+    if MANIFEST_NAME in _names(path):
+        raise StoreError(f"{path} is one checkpoint. Name the directory that it is in, and {path.name!r} as the tag.")
     infos = list_tags(path)
     for info in reversed(infos):
         if info.complete:
@@ -232,6 +231,16 @@ def _read(fd: int, path: Path) -> TagManifest:
     return TagManifest.decode(data, path / MANIFEST_NAME)
 
 
+def _problem(fd: int, manifest: TagManifest) -> str:
+    """Why the tag that is open at `fd` is not whole, as words behind its name; empty: it is."""
+    for file in manifest.files:
+        if problem := _file_problem(fd, file):
+            return f"is not a whole checkpoint: {file.name} {problem}"
+    if manifest.swap is not None and (problem := _swap_problem(manifest)):
+        return f"cannot be loaded: {problem}"
+    return ""
+
+
 def _file_problem(fd: int, file: DataFile) -> str:
     """What is wrong with a data file, looked at without opening it; empty: nothing."""
     try:
@@ -320,21 +329,18 @@ def _inspect(path: Path, tag: str) -> TagInfo | None:
     try:
         with _opened(path) as fd:
             manifest = _read(fd, path)
+            return _info(tag, path, manifest, _problem(fd, manifest), nbytes)
     except StoreError as error:
         return TagInfo(tag=tag, path=path, nbytes=nbytes, reason=str(error))
-    try:
-        return _info(tag, path, read_manifest(path))
-    except StoreError as error:
-        return _info(tag, path, manifest, str(error))
 
 
-def _info(tag: str, path: Path, manifest: TagManifest, reason: str = "") -> TagInfo:
+def _info(tag: str, path: Path, manifest: TagManifest, reason: str = "", nbytes: int = 0) -> TagInfo:
     return TagInfo(
         tag=tag,
         path=path,
         step=manifest.step,
         kind=manifest.kind,
-        nbytes=manifest.data_nbytes + len_of_manifest(path),
+        nbytes=nbytes or manifest.data_nbytes,
         complete=not reason,
         reason=reason,
         written_by=manifest.written_by,
@@ -342,21 +348,5 @@ def _info(tag: str, path: Path, manifest: TagManifest, reason: str = "") -> TagI
     )
 
 
-def len_of_manifest(path: Path) -> int:
-    """Bytes of a tag's manifest; 0 where it is gone by now."""
-    try:
-        return os.lstat(path / MANIFEST_NAME).st_size
-    except OSError:
-        return 0
-
-
 def _age(info: TagInfo) -> tuple[int, float, str]:
     return (-1 if info.step is None else info.step, info.created_s, info.tag)
-
-
-def describe(info: TagInfo) -> str:
-    """One line for people."""
-    size = format_nbytes(info.nbytes)
-    return f"{info.tag}: {'complete' if info.complete else 'not complete'}, {size}" + (
-        f": {info.reason}" * bool(info.reason)
-    )

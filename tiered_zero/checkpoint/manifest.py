@@ -7,13 +7,16 @@ checked here, the files by `directory.read_manifest`, and nothing is allocated f
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple, final
+
+import numpy
 
 from tiered_zero.errors import StoreError
 from tiered_zero.sizes import MIB, PAGE_NBYTES, format_nbytes
@@ -160,23 +163,22 @@ class TagManifest:
                 f"The manifest of {self.tag} takes {format_nbytes(len(data))}; at most {format_nbytes(MOST_NBYTES)} "
                 "can be read back. Keep large values out of client_state, or raise zero_optimization.sub_group_size."
             )
-        self.from_body(self.body_as_read(), Path(self.tag))
+        self._check()
         return data
 
-    def body_as_read(self) -> dict[str, Any]:
-        """`body` with lists where JSON has lists."""
+    def _check(self) -> None:
+        """Raises StoreError for what `decode` would refuse."""
         body = self.body()
-        body["files"] = [file | {"digests": list(file["digests"])} for file in body["files"]]
-        body["tensors"] = {
-            key: entry
-            | {
-                "shape": list(entry["shape"]),
-                "order": None if entry["order"] is None else list(entry["order"]),
-                "parts": [list(part) for part in entry["parts"]],
-            }
-            for key, entry in body["tensors"].items()
-        }
-        return body
+        try:
+            _manifest(
+                {**body, "tensors": {}, "files": [{**file, "digests": [*file["digests"]]} for file in body["files"]]}
+            )
+            for key, entry in self.tensors.items():
+                fields = {"shape": [*entry.shape], "order": None if entry.order is None else [*entry.order]}
+                _entry(_text("a tensor's key", key), {**vars(entry), "parts": [*entry.parts], **fields}, self.files)
+            _check_tensors(self.kind, self.tensors)
+        except ValueError as error:
+            raise StoreError(f"The manifest of {self.tag} could not be read back ({error}).") from error
 
     @classmethod
     def decode(cls, data: bytes, path: Path) -> TagManifest:
@@ -219,10 +221,7 @@ def _manifest(body: Any) -> TagManifest:
     if len({file.name for file in files}) != len(files) or (in_place and files):
         raise ValueError("files: expected different names, and none of an in-place commit")
     tensors = {_text("a tensor's key", key): _entry(key, item, files) for key, item in fields["tensors"].items()}
-    _check_disjoint(tensors.values())
-    for entry in tensors.values():
-        if not in_place and entry.numel and not entry.parts:
-            raise ValueError("parts: expected some of each tensor that has elements")
+    _check_tensors(fields["kind"], tensors)
     written = check_fields(fields["written_by"], _WRITTEN_BY_KINDS)
     return TagManifest(
         kind=fields["kind"],
@@ -291,22 +290,43 @@ def _checked_entry(fields: dict[str, Any], files: tuple[DataFile, ...]) -> Tenso
     if order is not None and sorted(_integers("order", order, _MOST_DIMENSIONS)) != list(range(len(shape))):
         raise ValueError("order: expected each dimension once")
     entry = TensorEntry(dtype=fields["dtype"], shape=tuple(shape), order=None if order is None else tuple(order))
-    parts, end = [], 0
-    for item in fields["parts"]:
-        if type(item) is not list or len(item) != 4:
-            raise ValueError("parts: expected start, stop, file and offset of each")
-        start, stop, index, offset = _integers("parts", item, MOST_INTEGER)
-        if start != end or stop <= start:
-            raise ValueError(f"parts: elements {start} to {stop} are out of order, overlap or leave a gap")
-        if index >= len(files):
-            raise ValueError(f"parts: there is no file {index}")
-        if offset % entry.itemsize or offset + (stop - start) * entry.itemsize > files[index].nbytes:
-            raise ValueError(f"parts: {start} to {stop} at offset {offset} lie outside of {files[index].name}")
-        parts.append(Part(start, stop, index, offset))
-        end = stop
-    if parts and end != entry.numel:
-        raise ValueError(f"parts: expected {entry.numel} elements; found {end}")
-    return TensorEntry(dtype=entry.dtype, shape=entry.shape, order=entry.order, parts=tuple(parts))
+    _check_parts(entry, _part_rows(fields["parts"]), files)
+    parts = tuple(Part(*item) for item in fields["parts"])
+    return TensorEntry(dtype=entry.dtype, shape=entry.shape, order=entry.order, parts=parts)
+
+
+def _part_rows(items: Sequence[Any]) -> numpy.ndarray[Any, numpy.dtype[numpy.int64]]:
+    """[parts, 4] of what JSON has for parts; there may be a million. Raises ValueError."""
+    if not {*map(type, items)} <= {list, Part} or not {*map(len, items)} <= {4}:
+        raise ValueError("parts: expected start, stop, file and offset of each")
+    flat = list(itertools.chain.from_iterable(items))
+    if not {*map(type, flat)} <= {int} or not 0 <= min(flat, default=0) <= max(flat, default=0) <= MOST_INTEGER:
+        raise ValueError(f"parts: expected whole numbers from 0 to {MOST_INTEGER}")
+    return numpy.array(flat, numpy.int64).reshape(-1, 4)
+
+
+def _check_parts(
+    entry: TensorEntry, rows: numpy.ndarray[Any, numpy.dtype[numpy.int64]], files: Sequence[DataFile]
+) -> None:
+    """Raises ValueError unless the parts are in order, disjoint, covering, and inside of their files."""
+    if not len(rows):
+        return
+    starts, stops, indices, offsets = rows.T
+    wrong = (stops <= starts) | (starts != numpy.concatenate([[0], stops[:-1]]))
+    if wrong.any():
+        start, stop = rows[wrong.argmax()][:2]
+        raise ValueError(f"parts: elements {start} to {stop} are out of order, overlap or leave a gap")
+    if stops[-1] != entry.numel:
+        raise ValueError(f"parts: expected {entry.numel} elements; found {stops[-1]}")
+    if indices.max() >= len(files):
+        raise ValueError(f"parts: there is no file {indices.max()}")
+    sizes = numpy.array([file.nbytes for file in files], numpy.int64)[indices]
+    outside = (
+        (offsets > sizes) | (offsets % entry.itemsize != 0) | ((stops - starts) * entry.itemsize > sizes - offsets)
+    )
+    if outside.any():
+        start, stop, index, offset = rows[outside.argmax()]
+        raise ValueError(f"parts: {start} to {stop} at offset {offset} lie outside of {files[index].name}")
 
 
 def _integers(name: str, items: Iterable[Any], most: int) -> list[int]:
@@ -318,15 +338,20 @@ def _integers(name: str, items: Iterable[Any], most: int) -> list[int]:
     return values
 
 
-def _check_disjoint(entries: Iterable[TensorEntry]) -> None:
-    """Raises ValueError where two parts, of one tensor or of two, share bytes of a file."""
-    ranges = sorted(
-        (part.file, part.offset, part.offset + (part.stop - part.start) * entry.itemsize)
-        for entry in entries
-        for part in entry.parts
-    )
-    last_file, last_end = -1, 0
-    for index, offset, end in ranges:
-        if index == last_file and offset < last_end:
-            raise ValueError(f"parts: two of them share bytes at offset {offset} of file {index}")
-        last_file, last_end = index, end
+def _check_tensors(kind: str, tensors: Mapping[str, TensorEntry]) -> None:
+    """Raises ValueError where a tensor has no parts, and where two parts, of one tensor or of two, share bytes."""
+    for key, entry in tensors.items():
+        if kind == "full" and entry.numel and not entry.parts:
+            raise ValueError(f"tensor {key[:200]!a}: parts: expected some")
+    found = [(numpy.array(entry.parts, numpy.int64), entry.itemsize) for entry in tensors.values() if entry.parts]
+    if not found:
+        return
+    files = numpy.concatenate([rows[:, 2] for rows, _ in found])
+    offsets = numpy.concatenate([rows[:, 3] for rows, _ in found])
+    ends = offsets + numpy.concatenate([(rows[:, 1] - rows[:, 0]) * itemsize for rows, itemsize in found])
+    order = numpy.lexsort((offsets, files))
+    files, offsets, ends = files[order], offsets[order], ends[order]
+    shared = (files[1:] == files[:-1]) & (offsets[1:] < ends[:-1])
+    if shared.any():
+        place = shared.argmax() + 1
+        raise ValueError(f"parts: two of them share bytes at offset {offsets[place]} of file {files[place]}")

@@ -1,0 +1,73 @@
+"""Run as a program: kill processes that save checkpoints, at random moments, and load what they left.
+
+    python run_save_kills.py DIRECTORY NUMBER SEED
+
+Each child goes on from the step that is there, and saves one step after another: every second one over the tag "same",
+the others under new tags, of which it keeps two. Prints a line of JSON for each child: the last step whose save
+returned, the step that was found, how many temporary names were left, and how long the child lived, up to three times
+what the first save took.
+"""
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from tests.support.tags import equal_bits, load_tag, save_tag
+from tiered_zero.checkpoint.directory import find_tag, newest_complete, prune
+
+
+def tensors_of(step: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return {"x": torch.randn(400_000, generator=generator), "y": torch.full((7,), step)}
+
+
+def save_on(path: Path, step: int, pipe: int) -> None:
+    """Never returns."""
+    while True:
+        step += 1
+        save_tag(path, "same" if step % 2 else f"step{step}", tensors_of(step), step)
+        os.write(pipe, step.to_bytes(4, "little"))
+        prune(path, keep=2)
+
+
+def main() -> None:
+    path, number, chance = Path(sys.argv[1]), int(sys.argv[2]), random.Random(sys.argv[3])
+    torch.set_num_threads(1)
+    found = 0
+    save_s = 0.0
+    for _ in range(number):
+        reader, writer = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            save_on(path, found, writer)
+        os.close(writer)
+        begun_s = time.monotonic()
+        if not save_s:
+            found = int.from_bytes(os.read(reader, 4), "little")
+            save_s = time.monotonic() - begun_s
+        life_s = 3.0 * save_s * chance.random()
+        time.sleep(life_s)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        returned = found
+        while word := os.read(reader, 4):
+            returned = int.from_bytes(word, "little")
+        os.close(reader)
+        newest = newest_complete(path)
+        assert newest is not None and newest.step is not None
+        found = newest.step
+        assert equal_bits(load_tag(newest.path), tensors_of(found)), found
+        named = find_tag(path)[0].step
+        assert named in (found, found - 1), (named, found)
+        left = sum(name.startswith((".tmp", ".old")) for name in os.listdir(path))
+        print(json.dumps({"returned": returned, "found": found, "left": left, "life_s": life_s}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
