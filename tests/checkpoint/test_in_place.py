@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import subprocess
@@ -17,7 +18,8 @@ from torch.distributed.checkpoint import load as dcp_load
 import tiered_zero
 from tests.support.models import LENGTH, VOCAB, ParityGPT
 from tiered_zero.checkpoint.store_reader import StoreReader
-from tiered_zero.errors import ConfigError, CorruptionError, StoreError
+from tiered_zero.errors import ConfigError, CorruptionError, StoreError, TieredZeroError
+from tiered_zero.store import manifest
 from tiered_zero.store.runs import collect_garbage, list_runs
 from tiered_zero.store.stripes import DATA_NAME
 
@@ -185,6 +187,53 @@ def test_one_step_is_held_and_older_tags_say_so(
     with caplog.at_level(logging.WARNING), start(config(swap_path, resume, params={"device": "cpu"})) as engine:
         assert "has committed step 2 in place since" in caplog.text
         assert engine.global_steps == 2
+
+
+def test_a_tag_that_was_lost_with_its_name_leads_to_an_older_one(swap_path: Path, tmp_path: Path) -> None:
+    with start(config(swap_path, {"in_place": True})) as engine:
+        train(engine, 2, tmp_path)
+    (tmp_path / "global_step2").rename(tmp_path / ".lost")
+    with start(config(swap_path, {"in_place": True, "resume": str(tmp_path)})) as engine:
+        assert engine.global_steps == 2
+
+
+@pytest.mark.parametrize("failing", ["write_next", "confirm"])
+def test_a_commit_that_fails_leaves_the_last_one_and_says_whether_training_goes_on(
+    swap_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    def fail(*args: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with start(config(swap_path, {"in_place": True})) as engine:
+        train(engine, 1, tmp_path)
+        engine.flush()
+        with monkeypatch.context() as patched:
+            patched.setattr(manifest, failing, fail)
+            engine.save_checkpoint(tmp_path, tag="full")
+            with pytest.raises(StoreError, match="No space left"):
+                engine.flush()
+        assert not (tmp_path / "full").exists()
+        if failing == "write_next":  # nothing had changed: it can be tried again
+            train(engine, 1, tmp_path)
+        else:
+            with pytest.raises(TieredZeroError, match="cannot be trusted any more"):
+                train(engine, 1, tmp_path)
+                engine.flush()
+    with start(config(swap_path, {"in_place": True, "resume": str(tmp_path)})) as engine:
+        assert engine.global_steps == (2 if failing == "write_next" else 1)
+
+
+def test_an_engine_goes_back_to_its_own_commit(swap_path: Path, tmp_path: Path) -> None:
+    with start(config(swap_path, {"in_place": True})) as engine:
+        train(engine, 2, tmp_path)
+        engine.flush()
+        saved = held_by(engine)
+        train(engine, 1)
+        expected = held_by(engine)
+        engine.load_checkpoint(tmp_path)
+        assert_equal(held_by(engine), saved)
+        train(engine, 1)
+        assert_equal(held_by(engine), expected)
 
 
 def test_a_live_run_is_not_taken(swap_path: Path, tmp_path: Path) -> None:

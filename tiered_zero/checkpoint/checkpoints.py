@@ -11,6 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -166,13 +167,21 @@ class Checkpoints:
         by = WrittenBy(**self._written_by, created_s=time.time())
         tag_writer = TagWriter.begin(save_dir, tag, engine=commits.engine)
         save = _Save(tag=tag_writer)
+        lane = self._state.runtime.accelerator.lane("save")
 
         def job() -> None:
             save.has_begun = True
+            pointer = {"kind": "in_place", "step": step, "written_by": by, "swap": commits.swap}
             with tag_writer:
-                commits.commit(tag, step, by, driver)
-                pointer = {"kind": "in_place", "step": step, "written_by": by, "swap": commits.swap}
-                tag_writer.publish(pointer, save_latest=save_latest)
+                prepared = lane.submit(partial(tag_writer.prepare_pointer, pointer, save_latest=save_latest))
+                try:
+                    commits.commit(tag, step, by, driver)
+                except BaseException:
+                    with suppress(Exception):
+                        prepared.wait()  # it writes to what is discarded next
+                    raise
+                prepared.wait()
+                tag_writer.publish_pointer()
 
         self._queue(save, job)
 

@@ -106,6 +106,9 @@ class Commits:
 
     def _make_durable(self, step: int, metadata: dict[str, Any]) -> None:
         first, others = self._stores[0], self._stores[1:]
+        if not others:
+            first.commit(step, metadata)
+            return
         try:
             for store in others:
                 store.prepare(step, {"stores": metadata["stores"]})

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
@@ -18,7 +19,7 @@ import torch
 from tiered_zero.checkpoint.commit import fingerprint
 from tiered_zero.checkpoint.committed import CommittedState
 from tiered_zero.checkpoint.copies import DurableCopies
-from tiered_zero.checkpoint.directory import find_tag, read_latest, tag_path
+from tiered_zero.checkpoint.directory import find_tag, list_tags, read_latest, tag_path
 from tiered_zero.checkpoint.manifest import MANIFEST_NAME, MOST_NBYTES, TagManifest
 from tiered_zero.checkpoint.places import pack
 from tiered_zero.checkpoint.portable import RunState
@@ -67,7 +68,12 @@ def find_checkpoint(directory: str | os.PathLike[str], tag: str | None = None) -
         return _follow(path)
     if tag is None and (latest := _latest_pointer(path)) is not None:
         return latest
-    info, skipped = find_tag(path, tag)
+    try:
+        info, skipped = find_tag(path, tag)
+    except StoreError:
+        if tag is None and (other := _any_pointer(path)) is not None:
+            return other
+        raise
     found = _follow(info.path)
     return Found(path=found.path, swap=found.swap, lines=(*skipped, *found.lines))
 
@@ -87,6 +93,15 @@ def _latest_pointer(path: Path) -> Found | None:
         return None if named is None else _follow(tag_path(path, named), in_place_only=True)
     except StoreError:
         return None  # the search for a complete tag says what is wrong
+
+
+def _any_pointer(path: Path) -> Found | None:
+    """What the newest tag points to of which the state is still there, at any step: `latest` names one that is not."""
+    for info in reversed(list_tags(path)):
+        if info.kind == "in_place":
+            with suppress(StoreError):
+                return _follow(info.path, in_place_only=True)
+    return None
 
 
 def _follow(path: Path, in_place_only: bool = False) -> Found:

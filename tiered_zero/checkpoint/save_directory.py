@@ -144,20 +144,35 @@ class SaveDirectory:
 
     def publish(self, name: str, tag: str) -> None:
         """The directory `name` becomes `tag`, durably; one of that name before is removed. Raises OSError."""
-        replaced = name
+        replaced = self._rename(name, tag)
+        os.fsync(self.fd)
+        if replaced is not None:
+            self.remove(replaced)
+
+    def publish_with_latest(self, name: str, tag: str, latest: str | None) -> None:
+        """`publish`, and the file `latest` becomes that of this name, with one sync for both. A crash may leave either:
+        for tags that all point to one state, which outlives them. Raises OSError."""
+        replaced = self._rename(name, tag)
+        if latest is not None:
+            os.rename(latest, LATEST_NAME, src_dir_fd=self.fd, dst_dir_fd=self.fd)
+        os.fsync(self.fd)
+        if replaced is not None:
+            self.remove(replaced)
+
+    def _rename(self, name: str, tag: str) -> str | None:
+        """Give the directory its name; what one of that name before is called now."""
         try:
             os.stat(tag, dir_fd=self.fd, follow_symlinks=False)
         except FileNotFoundError:
             os.rename(name, tag, src_dir_fd=self.fd, dst_dir_fd=self.fd)
-            os.fsync(self.fd)
-            return
-        if not exchange(self.fd, name, tag):
-            replaced = hidden_name(OLD, tag)
-            os.rename(tag, replaced, src_dir_fd=self.fd, dst_dir_fd=self.fd)
-            os.fsync(self.fd)
-            os.rename(name, tag, src_dir_fd=self.fd, dst_dir_fd=self.fd)
+            return None
+        if exchange(self.fd, name, tag):
+            return name
+        replaced = hidden_name(OLD, tag)
+        os.rename(tag, replaced, src_dir_fd=self.fd, dst_dir_fd=self.fd)
         os.fsync(self.fd)
-        self.remove(replaced)
+        os.rename(name, tag, src_dir_fd=self.fd, dst_dir_fd=self.fd)
+        return replaced
 
     def hide(self, tag: str) -> str:
         """Give a tag a temporary name, durably, so that it can be removed file by file. Raises OSError."""
@@ -176,6 +191,12 @@ class SaveDirectory:
             os.close(fd)
         os.rmdir(name, dir_fd=self.fd)
         return nbytes
+
+    def prepare_latest(self, tag: str) -> str:
+        """Write what `latest` is to say to a temporary file; its name. Raises OSError."""
+        name = hidden_name(TEMPORARY, LATEST_NAME)
+        write_durably(name, tag.encode(), self.fd)
+        return name
 
     def write_latest(self, tag: str) -> None:
         """Raises OSError."""

@@ -36,6 +36,7 @@ class TagWriter:
         """`name`: of the temporary directory. Use `begin`."""
         self.writer, self.tag = writer, tag
         self._directory, self._name, self._needed_nbytes = directory, name, needed_nbytes
+        self._latest: str | None = None
 
     @classmethod
     def begin(
@@ -114,6 +115,28 @@ class TagWriter:
             self.discard()
         return manifest
 
+    def prepare_pointer(self, fields: Mapping[str, Any], *, save_latest: bool = True) -> None:
+        """Write a tag without files of its own, as far as it can be made durable before its state is. Any thread,
+        beside the commit that it points to. Raises OSError, StoreError."""
+        data = TagManifest(**fields, tag=self.tag).encode()
+        fd = open_directory(self._name, self._directory.fd)
+        try:
+            write_durably(MANIFEST_NAME, data, fd)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        self._latest = self._directory.prepare_latest(self.tag) if save_latest else None
+
+    def publish_pointer(self) -> None:
+        """Give the prepared tag its name, and `latest` its value: the state is durable. Raises StoreError."""
+        try:
+            self._directory.publish_with_latest(self._name, self.tag, self._latest)
+            self._latest = None
+        except OSError as error:
+            raise _store_error(self._directory.path, self.tag, error, self._needed_nbytes) from error
+        finally:
+            self.discard()
+
     def discard(self) -> None:
         """Remove what was written, unless it was published; end the lock. Idempotent. A failure is logged."""
         if self._directory.fd < 0:
@@ -122,6 +145,8 @@ class TagWriter:
             self.writer.close()
             with suppress(FileNotFoundError):
                 self._directory.remove(self._name)
+            if self._latest is not None:
+                os.unlink(self._latest, dir_fd=self._directory.fd)
         except OSError as error:
             logger.warning("%s cannot be removed: %s", self._directory.path / self._name, error)
         finally:

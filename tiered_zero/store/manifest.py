@@ -166,6 +166,12 @@ def _ranges(record: Record, items: Any) -> list[Range]:
 
 def prepare(directory: Path, data: bytes) -> None:
     """Write the next (encoded) manifest durably, next to the current one. Raises OSError."""
+    write_next(directory, data)
+    sync_directory(directory)
+
+
+def write_next(directory: Path, data: bytes) -> None:
+    """Write the next manifest, and make its bytes durable, but not its name: `confirm` renames it. Raises OSError."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     fd = os.open(directory / NEXT_NAME, flags, 0o600)
     try:
@@ -175,7 +181,6 @@ def prepare(directory: Path, data: bytes) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
-    sync_directory(directory)
 
 
 def confirm(directory: Path) -> None:

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, final
 
 from tiered_zero.errors import CorruptionError, StoreError, TransferError
@@ -25,7 +26,7 @@ from tiered_zero.store.swap_dir import SwapDir
 from tiered_zero.store.transfers import Once, StoreTransfer, Worker, digest
 from tiered_zero.store.verify import Broken, find_broken
 from tiered_zero.telemetry.spans import Recorder
-from tiered_zero.transfer import Transfer
+from tiered_zero.transfer import Transfer, wait_all
 
 CHUNK_NBYTES = MIB
 """A write is checksummed in pieces that end at multiples of this, counted from the record's start."""
@@ -241,7 +242,7 @@ class SwapStore:
 
         Returns when it survives power loss. Until then the last committed state does.
         """
-        self.prepare(step, metadata)
+        self._prepare(step, metadata, is_alone=True)
         self.confirm()
 
     def prepare(self, step: int, metadata: Mapping[str, Any]) -> None:
@@ -250,6 +251,11 @@ class SwapStore:
         Processes that must commit together prepare, meet, and confirm. Committed records rest until `confirm`.
         Raises StoreError while one of them is being written, and, with nothing changed, if the manifest does not fit.
         """
+        self._prepare(step, metadata, is_alone=False)
+
+    def _prepare(self, step: int, metadata: Mapping[str, Any], is_alone: bool) -> None:
+        """`is_alone`: no other process or store needs to find what is prepared: the manifest may become durable before
+        the data, and its name not at all, until it is confirmed."""
         self._check()
         first = self._directory.paths[0]
         written = self._table.freeze(step)
@@ -264,9 +270,14 @@ class SwapStore:
                 ranges={record.name: list(ranges) for record, ranges in written},
             )
             data = state.encode()
-            self._sync()
+            syncs = self._files.sync()
+            if not is_alone:
+                self._wait_synced(syncs)
             self._directory.keep()
-            manifest.prepare(first, data)
+            if is_alone:
+                self._write_beside(first, data, syncs)
+            else:
+                manifest.prepare(first, data)
         except StoreError:
             self._table.thaw(None)
             raise
@@ -274,6 +285,10 @@ class SwapStore:
             if isinstance(error, TransferError):
                 raise
             raise self._not_prepared(step, error) from error
+        except BaseException as error:
+            if not isinstance(error, Exception):  # an interrupt: as if this had not begun
+                self._drop_next(step)
+            raise
         self._prepared = state
 
     def confirm(self) -> None:
@@ -287,6 +302,9 @@ class SwapStore:
         except OSError as error:
             self._latch.set(error)
             raise StoreError(f"The commit of step {state.step} failed: {error}. Resume from what is there.") from error
+        except BaseException as error:  # an interrupt: whether it is durable is not known
+            self._latch.set(error)
+            raise
         self._prepared = None
         self._table.thaw(state.ranges)
         self.step, self.metadata = state.step, state.metadata
@@ -297,12 +315,15 @@ class SwapStore:
         state = self._prepared
         if state is None:
             return
+        self._drop_next(state.step)
+        self._prepared = None
+
+    def _drop_next(self, step: int) -> None:
         try:
             manifest.discard(self._directory.paths[0])
         except OSError as error:
             self._latch.set(error)
-            raise StoreError(f"Step {state.step} cannot be dropped: {error}. Resume from what is there.") from error
-        self._prepared = None
+            raise StoreError(f"Step {step} cannot be dropped: {error}. Resume from what is there.") from error
         self._directory.keep(self.step is not None)
         self._table.thaw(None)
 
@@ -428,11 +449,17 @@ class SwapStore:
         self._num_chunks += 1
         return self._checksums == "all" or (self._checksums == "sample" and self._num_chunks % _SAMPLE == 1)
 
-    def _sync(self) -> None:
-        """Sync the data files. A failure is never retried: the kernel may have dropped the pages."""
+    def _write_beside(self, first: Path, data: bytes, syncs: Sequence[Transfer]) -> None:
+        """Write the next manifest while the data files are synced. Raises OSError, TransferError."""
         try:
-            for transfer in self._files.sync():
-                transfer.wait()
+            manifest.write_next(first, data)
+        finally:
+            self._wait_synced(syncs)
+
+    def _wait_synced(self, syncs: Sequence[Transfer]) -> None:
+        """Wait for the data files. A failure is never retried: the kernel may have dropped the pages."""
+        try:
+            wait_all(syncs)
         except Exception as error:
             self._latch.set(error)
             raise
