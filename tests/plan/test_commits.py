@@ -1,0 +1,89 @@
+"""What in-place commits take on nvme: in the plan, and in what `swap capacity` says of a run before there is one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tiered_zero.config import load
+from tiered_zero.plan.gpt_shape import GPTConfig
+from tiered_zero.plan.planner import Plan
+from tiered_zero.plan.swap_capacity import SwapNeed, capacity_lines, capacity_report, directory_needs, plan_gpt
+from tiered_zero.run_spec import specify_run
+from tiered_zero.sizes import PAGE_NBYTES
+
+
+def config(in_place: bool, params: str = "nvme", states: str = "/a", **settings: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW"},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": {"device": params, "nvme_path": "/a", "max_in_cpu": 0},
+            "offload_optimizer": {"device": "nvme", "nvme_path": states},
+            "stage3_param_persistence_threshold": 0,
+        },
+        "tiered_zero": {"device": "cpu", "checkpoint": {"in_place": in_place}, **settings},
+    }
+
+
+class Mixed(nn.Module):
+    """A trained layer, a frozen one, and a buffer of 100 floats."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trained, self.frozen = nn.Linear(64, 64), nn.Linear(64, 64).requires_grad_(False)
+        self.register_buffer("kept", torch.zeros(100))
+        self.register_buffer("dropped", torch.zeros(10_000), persistent=False)
+
+
+def planned(**settings: Any) -> dict[str, int]:
+    return nvme_rows(specify_run(load(config(**settings)), Mixed()).plan)
+
+
+def nvme_rows(plan: Plan) -> dict[str, int]:
+    return {row.kind: row.nbytes for row in plan.rows if row.tier == "nvme"}
+
+
+UNIT = 64 * 65 * 2 + -(64 * 65 * 2) % PAGE_NBYTES
+"""Bytes of either layer, bfloat16, in whole pages."""
+
+
+def test_state_takes_its_bytes_twice_and_so_do_frozen_parameters() -> None:
+    without, within = planned(in_place=False), planned(in_place=True)
+    assert within == {**without, "commit": without["state"], "commit_param": UNIT, "commit_copy": 2 * PAGE_NBYTES}
+    assert without == {"param": 2 * UNIT, "state": without["state"]}
+
+
+def test_frozen_parameters_in_memory_are_copied_to_two_slots() -> None:
+    rows = planned(in_place=True, params="cpu")
+    assert rows["commit_copy"] == 2 * (UNIT + PAGE_NBYTES)
+    assert "commit_param" not in rows and "param" not in rows
+
+
+def test_halves_of_masters_have_two_slots_in_each_of_their_homes() -> None:
+    rows = planned(in_place=True, state_format="bf16_remainder")
+    assert rows["commit_param"] == 2 * UNIT == rows["param"]
+    rows = planned(in_place=True, state_format="bf16_remainder", update="delayed")
+    assert rows["commit_param"] == 3 * UNIT == rows["param"] + rows["param_back"]
+
+
+SHAPE = GPTConfig(layers=2, hidden=64, vocab=100, context=16)
+
+
+@pytest.mark.parametrize("state_format", ["fp32", "bf16_remainder"])
+def test_the_capacity_tool_says_it_without_a_model(state_format: str) -> None:
+    needs = [SwapNeed.of(plan_gpt(load(config(on, states="/b", state_format=state_format)), SHAPE)) for on in (0, 1)]
+    assert needs[1].commit == needs[0].state == needs[1].state
+    assert needs[1].commit_param == (needs[0].param if state_format == "bf16_remainder" else 0)
+    assert needs[1].written_per_step == needs[0].written_per_step and needs[1].read_per_step == needs[0].read_per_step
+    loaded = load(config(True, states="/b", state_format=state_format))
+    params, states = directory_needs(needs[1], loaded.zero_optimization)
+    assert (params.nbytes, states.nbytes) == (needs[1].param_store, needs[1].state_store)
+    assert (params.written_per_step, states.written_per_step) == (needs[1].param, needs[1].state)
+    lines = "\n".join(capacity_lines(capacity_report(loaded, SHAPE, needs[1])))
+    assert "masters and state, likewise" in lines
