@@ -23,6 +23,7 @@ from tiered_zero.optim.quantized import decode, encode
 from tiered_zero.optim.rule import Run
 from tiered_zero.optim.state_formats import split_master
 from tiered_zero.optim.state_layout import StateLayout
+from tiered_zero.sizes import PAGE_NBYTES, align_up
 from tiered_zero.tiers.inventory import Home
 from tiered_zero.update.subgroup_io import SubGroupWork
 
@@ -92,8 +93,8 @@ class StateLoader:
             self._state.io.wait(read, work)
         self._state.io.bind_outputs(work)
         masters = self._masters(layout, work)
-        work.raw[layout.state_start : layout.nbytes].zero_()
         stepped = [piece for piece in layout.subgroup.pieces if piece.param.name in self._matched.states]
+        self._clear_state(layout, work.raw, stepped)
         targets, conversions = self._state_targets(layout, work.raw, stepped)
         yield [*self._value_targets(layout, masters), *targets]
         for convert in conversions:
@@ -107,13 +108,26 @@ class StateLoader:
             self._state.stepper.drop_state(layout.subgroup)
         self._state.io.write(work, {}, masters_alone=not stepped)
 
+    def _clear_state(self, layout: StateLayout, raw: torch.Tensor, stepped: Sequence[ParamPiece]) -> None:
+        """Set to zero what of the state no target of `stepped` fills: mostly nothing but the ends of pages."""
+        is_filled = sum(piece.numel for piece in stepped) == layout.subgroup.numel and (
+            not self._state.rule.elementwise
+            or all(len(layout.fields(piece)) == len(layout.arrays) for piece in stepped)
+        )
+        if not is_filled:
+            raw[layout.state_start : layout.nbytes].zero_()
+            return
+        for array in layout.arrays:
+            end = array.offset + array.field.nbytes
+            raw[end : align_up(end, PAGE_NBYTES)].zero_()
+
     def _masters(self, layout: StateLayout, work: SubGroupWork) -> torch.Tensor:
         """[numel] fp32 to be filled: the masters themselves, or, where they rest as remainders, a copy. Zeros, or what
         they are now where some of them stay."""
         keeps = self._keeps_values(layout)
         if not layout.masters.needs_params:
             masters = layout.master(work.raw)
-            return masters if keeps else masters.zero_()
+            return masters if keeps or _has_no_gap(layout) else masters.zero_()
         joined = torch.zeros(layout.subgroup.numel, device=work.raw.device)
         remainder, marks = layout.master(work.raw), layout.marks(work.raw)
         assert marks is not None, "a format that needs parameters keeps marks"
@@ -252,6 +266,16 @@ class StateLoader:
                 value = torch.empty(buffer.shape, dtype=buffer.dtype)
                 yield [self._target(key, 0, value.view(-1))]
                 buffer.copy_(value)
+
+
+def _has_no_gap(layout: StateLayout) -> bool:
+    """Whether each element of the sub-group is a parameter's."""
+    num_elements = 0
+    for segment in layout.subgroup.segments:
+        for entry in segment.unit.entries:
+            low = max(entry.start, segment.unit_start)
+            num_elements += max(0, min(entry.stop, segment.unit_start + segment.numel) - low)
+    return num_elements == layout.subgroup.numel
 
 
 def _decoding(codes: torch.Tensor, scales: torch.Tensor, floats: torch.Tensor) -> Callable[[], None]:

@@ -212,6 +212,8 @@ def _write_shard(path: Path, tensors: Sequence[WeightTensor]) -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     start = 0
     for tensor in tensors:
+        if tensor.name in header:
+            raise StoreError(f"safetensors cannot hold a tensor of the name {tensor.name!a} here. Rename it.")
         stop = start + tensor.nbytes
         header[tensor.name] = {
             "dtype": _DTYPES[tensor.dtype],
