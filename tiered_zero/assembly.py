@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tiered_zero.checkpoint.checkpoints import Checkpoints, written_by
+from tiered_zero.checkpoint.checkpoints import Checkpoints, check_async, written_by
 from tiered_zero.checkpoint.commit import Commits
 from tiered_zero.checkpoint.copies import DurableCopies
 from tiered_zero.checkpoint.driver import DriverState
@@ -102,6 +102,7 @@ def _build(run_spec: RunSpec, lr_scheduler: Any, collectives: Collectives, loade
         for w in preflight_directory(path)
     ]
     plan.check()
+    check_async(config, plan)
     found = find_checkpoint(resume) if (resume := config.tiered_zero.checkpoint.resume) is not None else None
     for line in found.lines if found is not None else ():
         logger.warning("%s", line)
@@ -250,7 +251,7 @@ def _build(run_spec: RunSpec, lr_scheduler: Any, collectives: Collectives, loade
             pager.updates,
             driver,
             written_by(run_spec.rule, config, collectives.world_size),
-            convert=settings.checkpoint.convert,
+            settings=settings.checkpoint,
             commits=_make_commits(run_spec, tiers, portable, copies),
         )
         resources.add("saves", once(checkpoints.last_save.wait))

@@ -28,15 +28,18 @@ from tiered_zero.checkpoint.loading import StateLoader
 from tiered_zero.checkpoint.manifest import WrittenBy
 from tiered_zero.checkpoint.matching import LoadOptions, match
 from tiered_zero.checkpoint.planner import TierLoadPlanner
-from tiered_zero.checkpoint.portable import BUFFER, RunState, TensorSpec
+from tiered_zero.checkpoint.portable import BUFFER, Moment, RunState, TensorSpec
 from tiered_zero.checkpoint.resume import AdoptedValues, Adoption, Found, find_checkpoint, open_reader
 from tiered_zero.checkpoint.saving import Ranges, StateSaver
 from tiered_zero.checkpoint.storage import FileReader, FileWriter, Piece
 from tiered_zero.checkpoint.store_reader import StoreReader
 from tiered_zero.checkpoint.tag_writer import TagWriter
+from tiered_zero.config.runtime_section import CheckpointSection
 from tiered_zero.config.schema import Config
+from tiered_zero.errors import ConfigError
 from tiered_zero.optim.rule import UpdateRule
-from tiered_zero.transfer import Transfer
+from tiered_zero.plan.planner import Plan
+from tiered_zero.transfer import Completion, Transfer
 from tiered_zero.update.policy import UpdatePolicy
 from tiered_zero.version import __version__
 
@@ -53,13 +56,26 @@ class WeightGuard(Protocol):
         """Take the values of units that live on the device as new."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Content:
+    """What was captured when a save was asked for. `specs`: of buffers and of parameters without a master."""
+
+    fields: Mapping[str, Any]
+    buffers: Mapping[str, torch.Tensor]
+    specs: Mapping[str, TensorSpec]
+    with_frozen: bool
+    save_latest: bool
+
+
 @dataclass(kw_only=True)
 class _Save:
-    """One that is queued. `cut`: done when it is. `has_begun`: its job has the tag, and ends it."""
+    """One that is queued. `cut`: its place between two updates; `has_begun`: it came there, and ends the tag. `end`: of
+    one that is written beside training; None: it is written at the cut."""
 
     tag: TagWriter
     cut: Transfer | None = None
     has_begun: bool = False
+    end: Completion | None = None
 
 
 @final
@@ -79,6 +95,8 @@ class LastSave:
             return
         try:
             save.cut.wait()
+            if save.end is not None:
+                save.end.wait()
         except Exception as error:
             self._save = None
             if save.has_begun:
@@ -100,17 +118,17 @@ class Checkpoints:
         driver: DriverState,
         written_by: Mapping[str, Any],
         *,
-        convert: bool = False,
+        settings: CheckpointSection,
         commits: Commits | None = None,
     ) -> None:
-        """`written_by`: of WrittenBy, but for the time. `convert`: loaded state may be rounded. `commits`: what saves
-        in place; None: a save writes files."""
+        """`written_by`: of WrittenBy, but for the time. `commits`: what saves in place; None: a save writes files."""
         self._state = state
         self._policy = policy
         self._guard = guard
         self._driver = driver
         self._written_by = dict(written_by)
-        self._convert = convert
+        self._convert = settings.convert
+        self._beside = settings.async_save
         self._commits = commits
         self.last_save = LastSave()
         self.resumed: tuple[Path, dict[str, Any]] | None = None
@@ -140,24 +158,21 @@ class Checkpoints:
         buffers = {name: buffer.detach().to("cpu", copy=True) for name, buffer in state.named_buffers()}
         specs = {**state.param_specs(not exclude_frozen), **_buffer_specs(buffers)}
         most = {**state.state_specs(lambda layout, piece: True), **specs}
-        fields = {
-            "step": step,
-            "driver": driver,
-            "written_by": WrittenBy(**self._written_by, created_s=time.time()),
-        }
+        content = _Content(
+            fields={
+                "step": step,
+                "driver": driver,
+                "written_by": WrittenBy(**self._written_by, created_s=time.time()),
+            },
+            buffers=buffers,
+            specs=specs,
+            with_frozen=not exclude_frozen,
+            save_latest=save_latest,
+        )
         tag_writer = TagWriter.begin(save_dir, tag, needed_nbytes=sum(spec.nbytes for spec in most.values()))
-        save = _Save(tag=tag_writer)
+        save = _Save(tag=tag_writer, end=Completion() if self._beside else None)
         ready = state.runtime.accelerator.record_compute()
-
-        def job() -> None:
-            save.has_begun = True
-            with tag_writer:
-                ready.wait()  # of state and parameters on the device
-                self._write(tag_writer.writer, specs, buffers, not exclude_frozen)
-                scalars = {name: values.encode(dict(own), f"state of {name}") for name, own in state.scalars().items()}
-                tag_writer.publish({**fields, "scalars": scalars}, save_latest=save_latest)
-
-        self._queue(save, job)
+        self._queue(save, partial(self._begin_beside if self._beside else self._write_at_cut, save, content, ready))
 
     def _commit(
         self, commits: Commits, save_dir: Path, tag: str, step: int, driver: dict[str, Any], save_latest: bool
@@ -193,34 +208,65 @@ class Checkpoints:
             if not save.has_begun:
                 save.tag.discard()
             raise
-        if save.cut.done():
+        if save.cut.done() and save.end is None:
             self.wait()
 
     def wait(self) -> None:
         """Return when no save is under way. Raises the error of the last one, once."""
         self.last_save.wait()
 
-    def _write(
-        self,
-        writer: FileWriter,
-        specs: Mapping[str, TensorSpec],
-        buffers: Mapping[str, torch.Tensor],
-        with_frozen: bool,
-    ) -> None:
-        state = self._state
-        state.stepper.cancel_prefetch()  # it holds staging buffers, which the save needs
+    def _write_at_cut(self, save: _Save, content: _Content, ready: Transfer) -> None:
+        """Write all of it behind an update, before the next begins."""
+        save.has_begun = True
+        self._state.stepper.cancel_prefetch()  # it holds staging buffers, which the save needs
         try:
-            for key, spec in {**state.state_specs(state.is_stepped), **specs}.items():
-                writer.declare(key, spec.dtype, spec.shape, spec.order)
-
-            def append(memory: memoryview, ranges: Ranges) -> Transfer:
-                pieces = [Piece(own.key, own.start, own.stop, offset) for own, offset in ranges]
-                return writer.append(memory, pieces).transfer
-
-            with torch.no_grad():
-                StateSaver(state, append).save(buffers, with_frozen)
+            with save.tag:
+                self._write(save.tag, content, ready, self._state.moment(), lambda subgroup: None)
         finally:
-            state.stepper.prefetch()
+            self._state.stepper.prefetch()
+
+    def _begin_beside(self, save: _Save, content: _Content, ready: Transfer) -> None:
+        """Write it on a lane of its own: the next update waits for each sub-group's bytes alone."""
+        save.has_begun = True
+        held = {layout.subgroup.index: Completion() for layout in self._state.layouts}
+
+        def free(subgroup: int) -> None:
+            held[subgroup].complete()
+
+        def job() -> None:
+            assert save.end is not None, "a save beside training has an end of its own"
+            try:
+                with save.tag:
+                    _logged(lambda: self._write(save.tag, content, ready, moment, free), save.tag.tag)
+            except BaseException as error:
+                save.end.fail(error)
+            else:
+                save.end.complete()
+            finally:
+                for subgroup in held:
+                    free(subgroup)
+
+        try:
+            moment = self._state.moment()
+            self._state.stepper.hold(held)
+            self._state.runtime.accelerator.lane("save").submit(job)
+        except BaseException:
+            self._state.stepper.hold({})
+            save.tag.discard()
+            raise
+
+    def _write(
+        self, tag: TagWriter, content: _Content, ready: Transfer, moment: Moment, free: Callable[[int], None]
+    ) -> None:
+        """`ready`: what compute writes of device memory."""
+        ready.wait()
+        for key, spec in {**self._state.state_specs(moment.is_stepped), **content.specs}.items():
+            tag.writer.declare(key, spec.dtype, spec.shape, spec.order)
+        with torch.no_grad():
+            saver = StateSaver(self._state, moment, partial(_append, tag.writer), free)
+            saver.save(content.buffers, content.with_frozen)
+        scalars = {name: values.encode(own, f"state of {name}") for name, own in moment.scalars.items()}
+        tag.publish({**content.fields, "scalars": scalars}, save_latest=content.save_latest)
 
     # -- in ------------------------------------------------------------------------------------------------------------
 
@@ -303,6 +349,26 @@ def written_by(rule: UpdateRule, config: Config, world_size: int) -> dict[str, A
         "state_format": config.tiered_zero.state_format,
         "world_size": world_size,
     }
+
+
+def check_async(config: Config, plan: Plan) -> None:
+    """Raise ConfigError where a save cannot be written beside training: what it reads must stay until it is read."""
+    settings = config.tiered_zero
+    if not settings.checkpoint.async_save or settings.checkpoint.in_place:
+        return
+    needs_params = settings.state_format == "bf16_remainder" and "nvme" in plan.tiers.params.values()
+    if "nvme" in plan.tiers.state or needs_params:
+        what = "parameters, which are half of the masters," if needs_params else "optimizer state"
+        raise ConfigError(
+            f"tiered_zero.checkpoint.async: expected {what} in memory, where an update waits for the bytes of its own "
+            "sub-group alone; found them on nvme, where the next update rewrites them. Set "
+            "tiered_zero.checkpoint.in_place, which commits them where they are, or leave async out: a save is beside "
+            "forward and backward in any case."
+        )
+
+
+def _append(writer: FileWriter, memory: memoryview, ranges: Ranges) -> Transfer:
+    return writer.append(memory, [Piece(own.key, own.start, own.stop, offset) for own, offset in ranges]).transfer
 
 
 def _logged(job: Callable[[], None], tag: str) -> None:

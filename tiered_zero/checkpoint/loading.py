@@ -28,6 +28,8 @@ from tiered_zero.tiers.inventory import Home
 from tiered_zero.update.subgroup_io import SubGroupWork
 
 _BLOCK = QUANTIZED_BLOCK_NUMEL
+_STEP_NUMEL = 1 << 18
+"""Masters that are split at once: temporaries stay small."""
 
 Targets = Generator[Sequence[Target], None, None]
 """Groups of targets: when the next is asked for, those of the last are filled."""
@@ -204,13 +206,16 @@ class StateLoader:
             for segment, out in zip(layout.subgroup.segments, work.outs, strict=True):
                 out.copy_(masters[segment.start : segment.stop])
             return
-        params, remainder, mark = split_master(masters)
-        layout.master(work.raw).copy_(remainder)
-        marks = layout.marks(work.raw)
+        remainders, marks = layout.master(work.raw), layout.marks(work.raw)
         assert marks is not None, "a format that needs parameters keeps marks"
-        marks.copy_(torch.where(mark, -marks.abs(), marks.abs()))
         for segment, out in zip(layout.subgroup.segments, work.outs, strict=True):
-            out.copy_(params[segment.start : segment.stop])
+            for first in range(0, segment.numel, _STEP_NUMEL):
+                stop = min(first + _STEP_NUMEL, segment.numel)
+                own = slice(segment.start + first, segment.start + stop)
+                params, remainder, mark = split_master(masters[own])
+                out[first:stop].copy_(params)
+                remainders[own].copy_(remainder)
+                marks[own].copy_(torch.where(mark, -marks[own].abs(), marks[own].abs()))
 
     def _initialize_others(self, layout: StateLayout, work: SubGroupWork, masters: torch.Tensor) -> None:
         """Make the state of the pieces that have none yet, beside those that have."""

@@ -72,6 +72,19 @@ class Range:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Moment:
+    """Which parts of a run's state there are between two updates. `initialized`: sub-groups with state besides masters;
+    `stepped`: (sub-group, piece); `scalars`: of each parameter that was stepped."""
+
+    initialized: frozenset[int]
+    stepped: frozenset[tuple[int, int]]
+    scalars: Mapping[str, Mapping[str, Any]]
+
+    def is_stepped(self, layout: StateLayout, piece: ParamPiece) -> bool:
+        return (layout.subgroup.index, piece.index) in self.stepped
+
+
+@dataclass(frozen=True, kw_only=True)
 class SlotArray:
     """An array of a sub-group's slot in the portable form.
 
@@ -167,6 +180,15 @@ class RunState:
     def is_stepped(self, layout: StateLayout, piece: ParamPiece) -> bool:
         return bool(self.stepper.scalars(layout.subgroup, piece))
 
+    def moment(self) -> Moment:
+        """List what there is now, where no update runs. Raises InternalError where pieces of a parameter disagree."""
+        pieces = [(layout, piece) for layout in self.layouts for piece in layout.subgroup.pieces]
+        return Moment(
+            initialized=frozenset(x.subgroup.index for x in self.layouts if self.stepper.has_state(x)),
+            stepped=frozenset((x.subgroup.index, piece.index) for x, piece in pieces if self.is_stepped(x, piece)),
+            scalars={name: dict(own) for name, own in self.scalars().items()},
+        )
+
     def scalars(self) -> dict[str, Mapping[str, Any]]:
         """Parameter name -> its scalars, of those that were stepped. Raises InternalError where pieces disagree."""
         found: dict[str, Mapping[str, Any]] = {}
@@ -204,7 +226,7 @@ class RunState:
 
     # -- a sub-group's slot --------------------------------------------------------------------------------------------
 
-    def slot_arrays(self, layout: StateLayout, work: SubGroupWork) -> list[SlotArray]:
+    def slot_arrays(self, layout: StateLayout, work: SubGroupWork, moment: Moment) -> list[SlotArray]:
         """List masters and state of a sub-group that `io` has opened: in the order of the slot, each with the parts of
         parameters that are saved."""
         raw, subgroup = work.raw, layout.subgroup
@@ -232,7 +254,7 @@ class RunState:
         ranges: dict[int, list[Range]] = {}
         of_offset: dict[int, StateArray] = {}
         for piece in subgroup.pieces:
-            for array in layout.arrays_for(piece) if self.is_stepped(layout, piece) else ():
+            for array in layout.arrays_for(piece) if moment.is_stepped(layout, piece) else ():
                 field = array.field
                 start, stop = field_range(piece, field, self.rule.elementwise)
                 first = piece.start // field.block_numel if self.rule.elementwise else 0

@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import final
 
 import torch
 
-from tiered_zero.checkpoint.portable import BUFFER, Range, RunState, SlotArray, param_key
+from tiered_zero.checkpoint.portable import BUFFER, Moment, Range, RunState, SlotArray, param_key
 from tiered_zero.errors import InternalError
 from tiered_zero.layout.flat import Unit
 from tiered_zero.mappings import map_memory
@@ -110,10 +111,15 @@ class _Scratch:
 
 @final
 class StateSaver:
-    """Writes everything that a run holds once. On the thread that runs a cut; nothing else changes state then."""
+    """Writes everything that a run holds at a moment, once. One thread.
 
-    def __init__(self, state: RunState, append: Append) -> None:
+    `free(sub-group)`: is called once an update may change it; nothing else changes what is saved.
+    """
+
+    def __init__(self, state: RunState, moment: Moment, append: Append, free: Callable[[int], None]) -> None:
         self._state = state
+        self._moment = moment
+        self._free = free
         self._outbox = Outbox(append)
         self._scratch = _Scratch(self._outbox)
 
@@ -154,23 +160,31 @@ class StateSaver:
             raise
 
     def _open(self, layout: StateLayout) -> SubGroupWork | None:
-        has_state = self._state.stepper.has_state(layout)
+        home = self._state.inventory.home(layout.subgroup, "state")
+        if (raw := home.tier.view(home.slot)) is not None and not layout.masters.needs_params:
+            return SubGroupWork(subgroup=layout.subgroup, layout=layout, param_kind="param", raw=raw, lease=None)
+        has_state = layout.subgroup.index in self._moment.initialized
         return self._state.io.open_nowait(layout, "param", initialized=has_state)
 
     def _send_subgroup(self, work: SubGroupWork) -> None:
         for read in work.reads:
             self._state.io.wait(read, work)
-        arrays = self._state.slot_arrays(work.layout, work)
+        arrays = self._state.slot_arrays(work.layout, work, self._moment)
         for array in arrays:
             if array.offset is None:
                 self._send_copied(array)
         extents = list(_extents([array for array in arrays if array.offset is not None]))
         memory = work.lease.memory if work.lease is not None and not _is_in_place(work) else _memory_of(work.raw)
         for number, (start, stop, ranges) in enumerate(extents):
-            release = work.lease.release if work.lease is not None and number == len(extents) - 1 else None
-            self._outbox.send(memory[start:stop], ranges, release)
-        if work.lease is not None and not extents:
+            is_last = number == len(extents) - 1
+            self._outbox.send(memory[start:stop], ranges, partial(self._release, work) if is_last else None)
+        if not extents:
+            self._release(work)
+
+    def _release(self, work: SubGroupWork) -> None:
+        if work.lease is not None:
             work.lease.release()
+        self._free(work.subgroup.index)
 
     def _send_copied(self, array: SlotArray) -> None:
         itemsize = array.dtype.itemsize

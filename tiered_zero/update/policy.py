@@ -143,6 +143,7 @@ class UpdatePolicy(ABC):
         hand."""
         self.flush()
         self.cancel_prefetch()
+        self._stepper.wait_held()
 
     def at_cut(self, job: Callable[[], None]) -> Transfer:
         """Run `job` between two updates: behind every write of the last, before the next begins. A save runs there.

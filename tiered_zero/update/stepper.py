@@ -53,6 +53,8 @@ class StreamingStepper:
         self._initialized: set[int] = set()
         """Sub-groups whose homes hold state besides their masters."""
         self._ending = threading.Event()
+        self._held: Mapping[int, Transfer] = {}
+        """Sub-group -> the end of what reads its state elsewhere."""
 
     @cached_property
     def has_device_state(self) -> bool:
@@ -104,6 +106,16 @@ class StreamingStepper:
         """Skip updates from now on of which nothing outlives the engine: state and parameters are all off the device.
         Any thread."""
         self._ending.set()
+
+    def hold(self, until: Mapping[int, Transfer]) -> None:
+        """Update a sub-group only once its transfer in `until` is done: a save reads it where it rests. On the thread
+        that steps."""
+        self._held = until
+
+    def wait_held(self) -> None:
+        """Return once nothing reads state elsewhere: it is about to be changed by hand."""
+        for transfer in self._held.values():
+            transfer.wait()
 
     # -- the step ------------------------------------------------------------------------------------------------------
 
@@ -158,6 +170,8 @@ class StreamingStepper:
         work = step.opened[0]
         for read in work.reads:
             self._io.wait(read, work)
+        if (held := self._held.get(work.subgroup.index)) is not None and not held.done():
+            self._io.wait(held, work)
         self._update(work, step.job)
         self._io.write(work, step.job.unit_updates)
         step.progress.count_computed(work.layout.subgroup)

@@ -1,0 +1,185 @@
+"""Saves beside training: an update waits for its own sub-group's bytes, and for nothing else; what is written is of the
+step that was saved."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tiered_zero
+from tests.support.inspection import differences, everything, layouts, policy
+from tests.support.models import ParityGPT, batch
+from tests.support.trainers import tiered
+from tiered_zero.checkpoint import data_files, saving
+from tiered_zero.checkpoint.directory import list_tags
+from tiered_zero.errors import ConfigError, TransferError
+from tiered_zero.update.subgroup_io import SubGroupWork
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+BF16 = {"bf16": {"enabled": True}}
+BESIDE = {"checkpoint": {"async": True}}
+RUNS: list[dict[str, Any]] = [
+    {"placement": ("cpu", "cpu"), "update": "overlapped"},
+    {"placement": ("nvme", "cpu"), "update": "overlapped"},
+    {"placement": ("cpu", "cpu"), "update": "barrier"},
+    {"placement": ("cpu", "cpu"), "update": "delayed"},
+    {"placement": ("none", "cpu"), "update": "overlapped"},
+    {"placement": ("none", "none"), "update": "barrier"},
+    {"placement": ("cpu", "cpu"), "update": "overlapped", "state_format": "bf16_remainder"},
+    {"placement": ("cpu", "cpu"), "update": "delayed", "state_format": "bf16_remainder"},
+]
+
+
+def make(swap_path: Path, run: dict[str, Any], seed: int = 0, **runtime: Any) -> tiered_zero.Engine:
+    torch.manual_seed(seed)
+    options = {name: value for name, value in run.items() if name != "placement"}
+    return tiered(
+        ParityGPT(num_blocks=1),
+        swap_path,
+        run["placement"],
+        runtime={"delay_start_step": 1, **options, **runtime},
+        **BF16,
+    )
+
+
+def train(engine: tiered_zero.Engine, first: int, stop: int) -> None:
+    for number in range(first, stop):
+        engine.backward(engine(*batch(number), number % 3 == 1))
+        engine.step()
+
+
+@pytest.mark.parametrize("seed", [None, 1])
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: "-".join(map(str, run.values())))
+def test_training_goes_on_beside_it(run: dict[str, Any], seed: int | None, swap_path: Path, tmp_path: Path) -> None:
+    """Several saves, each while the steps after it run, with and without random delays on all lanes."""
+    with make(swap_path, run) as engine:
+        train(engine, 0, 2)
+        engine.flush()  # as a save does with a delayed update
+        saved = everything(engine)
+        train(engine, 2, 4)
+        engine.flush()
+        train(engine, 4, 6)
+        expected = everything(engine)
+    with make(swap_path, run, **BESIDE, debug_delay_seed=seed) as engine:
+        train(engine, 0, 2)
+        engine.save_checkpoint(tmp_path)
+        train(engine, 2, 4)
+        engine.save_checkpoint(tmp_path)
+        train(engine, 4, 6)
+        assert differences(expected, everything(engine)) == []
+    for step, state in ((2, saved), (4, None)):
+        with make(swap_path, run, seed=1) as engine:
+            engine.load_checkpoint(tmp_path, tag=f"global_step{step}")
+            if state is not None and run["update"] != "delayed":  # which makes state of what has no gradient, too
+                assert differences(state, everything(engine)) == []
+            train(engine, step, 4)
+            engine.flush()
+            train(engine, 4, 6)
+            assert differences(expected, everything(engine)) == []
+
+
+def test_an_update_waits_for_its_own_bytes_alone(
+    swap_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The save stops before the third sub-group: the next update makes the first two, and goes on once it does."""
+    reached, gate = threading.Event(), threading.Event()
+    send = saving.StateSaver._send_subgroup
+
+    def stop_and_send(self: saving.StateSaver, work: SubGroupWork) -> None:
+        if work.subgroup.index == 2:
+            self._outbox.wait_all()
+            reached.set()
+            assert gate.wait(60)
+        send(self, work)
+
+    run = RUNS[0]
+    with make(swap_path, run) as engine:
+        train(engine, 0, 2)
+        saved = everything(engine)
+        train(engine, 2, 3)
+        expected = everything(engine)
+    monkeypatch.setattr(saving.StateSaver, "_send_subgroup", stop_and_send)
+    with make(swap_path, run, **BESIDE) as engine:
+        assert len(layouts(engine)) > 3
+        train(engine, 0, 2)
+        engine.save_checkpoint(tmp_path)
+        assert reached.wait(60)
+        train(engine, 2, 3)
+        held = policy(engine)._stepper._held
+        assert [held[index].done() for index in (0, 1, 2)] == [True, True, False]
+        second, third = (layouts(engine)[index].subgroup for index in (1, 2))
+        steps = policy(engine)._stepper.scalars
+        while steps(second, second.pieces[0])["step"] == 2.0:
+            threading.Event().wait(0.001)  # the update runs on its lane
+        assert steps(second, second.pieces[0])["step"] == 3.0
+        assert steps(third, third.pieces[0])["step"] == 2.0
+        assert not any(info.complete for info in list_tags(tmp_path))
+        gate.set()
+        assert differences(expected, everything(engine)) == []
+    with make(swap_path, run, seed=1) as engine:
+        engine.load_checkpoint(tmp_path)
+        assert differences(saved, everything(engine)) == []
+
+
+def test_one_that_fails_holds_nothing_back(
+    swap_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = RUNS[0]
+    with make(swap_path, run) as engine:
+        train(engine, 0, 4)
+        expected = everything(engine)
+
+    def fail(self: data_files.DataWriter, memory: memoryview) -> Any:
+        raise TransferError("the disk is full, says the test")
+
+    with make(swap_path, run, **BESIDE) as engine:
+        train(engine, 0, 2)
+        with monkeypatch.context() as patched:
+            patched.setattr(data_files.DataWriter, "append", fail)
+            engine.save_checkpoint(tmp_path)
+            train(engine, 2, 3)
+            with pytest.raises(TransferError, match="says the test"):
+                engine.flush()
+        assert "was not written, and training goes on" in caplog.text
+        engine.save_checkpoint(tmp_path)
+        train(engine, 3, 4)
+        assert differences(expected, everything(engine)) == []
+    assert [(info.tag, info.complete) for info in list_tags(tmp_path)] == [("global_step3", True)]
+
+
+def test_changes_by_hand_wait_for_it(swap_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, save = threading.Event(), saving.StateSaver.save
+
+    def wait_and_save(self: saving.StateSaver, *args: Any) -> None:
+        assert gate.wait(60)
+        save(self, *args)
+
+    with make(swap_path, RUNS[0], **BESIDE) as engine:
+        train(engine, 0, 1)
+        expected = everything(engine)
+        monkeypatch.setattr(saving.StateSaver, "save", wait_and_save)
+        engine.save_checkpoint(tmp_path)
+        timer = threading.Timer(0.2, gate.set)
+        timer.start()
+        engine.poke("norm.weight", "master", torch.full((32,), 7.0))
+        assert gate.is_set()
+        timer.join()
+    with make(swap_path, RUNS[0], seed=1) as engine:
+        engine.load_checkpoint(tmp_path)
+        assert differences(expected, everything(engine)) == []
+
+
+@pytest.mark.parametrize(
+    ("placement", "runtime"),
+    [(("cpu", "nvme"), {}), (("nvme", "cpu"), {"state_format": "bf16_remainder"})],
+    ids=["state", "half of the masters"],
+)
+def test_what_rests_on_nvme_is_refused(placement: tuple[str, str], runtime: dict[str, Any], swap_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"tiered_zero.checkpoint.async.*in_place"):
+        make(swap_path, {"placement": placement, "update": "auto"}, **BESIDE, **runtime)
+    assert list(swap_path.iterdir()) == []
