@@ -36,8 +36,8 @@ ENDINGS = {"end": ("end", None), "raise": ("raise", None), "SIGTERM": ("wait", s
 ENDINGS["Ctrl-C"] = ("wait", signal.SIGINT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", ENDINGS)
-@pytest.mark.timeout(180)
 def test_the_directory_stays_and_is_gone_on_with(tmp_path: Path, swap_path: Path, ending: str) -> None:
     how, number = ENDINGS[ending]
     saved = tmp_path / "saved"

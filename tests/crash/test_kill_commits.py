@@ -42,13 +42,13 @@ def kill_and_go_on(tmp_path: Path, swap_path: Path, num_kills: int, seed: int, u
     return killed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("update", "state_format"), CASES)
-@pytest.mark.timeout(300)
 def test_ten_kills(tmp_path: Path, swap_path: Path, update: str, state_format: str) -> None:
     assert kill_and_go_on(tmp_path, swap_path, 10, 1, update, state_format) == 10
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", range(2, 12))
 def test_three_hundred_kills(tmp_path: Path, swap_path: Path, seed: int) -> None:

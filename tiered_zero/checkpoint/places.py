@@ -99,7 +99,7 @@ class Places:
 
 def _place(key: str, item: Any, num_records: int) -> Place:
     check_kind("places", item, list)
-    if not item or item[0] not in SOURCE_ITEMSIZES:
+    if not item or type(item[0]) is not str or item[0] not in SOURCE_ITEMSIZES:
         raise ValueError(f"places: {key[:200]!a}: expected one of {', '.join(SOURCE_ITEMSIZES)}")
     form, parts, end = item[0], [], 0
     num_sources = len(SOURCE_ITEMSIZES[form])
