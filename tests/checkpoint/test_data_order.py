@@ -44,12 +44,13 @@ def model(seed: int) -> nn.Module:
     return nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 8), nn.Dropout(0.2))
 
 
-def start(swap: Path, tier: str, seed: int, data: Any) -> tuple[tiered_zero.Engine, TrainingLoader]:
+def start(swap: Path, tier: str, seed: int, data: Any, **checkpoint: Any) -> tuple[tiered_zero.Engine, TrainingLoader]:
+    """`checkpoint`: the section of the config."""
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
         "zero_optimization": zero_section(tier, tier, swap),
-        "tiered_zero": {"device": "cpu"},
+        "tiered_zero": {"device": "cpu", "checkpoint": checkpoint},
     }
     engine, _, loader, _ = tiered_zero.initialize(model=model(seed), training_data=data, config=config)
     assert loader is not None
@@ -144,6 +145,27 @@ def test_the_numbers_are_those_of_plain_pytorch(swap_path: Path) -> None:
     with engine:
         train(engine, loader, found)
     assert all(same_bits(x, y) and same_bits(m, n) for (x, m), (y, n) in zip(seen, found, strict=True))
+
+
+@pytest.mark.parametrize("stop", [2, 4, 7])
+def test_from_a_commit_in_place(stop: int, swap_path: Path) -> None:
+    """The run begins by taking up the commit, loader and random numbers with it."""
+    whole: list[Any] = []
+    engine, loader = start(swap_path, "nvme", 1, Samples(noisy=True), in_place=True)
+    with engine:
+        assert engine.resumed is None
+        train(engine, loader, whole)
+        expected = ends_with(engine)
+    seen: list[Any] = []
+    engine, loader = start(swap_path, "nvme", 1, Samples(noisy=True), in_place=True)
+    with engine:
+        train(engine, loader, seen, stop=stop)
+    engine, loader = start(swap_path, "nvme", 2, Samples(noisy=True), in_place=True, resume=str(SAVE[0]))
+    with engine:
+        assert engine.resumed is not None
+        train(engine, loader, seen, engine.resumed[1]["epoch"])
+        assert all(map(same_bits, expected, ends_with(engine)))
+    assert all(same_bits(x, y) and same_bits(m, n) for (x, m), (y, n) in zip(whole, seen, strict=True))
 
 
 def test_an_endless_loader_goes_on(swap_path: Path) -> None:
