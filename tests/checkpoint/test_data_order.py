@@ -18,6 +18,7 @@ from tests.support.configs import zero_section
 from tests.support.trainers import same_bits
 from tiered_zero.checkpoint.driver import LoadParts
 from tiered_zero.data import TrainingLoader
+from tiered_zero.errors import ModelError
 from tiered_zero.utils import RepeatingLoader
 
 EPOCHS = 3
@@ -194,3 +195,27 @@ def test_module_only_leaves_the_data_where_it_is(swap_path: Path) -> None:
         engine.load_checkpoint(SAVE[0], load_module_only=True)
         assert engine.global_steps == 0 and LoadParts(module_only=True).optimizer_states
         assert same_bits(next(iter(loader))[:, 0], torch.tensor([1.0, 2.0]))
+
+
+def test_a_run_without_an_optimizer_loads_the_weights_of_one_with(
+    swap_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine, loader = start(swap_path, "cpu", 1, Samples(noisy=False))
+    with engine:
+        train(engine, loader, [], stop=3)
+        expected = engine.module.state_dict()
+    config = {"train_micro_batch_size_per_gpu": 2, "tiered_zero": {"device": "cpu"}}
+    evaluating = tiered_zero.initialize(model=model(2), config=config)[0]
+    with evaluating:
+        caplog.clear()
+        evaluating.load_checkpoint(SAVE[0])
+        assert not caplog.records and evaluating.global_steps == 3
+        found = evaluating.module.state_dict()
+        assert all(same_bits(value, found[name]) for name, value in expected.items())
+        evaluating.save_checkpoint(SAVE[0], "evaluated")
+    engine, _ = start(swap_path, "cpu", 2, Samples(noisy=False))
+    with engine:
+        with pytest.raises(ModelError, match="written by an engine that evaluates"):
+            engine.load_checkpoint(SAVE[0], "evaluated")
+        engine.load_checkpoint(SAVE[0], "evaluated", load_module_only=True)
+        assert same_bits(engine.module.state_dict()["0.weight"], expected["0.weight"])

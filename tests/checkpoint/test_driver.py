@@ -270,6 +270,31 @@ def test_other_groups_are_refused(make: Callable[..., tiered_zero.Engine], make_
     assert capture(other) == before
 
 
+def test_another_optimizer_takes_the_schedule_alone(make: Callable[..., tiered_zero.Engine]) -> None:
+    def scheduler(optimizer: Optimizer) -> Any:
+        return lr_scheduler.StepLR(optimizer, 1, 0.5)
+
+    engine = make(make_scheduler=scheduler)
+    train(engine, 2)
+    saved = capture(engine)
+    other = make(make_scheduler=scheduler, make_optimizer=adamw)
+    with pytest.raises(ModelError, match=r"missing: \['betas'"):
+        restore(other, saved)
+    restore(other, saved, optimizer_states=False)
+    assert other.get_lr() == engine.get_lr() and other.lr_scheduler.last_epoch == 2
+    plain = make(make_optimizer=lambda model: AdamW(model.parameters(), lr=0.3))
+    restore(plain, saved, optimizer_states=False)
+    assert plain.get_lr() == [0.3] and plain.global_steps == 2
+
+
+@pytest.mark.parametrize("schedule", [[], 5, {"type": 3, "state": {}}, {"type": "StepLR"}, {"type": [], "state": 1}])
+def test_a_schedule_that_was_never_saved_is_refused(make: Callable[..., tiered_zero.Engine], schedule: Any) -> None:
+    """Also by a run that has none."""
+    engine = make()
+    with pytest.raises(StoreError, match="The checkpoint's lr_scheduler"):
+        restore(engine, {**capture(engine), "lr_scheduler": schedule})
+
+
 # -- counts ------------------------------------------------------------------------------------------------------------
 
 

@@ -289,11 +289,11 @@ class Checkpoints:
         self.wait()
         with open_reader(path) as reader:
             manifest = reader.manifest
-            with_state = parts.optimizer_states and not parts.module_only
+            with_state = parts.optimizer_states and not parts.module_only and self._driver.optimizer is not None
             options = LoadOptions(strict=strict, with_state=with_state, convert=self._convert)
             matched = match(self._state, manifest, options)
             driver = self._driver.check(manifest.driver, parts)
-            for line in differences(asdict(manifest.written_by), self._written_by):
+            for line in differences(asdict(manifest.written_by), self._written_by) if with_state else ():
                 logger.warning("%s", line)
             metadata = reader.read_metadata()
             self._policy.quiesce()

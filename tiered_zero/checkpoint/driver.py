@@ -144,27 +144,26 @@ class DriverState:
                     "load_module_only=True."
                 )
             return
-        if parts.optimizer_states or (parts.lr_scheduler_states and self.lr_scheduler is not None):
-            _check_options(optimizer, state["groups"])
-        if parts.lr_scheduler_states and self.lr_scheduler is not None:
+        has_schedule = parts.lr_scheduler_states and self.lr_scheduler is not None
+        if parts.optimizer_states or has_schedule:
+            _check_options(optimizer, _options(optimizer, state["groups"], parts))
+        if has_schedule:
             with _kept_groups(optimizer):
                 _try_scheduler(self.lr_scheduler, state["lr_scheduler"])
 
     def _restore_optimizer(self, optimizer: TieredOptimizer, state: State, parts: LoadParts) -> None:
-        groups = state["groups"]
-        if parts.lr_scheduler_states and self.lr_scheduler is not None and groups is not None:
+        groups, has_schedule = state["groups"], parts.lr_scheduler_states and self.lr_scheduler is not None
+        if has_schedule and groups is not None:
             self.lr_scheduler.load_state_dict(_copied(state["lr_scheduler"]["state"]))
         elif parts.lr_scheduler_states and state["lr_scheduler"] is not None:
             logger.warning(
                 "resumed without an lr_scheduler; the checkpoint has the state of a %s, which is left out",
                 state["lr_scheduler"]["type"],
             )
-        if groups is not None and parts.optimizer_states:
+        if parts.optimizer_states:
             optimizer.overflow = state["skipped"]
-            optimizer.load_group_options(groups)
-        elif groups is not None and parts.lr_scheduler_states and self.lr_scheduler is not None:
-            own = optimizer.group_options()
-            optimizer.load_group_options([{**o, **_of_schedule(g)} for o, g in zip(own, groups, strict=True)])
+        if groups is not None and (parts.optimizer_states or has_schedule):
+            optimizer.load_group_options(_options(optimizer, groups, parts))
 
     def _restore_position(self, loader: Position, saved: State | None) -> None:
         if saved is not None:
@@ -179,8 +178,14 @@ _SCHEDULED = ("params", "lr", "initial_lr", "max_lr", "min_lr", "base_momentum",
 """Values of a param group that torch's schedulers compute the next learning rate from."""
 
 
-def _of_schedule(group: Mapping[str, Any]) -> State:
-    return {name: group[name] for name in _SCHEDULED if name in group}
+def _options(optimizer: TieredOptimizer, groups: Any, parts: LoadParts) -> Any:
+    """What a load makes of the saved values of the param groups: with the schedule alone its own, over this run's."""
+    own = optimizer.group_options()
+    is_list = type(groups) is list and len(groups) == len(own) and all(type(group) is dict for group in groups)
+    if parts.optimizer_states or not is_list:
+        return groups
+    scheduled = ({name: group[name] for name in _SCHEDULED if name in group} for group in groups)
+    return [{**group, **new} for group, new in zip(own, scheduled, strict=True)]
 
 
 def _check_options(optimizer: TieredOptimizer, options: Any) -> None:
@@ -250,8 +255,6 @@ def _try_scheduler(scheduler: Any, saved: Any) -> None:
     otherwise = "Build the scheduler of the saved run, or load with load_lr_scheduler_states=False to begin a new one."
     if saved is None:
         raise ModelError(f"The checkpoint has no lr_scheduler, and this run has a {kind}. {otherwise}")
-    if type(saved) is not dict or saved.keys() != {"type", "state"} or type(saved["type"]) is not str:
-        raise StoreError("The checkpoint's lr_scheduler is not what was saved: expected its type and state.")
     if saved["type"] != kind:
         raise ModelError(f"The checkpoint's lr_scheduler is a {saved['type']:.80}; this run's is a {kind}. {otherwise}")
     current = _scheduler_state(scheduler)
@@ -360,6 +363,9 @@ def _check_counts(state: State) -> None:
             "last_overflow": lambda v: count(v) or (type(v) is int and v == -1),
         }
         _check_fields("loss_scaler", scaler, {**scale, "step": count, "credits": count})
+    schedule = state["lr_scheduler"]
+    if schedule is not None:
+        _check_fields("lr_scheduler", schedule, {"type": lambda v: type(v) is str, "state": lambda v: True})
     if not count(state["num_applied"]) or not flag(state["skipped"]):
         raise StoreError("The checkpoint's num_applied and skipped are not what was saved.")
 

@@ -167,7 +167,7 @@ class TieredOptimizer(Optimizer):
             raise ModelError(
                 f"The checkpoint was expected to have param groups of {own} parameters, as this optimizer has; found "
                 f"{sizes[:20]}. Build the optimizer over the same parameters in the same groups, or load with "
-                "load_optimizer_states=False."
+                "load_optimizer_states=False and load_lr_scheduler_states=False."
             )
         starts = list(accumulate(sizes, initial=0))
         saved = [
