@@ -73,6 +73,9 @@ class Joined(MasterFormat):
     def join(self, parts: Parts, params: torch.Tensor | None) -> torch.Tensor:
         raise NotImplementedError
 
+    def replace(self, parts: Parts, master: torch.Tensor) -> Parts:
+        raise NotImplementedError
+
     def follow(self, parts: Parts, new: torch.Tensor, old: torch.Tensor | None) -> Parts | None:
         raise NotImplementedError
 
