@@ -168,6 +168,26 @@ def test_one_writer_at_a_time(tmp_path: Path) -> None:
     save(tmp_path, "b", 2)
 
 
+def test_a_lock_that_a_forked_child_inherited_ends_with_the_save(tmp_path: Path) -> None:
+    with TagWriter.begin(tmp_path, "a") as writer:
+        inherited = os.dup(writer._directory._lock)
+        writer.publish(fields(1))
+    save(tmp_path, "b", 2)
+    os.close(inherited)
+
+
+def test_saves_that_fail_leave_no_thread_no_file_and_no_lock(swap_path: Path, no_leaks: None) -> None:
+    for number in range(5):
+        with pytest.raises(StoreError, match="must be JSON"), TagWriter.begin(swap_path, "a") as writer:
+            writer.writer.write("x", torch.randn(700_000))
+            writer.publish(fields(number, driver={"x": object()}))
+        writer = TagWriter.begin(swap_path, "a")
+        writer.writer.write("x", torch.randn(700_000))
+        writer.discard()
+        writer.discard()
+    assert names(swap_path) == []
+
+
 def test_what_a_killed_writer_left_is_removed_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save(tmp_path, "a", 1)
     code = (

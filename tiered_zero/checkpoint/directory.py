@@ -62,6 +62,13 @@ def read_manifest(tag_dir: str | os.PathLike[str]) -> TagManifest:
     return manifest
 
 
+def read_declared(tag_dir: str | os.PathLike[str]) -> TagManifest:
+    """The manifest of a tag, whether or not the files that it declares are there. Raises StoreError."""
+    path = Path(tag_dir)
+    with _opened(path) as fd:
+        return _read(fd, path)
+
+
 def tag_path(save_dir: str | os.PathLike[str], tag: str) -> Path:
     """Where the tag is: also while a writer that ended was replacing it. Raises StoreError for a bad tag."""
     path = Path(save_dir) / check_tag(tag)

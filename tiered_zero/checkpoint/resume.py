@@ -19,8 +19,8 @@ import torch
 from tiered_zero.checkpoint.commit import fingerprint
 from tiered_zero.checkpoint.committed import CommittedState
 from tiered_zero.checkpoint.copies import DurableCopies
-from tiered_zero.checkpoint.directory import find_tag, list_tags, read_latest, tag_path
-from tiered_zero.checkpoint.manifest import MANIFEST_NAME, MOST_NBYTES, TagManifest
+from tiered_zero.checkpoint.directory import find_tag, list_tags, read_declared, read_latest, tag_path
+from tiered_zero.checkpoint.manifest import MANIFEST_NAME, TagManifest
 from tiered_zero.checkpoint.places import pack
 from tiered_zero.checkpoint.portable import RunState
 from tiered_zero.checkpoint.storage import FileReader
@@ -32,7 +32,6 @@ from tiered_zero.optim.state_layout import StateLayout
 from tiered_zero.plan.placement import CommitLists
 from tiered_zero.plan.planner import Plan
 from tiered_zero.sizes import format_nbytes
-from tiered_zero.store.descriptors import error_text, opened_directory, read_file
 from tiered_zero.store.manifest import load as load_manifests
 from tiered_zero.store.owner import OWNER_NAME
 from tiered_zero.tiers.rack import nvme_needs
@@ -106,12 +105,7 @@ def _any_pointer(path: Path) -> Found | None:
 
 def _follow(path: Path, in_place_only: bool = False) -> Found:
     """A tag, or the swap directory that it points to. Raises StoreError."""
-    try:
-        with opened_directory(path) as fd:
-            data = read_file(MANIFEST_NAME, fd, uid=os.fstat(fd).st_uid, most_nbytes=MOST_NBYTES)
-    except OSError as error:
-        raise StoreError(f"{path} cannot be read: {error_text(error)}.") from error
-    manifest = TagManifest.decode(data, path / MANIFEST_NAME)
+    manifest = read_declared(path)
     if manifest.swap is None:
         if in_place_only:
             raise StoreError(f"{path} is no in-place commit.")
