@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import tiered_zero
 from tests.support.models import ParityGPT, batch, rows
 from tests.support.trainers import tiered
+from tiered_zero.checkpoint.storage import FileReader, torch_dtype
 from tiered_zero.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -69,6 +71,7 @@ def test_any_placement_takes_up_any_other(placement: tuple[str, str], swap_path:
             assert_same(expected, values(engine))
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("first", ["bf16_remainder", "fp32"])
 def test_remainders_and_fp32_write_the_same_files(first: str, swap_path: Path, tmp_path: Path) -> None:
     """Of the same bits; and each loads what the other has written."""
@@ -87,10 +90,6 @@ def test_remainders_and_fp32_write_the_same_files(first: str, swap_path: Path, t
 
 def list_tensors(tag: Path) -> dict[str, torch.Tensor]:
     """Read a tag with plain Distributed Checkpoint."""
-    import torch.distributed.checkpoint as dcp
-
-    from tiered_zero.checkpoint.storage import FileReader, torch_dtype
-
     with FileReader(tag) as reader:
         found = {
             key: torch.zeros(entry.shape, dtype=torch_dtype(entry.dtype))
@@ -278,5 +277,5 @@ def test_a_model_without_an_optimizer_takes_the_weights(swap_path: Path, tmp_pat
     other = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
     config = {"train_micro_batch_size_per_gpu": 1, "tiered_zero": {"device": "cpu"}, **BF16}
     with tiered_zero.initialize(model=other, config=config)[0] as engine:
-        engine.load_checkpoint(tmp_path, load_module_only=True)
+        engine.load_checkpoint(tmp_path)
         assert_same(expected, engine.module.state_dict())

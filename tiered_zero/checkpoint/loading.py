@@ -28,7 +28,7 @@ from tiered_zero.tiers.inventory import Home
 from tiered_zero.update.subgroup_io import SubGroupWork
 
 _BLOCK = QUANTIZED_BLOCK_NUMEL
-_STEP_NUMEL = 1 << 18
+_STEP_NUMEL = 1 << 16
 """Masters that are split at once: temporaries stay small."""
 
 Targets = Generator[Sequence[Target], None, None]
@@ -50,6 +50,7 @@ class StateLoader:
         self._manifest = manifest
         self._matched = matched
         self._groups = groups
+        self._joined: torch.Tensor | None = None
 
     def steps(self) -> Targets:
         """Yield what is to be read, sub-group by sub-group, and write it to its home. Where this ends early some values
@@ -130,13 +131,20 @@ class StateLoader:
         if not layout.masters.needs_params:
             masters = layout.master(work.raw)
             return masters if keeps or _has_no_gap(layout) else masters.zero_()
-        joined = torch.zeros(layout.subgroup.numel, device=work.raw.device)
+        joined = self._zeros(layout.subgroup.numel, work.raw.device)
         remainder, marks = layout.master(work.raw), layout.marks(work.raw)
         assert marks is not None, "a format that needs parameters keeps marks"
         for segment, params in zip(layout.subgroup.segments, work.outs, strict=True) if keeps else ():
             own = slice(segment.start, segment.stop)
             joined[own] = layout.masters.join((remainder[own], marks[own]), params)
         return joined
+
+    def _zeros(self, numel: int, device: torch.device) -> torch.Tensor:
+        """Lend [numel] fp32: the same memory to each sub-group."""
+        if self._joined is None or self._joined.numel() < numel or self._joined.device != device:
+            self._joined = None
+            self._joined = torch.empty(numel, device=device)
+        return self._joined[:numel].zero_()
 
     def _value_targets(self, layout: StateLayout, masters: torch.Tensor) -> Iterator[Target]:
         """Every parameter with elements in the sub-group, also those in no param group: their masters follow them."""

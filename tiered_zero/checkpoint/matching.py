@@ -12,6 +12,7 @@ import torch
 from tiered_zero.checkpoint import values
 from tiered_zero.checkpoint.manifest import TagManifest, TensorEntry
 from tiered_zero.checkpoint.portable import BUFFER, MASTER, PARAM, RunState, field_spec
+from tiered_zero.checkpoint.storage import torch_dtype
 from tiered_zero.errors import ConfigError, ModelError, StoreError
 from tiered_zero.layout.flat import ParamSpec
 from tiered_zero.layout.subgroups import QUANTIZED_BLOCK_NUMEL, ParamPiece
@@ -61,7 +62,9 @@ def match(state: RunState, manifest: TagManifest, options: LoadOptions) -> Match
     for name, buffer in state.named_buffers():
         if (key := buffers.get(name)) is not None:
             _check_value(key, tensors[key], tuple(buffer.shape), buffer.dtype)
-    states = _StateMatcher(state, manifest).match(params, options.convert) if options.with_state else {}
+    states: dict[str, dict[str, Any]] = {}
+    if options.with_state and state.layouts:
+        states = _StateMatcher(state, manifest).match(params, options.convert)
     return Matched(params=params, states=states, buffers=buffers)
 
 
@@ -108,7 +111,7 @@ def _check_value(key: str, entry: TensorEntry, shape: tuple[int, ...], dtype: to
             f"{key} was expected to have shape {shape}, as in the model; the checkpoint has {entry.shape}. Load one of "
             "a model of this configuration."
         )
-    found = getattr(torch, entry.dtype)
+    found = torch_dtype(entry.dtype)
     if found.is_floating_point != dtype.is_floating_point or (not dtype.is_floating_point and found != dtype):
         raise ModelError(
             f"{key} was expected to be {dtype}, as in the model; the checkpoint has {found}. Load one of a model of "

@@ -30,6 +30,9 @@ _DTYPES = {torch.float32: Dtype.FLOAT32, torch.bfloat16: Dtype.BFLOAT16, torch.f
 _MASTER_DTYPES = {torch.float32: Dtype.FLOAT32, torch.int16: Dtype.REMAINDER}
 _CHUNK_NUMEL = 1 << 17
 _DEVICE_CHUNK_NUMEL = 1 << 22
+_MOST_STEPS = 2.0**53
+"""What a float counts one by one."""
+
 _PROBE_NUMEL = 1 << 21
 _TRIAL_NUMELS = (*range(1, 33), 1031)
 _NBYTES_PER_ELEMENT = 28
@@ -115,8 +118,11 @@ class NativeRule(UpdateRule):
         return {"step": float(scalars["step"])} if self._counts_steps else dict(scalars)
 
     def load_scalars(self, scalars: Mapping[str, Any]) -> dict[str, Any]:
-        """Invert what a checkpoint keeps, of this rule or of torch's own code."""
-        return self._own_scalars(scalars)
+        """Take what a checkpoint keeps, of this rule or of torch's own code."""
+        own = self._own_scalars(scalars)
+        if self._counts_steps and not 1 <= own["step"] <= _MOST_STEPS:
+            raise ValueError(f"expected a number of steps; found {own['step']}")
+        return own
 
     def state_fields(self, shape: tuple[int, ...], hyper: Mapping[str, Any]) -> list[StateField]:
         names = self._array_names({**self._defaults, **hyper})
