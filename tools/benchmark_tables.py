@@ -116,7 +116,27 @@ def io_table(record: dict[str, Any]) -> str:
     )
 
 
-TABLES: dict[str, Callable[[dict[str, Any]], str]] = {"step": step_table, "update": update_table, "io": io_table}
+def checkpoint_table(record: dict[str, Any]) -> str:
+    """A case that was not measured has no row."""
+    shares = {
+        name: f"{ratio:.2f} of fio's rate" for name, ratio in (record.get("ratios_to_fio") or {}).items() if ratio
+    }
+    if (to_bound := record.get("commit_to_bound")) is not None:
+        shares["commit in place"] = f"{to_bound:.2f} of its bound"
+    if (slowdown := record.get("async_slowdown")) is not None:
+        shares["step while saving"] = f"{slowdown:+.0%} on a step alone"
+    body = [[name, f"{seconds:.3f}", shares.get(name, "")] for name, seconds in record["median"].items()]
+    nbytes = record.get("full_nbytes") or record.get("in_place_state_nbytes") or 0
+    title = f"Checkpoints of {nbytes / 1e9:.2f} GB of fp32 masters and Adam's moments"
+    return head(record, title) + "\n" + rows(["what", "s", "held against"], body)
+
+
+TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
+    "step": step_table,
+    "update": update_table,
+    "io": io_table,
+    "checkpoint": checkpoint_table,
+}
 """Record name -> its table, in the page's order."""
 
 

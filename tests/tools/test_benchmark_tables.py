@@ -4,9 +4,26 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tools.benchmark_tables import checkpoint_table
+
 TOOL = Path(__file__).parents[2] / "tools" / "benchmark_tables.py"
 
 
 def test_no_figure_differs_from_its_record() -> None:
     done = subprocess.run([sys.executable, str(TOOL), "--check"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_record_of_checkpoints_becomes_a_table() -> None:
+    record = {
+        "machine": {"num_cpus": 2, "cpu": "x"},
+        "versions": {"torch": "2.13"},
+        "commit": "abc",
+        "median": {"save": 0.25, "torch.save": 2.0, "commit in place": 0.01},
+        "full_nbytes": 805306368,
+        "ratios_to_fio": {"save": 0.934, "load": None},
+        "commit_to_bound": 0.8,
+    }
+    text = checkpoint_table(record)
+    assert "Checkpoints of 0.81 GB" in text and "| save | 0.250 | 0.93 of fio's rate |" in text
+    assert "| torch.save | 2.000 |  |" in text and "| commit in place | 0.010 | 0.80 of its bound |" in text
