@@ -224,6 +224,8 @@ def _build(run_spec: RunSpec, lr_scheduler: Any, collectives: Collectives, loade
         named = {spec.name: param for param, spec in run_spec.specs.items()}
         sharded = plan.request.ranks.shards_state
         state = OptimizerState(named, run_spec.layouts, run_spec.rule, stepper, inventory, tiers.state_staging, sharded)
+        if adoption is not None and any(run_spec.source.state.values()):
+            logger.warning("the optimizer's own state is left out: the run goes on with what was committed")
         if adoption is None:
             state.check(run_spec.source.state, run_spec.source.param_groups)
             state.write(run_spec.source.state, run_spec.source.param_groups)

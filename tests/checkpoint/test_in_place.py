@@ -90,6 +90,7 @@ CASES: dict[str, Settings] = {
     "fp16, accumulated": {"dtype": "fp16", "accumulation": 2},
     "parameters in host memory": {"params": {"device": "cpu"}},
     "parameters on the device": {"params": {"device": "none"}, "update": "barrier"},
+    "late copies": {"debug_delay_seed": 1, "debug_poison": True},
     "whole parameters": {"optimizer": {"type": "Adam", "params": {"lr": 1e-3, "fused": True}}, "dtype": "fp32"},
 }
 

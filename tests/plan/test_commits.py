@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from tiered_zero.config import load
+from tiered_zero.errors import PlanError
 from tiered_zero.plan.gpt_shape import GPTConfig
 from tiered_zero.plan.planner import Plan
 from tiered_zero.plan.swap_capacity import SwapNeed, capacity_lines, capacity_report, directory_needs, plan_gpt
@@ -70,6 +71,15 @@ def test_halves_of_masters_have_two_slots_in_each_of_their_homes() -> None:
     assert rows["commit_param"] == 2 * UNIT == rows["param"]
     rows = planned(in_place=True, state_format="bf16_remainder", update="delayed")
     assert rows["commit_param"] == 3 * UNIT == rows["param"] + rows["param_back"]
+
+
+def test_a_limit_of_state_on_nvme_counts_both_slots() -> None:
+    rows = planned(in_place=True)
+    enough = {"state_limits": {"nvme": 2 * rows["state"]}}
+    specify_run(load(config(True, **enough)), Mixed()).plan.check()
+    short = {"state_limits": {"nvme": 2 * rows["state"] - 1}}
+    with pytest.raises(PlanError, match="1 bytes too little"):
+        specify_run(load(config(True, **short)), Mixed()).plan.check()
 
 
 SHAPE = GPTConfig(layers=2, hidden=64, vocab=100, context=16)

@@ -113,7 +113,7 @@ class Plan:
                 f"Largest: {largest.what} {format_nbytes(largest.nbytes)}. {_advice(tier, largest.kind)}\n{self.text}"
             )
         for tier, most in self.request.state.limits.items():
-            needed = self.nbytes(tier, "state")
+            needed = self.nbytes(tier, "state") + self.nbytes(tier, "commit")
             if needed > most:
                 way = "let more rest on a faster tier" if tier == "nvme" else "name a slower tier in offload_optimizer"
                 raise PlanError(
