@@ -126,10 +126,12 @@ def _build(run_spec: RunSpec, lr_scheduler: Any, collectives: Collectives, loade
         resources.add("rule", run_spec.rule.close)
         torch.ones(1).sqrt()  # MKL's first square root is not safe among threads (pytorch#188792): take it alone
         if run_spec.trains:
-            run_spec.rule.announce()
+            if collectives.rank == 0:
+                run_spec.rule.announce()
         else:
             logger.warning("There is no optimizer: this engine evaluates, and does not train.")
-        logger.info("%s", plan.update_policy.text)
+        if collectives.rank == 0:
+            logger.info("%s", plan.update_policy.text)
         tier_resources = Teardown()
         resources.add("tiers", tier_resources.close)
         tiers = TierRack(
