@@ -279,3 +279,35 @@ def test_a_model_without_an_optimizer_takes_the_weights(swap_path: Path, tmp_pat
     with tiered_zero.initialize(model=other, config=config)[0] as engine:
         engine.load_checkpoint(tmp_path)
         assert_same(expected, engine.module.state_dict())
+
+
+def still(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.0)
+
+
+@pytest.mark.parametrize("saved", ["fp32", "bf16_remainder"])
+@pytest.mark.parametrize("placement", [("cpu", "cpu"), ("nvme", "nvme"), ("none", "none")], ids="-".join)
+def test_ties_between_two_parameters_stay(
+    saved: str, placement: tuple[str, str], swap_path: Path, tmp_path: Path
+) -> None:
+    """A master halfway between two bf16 numbers needs the bit that rests in the sign of the second moment."""
+    model = build(0)
+    with torch.no_grad():
+        for param in model.parameters():
+            if param.requires_grad:
+                bits = param.view(-1).view(torch.int32)
+                bits.copy_((bits & -0x10000) | 0x8000)
+    expected = {name: param.detach().clone() for name, param in model.named_parameters() if param.requires_grad}
+    del param, bits
+    with tiered(model, swap_path, placement, still, runtime={"state_format": saved}, **BF16) as engine:
+        train(engine, 0, 2)
+        engine.save_checkpoint(tmp_path)
+        moments = values(engine)
+    with tiered(build(1), swap_path, placement, still, runtime={"state_format": "bf16_remainder"}, **BF16) as engine:
+        engine.load_checkpoint(tmp_path)
+        assert_same(moments, values(engine))
+        train(engine, 2, 3)
+        for name, value in expected.items():
+            found = engine.peek(name)
+            assert found is not None
+            assert torch.equal(found, value), name
