@@ -19,7 +19,7 @@ from tiered_zero.store.checked_json import check_fields, check_kind
 from tiered_zero.store.descriptors import error_text, open_file, opened_directory
 from tiered_zero.store.manifest import Manifest, Record
 from tiered_zero.store.manifest import load as load_manifests
-from tiered_zero.store.owner import OWNER_NAME, read_owner
+from tiered_zero.store.owner import OWNER_NAME, Owner, boot_id, read_owner, start_ticks
 from tiered_zero.store.stripes import DATA_NAME, Stripes
 
 _NUM_CACHED = 8
@@ -148,7 +148,7 @@ def _lock(path: Path, resources: ExitStack) -> None:
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
-        if owner.pid == os.getpid():
+        if _is_this_process(owner):
             return
         raise StoreError(
             f"The swap directory {path} belongs to a live run (pid {owner.pid} on {owner.host}), which goes on "
@@ -156,6 +156,12 @@ def _lock(path: Path, resources: ExitStack) -> None:
         ) from None
     except OSError as error:
         raise StoreError(f"{path} cannot be locked: {error_text(error)}.") from error
+
+
+def _is_this_process(owner: Owner) -> bool:
+    """A pid counts only together with its start time, on the same boot."""
+    pid = os.getpid()
+    return (owner.pid, owner.start_ticks, owner.boot_id) == (pid, start_ticks(pid) or 0, boot_id())
 
 
 @final
