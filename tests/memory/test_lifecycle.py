@@ -93,8 +93,8 @@ def test_initialize_that_fails_leaves_nothing(place, error, swap_path, monkeypat
     """Broken off at several places after the swap files were made, by an error and by the user."""
     targets = {
         "birth": "tiered_zero.params.materialize.place_unit",
-        "gradients": "tiered_zero.assembly.GradientStore",
-        "hooks": "tiered_zero.assembly.ModuleHooks",
+        "gradients": "tiered_zero.assembly.parts.GradientStore",
+        "hooks": "tiered_zero.assembly.builder.ModuleHooks",
     }
     before = held()
     if place in targets:

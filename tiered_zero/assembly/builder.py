@@ -3,62 +3,45 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 
+from tiered_zero.assembly.homes import make_commits, place_homes, reserve_copies
+from tiered_zero.assembly.parts import make_gradients, make_observers, make_policy
 from tiered_zero.checkpoint.checkpoints import Checkpoints, check_async, written_by
-from tiered_zero.checkpoint.commit import Commits
-from tiered_zero.checkpoint.copies import DurableCopies
 from tiered_zero.checkpoint.driver import DriverState
 from tiered_zero.checkpoint.portable import RunState
-from tiered_zero.checkpoint.resume import AdoptedValues, adopt, find_checkpoint, run_fingerprint
+from tiered_zero.checkpoint.resume import AdoptedValues, adopt, find_checkpoint
 from tiered_zero.config.schema import Config
 from tiered_zero.data import TrainingLoader
 from tiered_zero.engine import Engine, Run
 from tiered_zero.full_values import FullValues
-from tiered_zero.grads.accumulator import GradientStore
-from tiered_zero.grads.norms import GradNorm
 from tiered_zero.grads.overflow import OverflowGuard
-from tiered_zero.grads.reducer import GradientReducer
-from tiered_zero.grads.unit_gradients import UnitGradients
 from tiered_zero.hardware.collectives import Collectives
 from tiered_zero.hardware.host_memory import trim_malloc
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.hardware.select import build_accelerator
 from tiered_zero.io.preflight import preflight_directory
-from tiered_zero.layout.flat import Unit
-from tiered_zero.optim.kernel_rule import open_kernel
 from tiered_zero.params.driver_thread import CallPhase
 from tiered_zero.params.hooks import ModuleHooks
 from tiered_zero.params.materialize import Materializer, WeightFiles, materialize_model
 from tiered_zero.params.offloaded_params import OffloadedParams
 from tiered_zero.params.pager import Pager
 from tiered_zero.params.pass_scope import PassScope
-from tiered_zero.params.shard_gather import ShardGather
 from tiered_zero.params.snapshot import ModelSnapshot
 from tiered_zero.params.visible_gradients import VisibleGradients
-from tiered_zero.plan.placement import back_tier
 from tiered_zero.run_spec import RunSpec, planning_notices
 from tiered_zero.store.new_parents import make_missing
 from tiered_zero.teardown import Teardown, once
 from tiered_zero.telemetry.ledger import Ledger
-from tiered_zero.telemetry.observer import RunObserver, StepLog
-from tiered_zero.telemetry.report import StepReport
-from tiered_zero.telemetry.runlog import RunHeader
 from tiered_zero.telemetry.spans import Recorder
-from tiered_zero.tiers.inventory import Home, Inventory
-from tiered_zero.tiers.nvme import NvmeTier
 from tiered_zero.tiers.rack import TierRack
 from tiered_zero.train_step import Movers, TrainStep
-from tiered_zero.update.eager import EagerUpdate
 from tiered_zero.update.handle import TieredOptimizer, make_scheduler, restored_on_error
 from tiered_zero.update.masters import Masters
 from tiered_zero.update.optimizer_state import OptimizerState
-from tiered_zero.update.overlapped import DelayedPolicy, OverlappedPolicy
-from tiered_zero.update.policy import BarrierPolicy, UpdatePolicy
 from tiered_zero.update.stepper import StreamingStepper
 
 logger = logging.getLogger("tiered_zero")
@@ -142,7 +125,7 @@ def _build(run_spec: RunSpec, lr_scheduler: Any, collectives: Collectives, loade
             model_name=type(run_spec.model).__name__,
             adopted=None if adoption is None else adoption.directories,
         )
-        inventory = _place_homes(run_spec, tiers)
+        inventory = place_homes(run_spec, tiers)
         masters = Masters(run_spec.layouts, inventory, tiers.state_staging)
         cuts = masters.cuts if masters.need_params else None
         offloaded_params = OffloadedParams(inventory, tiers.param_staging, masters.follow, cuts)
@@ -150,7 +133,7 @@ def _build(run_spec: RunSpec, lr_scheduler: Any, collectives: Collectives, loade
         resources.add("model", snapshot.restore)
         pager = Pager(runtime, inventory, offloaded_params, plan.pager_limits, CallPhase())
         resources.add("pager", pager.close)
-        gradients, reducer = _make_gradients(run_spec, tiers, inventory, runtime)
+        gradients, reducer = make_gradients(run_spec, tiers, inventory, runtime)
         resources.add("gradients", gradients.close)
         if reducer is not None:
             resources.add("gradients", reducer.close)
@@ -164,7 +147,7 @@ def _build(run_spec: RunSpec, lr_scheduler: Any, collectives: Collectives, loade
             tiers.state_staging,
             lambda unit: pager.storage(unit).flat,
         )
-        policy = _make_policy(run_spec, stepper, inventory, runtime, pager, gradients)
+        policy = make_policy(run_spec, stepper, inventory, runtime, pager, gradients)
         resources.add("prefetch", policy.cancel_prefetch)
 
         def drain() -> None:
@@ -200,7 +183,7 @@ def _build(run_spec: RunSpec, lr_scheduler: Any, collectives: Collectives, loade
             param_staging=tiers.param_staging,
             param_flat=lambda unit: pager.storage(unit).flat,
         )
-        copies = _reserve_copies(run_spec, tiers, portable)
+        copies = reserve_copies(run_spec, tiers, portable)
         adopted = AdoptedValues(state=portable, masters=masters, copies=copies) if adoption and copies else None
         materializer = Materializer(run_spec.model, weights, run_spec.specs)
         materialize_model(
@@ -256,7 +239,7 @@ def _build(run_spec: RunSpec, lr_scheduler: Any, collectives: Collectives, loade
             driver,
             written_by(run_spec.rule, config, collectives.world_size),
             settings=settings.checkpoint,
-            commits=_make_commits(run_spec, tiers, portable, copies),
+            commits=make_commits(run_spec, tiers, portable, copies),
         )
         resources.add("saves", once(checkpoints.last_save.wait))
         run = Run(
@@ -265,7 +248,7 @@ def _build(run_spec: RunSpec, lr_scheduler: Any, collectives: Collectives, loade
             plan=plan,
             optimizer=handle,
             lr_scheduler=scheduler,
-            observers=_make_observers(run_spec, runtime, resources),
+            observers=make_observers(run_spec, runtime, resources),
             checkpoints=checkpoints,
         )
         resources.add("last update", once(step.finish_update))
@@ -283,146 +266,6 @@ def _build(run_spec: RunSpec, lr_scheduler: Any, collectives: Collectives, loade
             own_state.clear()  # the optimizer has it again when the engine ends
     trim_malloc()
     return engine
-
-
-def _place_homes(run_spec: RunSpec, tiers: TierRack) -> Inventory:
-    """Reserve a slot for each unit and each sub-group, on the tiers that the plan says."""
-    plan, inventory = run_spec.plan, Inventory()
-    stepped = {segment.unit.index for layout in run_spec.layouts for segment in layout.subgroup.segments}
-    commits = run_spec.commits
-    durable = set() if commits is None else {unit.index for unit in commits.durable_homes}
-    for unit in run_spec.units:
-        tier = tiers.for_params(plan.tiers.params[unit.index])
-        if tier is not None:
-            slot = tier.reserve(f"param/{unit.index}", unit.nbytes, "param", committed=unit.index in durable)
-            inventory.place(unit, "param", Home(tier, slot))
-        back = tiers.for_params(back_tier(plan.tiers.params[unit.index]))
-        if plan.delayed and unit.index in stepped and back is not None:
-            kind = "param_back"
-            slot = back.reserve(f"{kind}/{unit.index}", unit.nbytes, kind, committed=unit.index in durable)
-            inventory.place(unit, kind, Home(back, slot))
-    for layout in run_spec.layouts:
-        tier = tiers.for_state(plan.tiers.state[layout.subgroup.index])
-        name = f"state/{layout.subgroup.index}"
-        slot = tier.reserve(name, layout.nbytes, "state", committed=commits is not None)
-        inventory.place(layout.subgroup, "state", Home(tier, slot))
-    return inventory
-
-
-def _reserve_copies(run_spec: RunSpec, tiers: TierRack, state: RunState) -> DurableCopies | None:
-    """Reserve room in the state's store for what no committed slot holds; None without in-place commits."""
-    commits, request = run_spec.commits, run_spec.plan.request.commits
-    if commits is None or request is None:
-        return None
-    tier = tiers.for_state("nvme")
-
-    def reserve(name: str, nbytes: int) -> Home:
-        return Home(tier, tier.reserve(name, nbytes, "commit_copy", committed=True))
-
-    units = {unit.index: (unit, reserve(f"copy/{unit.index}", unit.nbytes)) for unit in commits.copied}
-
-    def flat(unit: Unit) -> torch.Tensor:
-        home = state.inventory.find(unit, "param")
-        view = state.param_flat(unit) if home is None else home.tier.view(home.slot)
-        assert view is not None, "copied units rest in memory"
-        return view
-
-    buffers = reserve("buffers", request.buffers_nbytes) if request.buffers_nbytes else None
-    return DurableCopies(units, flat, buffers)
-
-
-def _make_commits(run_spec: RunSpec, tiers: TierRack, state: RunState, copies: DurableCopies | None) -> Commits | None:
-    config, plan = run_spec.config, run_spec.plan
-    if copies is None or run_spec.commits is None:
-        return None
-    found = [tiers.for_state("nvme"), *([tiers.for_params("nvme")] if plan.nbytes("nvme", "commit_param") else [])]
-    stores = [tier for tier in dict.fromkeys(found) if isinstance(tier, NvmeTier)]
-    return Commits(state, stores, copies, run_fingerprint(config, plan, run_spec.commits, run_spec.layouts))
-
-
-def _make_gradients(
-    run_spec: RunSpec, tiers: TierRack, inventory: Inventory, runtime: Runtime
-) -> tuple[GradientStore, GradientReducer | None]:
-    plan = run_spec.plan
-    trainable = [unit for unit in run_spec.units if unit.trainable]
-    on_device = {index for index, tier in plan.tiers.gradients.items() if tier == "device"}
-    units = [
-        UnitGradients.reserve(
-            unit,
-            tiers.device if unit.index in on_device else tiers.host,
-            nbytes=plan.gradients.nbytes(unit),
-            dtype=torch.float32 if plan.gradients.sums else unit.dtype,
-            has_spare=plan.delayed,
-        )
-        for unit in trainable
-    ]
-    entries = {
-        param: (unit, entry)
-        for unit in trainable
-        for param, entry in zip(run_spec.params_of(unit), unit.entries, strict=True)
-    }
-    norms = GradNorm(run_spec.rule.kernel or open_kernel())
-    store = GradientStore(
-        entries, units, inventory, runtime, plan.gradients.in_flight_nbytes, tiers.gradient_staging, norms
-    )
-    if runtime.collectives.world_size == 1:
-        return store, None
-    size, ranks = plan.staging.buckets, plan.request.ranks
-    slots = [tiers.host.reserve(f"bucket/{index}", size.nbytes, "bucket") for index in range(size.count)]
-    buckets = [tiers.host.view(slot)[: size.nbytes] for slot in slots]
-    return store, GradientReducer(store, units, runtime, buckets, ranks.part_numel, is_sharded=ranks.shards_state)
-
-
-def _make_policy(
-    run_spec: RunSpec,
-    stepper: StreamingStepper,
-    inventory: Inventory,
-    runtime: Runtime,
-    pager: Pager,
-    gradients: GradientStore,
-) -> UpdatePolicy:
-    """The policy that the plan has chosen. See [Note: State on several tiers]."""
-    settings, groups = run_spec.config.tiered_zero, run_spec.source.param_groups
-    units = list({s.unit.index: s.unit for layout in run_spec.layouts for s in layout.subgroup.segments}.values())
-    choice = run_spec.plan.update_policy
-    if choice.policy == "barrier":
-        gather = ShardGather(runtime, units, lambda unit: pager.storage(unit).flat)
-
-        def end_update() -> None:
-            if run_spec.plan.request.ranks.shards_state:
-                gather.gather()
-            pager.updates.end_update()
-
-        return BarrierPolicy(stepper, groups, pager.updates.invalidate, end_update)
-    if choice.policy == "overlapped":
-        open_eagerly = partial(EagerUpdate, run_spec.layouts, gradients.freeze)
-        eagerly = open_eagerly if choice.optimizer_in_backward else None
-        return OverlappedPolicy(stepper, groups, inventory, units, runtime, pager.updates, eagerly)
-    overlapped = OverlappedPolicy(stepper, groups, inventory, units, runtime, pager.updates)
-    return DelayedPolicy(overlapped, settings.delay_start_step)
-
-
-def _make_observers(run_spec: RunSpec, runtime: Runtime, resources: Teardown) -> list[Callable[[StepReport], None]]:
-    """Called with the report of each optimizer step: a log line every `steps_per_print`, the run's record and trace."""
-    settings = run_spec.config.tiered_zero
-    if runtime.collectives.rank > 0:
-        return []
-    log = StepLog(run_spec.config.steps_per_print, run_spec.source.param_groups)
-    if settings.report is None and settings.trace is None:
-        return [log]
-    planned: dict[str, dict[str, int]] = {}
-    for row in run_spec.plan.rows:
-        planned.setdefault(row.tier, {})[row.kind] = row.nbytes
-    num_parameters = sum(spec.numel for spec in run_spec.specs.values())
-    facts = {
-        "update": run_spec.plan.update_policy.policy,
-        "device": str(runtime.accelerator.device),
-        "rule": run_spec.rule.name,
-    }
-    header = RunHeader(type(run_spec.model).__name__, num_parameters, planned, facts)
-    observer = RunObserver(runtime.recorder, header, settings.report, settings.trace)
-    resources.add("observers", observer.close)
-    return [log, observer]
 
 
 def _nvme_paths(config: Config) -> list[tuple[str, ...]]:

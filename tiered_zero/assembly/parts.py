@@ -1,0 +1,113 @@
+"""The movers that the plan chooses: where gradients gather, which policy updates, who observes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from tiered_zero.grads.accumulator import GradientStore
+from tiered_zero.grads.norms import GradNorm
+from tiered_zero.grads.reducer import GradientReducer
+from tiered_zero.grads.unit_gradients import UnitGradients
+from tiered_zero.hardware.runtime import Runtime
+from tiered_zero.optim.kernel_rule import open_kernel
+from tiered_zero.params.pager import Pager
+from tiered_zero.params.shard_gather import ShardGather
+from tiered_zero.run_spec import RunSpec
+from tiered_zero.teardown import Teardown
+from tiered_zero.telemetry.observer import RunObserver, StepLog
+from tiered_zero.telemetry.report import StepReport
+from tiered_zero.telemetry.runlog import RunHeader
+from tiered_zero.tiers.inventory import Inventory
+from tiered_zero.tiers.rack import TierRack
+from tiered_zero.update.eager import EagerUpdate
+from tiered_zero.update.overlapped import DelayedPolicy, OverlappedPolicy
+from tiered_zero.update.policy import BarrierPolicy, UpdatePolicy
+from tiered_zero.update.stepper import StreamingStepper
+
+
+def make_gradients(
+    run_spec: RunSpec, tiers: TierRack, inventory: Inventory, runtime: Runtime
+) -> tuple[GradientStore, GradientReducer | None]:
+    plan = run_spec.plan
+    trainable = [unit for unit in run_spec.units if unit.trainable]
+    on_device = {index for index, tier in plan.tiers.gradients.items() if tier == "device"}
+    units = [
+        UnitGradients.reserve(
+            unit,
+            tiers.device if unit.index in on_device else tiers.host,
+            nbytes=plan.gradients.nbytes(unit),
+            dtype=torch.float32 if plan.gradients.sums else unit.dtype,
+            has_spare=plan.delayed,
+        )
+        for unit in trainable
+    ]
+    entries = {
+        param: (unit, entry)
+        for unit in trainable
+        for param, entry in zip(run_spec.params_of(unit), unit.entries, strict=True)
+    }
+    norms = GradNorm(run_spec.rule.kernel or open_kernel())
+    store = GradientStore(
+        entries, units, inventory, runtime, plan.gradients.in_flight_nbytes, tiers.gradient_staging, norms
+    )
+    if runtime.collectives.world_size == 1:
+        return store, None
+    size, ranks = plan.staging.buckets, plan.request.ranks
+    slots = [tiers.host.reserve(f"bucket/{index}", size.nbytes, "bucket") for index in range(size.count)]
+    buckets = [tiers.host.view(slot)[: size.nbytes] for slot in slots]
+    return store, GradientReducer(store, units, runtime, buckets, ranks.part_numel, is_sharded=ranks.shards_state)
+
+
+def make_policy(
+    run_spec: RunSpec,
+    stepper: StreamingStepper,
+    inventory: Inventory,
+    runtime: Runtime,
+    pager: Pager,
+    gradients: GradientStore,
+) -> UpdatePolicy:
+    """The policy that the plan has chosen. See [Note: State on several tiers]."""
+    settings, groups = run_spec.config.tiered_zero, run_spec.source.param_groups
+    units = list({s.unit.index: s.unit for layout in run_spec.layouts for s in layout.subgroup.segments}.values())
+    choice = run_spec.plan.update_policy
+    if choice.policy == "barrier":
+        gather = ShardGather(runtime, units, lambda unit: pager.storage(unit).flat)
+
+        def end_update() -> None:
+            if run_spec.plan.request.ranks.shards_state:
+                gather.gather()
+            pager.updates.end_update()
+
+        return BarrierPolicy(stepper, groups, pager.updates.invalidate, end_update)
+    if choice.policy == "overlapped":
+        open_eagerly = partial(EagerUpdate, run_spec.layouts, gradients.freeze)
+        eagerly = open_eagerly if choice.optimizer_in_backward else None
+        return OverlappedPolicy(stepper, groups, inventory, units, runtime, pager.updates, eagerly)
+    overlapped = OverlappedPolicy(stepper, groups, inventory, units, runtime, pager.updates)
+    return DelayedPolicy(overlapped, settings.delay_start_step)
+
+
+def make_observers(run_spec: RunSpec, runtime: Runtime, resources: Teardown) -> list[Callable[[StepReport], None]]:
+    """Called with the report of each optimizer step: a log line every `steps_per_print`, the run's record and trace."""
+    settings = run_spec.config.tiered_zero
+    if runtime.collectives.rank > 0:
+        return []
+    log = StepLog(run_spec.config.steps_per_print, run_spec.source.param_groups)
+    if settings.report is None and settings.trace is None:
+        return [log]
+    planned: dict[str, dict[str, int]] = {}
+    for row in run_spec.plan.rows:
+        planned.setdefault(row.tier, {})[row.kind] = row.nbytes
+    num_parameters = sum(spec.numel for spec in run_spec.specs.values())
+    facts = {
+        "update": run_spec.plan.update_policy.policy,
+        "device": str(runtime.accelerator.device),
+        "rule": run_spec.rule.name,
+    }
+    header = RunHeader(type(run_spec.model).__name__, num_parameters, planned, facts)
+    observer = RunObserver(runtime.recorder, header, settings.report, settings.trace)
+    resources.add("observers", observer.close)
+    return [log, observer]
