@@ -4,6 +4,7 @@ step that was saved."""
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -183,3 +184,64 @@ def test_what_rests_on_nvme_is_refused(placement: tuple[str, str], runtime: dict
     with pytest.raises(ConfigError, match=r"tiered_zero.checkpoint.async.*in_place"):
         make(swap_path, {"placement": placement, "update": "auto"}, **BESIDE, **runtime)
     assert list(swap_path.iterdir()) == []
+
+
+class _Mixed(torch.nn.Module):
+    """A parameter in no param group, on one page with one that trains, and a frozen one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trained = torch.nn.Parameter(torch.randn(60, 64))
+        self.alone = torch.nn.Parameter(torch.randn(64))
+        self.frozen = torch.nn.Parameter(torch.randn(3000), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ self.trained + self.alone).square().mean()
+
+
+def _mixed(swap_path: Path, params: str, seed: int, **runtime: Any) -> tiered_zero.Engine:
+    torch.manual_seed(seed)
+    return tiered(
+        _Mixed(),
+        swap_path,
+        (params, "cpu"),
+        lambda model: torch.optim.AdamW([model.trained], lr=0.01),
+        clipping=0.5,
+        runtime={"update": "overlapped", **runtime},
+    )
+
+
+@pytest.mark.parametrize("change", ["step", "by hand", "abort"])
+@pytest.mark.parametrize("params", ["cpu", "nvme"])
+def test_parameters_without_a_master_are_those_of_the_call(
+    change: str, params: str, swap_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are written last, when every sub-group may be updated again."""
+    send, hash_slowly = saving.StateSaver._send_params, data_files._OpenFile.hash
+
+    def wait_and_send(self: saving.StateSaver, *args: Any) -> None:
+        time.sleep(0.1)
+        send(self, *args)
+
+    def wait_and_hash(self: data_files._OpenFile, memory: memoryview) -> None:
+        time.sleep(0.1)
+        hash_slowly(self, memory)
+
+    with monkeypatch.context() as patched, _mixed(swap_path, params, 0, **BESIDE, debug_poison=True) as engine:
+        patched.setattr(saving.StateSaver, "_send_params", wait_and_send)
+        patched.setattr(data_files._OpenFile, "hash", wait_and_hash)
+        expected = {name: value.clone() for name, value in engine.module.state_dict().items()}
+        engine.save_checkpoint(tmp_path)
+        if change == "step":
+            engine.backward(engine(torch.ones(2, 60)))
+            engine.step()
+        elif change == "abort":
+            engine.backward(engine(torch.ones(2, 60)))
+            engine.abort_step()
+        else:
+            with tiered_zero.gathered([engine.module.alone, engine.module.frozen], modify=True), torch.no_grad():
+                engine.module.alone.fill_(7.0)
+                engine.module.frozen.fill_(7.0)
+    with _mixed(swap_path, params, 1) as engine:
+        engine.load_checkpoint(tmp_path)
+        assert differences(expected, dict(engine.module.state_dict())) == []

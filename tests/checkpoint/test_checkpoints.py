@@ -260,6 +260,23 @@ def test_optimizer_state_can_start_anew(saved: dict[str, Any], swap_path: Path, 
         train(engine, 2, 3)
 
 
+@pytest.mark.parametrize("most_copied", [0, 1 << 20])
+def test_what_a_script_changes_on_the_device_after_the_call_is_not_saved(
+    swap_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most_copied: int
+) -> None:
+    monkeypatch.setattr(checkpoints, "_MOST_COPIED_NBYTES", most_copied)
+    runtime = {"update": "overlapped", "debug_delay_seed": 3}
+    with make(swap_path, ("none", "cpu"), runtime=runtime, clipping=0.5) as engine:
+        train(engine, 0, 1)
+        expected = engine.module.scale.clone()
+        engine.save_checkpoint(tmp_path)
+        with torch.no_grad():
+            engine.module.scale.fill_(7.0)  # as an average of weights is kept
+    with make(swap_path, ("none", "cpu"), seed=1) as engine:
+        engine.load_checkpoint(tmp_path)
+        assert torch.equal(engine.module.scale, expected)
+
+
 def test_what_was_frozen_can_train(swap_path: Path, tmp_path: Path) -> None:
     model = build(0)
     for param in model.blocks.parameters():

@@ -152,6 +152,7 @@ def _build(run_spec: RunSpec, lr_scheduler: Any, collectives: Collectives, loade
 
         def drain() -> None:
             accelerator.synchronize()
+            stepper.wait_held()  # a save beside training leases buffers
             tiers.drain()
 
         step = TrainStep(

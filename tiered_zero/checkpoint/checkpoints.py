@@ -39,11 +39,16 @@ from tiered_zero.config.schema import Config
 from tiered_zero.errors import ConfigError
 from tiered_zero.optim.rule import UpdateRule
 from tiered_zero.plan.planner import Plan
+from tiered_zero.sizes import MIB
 from tiered_zero.transfer import Completion, Transfer
 from tiered_zero.update.policy import UpdatePolicy
 from tiered_zero.version import __version__
 
 logger = logging.getLogger("tiered_zero")
+
+_MOST_COPIED_NBYTES = 64 * MIB
+"""Of units with parameters that no update writes and that rest on the device, where a script can change them at any
+time, are copied at the call; a save of more returns when it is written."""
 
 
 class WeightGuard(Protocol):
@@ -58,10 +63,12 @@ class WeightGuard(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class _Content:
-    """What was captured when a save was asked for. `specs`: of buffers and of parameters without a master."""
+    """What was captured when a save was asked for. `params`: unit index -> a copy of a unit on the device. `specs`: of
+    buffers and of parameters without a master."""
 
     fields: Mapping[str, Any]
     buffers: Mapping[str, torch.Tensor]
+    params: Mapping[int, torch.Tensor]
     specs: Mapping[str, TensorSpec]
     with_frozen: bool
     save_latest: bool
@@ -156,6 +163,8 @@ class Checkpoints:
                 logger.warning("exclude_frozen_parameters has no effect on an in-place commit, which has all at rest")
             return self._commit(self._commits, Path(save_dir), tag, step, driver, save_latest)
         buffers = {name: buffer.detach().to("cpu", copy=True) for name, buffer in state.named_buffers()}
+        on_device = state.unmastered_on_device(not exclude_frozen)
+        may_copy = sum(unit.nbytes for unit in on_device) <= _MOST_COPIED_NBYTES
         specs = {**state.param_specs(not exclude_frozen), **_buffer_specs(buffers)}
         most = {**state.state_specs(lambda layout, piece: True), **specs}
         content = _Content(
@@ -165,6 +174,7 @@ class Checkpoints:
                 "written_by": WrittenBy(**self._written_by, created_s=time.time()),
             },
             buffers=buffers,
+            params={unit.index: state.param_flat(unit).to("cpu", copy=True) for unit in on_device if may_copy},
             specs=specs,
             with_frozen=not exclude_frozen,
             save_latest=save_latest,
@@ -173,6 +183,8 @@ class Checkpoints:
         save = _Save(tag=tag_writer, end=Completion() if self._beside else None)
         ready = state.runtime.accelerator.record_compute()
         self._queue(save, partial(self._begin_beside if self._beside else self._write_at_cut, save, content, ready))
+        if not may_copy:
+            self.wait()  # nothing keeps the script from changing them
 
     def _commit(
         self, commits: Commits, save_dir: Path, tag: str, step: int, driver: dict[str, Any], save_latest: bool
@@ -228,7 +240,7 @@ class Checkpoints:
     def _begin_beside(self, save: _Save, content: _Content, ready: Transfer) -> None:
         """Write it on a lane of its own: the next update waits for each sub-group's bytes alone."""
         save.has_begun = True
-        held = {layout.subgroup.index: Completion() for layout in self._state.layouts}
+        held, read = {layout.subgroup.index: Completion() for layout in self._state.layouts}, Completion()
 
         def free(subgroup: int) -> None:
             held[subgroup].complete()
@@ -245,10 +257,11 @@ class Checkpoints:
             finally:
                 for subgroup in held:
                     free(subgroup)
+                read.complete()
 
         try:
             moment = self._state.moment()
-            self._state.stepper.hold(held)
+            self._state.stepper.hold(held, read)
             self._state.runtime.accelerator.lane("save").submit(job)
         except BaseException:
             self._state.stepper.hold({})
@@ -264,7 +277,7 @@ class Checkpoints:
             tag.writer.declare(key, spec.dtype, spec.shape, spec.order)
         with torch.no_grad():
             saver = StateSaver(self._state, moment, partial(_append, tag.writer), free)
-            saver.save(content.buffers, content.with_frozen)
+            saver.save(content.buffers, content.params, content.with_frozen)
         scalars = {name: values.encode(own, f"state of {name}") for name, own in moment.scalars.items()}
         tag.publish({**content.fields, "scalars": scalars}, save_latest=content.save_latest)
 

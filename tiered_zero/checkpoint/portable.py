@@ -164,9 +164,21 @@ class RunState:
     def has_master(self, spec: ParamSpec) -> bool:
         return spec.name in self.mastered
 
-    def unmastered(self, unit: Unit) -> list[FlatEntry]:
+    def unmastered(self, unit: Unit, with_frozen: bool = True) -> list[FlatEntry]:
         """List the parameters of a unit that are saved as they are."""
-        return [entry for entry in unit.entries if entry.param.numel and not self.has_master(entry.param)]
+        return [
+            entry
+            for entry in unit.entries
+            if entry.param.numel and not self.has_master(entry.param) and (with_frozen or entry.param.trainable)
+        ]
+
+    def unmastered_on_device(self, with_frozen: bool = True) -> list[Unit]:
+        """List the units with such parameters whose home is the device."""
+        return [
+            unit
+            for unit in self.units
+            if self.unmastered(unit, with_frozen) and self.inventory.find(unit, "param") is None
+        ]
 
     def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the persistent buffers, each once, under its first name."""
@@ -220,8 +232,7 @@ class RunState:
                 dtype=unit.dtype, shape=entry.param.shape, order=memory_order(entry.param)
             )
             for unit in self.units
-            for entry in self.unmastered(unit)
-            if with_frozen or entry.param.trainable
+            for entry in self.unmastered(unit, with_frozen)
         }
 
     # -- a sub-group's slot --------------------------------------------------------------------------------------------

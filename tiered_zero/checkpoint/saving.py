@@ -123,13 +123,13 @@ class StateSaver:
         self._outbox = Outbox(append)
         self._scratch = _Scratch(self._outbox)
 
-    def save(self, buffers: Mapping[str, torch.Tensor], with_frozen: bool) -> None:
-        """Return when all is written. `buffers`: by name, on the CPU. Raises the first error, once nothing uses the
-        run's memory any more."""
+    def save(self, buffers: Mapping[str, torch.Tensor], params: Mapping[int, torch.Tensor], with_frozen: bool) -> None:
+        """Return when all is written. `buffers`: by name, on the CPU. `params`: unit index -> copies of units on the
+        device; others are read. Raises the first error, once nothing uses the run's memory any more."""
         try:
             self._send_subgroups()
             for unit in self._state.units:
-                self._send_params(unit, with_frozen)
+                self._send_params(unit, params.get(unit.index), with_frozen)
             for name, buffer in buffers.items():
                 self._send_buffer(f"{BUFFER}/{name}", buffer)
             self._outbox.wait_all()
@@ -196,17 +196,20 @@ class StateSaver:
 
     # -- parameters without a master, and buffers ----------------------------------------------------------------------
 
-    def _send_params(self, unit: Unit, with_frozen: bool) -> None:
+    def _send_params(self, unit: Unit, copied: torch.Tensor | None, with_frozen: bool) -> None:
         """Write the pages of a unit in which such parameters lie."""
-        entries = [entry for entry in self._state.unmastered(unit) if with_frozen or entry.param.trainable]
+        entries = self._state.unmastered(unit, with_frozen)
         ranges = [
             Range(key=param_key(entry.param), start=0, stop=entry.param.numel, first=entry.start) for entry in entries
         ]
         home = self._state.inventory.find(unit, "param")
-        raw = as_bytes(self._state.param_flat(unit)) if home is None else home.tier.view(home.slot)
+        raw = home.tier.view(home.slot) if home is not None else None
+        if home is None:
+            raw = as_bytes(self._state.param_flat(unit) if copied is None else copied)
         itemsize = unit.itemsize
         for start, stop in _page_spans(ranges, itemsize):
-            if raw is not None and raw.is_cpu and home is not None:
+            # an update that follows writes to the pages of a trainable unit
+            if raw is not None and raw.is_cpu and home is not None and not unit.trainable:
                 own = _cut(ranges, start // itemsize, stop // itemsize)
                 self._outbox.send(_memory_of(raw)[start:stop], [(part, part.first * itemsize) for part in own])
                 continue

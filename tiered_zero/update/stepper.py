@@ -22,7 +22,7 @@ from tiered_zero.optim.state_layout import StateLayout
 from tiered_zero.tiers.inventory import Inventory
 from tiered_zero.tiers.step_gradients import StepGradients
 from tiered_zero.tiers.unit_update import UnitUpdate
-from tiered_zero.transfer import Transfer, wait_all
+from tiered_zero.transfer import COMPLETED, Transfer, wait_all
 from tiered_zero.update.eager import ReadyQueue, UpdateJob, has_gradient
 from tiered_zero.update.prefetch import NullPrefetcher, Prefetcher
 from tiered_zero.update.subgroup_io import SubGroupIO, SubGroupWork
@@ -55,6 +55,7 @@ class StreamingStepper:
         self._ending = threading.Event()
         self._held: Mapping[int, Transfer] = {}
         """Sub-group -> the end of what reads its state elsewhere."""
+        self._reading: Transfer = COMPLETED
 
     @cached_property
     def has_device_state(self) -> bool:
@@ -107,15 +108,15 @@ class StreamingStepper:
         Any thread."""
         self._ending.set()
 
-    def hold(self, until: Mapping[int, Transfer]) -> None:
-        """Update a sub-group only once its transfer in `until` is done: a save reads it where it rests. On the thread
-        that steps."""
-        self._held = until
+    def hold(self, until: Mapping[int, Transfer], reading: Transfer = COMPLETED) -> None:
+        """Update a sub-group only once its transfer in `until` is done: a save reads it where it rests. `reading`: the
+        end of all that it reads, parameters too; it never fails. On the thread that steps."""
+        self._held, self._reading = until, reading
 
     def wait_held(self) -> None:
-        """Return once nothing reads state elsewhere: it is about to be changed by hand."""
-        for transfer in self._held.values():
-            transfer.wait()
+        """Return once nothing reads state or parameters elsewhere: they are about to be changed by hand, or buffers
+        that it may have leased to be taken back."""
+        self._reading.wait()
 
     # -- the step ------------------------------------------------------------------------------------------------------
 
