@@ -71,6 +71,17 @@ def test_a_tag_is_replaced_as_a_whole(tmp_path: Path, monkeypatch: pytest.Monkey
         assert names(tmp_path) == ["best", LATEST_NAME]
 
 
+def test_the_directory_may_be_a_symbolic_link(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "ck").symlink_to(tmp_path / "disk")
+    save(tmp_path / "ck", "a", 1)
+    assert read_latest(tmp_path / "ck") == "a" and find_tag(tmp_path / "ck")[0].path == tmp_path / "ck" / "a"
+    assert [info.complete for info in list_tags(tmp_path / "ck")] == [True]
+    (tmp_path / "ck" / "b").symlink_to(tmp_path / "disk" / "a")
+    with pytest.raises(StoreError, match="symbolic link"):
+        find_tag(tmp_path / "ck", "b")
+
+
 def test_list_newest_and_latest(tmp_path: Path) -> None:
     assert list_tags(tmp_path) == [] and newest_complete(tmp_path) is None and read_latest(tmp_path) is None
     save(tmp_path, "a", 10)

@@ -99,7 +99,7 @@ def read_latest(save_dir: str | os.PathLike[str]) -> str | None:
     """The tag that `latest` names; None where there is no such file. Raises StoreError for a bad one."""
     path = Path(save_dir)
     try:
-        with _opened(path) as fd:
+        with _opened(_real(path)) as fd:
             text = read_file(LATEST_NAME, fd, uid=os.fstat(fd).st_uid, most_nbytes=4096)
         return check_tag(text.decode().strip())
     except FileNotFoundError:
@@ -215,7 +215,13 @@ def _what_is_there(path: Path, error: Exception) -> str:
     return error_text(error) if stat.S_ISDIR(mode) else f"it is {kind_text(mode)}; expected a directory"
 
 
-def _names(path: Path) -> list[str]:
+def _real(save_dir: Path) -> Path:
+    """A save directory may be a symbolic link, as `SaveDirectory.open` has it; a tag is none."""
+    return Path(os.path.realpath(save_dir))
+
+
+def _names(save_dir: Path) -> list[str]:
+    path = _real(save_dir)
     with _opened(path) as fd:
         try:
             return sorted(os.listdir(fd))
