@@ -227,6 +227,23 @@ def test_every_optimizer_goes_on(name: str, placement: tuple[str, str], swap_pat
         assert_same(expected, values(engine))
 
 
+@pytest.mark.parametrize("name", ["adagrad", "amsgrad", "nadam"])
+def test_state_of_no_step_goes_on(name: str, swap_path: Path, tmp_path: Path) -> None:
+    """torch's Adagrad makes its state before the first step, and its state_dict() has that of every parameter."""
+    make = OPTIMIZERS[name]
+    with tiered(build(0), swap_path, ("cpu", "cpu"), make, **BF16) as engine:
+        engine.optimizer.load_state_dict(make(build(0)).state_dict())
+        train(engine, 0, 1)  # one parameter is not used
+        engine.optimizer.load_state_dict(engine.optimizer.state_dict())
+        engine.save_checkpoint(tmp_path)
+        train(engine, 1, 3)
+        expected = values(engine)
+    with tiered(build(1), swap_path, ("cpu", "cpu"), make, **BF16) as engine:
+        engine.load_checkpoint(tmp_path)
+        train(engine, 1, 3)
+        assert_same(expected, values(engine))
+
+
 def some(model: nn.Module) -> torch.optim.Optimizer:
     """Matrices alone: what else requires a gradient is in no group."""
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad and p.dim() > 1], lr=0.01)

@@ -120,7 +120,7 @@ class NativeRule(UpdateRule):
     def load_scalars(self, scalars: Mapping[str, Any]) -> dict[str, Any]:
         """Take what a checkpoint keeps, of this rule or of torch's own code."""
         own = self._own_scalars(scalars)
-        if self._counts_steps and not 1 <= own["step"] <= _MOST_STEPS:
+        if self._counts_steps and not 0 <= own["step"] <= _MOST_STEPS:
             raise ValueError(f"expected a number of steps; found {own['step']}")
         return own
 
