@@ -396,15 +396,15 @@ def test_a_directory_without_locks_is_refused(tmp_path: Path, monkeypatch: pytes
 
 def test_a_failure_to_write_latest_says_that_the_tag_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, "a", 1)
-    real = save_directory.write_durably
+    real = save_directory.write_new_file
 
-    def fail(name: str, data: bytes, dir_fd: int) -> None:
+    def fail(name: str, parts: list[bytes], dir_fd: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(save_directory, "write_durably", fail)
+    monkeypatch.setattr(save_directory, "write_new_file", fail)
     with pytest.raises(StoreError, match="b is complete, but `latest` could not be written"):
         save(tmp_path, "b", 2)
-    monkeypatch.setattr(save_directory, "write_durably", real)
+    monkeypatch.setattr(save_directory, "write_new_file", real)
     assert find_tag(tmp_path)[0].tag == "a" and step_of(tmp_path / "b") == 2
 
 

@@ -21,7 +21,7 @@ from tests.support.tags import equal_bits, load_tag, save_tag
 from tiered_zero.checkpoint import data_files, directory, save_directory, tag_writer
 from tiered_zero.checkpoint.directory import find_tag, list_tags, prune
 from tiered_zero.errors import StoreError
-from tiered_zero.store import descriptors
+from tiered_zero.store import descriptors, durable
 
 PAGE = 4096
 ROOT = Path(__file__).parents[2]
@@ -47,7 +47,7 @@ def run(path: Path, monkeypatch: pytest.MonkeyPatch, can_exchange: bool) -> tupl
     """Saves under new names, over an old name twice, in two data files, and a prune."""
     log: list[Operation] = []
     tree = RecordingTree(log)
-    for module in (save_directory, tag_writer, data_files, descriptors, directory):
+    for module in (save_directory, tag_writer, data_files, descriptors, directory, durable):
         monkeypatch.setattr(module, "os", tree)
     exchange = save_directory.exchange if can_exchange else lambda *names: False
     monkeypatch.setattr(save_directory, "exchange", lambda *names: tree.exchange(*names, exchange))

@@ -19,7 +19,7 @@ from tests.fakes.sync_io import SyncEngine
 from tiered_zero.checkpoint.committed import CommittedState
 from tiered_zero.checkpoint.resume import find_checkpoint
 from tiered_zero.errors import StoreError
-from tiered_zero.store import manifest
+from tiered_zero.store import durable, manifest
 from tiered_zero.store.owner import OWNER_NAME
 from tiered_zero.store.runs import list_runs
 from tiered_zero.store.stripes import DATA_NAME
@@ -75,7 +75,9 @@ def test_every_crash_leaves_a_whole_step(in_memory: Path, monkeypatch: pytest.Mo
     swap_path, save_dir = in_memory / "swap", in_memory / "saved"
     swap_path.mkdir(mode=0o700)
     log: list[Operation] = []
-    monkeypatch.setattr(manifest, "os", RecordingOS(log))
+    recording = RecordingOS(log)
+    for module in (manifest, durable):
+        monkeypatch.setattr(module, "os", recording)
     engine = SyncEngine(operations=log)
     monkeypatch.setattr(rack, "select_engine", lambda *paths, **options: SimpleNamespace(engine=engine, reasons=()))
     begun, ended, digests = run(swap_path, save_dir, log)

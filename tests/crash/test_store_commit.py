@@ -15,7 +15,7 @@ import pytest
 from tests.fakes.crash_disk import CrashDisk, Operation, RecordingOS, fates
 from tests.fakes.sync_io import SyncEngine
 from tiered_zero.errors import StoreError
-from tiered_zero.store import manifest, records, swap_store
+from tiered_zero.store import durable, manifest, records, swap_store
 from tiered_zero.store.owner import OWNER_NAME
 from tiered_zero.store.stripes import DATA_NAME
 from tiered_zero.store.swap_dir import SwapDir
@@ -49,7 +49,9 @@ def run(path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Op
     """
     random = Random(seed)
     log: list[Operation] = []
-    monkeypatch.setattr(manifest, "os", RecordingOS(log))
+    recording = RecordingOS(log)
+    for module in (manifest, durable):
+        monkeypatch.setattr(module, "os", recording)
     monkeypatch.setattr(swap_store, "CHUNK_NBYTES", 2 * PAGE)
     engine = SyncEngine(operations=log)
     directory = SwapDir.create([path])

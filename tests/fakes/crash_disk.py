@@ -19,7 +19,7 @@ Operation = tuple[Any, ...]
 
 @dataclass
 class RecordingOS:
-    """The `os` module for the code under test; logs what changes files. `positions`: by descriptor."""
+    """The `os` module for the code under test; logs what changes files that are opened by their whole path."""
 
     log: list[Operation]
     _open: dict[int, list[Any]] = field(default_factory=dict)
@@ -27,20 +27,26 @@ class RecordingOS:
     def __getattr__(self, name: str) -> Any:
         return getattr(os, name)
 
-    def open(self, path: str | os.PathLike[str], flags: int, mode: int = 0o777) -> int:
-        fd = os.open(path, flags, mode)
+    def open(self, path: str | os.PathLike[str], flags: int, mode: int = 0o777, dir_fd: int | None = None) -> int:
+        fd = os.open(path, flags, mode, dir_fd=dir_fd)
+        if dir_fd is not None:
+            return fd  # a file of a save directory, which this log is not about
         self._open[fd] = [str(path), 0]
         if flags & os.O_TRUNC:
             self.log.append(("create", str(path)))
         return fd
 
     def write(self, fd: int, data: memoryview) -> int:
+        if fd not in self._open:
+            return os.write(fd, data)
         path, position = self._open[fd]
         self.log.append(("write", path, position, bytes(data)))
         self._open[fd][1] += len(data)
         return os.write(fd, data)
 
     def fsync(self, fd: int) -> None:
+        if fd not in self._open:
+            return
         path = self._open[fd][0]
         self.log.append(("sync_directory" if os.path.isdir(path) else "sync", path))
 

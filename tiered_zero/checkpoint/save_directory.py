@@ -19,6 +19,7 @@ from tiered_zero.errors import StoreError
 from tiered_zero.io.disk_file import errno_text
 from tiered_zero.sizes import format_nbytes
 from tiered_zero.store.descriptors import disk_nbytes, open_directory, open_file, read_file, remove_files
+from tiered_zero.store.durable import sync_directory, write_new_file
 
 logger = logging.getLogger("tiered_zero")
 
@@ -195,14 +196,14 @@ class SaveDirectory:
     def prepare_latest(self, tag: str) -> str:
         """Write what `latest` is to say to a temporary file; its name. Raises OSError."""
         name = hidden_name(TEMPORARY, LATEST_NAME)
-        write_durably(name, tag.encode(), self.fd)
+        write_new_file(name, [tag.encode()], self.fd)
         return name
 
     def write_latest(self, tag: str) -> None:
         """Raises OSError."""
         name = hidden_name(TEMPORARY, LATEST_NAME)
         try:
-            write_durably(name, tag.encode(), self.fd)
+            write_new_file(name, [tag.encode()], self.fd)
             os.rename(name, LATEST_NAME, src_dir_fd=self.fd, dst_dir_fd=self.fd)
             os.fsync(self.fd)
         except OSError:
@@ -213,19 +214,6 @@ class SaveDirectory:
     def _is_own_directory(self, name: str) -> bool:
         status = os.stat(name, dir_fd=self.fd, follow_symlinks=False)
         return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
-
-
-def write_durably(name: str, data: bytes, dir_fd: int) -> None:
-    """Write a new file, mode 0600, and fsync it. Raises OSError."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    fd = os.open(name, flags, 0o600, dir_fd=dir_fd)
-    try:
-        view = memoryview(data)
-        while view:
-            view = view[os.write(fd, view) :]
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def exchange(dir_fd: int, name: str, other: str) -> bool:
@@ -247,11 +235,7 @@ def _make_durably(path: Path) -> None:
     for place in reversed(missing):
         with suppress(FileExistsError):
             os.mkdir(place, 0o700)
-        fd = os.open(place.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        sync_directory(place.parent)
 
 
 def _locked(path: Path, dir_fd: int) -> int:

@@ -12,12 +12,13 @@ from typing import Any, final
 
 from tiered_zero.checkpoint.file_writer import FileWriter
 from tiered_zero.checkpoint.manifest import MANIFEST_NAME, TagManifest
-from tiered_zero.checkpoint.save_directory import SaveDirectory, check_tag, write_durably
+from tiered_zero.checkpoint.save_directory import SaveDirectory, check_tag
 from tiered_zero.errors import ConfigError, StoreError, TransferError
 from tiered_zero.io.disk_file import free_text
 from tiered_zero.io.engine import IOEngine
 from tiered_zero.sizes import MIB, format_nbytes
-from tiered_zero.store.descriptors import open_directory
+from tiered_zero.store.descriptors import opened_directory
+from tiered_zero.store.durable import write_new_file
 
 logger = logging.getLogger("tiered_zero")
 
@@ -95,13 +96,7 @@ class TagWriter:
             files, tensors = self.writer.finish_files()
             given = {"kind": "full", "tensors": tensors, **fields}
             manifest = TagManifest(**given, tag=self.tag, files=files)
-            data = manifest.encode()
-            fd = open_directory(self._name, self._directory.fd)
-            try:
-                write_durably(MANIFEST_NAME, data, fd)
-                os.fsync(fd)
-            finally:
-                os.close(fd)
+            self._write_manifest(manifest)
             self._directory.publish(self._name, self.tag)
             published = True
             if save_latest:
@@ -118,13 +113,7 @@ class TagWriter:
     def prepare_pointer(self, fields: Mapping[str, Any], *, save_latest: bool = True) -> None:
         """Write a tag without files of its own, as far as it can be made durable before its state is. Any thread,
         beside the commit that it points to. Raises OSError, StoreError."""
-        data = TagManifest(**fields, tag=self.tag).encode()
-        fd = open_directory(self._name, self._directory.fd)
-        try:
-            write_durably(MANIFEST_NAME, data, fd)
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        self._write_manifest(TagManifest(**fields, tag=self.tag))
         self._latest = self._directory.prepare_latest(self.tag) if save_latest else None
 
     def publish_pointer(self) -> None:
@@ -151,6 +140,13 @@ class TagWriter:
             logger.warning("%s cannot be removed: %s", self._directory.path / self._name, error)
         finally:
             self._directory.release()
+
+    def _write_manifest(self, manifest: TagManifest) -> None:
+        """Write it to the temporary directory, and make both durable. Raises OSError, StoreError."""
+        data = manifest.encode()
+        with opened_directory(self._name, self._directory.fd) as fd:
+            write_new_file(MANIFEST_NAME, [data], fd)
+            os.fsync(fd)
 
 
 def _check_space(path: Path, needed_nbytes: int) -> None:

@@ -22,6 +22,7 @@ from torch import nn
 
 from tiered_zero.errors import InternalError, ModelError, StoreError
 from tiered_zero.sizes import align_up, format_nbytes
+from tiered_zero.store.durable import sync_directory, write_new_file
 
 WEIGHTS_NAME = "model.safetensors"
 MAX_SHARD_NBYTES = 5 * 10**9
@@ -183,7 +184,7 @@ def write_weights(
             if len(shards) > 1:
                 weight_map = {t.name: name for name, shard in zip(names, shards, strict=True) for t in shard}
                 index = {"metadata": {"total_size": total_nbytes}, "weight_map": dict(sorted(weight_map.items()))}
-                _write_file(temporary[index_name], [json.dumps(index, indent=2).encode() + b"\n"])
+                write_new_file(temporary[index_name], [json.dumps(index, indent=2).encode() + b"\n"])
                 names.append(index_name)
             _publish(directory, temporary, names, stem)
     except OSError as error:
@@ -223,7 +224,7 @@ def _write_shard(path: Path, tensors: Sequence[WeightTensor]) -> None:
         start = stop
     text = json.dumps(header, separators=(",", ":")).encode()
     text = text.ljust(align_up(len(text), 8))
-    _write_file(path, _shard_bytes(text, tensors))
+    write_new_file(path, _shard_bytes(text, tensors))
 
 
 def _shard_bytes(header: bytes, tensors: Sequence[WeightTensor]) -> Iterator[bytes | memoryview]:
@@ -240,16 +241,6 @@ def _shard_bytes(header: bytes, tensors: Sequence[WeightTensor]) -> Iterator[byt
                 yield memoryview(raw.numpy())  # type: ignore[arg-type]
         if written != tensor.nbytes:
             raise InternalError(f"{tensor.name} was to be written with {tensor.nbytes} bytes; found {written}.")
-
-
-def _write_file(path: Path, parts: Iterable[bytes | memoryview]) -> None:
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    with open(fd, "wb", buffering=0) as file:
-        for part in parts:
-            left = memoryview(part)
-            while left:
-                left = left[file.write(left) :]
-        os.fsync(file.fileno())
 
 
 @contextmanager
@@ -279,17 +270,9 @@ def _publish(directory: Path, temporary: Mapping[str, Path], names: Sequence[str
     for path in old:
         if len(names) > 1 or path.name not in names:  # one file replaces one file at once
             path.unlink(missing_ok=True)
-    _sync_directory(directory)
+    sync_directory(directory)
     for name in names[:-1]:
         os.replace(temporary[name], directory / name)
-    _sync_directory(directory)
+    sync_directory(directory)
     os.replace(temporary[names[-1]], directory / names[-1])
-    _sync_directory(directory)
-
-
-def _sync_directory(directory: Path) -> None:
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    sync_directory(directory)

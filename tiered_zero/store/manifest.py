@@ -25,6 +25,7 @@ from tiered_zero.store.checked_json import (
     kinds_of,
 )
 from tiered_zero.store.descriptors import error_text, opened_directory, read_file
+from tiered_zero.store.durable import sync_directory, write_and_sync
 from tiered_zero.store.ranges import Range
 
 MANIFEST_NAME = "manifest"
@@ -175,10 +176,7 @@ def write_next(directory: Path, data: bytes) -> None:
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     fd = os.open(directory / NEXT_NAME, flags, 0o600)
     try:
-        view = memoryview(data)
-        while view:
-            view = view[os.write(fd, view) :]
-        os.fsync(fd)
+        write_and_sync(fd, [data])
     finally:
         os.close(fd)
 
@@ -228,12 +226,3 @@ def _read(dir_fd: int, path: Path, uid: int) -> Manifest:
     except (OSError, StoreError) as error:
         raise StoreError(f"{path} cannot be read: {error_text(error)}.") from error
     return Manifest.decode(data, path)
-
-
-def sync_directory(directory: Path) -> None:
-    """Make created, renamed and removed names durable."""
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -24,7 +24,7 @@ from typing import final
 from tiered_zero.errors import StoreError
 from tiered_zero.io.preflight import preflight_directory
 from tiered_zero.store.descriptors import open_directory, open_file, remove_files, unlink_missing_ok
-from tiered_zero.store.manifest import sync_directory
+from tiered_zero.store.durable import sync_directory
 from tiered_zero.store.owner import (
     OWNER_NAME,
     PREFIX,
