@@ -277,6 +277,61 @@ def test_what_a_script_changes_on_the_device_after_the_call_is_not_saved(
         assert torch.equal(engine.module.scale, expected)
 
 
+def test_frozen_parameters_changed_on_the_device_can_be_loaded_over(swap_path: Path, tmp_path: Path) -> None:
+    with make(swap_path, ("none", "cpu")) as engine:
+        train(engine, 0, 1)
+        engine.save_checkpoint(tmp_path)
+        saved = everything(engine)
+        with torch.no_grad():
+            engine.module.scale.fill_(7.0)
+        engine.load_checkpoint(tmp_path)
+        assert differences(saved, everything(engine)) == []
+
+
+class _Counting(nn.Linear):
+    """With extra state, as torch's modules may have it."""
+
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+    def get_extra_state(self) -> Any:
+        return {"calls": self.calls, "of": torch.tensor(self.calls)}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.calls = int(state["of"])
+
+
+@pytest.mark.parametrize("module_only", [False, True])
+def test_the_extra_state_of_modules_comes_along(
+    swap_path: Path, tmp_path: Path, module_only: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    def start(counting: bool = True) -> tiered_zero.Engine:
+        model = nn.Sequential(nn.Linear(8, 8), _Counting(8, 8) if counting else nn.Linear(8, 8))
+        return tiered(model, swap_path, ("cpu", "cpu"))
+
+    with start() as engine:
+        for _ in range(3):
+            engine.backward(engine(torch.ones(2, 8)).square().mean())
+            engine.step()
+        engine.save_checkpoint(tmp_path)
+        engine.eval()
+        engine(torch.ones(2, 8))
+    with start() as engine:
+        engine.load_checkpoint(tmp_path, load_module_only=module_only)
+        assert engine.module[1].calls == 3
+        assert not caplog.records
+    with start(counting=False) as engine:
+        engine.load_checkpoint(tmp_path)
+        assert "the extra state of module '1' is left out" in caplog.text
+        engine.save_checkpoint(tmp_path, "without")
+    with start() as engine:
+        engine.load_checkpoint(tmp_path, "without")
+        assert "the checkpoint has no extra state of module '1'" in caplog.text
+
+
 def test_what_was_frozen_can_train(swap_path: Path, tmp_path: Path) -> None:
     model = build(0)
     for param in model.blocks.parameters():

@@ -44,6 +44,7 @@ def driver_state(engine: tiered_zero.Engine, loader: TrainingLoader | None = Non
         optimizer=engine.optimizer,
         lr_scheduler=engine.lr_scheduler,
         loader=loader,
+        module=engine.module,
     )
 
 

@@ -232,6 +232,7 @@ def _build(run_spec: RunSpec, lr_scheduler: Any, collectives: Collectives, loade
             optimizer=handle,
             lr_scheduler=scheduler,
             loader=loader,
+            module=run_spec.model,
         )
         checkpoints = Checkpoints(
             portable,

@@ -16,8 +16,10 @@ from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, Protocol, final
 
 import torch
+from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from tiered_zero.checkpoint.extra_state import check_extra_states, extra_states, restore_extra_states
 from tiered_zero.checkpoint.values import decode, encode
 from tiered_zero.errors import ModelError, StoreError
 from tiered_zero.grads.overflow import OverflowCounts, OverflowGuard
@@ -77,6 +79,7 @@ class DriverState:
     optimizer: TieredOptimizer | None
     lr_scheduler: Any
     loader: Position | None = None
+    module: nn.Module | None = None
 
     def capture(self, client_state: Mapping[str, Any]) -> State:
         """Copy the state as it is now, as `values.encode` gives it: JSON.
@@ -94,6 +97,7 @@ class DriverState:
             "lr_scheduler": _scheduler_state(self.lr_scheduler),
             "random_states": random_states(),
             "loader": self.loader.state_dict() if self.loader is not None else None,
+            "modules": extra_states(self.module) if self.module is not None else {},
             "client_state": dict(client_state),
         }
         return {name: encode(value, name) for name, value in state.items()}
@@ -106,6 +110,7 @@ class DriverState:
         """
         parts = parts or LoadParts()
         state = _decoded(saved)
+        check_extra_states(state["modules"])
         if parts.module_only:
             return state
         _check_counts(state)
@@ -122,6 +127,8 @@ class DriverState:
     def restore(self, state: State, parts: LoadParts | None = None) -> dict[str, Any]:
         """Restore what `check` has returned; return the client_state. The caller has flushed the policy."""
         parts = parts or LoadParts()
+        if self.module is not None:
+            restore_extra_states(self.module, state["modules"])
         if parts.module_only:
             return dict(state["client_state"])
         self.counts.load_state_dict(state["counts"])
@@ -326,7 +333,7 @@ def _copied(state: Any) -> Any:
 
 _PARTS = (
     "counts", "overflow", "loss_scaler", "num_applied", "skipped", "groups", "lr_scheduler", "random_states", "loader",
-    "client_state",
+    "modules", "client_state",
 )  # fmt: skip
 
 

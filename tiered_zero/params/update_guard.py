@@ -43,9 +43,14 @@ class UpdateGuard:
         self._changes.refuse(late=True)
 
     def invalidate_all(self) -> None:
-        """Drop what the device holds of every unit, frozen ones too: all of them are about to be loaded."""
+        """Drop what the device holds of every unit, frozen ones too: all of them are about to be loaded.
+
+        A frozen unit that lives on the device is the script's to change at any time."""
         for paged in self._units:
-            self._invalidate(paged)
+            if paged.unit.trainable or not paged.is_resident:
+                self._invalidate(paged)
+            else:
+                paged.version += 1
         self._changes.refuse(late=True)
 
     def _invalidate(self, paged: PagedUnit) -> None:
