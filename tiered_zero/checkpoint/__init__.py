@@ -6,11 +6,16 @@ Owner.  One process at a time writes in a save directory (flock). Tensors are ke
     shape, never by rank, tier, stage or sub-group, so that any placement reads what any other has written.
 Never.  No pickle; no tensor as a whole in memory, for all of it moves through fixed buffers.
 
-    boxes.py           a flat range of an array as boxes, which PyTorch's Distributed Checkpoint (DCP) speaks of
-    manifest.py        the manifest of a tag: encode, and decode of what may be hostile
-    data_files.py      bytes of data files, over the I/O engines, with a checksum for each MiB
-    file_writer.py     file_reader.py    tensors.py    DCP's StorageWriter and StorageReader over these; storage.py
-    save_directory.py  the lock of a save directory, and names that change durably or not at all
-    tag_writer.py      begin, publish and discard a tag
-    directory.py       tags of a save directory: list, find, prune, verify
+    checkpoints.py   save and load of one run, as the engine calls them
+    a run            portable: its keys and shapes | saving, loading: to and from a tag | matching: what is loaded where
+                     driver: all that is not a tensor; values: that as JSON
+    a tag            manifest; save_directory: lock, rename; tag_writer: begin, publish, discard;
+                     directory: list, find, prune, verify
+    its data files   data_files: bytes and checksums | file_writer, file_reader over them, tensors
+    in-place commit  commit: make it durable | places: which bytes of which record | copies: of what rests in memory
+                     committed, store_reader: read one that is not this run's
+    resume.py        find what the config names, and adopt an in-place commit
+    PyTorch's Distributed Checkpoint (DCP) finds which saved boxes meet which wanted ones: boxes, planner, tag_reader;
+                     storage: the names for programs that call DCP themselves
+    weights.py       safetensors files: of a model, or by export.py of a tag
 """
