@@ -82,6 +82,15 @@ def flat_runs(shape: Sequence[int], box: Box) -> list[tuple[int, int]]:
     return runs
 
 
+def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides, in elements, of a row-major array."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size
+    return tuple(reversed(strides))
+
+
 def permuted(values: Sequence[int], order: Sequence[int] | None) -> tuple[int, ...]:
     """`values` of the dimensions in memory order."""
     return tuple(values) if order is None else tuple(values[dimension] for dimension in order)

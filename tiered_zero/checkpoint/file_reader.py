@@ -8,39 +8,25 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, final, runtime_checkable
+from typing import final
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
-from torch.distributed.checkpoint.storage import StorageReader
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from tiered_zero.checkpoint.boxes import Box, boxes, flat_start, permuted, unpermuted
+from tiered_zero.checkpoint.boxes import Box, boxes, flat_start, permuted
 from tiered_zero.checkpoint.data_files import DataReader, Run
 from tiered_zero.checkpoint.directory import read_manifest
 from tiered_zero.checkpoint.manifest import Part
+from tiered_zero.checkpoint.tag_reader import TagReader, item_groups
 from tiered_zero.checkpoint.tensors import copy_values, torch_dtype
 from tiered_zero.errors import StoreError
 from tiered_zero.io.engine import IOEngine
 from tiered_zero.io.select import select_reader
-
-
-@runtime_checkable
-class GroupPlanner(Protocol):
-    """A LoadPlanner that has the tensors of some items at a time."""
-
-    def groups(self, plan: LoadPlan) -> Iterable[Sequence[ReadItem]]:
-        """The items of the plan; when the next group is asked for, all of the last one were read and committed."""
 
 
 @final
@@ -60,17 +46,16 @@ class _Placed:
 
 
 @final
-class FileReader(StorageReader):
+class FileReader(TagReader[Part]):
     """Reads a tag. One thread drives it; `close` ends it, as does the end of a `with` block."""
 
     def __init__(self, tag_dir: str | os.PathLike[str], engine: IOEngine | None = None) -> None:
         """`engine`: None: one that is chosen by reading the files. Raises StoreError for what is no whole tag."""
         self._directory = Path(tag_dir)
-        self.manifest = read_manifest(self._directory)
+        super().__init__(read_manifest(self._directory), str(self._directory))
         self._engine, self._own_engine = engine, engine is None
         self._reader: DataReader | None = None
         self._entered = False
-        self._boxes: dict[str, list[tuple[Part, Box, int]]] = {}
 
     def __enter__(self) -> FileReader:
         """Keep the files open between reads, until the end of the block."""
@@ -89,44 +74,13 @@ class FileReader(StorageReader):
                 self._engine.close()
                 self._engine = None
 
-    # What Distributed Checkpoint calls.
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing: a reader belongs to one tag."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The tensors of the tag, their parts as boxes."""
-        found: dict[str, Any] = {}
-        for key, entry in self.manifest.tensors.items():
-            chunks = [
-                ChunkStorageMetadata(
-                    offsets=torch.Size(unpermuted(box.offsets, entry.order)),
-                    sizes=torch.Size(unpermuted(box.sizes, entry.order)),
-                )
-                for _, box, _ in self._stored_boxes(key)
-            ]
-            found[key] = TensorStorageMetadata(
-                properties=TensorProperties(dtype=torch_dtype(entry.dtype)), size=torch.Size(entry.shape), chunks=chunks
-            )
-        return Metadata(state_dict_metadata=found)
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing: the manifest was read at construction."""
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read the items of a plan, group by group, each in the order of the files.
 
         Raises CorruptionError, TransferError and StoreError.
         """
-        groups = planner.groups(plan) if isinstance(planner, GroupPlanner) else [plan.items]
         try:
-            for items in groups:
+            for items in item_groups(plan, planner):
                 self._read_group([self._place(item) for item in items], planner)
         finally:
             if not self._entered:
@@ -135,37 +89,13 @@ class FileReader(StorageReader):
         done.set_result(None)
         return done
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return Path(checkpoint_id).is_dir()
-
-    def _stored_boxes(self, key: str) -> list[tuple[Part, Box, int]]:
-        """Each box of the tensor in memory order, with its part and its byte offset in the part's file."""
-        if key not in self._boxes:
-            entry = self.manifest.tensors[key]
-            found = []
-            for part in entry.parts:
-                offset = part.offset
-                for box in boxes(entry.memory_shape, part.start, part.stop):
-                    found.append((part, box, offset))
-                    offset += box.numel * entry.itemsize
-            self._boxes[key] = found
-        return self._boxes[key]
+    def _parts(self, key: str) -> Sequence[Part]:
+        return self.manifest.tensors[key].parts
 
     def _place(self, item: ReadItem) -> _Placed:
-        key = item.storage_index.fqn
-        if item.type is not LoadItemType.TENSOR or key not in self.manifest.tensors:
-            raise StoreError(f"{self._directory} has no tensor {key!a}.")
-        entry = self.manifest.tensors[key]
-        stored = self._stored_boxes(key)
-        wanted = item.storage_index.offset
-        hint = item.storage_index.index
-        if hint is None or not 0 <= hint < len(stored) or unpermuted(stored[hint][1].offsets, entry.order) != wanted:
-            starts = [torch.Size(unpermuted(box.offsets, entry.order)) for _, box, _ in stored]
-            if wanted not in starts:
-                raise StoreError(f"{self._directory}: {key!a} has no part at {tuple(wanted or ())}.")
-            hint = starts.index(wanted)
-        part, box, offset = stored[hint]
+        entry = self._entry(item)
+        part, box, first = self._stored_box(item)
+        offset = part.offset + first * entry.itemsize
         window = Box(permuted(item.storage_offsets, entry.order), permuted(item.lengths, entry.order))
         last = [at + size - 1 for at, size in zip(window.offsets, window.sizes, strict=True)]
         start = offset + flat_start(box.sizes, window.offsets) * entry.itemsize

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from tiered_zero.checkpoint.boxes import boxes, flat_start
+from tiered_zero.checkpoint.boxes import boxes, flat_start, permuted, row_major_strides, unpermuted
 from tiered_zero.errors import InternalError
 
 
@@ -34,17 +34,16 @@ class Target:
 
     def pieces(self) -> list[tuple[ChunkStorageMetadata, torch.Tensor]]:
         """Cut into boxes of the tensor: each with its elements, a view in the tensor's own dimensions."""
-        order = self.order or tuple(range(len(self.shape)))
-        memory_shape = tuple(self.shape[dim] for dim in order)
-        strides = _row_major_strides(memory_shape)
-        inverse = [order.index(dim) for dim in range(len(order))]
+        memory_shape = permuted(self.shape, self.order)
+        strides = row_major_strides(memory_shape)
+        inverse = unpermuted(range(len(self.shape)), self.order)
         found = []
         for box in boxes(memory_shape, self.start, self.stop):
             first = self.values.storage_offset() + flat_start(memory_shape, box.offsets) - self.start
             view = self.values.as_strided(box.sizes, strides, first).permute(inverse)
             chunk = ChunkStorageMetadata(
-                offsets=torch.Size(box.offsets[place] for place in inverse),
-                sizes=torch.Size(box.sizes[place] for place in inverse),
+                offsets=torch.Size(unpermuted(box.offsets, self.order)),
+                sizes=torch.Size(unpermuted(box.sizes, self.order)),
             )
             found.append((chunk, view))
         return found
@@ -108,11 +107,3 @@ class TierLoadPlanner(LoadPlanner):
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         """Nothing is left to do: `resolve_tensor` has given the target itself."""
-
-
-def _row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= size
-    return tuple(reversed(strides))

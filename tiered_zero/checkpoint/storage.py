@@ -7,8 +7,9 @@ from contextlib import contextmanager
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from tiered_zero.checkpoint.file_reader import FileReader, GroupPlanner
+from tiered_zero.checkpoint.file_reader import FileReader
 from tiered_zero.checkpoint.file_writer import FileWriter, Piece
+from tiered_zero.checkpoint.tag_reader import GroupPlanner
 from tiered_zero.checkpoint.tensors import dtype_name, torch_dtype
 from tiered_zero.errors import TieredZeroError
 
