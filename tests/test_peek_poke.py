@@ -76,6 +76,8 @@ def test_state_is_set_as_its_format_can_hold_it(state_format: str, placement: tu
         assert engine.peek("2.bias", "exp_avg") is None
         with pytest.raises(ModelError, match=r"2\.bias has no optimizer state before its first step"):
             engine.poke("2.bias", "exp_avg", torch.ones(4))
+        with pytest.raises(ModelError, match="Expected a tensor as the value; found float"):
+            engine.poke("2.bias", "master", 1.0)  # type: ignore[arg-type]
         run_steps(engine, 1)
         master = engine.peek("0.weight")
         value = torch.linspace(0, 1, 128).view(16, 8)

@@ -143,6 +143,7 @@ class FullValues:
 
     @staticmethod
     def _check_shape(entry: FlatEntry, value: torch.Tensor) -> None:
+        _check_tensor(value)
         if tuple(value.shape) != entry.param.shape:
             raise ModelError(
                 f"Expected shape {entry.param.shape}, that of {entry.param.name}; found {tuple(value.shape)}."
@@ -193,6 +194,7 @@ def set_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     grad = param.grad
     if grad is None:
         raise ModelError("There is no gradient to set: call it between backward and step().")
+    _check_tensor(value)
     if value.shape != grad.shape:
         raise ModelError(f"Expected a gradient of shape {tuple(grad.shape)}; found {tuple(value.shape)}.")
     with torch.no_grad():
@@ -204,3 +206,8 @@ def _expected(param: nn.Parameter) -> FullValues:
     if values is None:
         raise ModelError("Expected a parameter that an open engine trains; found one that no engine has.")
     return values
+
+
+def _check_tensor(value: object) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise ModelError(f"Expected a tensor as the value; found {type(value).__name__}.")

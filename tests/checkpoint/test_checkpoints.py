@@ -62,9 +62,26 @@ def test_where_nothing_is_nothing_is_loaded(swap_path: Path, tmp_path: Path, cap
         for path in (tmp_path, tmp_path / "missing"):
             caplog.clear()
             assert engine.load_checkpoint(path) == (None, {})
-            assert "there is no checkpoint in" in caplog.text
+            assert f"no checkpoint in {path} is loaded: " in caplog.text
             with pytest.raises(StoreError):
                 engine.load_checkpoint(path, tag="global_step2")
+        (tmp_path / "model.pt").touch()
+        assert engine.load_checkpoint(tmp_path) == (None, {})
+        assert "it is a directory of torch.save's files" in caplog.text
+        with pytest.raises(StoreError, match=r"model\.pt"):
+            engine.load_checkpoint(tmp_path / "model.pt")
+
+
+def test_the_path_that_a_load_returns_can_be_loaded(swap_path: Path, tmp_path: Path) -> None:
+    """A whole one is taken, and a broken one is refused: neither is a new start."""
+    with make(swap_path) as engine:
+        train(engine, 0, 1)
+        engine.save_checkpoint(tmp_path, client_state={"epoch": 1})
+        path, _ = engine.load_checkpoint(tmp_path)
+        assert path is not None and engine.load_checkpoint(path) == (path, {"epoch": 1})
+        next(Path(path).glob("data*")).unlink()
+        with pytest.raises(StoreError, match="is not a whole checkpoint"):
+            engine.load_checkpoint(path)
 
 
 def test_names_of_tags(swap_path: Path, tmp_path: Path) -> None:

@@ -109,11 +109,10 @@ def test_without_a_whole_latest_the_newest_whole_one_is_taken_and_what_was_skipp
     info, skipped = find_tag(tmp_path)
     assert info.tag == "s1"
     assert [line.split(":")[0] for line in skipped] == [
-        f"Skipped what {tmp_path / LATEST_NAME} names",
-        "Skipped s3",
+        f"Skipped what {tmp_path / LATEST_NAME} names",  # s3, which is not said twice
         "Skipped s2",
     ]
-    assert "is missing" in skipped[0] and "has 100 bytes; expected" in skipped[2]
+    assert "is missing" in skipped[0] and "has 100 bytes; expected" in skipped[1]
     (tmp_path / LATEST_NAME).unlink()
     assert find_tag(tmp_path)[1][0] == f"{tmp_path} has no file latest"
     (tmp_path / "s1" / MANIFEST_NAME).write_bytes(b"{}")
@@ -121,7 +120,11 @@ def test_without_a_whole_latest_the_newest_whole_one_is_taken_and_what_was_skipp
         find_tag(tmp_path)
     with pytest.raises(StoreError, match=r"s2 is not a whole checkpoint: .* has 100 bytes"):
         find_tag(tmp_path, "s2")
-    with pytest.raises(StoreError, match="There is no checkpoint"):
+    with pytest.raises(StoreError, match=r"There is no checkpoint .*/s9\.$"):
+        find_tag(tmp_path, "s9")
+    save(tmp_path, "s4", 4)
+    save(tmp_path, "s5", 5)
+    with pytest.raises(StoreError, match=r"There is no checkpoint .*/s9\. The newest there: s5, s4\.$"):
         find_tag(tmp_path, "s9")
     with pytest.raises(StoreError, match="There is no checkpoint"):
         find_tag(tmp_path / "none")

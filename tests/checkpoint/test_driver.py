@@ -449,6 +449,9 @@ def test_client_state_comes_back_and_a_value_that_cannot_be_saved_is_named(
     assert torch.equal(found.pop("order"), state.pop("order")) and found == state  # type: ignore[call-overload]
     with pytest.raises(ModelError, match=r"^client_state\['model'\]\[3\]: the function print cannot be saved"):
         capture(engine, model=[0, 1, 2, print])
+    assert driver_state(engine).capture(None) == capture(engine)  # type: ignore[arg-type]
+    with pytest.raises(ModelError, match="client_state was expected as a dict; found str"):
+        driver_state(engine).capture("epoch 3")  # type: ignore[arg-type]
 
 
 def test_the_loaders_position_goes_on(

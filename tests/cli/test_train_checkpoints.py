@@ -115,8 +115,13 @@ def test_what_is_done_is_not_done_again_and_other_options_are_said(
 ) -> None:
     monkeypatch.chdir(swap_path)
     task = (str(CONFIGS / "gpt_cpu.json"), *SMALL[:2], "--save", "ck", "--resume")
-    assert answer(*task, "--steps", 3)["resumed_from"] is None
+    undisturbed = answer(*task, "--steps", 3)
+    assert undisturbed["resumed_from"] is None
+    result = train(*task, "--steps", 3)
+    assert "nothing to train: --steps is 3, and 3 are made. The loss of its last step was" in result.stderr
+    assert not result.stdout, "no table of nothing"
     values = answer(*task, "--steps", 3)
+    assert values["last_loss"] == undisturbed["last_loss"], "also where the run was killed after its last save"
     assert (values["steps"], values["resumed_step"]) == (0, 3)
     assert values["resumed_from"] == str(Path("ck").resolve() / "global_step3") or values["resumed_from"].endswith(
         "ck/global_step3"
@@ -124,6 +129,14 @@ def test_what_is_done_is_not_done_again_and_other_options_are_said(
     result = train(*task, "--steps", 4, "--seed", 5)
     assert result.exit_code == 0 and "--seed was 0 where the checkpoint was saved, and is 5 now" in result.stderr
     assert "4 steps" not in result.stdout and "1 steps in" in result.stdout
+
+
+def test_a_new_run_beside_checkpoints_of_another_is_said(swap_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(swap_path)
+    task = (str(CONFIGS / "gpt_cpu.json"), *SMALL[:2], "--steps", 1, "--save", "ck")
+    assert "of another run" not in train(*task).stderr
+    assert "ck has checkpoints of another run, up to global_step1, and this one begins at step 0" in train(*task).stderr
+    assert "of another run" not in train(*task, "--resume").stderr
 
 
 def test_a_damaged_checkpoint_is_skipped_and_said(swap_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from tiered_zero.checkpoint import values
 from tiered_zero.checkpoint.commit import Commits
-from tiered_zero.checkpoint.directory import list_tags
+from tiered_zero.checkpoint.directory import nothing_to_load
 from tiered_zero.checkpoint.driver import DriverState, LoadParts, differences
 from tiered_zero.checkpoint.loading import StateLoader
 from tiered_zero.checkpoint.manifest import WrittenBy
@@ -287,8 +287,8 @@ class Checkpoints:
         """Return where the tag to load is; None, with a warning, where there is no checkpoint at all. Raises
         StoreError."""
         self.wait()
-        if tag is None and not (Path(load_dir).is_dir() and list_tags(load_dir)):
-            logger.warning("there is no checkpoint in %s: nothing is loaded. Pass a tag to expect one.", load_dir)
+        if tag is None and (why := nothing_to_load(load_dir)):
+            logger.warning("no checkpoint in %s is loaded: %s. Pass a tag to expect one.", load_dir, why)
             return None
         found = find_checkpoint(load_dir, tag)
         for line in found.lines:
@@ -315,7 +315,9 @@ class Checkpoints:
                 client_state = self._driver.restore(driver, parts)
                 self._read(reader, metadata, StateLoader(self._state, manifest, matched, self._policy.groups))
             except BaseException as error:
-                self._policy.latch(f"loading {path} ended in its middle ({error}), when some values were new")
+                self._policy.latch(
+                    f"loading {path} ended in its middle ({error}), when some values were new: build another engine"
+                )
                 raise
             self._guard.end_update()
         return client_state

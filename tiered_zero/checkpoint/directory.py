@@ -25,6 +25,7 @@ from tiered_zero.io.select import select_reader
 from tiered_zero.sizes import MIB
 from tiered_zero.store import manifest as store_manifest
 from tiered_zero.store.descriptors import disk_nbytes, error_text, kind_text, open_directory, read_file
+from tiered_zero.store.owner import OWNER_NAME
 
 _PLAIN_MANIFEST_NBYTES: Final = 32 * MIB
 """A manifest may be larger only beside data: what is decoded takes some twenty times the bytes of its text."""
@@ -116,8 +117,11 @@ def find_tag(load_dir: str | os.PathLike[str], tag: str | None = None) -> tuple[
     path = Path(load_dir)
     if tag is not None:
         found = tag_path(path, tag)
+        if not os.path.lexists(found):
+            raise StoreError(f"There is no checkpoint {found}.{_others(path)}")
         return _info(tag, found, read_manifest(found)), []
     skipped = []
+    named: str | None = None
     try:
         named = read_latest(path)
         if named is not None:
@@ -132,10 +136,31 @@ def find_tag(load_dir: str | os.PathLike[str], tag: str | None = None) -> tuple[
     for info in reversed(infos):
         if info.complete:
             return info, skipped
-        skipped.append(f"Skipped {info.tag}: {info.reason}")
+        if info.tag != named:  # else it is said above
+            skipped.append(f"Skipped {info.tag}: {info.reason.removesuffix('.')}.")
     if not infos and (problem := _foreign(_names(path))):
         raise StoreError(f"{path} is {problem}")
     raise StoreError(f"There is no complete checkpoint in {path}. {' '.join(skipped)}")
+
+
+def nothing_to_load(load_dir: str | os.PathLike[str]) -> str:
+    """Why a run that goes on from `load_dir` begins at step 0; empty: there is something to load, or to refuse."""
+    path = Path(load_dir)
+    if not os.path.lexists(path):
+        return "it does not exist"
+    names = _names(path)
+    if MANIFEST_NAME in names or OWNER_NAME in names or list_tags(path):
+        return ""
+    return f"it is {foreign.removesuffix('.')}" if (foreign := _foreign(names)) else "it has none"
+
+
+def _others(path: Path) -> str:
+    """The newest complete tags, as a sentence behind another; empty: none."""
+    try:
+        complete = [info.tag for info in list_tags(path) if info.complete]
+    except StoreError:
+        return ""
+    return f" The newest there: {', '.join(reversed(complete[-4:]))}." if complete else ""
 
 
 def prune(save_dir: str | os.PathLike[str], keep: int, *, dry_run: bool = False) -> list[TagInfo]:
@@ -342,7 +367,8 @@ def _inspect(path: Path, tag: str) -> TagInfo | None:
     try:
         with _opened(path) as fd:
             manifest = _read(fd, path)
-            return _info(tag, path, manifest, _problem(fd, manifest), nbytes)
+            problem = _problem(fd, manifest)
+            return _info(tag, path, manifest, problem and f"it {problem}", nbytes)
     except StoreError as error:
         return TagInfo(tag=tag, path=path, nbytes=nbytes, reason=str(error))
 

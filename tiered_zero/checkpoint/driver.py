@@ -98,7 +98,7 @@ class DriverState:
             "random_states": random_states(),
             "loader": self.loader.state_dict() if self.loader is not None else None,
             "modules": extra_states(self.module) if self.module is not None else {},
-            "client_state": dict(client_state),
+            "client_state": _client_state(client_state),
         }
         return {name: encode(value, name) for name, value in state.items()}
 
@@ -327,6 +327,12 @@ def _is_number(value: Any) -> bool:
 def _copied(state: Any) -> Any:
     """Copy plain values: a scheduler keeps the lists and tensors that it loads."""
     return decode(encode(state, "lr_scheduler"))
+
+
+def _client_state(given: Mapping[str, Any] | None) -> dict[str, Any]:
+    if given is not None and not isinstance(given, Mapping):
+        raise ModelError(f"client_state was expected as a dict; found {type(given).__name__}.")
+    return dict(given or {})
 
 
 # -- what was read -----------------------------------------------------------------------------------------------------

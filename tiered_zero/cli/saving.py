@@ -16,7 +16,7 @@ from tiered_zero.sizes import format_nbytes
 
 logger = logging.getLogger("tiered_zero")
 
-_STATE_KEY = "tiered_zero.train"
+_STATE_KEY, _LOSS = "tiered_zero.train", "loss"
 
 
 @final
@@ -29,15 +29,16 @@ class Saver:
     def __init__(self, engine: Engine, directory: Path, every: int | None, options: Mapping[str, Any]) -> None:
         """`options`: of the command line, that the numbers depend on; kept with the state."""
         self._engine, self._directory, self._every = engine, directory, every
-        self._client_state = {_STATE_KEY: dict(options)}
+        self._options = dict(options)
         self._begun: tuple[Path, float, int | None] | None = None
         """The save under way: where it is to be, when it began, and the inode that was there before."""
         self._saved_step: int | None = engine.global_steps
         self.paths: list[str] = []
         """Of what was saved, oldest first."""
 
-    def after_step(self) -> None:
-        """Save, if it is time to. Say which save has become durable."""
+    def after_step(self, loss: float) -> None:
+        """Save, if it is time to. Say which save has become durable. `loss`: of the step."""
+        self._options[_LOSS] = loss
         self._announce()
         if self._every is not None and self._engine.global_steps % self._every == 0:
             self._save()
@@ -45,7 +46,7 @@ class Saver:
     def finish(self) -> bool:
         """Save what the last save has not, and wait until it is durable. Return whether the last step is saved."""
         if self._engine.global_steps != self._saved_step:
-            self._save()
+            self._save("at the end of training")
         try:
             self._engine.flush()
         except (StoreError, TransferError, BudgetError):
@@ -53,16 +54,16 @@ class Saver:
         self._announce()
         return self._saved_step == self._engine.global_steps
 
-    def _save(self) -> None:
+    def _save(self, then: str = "and training goes on") -> None:
         step = self._engine.global_steps
         path = self._directory / f"global_step{step}"
         for _ in range(2):  # the first call may raise what became of the save before
             begun = path, time.time(), _inode(path)
             try:
-                self._engine.save_checkpoint(self._directory, client_state=self._client_state)
+                self._engine.save_checkpoint(self._directory, client_state={_STATE_KEY: self._options})
             except (StoreError, TransferError, BudgetError) as error:
                 if self._begun is None:
-                    logger.error("step %d was not saved, and training goes on: %s", step, error)
+                    logger.error("step %d was not saved, %s: %s", step, then, error)
                     self._saved_step = None
                     return
                 self._fail()
@@ -111,6 +112,8 @@ class Resumption:
         self._adopts = in_place
         self.path: str | None = None
         """Where the state came from."""
+        self.loss: float | None = None
+        """Of the last step that is not made again."""
         if directory is not None and not _has_checkpoint(directory):
             self._directory = None
 
@@ -129,13 +132,27 @@ class Resumption:
             return
         path, client_state = engine.resumed or engine.load_checkpoint(self._directory)
         self.path = str(path)
-        self._compare(client_state.get(_STATE_KEY))
+        saved = client_state.get(_STATE_KEY)
+        self._compare(saved)
+        self.loss = saved.get(_LOSS) if isinstance(saved, dict) else None
         logger.info("resumed from %s: %d steps, and their batches, are not made again", self.path, engine.global_steps)
 
     def _compare(self, saved: Any) -> None:
         for name, value in self._options.items() if isinstance(saved, dict) else ():
             if name in saved and saved[name] != value:
                 logger.warning("%s was %s where the checkpoint was saved, and is %s now", name, saved[name], value)
+
+
+def warn_of_others(directory: Path) -> None:
+    """Say that a run which begins anew saves beside, and over, the checkpoints of another. Raises StoreError."""
+    tags = list_tags(directory) if directory.exists() else []
+    if tags:
+        logger.warning(
+            "%s has checkpoints of another run, up to %s, and this one begins at step 0: it replaces those of the "
+            "steps that it saves. To go on from them, stop it now and add --resume",
+            directory,
+            tags[-1].tag,
+        )
 
 
 def _has_checkpoint(directory: Path) -> bool:

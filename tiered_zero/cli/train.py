@@ -17,7 +17,7 @@ import tiered_zero
 from tiered_zero.cli.console import STDOUT
 from tiered_zero.cli.options import CONFIG_FILE, DEMO_MODEL, DEMO_STEPS, JSON_OPTION, parse_model
 from tiered_zero.cli.progress import TrainingProgress
-from tiered_zero.cli.saving import Resumption, Saver
+from tiered_zero.cli.saving import Resumption, Saver, warn_of_others
 from tiered_zero.cli.tables import run_tables
 from tiered_zero.config import load
 from tiered_zero.config.json_file import read_json
@@ -98,6 +98,8 @@ def train(
     options = {"--model": str(model), "--seed": seed, "--data": corpus.source, "batch": resolved.batch.train}
     resumption = Resumption(save if resume else None, options, in_place=resolved.tiered_zero.checkpoint.in_place)
     settings = resumption.settings(settings)
+    if save is not None and not resume:
+        warn_of_others(save)
     code = 0
     with stop_on_signals(at_boundary=False) as stop:
         engine = open_engine(settings, model, seed)
@@ -118,7 +120,7 @@ def train(
                         code = DIVERGED
                         break
                     if saver is not None:
-                        saver.after_step()
+                        saver.after_step(loss)
                     if stop:
                         break
                 if saver is not None and code != DIVERGED:
@@ -130,8 +132,15 @@ def train(
             engine.close()
     if progress.done or as_json:
         facts = {"config": config, "model": str(model), "interrupted": code in (INTERRUPTED, TERMINATED)}
-        show(totals.report(), as_json, {**facts, "resumed_from": resumption.path, "resumed_step": progress.first})
-        if not as_json and (staging_nbytes := _staging_nbytes(engine)):
+        facts |= {"resumed_from": resumption.path, "resumed_step": progress.first}
+        report_of_run = totals.report()
+        if progress.done == progress.first:
+            report_of_run = replace(report_of_run, last_loss=resumption.loss)
+            loss_text = "" if resumption.loss is None else f" The loss of its last step was {resumption.loss:.3f}."
+            logger.info("nothing to train: --steps is %d, and %d are made.%s", steps, progress.done, loss_text)
+        if as_json or progress.done > progress.first:
+            show(report_of_run, as_json, facts)
+        if progress.done > progress.first and not as_json and (staging_nbytes := _staging_nbytes(engine)):
             click.echo(
                 f"Of the host memory {format_nbytes(staging_nbytes)} are staging buffers, which keep the disk busy and "
                 "do not grow with the number of layers."
