@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import groupby
@@ -69,9 +69,7 @@ def ls(directory: Path, as_json: bool) -> None:
     for writer, own in groupby(tags, _writer):  # below the table, whose columns have no room for them at 80 characters
         if writer:
             click.echo(printable(f"{', '.join(info.tag for info in own)}: written by {writer}"))
-    for info in tags:
-        if info.reason:
-            click.echo(printable(f"{info.tag}: {info.reason}"))
+    _echo_reasons((info.tag, info.reason) for info in tags if info.reason)
 
 
 @checkpoint.command("verify", short_help="Read every byte, name what is broken.")
@@ -97,11 +95,16 @@ def verify_command(directory: Path, as_json: bool) -> None:
         outcomes = {**dict.fromkeys(problems, "whole"), **dict.fromkeys(broken, "broken")}
         rows = [(info.tag, format_nbytes(info.nbytes), outcomes.get(info.tag, "passed over")) for info in tags]
         print_table(("checkpoint", "bytes", "outcome"), rows, "No checkpoints.")
-        for tag, texts in (*broken.items(), *((tag, [text]) for tag, text in passed_over.items())):
-            for text in texts:
-                click.echo(printable(f"{tag}: {text}"))
+        _echo_reasons((tag, text) for tag, texts in broken.items() for text in texts)
+        _echo_reasons(passed_over.items())
     if broken or not problems:
         raise click.exceptions.Exit(1)
+
+
+def _echo_reasons(reasons: Iterable[tuple[str, str]]) -> None:
+    """A line for each reason, behind the tags that follow each other with it: every commit in place leaves one."""
+    for reason, own in groupby(reasons, key=lambda item: item[1]):
+        click.echo(printable(f"{', '.join(tag for tag, _ in own)}: {reason}"))
 
 
 def _problems_in_place(info: TagInfo) -> list[str]:
