@@ -2,15 +2,15 @@
 
 Writing: the caller's memory goes to the file without a copy, several MiB at a time, while one thread computes checksums
 in the order of the file. Blocks are reserved when a file is made, so that a full disk is an error early, and so that
-direct writes need not change the file's size, which Linux does one at a time. Reading: runs of whole chunks through a
-few buffers; one thread compares checksums while the caller copies what was compared and the next are on their way.
+direct writes need not change the file's size, which Linux does one at a time. Reading: windows of whole chunks, each in
+one of a few buffers; one thread compares checksums while the caller copies what was compared and the next are read.
 """
 
 from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -212,78 +212,101 @@ class Run(NamedTuple):
 
 @final
 class DataReader:
-    """Reads runs of data files, verified. One thread drives it. The files were checked against the manifest before."""
+    """Reads data files through windows of one buffer each, verified. One thread drives it.
+
+    The files were checked against the manifest before."""
 
     def __init__(self, directory: Path, files: Sequence[DataFile], engine: IOEngine) -> None:
         self._directory, self._manifest_files, self._engine = directory, files, engine
         self._files: dict[int, File] = {}
-        self._buffers: list[memoryview] = []
+        self._free: list[memoryview] = []
         self._worker: Worker | None = None
+        self._windows: dict[Run, _Verified] = {}
+        """Those that have a buffer, in the order in which they were asked for."""
+        self._last: Run | None = None
 
-    def chunks_of(self, ranges: Iterable[Run]) -> list[Run]:
-        """What must be read for these ranges: whole chunks, each once, in the order of the files, at most a buffer."""
-        found: list[Run] = []
+    def windows_of(self, ranges: Iterable[Run]) -> list[Run]:
+        """What must be read for these ranges: whole windows, each once, in the order of the files."""
+        found: dict[Run, None] = {}
         for file, start, stop in sorted(ranges):
-            start -= start % CHUNK_NBYTES
-            stop = min(align_up(stop, CHUNK_NBYTES), self._manifest_files[file].nbytes)
-            if found and found[-1].file == file and found[-1].stop >= start:
-                found[-1] = Run(file, found[-1].start, max(stop, found[-1].stop))
-            else:
-                found.append(Run(file, start, stop))
-        return [
-            Run(file, at, min(at + BUFFER_NBYTES, stop))
-            for file, start, stop in found
-            for at in range(start, stop, BUFFER_NBYTES)
-        ]
+            for at in range(start - start % BUFFER_NBYTES, stop, BUFFER_NBYTES):
+                found[self._window(file, at)] = None
+        return list(found)
 
-    def read(self, runs: Sequence[Run]) -> Generator[tuple[Run, memoryview], None, None]:
-        """The bytes of each run of `chunks_of`, in order; they are valid until the next one is asked for.
+    def read(self, windows: Sequence[Run]) -> Iterator[tuple[Run, memoryview]]:
+        """The bytes of each of `windows_of`, in order; they are valid until the next one is asked for.
 
-        Raises CorruptionError for a checksum that does not match, and TransferError.
+        Where a call goes on from the last one's end, what follows its own windows is read ahead for the next. Raises
+        CorruptionError for a checksum that does not match, and TransferError.
         """
-        for run, memory, problems in self._read(runs):
+        for window, memory, problems in self._read(windows):
             if problems:
                 raise CorruptionError(f"{problems[0]} Check the disk, and load another checkpoint.")
-            yield run, memory
+            yield window, memory
 
     def damage(self) -> list[str]:
         """Read all files; a line for each chunk that is not as written, and for a file that cannot be read on."""
         found: list[str] = []
         for index, file in enumerate(self._manifest_files):
             try:
-                for _, _, problems in self._read(self.chunks_of([Run(index, 0, file.nbytes)])):
+                for _, _, problems in self._read(self.windows_of([Run(index, 0, file.nbytes)])):
                     found += problems
             except OSError as error:
                 found.append(str(error))
         return found
 
-    def _read(self, runs: Sequence[Run]) -> Iterator[tuple[Run, memoryview, list[str]]]:
-        """Each run with its bytes, and what is wrong with them."""
+    def _read(self, windows: Sequence[Run]) -> Iterator[tuple[Run, memoryview, list[str]]]:
+        """Each window with its bytes, and what is wrong with them."""
         if self._worker is None:
-            self._buffers, self._worker = staging_buffers(), Worker("tiered-zero-checkpoint-verify")
-        in_flight: deque[_Verified] = deque()
-        try:
-            for number in range(len(runs) + NUM_BUFFERS - 1):
-                if number < len(runs):
-                    run = runs[number]
-                    memory = self._buffers[number % NUM_BUFFERS][: run.stop - run.start]
-                    transfer = self._engine.read(self._file(run.file), run.start, memory)
-                    in_flight.append(verified := _Verified(run, memory, transfer))
-                    self._worker.submit(partial(verified.compare, self._directory, self._manifest_files[run.file]))
-                if number >= NUM_BUFFERS - 1 and in_flight:
-                    verified = in_flight[0]
-                    verified.compared.wait()
-                    in_flight.popleft()
-                    yield verified.run, verified.memory, verified.problems
-        finally:
-            for verified in in_flight:
-                _wait_quietly(verified.compared)
+            self._free, self._worker = staging_buffers(), Worker("tiered-zero-checkpoint-verify")
+        last, asked = self._last, list(windows)
+        if last is not None and windows and windows[0] in (last, self._following(last)):
+            ahead = self._following(windows[-1])
+            while ahead is not None and len(asked) < len(windows) + NUM_BUFFERS - 1:
+                asked.append(ahead)
+                ahead = self._following(ahead)
+        for number, window in enumerate(windows):
+            self._request(asked[number : number + NUM_BUFFERS])
+            self._last, verified = window, self._windows[window]
+            verified.compared.wait()
+            yield window, verified.memory, verified.problems
+
+    def _request(self, windows: Sequence[Run]) -> None:
+        """Begin to read windows, of which there are buffers for all."""
+        for window in windows:
+            if window in self._windows:
+                continue
+            if not self._free:
+                oldest = next(held for held in self._windows if held not in windows)
+                _wait_quietly(self._windows[oldest].compared)
+                self._free.append(self._windows.pop(oldest).buffer)
+            assert self._worker is not None, "made by the first read"
+            buffer = self._free[-1]
+            memory = buffer[: window.stop - window.start]
+            verified = _Verified(
+                window, buffer, memory, self._engine.read(self._file(window.file), window.start, memory)
+            )
+            self._windows[window] = verified
+            self._free.pop()
+            self._worker.submit(partial(verified.compare, self._directory, self._manifest_files[window.file]))
+
+    def _window(self, file: int, at: int) -> Run:
+        return Run(file, at, min(at + BUFFER_NBYTES, self._manifest_files[file].nbytes))
+
+    def _following(self, window: Run) -> Run | None:
+        """The next window of the file, or the first of the next file; None at the end."""
+        if window.stop < self._manifest_files[window.file].nbytes:
+            return self._window(window.file, window.stop)
+        return self._window(window.file + 1, 0) if window.file + 1 < len(self._manifest_files) else None
 
     def close(self) -> None:
         """Idempotent."""
+        for verified in self._windows.values():
+            _wait_quietly(verified.compared)
+        self._windows, self._last = {}, None
         while self._files:
             self._files.popitem()[1].close()
-        worker, self._worker, self._buffers = self._worker, None, []
+        worker, self._worker, self._free = self._worker, None, []
         if worker is not None:
             worker.close()
 
@@ -297,9 +320,11 @@ class DataReader:
 @final
 @dataclass(eq=False)
 class _Verified:
-    """A run that is being read and compared. `problems`: chunks that are not as written, once `compared` is done."""
+    """A run that is being read and compared. `memory`: the part of `buffer` that it takes. `problems`: chunks that are
+    not as written, once `compared` is done."""
 
     run: Run
+    buffer: memoryview
     memory: memoryview
     transfer: Transfer
     compared: Completion = field(default_factory=Completion)

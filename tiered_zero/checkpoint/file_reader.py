@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
@@ -119,20 +118,19 @@ class FileReader(TagReader[Part]):
             return
         reader = self._data_reader()
         active: list[tuple[_Placed, torch.Tensor, torch.Tensor]] = []
-        with closing(reader.read(reader.chunks_of([item.run for item in waiting]))) as runs:
-            for run, memory in runs:
-                while waiting and waiting[0].run < Run(run.file, run.stop, 0):
-                    item = waiting.popleft()
-                    tensor = planner.resolve_tensor(item.item)
-                    active.append((item, tensor, _target(item, tensor)))
-                unfinished = []
-                for item, tensor, target in active:
-                    _copy_from_file(item, target, run, memory)
-                    if item.run.stop <= run.stop:
-                        planner.commit_tensor(item.item, tensor)
-                    else:
-                        unfinished.append((item, tensor, target))
-                active = unfinished
+        for run, memory in reader.read(reader.windows_of([item.run for item in waiting])):
+            while waiting and waiting[0].run < Run(run.file, run.stop, 0):
+                item = waiting.popleft()
+                tensor = planner.resolve_tensor(item.item)
+                active.append((item, tensor, _target(item, tensor)))
+            unfinished = []
+            for item, tensor, target in active:
+                _copy_from_file(item, target, run, memory)
+                if item.run.stop <= run.stop:
+                    planner.commit_tensor(item.item, tensor)
+                else:
+                    unfinished.append((item, tensor, target))
+            active = unfinished
 
     def _data_reader(self) -> DataReader:
         if self._reader is None:

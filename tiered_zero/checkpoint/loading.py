@@ -112,16 +112,20 @@ class StateLoader:
         self._state.io.write(work, {}, masters_alone=not stepped)
 
     def _clear_state(self, layout: StateLayout, raw: torch.Tensor, stepped: Sequence[ParamPiece]) -> None:
-        """Set to zero what of the state no target of `stepped` fills: mostly nothing but the ends of pages."""
-        is_filled = sum(piece.numel for piece in stepped) == layout.subgroup.numel and (
-            not self._state.rule.elementwise
-            or all(len(layout.fields(piece)) == len(layout.arrays) for piece in stepped)
-        )
-        if not is_filled:
+        """Set to zero what of the state no target of `stepped` fills: padding, and the pieces without state."""
+        if self._state.rule.elementwise and any(len(layout.fields(piece)) < len(layout.arrays) for piece in stepped):
             raw[layout.state_start : layout.nbytes].zero_()
             return
+        filled = {piece.index for piece in stepped}
+        gaps = _gaps([(piece.start, piece.stop) for piece in stepped], layout.subgroup.numel)
         for array in layout.arrays:
-            end = array.offset + array.field.nbytes
+            field, end = array.field, array.offset + array.field.nbytes
+            if array.piece is None:
+                for start, stop in gaps:
+                    first, last = (-(-at // field.block_numel) * field.dtype.itemsize for at in (start, stop))
+                    raw[array.offset + first : array.offset + last].zero_()
+            elif array.piece not in filled:
+                raw[array.offset : end].zero_()
             raw[end : align_up(end, PAGE_NBYTES)].zero_()
 
     def _masters(self, layout: StateLayout, work: SubGroupWork) -> torch.Tensor:
@@ -130,7 +134,9 @@ class StateLoader:
         keeps = self._keeps_values(layout)
         if not layout.masters.needs_params:
             masters = layout.master(work.raw)
-            return masters if keeps or _has_no_gap(layout) else masters.zero_()
+            for start, stop in _gaps(_entries(layout), layout.subgroup.numel):
+                masters[start:stop].zero_()
+            return masters
         joined = self._zeros(layout.subgroup.numel, work.raw.device)
         remainder, marks = layout.master(work.raw), layout.marks(work.raw)
         assert marks is not None, "a format that needs parameters keeps marks"
@@ -281,14 +287,22 @@ class StateLoader:
                 buffer.copy_(value)
 
 
-def _has_no_gap(layout: StateLayout) -> bool:
-    """Whether each element of the sub-group is a parameter's."""
-    num_elements = 0
+def _entries(layout: StateLayout) -> list[tuple[int, int]]:
+    """(first element in the sub-group, last + 1) of each parameter with elements in it."""
+    found = []
     for segment in layout.subgroup.segments:
         for entry in segment.unit.entries:
             low = max(entry.start, segment.unit_start)
-            num_elements += max(0, min(entry.stop, segment.unit_start + segment.numel) - low)
-    return num_elements == layout.subgroup.numel
+            high = min(entry.stop, segment.unit_start + segment.numel)
+            if low < high:
+                found.append((segment.start + low - segment.unit_start, segment.start + high - segment.unit_start))
+    return found
+
+
+def _gaps(ranges: Sequence[tuple[int, int]], numel: int) -> list[tuple[int, int]]:
+    """What disjoint `ranges`, in order, leave of [0, numel)."""
+    edges = [0, *(edge for pair in ranges for edge in pair), numel]
+    return [(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True) if start < stop]
 
 
 def _decoding(codes: torch.Tensor, scales: torch.Tensor, floats: torch.Tensor) -> Callable[[], None]:
