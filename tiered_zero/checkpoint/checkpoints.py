@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
+from io import FileIO
 from pathlib import Path
 from typing import Any, Protocol, final
 
@@ -138,6 +139,7 @@ class Checkpoints:
         self._beside = settings.async_save
         self._commits = commits
         self.last_save = LastSave()
+        self._locks: list[FileIO] = []
         self.resumed: tuple[Path, dict[str, Any]] | None = None
         """What the run was begun from, and its client_state."""
 
@@ -179,7 +181,8 @@ class Checkpoints:
             with_frozen=not exclude_frozen,
             save_latest=save_latest,
         )
-        tag_writer = TagWriter.begin(save_dir, tag, needed_nbytes=sum(spec.nbytes for spec in most.values()))
+        needed_nbytes = sum(spec.nbytes for spec in most.values())
+        tag_writer = TagWriter.begin(save_dir, tag, needed_nbytes=needed_nbytes, own_locks=self._locks)
         save = _Save(tag=tag_writer, end=Completion() if self._beside else None)
         ready = state.runtime.accelerator.record_compute()
         self._queue(save, partial(self._begin_beside if self._beside else self._write_at_cut, save, content, ready))
@@ -192,7 +195,7 @@ class Checkpoints:
         """Queue an in-place commit, and the tag that points to it. See [Note: In-place commits]."""
         commits.write_copies()
         by = WrittenBy(**self._written_by, created_s=time.time())
-        tag_writer = TagWriter.begin(save_dir, tag, engine=commits.engine)
+        tag_writer = TagWriter.begin(save_dir, tag, engine=commits.engine, own_locks=self._locks)
         save = _Save(tag=tag_writer)
         lane = self._state.runtime.accelerator.lane("save")
 

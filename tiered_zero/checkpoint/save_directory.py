@@ -12,6 +12,7 @@ import secrets
 import stat
 from collections.abc import Callable
 from contextlib import suppress
+from io import FileIO
 from pathlib import Path
 from typing import Final, final
 
@@ -72,14 +73,17 @@ class SaveDirectory:
     next writer gives it its name back.
     """
 
-    def __init__(self, path: Path, fd: int, lock: int) -> None:
+    def __init__(self, path: Path, fd: int, lock: FileIO) -> None:
         """Use `open`."""
         self.path, self.fd = path, fd
         self._lock = lock
 
     @classmethod
-    def open(cls, save_dir: str | os.PathLike[str]) -> SaveDirectory:
-        """Make it with its parents (mode 0700) where it is missing; lock it. Raises StoreError."""
+    def open(cls, save_dir: str | os.PathLike[str], own_locks: list[FileIO] | None = None) -> SaveDirectory:
+        """Make it with its parents (mode 0700) where it is missing; lock it. Raises StoreError.
+
+        `own_locks`: of a caller who has one directory at a time: what is in it was left by a save that an interrupt has
+        ended before it could release it, and ends. It gets the new lock before that is held."""
         try:
             path = Path(os.path.realpath(save_dir))
             _make_durably(path)
@@ -89,7 +93,7 @@ class SaveDirectory:
                 f"Checkpoints cannot be saved to {os.fspath(save_dir)!r}: {_text(error)}. Name a directory of your own."
             ) from error
         try:
-            return cls(path, fd, _locked(path, fd))
+            return cls(path, fd, _locked(path, fd, [] if own_locks is None else own_locks))
         except BaseException:
             os.close(fd)
             raise
@@ -98,9 +102,7 @@ class SaveDirectory:
         """Idempotent. The lock ends also where a forked child has inherited it."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
-            with suppress(OSError):
-                fcntl.flock(self._lock, fcntl.LOCK_UN)
-            os.close(self._lock)
+            _unlock(self._lock)
             os.close(fd)
 
     def restore(self) -> None:
@@ -238,27 +240,39 @@ def _make_durably(path: Path) -> None:
         sync_directory(place.parent)
 
 
-def _locked(path: Path, dir_fd: int) -> int:
-    """A descriptor of the locked lock file. Raises StoreError."""
+def _unlock(lock: FileIO) -> None:
+    """Idempotent."""
+    if not lock.closed:
+        with suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_UN)
+        lock.close()
+
+
+def _locked(path: Path, dir_fd: int, own_locks: list[FileIO]) -> FileIO:
+    """The locked lock file. Raises StoreError."""
+    while own_locks:
+        _unlock(own_locks[-1])
+        own_locks.pop()
     try:
-        lock = open_file(LOCK_NAME, dir_fd, uid=os.geteuid(), flags=os.O_RDWR | os.O_CREAT)
+        lock = FileIO(open_file(LOCK_NAME, dir_fd, uid=os.geteuid(), flags=os.O_RDWR | os.O_CREAT), "r+")
+        own_locks.append(lock)
     except OSError as error:
         raise StoreError(
             f"Checkpoints cannot be saved to {path}: {_text(error)}. Name a directory of your own."
         ) from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.ftruncate(lock, 0)
-        os.pwrite(lock, str(os.getpid()).encode(), 0)
+        os.ftruncate(lock.fileno(), 0)
+        os.pwrite(lock.fileno(), str(os.getpid()).encode(), 0)
     except BlockingIOError as error:
-        os.close(lock)
+        lock.close()
         owner = read_file(LOCK_NAME, dir_fd, uid=os.geteuid(), most_nbytes=100).decode("ascii", "replace")
         raise StoreError(
             f"Process {owner or '(unknown)'} is writing a checkpoint in {path}. Wait for it, or give each run its own "
             "directory."
         ) from error
     except OSError as error:
-        os.close(lock)
+        lock.close()
         raise StoreError(
             f"{path} cannot be locked: {_text(error)}. Name a directory on another file system."
         ) from error

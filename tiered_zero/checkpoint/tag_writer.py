@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Mapping
 from contextlib import suppress
+from io import FileIO
 from pathlib import Path
 from typing import Any, final
 
@@ -47,14 +48,15 @@ class TagWriter:
         *,
         engine: IOEngine | None = None,
         needed_nbytes: int = 0,
+        own_locks: list[FileIO] | None = None,
     ) -> TagWriter:
         """Lock the save directory, clear what dead writers left there, check the space, make the temporary directory.
 
         `engine`: None: the tag's own, so that its failure concerns no other transfer. `needed_nbytes`: of all tensors.
-        Raises StoreError.
+        `own_locks`: see `SaveDirectory.open`. Raises StoreError.
         """
         check_tag(tag)
-        directory = SaveDirectory.open(save_dir)
+        directory = SaveDirectory.open(save_dir, own_locks)
         try:
             directory.restore()
             directory.check_replaceable(tag)
