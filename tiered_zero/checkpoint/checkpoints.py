@@ -29,7 +29,7 @@ from tiered_zero.checkpoint.loading import StateLoader
 from tiered_zero.checkpoint.manifest import WrittenBy
 from tiered_zero.checkpoint.matching import LoadOptions, match
 from tiered_zero.checkpoint.planner import TierLoadPlanner
-from tiered_zero.checkpoint.portable import BUFFER, Moment, RunState, TensorSpec
+from tiered_zero.checkpoint.portable import RunState, StateSnapshot, TensorSpec, buffer_key
 from tiered_zero.checkpoint.resume import AdoptedValues, Adoption, Found, find_checkpoint, open_reader
 from tiered_zero.checkpoint.saving import Ranges, StateSaver
 from tiered_zero.checkpoint.storage import FileReader, FileWriter, Piece
@@ -236,7 +236,7 @@ class Checkpoints:
         self._state.stepper.cancel_prefetch()  # it holds staging buffers, which the save needs
         try:
             with save.tag:
-                self._write(save.tag, content, ready, self._state.moment(), lambda subgroup: None)
+                self._write(save.tag, content, ready, self._state.snapshot(), lambda subgroup: None)
         finally:
             self._state.stepper.prefetch()
 
@@ -252,7 +252,7 @@ class Checkpoints:
             assert save.end is not None, "a save beside training has an end of its own"
             try:
                 with save.tag:
-                    _logged(lambda: self._write(save.tag, content, ready, moment, free), save.tag.tag)
+                    _logged(lambda: self._write(save.tag, content, ready, snapshot, free), save.tag.tag)
             except BaseException as error:
                 save.end.fail(error)
             else:
@@ -263,7 +263,7 @@ class Checkpoints:
                 read.complete()
 
         try:
-            moment = self._state.moment()
+            snapshot = self._state.snapshot()
             self._state.stepper.hold(held, read)
             self._state.runtime.accelerator.lane("save").submit(job)
         except BaseException:
@@ -272,16 +272,16 @@ class Checkpoints:
             raise
 
     def _write(
-        self, tag: TagWriter, content: _Content, ready: Transfer, moment: Moment, free: Callable[[int], None]
+        self, tag: TagWriter, content: _Content, ready: Transfer, snapshot: StateSnapshot, free: Callable[[int], None]
     ) -> None:
         """`ready`: what compute writes of device memory."""
         ready.wait()
-        for key, spec in {**self._state.state_specs(moment.is_stepped), **content.specs}.items():
+        for key, spec in {**self._state.state_specs(snapshot.is_stepped), **content.specs}.items():
             tag.writer.declare(key, spec.dtype, spec.shape, spec.order)
         with torch.no_grad():
-            saver = StateSaver(self._state, moment, partial(_append, tag.writer), free)
+            saver = StateSaver(self._state, snapshot, partial(_append, tag.writer), free)
             saver.save(content.buffers, content.params, content.with_frozen)
-        scalars = {name: values.encode(own, f"state of {name}") for name, own in moment.scalars.items()}
+        scalars = {name: values.encode(own, f"state of {name}") for name, own in snapshot.scalars.items()}
         tag.publish({**content.fields, "scalars": scalars}, save_latest=content.save_latest)
 
     # -- in ------------------------------------------------------------------------------------------------------------
@@ -399,7 +399,7 @@ def _logged(job: Callable[[], None], tag: str) -> None:
 
 def _buffer_specs(buffers: Mapping[str, torch.Tensor]) -> dict[str, TensorSpec]:
     return {
-        f"{BUFFER}/{name}": TensorSpec(dtype=buffer.dtype, shape=tuple(buffer.shape))
+        buffer_key(name): TensorSpec(dtype=buffer.dtype, shape=tuple(buffer.shape))
         for name, buffer in buffers.items()
         if buffer.numel()
     }

@@ -12,7 +12,7 @@ from typing import Any, final
 import xxhash
 
 from tiered_zero.checkpoint.commit import METADATA_KEYS
-from tiered_zero.checkpoint.manifest import TagManifest
+from tiered_zero.checkpoint.manifest import TagManifest, check_store_location
 from tiered_zero.checkpoint.places import SOURCE_ITEMSIZES, Places, RecordName, Source
 from tiered_zero.errors import CorruptionError, StoreError
 from tiered_zero.store.checked_json import check_fields, check_kind
@@ -124,13 +124,7 @@ def read_metadata(path: Path) -> dict[str, Any]:
         if not 1 <= len(metadata["stores"]) <= 2:
             raise ValueError("stores: expected one or two")
         for store in metadata["stores"]:
-            check_fields(store, {"run_id": str, "paths": list})
-            for one in store["paths"]:
-                check_kind("paths", one, str)
-                if not one.startswith("/") or "\0" in one:
-                    raise ValueError(f"paths: expected absolute paths; found {one[:200]!a}")
-            if not store["paths"]:
-                raise ValueError("paths: expected one or more")
+            check_store_location(store)
     except ValueError as error:
         raise StoreError(f"{path} holds no in-place commit of a run ({error}).") from error
     return {**metadata, "step": committed.step}

@@ -13,12 +13,10 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import StorageReader
 
 from tiered_zero.checkpoint.boxes import Box, boxes
+from tiered_zero.checkpoint.portable import BUFFER, MASTER, PARAM, VALUE_KINDS
 from tiered_zero.checkpoint.weights import MAX_SHARD_NBYTES, WeightTensor, write_weights
 from tiered_zero.errors import InternalError, StoreError
 from tiered_zero.sizes import MIB
-
-WEIGHT_KINDS: Final = ("master", "param", "buffer")
-"""The kinds of keys that hold a model's values; all others are optimizer state."""
 
 _CHUNK_NUMEL: Final = 8 * MIB
 """Elements that are read at a time."""
@@ -46,16 +44,16 @@ def list_weights(reader: StorageReader, dtype: torch.dtype) -> list[WeightTensor
     found: dict[str, WeightTensor] = {}
     for key, stored in metadata.state_dict_metadata.items():
         kind, _, name = key.partition("/")
-        if kind not in WEIGHT_KINDS or not isinstance(stored, TensorStorageMetadata):
+        if kind not in VALUE_KINDS or not isinstance(stored, TensorStorageMetadata):
             continue
         if name in found:
             raise StoreError(f"{name} is there twice, as {key} too: this checkpoint is damaged. Export another one.")
         own = stored.properties.dtype
-        target = dtype if kind != "buffer" and own.is_floating_point else own
+        target = dtype if kind != BUFFER and own.is_floating_point else own
         found[name] = WeightTensor(
             name=name, dtype=target, shape=tuple(stored.size), read=_Read(reader, key, stored, target)
         )
-    if not any(key.startswith(("master/", "param/")) for key in metadata.state_dict_metadata):
+    if not any(key.startswith((f"{MASTER}/", f"{PARAM}/")) for key in metadata.state_dict_metadata):
         raise StoreError("There are no weights in this checkpoint. Export another one.")
     return list(found.values())
 

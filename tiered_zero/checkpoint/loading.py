@@ -55,10 +55,9 @@ class StateLoader:
     def steps(self) -> Targets:
         """Yield what is to be read, sub-group by sub-group, and write it to its home. Where this ends early some values
         are new and some old."""
-        held = {segment.unit.index for layout in self._state.layouts for segment in layout.subgroup.segments}
         yield from self._load_subgroups()
         for unit in self._state.units:
-            if unit.index not in held:
+            if unit.index not in self._state.updated_units:
                 yield from self._load_unit(unit)
         yield from self._load_buffers()
 
@@ -155,11 +154,8 @@ class StateLoader:
     def _value_targets(self, layout: StateLayout, masters: torch.Tensor) -> Iterator[Target]:
         """Every parameter with elements in the sub-group, also those in no param group: their masters follow them."""
         for segment in layout.subgroup.segments:
-            for entry in segment.unit.entries:
-                low = max(entry.start, segment.unit_start)
-                high = min(entry.stop, segment.unit_start + segment.numel)
-                key = self._matched.params.get(entry.param.name)
-                if low < high and key is not None:
+            for entry, low, high in segment.entries():
+                if (key := self._matched.params.get(entry.param.name)) is not None:
                     first = segment.start + low - segment.unit_start
                     yield self._target(key, low - entry.start, masters[first : first + high - low], entry.param)
 
@@ -291,11 +287,8 @@ def _entries(layout: StateLayout) -> list[tuple[int, int]]:
     """(first element in the sub-group, last + 1) of each parameter with elements in it."""
     found = []
     for segment in layout.subgroup.segments:
-        for entry in segment.unit.entries:
-            low = max(entry.start, segment.unit_start)
-            high = min(entry.stop, segment.unit_start + segment.numel)
-            if low < high:
-                found.append((segment.start + low - segment.unit_start, segment.start + high - segment.unit_start))
+        for _, low, high in segment.entries():
+            found.append((segment.start + low - segment.unit_start, segment.start + high - segment.unit_start))
     return found
 
 

@@ -232,7 +232,7 @@ def _manifest(body: Any) -> TagManifest:
         tensors=tensors,
         scalars={_text("a parameter's name", name): value for name, value in fields["scalars"].items()},
         driver=fields["driver"],
-        swap=None if fields["swap"] is None else _swap(fields["swap"]),
+        swap=None if fields["swap"] is None else check_store_location(fields["swap"]),
     )
 
 
@@ -244,7 +244,8 @@ def _text(name: str, text: str) -> str:
     return text
 
 
-def _swap(item: Any) -> dict[str, Any]:
+def check_store_location(item: Any) -> dict[str, Any]:
+    """The run's id and the directories of a store. Raises ValueError."""
     fields = check_fields(item, {"run_id": str, "paths": list})
     for path in fields["paths"]:
         check_kind("paths", path, str)

@@ -11,7 +11,7 @@ import torch
 
 from tiered_zero.checkpoint import values
 from tiered_zero.checkpoint.manifest import TagManifest, TensorEntry
-from tiered_zero.checkpoint.portable import BUFFER, MASTER, PARAM, RunState, field_spec
+from tiered_zero.checkpoint.portable import MASTER, PARAM, VALUE_KINDS, RunState, buffer_key, field_spec
 from tiered_zero.checkpoint.storage import torch_dtype
 from tiered_zero.errors import ConfigError, ModelError, StoreError
 from tiered_zero.layout.flat import ParamSpec
@@ -54,7 +54,7 @@ def match(state: RunState, manifest: TagManifest, options: LoadOptions) -> Match
     ConfigError where state would be rounded and `convert` does not allow it."""
     tensors = manifest.tensors
     params = {spec.name: key for spec in state.specs if spec.numel and (key := _value_key(spec, tensors)) is not None}
-    buffers = {name: f"{BUFFER}/{name}" for name, _ in state.named_buffers() if f"{BUFFER}/{name}" in tensors}
+    buffers = {name: buffer_key(name) for name, _ in state.named_buffers() if buffer_key(name) in tensors}
     _check_names(state, manifest, {*params.values(), *buffers.values()}, strict=options.strict)
     for spec in state.specs:
         if (key := params.get(spec.name)) is not None:
@@ -80,7 +80,7 @@ def _value_key(spec: ParamSpec, tensors: Mapping[str, TensorEntry]) -> str | Non
 
 def _check_names(state: RunState, manifest: TagManifest, used: Iterable[str], strict: bool) -> None:
     used = set(used)
-    found = {key for key in manifest.tensors if key.partition("/")[0] in (MASTER, PARAM, BUFFER)}
+    found = {key for key in manifest.tensors if key.partition("/")[0] in VALUE_KINDS}
     named = {key.partition("/")[2] for key in used}
     wanted = [spec.name for spec in state.specs if spec.numel] + [
         name for name, buffer in state.named_buffers() if buffer.numel()
@@ -129,7 +129,7 @@ class _StateMatcher:
     def __init__(self, state: RunState, manifest: TagManifest) -> None:
         self._state = state
         self._manifest = manifest
-        self._kinds = sorted({key.partition("/")[0] for key in manifest.tensors} - {MASTER, PARAM, BUFFER})
+        self._kinds = sorted({key.partition("/")[0] for key in manifest.tensors} - {*VALUE_KINDS})
 
     def match(self, params: Mapping[str, str], convert: bool) -> dict[str, dict[str, Any]]:
         """Return what `Matched.states` is. `params`: as in `Matched`."""

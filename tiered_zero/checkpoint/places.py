@@ -18,13 +18,7 @@ from typing import Any, Final, NamedTuple, final
 
 import torch
 
-from tiered_zero.checkpoint.portable import (
-    RunState,
-    TensorSpec,
-    field_range,
-    master_key,
-    param_key,
-)
+from tiered_zero.checkpoint.portable import RunState, TensorSpec, buffer_key, field_range, master_key, param_key
 from tiered_zero.layout.flat import PARAM_ALIGNMENT_NBYTES, FlatEntry, Unit
 from tiered_zero.layout.subgroups import ParamPiece, Segment
 from tiered_zero.optim.state_layout import StateLayout
@@ -166,12 +160,11 @@ class PlaceTable:
                     marked = joined and array.field.name == state.rule.unsigned_field
                     at = source(home, array.offset + first * array.field.dtype.itemsize)
                     add(f"{array.field.name}/{piece.param.name}", "magnitude" if marked else "plain", start, stop, at)
-        held = {segment.unit.index for layout in state.layouts for segment in layout.subgroup.segments}
         for unit in state.units:
             for entry in state.unmastered(unit):
                 key = param_key(entry.param)
                 durable = self._copies.get(unit.index)
-                if durable is None and (unit.index not in held or self._joins(unit)):
+                if durable is None and (unit.index not in state.updated_units or self._joins(unit)):
                     durable = state.inventory.home(unit, "param")
                 if durable is not None:
                     add(key, "plain", 0, entry.param.numel, source(durable, entry.start * unit.itemsize))
@@ -181,7 +174,7 @@ class PlaceTable:
                     home = state.inventory.home(layout.subgroup, "state")
                     add(key, "rounded", low - entry.start, high - entry.start, source(home, offset))
         for name, buffer, offset in packed:
-            key = f"buffer/{name}"
+            key = buffer_key(name)
             specs[key] = TensorSpec(dtype=buffer.dtype, shape=tuple(buffer.shape))
             assert self._buffers is not None, "buffers are planned with a record"
             add(key, "plain", 0, buffer.numel(), source(self._buffers, offset))
@@ -200,10 +193,10 @@ class PlaceTable:
         """Yield the parts of sub-groups in which an entry lies: elements [low, high) of the unit's flat."""
         for layout in self._state.layouts:
             for segment in layout.subgroup.segments:
-                low = max(entry.start, segment.unit_start)
-                high = min(entry.stop, segment.unit_start + segment.numel)
-                if segment.unit.index == unit.index and low < high:
-                    yield layout, segment, low, high
+                if segment.unit.index == unit.index:
+                    for own, low, high in segment.entries():
+                        if own == entry:
+                            yield layout, segment, low, high
 
 
 def _pieces(layout: StateLayout) -> Iterator[tuple[Segment, ParamPiece]]:

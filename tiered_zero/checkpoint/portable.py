@@ -38,6 +38,8 @@ from tiered_zero.update.stepper import StreamingStepper
 from tiered_zero.update.subgroup_io import SubGroupIO, SubGroupWork
 
 MASTER, PARAM, BUFFER = "master", "param", "buffer"
+VALUE_KINDS = (MASTER, PARAM, BUFFER)
+"""The kinds of keys that hold a model's values; all others are optimizer state."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +74,7 @@ class Range:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Moment:
+class StateSnapshot:
     """Which parts of a run's state there are between two updates. `initialized`: sub-groups with state besides masters;
     `stepped`: (sub-group, piece); `scalars`: of each parameter that was stepped."""
 
@@ -113,6 +115,10 @@ def param_key(spec: ParamSpec) -> str:
 
 def master_key(spec: ParamSpec) -> str:
     return f"{MASTER}/{spec.name}"
+
+
+def buffer_key(name: str) -> str:
+    return f"{BUFFER}/{name}"
 
 
 def field_spec(param: ParamSpec, field: StateField, elementwise: bool) -> TensorSpec:
@@ -161,6 +167,11 @@ class RunState:
         """Names of the parameters that have a master: those that a param group holds."""
         return frozenset(piece.param.name for layout in self.layouts for piece in layout.subgroup.pieces)
 
+    @cached_property
+    def updated_units(self) -> frozenset[int]:
+        """Indices of the units with elements in a sub-group, whose parameters an update writes."""
+        return frozenset(own.unit.index for layout in self.layouts for own in layout.subgroup.segments)
+
     def has_master(self, spec: ParamSpec) -> bool:
         return spec.name in self.mastered
 
@@ -192,10 +203,10 @@ class RunState:
     def is_stepped(self, layout: StateLayout, piece: ParamPiece) -> bool:
         return bool(self.stepper.scalars(layout.subgroup, piece))
 
-    def moment(self) -> Moment:
+    def snapshot(self) -> StateSnapshot:
         """List what there is now, where no update runs. Raises InternalError where pieces of a parameter disagree."""
         pieces = [(layout, piece) for layout in self.layouts for piece in layout.subgroup.pieces]
-        return Moment(
+        return StateSnapshot(
             initialized=frozenset(x.subgroup.index for x in self.layouts if self.stepper.has_state(x)),
             stepped=frozenset((x.subgroup.index, piece.index) for x, piece in pieces if self.is_stepped(x, piece)),
             scalars={name: dict(own) for name, own in self.scalars().items()},
@@ -237,7 +248,7 @@ class RunState:
 
     # -- a sub-group's slot --------------------------------------------------------------------------------------------
 
-    def slot_arrays(self, layout: StateLayout, work: SubGroupWork, moment: Moment) -> list[SlotArray]:
+    def slot_arrays(self, layout: StateLayout, work: SubGroupWork, snapshot: StateSnapshot) -> list[SlotArray]:
         """List masters and state of a sub-group that `io` has opened: in the order of the slot, each with the parts of
         parameters that are saved."""
         raw, subgroup = work.raw, layout.subgroup
@@ -265,7 +276,7 @@ class RunState:
         ranges: dict[int, list[Range]] = {}
         of_offset: dict[int, StateArray] = {}
         for piece in subgroup.pieces:
-            for array in layout.arrays_for(piece) if moment.is_stepped(layout, piece) else ():
+            for array in layout.arrays_for(piece) if snapshot.is_stepped(layout, piece) else ():
                 field = array.field
                 start, stop = field_range(piece, field, self.rule.elementwise)
                 first = piece.start // field.block_numel if self.rule.elementwise else 0

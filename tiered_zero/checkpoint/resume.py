@@ -215,8 +215,7 @@ class AdoptedValues:
 
     def flat(self, unit: Unit) -> torch.Tensor:
         """[P] of the unit's dtype, on the CPU: its masters rounded, or what was kept of it."""
-        held = any(segment.unit.index == unit.index for one in self.state.layouts for segment in one.subgroup.segments)
-        if held and not self.masters.need_params:
+        if unit.index in self.state.updated_units and not self.masters.need_params:
             return self.masters.read(unit).to(unit.dtype)
         home = self.copies.homes.get(unit.index) or self.state.inventory.home(unit, "param")
         return read_slot(home, 0, unit.nbytes, self.state.state_staging).view(unit.dtype)

@@ -145,16 +145,12 @@ class SaveDirectory:
         if status.st_uid != os.geteuid():
             raise StoreError(f"{self.path / tag} belongs to user id {status.st_uid}. Name another tag.")
 
-    def publish(self, name: str, tag: str) -> None:
-        """The directory `name` becomes `tag`, durably; one of that name before is removed. Raises OSError."""
-        replaced = self._rename(name, tag)
-        os.fsync(self.fd)
-        if replaced is not None:
-            self.remove(replaced)
+    def publish(self, name: str, tag: str, latest: str | None = None) -> None:
+        """The directory `name` becomes `tag`, durably; one of that name before is removed. Raises OSError.
 
-    def publish_with_latest(self, name: str, tag: str, latest: str | None) -> None:
-        """`publish`, and the file `latest` becomes that of this name, with one sync for both. A crash may leave either:
-        for tags that all point to one state, which outlives them. Raises OSError."""
+        `latest`: a file of `prepare_latest`, which becomes `latest` with the same sync. A crash may leave either of the
+        two new: for tags that all point to one state, which outlives them.
+        """
         replaced = self._rename(name, tag)
         if latest is not None:
             os.rename(latest, LATEST_NAME, src_dir_fd=self.fd, dst_dir_fd=self.fd)

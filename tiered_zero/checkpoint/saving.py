@@ -15,7 +15,7 @@ from typing import final
 
 import torch
 
-from tiered_zero.checkpoint.portable import BUFFER, Moment, Range, RunState, SlotArray, param_key
+from tiered_zero.checkpoint.portable import Range, RunState, SlotArray, StateSnapshot, buffer_key, param_key
 from tiered_zero.errors import InternalError
 from tiered_zero.layout.flat import Unit
 from tiered_zero.mappings import map_memory
@@ -40,7 +40,7 @@ _READ_AHEAD = 4
 
 
 @final
-class Outbox:
+class WriteQueue:
     """Writes extents, and releases memory once it is written. One thread."""
 
     def __init__(self, append: Append) -> None:
@@ -87,7 +87,7 @@ class Outbox:
 class _Scratch:
     """Page-aligned buffers of one size, in turns."""
 
-    def __init__(self, outbox: Outbox) -> None:
+    def __init__(self, writes: WriteQueue) -> None:
         mapping = map_memory(SCRATCH_NBYTES * NUM_SCRATCH)
         memory, tensor = memoryview(mapping), torch.frombuffer(mapping, dtype=torch.uint8)
         starts = range(0, SCRATCH_NBYTES * NUM_SCRATCH, SCRATCH_NBYTES)
@@ -95,33 +95,33 @@ class _Scratch:
             BufferView(tensor[start : start + SCRATCH_NBYTES], memory[start : start + SCRATCH_NBYTES])
             for start in starts
         ]
-        self._outbox = outbox
+        self._writes = writes
 
     def send(self, values: torch.Tensor, ranges: Ranges) -> None:
         """Copy `values`, at most a buffer of them, from wherever they are, and write them."""
         while not self._free:
-            self._outbox.wait_oldest()
+            self._writes.wait_oldest()
         buffer = self._free.pop()
         raw = as_bytes(values)
         nbytes = align_up(raw.numel(), PAGE_NBYTES)
         buffer.tensor[: raw.numel()].copy_(raw)
         buffer.tensor[raw.numel() : nbytes].zero_()
-        self._outbox.send(buffer.memory[:nbytes], ranges, lambda: self._free.append(buffer))
+        self._writes.send(buffer.memory[:nbytes], ranges, lambda: self._free.append(buffer))
 
 
 @final
 class StateSaver:
-    """Writes everything that a run holds at a moment, once. One thread.
+    """Writes everything that a run holds, as `snapshot` lists it, once. One thread.
 
     `free(sub-group)`: is called once an update may change it; nothing else changes what is saved.
     """
 
-    def __init__(self, state: RunState, moment: Moment, append: Append, free: Callable[[int], None]) -> None:
+    def __init__(self, state: RunState, snapshot: StateSnapshot, append: Append, free: Callable[[int], None]) -> None:
         self._state = state
-        self._moment = moment
+        self._snapshot = snapshot
         self._free = free
-        self._outbox = Outbox(append)
-        self._scratch = _Scratch(self._outbox)
+        self._writes = WriteQueue(append)
+        self._scratch = _Scratch(self._writes)
 
     def save(self, buffers: Mapping[str, torch.Tensor], params: Mapping[int, torch.Tensor], with_frozen: bool) -> None:
         """Return when all is written. `buffers`: by name, on the CPU. `params`: unit index -> copies of units on the
@@ -131,10 +131,10 @@ class StateSaver:
             for unit in self._state.units:
                 self._send_params(unit, params.get(unit.index), with_frozen)
             for name, buffer in buffers.items():
-                self._send_buffer(f"{BUFFER}/{name}", buffer)
-            self._outbox.wait_all()
+                self._send_buffer(buffer_key(name), buffer)
+            self._writes.wait_all()
         except BaseException:
-            self._outbox.abort()
+            self._writes.abort()
             raise
 
     # -- masters and state ---------------------------------------------------------------------------------------------
@@ -143,19 +143,19 @@ class StateSaver:
         waiting, opened = deque(self._state.layouts), deque[SubGroupWork]()
         try:
             while waiting or opened:
-                self._outbox.collect()
+                self._writes.collect()
                 while waiting and len(opened) < _READ_AHEAD and (work := self._open(waiting[0])) is not None:
                     opened.append(work)
                     waiting.popleft()
                 if opened:
                     self._send_subgroup(opened[0])
                     opened.popleft()
-                elif not self._outbox.is_empty:
-                    self._outbox.wait_oldest()
+                elif not self._writes.is_empty:
+                    self._writes.wait_oldest()
                 else:
                     raise InternalError("A staging buffer was expected to be free for a save; all are in use.")
         except BaseException:
-            self._outbox.abort()
+            self._writes.abort()
             self._state.io.cancel(list(opened))
             raise
 
@@ -163,13 +163,13 @@ class StateSaver:
         home = self._state.inventory.home(layout.subgroup, "state")
         if (raw := home.tier.view(home.slot)) is not None and not layout.masters.needs_params:
             return SubGroupWork(subgroup=layout.subgroup, layout=layout, param_kind="param", raw=raw, lease=None)
-        has_state = layout.subgroup.index in self._moment.initialized
+        has_state = layout.subgroup.index in self._snapshot.initialized
         return self._state.io.open_nowait(layout, "param", initialized=has_state)
 
     def _send_subgroup(self, work: SubGroupWork) -> None:
         for read in work.reads:
             self._state.io.wait(read, work)
-        arrays = self._state.slot_arrays(work.layout, work, self._moment)
+        arrays = self._state.slot_arrays(work.layout, work, self._snapshot)
         for array in arrays:
             if array.offset is None:
                 self._send_copied(array)
@@ -177,7 +177,7 @@ class StateSaver:
         memory = work.lease.memory if work.lease is not None and not _is_in_place(work) else _memory_of(work.raw)
         for number, (start, stop, ranges) in enumerate(extents):
             is_last = number == len(extents) - 1
-            self._outbox.send(memory[start:stop], ranges, partial(self._release, work) if is_last else None)
+            self._writes.send(memory[start:stop], ranges, partial(self._release, work) if is_last else None)
         if not extents:
             self._release(work)
 
@@ -211,7 +211,7 @@ class StateSaver:
             # an update that follows writes to the pages of a trainable unit
             if raw is not None and raw.is_cpu and home is not None and not unit.trainable:
                 own = _cut(ranges, start // itemsize, stop // itemsize)
-                self._outbox.send(_memory_of(raw)[start:stop], [(part, part.first * itemsize) for part in own])
+                self._writes.send(_memory_of(raw)[start:stop], [(part, part.first * itemsize) for part in own])
                 continue
             for first, last, values in self._windows(unit, raw, start, stop):
                 own = _cut(ranges, first // itemsize, last // itemsize)

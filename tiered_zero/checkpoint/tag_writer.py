@@ -121,7 +121,7 @@ class TagWriter:
     def publish_pointer(self) -> None:
         """Give the prepared tag its name, and `latest` its value: the state is durable. Raises StoreError."""
         try:
-            self._directory.publish_with_latest(self._name, self.tag, self._latest)
+            self._directory.publish(self._name, self.tag, self._latest)
             self._latest = None
         except OSError as error:
             raise _store_error(self._directory.path, self.tag, error, self._needed_nbytes) from error

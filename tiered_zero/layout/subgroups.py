@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
 
-from tiered_zero.layout.flat import CUT_NUMEL, PARAM_ALIGNMENT_NBYTES, Memory, ParamSpec, Unit
+from tiered_zero.layout.flat import CUT_NUMEL, PARAM_ALIGNMENT_NBYTES, FlatEntry, Memory, ParamSpec, Unit
 from tiered_zero.sizes import align_up
 
 AUTO_SUB_GROUP_NUMEL = 1 << 20
@@ -77,6 +77,13 @@ class Segment:
     def nbytes(self) -> int:
         """Of the elements in the unit's dtype."""
         return self.numel * self.unit.itemsize
+
+    def entries(self) -> Iterator[tuple[FlatEntry, int, int]]:
+        """Yield the parameters with elements in the segment: elements [first, stop) of the unit's flat."""
+        for entry in self.unit.entries:
+            first, stop = max(entry.start, self.unit_start), min(entry.stop, self.unit_start + self.numel)
+            if first < stop:
+                yield entry, first, stop
 
     def part_of(self, flat: Memory) -> Memory:
         """[numel]: the segment's elements in `flat`, the unit's flat of any dtype."""
