@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from tiered_zero.checkpoint.commit import Commits
+from tiered_zero.checkpoint.commit_layout import run_fingerprint
 from tiered_zero.checkpoint.copies import DurableCopies
 from tiered_zero.checkpoint.portable import RunState
-from tiered_zero.checkpoint.resume import run_fingerprint
 from tiered_zero.layout.flat import Unit
 from tiered_zero.plan.placement import back_tier
 from tiered_zero.run_spec import RunSpec

@@ -12,7 +12,8 @@ Never.  No pickle; no tensor as a whole in memory, for all of it moves through f
     a tag            manifest; save_directory: lock, rename; tag_writer: begin, publish, discard;
                      directory: list, find, prune, verify
     its data files   data_files: bytes and checksums | file_writer, file_reader over them, tensors
-    in-place commit  commit: make it durable | places: which bytes of which record | copies: of what rests in memory
+    in-place commit  commit: make it durable | commit_layout: a hash of where each byte lies
+                     places: which bytes of which record | copies: of what rests in memory
                      committed, store_reader: read one that is not this run's
     resume.py        find what the config names, and adopt an in-place commit
     PyTorch's Distributed Checkpoint (DCP) finds which saved boxes meet which wanted ones: boxes, planner, tag_reader;

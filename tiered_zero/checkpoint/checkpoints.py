@@ -25,14 +25,15 @@ from tiered_zero.checkpoint import values
 from tiered_zero.checkpoint.commit import Commits
 from tiered_zero.checkpoint.directory import nothing_to_load
 from tiered_zero.checkpoint.driver import DriverState, LoadParts, differences
+from tiered_zero.checkpoint.file_reader import FileReader
+from tiered_zero.checkpoint.file_writer import FileWriter, Piece
 from tiered_zero.checkpoint.loading import StateLoader
 from tiered_zero.checkpoint.manifest import WrittenBy
 from tiered_zero.checkpoint.matching import LoadOptions, match
 from tiered_zero.checkpoint.planner import TierLoadPlanner
 from tiered_zero.checkpoint.portable import RunState, StateSnapshot, TensorSpec, buffer_key
-from tiered_zero.checkpoint.resume import AdoptedValues, Adoption, Found, find_checkpoint, open_reader
+from tiered_zero.checkpoint.resume import AdoptedValues, Adoption, FoundCheckpoint, find_checkpoint, open_reader
 from tiered_zero.checkpoint.saving import Ranges, StateSaver
-from tiered_zero.checkpoint.storage import FileReader, FileWriter, Piece
 from tiered_zero.checkpoint.store_reader import StoreReader
 from tiered_zero.checkpoint.tag_writer import TagWriter
 from tiered_zero.config.runtime_section import CheckpointSection
@@ -136,14 +137,14 @@ class Checkpoints:
         self._driver = driver
         self._written_by = dict(written_by)
         self._convert = settings.convert
-        self._beside = settings.async_save
+        self._is_async = settings.async_save
         self._commits = commits
         self.last_save = LastSave()
         self._locks: list[FileIO] = []
         self.resumed: tuple[Path, dict[str, Any]] | None = None
         """What the run was begun from, and its client_state."""
 
-    # -- out -----------------------------------------------------------------------------------------------------------
+    # -- save ----------------------------------------------------------------------------------------------------------
 
     def save(
         self,
@@ -183,9 +184,9 @@ class Checkpoints:
         )
         needed_nbytes = sum(spec.nbytes for spec in most.values())
         tag_writer = TagWriter.begin(save_dir, tag, needed_nbytes=needed_nbytes, own_locks=self._locks)
-        save = _Save(tag=tag_writer, end=Completion() if self._beside else None)
+        save = _Save(tag=tag_writer, end=Completion() if self._is_async else None)
         ready = state.runtime.accelerator.record_compute()
-        self._queue(save, partial(self._begin_beside if self._beside else self._write_at_cut, save, content, ready))
+        self._queue(save, partial(self._begin_async if self._is_async else self._write_at_cut, save, content, ready))
         if not may_copy:
             self.wait()  # nothing keeps the script from changing them
 
@@ -240,7 +241,7 @@ class Checkpoints:
         finally:
             self._state.stepper.prefetch()
 
-    def _begin_beside(self, save: _Save, content: _Content, ready: Transfer) -> None:
+    def _begin_async(self, save: _Save, content: _Content, ready: Transfer) -> None:
         """Write it on a lane of its own: the next update waits for each sub-group's bytes alone."""
         save.has_begun = True
         held, read = {layout.subgroup.index: Completion() for layout in self._state.layouts}, Completion()
@@ -284,7 +285,7 @@ class Checkpoints:
         scalars = {name: values.encode(own, f"state of {name}") for name, own in snapshot.scalars.items()}
         tag.publish({**content.fields, "scalars": scalars}, save_latest=content.save_latest)
 
-    # -- in ------------------------------------------------------------------------------------------------------------
+    # -- load ----------------------------------------------------------------------------------------------------------
 
     def find(self, load_dir: str | os.PathLike[str], tag: str | None) -> Path | None:
         """Return where the tag to load is; None, with a warning, where there is no checkpoint at all. Raises
@@ -342,7 +343,7 @@ class Checkpoints:
         values.restore_buffers()
         self.resumed = adoption.found.path, self._driver.restore(driver)
 
-    def resume(self, found: Found) -> None:
+    def resume(self, found: FoundCheckpoint) -> None:
         """Load what the config says that the run goes on from. Raises as `load`."""
         self.resumed = found.path, self.load(found.path, LoadParts())
 

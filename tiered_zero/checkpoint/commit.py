@@ -10,10 +10,7 @@ step is found.
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Final, final
 
 import torch
@@ -24,11 +21,8 @@ from tiered_zero.checkpoint.manifest import TagManifest, TensorEntry, WrittenBy
 from tiered_zero.checkpoint.places import PlaceTable, pack
 from tiered_zero.checkpoint.portable import RunState
 from tiered_zero.io.engine import IOEngine
-from tiered_zero.layout.subgroups import ParamPiece
-from tiered_zero.optim.state_layout import StateLayout
 from tiered_zero.store.swap_store import SwapStore
 from tiered_zero.tiers.nvme import NvmeTier
-from tiered_zero.tiers.tier import Slot
 
 METADATA_KEYS: Final = ("checkpoint", "records", "places", "initialized", "layout", "stores")
 """Of the metadata of a commit in the state's store; the other store's has "stores" alone."""
@@ -37,7 +31,7 @@ METADATA_KEYS: Final = ("checkpoint", "records", "places", "initialized", "layou
 @final
 class Commits:
     """Commits the state of a run. `tiers`: of the state, then of the parameters where they have a store of their own
-    that takes part. `layout`: see `fingerprint`."""
+    that takes part. `layout`: of commit_layout.run_fingerprint."""
 
     def __init__(self, state: RunState, tiers: Sequence[NvmeTier], copies: DurableCopies, layout: str) -> None:
         self._state = state
@@ -119,36 +113,3 @@ class Commits:
             raise
         for store in self._stores:
             store.confirm()
-
-
-def fingerprint(layouts: Sequence[StateLayout], slots: Sequence[Slot], needs: Mapping[Sequence[str], int]) -> str:
-    """Hash everything that says where which bytes lie in the records of a run: where it is equal, a run can adopt the
-    records of another. `slots`: those that are committed; `needs`: paths of each store that takes part -> its bytes."""
-    subgroups = [
-        {
-            "masters": [str(dtype) for dtype in layout.masters.dtypes],
-            "segments": [
-                [segment.unit.index, segment.unit_start, segment.start, segment.numel, str(segment.unit.dtype)]
-                for segment in layout.subgroup.segments
-            ],
-            "pieces": [[*_describe(piece), *_names(layout, piece)] for piece in layout.subgroup.pieces],
-            "arrays": [
-                [array.field.name, list(array.field.shape), str(array.field.dtype), array.piece, array.offset]
-                for array in layout.arrays
-            ],
-        }
-        for layout in layouts
-    ]
-    places = [[slot.name, slot.nbytes, slot.kind] for slot in slots]
-    stores = sorted([[os.path.abspath(path) for path in paths], nbytes] for paths, nbytes in needs.items())
-    text = json.dumps([subgroups, places, stores], separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _describe(piece: ParamPiece) -> list[Any]:
-    param = piece.param
-    return [param.name, param.shape, param.stride, piece.start, piece.param_start, piece.numel]
-
-
-def _names(layout: StateLayout, piece: ParamPiece) -> list[str]:
-    return [field.name for field in layout.fields(piece)]

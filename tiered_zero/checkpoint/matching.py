@@ -12,7 +12,7 @@ import torch
 from tiered_zero.checkpoint import values
 from tiered_zero.checkpoint.manifest import TagManifest, TensorEntry
 from tiered_zero.checkpoint.portable import MASTER, PARAM, VALUE_KINDS, RunState, buffer_key, field_spec
-from tiered_zero.checkpoint.storage import torch_dtype
+from tiered_zero.checkpoint.tensors import torch_dtype
 from tiered_zero.errors import ConfigError, ModelError, StoreError
 from tiered_zero.layout.flat import ParamSpec
 from tiered_zero.layout.subgroups import QUANTIZED_BLOCK_NUMEL, ParamPiece

@@ -16,14 +16,14 @@ from typing import final
 
 import torch
 
-from tiered_zero.checkpoint.commit import fingerprint
+from tiered_zero.checkpoint.commit_layout import committing_paths, run_fingerprint
 from tiered_zero.checkpoint.committed import CommittedState
 from tiered_zero.checkpoint.copies import DurableCopies
 from tiered_zero.checkpoint.directory import find_tag, list_tags, read_declared, read_latest, tag_path
+from tiered_zero.checkpoint.file_reader import FileReader
 from tiered_zero.checkpoint.manifest import MANIFEST_NAME, TagManifest
 from tiered_zero.checkpoint.places import pack
 from tiered_zero.checkpoint.portable import RunState
-from tiered_zero.checkpoint.storage import FileReader
 from tiered_zero.checkpoint.store_reader import StoreReader
 from tiered_zero.config.schema import Config
 from tiered_zero.errors import StoreError
@@ -34,9 +34,7 @@ from tiered_zero.plan.planner import Plan
 from tiered_zero.sizes import format_nbytes
 from tiered_zero.store.manifest import load as load_manifests
 from tiered_zero.store.owner import OWNER_NAME
-from tiered_zero.tiers.rack import nvme_needs
 from tiered_zero.tiers.slots import read_slot
-from tiered_zero.tiers.tier import Slot
 from tiered_zero.update.masters import Masters
 
 logger = logging.getLogger("tiered_zero")
@@ -44,16 +42,16 @@ logger = logging.getLogger("tiered_zero")
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class FoundCheckpoint:
     """A checkpoint. `path`: of the tag, or of the swap directory itself; `swap`: the first directory of the store where
-    it is an in-place commit. `lines`: what has to be said of it."""
+    it is an in-place commit. `lines`: what was skipped or chosen, for the log."""
 
     path: Path
     swap: Path | None = None
     lines: tuple[str, ...] = ()
 
 
-def find_checkpoint(directory: str | os.PathLike[str], tag: str | None = None) -> Found:
+def find_checkpoint(directory: str | os.PathLike[str], tag: str | None = None) -> FoundCheckpoint:
     """Find what `directory` names: the swap directory of a run, one tag, or a directory of tags, of which `tag` is
     taken, or the newest.
 
@@ -62,7 +60,7 @@ def find_checkpoint(directory: str | os.PathLike[str], tag: str | None = None) -
     """
     path = Path(os.path.abspath(directory))
     if tag is None and (path / OWNER_NAME).exists():
-        return Found(path=path, swap=path)
+        return FoundCheckpoint(path=path, swap=path)
     if tag is None and (path / MANIFEST_NAME).exists():
         return _follow(path)
     if tag is None and (latest := _latest_pointer(path)) is not None:
@@ -74,7 +72,7 @@ def find_checkpoint(directory: str | os.PathLike[str], tag: str | None = None) -
             return other
         raise
     found = _follow(info.path)
-    return Found(path=found.path, swap=found.swap, lines=(*skipped, *found.lines))
+    return FoundCheckpoint(path=found.path, swap=found.swap, lines=(*skipped, *found.lines))
 
 
 def open_reader(path: Path) -> FileReader | StoreReader:
@@ -85,7 +83,7 @@ def open_reader(path: Path) -> FileReader | StoreReader:
     return FileReader(path) if found.swap is None else StoreReader(found.swap)
 
 
-def _latest_pointer(path: Path) -> Found | None:
+def _latest_pointer(path: Path) -> FoundCheckpoint | None:
     """What `latest` names, where that is an in-place commit that is still there, at any step."""
     try:
         named = read_latest(path)
@@ -94,7 +92,7 @@ def _latest_pointer(path: Path) -> Found | None:
         return None  # the search for a complete tag says what is wrong
 
 
-def _any_pointer(path: Path) -> Found | None:
+def _any_pointer(path: Path) -> FoundCheckpoint | None:
     """What the newest tag points to of which the state is still there, at any step: `latest` names one that is not."""
     for info in reversed(list_tags(path)):
         if info.kind == "in_place":
@@ -103,13 +101,13 @@ def _any_pointer(path: Path) -> Found | None:
     return None
 
 
-def _follow(path: Path, in_place_only: bool = False) -> Found:
+def _follow(path: Path, in_place_only: bool = False) -> FoundCheckpoint:
     """A tag, or the swap directory that it points to. Raises StoreError."""
     manifest = read_declared(path)
     if manifest.swap is None:
         if in_place_only:
             raise StoreError(f"{path} is no in-place commit.")
-        return Found(path=path)
+        return FoundCheckpoint(path=path)
     first = Path(manifest.swap["paths"][0])
     committed, _ = load_manifests(first)
     if committed is None or committed.run_id != manifest.swap["run_id"]:
@@ -120,41 +118,7 @@ def _follow(path: Path, in_place_only: bool = False) -> Found:
             f"{path} was written at step {manifest.step}; its run has committed step {committed.step} in place since: "
             f"that is loaded, from {first}",
         )
-    return Found(path=path, swap=first, lines=lines)
-
-
-def durable_slots(
-    commits: CommitLists, layouts: list[StateLayout], *, delayed: bool, buffers_nbytes: int
-) -> list[Slot]:
-    """List the slots of a run that its commits make durable."""
-    slots = [Slot(f"state/{layout.subgroup.index}", layout.nbytes, "state") for layout in layouts]
-    for unit in commits.durable_homes:
-        slots.append(Slot(f"param/{unit.index}", unit.nbytes, "param"))
-        if delayed and unit.trainable:
-            slots.append(Slot(f"param_back/{unit.index}", unit.nbytes, "param_back"))
-    slots += [Slot(f"copy/{unit.index}", unit.nbytes, "commit_copy") for unit in commits.copied]
-    if buffers_nbytes:
-        slots.append(Slot("buffers", buffers_nbytes, "commit_copy"))
-    return slots
-
-
-def run_fingerprint(config: Config, plan: Plan, commits: CommitLists, layouts: list[StateLayout]) -> str:
-    """Hash the layout of a run with in-place commits."""
-    request = plan.request.commits
-    slots = durable_slots(
-        commits, layouts, delayed=plan.delayed, buffers_nbytes=request.buffers_nbytes if request else 0
-    )
-    needs = nvme_needs(config, plan)
-    return fingerprint(layouts, slots, {paths: needs[paths] for paths in committing_paths(config, plan)})
-
-
-def committing_paths(config: Config, plan: Plan) -> list[tuple[str, ...]]:
-    """List the swap paths of the stores that have a part in a commit: that of the state first."""
-    zero = config.zero_optimization
-    paths = [zero.offload_optimizer.nvme_paths]
-    if plan.nbytes("nvme", "commit_param"):
-        paths.append(zero.offload_param.nvme_paths)
-    return list(dict.fromkeys(paths))
+    return FoundCheckpoint(path=path, swap=first, lines=lines)
 
 
 @final
@@ -163,14 +127,14 @@ class Adoption:
     """A commit whose run is gone on with. `directories`: swap paths of the config -> directory and step of the store
     there. `initialized`: sub-groups that have state."""
 
-    found: Found
+    found: FoundCheckpoint
     directories: Mapping[tuple[str, ...], tuple[Path, int]]
     manifest: TagManifest
     initialized: frozenset[int]
 
 
 def adopt(
-    found: Found, config: Config, plan: Plan, commits: CommitLists | None, layouts: list[StateLayout]
+    found: FoundCheckpoint, config: Config, plan: Plan, commits: CommitLists | None, layouts: list[StateLayout]
 ) -> Adoption | None:
     """Adopt an in-place commit where this run lays everything out as its run did; None where it has to be loaded, with
     the reason in the log. Raises StoreError: damaged, or its owner lives."""

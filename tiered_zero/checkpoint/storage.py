@@ -1,4 +1,4 @@
-"""Distributed Checkpoint's StorageWriter and StorageReader over our files, and the errors of its calls."""
+"""The names for programs that call PyTorch's Distributed Checkpoint themselves; this package imports the modules."""
 
 from __future__ import annotations
 

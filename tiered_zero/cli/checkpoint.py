@@ -18,9 +18,9 @@ from rich.text import Text
 
 from tiered_zero.checkpoint.directory import TagInfo, list_tags, prune, read_latest, read_manifest, verify
 from tiered_zero.checkpoint.export import export_weights
+from tiered_zero.checkpoint.file_reader import FileReader
 from tiered_zero.checkpoint.manifest import MANIFEST_NAME
-from tiered_zero.checkpoint.resume import Found, find_checkpoint
-from tiered_zero.checkpoint.storage import FileReader
+from tiered_zero.checkpoint.resume import FoundCheckpoint, find_checkpoint
 from tiered_zero.checkpoint.store_reader import StoreReader
 from tiered_zero.cli.swap import print_table, printable
 from tiered_zero.errors import StoreError
@@ -183,7 +183,7 @@ def _latest(directory: Path) -> str | None:
 
 
 @contextmanager
-def _open_reader(found: Found) -> Iterator[FileReader | StoreReader]:
+def _open_reader(found: FoundCheckpoint) -> Iterator[FileReader | StoreReader]:
     if found.swap is not None:
         with StoreReader(found.swap) as store:
             yield store

@@ -68,7 +68,7 @@ class GradientReducer:
         self._store = store
         self._units = list(units)
         self._runtime = runtime
-        self._ranks = runtime.collectives
+        self._collectives = runtime.collectives
         self._buckets = list(buckets)
         self._part_numel = part_numel
         self._is_sharded = is_sharded
@@ -94,7 +94,10 @@ class GradientReducer:
     # -- presence ------------------------------------------------------------------------------------------------------
 
     def _agree(self, micro_steps: int, global_steps: int) -> None:
-        """Take over which parameters have a gradient on any rank, and which units are summed in fp32."""
+        """Agree with the other ranks on which parameters have a gradient, and which units are summed in fp32.
+
+        Raises RankError where they are at different steps.
+        """
         indices = [entry.param.index for each in self._units for entry in each.unit.entries]
         flags = bytes(
             [
@@ -102,7 +105,7 @@ class GradientReducer:
                 *(each.flat.dtype == torch.float32 for each in self._units),
             ]
         )
-        found = self._ranks.exchange(_STEP.pack(micro_steps, global_steps) + flags, f"step {global_steps}")
+        found = self._collectives.exchange(_STEP.pack(micro_steps, global_steps) + flags, f"step {global_steps}")
         steps = [_STEP.unpack_from(message) for message in found]
         if len(set(steps)) > 1 or len({len(message) for message in found}) > 1:
             texts = ", ".join(
@@ -132,7 +135,7 @@ class GradientReducer:
         for each in reversed(self._units):
             if not each.present:
                 continue
-            rows = each.flat.view(self._ranks.world_size, -1)
+            rows = each.flat.view(self._collectives.world_size, -1)
             for columns in self._columns(rows, each.flat.itemsize):
                 if not free:
                     free.append(self._finish(under_way.popleft()))
@@ -142,7 +145,7 @@ class GradientReducer:
 
     def _columns(self, rows: torch.Tensor, itemsize: int) -> Iterator[slice]:
         """Cut a unit's shards into parts that fit a bucket."""
-        room = self._buckets[0].numel() // itemsize // (self._ranks.world_size + 1)
+        room = self._buckets[0].numel() // itemsize // (self._collectives.world_size + 1)
         step = min(self._part_numel, room)
         for start in range(0, rows.shape[1], step):
             yield slice(start, min(start + step, rows.shape[1]))
@@ -151,18 +154,18 @@ class GradientReducer:
         numel, part = target.numel(), target.shape[1]
         typed = memory[: (numel + part) * target.itemsize].view(target.dtype)
         packed, total = typed[:numel], typed[numel:]
-        torch.div(target, self._ranks.world_size, out=packed.view(target.shape))
-        transfer = self._ranks.reduce_scatter(packed, total, f"the gradients of {name}")
+        torch.div(target, self._collectives.world_size, out=packed.view(target.shape))
+        transfer = self._collectives.reduce_scatter(packed, total, f"the gradients of {name}")
         if not self._is_sharded:
             transfer.wait()
-            transfer = self._ranks.all_gather(packed, total, f"the gradients of {name}")
+            transfer = self._collectives.all_gather(packed, total, f"the gradients of {name}")
         return _Bucket(memory=memory, packed=packed, total=total, target=target, transfer=transfer)
 
     def _finish(self, bucket: _Bucket) -> torch.Tensor:
         """Wait for the bucket's sum and copy it to its home; return the bucket's memory."""
         bucket.transfer.wait()
         if self._is_sharded:
-            bucket.target[self._ranks.rank].copy_(bucket.total)
+            bucket.target[self._collectives.rank].copy_(bucket.total)
         else:
             bucket.target.copy_(bucket.packed.view(bucket.target.shape))
         return bucket.memory
@@ -180,13 +183,15 @@ class GradientReducer:
                     own += squares
                     if not squares < float("inf"):
                         bad = entry.param.index if bad == _NONE_BAD else min(bad, entry.param.index)
-        found = [_NORM.unpack(message) for message in self._ranks.exchange(_NORM.pack(own, bad), "the gradient norm")]
+        found = [
+            _NORM.unpack(message) for message in self._collectives.exchange(_NORM.pack(own, bad), "the gradient norm")
+        ]
         named = [index for _, index in found if index != _NONE_BAD]
         return sum(squares for squares, _ in found), min(named, default=_NONE_BAD)
 
     def _squares(self, gradients: UnitGradients, entry: FlatEntry) -> float:
-        """Of the elements in this rank's shard, in fp64."""
-        shard = gradients.unit.shard(self._ranks.rank)
+        """Sum the squares of a parameter's gradient over this rank's shard, in fp64."""
+        shard = gradients.unit.shard(self._collectives.rank)
         total, stop = 0.0, min(entry.stop, shard.stop)
         for start in range(max(entry.start, shard.start), stop, SQUARES_CHUNK_NUMEL):
             part = gradients.flat[start : min(start + SQUARES_CHUNK_NUMEL, stop)].double()

@@ -21,16 +21,16 @@ class ShardGather:
     """
 
     def __init__(self, runtime: Runtime, units: Sequence[Unit], flat_of: Callable[[Unit], torch.Tensor]) -> None:
-        self._ranks, self._recorder = runtime.collectives, runtime.recorder
+        self._collectives, self._recorder = runtime.collectives, runtime.recorder
         self._units = units
         self._flat_of = flat_of
 
     def gather(self) -> None:
         """Block until every unit is whole. Raises RankError."""
         with self._recorder.span("compute", "gather_ranks"):
-            wait_all([self._ranks.all_gather(*self._whole_and_own(unit), unit.name) for unit in self._units])
+            wait_all([self._collectives.all_gather(*self._whole_and_own(unit), unit.name) for unit in self._units])
 
     def _whole_and_own(self, unit: Unit) -> tuple[torch.Tensor, torch.Tensor]:
         flat = self._flat_of(unit).data  # with a version counter of its own: views that autograd saved stay valid
-        shard = unit.shard(self._ranks.rank)
+        shard = unit.shard(self._collectives.rank)
         return flat, flat[shard.start : shard.stop]
