@@ -115,7 +115,7 @@ def interrupted(at_call: int) -> Iterator[list[str]]:
             return  # what it raises when it is closed early goes nowhere
         if "/tiered_zero/" in path and (calls or name == "materialize_model"):
             calls.append(f"{Path(path).stem}.{name}")
-            if calls[-1] == "snapshot.drop":
+            if calls[-1] == "snapshot.discard":
                 sys.settrace(None)
             elif len(calls) == at_call:
                 sys.settrace(None)
@@ -236,7 +236,7 @@ def test_ctrl_c_between_an_effect_and_what_undoes_it(placement: tuple[str, str],
 
 def test_a_loader_that_cannot_be_made(swap_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(swap_path, ("nvme", "nvme"), True, on_meta=True)
-    monkeypatch.setattr("tiered_zero.api.DataLoader", lambda *_args, **_options: 1 / 0)
+    monkeypatch.setattr("tiered_zero.api.TrainingLoader.__init__", lambda *_args, **_options: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         tiered_zero.initialize(model=case.model, optimizer=case.optimizer, training_data=[1], config=case.config)
     case.check()

@@ -24,7 +24,7 @@ from tests.support.file_systems import mounted, shut_down
 from tiered_zero.errors import ConfigError, StoreError
 from tiered_zero.io.measure import weigh_directories
 from tiered_zero.io.select import select_engine
-from tiered_zero.layout import stripes as stripe_layout
+from tiered_zero.layout import extents
 from tiered_zero.store import stripes
 from tiered_zero.tiers import rack
 
@@ -48,7 +48,7 @@ def several_drives(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def small_stripes(monkeypatch: pytest.MonkeyPatch) -> None:
     """One page each, so that a model this small has hundreds of them, as a real one has of 4 MiB."""
-    for module in (stripe_layout, stripes):
+    for module in (extents, stripes):
         monkeypatch.setattr(module, "STRIPE_NBYTES", 4096)
 
 

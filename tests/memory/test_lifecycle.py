@@ -38,7 +38,8 @@ def tensor_nbytes() -> int:
     """Bytes of all live tensors: a closed engine that anything still refers to keeps its model's and its arena's."""
     gc.collect()
     kinds = (torch.Tensor, nn.Parameter, OffloadedParameter)  # other classes (a compiler's fakes) need not have bytes
-    storages = [t.untyped_storage() for t in gc.get_objects() if type(t) in kinds]
+    found = [t for t in gc.get_objects() if type(t) in kinds]
+    storages = [t.untyped_storage() for t in found if t.layout is torch.strided]  # no engine makes others
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
