@@ -19,7 +19,7 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PARTS = ("__init__.py", "errors.py", "sizes.py", "config/*.py", "layout/*.py", "plan/*.py")
+PARTS = ("__init__.py", "errors.py", "sizes.py", "version.py", "config/*.py", "layout/*.py", "plan/*.py")
 """Of the package, what the answer needs."""
 
 

@@ -1,10 +1,9 @@
 """The documents say what the records say."""
 
+import runpy
 import subprocess
 import sys
 from pathlib import Path
-
-from tools.benchmark_tables import checkpoint_table
 
 TOOL = Path(__file__).parents[2] / "tools" / "benchmark_tables.py"
 
@@ -24,6 +23,6 @@ def test_a_record_of_checkpoints_becomes_a_table() -> None:
         "ratios_to_fio": {"save": 0.934, "load": None},
         "commit_to_bound": 0.8,
     }
-    text = checkpoint_table(record)
+    text = runpy.run_path(str(TOOL))["checkpoint_table"](record)
     assert "Checkpoints of 0.81 GB" in text and "| save | 0.250 | 0.93 of fio's rate |" in text
     assert "| torch.save | 2.000 |  |" in text and "| commit in place | 0.010 | 0.80 of its bound |" in text
