@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from enum import Enum, auto
 from typing import Any, final
 
 import torch
@@ -40,6 +41,14 @@ INLINE_NBYTES = 248
 """An exchange of at most so many bytes is one collective of 256 bytes a rank; a longer one takes a second."""
 
 _FAILED = "failed"
+
+
+class _Phase(Enum):
+    """Of this rank's groups. FAILED: this rank has posted its failure, and starts no collective any more."""
+
+    OPEN = auto()
+    FAILED = auto()
+    CLOSED = auto()
 
 
 class CollectiveTransfer(Transfer):
@@ -89,10 +98,8 @@ class ProcessGroups:
         self._store = dist.distributed_c10d.PrefixStore(f"tiered_zero/{_next_run(self._groups['control'])}", store)
         self._lanes = {name: Lane(f"rank {name}", _launch) for name in GROUPS}
         self._failure: RankError | None = None
-        self._has_failed = False
-        self._is_closed = False
-        self._is_answered = False
-        """Whether the others have closed too, so that no lane is blocked."""
+        """What another rank has posted, or what ended a collective here: every call after it raises this."""
+        self._phase = _Phase.OPEN
 
     # -- collectives ---------------------------------------------------------------------------------------------------
 
@@ -170,9 +177,9 @@ class ProcessGroups:
     def fail(self, message: str) -> None:
         """End the run on every rank: post `message`, which they raise, and close the groups. Idempotent; raises
         nothing. Called by the rank on which the first error is raised, and by those that it reaches."""
-        if self._has_failed or self._is_closed:
+        if self._phase is not _Phase.OPEN:
             return
-        self._has_failed = True
+        self._phase = _Phase.FAILED
         with suppress(Exception):  # the store may have ended with its rank
             if self._failure is None:
                 self._store.compare_set(_FAILED, "", f"{self.rank} {message}")
@@ -226,27 +233,29 @@ class ProcessGroups:
     def _check_open(self) -> None:
         if self._failure is not None:
             raise self._failure
-        if self._is_closed or self._has_failed:
+        if self._phase is not _Phase.OPEN:
             raise RankError("The process groups of this run are closed: it has failed, or its engine was closed.")
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Close the lanes and the groups. Idempotent; waits for the other ranks for some seconds at most."""
-        if self._is_closed:
+        if self._phase is _Phase.CLOSED:
             return
-        if not self._has_failed and self._failure is None:
+        have_others_closed = False
+        if self._phase is _Phase.OPEN and self._failure is None:
             with suppress(Exception):
                 farewell = struct.pack("<q", len(CLOSED)) + CLOSED
                 transfer, _ = self._start_gather_bytes(farewell.ljust(INLINE_NBYTES + 8, b"\0"), "the end of the run")
-                self._is_answered = transfer.wait_at_most(LINGER_S)
-        self._close_groups()
-        self._is_closed = True
+                have_others_closed = transfer.wait_at_most(LINGER_S)
+        self._close_groups(join_lanes=have_others_closed)
+        self._phase = _Phase.CLOSED
 
-    def _close_groups(self) -> None:
-        """A peer that is blocked in one of them is freed at once."""
+    def _close_groups(self, *, join_lanes: bool = False) -> None:
+        """Close the groups, which frees a peer that is blocked in one of them at once. `join_lanes`: no lane of this
+        rank is blocked, because the others have closed too."""
         groups, self._groups = self._groups, {}
-        if self._is_answered:
+        if join_lanes:
             for lane in self._lanes.values():
                 lane.close()
         for group in groups.values():
