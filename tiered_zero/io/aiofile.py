@@ -6,6 +6,7 @@ import asyncio
 import importlib
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, final
 
 from tiered_zero.errors import ConfigError
@@ -34,9 +35,16 @@ class AiofilesEngine(PieceEngine):
         self._locks: dict[DiskFile, asyncio.Lock] = {}
         self._handles: dict[DiskFile, Any] = {}
         self._executor = ThreadPoolExecutor(settings.num_workers, thread_name_prefix="tiered-zero-aiofiles")
+        self._ending: asyncio.Task[None] | None = None
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="tiered-zero-aiofiles-loop", daemon=True)
+        self._thread = threading.Thread(target=self._run_loop, name="tiered-zero-aiofiles-loop", daemon=True)
         self._thread.start()
+
+    def _run_loop(self) -> None:
+        try:
+            self._loop.run_forever()
+        finally:
+            self._loop.close()
 
     def _piece_nbytes(self, nbytes: int) -> int:
         return self.settings.block_nbytes * self.settings.queue_depth
@@ -95,8 +103,19 @@ class AiofilesEngine(PieceEngine):
         return drained
 
     def _stop(self, idle: bool) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        """Where requests are stuck, the loop's thread waits for them, and nothing waits for it."""
+        self._executor.shutdown(wait=idle, cancel_futures=True)
+        with suppress(RuntimeError):  # the loop is closed, by a stop that was interrupted
+            self._loop.call_soon_threadsafe(self._end_loop)
         if idle:
             self._thread.join()
-            self._loop.close()
-        self._executor.shutdown(wait=idle, cancel_futures=True)
+
+    def _end_loop(self) -> None:
+        if self._ending is None:
+            self._ending = self._loop.create_task(self._stop_after(asyncio.all_tasks()))
+
+    async def _stop_after(self, pieces: set[asyncio.Task[Any]]) -> None:
+        """Stop the loop when every piece has ended: in the disk's time, or at once where the executor has dropped it."""
+        if pieces:
+            await asyncio.wait(pieces)
+        self._loop.stop()
