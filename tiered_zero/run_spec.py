@@ -16,7 +16,7 @@ from tiered_zero.config.ranks import check_ranks
 from tiered_zero.config.schema import Config
 from tiered_zero.errors import ConfigError, ModelError, RankError
 from tiered_zero.hardware.collectives import Collectives, SingleRank, local_world_size
-from tiered_zero.hardware.probe import available_host_nbytes
+from tiered_zero.hardware.probe import available_device_nbytes, available_host_nbytes
 from tiered_zero.hardware.select import find_device, shares_cores
 from tiered_zero.layout.flat import ParamSpec, Unit
 from tiered_zero.layout.subgroups import cut_subgroups, sub_group_numel
@@ -86,7 +86,7 @@ def specify_run(
     settings = config.tiered_zero
     request = plan_request(
         config,
-        limits=_limits(config, limits or {}, ranks),
+        limits=_limits(config, model, limits or {}, ranks),
         shares_cores=shares_cores(settings.device, settings.debug_delay_seed),
         buffers_nbytes=packed_nbytes(persistent_buffers(model).values()),
         world_size=ranks.world_size,
@@ -218,14 +218,21 @@ def compute_dtype(config: Config, dtype: torch.dtype) -> torch.dtype:
     return wanted if dtype.is_floating_point and wanted != torch.float32 else dtype
 
 
-def _limits(config: Config, given: Limits, ranks: Collectives) -> Limits:
+def _limits(config: Config, model: nn.Module, given: Limits, ranks: Collectives) -> Limits:
     """Bytes that this rank may use on each tier: those `given` go before the config's and the machine's.
 
-    Ranks of one host share its memory, and every rank plans with the least that any has.
+    A model that is on the device leaves it, unit by unit, for its place in the plan. Ranks of one host share its
+    memory, and every rank plans with the least that any has.
     """
     settings = config.tiered_zero
     limits: dict[str, tuple[int, str]] = {}
-    if settings.device_memory_limit is not None:
+    device_nbytes = available_device_nbytes(find_device(settings.device), model.parameters())
+    if device_nbytes is not None:
+        limits["device"] = (device_nbytes, "what the device has free")
+    if (
+        settings.device_memory_limit is not None
+        and settings.device_memory_limit <= limits.get("device", (settings.device_memory_limit, ""))[0]
+    ):
         limits["device"] = (settings.device_memory_limit, "tiered_zero.device_memory_limit")
     limits["host"] = (available_host_nbytes(), "what this machine and its cgroup have free")
     if ranks.world_size > 1:

@@ -1,10 +1,13 @@
 """Machine facts, from made-up /proc and cgroup trees and from this machine."""
 
 import os
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from tiered_zero.hardware.probe import (
+    available_device_nbytes,
     available_host_nbytes,
     cgroup_memory_limit_nbytes,
     huge_pages,
@@ -108,3 +111,23 @@ def test_the_huge_pages_in_force_stand_in_brackets(tree, tmp_path, text, found):
     assert huge_pages(tmp_path) is None
     tree[0]("kernel/mm/transparent_hugepage/enabled", text)
     assert huge_pages(tmp_path) == found
+
+
+def test_a_gpu_has_what_is_free_what_torch_keeps_and_what_the_model_leaves(monkeypatch):
+    assert available_device_nbytes(torch.device("cpu")) is None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert available_device_nbytes(torch.device("cuda")) is None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: ((index + 1) * 10 * GIB, 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda index: 3 * GIB)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda index: 2 * GIB)
+
+    def tensor(place):
+        return SimpleNamespace(device=torch.device(place), nbytes=GIB)
+
+    own = [tensor("cuda:1"), tensor("cuda:1"), tensor("cuda:0"), tensor("cpu")]
+    assert available_device_nbytes(torch.device("cuda"), own) == 23 * GIB
+    assert available_device_nbytes(torch.device("cuda:0"), own) == 12 * GIB
+    assert available_device_nbytes(torch.device("cuda:2"), own) is None

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import tiered_zero
+from tiered_zero import run_spec
 from tests.support.inspection import ledger, units
 from tests.support.models import ParityGPT, batch
 from tests.support.trainers import PLACEMENTS, tiered, train
@@ -149,6 +150,26 @@ def test_the_device_limit_is_the_window(swap_path):
         assert ledger(engine).peak("device") <= least
     with pytest.raises(tiered_zero.PlanError, match="device_memory_limit"):
         tiered(ParityGPT(), swap_path, runtime={"device_memory_limit": least - smallest})
+    assert not any(swap_path.iterdir())
+
+
+def test_what_the_device_has_free_is_a_limit_too(swap_path, monkeypatch):
+    def free(nbytes):
+        monkeypatch.setattr(run_spec, "available_device_nbytes", lambda device, own: nbytes)
+
+    with tiered(ParityGPT(), swap_path, zero={"stage3_max_live_parameters": 0}) as engine:
+        least = engine.plan.nbytes("device")
+    free(least)
+    with tiered(ParityGPT(), swap_path) as engine:
+        assert engine.plan.limits["device"] == (least, "what the device has free")
+        train(engine, batch, 1)
+        assert ledger(engine).peak("device") <= least
+    with tiered(ParityGPT(), swap_path, runtime={"device_memory_limit": least}) as engine:
+        assert engine.plan.limits["device"] == (least, "tiered_zero.device_memory_limit")
+    free(least - 1)
+    for runtime in ({}, {"device_memory_limit": 2 * least}):
+        with pytest.raises(tiered_zero.PlanError, match=r"device memory; .* is allowed \(what the device has free\)"):
+            tiered(ParityGPT(), swap_path, runtime=runtime)
     assert not any(swap_path.iterdir())
 
 

@@ -22,7 +22,11 @@ from tiered_zero.sizes import parse_nbytes
 @click.argument("config", type=CONFIG_FILE)
 @click.option("--model", callback=parse_model, metavar="gpt:...", help=f"Default {DEMO_MODEL}.")
 @click.option("--params", "sized", type=float, callback=parse_size, metavar="7e9", help="A GPT of about that size.")
-@click.option("--device-memory", metavar="24GiB", help="Plan for a device of this size (default: the config's limit).")
+@click.option(
+    "--device-memory",
+    metavar="24GiB",
+    help="Plan for a device of this size (default: what the GPU has free, or the config's limit).",
+)
 @click.option("--host-memory", metavar="64GiB", help="Plan for a host of this size (default: what is free here).")
 @JSON_OPTION
 @click.pass_context

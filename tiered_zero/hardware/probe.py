@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -19,6 +19,19 @@ def cuda_device_names() -> list[str]:
     return (
         [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
     )
+
+
+def available_device_nbytes(device: torch.device, own: Iterable[torch.Tensor] = ()) -> int | None:
+    """What this process can still have of a GPU's memory: what is free, what torch's allocator keeps unused, and the
+    bytes of `own`, tensors that will make room. None for the CPU, and where torch finds no such device."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if index >= torch.cuda.device_count():
+        return None
+    free, _ = torch.cuda.mem_get_info(index)
+    unused = torch.cuda.memory_reserved(index) - torch.cuda.memory_allocated(index)
+    return free + unused + sum(tensor.nbytes for tensor in own if tensor.device == torch.device("cuda", index))
 
 
 def total_host_nbytes(proc: Path = PROC) -> int:
