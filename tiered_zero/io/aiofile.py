@@ -115,7 +115,7 @@ class AiofilesEngine(PieceEngine):
             self._ending = self._loop.create_task(self._stop_after(asyncio.all_tasks()))
 
     async def _stop_after(self, pieces: set[asyncio.Task[Any]]) -> None:
-        """Stop the loop when every piece has ended: in the disk's time, or at once where the executor has dropped it."""
+        """Stop the loop when every piece has ended; those that no worker has begun end at once, with an error."""
         if pieces:
             await asyncio.wait(pieces)
         self._loop.stop()
