@@ -19,7 +19,8 @@ from pathlib import Path
 import torch
 
 from tests.support.tags import equal_bits, load_tag, save_tag
-from tiered_zero.checkpoint.directory import find_tag, newest_complete, prune
+from tiered_zero.checkpoint.directory import find_tag, newest_complete
+from tiered_zero.checkpoint.prune import prune
 
 
 def tensors_of(step: int) -> dict[str, torch.Tensor]:

@@ -19,7 +19,8 @@ from tests.fakes.crash_tree import CrashTree, RecordingTree, lay_out
 from tests.fakes.sync_io import SyncEngine
 from tests.support.tags import equal_bits, load_tag, save_tag
 from tiered_zero.checkpoint import data_files, directory, save_directory, tag_writer
-from tiered_zero.checkpoint.directory import find_tag, list_tags, prune
+from tiered_zero.checkpoint.directory import find_tag, list_tags
+from tiered_zero.checkpoint.prune import prune
 from tiered_zero.errors import StoreError
 from tiered_zero.store import descriptors, durable
 

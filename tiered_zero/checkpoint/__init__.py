@@ -10,7 +10,7 @@ Never.  No pickle; no tensor as a whole in memory, for all of it moves through f
     a run            portable: its keys and shapes | saving, loading: to and from a tag | matching: what is loaded where
                      driver: all that is not a tensor; values: that as JSON
     a tag            manifest; save_directory: lock, rename; tag_writer: begin, publish, discard;
-                     directory: list, find, prune, verify
+                     directory: list, find, verify; prune
     its data files   data_files: bytes and checksums | file_writer, file_reader over them, tensors
     in-place commit  commit: make it durable | commit_layout: a hash of where each byte lies
                      places: which bytes of which record | copies: of what rests in memory

@@ -1,4 +1,4 @@
-"""The tags of a save directory: which are there and whole, which is the newest, what is damaged, what may go."""
+"""The tags of a save directory: which are there and whole, which is the newest, what is damaged."""
 
 from __future__ import annotations
 
@@ -12,14 +12,7 @@ from typing import Final, final
 
 from tiered_zero.checkpoint.data_files import DataReader
 from tiered_zero.checkpoint.manifest import MANIFEST_NAME, MOST_NBYTES, DataFile, TagManifest, WrittenBy
-from tiered_zero.checkpoint.save_directory import (
-    LATEST_NAME,
-    OLD,
-    TEMPORARY,
-    SaveDirectory,
-    check_tag,
-    hidden_tag,
-)
+from tiered_zero.checkpoint.save_directory import LATEST_NAME, OLD, TEMPORARY, check_tag, hidden_tag
 from tiered_zero.errors import StoreError
 from tiered_zero.io.select import select_reader
 from tiered_zero.sizes import MIB
@@ -161,39 +154,6 @@ def _others(path: Path) -> str:
     except StoreError:
         return ""
     return f" The newest there: {', '.join(reversed(complete[-4:]))}." if complete else ""
-
-
-def prune(save_dir: str | os.PathLike[str], keep: int, *, dry_run: bool = False) -> list[TagInfo]:
-    """Remove complete tags, but not the newest `keep` nor the one that `latest` names; those removed, or with `dry_run`
-    those that would be.
-
-    Raises StoreError.
-    """
-    if keep < 1:
-        raise StoreError(f"Keep at least one checkpoint; found {keep}.")
-    if dry_run:
-        return _prunable(Path(save_dir), keep)
-    directory = SaveDirectory.open(save_dir)
-    try:
-        directory.restore()
-        removed = _prunable(directory.path, keep)
-        for info in removed:
-            directory.check_replaceable(info.tag)
-            directory.remove(directory.hide(info.tag))
-        return removed
-    except OSError as error:
-        raise StoreError(f"{directory.path} cannot be pruned: {error}.") from error
-    finally:
-        directory.release()
-
-
-def _prunable(path: Path, keep: int) -> list[TagInfo]:
-    try:
-        latest = read_latest(path)
-    except StoreError:
-        latest = None
-    complete = [info for info in list_tags(path) if info.complete]
-    return [info for info in complete[: max(0, len(complete) - keep)] if info.tag != latest]
 
 
 def verify(tag_dir: str | os.PathLike[str]) -> list[str]:

@@ -16,10 +16,11 @@ import click
 import torch
 from rich.text import Text
 
-from tiered_zero.checkpoint.directory import TagInfo, list_tags, prune, read_latest, read_manifest, verify
+from tiered_zero.checkpoint.directory import TagInfo, list_tags, read_latest, read_manifest, verify
 from tiered_zero.checkpoint.export import export_weights
 from tiered_zero.checkpoint.file_reader import FileReader
 from tiered_zero.checkpoint.manifest import MANIFEST_NAME
+from tiered_zero.checkpoint.prune import prune
 from tiered_zero.checkpoint.resume import FoundCheckpoint, find_checkpoint
 from tiered_zero.checkpoint.store_reader import StoreReader
 from tiered_zero.cli.swap import print_table, printable
@@ -153,9 +154,10 @@ def export(directory: Path, out: Path, tag: str | None, dtype: str, max_shard_si
 @click.option("--keep", type=click.IntRange(min=1), required=True, metavar="N", help="How many whole ones stay.")
 @click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
 def prune_command(directory: Path, as_json: bool, keep: int, dry_run: bool) -> None:
-    """Remove the whole checkpoints in DIRECTORY but the newest N; never the one that `latest` names.
+    """Remove the whole checkpoints in DIRECTORY but the newest N, and pointers to in-place commits that hold a later
+    step by now, which do not count; never the one that `latest` names, nor the only pointer to a commit.
 
-    What is not whole stays: look at it with `ls`.
+    Swap directories stay, and so does what is damaged: look at it with `ls`.
     """
     removed = prune(directory, keep, dry_run=dry_run)
     nbytes = sum(info.nbytes for info in removed)

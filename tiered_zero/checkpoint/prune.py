@@ -1,0 +1,79 @@
+"""Remove tags from a save directory: old whole ones, and pointers to in-place commits that hold another step by now.
+
+A pointer is removed with its tag; the swap directory that it points to never is. While that holds a commit, the newest
+pointer to it is the way to it: it counts as any other whole tag where it is at the commit's step, and stays where the
+run was killed between a commit and its tag.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from tiered_zero.checkpoint.directory import TagInfo, list_tags, read_declared, read_latest
+from tiered_zero.checkpoint.save_directory import SaveDirectory
+from tiered_zero.errors import StoreError
+from tiered_zero.store import manifest as store_manifest
+
+
+def prune(save_dir: str | os.PathLike[str], keep: int, *, dry_run: bool = False) -> list[TagInfo]:
+    """Remove whole tags but the newest `keep`, and superseded pointers; never what `latest` names, nor the only pointer
+    to a commit. Return those removed, or with `dry_run` those that would be.
+
+    Raises StoreError.
+    """
+    if keep < 1:
+        raise StoreError(f"Keep at least one checkpoint; found {keep}.")
+    if dry_run:
+        return _prunable(Path(save_dir), keep)
+    directory = SaveDirectory.open(save_dir)
+    try:
+        directory.restore()
+        removed = _prunable(directory.path, keep)
+        for info in removed:
+            directory.check_replaceable(info.tag)
+            directory.remove(directory.hide(info.tag))
+        return removed
+    except OSError as error:
+        raise StoreError(f"{directory.path} cannot be pruned: {error}.") from error
+    finally:
+        directory.release()
+
+
+def _prunable(path: Path, keep: int) -> list[TagInfo]:
+    """Oldest first."""
+    try:
+        latest = read_latest(path)
+    except StoreError:
+        latest = None
+    infos = list_tags(path)
+    newest = [info for info in infos if info.complete][-keep:]
+    superseded = _superseded(infos)
+    kept = {latest, *(info.tag for info in newest)}
+    return [info for info in infos if (info.complete or info.tag in superseded) and info.tag not in kept]
+
+
+def _superseded(infos: Sequence[TagInfo]) -> set[str]:
+    """Tags that point to a commit of another step than theirs, but for the newest where no tag has that step.
+
+    `infos`: oldest first. A swap directory that cannot be read, perhaps on a disk that is not mounted, supersedes none.
+    """
+    pointers: dict[tuple[str, str], list[TagInfo]] = {}
+    for info in infos:
+        if info.kind == "in_place" and (swap := read_declared(info.path).swap) is not None:
+            pointers.setdefault((swap["run_id"], swap["paths"][0]), []).append(info)
+    found: set[str] = set()
+    for (run_id, first), own in pointers.items():
+        old = [info.tag for info in own if not info.complete]
+        if old and _holds_commit(Path(first), run_id):
+            found.update(old if len(old) < len(own) else old[:-1])
+    return found
+
+
+def _holds_commit(path: Path, run_id: str) -> bool:
+    try:
+        committed, _ = store_manifest.load(path)
+    except StoreError:
+        return False
+    return committed is not None and committed.run_id == run_id
