@@ -24,7 +24,8 @@ from tiered_zero.store.durable import write_new_file
 logger = logging.getLogger("tiered_zero")
 
 _SPARE_NBYTES = 4 * MIB
-"""Of a tag beyond its data: manifest, directory, ends of pages."""
+"""Asked for beyond the tensors of a tag: its manifest, its directory and the ends of pages, whose bytes are known only
+when they are written. A manifest has some 21 bytes for each MiB, and 200 for each tensor."""
 
 
 @final
@@ -60,7 +61,7 @@ class TagWriter:
         try:
             directory.restore()
             directory.check_replaceable(tag)
-            _check_space(directory.path, needed_nbytes + _SPARE_NBYTES)
+            _check_space(directory.path, needed_nbytes)
             name = directory.make_temporary(tag)
         except BaseException as error:
             directory.release()
@@ -151,15 +152,17 @@ class TagWriter:
             os.fsync(fd)
 
 
-def _check_space(path: Path, needed_nbytes: int) -> None:
+def _check_space(path: Path, tensors_nbytes: int) -> None:
     """Raises StoreError."""
     status = os.statvfs(path)
     free_nbytes = status.f_bavail * status.f_frsize
+    needed_nbytes = tensors_nbytes + _SPARE_NBYTES
     if free_nbytes < needed_nbytes:
         raise StoreError(
-            f"The checkpoint needs {format_nbytes(needed_nbytes)} ({needed_nbytes} bytes) in {path}; "
-            f"{format_nbytes(free_nbytes)} ({free_nbytes} bytes) are free. Free space there, `tiered-zero checkpoint "
-            "prune` it, or save elsewhere. What was saved before is untouched."
+            f"The checkpoint needs {format_nbytes(needed_nbytes)} ({needed_nbytes} bytes) in {path}: "
+            f"{format_nbytes(tensors_nbytes)} of tensors, and {format_nbytes(_SPARE_NBYTES)} that are kept for its "
+            f"manifest and the ends of pages; {format_nbytes(free_nbytes)} ({free_nbytes} bytes) are free. Free space "
+            "there, `tiered-zero checkpoint prune` it, or save elsewhere. What was saved before is untouched."
         )
 
 
