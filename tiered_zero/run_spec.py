@@ -28,9 +28,9 @@ from tiered_zero.optim.state_layout import StateLayout
 from tiered_zero.params.aliases import check_memory
 from tiered_zero.params.guarded_parameter import ClosedEngine, handler_of
 from tiered_zero.params.model_spec import list_params, module_tree, packed_nbytes, persistent_buffers
-from tiered_zero.plan.placement import CommitLists, commit_lists
 from tiered_zero.plan.planner import Plan, make_plan
 from tiered_zero.plan.request import Limits, SubGroupSize, plan_request, unit_rules
+from tiered_zero.plan.slots import PlannedSlot, list_slots
 from tiered_zero.sizes import TIERS, format_nbytes
 
 
@@ -46,8 +46,8 @@ class RunSpec:
     rule: UpdateRule
     layouts: list[StateLayout]
     plan: Plan
-    commits: CommitLists | None = None
-    """What in-place commits make durable besides state; None without them."""
+    slots: list[PlannedSlot]
+    """Of units, sub-groups and durable copies."""
     trains: bool = True
     """False where there is no optimizer: the run evaluates."""
 
@@ -111,8 +111,8 @@ def specify_run(
         request = replace(request, update=replace(request.update, in_backward=False))
     plan = make_plan(units, sizes, request)
     check_params(masters, subgroups, plan.tiers.params, plan.tiers.state)
-    commits = None if plan.request.commits is None else commit_lists(units, sizes, plan.tiers, plan.request)
-    _check_commits(commits, sizes, plan)
+    slots = list_slots(units, sizes, plan.tiers, plan.request, delayed=plan.delayed)
+    _check_commits(slots, units, sizes, plan)
     _agree(ranks, config, units, group_of, {"rule": rule.name, "update policy": plan.update_policy.policy})
     return RunSpec(
         config=config,
@@ -123,15 +123,18 @@ def specify_run(
         rule=rule,
         layouts=layouts,
         plan=plan,
-        commits=commits,
+        slots=slots,
         trains=trains,
     )
 
 
-def _check_commits(commits: CommitLists | None, sizes: Sequence[SubGroupSize], plan: Plan) -> None:
+def _check_commits(
+    slots: Sequence[PlannedSlot], units: Sequence[Unit], sizes: Sequence[SubGroupSize], plan: Plan
+) -> None:
     """Raises ConfigError for parameters that each commit would have to copy."""
+    copied = {slot.index for slot in slots if slot.kind == "commit_copy"}
     trained = {index for size in sizes for index in size.parts}
-    if commits is not None and (found := [unit for unit in commits.copied if unit.index in trained]):
+    if found := [unit for unit in units if unit.index in copied & trained]:
         raise ConfigError(
             "tiered_zero.checkpoint.in_place with state_format bf16_remainder: expected parameters on nvme, for they "
             f"are half of the masters that are committed; {found[0].entries[0].param.name} rests on tier "

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tiered_zero.assembly.homes import make_commits, place_homes, reserve_copies
+from tiered_zero.assembly.homes import make_commits, make_copies, place_homes
 from tiered_zero.assembly.parts import make_gradients, make_observers, make_policy
 from tiered_zero.checkpoint.checkpoints import Checkpoints, check_async, written_by
 from tiered_zero.checkpoint.driver import DriverState
@@ -89,7 +89,7 @@ def _build(run_spec: RunSpec, lr_scheduler: Any, collectives: Collectives, loade
     found = find_checkpoint(resume) if (resume := config.tiered_zero.checkpoint.resume) is not None else None
     for line in found.lines if found is not None else ():
         logger.warning("%s", line)
-    adoption = None if found is None else adopt(found, config, plan, run_spec.commits, run_spec.layouts)
+    adoption = None if found is None else adopt(found, config, plan, run_spec.slots, run_spec.layouts)
     weights = WeightFiles(config.tiered_zero.weights) if config.tiered_zero.weights else None
     if weights is not None:
         warnings += weights.check(run_spec.model, run_spec.specs)
@@ -125,7 +125,7 @@ def _build(run_spec: RunSpec, lr_scheduler: Any, collectives: Collectives, loade
             model_name=type(run_spec.model).__name__,
             adopted=None if adoption is None else adoption.directories,
         )
-        inventory = place_homes(run_spec, tiers)
+        inventory, copy_homes = place_homes(run_spec, tiers)
         masters = Masters(run_spec.layouts, inventory, tiers.state_staging)
         cuts = masters.cuts if masters.need_params else None
         offloaded_params = OffloadedParams(inventory, tiers.param_staging, masters.follow, cuts)
@@ -184,7 +184,7 @@ def _build(run_spec: RunSpec, lr_scheduler: Any, collectives: Collectives, loade
             param_staging=tiers.param_staging,
             param_flat=lambda unit: pager.storage(unit).flat,
         )
-        copies = reserve_copies(run_spec, tiers, portable)
+        copies = make_copies(run_spec, copy_homes, portable)
         adopted = AdoptedValues(state=portable, masters=masters, copies=copies) if adoption and copies else None
         materializer = Materializer(run_spec.model, weights, run_spec.specs)
         materialize_model(

@@ -9,48 +9,35 @@ from tiered_zero.checkpoint.commit_layout import run_fingerprint
 from tiered_zero.checkpoint.copies import DurableCopies
 from tiered_zero.checkpoint.portable import RunState
 from tiered_zero.layout.flat import Unit
-from tiered_zero.plan.placement import back_tier
+from tiered_zero.plan.slots import BUFFERS
 from tiered_zero.run_spec import RunSpec
 from tiered_zero.tiers.inventory import Home, Inventory
 from tiered_zero.tiers.nvme import NvmeTier
 from tiered_zero.tiers.rack import TierRack
 
 
-def place_homes(run_spec: RunSpec, tiers: TierRack) -> Inventory:
-    """Reserve a slot for each unit and each sub-group, on the tiers that the plan says."""
-    plan, inventory = run_spec.plan, Inventory()
-    stepped = {segment.unit.index for layout in run_spec.layouts for segment in layout.subgroup.segments}
-    commits = run_spec.commits
-    durable = set() if commits is None else {unit.index for unit in commits.durable_homes}
-    for unit in run_spec.units:
-        tier = tiers.for_params(plan.tiers.params[unit.index])
-        if tier is not None:
-            slot = tier.reserve(f"param/{unit.index}", unit.nbytes, "param", committed=unit.index in durable)
-            inventory.place(unit, "param", Home(tier, slot))
-        back = tiers.for_params(back_tier(plan.tiers.params[unit.index]))
-        if plan.delayed and unit.index in stepped and back is not None:
-            kind = "param_back"
-            slot = back.reserve(f"{kind}/{unit.index}", unit.nbytes, kind, committed=unit.index in durable)
-            inventory.place(unit, kind, Home(back, slot))
-    for layout in run_spec.layouts:
-        tier = tiers.for_state(plan.tiers.state[layout.subgroup.index])
-        name = f"state/{layout.subgroup.index}"
-        slot = tier.reserve(name, layout.nbytes, "state", committed=commits is not None)
-        inventory.place(layout.subgroup, "state", Home(tier, slot))
-    return inventory
+def place_homes(run_spec: RunSpec, tiers: TierRack) -> tuple[Inventory, dict[int, Home]]:
+    """Reserve the slots of the run's list. Returns those of units and sub-groups, and those of durable copies by the
+    index of their unit."""
+    inventory, copies = Inventory(), {}
+    for slot in run_spec.slots:
+        of_param = slot.kind in ("param", "param_back")
+        tier = tiers.for_params(slot.tier) if of_param else tiers.for_state(slot.tier)
+        assert tier is not None, "a unit that lives on the device has no slot"
+        home = Home(tier, tier.reserve(slot.name, slot.nbytes, slot.kind, committed=slot.num_durable > 0))
+        if slot.kind == "commit_copy":
+            copies[slot.index] = home
+        elif of_param:
+            inventory.place(run_spec.units[slot.index], slot.kind, home)
+        else:
+            inventory.place(run_spec.layouts[slot.index].subgroup, slot.kind, home)
+    return inventory, copies
 
 
-def reserve_copies(run_spec: RunSpec, tiers: TierRack, state: RunState) -> DurableCopies | None:
-    """Reserve room in the state's store for what no committed slot holds; None without in-place commits."""
-    commits, request = run_spec.commits, run_spec.plan.request.commits
-    if commits is None or request is None:
+def make_copies(run_spec: RunSpec, homes: dict[int, Home], state: RunState) -> DurableCopies | None:
+    """Copy to `homes` what no committed slot holds; None without in-place commits."""
+    if run_spec.plan.request.commits is None:
         return None
-    tier = tiers.for_state("nvme")
-
-    def reserve(name: str, nbytes: int) -> Home:
-        return Home(tier, tier.reserve(name, nbytes, "commit_copy", committed=True))
-
-    units = {unit.index: (unit, reserve(f"copy/{unit.index}", unit.nbytes)) for unit in commits.copied}
 
     def flat(unit: Unit) -> torch.Tensor:
         home = state.inventory.find(unit, "param")
@@ -58,14 +45,14 @@ def reserve_copies(run_spec: RunSpec, tiers: TierRack, state: RunState) -> Durab
         assert view is not None, "copied units rest in memory"
         return view
 
-    buffers = reserve("buffers", request.buffers_nbytes) if request.buffers_nbytes else None
-    return DurableCopies(units, flat, buffers)
+    units = {unit.index: (unit, homes[unit.index]) for unit in run_spec.units if unit.index in homes}
+    return DurableCopies(units, flat, homes.get(BUFFERS))
 
 
 def make_commits(run_spec: RunSpec, tiers: TierRack, state: RunState, copies: DurableCopies | None) -> Commits | None:
     config, plan = run_spec.config, run_spec.plan
-    if copies is None or run_spec.commits is None:
+    if copies is None:
         return None
     found = [tiers.for_state("nvme"), *([tiers.for_params("nvme")] if plan.nbytes("nvme", "commit_param") else [])]
     stores = [tier for tier in dict.fromkeys(found) if isinstance(tier, NvmeTier)]
-    return Commits(state, stores, copies, run_fingerprint(config, plan, run_spec.commits, run_spec.layouts))
+    return Commits(state, stores, copies, run_fingerprint(config, plan, run_spec.slots, run_spec.layouts))

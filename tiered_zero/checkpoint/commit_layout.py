@@ -1,7 +1,6 @@
-"""Which slots of a run its in-place commits make durable, and a hash of where each byte lies in them.
+"""A hash of where each byte lies in the slots that the in-place commits of a run make durable.
 
-A run adopts the commit of another where the two hashes are equal. Computed from the plan, before anything is allocated;
-the slots are those that assembly/homes.py reserves.
+A run adopts the commit of another where the two hashes are equal. Computed from the plan, before anything is allocated.
 """
 
 from __future__ import annotations
@@ -9,41 +8,22 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tiered_zero.config.schema import Config
 from tiered_zero.layout.subgroups import ParamPiece
 from tiered_zero.optim.state_layout import StateLayout
-from tiered_zero.plan.placement import CommitLists
 from tiered_zero.plan.planner import Plan
+from tiered_zero.plan.slots import PlannedSlot
 from tiered_zero.tiers.rack import nvme_needs
-from tiered_zero.tiers.tier import Slot
 
 
-def _durable_slots(
-    commits: CommitLists, layouts: list[StateLayout], *, delayed: bool, buffers_nbytes: int
-) -> list[Slot]:
-    """List the slots of a run that its commits make durable."""
-    slots = [Slot(f"state/{layout.subgroup.index}", layout.nbytes, "state") for layout in layouts]
-    for unit in commits.durable_homes:
-        slots.append(Slot(f"param/{unit.index}", unit.nbytes, "param"))
-        if delayed and unit.trainable:
-            slots.append(Slot(f"param_back/{unit.index}", unit.nbytes, "param_back"))
-    slots += [Slot(f"copy/{unit.index}", unit.nbytes, "commit_copy") for unit in commits.copied]
-    if buffers_nbytes:
-        slots.append(Slot("buffers", buffers_nbytes, "commit_copy"))
-    return slots
-
-
-def run_fingerprint(config: Config, plan: Plan, commits: CommitLists, layouts: list[StateLayout]) -> str:
+def run_fingerprint(config: Config, plan: Plan, slots: Iterable[PlannedSlot], layouts: Sequence[StateLayout]) -> str:
     """Hash the layout of a run with in-place commits."""
-    request = plan.request.commits
-    slots = _durable_slots(
-        commits, layouts, delayed=plan.delayed, buffers_nbytes=request.buffers_nbytes if request else 0
-    )
     needs = nvme_needs(config, plan)
-    return _fingerprint(layouts, slots, {paths: needs[paths] for paths in committing_paths(config, plan)})
+    durable = [slot for slot in slots if slot.num_durable]
+    return _fingerprint(layouts, durable, {paths: needs[paths] for paths in committing_paths(config, plan)})
 
 
 def committing_paths(config: Config, plan: Plan) -> list[tuple[str, ...]]:
@@ -55,7 +35,9 @@ def committing_paths(config: Config, plan: Plan) -> list[tuple[str, ...]]:
     return list(dict.fromkeys(paths))
 
 
-def _fingerprint(layouts: Sequence[StateLayout], slots: Sequence[Slot], needs: Mapping[Sequence[str], int]) -> str:
+def _fingerprint(
+    layouts: Sequence[StateLayout], slots: Sequence[PlannedSlot], needs: Mapping[Sequence[str], int]
+) -> str:
     """Hash everything that says where which bytes lie in the records of a run: where it is equal, a run can adopt the
     records of another. `slots`: those that are committed; `needs`: paths of each store that takes part -> its bytes."""
     subgroups = [
@@ -73,7 +55,7 @@ def _fingerprint(layouts: Sequence[StateLayout], slots: Sequence[Slot], needs: M
         }
         for layout in layouts
     ]
-    places = [[slot.name, slot.nbytes, slot.kind] for slot in slots]
+    places = [[slot.name, slot.nbytes, slot.num_durable] for slot in slots]
     stores = sorted([[os.path.abspath(path) for path in paths], nbytes] for paths, nbytes in needs.items())
     text = json.dumps([subgroups, places, stores], separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,8 +29,8 @@ from tiered_zero.config.schema import Config
 from tiered_zero.errors import StoreError
 from tiered_zero.layout.flat import Unit
 from tiered_zero.optim.state_layout import StateLayout
-from tiered_zero.plan.placement import CommitLists
 from tiered_zero.plan.planner import Plan
+from tiered_zero.plan.slots import PlannedSlot
 from tiered_zero.sizes import format_nbytes
 from tiered_zero.store.manifest import load as load_manifests
 from tiered_zero.store.owner import OWNER_NAME
@@ -134,7 +134,7 @@ class Adoption:
 
 
 def adopt(
-    found: FoundCheckpoint, config: Config, plan: Plan, commits: CommitLists | None, layouts: list[StateLayout]
+    found: FoundCheckpoint, config: Config, plan: Plan, slots: Sequence[PlannedSlot], layouts: list[StateLayout]
 ) -> Adoption | None:
     """Adopt an in-place commit where this run lays everything out as its run did; None where it has to be loaded, with
     the reason in the log. Raises StoreError: damaged, or its owner lives."""
@@ -142,11 +142,11 @@ def adopt(
         return None
     with CommittedState.open(found.swap) as committed:
         paths, reason = committing_paths(config, plan), ""
-        if commits is None:
+        if plan.request.commits is None:
             reason = "tiered_zero.checkpoint.in_place is off"
         elif any(record.name.startswith("param_back/") for record in committed.places.records):
             reason = "the delayed update had left parameters in their second home"
-        elif committed.layout != run_fingerprint(config, plan, commits, layouts):
+        elif committed.layout != run_fingerprint(config, plan, slots, layouts):
             reason = "this run lays its state out in another way (placement, sub_group_size, state_format or nvme_path)"
         if reason:
             needed = format_nbytes(plan.nbytes("nvme"))

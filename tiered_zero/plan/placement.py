@@ -67,31 +67,6 @@ def place_state(subgroups: Sequence[SubGroupSize], request: StateRequest) -> lis
     return tiers
 
 
-@dataclass(frozen=True, kw_only=True)
-class CommitLists:
-    """Units that in-place commits make durable besides state. `durable_homes`: their slots on nvme are committed.
-
-    `copied`: a copy in the state's store is. `joins_params`: masters are made of parameters, which are therefore among
-    the first. All other units are rebuilt from their masters.
-    """
-
-    durable_homes: Sequence[Unit]
-    copied: Sequence[Unit]
-    joins_params: bool
-
-
-def commit_lists(
-    units: Sequence[Unit], subgroups: Sequence[SubGroupSize], tiers: Placement, request: PlanRequest
-) -> CommitLists:
-    """Sort units by how a commit makes their parameters durable."""
-    held = {index for subgroup in subgroups for index in subgroup.parts}
-    joins_params = request.state.format == "bf16_remainder"
-    durable = [unit for unit in units if joins_params or unit.index not in held]
-    on_nvme = [unit for unit in durable if tiers.params[unit.index] == "nvme"]
-    copied = [unit for unit in durable if tiers.params[unit.index] != "nvme"]
-    return CommitLists(durable_homes=on_nvme, copied=copied, joins_params=joins_params)
-
-
 def _place_gradients(
     units: Sequence[Unit], subgroups: Sequence[SubGroupSize], state_tiers: Sequence[str], last: str
 ) -> dict[int, str]:

@@ -7,8 +7,9 @@ from dataclasses import asdict, dataclass, field
 
 from tiered_zero.errors import PlanError
 from tiered_zero.layout.flat import Unit
-from tiered_zero.plan.placement import Placement, back_tier, commit_lists, place
+from tiered_zero.plan.placement import Placement, place
 from tiered_zero.plan.request import NO_LIMIT, Limits, LookAhead, ParamRequest, PlanRequest, SubGroupSize
+from tiered_zero.plan.slots import PlannedSlot, list_slots
 from tiered_zero.plan.staging import Staging, size_staging
 from tiered_zero.plan.update_policy import UpdateChoice, choose_update_policy
 from tiered_zero.sizes import TIERS, format_nbytes
@@ -134,12 +135,20 @@ def make_plan(units: Sequence[Unit], subgroups: Sequence[SubGroupSize], request:
     gradients = GradientPlan(sums=sums, in_flight_nbytes=max([returned, *(unit.nbytes for unit in to_host)]))
     staging = size_staging(units, subgroups, tiers, request)
     param_nbytes = {tier: _total(unit for unit in units if tiers.params[unit.index] == tier) for tier in TIERS}
+    slots = list_slots(units, subgroups, tiers, request, delayed=delayed)
+
+    def nbytes_of(kind: str, tier: str) -> int:
+        return sum(slot.nbytes for slot in slots if (slot.kind, slot.tier) == (kind, tier))
+
     rows = [
         PlanRow("device", "param", param_nbytes["device"], "parameters that stay on the device"),
         PlanRow("device", "gradient_in_flight", gradients.in_flight_nbytes, "gradients on their way to host memory"),
         PlanRow("host", "param", param_nbytes["host"], "parameters"),
         PlanRow("nvme", "param", param_nbytes["nvme"], "parameters"),
-        *(_back_rows(trainable, tiers) if delayed else ()),
+        *(
+            PlanRow(tier, "param_back", nbytes_of("param_back", tier), "parameters of the delayed update")
+            for tier in ("host", "nvme")
+        ),
         *(
             PlanRow(
                 tier,
@@ -158,7 +167,7 @@ def make_plan(units: Sequence[Unit], subgroups: Sequence[SubGroupSize], request:
             )
             for tier in TIERS
         ),
-        *_commit_rows(units, subgroups, tiers, request),
+        *_commit_rows(slots),
         PlanRow("host", "staging_param", staging.params.total_nbytes, "parameter staging buffers"),
         PlanRow("host", "staging_state", staging.state.total_nbytes, "optimizer staging buffers"),
         PlanRow("host", "staging_gradient", staging.gradients.total_nbytes, "gradient staging buffer"),
@@ -195,34 +204,16 @@ def _returned_nbytes(
     )
 
 
-def _back_rows(trainable: Sequence[Unit], tiers: Placement) -> list[PlanRow]:
-    """The delayed update writes new parameters to a second home; of resident ones it is in host memory."""
+def _commit_rows(slots: Iterable[PlannedSlot]) -> list[PlanRow]:
+    """What in-place commits take on nvme besides one place of everything that rests there."""
+    charges = [charge for slot in slots if slot.num_durable for charge in slot.charges]
     return [
-        PlanRow(
-            tier,
-            "param_back",
-            _total(unit for unit in trainable if back_tier(tiers.params[unit.index]) == tier),
-            "parameters of the delayed update",
+        PlanRow("nvme", kind, sum(nbytes for own, nbytes in charges if own == kind), what)
+        for kind, what in (
+            ("commit_param", "parameters, second slot for commits"),
+            ("commit", "master weights and optimizer state, second slot for commits"),
+            ("commit_copy", "frozen parameters and buffers, two slots for commits"),
         )
-        for tier in ("host", "nvme")
-    ]
-
-
-def _commit_rows(
-    units: Sequence[Unit], subgroups: Sequence[SubGroupSize], tiers: Placement, request: PlanRequest
-) -> list[PlanRow]:
-    """What in-place commits take on nvme besides one slot of everything that rests there."""
-    if request.commits is None:
-        return []
-    lists = commit_lists(units, subgroups, tiers, request)
-    delayed = request.update.policy == "delayed"
-    param = _total(lists.durable_homes) + _total(unit for unit in lists.durable_homes if delayed and unit.trainable)
-    copied = 2 * (_total(lists.copied) + request.commits.buffers_nbytes)
-    state = sum(subgroup.state_nbytes for subgroup in subgroups)
-    return [
-        PlanRow("nvme", "commit_param", param, "parameters, second slot for commits"),
-        PlanRow("nvme", "commit", state, "master weights and optimizer state, second slot for commits"),
-        PlanRow("nvme", "commit_copy", copied, "frozen parameters and buffers, two slots for commits"),
     ]
 
 

@@ -12,15 +12,13 @@ import torch
 from tiered_zero.errors import StoreError, TieredZeroError
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.hardware.staging import Lease, StagingPool
+from tiered_zero.plan.slots import COMMIT_KINDS
 from tiered_zero.sizes import PAGE_NBYTES, align_up
 from tiered_zero.store.manifest import Record
 from tiered_zero.store.swap_store import SwapStore
 from tiered_zero.tiers.tier import HostBuffer, Slot, Tier, as_bytes
 from tiered_zero.tiers.unit_update import UnitUpdate
 from tiered_zero.transfer import Transfer, wait_all
-
-_COMMIT_KINDS = {"param": "commit_param", "param_back": "commit_param", "state": "commit"}
-"""Kind of a slot -> what the ledger counts its second place on disk as, which commits need."""
 
 
 @dataclass(kw_only=True)
@@ -62,7 +60,7 @@ class NvmeTier(Tier):
         self._lock = threading.Lock()
 
     def reserve(self, name: str, nbytes: int, kind: str, *, committed: bool = False) -> Slot:
-        kinds = [kind, _COMMIT_KINDS.get(kind, kind)][: 1 + committed]
+        kinds = [kind, COMMIT_KINDS.get(kind, kind)][: 1 + committed]
         self._charged[name] = []
         for one in kinds:
             self._ledger.charge(self.name, one, nbytes)
