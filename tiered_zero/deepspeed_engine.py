@@ -101,11 +101,13 @@ class DeepSpeedNames(ABC):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Gradients of ranks are reduced in the step() that updates, and in no backward."""
+        """Nothing to do where gradients of ranks are reduced in the step() that updates, and in no backward. Raises
+        ModelError where each rank keeps only its shard of them."""
+        self._step.check_no_sync()
         yield
 
     def allreduce_gradients(self, bucket_size: int = 0) -> None:
-        """Nothing to do: step() reduces them."""
+        """Nothing to do: backward or step() reduces them."""
         return
 
     def empty_partition_cache(self) -> None:

@@ -89,6 +89,7 @@ def specify_run(
         limits=_limits(config, model, limits or {}, ranks),
         shares_cores=shares_cores(settings.device, settings.debug_delay_seed),
         buffers_nbytes=packed_nbytes(persistent_buffers(model).values()),
+        rank=ranks.rank,
         world_size=ranks.world_size,
     )
     if request.ranks.shards_state and not rule.elementwise:
@@ -250,10 +251,6 @@ def planning_notices(run_spec: RunSpec) -> list[str]:
     """One line for each setting that the plan could not follow to the letter."""
     zero, plan = run_spec.config.zero_optimization, run_spec.plan
     lines = []
-    if plan.request.ranks.world_size > 1 and zero.stage == 2:
-        lines.append(
-            "zero_optimization.stage: 2 shards state as 1 does; gradients are whole on every rank until step()"
-        )
     given = zero.sub_group_size
     numel = sub_group_numel(given)
     if numel != given < 1_000_000_000:  # DeepSpeed's default asks for nothing

@@ -84,6 +84,7 @@ class TrainStep:
             overflow.scaler is not None,
             self.unit_grads_complete,
             self.visible_gradients.show,
+            movers.reducer,
         )
         self.is_closed = False
         self.failures = self.policy.failures
@@ -107,6 +108,8 @@ class TrainStep:
             self._recover_between_calls()
             self.scope.begin_direct(module)
         self.pager.enter_frame(units)
+        if self._reducer is not None and torch.is_grad_enabled():
+            self._reducer.note_use(units)
         if is_direct:
             self.scope.save_direct()
 
@@ -161,6 +164,15 @@ class TrainStep:
             )
         if self.pager.is_running():
             raise ModelError(f"{act} between two steps; found a module's forward under way. Call it after step().")
+
+    def check_no_sync(self) -> None:
+        """Raise ModelError where a backward cannot leave the other ranks' gradients out."""
+        if self._reducer is not None and self._reducer.is_sharded:
+            raise ModelError(
+                "no_sync() was expected where every rank keeps whole gradients until step(): zero_optimization.stage "
+                "0, or 1 without offload_optimizer. Here each rank keeps its shard of them, and every backward reduces "
+                "its own. Leave it out: gradient_accumulation_steps has the same result."
+            )
 
     def pre_state_dict(self) -> None:
         """Begin a module's state_dict: make every update visible, and copy each parameter once until it ends."""
@@ -434,6 +446,8 @@ class TrainStep:
         finally:
             self.arrivals.abort()
             self.gradients.abort()
+            if self._reducer is not None:
+                self._reducer.abort()
 
     def _latch(self, why: str) -> None:
         self._drain()

@@ -28,12 +28,14 @@ from tiered_zero.layout.flat import Unit
 from tiered_zero.sizes import MIB
 from tiered_zero.tiers.inventory import Inventory
 from tiered_zero.tiers.unit_update import UnitUpdate
+from tiered_zero.transfer import Completion
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class World:
-    """A store over units of 1-D parameters. `sums`: planned with fp32 homes."""
+    """A store over units of 1-D parameters. `sums`: planned with fp32 homes. `rank`: whose shards are kept; None: whole
+    units."""
 
     def __init__(
         self,
@@ -44,6 +46,7 @@ class World:
         in_flight: int = MIB,
         spare: bool = False,
         runtime: Runtime | None = None,
+        rank: int | None = None,
     ) -> None:
         self.units = list(units)
         self.runtime = runtime or make_runtime()
@@ -54,13 +57,15 @@ class World:
             for param, entry in zip(params, unit.entries, strict=True)
         }
 
-        def flat(unit: Unit) -> torch.Tensor:
-            return torch.zeros(unit.numel, dtype=torch.float32 if sums else unit.dtype)
+        def home(unit: Unit) -> UnitGradients:
+            shard = None if rank is None else unit.shard(rank)
+            numel = unit.numel if shard is None else len(shard)
+            flats = [torch.zeros(numel, dtype=torch.float32 if sums else unit.dtype) for _ in range(1 + spare)]
+            return UnitGradients(
+                unit=unit, flat=flats[0], spare=flats[1] if spare else None, on_device=on_device, shard=shard
+            )
 
-        homes = [
-            UnitGradients(unit=unit, flat=flat(unit), spare=flat(unit) if spare else None, on_device=on_device)
-            for unit in units
-        ]
+        self.homes = homes = [home(unit) for unit in units]
         self.inventory = Inventory()
         arena = HostArena(MIB, self.runtime.accelerator, False, self.runtime.ledger)
         staging = StagingPool(arena, 8192, 1, "staging", self.runtime.recorder, 5.0)
@@ -293,14 +298,41 @@ def test_a_unit_is_complete_when_all_its_gradients_of_this_backward_are_there(ru
 
 
 @pytest.mark.parametrize("on_device", [True, False])
-def test_a_reduced_shard_reaches_its_home_by_the_same_way(on_device: bool, runtime: Runtime) -> None:
-    unit = make_unit(0, [100, 60])
-    world, grads = World([unit], on_device=on_device, runtime=runtime), [randn(40), randn(40)]
-    world.store.receive(unit, slice(20, 60), grads[0], adds=False, param=unit.entries[0].param)
-    world.store.receive(unit, slice(20, 60), grads[1], adds=True, param=unit.entries[0].param)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_reduced_gradients_reach_the_home_of_a_shard(on_device: bool, dtype: torch.dtype, runtime: Runtime) -> None:
+    """Whole gradients wait for a bucket; the shard's home gets what comes of it, once it is there, and adds in fp32."""
+    unit = make_unit(0, [100, 60], dtype, world_size=2)
+    world, grads = World([unit], on_device=on_device, runtime=runtime, rank=1), [randn(40, dtype), randn(40, dtype)]
+    own = world.homes[0]
+    first = world.params[0][0]
+    assert world.give(first, randn(100, dtype)) is None
+    assert world.give(world.params[0][1], randn(60, dtype)) is unit
+    assert runtime.ledger.by_kind()["device"]["gradient_in_flight"][0] == 160 * dtype.itemsize
+    taken = world.store.take_waiting(own)
+    assert [len(values) for values in taken.values()] == [100, 60] and not own.waiting
+    world.store.free_taken(taken)
+    assert runtime.ledger.by_kind()["device"]["gradient_in_flight"][0] == 0
+    start = unit.shard(1).start + 20
+    reduced = [Completion(), Completion()]
+    received = []
+    for grad, after in zip(grads, reduced, strict=True):
+        received.append(world.store.receive(unit, start, grad, adds=bool(received), after=after))
+        assert not received[-1].done()
+        after.complete()
+        received[-1].wait()
     world.store.wait_transfers()
-    flat = world.store.detach_step().flat(unit)
-    assert torch.equal(flat[20:60], added(grads)) and not flat[:20].any() and not flat[60:].any()
+    share = world.store.detach_step().shares[0]
+    assert share.start == unit.shard(1).start and share.flat.numel() == len(unit.shard(1))
+    assert torch.equal(share.flat[20:60], added(grads)) and share.flat.dtype == torch.float32
+    assert share.present == {entry.param.index for entry in unit.entries}
+
+
+def test_gradients_that_wait_for_a_bucket_are_dropped_with_the_step(runtime: Runtime) -> None:
+    world = World([make_unit(0, [8], world_size=2)], runtime=runtime, rank=0)
+    world.give(world.params[0][0], randn(8))
+    world.store.discard()
+    assert runtime.ledger.by_kind()["device"]["gradient_in_flight"][0] == 0
+    assert not world.homes[0].waiting and not world.store.has_gradients
 
 
 def test_a_gradient_waits_until_the_last_update_has_read_the_one_before(runtime: Runtime) -> None:
@@ -339,13 +371,13 @@ def test_handed_gradients_stay_while_the_next_step_begins(spare: bool, runtime: 
     if spare:
         world.give(world.params[0][0], grads[1].clone())
         world.store.wait_transfers()
-    assert torch.equal(handed.flat(unit)[:8], grads[0])
+    assert torch.equal(handed.shares[0].flat[:8], grads[0])
     if spare:
         second = world.store.detach_step()
         world.give(world.params[0][0], grads[2].clone())
         world.store.wait_transfers()
-        assert torch.equal(second.flat(unit)[:8], grads[1]), "the two flats take turns"
-        assert torch.equal(handed.flat(unit)[:8], grads[2])
+        assert torch.equal(second.shares[0].flat[:8], grads[1]), "the two flats take turns"
+        assert torch.equal(handed.shares[0].flat[:8], grads[2])
 
 
 @pytest.mark.parametrize("num_passes", [1, 2])

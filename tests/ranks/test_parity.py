@@ -61,9 +61,13 @@ def test_two_ranks_are_distributed_data_parallel(ranks: RankPool, train: Any, st
         assert norm == pytest.approx(theirs, rel=64 * EPSILON), "torch adds the norms of 30 parameters in fp32"
 
 
-@pytest.mark.parametrize(("stage", "device"), [(0, "cpu"), (1, "nvme"), (2, "none")])
-def test_two_groups_and_accumulation(ranks: RankPool, train: Any, stage: int, device: str) -> None:
-    case = Case(optimizer="groups", accumulation=2, steps=3)
+@pytest.mark.parametrize(
+    ("stage", "device", "reduces_each"),
+    [(0, "cpu", False), (1, "none", False), (1, "nvme", True), (2, "none", True), (2, "cpu", True)],
+)
+def test_two_groups_and_accumulation(ranks: RankPool, train: Any, stage: int, device: str, reduces_each: bool) -> None:
+    """Whole gradients are reduced once; where each rank keeps its shard, every micro-batch is."""
+    case = Case(optimizer="groups", accumulation=2, steps=3, reduces_each=reduces_each)
     assert_equal(train(placed(case, stage, device)), reference(ranks, case))
 
 
@@ -99,9 +103,12 @@ def test_one_clipped_step_is_near_distributed_data_parallel(ranks: RankPool, tra
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_stages_are_equal_in_16_bit(train: Any, precision: str) -> None:
     config = {precision: {"enabled": True}}
-    found = [train(placed(Case(config=config, accumulation=2, steps=3), stage, "cpu")) for stage in (0, 1, 2)]
+    found = [train(placed(Case(config=config, steps=3), stage, "cpu")) for stage in (0, 1, 2)]
     assert_equal(found[0], found[1])
     assert_equal(found[0], found[2])
+    case = Case(config=config, accumulation=2, steps=3)
+    sharded = [train(placed(case, stage, device)) for stage, device in ((1, "cpu"), (2, "nvme"))]
+    assert_equal(sharded[0], sharded[1])
 
 
 def test_an_overflow_on_one_rank_skips_the_step_on_all(train: Any) -> None:
@@ -133,7 +140,7 @@ def test_state_is_divided_by_the_ranks(train: Any) -> None:
     assert first["state"] + second["state"] == whole["state"]
     assert 0.3 * whole["state"] < second["state"] <= first["state"]
     assert first["bucket"] == whole["bucket"] > 0
-    assert first["gradient"] == second["gradient"] == whole["gradient"]
+    assert first["gradient"] == second["gradient"] == whole["gradient"] // 2
 
 
 def test_one_rank_has_no_buckets() -> None:

@@ -22,9 +22,11 @@ Weights = dict[str, Tensor]
 class Case:
     """A run of ParityGPT. `detours`: (step, rank) in which the layer that is used in some steps only is used.
     `optimizer`: "groups" has two param groups. `delays`: transfers are late, by other times on each rank. `scale`:
-    factors on the loss, (step, rank) -> factor."""
+    factors on the loss, (step, rank) -> factor. `reduces_each`: the reference reduces each micro-batch, and adds the
+    averages."""
 
     steps: int = 4
+    reduces_each: bool = False
     accumulation: int = 1
     clipping: float = 0.0
     optimizer: str = "adamw"
@@ -109,7 +111,8 @@ def train_tiered(case: Case, swap_path: str) -> dict[str, Any]:
 
 
 def train_distributed(case: Case) -> dict[str, Any]:
-    """The same with DistributedDataParallel, as a script of torch would: `no_sync` but for the last micro-batch."""
+    """The same with DistributedDataParallel, as a script of torch would: `no_sync` but for the last micro-batch, or
+    with gradients that are taken after each."""
     rank, world = _place()
     if world > 1:
         dist.init_process_group("gloo")
@@ -119,13 +122,21 @@ def train_distributed(case: Case) -> dict[str, Any]:
     losses, norms = [], []
     for step in range(case.steps):
         batches = micro_batches(case, step, rank, world)
+        sums: dict[nn.Parameter, Tensor] = {}
         for number, (tokens, targets) in enumerate(batches):
             if world > 1:
-                wrapped.require_backward_grad_sync = number == len(batches) - 1  # what no_sync() sets
+                is_last = number == len(batches) - 1
+                wrapped.require_backward_grad_sync = is_last or case.reduces_each  # what no_sync() sets
             loss = wrapped(tokens, targets, detour=(step, rank) in case.detours)
             losses.append(loss.item())
             (loss * case.scale.get((step, rank), 1.0) / case.accumulation).backward()
+            for param in model.parameters() if case.reduces_each else ():
+                if param.grad is not None:
+                    sums[param] = sums[param] + param.grad if param in sums else param.grad
+                    param.grad = None
         params = list(model.parameters())
+        for param, total in sums.items():
+            param.grad = total
         norms.append(nn.utils.get_total_norm([p.grad for p in params if p.grad is not None]).item())
         if case.clipping:
             nn.utils.clip_grad_norm_(params, case.clipping)

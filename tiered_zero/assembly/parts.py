@@ -9,9 +9,10 @@ import torch
 
 from tiered_zero.grads.accumulator import GradientStore
 from tiered_zero.grads.norms import GradNorm
-from tiered_zero.grads.reducer import GradientReducer
+from tiered_zero.grads.reducer import GradientReducer, Reduction
 from tiered_zero.grads.unit_gradients import UnitGradients
 from tiered_zero.hardware.runtime import Runtime
+from tiered_zero.layout.buckets import cut_buckets
 from tiered_zero.optim.kernel_rule import open_kernel
 from tiered_zero.params.pager import Pager
 from tiered_zero.params.shard_gather import ShardGather
@@ -41,6 +42,7 @@ def make_gradients(
             nbytes=plan.gradients.nbytes(unit),
             dtype=torch.float32 if plan.gradients.sums else unit.dtype,
             has_spare=plan.delayed,
+            shard=None if plan.gradients.rank is None else unit.shard(plan.gradients.rank),
         )
         for unit in trainable
     ]
@@ -57,8 +59,10 @@ def make_gradients(
         return store, None
     size, ranks = plan.staging.buckets, plan.request.ranks
     slots = [tiers.host.reserve(f"bucket/{index}", size.nbytes, "bucket") for index in range(size.count)]
-    buckets = [tiers.host.view(slot)[: size.nbytes] for slot in slots]
-    return store, GradientReducer(store, units, runtime, buckets, ranks.part_numel, is_sharded=ranks.shards_state)
+    memory = [tiers.host.view(slot)[: size.nbytes] for slot in slots]
+    buckets = cut_buckets(trainable, ranks.world_size, ranks.bucket_numel)
+    reduction = Reduction(buckets=buckets, gathers=not ranks.shards_state)
+    return store, GradientReducer(store, units, runtime, memory, reduction)
 
 
 def make_policy(

@@ -20,6 +20,7 @@ from tiered_zero.layout.flat import FlatEntry, ParamSpec, Unit
 from tiered_zero.sizes import format_nbytes
 from tiered_zero.tiers.inventory import Inventory
 from tiered_zero.tiers.step_gradients import StepGradients
+from tiered_zero.transfer import Transfer
 
 logger = logging.getLogger("tiered_zero")
 
@@ -82,33 +83,76 @@ class GradientStore:
         gradients, entry = place
         unit, index = gradients.unit, entry.param.index
         _check_new(gradients, entry, grad)
-        self.wait_update(unit)
+        if gradients.shard is None:
+            self._store(gradients, entry, entry.param.flatten(grad))
+        else:
+            self._keep_waiting(gradients, entry, entry.param.flatten(grad))
+        gradients.present.add(index)
+        gradients.arrived.add(index)
+        return unit if len(gradients.arrived) == len(unit.entries) else None
+
+    def _store(self, gradients: UnitGradients, entry: FlatEntry, source: torch.Tensor) -> None:
+        """Bring a gradient [numel] to its home, which holds whole units."""
+        index = entry.param.index
+        self.wait_update(gradients.unit)
         gradients.store_assigned()
         adds = gradients.adds_to(index)
         if adds:
             self.promote(gradients)
         gradients.zeroed.discard(index)
-        gradients.present.add(index)
-        gradients.arrived.add(index)
-        self.receive(unit, slice(entry.start, entry.stop), entry.param.flatten(grad), adds=adds, param=entry.param)
-        return unit if len(gradients.arrived) == len(unit.entries) else None
-
-    def receive(self, unit: Unit, part: slice, source: torch.Tensor, *, adds: bool, param: ParamSpec) -> None:
-        """Bring a reduced gradient to elements `part` of its unit's flat: the one way to a gradient's home.
-
-        `source`: [n] on the device. `adds`: to what is there, instead of replacing it. `param`: whose norm is taken.
-        """
-        gradients = self._units[unit.index]
-        target = gradients.flat[part]
+        target = gradients.flat[entry.start : entry.stop]
         if not gradients.on_device:
-            self._send(gradients, param, target, source, adds)
+            self._send(gradients, entry.param, target, source, adds)
         elif adds:
             target.add_(source)
         else:
             target.copy_(source)
 
+    def _keep_waiting(self, gradients: UnitGradients, entry: FlatEntry, source: torch.Tensor) -> None:
+        """Keep this rank's gradient [numel] on the device until a bucket takes it: `take_waiting`."""
+        waiting, index = gradients.waiting, entry.param.index
+        if index in waiting:
+            waiting[index] = waiting[index] + source
+            return
+        self._ledger.charge("device", "gradient_in_flight", source.nbytes)
+        waiting[index] = source
+
+    def take_waiting(self, gradients: UnitGradients) -> dict[int, torch.Tensor]:
+        """Return the gradients of this rank that wait for a bucket, by parameter; `free_taken` follows."""
+        taken = dict(gradients.waiting)
+        gradients.waiting.clear()
+        return taken
+
+    def free_taken(self, taken: Mapping[int, torch.Tensor]) -> None:
+        """Buckets have copied them."""
+        self._ledger.discharge("device", "gradient_in_flight", sum(source.nbytes for source in taken.values()))
+
+    def receive(self, unit: Unit, start: int, source: torch.Tensor, *, adds: bool, after: Transfer) -> Transfer:
+        """Bring reduced gradients to elements [start, start + n) of their unit's flat: the one way to the home of a
+        shard. Driver or autograd's thread.
+
+        `source`: [n], complete once `after` is done, and the home's to read until the transfer that is returned is.
+        `adds`: to what earlier reductions of this step brought, in fp32, instead of replacing it.
+        """
+        gradients = self._units[unit.index]
+        self.wait_update(unit)
+        if adds:
+            self.promote(gradients)
+        target = gradients.flat[start - gradients.start :][: source.numel()]
+
+        def land() -> None:
+            with self._recorder.span("reduce", "receive", unit.name, source.nbytes):
+                for low in range(0, source.numel(), SUM_CHUNK_NUMEL):
+                    chunk, into = source[low : low + SUM_CHUNK_NUMEL], target[low : low + SUM_CHUNK_NUMEL]
+                    into.add_(chunk) if adds else into.copy_(chunk)
+
+        gradients.last = self._accelerator.lane("reduce").submit(land, after=[after], holds=[source], waits=False)
+        return gradients.last
+
     def show_sum(self, param: nn.Parameter) -> None:
-        """Add what is at home to `param.grad`, which then replaces it: hooks see the sum, as in plain PyTorch."""
+        """Add what is at home to `param.grad`, which then replaces it: hooks see the sum, as in plain PyTorch.
+
+        Of a unit of which every rank keeps a shard, hooks see this rank's gradient of this backward."""
         with torch._C.DisableTorchFunctionSubclass():
             grad: torch.Tensor | None = GRAD_SLOT.__get__(param)
         if grad is None or (place := self._place(param)) is None:
@@ -116,7 +160,7 @@ class GradientStore:
         gradients, entry = place
         _check_new(gradients, entry, grad)
         gradients.store_assigned()
-        if not gradients.adds_to(entry.param.index):
+        if gradients.shard is not None or not gradients.adds_to(entry.param.index):
             return
         self.promote(gradients)
         gradients.wait_transfers()
@@ -141,6 +185,9 @@ class GradientStore:
     def wait_transfers(self) -> None:
         """Block until every gradient so far rests at its home, the empty ones too."""
         self._in_flight.wait_all()
+        for gradients in self._units.values():
+            if gradients.shard is not None:
+                gradients.wait_transfers()
 
     def freeze(self, unit: Unit, into: StepGradients) -> None:
         """Detach one unit's gradients for an update that begins in backward: later ones of this step are refused."""
@@ -170,6 +217,7 @@ class GradientStore:
             self._in_flight.drain()
         finally:
             for gradients in self._units.values():
+                self.free_taken(gradients.waiting)
                 gradients.clear()
             self._take_unstored()
 
@@ -239,6 +287,7 @@ class GradientStore:
         for gradients in self._units.values():
             if gradients.present or gradients.earlier:
                 self.wait_update(gradients.unit)
+                self.free_taken(gradients.waiting)
                 gradients.set_zero()
 
     def reset_zero(self) -> None:
@@ -373,7 +422,7 @@ def _sum_nbytes(gradients: UnitGradients) -> int:
     """Bytes of the unit's gradients as fp32 sums; none for a unit of fp32, whose gradients are sums anyway."""
     if gradients.unit.dtype == torch.float32:
         return 0
-    return 4 * gradients.unit.numel * (1 if gradients.spare is None else 2)
+    return 4 * gradients.flat.numel() * (1 if gradients.spare is None else 2)
 
 
 def _check_new(gradients: UnitGradients, entry: FlatEntry, grad: torch.Tensor) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 
 from tiered_zero.errors import ModelError
 from tiered_zero.grads.accumulator import GRAD_SLOT, GradientStore
+from tiered_zero.grads.reducer import GradientReducer
 from tiered_zero.layout.flat import Unit
 
 
@@ -28,8 +29,8 @@ class GradientArrivals:
     divided by `_num_micro_batches`, as DeepSpeed does; with `_scales_loss` (fp16) it is refused. A loss that
     `engine.scale` made is taken as it is. Autograd's thread, while the driver waits.
 
-    `_on_unit_complete`: called once every gradient of a unit has come in a backward. `_on_end`: called at the end of a
-    backward that the engine did not start.
+    `_reducer`: of many ranks. `_on_unit_complete`: called once every gradient of a unit has come in a backward.
+    `_on_end`: called at the end of a backward that the engine did not start.
     """
 
     _store: GradientStore
@@ -37,6 +38,7 @@ class GradientArrivals:
     _scales_loss: bool
     _on_unit_complete: Callable[[Unit], None]
     _on_end: Callable[[], None]
+    _reducer: GradientReducer | None
     _waiting: list[nn.Parameter] = field(default_factory=list, init=False)
     """Parameters whose users' hooks may still run."""
     _is_engines: bool = field(default=False, init=False)
@@ -50,8 +52,10 @@ class GradientArrivals:
         """The engine's own backward runs inside. Raises what failed on the gradients' way."""
         self._is_engines = True
         try:
+            self._begin_reduction()
             yield
             self._take_waiting()
+            self._end_reduction()
             self._store.finish_transfers()
         finally:
             self._is_engines = False
@@ -100,10 +104,12 @@ class GradientArrivals:
         if (task := torch._C._current_graph_task_id()) != self._task:
             self._task = task
             self.has_noticed = True
+            self._begin_reduction()
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
     def _end(self) -> None:
         self._take_waiting()
+        self._end_reduction()
         self._store.finish_transfers()
         self._store.end_backward()
         self._on_end()
@@ -132,5 +138,16 @@ class GradientArrivals:
                     param.grad_dtype = param.dtype
 
     def _accumulate(self, param: nn.Parameter) -> None:
-        if (unit := self._store.accumulate(param)) is not None:
+        unit = self._store.accumulate(param)
+        if self._reducer is not None:
+            self._reducer.reduce_complete()
+        if unit is not None:
             self._on_unit_complete(unit)
+
+    def _begin_reduction(self) -> None:
+        if self._reducer is not None:
+            self._reducer.begin_backward()
+
+    def _end_reduction(self) -> None:
+        if self._reducer is not None:
+            self._reducer.end_backward()

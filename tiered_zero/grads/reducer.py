@@ -1,16 +1,15 @@
-"""Average gradients over ranks, inside step().
+"""Average gradients over ranks: in backward where each rank keeps its shard of them, else inside step().
 
-[Note: Order of sums over ranks]
-A bucket is a matrix [W, n]: row r has n elements of rank r's shard of one unit. Every rank divides its own gradients by
-W, and each gets the sum of its row. Which elements share a bucket depends on the model, on W and on reduce_bucket_size
-alone, never on stage, tier or time: so the order of sums, and with it every bit, is the same in all of those.
+The order of collectives is that of `layout.buckets`, and which buckets are reduced is agreed before: in backward those
+of units that some rank has used in forward, in step() those of parameters that some rank has a gradient of. Neither
+depends on when a gradient or a transfer is complete. Numbers: see [Note: Order of sums over ranks].
 """
 
 from __future__ import annotations
 
 import struct
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -21,36 +20,40 @@ from tiered_zero.grads.accumulator import GradientStore
 from tiered_zero.grads.check import GradCheck, check_squares
 from tiered_zero.grads.unit_gradients import UnitGradients
 from tiered_zero.hardware.runtime import Runtime
-from tiered_zero.layout.flat import FlatEntry
+from tiered_zero.layout.buckets import Bucket
+from tiered_zero.layout.flat import FlatEntry, Unit
 from tiered_zero.transfer import Transfer
 
 SQUARES_CHUNK_NUMEL = 1 << 18
 """Elements whose squares are summed at once in fp64: 2 MiB beside the gradients, and one order of sums anywhere."""
 
-_STEP = struct.Struct("<qq")
+_CALL = struct.Struct("<cqqq")
 _NORM = struct.Struct("<dq")
 _NONE_BAD = -1
 
 
-@dataclass(kw_only=True)
-class _Bucket:
-    """One bucket under way. `memory`: [n] uint8. `packed`: its rows [W * n]; `total` [n], behind them: their sum.
-    `target`: [W, n], the elements at home. `transfer`: what completes the sum."""
+@dataclass(frozen=True, kw_only=True)
+class Reduction:
+    """How gradients are reduced. `buckets`: in their order. `gathers`: every rank gets the whole average, not only that
+    of its shards."""
 
-    memory: torch.Tensor
-    packed: torch.Tensor
-    total: torch.Tensor
-    target: torch.Tensor
-    transfer: Transfer
+    buckets: Sequence[Bucket]
+    gathers: bool
 
 
 @final
 class GradientReducer:
-    """Averages the gradients that rest at their homes, unit by unit, last unit first; driver thread.
+    """Averages the gradients of all ranks, bucket by bucket. Driver thread, or autograd's while the driver waits.
 
-    Afterwards each rank's shard of a unit's flat holds the average of all ranks, and `present` of every unit is that of
-    all ranks together: a parameter that some rank's backward has not reached counts as zeros there. `is_sharded`: the
-    other shards are left undefined; else they are gathered, and every rank has the whole average.
+    Afterwards each rank's shard of a unit's flat holds the average, and `present` of every unit is that of all ranks
+    together: a parameter that some rank's backward has not reached counts as zeros there.
+
+    [Note: Gradients of shards]
+    Where each rank keeps its shards of gradients only, every backward reduces: a bucket follows the one before once
+    this rank's gradients of its units are complete, so that it is under way while backward goes on. A unit that this
+    rank's forward has not used is complete at once, with zeros; what is not complete when backward ends goes then, as
+    it is. A gradient that comes after its unit's bucket has left (a unit that was not noticed in forward, a parameter
+    that had no gradient before) waits for the next backward, or for step().
     """
 
     def __init__(
@@ -58,117 +61,253 @@ class GradientReducer:
         store: GradientStore,
         units: Sequence[UnitGradients],
         runtime: Runtime,
-        buckets: Sequence[torch.Tensor],
-        part_numel: int,
-        *,
-        is_sharded: bool,
+        memory: Sequence[torch.Tensor],
+        reduction: Reduction,
     ) -> None:
-        """`units`: all that are trainable, in static order. `buckets`: their memory, [n] uint8 each. `part_numel`: of a
-        row, at most."""
+        """`units`: all that are trainable, in static order. `memory`: of buckets, [n] uint8 each."""
         self._store = store
-        self._units = list(units)
+        self._units = {each.unit.index: each for each in units}
         self._runtime = runtime
         self._collectives = runtime.collectives
-        self._buckets = list(buckets)
-        self._part_numel = part_numel
-        self._is_sharded = is_sharded
-        specs = {entry.param.index: entry.param for each in units for entry in each.unit.entries}
-        self._names = {index: spec.name for index, spec in specs.items()}
-
-    def check(self, micro_steps: int, global_steps: int, loss_scale: float, max_norm: float) -> GradCheck:
-        """Reduce this step's gradients, and check them: every rank gets the same norm, factor and decision.
-
-        `micro_steps`, `global_steps`: what must be the same on every rank. Raises RankError where they differ.
-        """
-        with self._runtime.recorder.span("compute", "reduce_ranks"):
-            self._agree(micro_steps, global_steps)
-            self._reduce()
-            squares, bad = self._exchange_squares()
-        return check_squares(squares, self._names.get(bad), loss_scale, max_norm)
+        self._reduction = reduction
+        self._free = deque(memory)
+        self._under_way: deque[tuple[torch.Tensor, Transfer]] = deque()
+        """Memory of buckets, and what frees it."""
+        self._names = {entry.param.index: entry.param.name for each in units for entry in each.unit.entries}
+        self.is_sharded = any(each.shard is not None for each in units)
+        self._queue: deque[Bucket] = deque()
+        """Buckets that this backward still reduces."""
+        self._receiving: frozenset[int] = frozenset()
+        """Units that it reduces."""
+        self._taken: dict[int, dict[int, torch.Tensor]] = {}
+        """Unit -> this rank's gradients that buckets are filled from."""
+        self._used: set[int] = set()
+        """Units that forwards of this rank have used since the last step()."""
+        self._noticed: set[int] = set()
+        """Units that have had gradients though no forward was seen to use them."""
+        self._seen: dict[int, set[int]] = {}
+        """Unit -> parameters that have had a gradient: its gradients are complete once they all have come."""
+        self._is_open = False
+        self._num_backwards = self._num_steps = 0
 
     def close(self) -> None:
         """Drop the memory of gradients and buckets."""
         self._units.clear()
-        self._buckets.clear()
+        self._free.clear()
+        self._under_way.clear()
 
-    # -- presence ------------------------------------------------------------------------------------------------------
+    # -- in backward ---------------------------------------------------------------------------------------------------
 
-    def _agree(self, micro_steps: int, global_steps: int) -> None:
-        """Agree with the other ranks on which parameters have a gradient, and which units are summed in fp32.
+    def note_use(self, units: Iterable[Unit]) -> None:
+        """A forward that autograd records uses these units."""
+        self._used.update(unit.index for unit in units)
 
-        Raises RankError where they are at different steps.
+    def begin_backward(self) -> None:
+        """Agree with the other ranks on the units that this backward reduces. Raises RankError where they do something
+        else. Does nothing inside another backward, as where autograd recomputes, nor where step() reduces."""
+        if not self.is_sharded or self._is_open:
+            return
+        self._is_open = True
+        self._num_backwards += 1
+        self._noticed |= {index for index, each in self._units.items() if each.waiting}
+        used = self._used | self._noticed
+        flags = [index in used for index in self._units]
+        either = self._agree(b"b", self._num_steps, self._num_backwards, flags)
+        self._receiving = frozenset(index for index, is_used in zip(self._units, either, strict=True) if is_used)
+        self._queue = deque(bucket for bucket in self._reduction.buckets if bucket.units & self._receiving)
+
+    def reduce_complete(self) -> None:
+        """Reduce the next buckets, as far as this rank's gradients of them are complete. A gradient has come."""
+        while self._queue and all(map(self._is_complete, self._queue[0].units & self._receiving)):
+            self._reduce(self._queue.popleft())
+
+    def end_backward(self) -> None:
+        """Reduce the buckets that are left, as they are."""
+        while self._queue:
+            self._reduce(self._queue.popleft())
+        self._is_open = False
+        for index, each in self._units.items():
+            if each.arrived:
+                self._seen.setdefault(index, set()).update(each.arrived)
+
+    def abort(self) -> None:
+        """Drop the backward that was open: every rank does."""
+        self._queue.clear()
+        self._taken.clear()
+        self._used.clear()
+        self._is_open = False
+
+    def _is_complete(self, index: int) -> bool:
+        each = self._units[index]
+        if index not in self._used and index not in self._noticed:
+            return True
+        if index in self._taken:  # since an earlier bucket
+            return True
+        expected = self._seen.get(index)
+        return len(each.arrived) == len(each.unit.entries) if expected is None else expected <= each.arrived
+
+    # -- in step() -----------------------------------------------------------------------------------------------------
+
+    def check(self, micro_steps: int, global_steps: int, loss_scale: float, max_norm: float) -> GradCheck:
+        """Reduce what is left of this step's gradients, and check them: every rank gets the same norm, factor and
+        decision.
+
+        `micro_steps`, `global_steps`: what must be the same on every rank. Raises RankError where they differ.
         """
-        indices = [entry.param.index for each in self._units for entry in each.unit.entries]
-        flags = bytes(
-            [
-                *(entry.param.index in each.present for each in self._units for entry in each.unit.entries),
-                *(each.flat.dtype == torch.float32 for each in self._units),
-            ]
-        )
-        found = self._collectives.exchange(_STEP.pack(micro_steps, global_steps) + flags, f"step {global_steps}")
-        steps = [_STEP.unpack_from(message) for message in found]
-        if len(set(steps)) > 1 or len({len(message) for message in found}) > 1:
-            texts = ", ".join(
-                f"rank {rank} is at step {step}, micro-batch {micro}" for rank, (micro, step) in enumerate(steps)
-            )
+        with self._runtime.recorder.span("compute", "reduce_ranks"):
+            self._noticed |= {index for index, each in self._units.items() if each.waiting}
+            self._receiving = self._agree_on_presence(micro_steps, global_steps)
+            for bucket in self._reduction.buckets:
+                if bucket.units & self._receiving:
+                    self._reduce(bucket)
+            while self._under_way:
+                self._free.append(self._finish_oldest())
+            squares, bad = self._exchange_squares()
+        self._used.clear()
+        self._num_backwards = 0
+        self._num_steps += 1
+        return check_squares(squares, self._names.get(bad), loss_scale, max_norm)
+
+    def _agree_on_presence(self, micro_steps: int, global_steps: int) -> frozenset[int]:
+        """Agree with the other ranks on which parameters have a gradient, and which units are summed in fp32; return
+        the units that step() reduces."""
+        entries = [(each, entry) for each in self._units.values() for entry in each.unit.entries]
+        flags = [entry.param.index in each.present for each, entry in entries]
+        # of shards, what still waits is reduced; of whole units, what has a gradient, in fp32 where any rank's is
+        flags += [
+            each.flat.dtype == torch.float32 if each.shard is None else bool(each.waiting)
+            for each in self._units.values()
+        ]
+        either = self._agree(b"s", global_steps, micro_steps, flags)
+        present = {entry.param.index for (_, entry), has in zip(entries, either, strict=False) if has}
+        for each, flag in zip(self._units.values(), either[len(entries) :], strict=True):
+            absent = [e for e in each.unit.entries if e.param.index in present and e.param.index not in each.present]
+            each.present.update(entry.param.index for entry in absent)
+            if each.shard is None:
+                if flag:
+                    self._store.promote(each)
+                if absent:
+                    self._store.wait_update(each.unit)
+                for entry in absent:
+                    each.view(entry).zero_()
+        if not self.is_sharded:
+            return frozenset(index for index, each in self._units.items() if each.present)
+        late = zip(self._units, either[len(entries) :], strict=True)
+        return frozenset(index for index, is_late in late if is_late)
+
+    def _agree(self, call: bytes, number: int, part: int, flags: Sequence[bool]) -> list[bool]:
+        """Exchange flags of this call; return which is set on any rank. Raises RankError where another rank makes
+        another call. `number`, `part`: of the step, and of the backward or micro-batch in it."""
+        bits = sum(flag << place for place, flag in enumerate(flags))
+        sums = sum(each.num_sums for each in self._units.values())
+        packed = bits.to_bytes((len(flags) + 7) // 8, "little")
+        what = f"step {number}" if call == b"s" else f"backward {part} after step {number}"
+        found = self._collectives.exchange(_CALL.pack(call, number, part, sums) + packed, what)
+        calls = [_CALL.unpack_from(message) for message in found]
+        if len(set(calls)) > 1 or len({len(message) for message in found}) > 1:
+            counts = len({call[:3] for call in calls}) == 1  # else where they are says enough
+            texts = ", ".join(f"rank {rank} {_text(call, counts)}" for rank, call in enumerate(calls))
             raise RankError(
-                f"engine.step() was expected at the same micro-batch on every rank; {texts}. Give every rank the same "
-                "number of batches (a distributed sampler does), and let none leave a step out."
+                f"engine.backward() and engine.step() were expected in the same order on every rank; {texts}. Give "
+                "every rank the same number of batches (a distributed sampler does), and let none leave a step out."
             )
-        either = [any(message[_STEP.size + place] for message in found) for place in range(len(flags))]
-        present = {index for index, is_present in zip(indices, either, strict=False) if is_present}
-        for each, in_fp32 in zip(self._units, either[len(indices) :], strict=True):
-            if in_fp32:
-                self._store.promote(each)
-            absent = [entry for entry in each.unit.entries if entry.param.index in present - each.present]
-            if absent:
-                self._store.wait_update(each.unit)
-            for entry in absent:
-                each.view(entry).zero_()
-                each.present.add(entry.param.index)
+        either = 0
+        for message in found:
+            either |= int.from_bytes(message[_CALL.size :], "little")
+        return [bool(either >> place & 1) for place in range(len(flags))]
 
-    # -- sums ----------------------------------------------------------------------------------------------------------
+    # -- one bucket ----------------------------------------------------------------------------------------------------
 
-    def _reduce(self) -> None:
-        under_way: deque[_Bucket] = deque()
-        free = deque(self._buckets)
-        for each in reversed(self._units):
-            if not each.present:
+    def _reduce(self, bucket: Bucket) -> None:
+        """Start to reduce a bucket, and to bring its sums to the homes of gradients."""
+        dtype = self._dtype(bucket)
+        memory = self._take_memory()
+        total_numel = len(bucket.row(self._collectives.rank))
+        typed = memory[: (bucket.numel + total_numel) * dtype.itemsize].view(dtype)
+        packed, total = typed[: bucket.numel], typed[bucket.numel :]
+        name = bucket.parts[0].unit.name
+        with self._runtime.recorder.span("compute", "pack", name, packed.nbytes):
+            self._pack(bucket, packed)
+        done = self._collectives.reduce_scatter(packed, total, f"the gradients of {name}")
+        if self._reduction.gathers:
+            done.wait()
+            done = self._collectives.all_gather(packed, total, f"the gradients of {name}")
+        self._under_way.append((memory, self._receive(bucket, packed, total, done)))
+
+    def _dtype(self, bucket: Bucket) -> torch.dtype:
+        """In which a bucket is reduced: that of its gradients, fp32 where they are sums over micro-batches."""
+        flats = [each.flat for index in bucket.units if (each := self._units[index]).shard is None]
+        own: torch.dtype = bucket.parts[0].unit.dtype
+        return torch.float32 if any(flat.dtype == torch.float32 for flat in flats) else own
+
+    def _take_memory(self) -> torch.Tensor:
+        return self._free.popleft() if self._free else self._finish_oldest()
+
+    def _finish_oldest(self) -> torch.Tensor:
+        """Wait until the oldest bucket's sums are at their homes; return its memory."""
+        memory, received = self._under_way.popleft()
+        with self._runtime.recorder.span("compute", "wait_bucket"):
+            received.wait()
+        return memory
+
+    def _pack(self, bucket: Bucket, packed: torch.Tensor) -> None:
+        """Fill a bucket with this rank's gradients, divided by the number of ranks."""
+        for part in bucket.parts:
+            each = self._units[part.unit.index]
+            fill: Callable[[range, torch.Tensor], None] = self._copy_whole(each)
+            if each.shard is not None:
+                is_received = part.unit.index in self._receiving
+                if is_received and part.unit.index not in self._taken:
+                    self._taken[part.unit.index] = self._store.take_waiting(each)
+                fill = self._copy_waiting(each.unit, self._taken.get(part.unit.index, {}))
+            for span, start in zip(part.spans, part.starts, strict=True):
+                fill(span, packed[start : start + len(span)])
+            if part.is_last and (taken := self._taken.pop(part.unit.index, None)) is not None:
+                self._store.free_taken(taken)
+
+    def _copy_whole(self, each: UnitGradients) -> Callable[[range, torch.Tensor], None]:
+        has_gradient = each.unit.index in self._receiving
+
+        def fill(span: range, out: torch.Tensor) -> None:
+            if has_gradient:
+                torch.div(each.flat[span.start : span.stop], self._collectives.world_size, out=out)
+            else:
+                out.zero_()
+
+        return fill
+
+    def _copy_waiting(self, unit: Unit, taken: Mapping[int, torch.Tensor]) -> Callable[[range, torch.Tensor], None]:
+        def fill(span: range, out: torch.Tensor) -> None:
+            position = span.start
+            for entry in unit.entries:
+                first, stop = max(entry.start, span.start), min(entry.stop, span.stop)
+                if first >= stop or (source := taken.get(entry.param.index)) is None:
+                    continue
+                out[position - span.start : first - span.start].zero_()
+                values = source[first - entry.start : stop - entry.start]
+                torch.div(values, self._collectives.world_size, out=out[first - span.start : stop - span.start])
+                position = stop
+            out[position - span.start :].zero_()
+
+        return fill
+
+    def _receive(self, bucket: Bucket, packed: torch.Tensor, total: torch.Tensor, done: Transfer) -> Transfer:
+        """Bring a bucket's sums to their homes once it is reduced; return the last of the transfers, which are in
+        order."""
+        rank, first = self._collectives.rank, bucket.row(self._collectives.rank).start
+        for part in bucket.parts:
+            if part.unit.index not in self._receiving:
                 continue
-            rows = each.flat.view(self._collectives.world_size, -1)
-            for columns in self._columns(rows, each.flat.itemsize):
-                if not free:
-                    free.append(self._finish(under_way.popleft()))
-                under_way.append(self._start(free.popleft(), rows[:, columns], each.unit.name))
-        while under_way:
-            self._finish(under_way.popleft())
-
-    def _columns(self, rows: torch.Tensor, itemsize: int) -> Iterator[slice]:
-        """Cut a unit's shards into parts that fit a bucket."""
-        room = self._buckets[0].numel() // itemsize // (self._collectives.world_size + 1)
-        step = min(self._part_numel, room)
-        for start in range(0, rows.shape[1], step):
-            yield slice(start, min(start + step, rows.shape[1]))
-
-    def _start(self, memory: torch.Tensor, target: torch.Tensor, name: str) -> _Bucket:
-        numel, part = target.numel(), target.shape[1]
-        typed = memory[: (numel + part) * target.itemsize].view(target.dtype)
-        packed, total = typed[:numel], typed[numel:]
-        torch.div(target, self._collectives.world_size, out=packed.view(target.shape))
-        transfer = self._collectives.reduce_scatter(packed, total, f"the gradients of {name}")
-        if not self._is_sharded:
-            transfer.wait()
-            transfer = self._collectives.all_gather(packed, total, f"the gradients of {name}")
-        return _Bucket(memory=memory, packed=packed, total=total, target=target, transfer=transfer)
-
-    def _finish(self, bucket: _Bucket) -> torch.Tensor:
-        """Wait for the bucket's sum and copy it to its home; return the bucket's memory."""
-        bucket.transfer.wait()
-        if self._is_sharded:
-            bucket.target[self._collectives.rank].copy_(bucket.total)
-        else:
-            bucket.target.copy_(bucket.packed.view(bucket.target.shape))
-        return bucket.memory
+            each = self._units[part.unit.index]
+            own = total[part.starts[rank] - first :][: len(part.spans[rank])]
+            spans = [(part.spans[rank], own)]
+            if self._reduction.gathers:
+                spans = [(span, packed[at : at + len(span)]) for span, at in zip(part.spans, part.starts, strict=True)]
+            adds = each.shard is not None and each.num_sums > 0
+            for span, source in spans:
+                done = self._store.receive(part.unit, span.start, source, adds=adds, after=done)
+            each.num_sums += part.is_last
+        return done
 
     # -- norm ----------------------------------------------------------------------------------------------------------
 
@@ -176,7 +315,7 @@ class GradientReducer:
         """Return the sum of squares of the averaged gradients, added up in the order of ranks, and the first parameter
         with one that is not finite."""
         own, bad = 0.0, _NONE_BAD
-        for each in self._units:
+        for each in self._units.values():
             for entry in each.unit.entries:
                 if entry.param.index in each.present:
                     squares = self._squares(each, entry)
@@ -194,6 +333,13 @@ class GradientReducer:
         shard = gradients.unit.shard(self._collectives.rank)
         total, stop = 0.0, min(entry.stop, shard.stop)
         for start in range(max(entry.start, shard.start), stop, SQUARES_CHUNK_NUMEL):
-            part = gradients.flat[start : min(start + SQUARES_CHUNK_NUMEL, stop)].double()
+            last = min(start + SQUARES_CHUNK_NUMEL, stop)
+            part = gradients.flat[start - gradients.start : last - gradients.start].double()
             total += (part * part).sum().item()
         return total
+
+
+def _text(found: tuple[bytes, int, int, int], counts: bool) -> str:
+    call, number, part, num_sums = found
+    where = f"is at step {number}, micro-batch {part}" if call == b"s" else f"runs backward {part} after step {number}"
+    return f"{where}, with {num_sums} sums of gradients" if counts else where

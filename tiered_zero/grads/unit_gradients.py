@@ -40,6 +40,10 @@ class UnitGradients:
     backward of the next. `shown`: what users got as `param.grad`: a view of the flat in the parameter's shape, or, for
     those in `assigned`, the user's own tensor, which `store_assigned` copies into the flat. `zeroed`: present, with
     value 0 and nothing to add to. `earlier`: had a gradient since zero_grad() last set gradients to None.
+
+    `shard`: with many ranks, where each keeps the sums of its own shard only: which elements of the unit's flat `flat`
+    holds; None: all. `waiting`: then, this rank's gradients [numel] that no bucket has taken. `num_sums`: reductions
+    that `flat` has the sum of; its content is undefined where there is none.
     """
 
     unit: Unit
@@ -55,17 +59,24 @@ class UnitGradients:
     assigned: set[int] = field(default_factory=set)
     zeroed: set[int] = field(default_factory=set)
     earlier: set[int] = field(default_factory=set)
+    shard: range | None = None
+    waiting: dict[int, torch.Tensor] = field(default_factory=dict)
+    num_sums: int = 0
 
     @classmethod
-    def reserve(cls, unit: Unit, tier: Tier, *, nbytes: int, dtype: torch.dtype, has_spare: bool) -> UnitGradients:
+    def reserve(
+        cls, unit: Unit, tier: Tier, *, nbytes: int, dtype: torch.dtype, has_spare: bool, shard: range | None = None
+    ) -> UnitGradients:
         """Reserve the slots that the unit's gradients rest in, `nbytes` each, on a tier that can be addressed."""
         flats: list[torch.Tensor] = []
         for kind in ("gradient", "gradient_spare")[: 1 + has_spare]:
             raw = tier.view(tier.reserve(f"{kind}/{unit.index}", nbytes, "gradient"))
             assert raw is not None, "gradients rest where they can be addressed"
-            flats.append(flat := typed_view(raw, dtype, unit.numel))
-            _zero_padding(flat, unit)
-        return cls(unit=unit, flat=flats[0], spare=flats[1] if has_spare else None, on_device=tier.name == "device")
+            flats.append(flat := typed_view(raw, dtype, unit.numel if shard is None else len(shard)))
+            if shard is None:
+                _zero_padding(flat, unit)
+        spare, on_device = flats[1] if has_spare else None, tier.name == "device"
+        return cls(unit=unit, flat=flats[0], spare=spare, on_device=on_device, shard=shard)
 
     @property
     def tier_name(self) -> str:
@@ -75,8 +86,14 @@ class UnitGradients:
         """Identify the memory of both flats."""
         return {flat.untyped_storage()._cdata for flat in (self.flat, self.spare) if flat is not None}
 
+    @property
+    def start(self) -> int:
+        """The element of the unit's flat that `flat` begins with."""
+        return 0 if self.shard is None else self.shard.start
+
     def share(self) -> UnitShare:
-        return UnitShare(flat=self.flat, present=frozenset(self.present), last=self.last, on_device=self.on_device)
+        present = frozenset(self.present)
+        return UnitShare(flat=self.flat, start=self.start, present=present, last=self.last, on_device=self.on_device)
 
     def clear(self) -> None:
         self.earlier |= self.present
@@ -88,6 +105,8 @@ class UnitGradients:
         self.zeroed.clear()
         self.expire_views()
         self.assigned.clear()
+        self.waiting.clear()
+        self.num_sums = 0
 
     def wait_transfers(self) -> None:
         """Block until every gradient of the unit that has left the device is at its home. Raises what failed there."""
@@ -141,6 +160,11 @@ class UnitGradients:
         """Set every gradient since `zero_grad()` last set gradients to None to 0."""
         self.wait_transfers()
         self.present |= self.earlier
+        if self.shard is not None:
+            self.waiting.clear()
+            self.flat.zero_()
+            self.num_sums = 0
+            return
         for entry in self.unit.entries:
             if (index := entry.param.index) in self.present:
                 (self.shown[index] if index in self.assigned else self.view(entry)).zero_()

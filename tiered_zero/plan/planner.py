@@ -6,9 +6,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 
 from tiered_zero.errors import PlanError
+from tiered_zero.layout.buckets import cut_buckets
 from tiered_zero.layout.flat import Unit
 from tiered_zero.plan.placement import Placement, place
-from tiered_zero.plan.request import NO_LIMIT, Limits, LookAhead, ParamRequest, PlanRequest, SubGroupSize
+from tiered_zero.plan.request import NO_LIMIT, Limits, LookAhead, ParamRequest, PlanRequest, RankRequest, SubGroupSize
 from tiered_zero.plan.slots import PlannedSlot, list_slots
 from tiered_zero.plan.staging import Staging, size_staging
 from tiered_zero.plan.update_policy import UpdateChoice, choose_update_policy
@@ -43,15 +44,20 @@ class PagerLimits:
 @dataclass(frozen=True, kw_only=True)
 class GradientPlan:
     """`sums`: fp32 sums over micro-batches rest at home, else values in the parameter's dtype. `in_flight_nbytes`: on
-    their way to the host at once.
+    their way to the host, or to the other ranks, at once. `rank`: whose shards are kept; None: whole units.
     """
 
     sums: bool
     in_flight_nbytes: int
+    rank: int | None = None
 
     def nbytes(self, unit: Unit) -> int:
         """Bytes of a unit's gradients at their home."""
-        return unit.numel * 4 if self.sums else unit.nbytes
+        return self.numel(unit) * (4 if self.sums else unit.itemsize)
+
+    def numel(self, unit: Unit) -> int:
+        """Elements of a unit's flat whose gradients are kept."""
+        return unit.numel if self.rank is None else len(unit.shard(self.rank))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +138,11 @@ def make_plan(units: Sequence[Unit], subgroups: Sequence[SubGroupSize], request:
     trainable = [unit for unit in units if unit.trainable]
     to_host = [unit for unit in trainable if tiers.gradients[unit.index] == "host"]
     returned = _returned_nbytes(to_host, subgroups, tiers.state, sums)
-    gradients = GradientPlan(sums=sums, in_flight_nbytes=max([returned, *(unit.nbytes for unit in to_host)]))
+    gradients = GradientPlan(
+        sums=sums,
+        in_flight_nbytes=max([returned, *(unit.nbytes for unit in to_host), _waiting_nbytes(trainable, request.ranks)]),
+        rank=request.ranks.rank if request.ranks.shards_gradients else None,
+    )
     staging = size_staging(units, subgroups, tiers, request)
     param_nbytes = {tier: _total(unit for unit in units if tiers.params[unit.index] == tier) for tier in TIERS}
     slots = list_slots(units, subgroups, tiers, request, delayed=delayed)
@@ -140,9 +150,10 @@ def make_plan(units: Sequence[Unit], subgroups: Sequence[SubGroupSize], request:
     def nbytes_of(kind: str, tier: str) -> int:
         return sum(slot.nbytes for slot in slots if (slot.kind, slot.tier) == (kind, tier))
 
+    where = "host memory" if gradients.rank is None else "the ranks that keep them"
     rows = [
         PlanRow("device", "param", param_nbytes["device"], "parameters that stay on the device"),
-        PlanRow("device", "gradient_in_flight", gradients.in_flight_nbytes, "gradients on their way to host memory"),
+        PlanRow("device", "gradient_in_flight", gradients.in_flight_nbytes, f"gradients on their way to {where}"),
         PlanRow("host", "param", param_nbytes["host"], "parameters"),
         PlanRow("nvme", "param", param_nbytes["nvme"], "parameters"),
         *(
@@ -154,7 +165,7 @@ def make_plan(units: Sequence[Unit], subgroups: Sequence[SubGroupSize], request:
                 tier,
                 "gradient",
                 sum(gradients.nbytes(u) for u in trainable if tiers.gradients[u.index] == tier) * (2 if delayed else 1),
-                "gradients" + (" (fp32 sums)" if sums else "") + (", twice" if delayed else ""),
+                _gradient_text(gradients) + (", twice" if delayed else ""),
             )
             for tier in TIERS
         ),
@@ -187,6 +198,19 @@ def make_plan(units: Sequence[Unit], subgroups: Sequence[SubGroupSize], request:
         rows=tuple(row for row in rows if row.nbytes),
         request=request,
     )
+
+
+def _gradient_text(gradients: GradientPlan) -> str:
+    shards = "" if gradients.rank is None else f" of rank {gradients.rank}'s shards"
+    return f"gradients{shards}" + (" (fp32 sums)" if gradients.sums else "")
+
+
+def _waiting_nbytes(trainable: Sequence[Unit], ranks: RankRequest) -> int:
+    """Gradients of shards wait on the device until those of all units in their bucket are complete."""
+    if not ranks.shards_gradients:
+        return 0
+    buckets = cut_buckets(trainable, ranks.world_size, ranks.bucket_numel)
+    return max((sum(part.unit.nbytes for part in bucket.parts) for bucket in buckets), default=0)
 
 
 def _returned_nbytes(

@@ -90,18 +90,16 @@ class CommitRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class RankRequest:
-    """The ranks of a run. `shards_state`: each has master weights and optimizer state of its own shards only, and
-    parameters are gathered after an update. `bucket_numel`: elements of gradients in one collective, at most.
+    """The ranks of a run. `rank`: this one. `shards_state`: each has master weights and optimizer state of its own
+    shards only, and parameters are gathered after an update. `shards_gradients`: each keeps the gradients of its own
+    shards only, and every backward reduces. `bucket_numel`: elements of gradients in one collective, at most.
     """
 
+    rank: int = 0
     world_size: int = 1
     shards_state: bool = False
+    shards_gradients: bool = False
     bucket_numel: int = 0
-
-    @property
-    def part_numel(self) -> int:
-        """Elements of a bucket that each rank gets the sum of."""
-        return max(1, self.bucket_numel // self.world_size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +146,7 @@ def unit_rules(config: Config, world_size: int = 1) -> UnitRules:
 
 
 def plan_request(
-    config: Config, *, limits: Limits, shares_cores: bool, buffers_nbytes: int = 0, world_size: int = 1
+    config: Config, *, limits: Limits, shares_cores: bool, buffers_nbytes: int = 0, rank: int = 0, world_size: int = 1
 ) -> PlanRequest:
     """Read from `config` what the planner must know. Raises ConfigError for a delayed update of state on the device.
 
@@ -187,8 +185,10 @@ def plan_request(
         sums_gradients=config.gradient_accumulation_steps > 1,
         commits=CommitRequest(buffers_nbytes=buffers_nbytes) if settings.checkpoint.in_place else None,
         ranks=RankRequest(
+            rank=rank,
             world_size=world_size,
             shards_state=world_size > 1 and zero.stage > 0,
+            shards_gradients=world_size > 1 and (zero.stage > 1 or (zero.stage == 1 and state.device != "none")),
             bucket_numel=min(zero.reduce_bucket_size, MAX_BUCKET_NUMEL),
         ),
     )

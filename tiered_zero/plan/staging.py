@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tiered_zero.errors import ConfigError
+from tiered_zero.layout.buckets import cut_buckets
 from tiered_zero.layout.flat import Unit
 from tiered_zero.plan.placement import Placement
 from tiered_zero.plan.request import NO_LIMIT, ParamRequest, PlanRequest, SubGroupSize
@@ -58,6 +59,8 @@ def size_staging(
 ) -> Staging:
     """Size every pool. Raises ConfigError for a buffer that a parameter does not fit into."""
     to_host = [unit for unit in units if unit.trainable and tiers.gradients[unit.index] == "host"]
+    if request.ranks.shards_gradients:
+        to_host = []  # their sums come from buckets
     largest = max((entry.param.numel * unit.itemsize for unit in to_host for entry in unit.entries), default=0)
     return Staging(
         params=_param_staging([unit for unit in units if tiers.params[unit.index] == "nvme"], request.params),
@@ -68,13 +71,12 @@ def size_staging(
 
 
 def _buckets(trainable: Sequence[Unit], request: PlanRequest) -> StagingSize:
-    """A bucket has a part for each rank, and room for the sum of this rank's own."""
-    world_size = request.ranks.world_size
-    if world_size == 1 or not trainable:
+    """In fp32 in any case: gradients of several backwards before one step() are summed in it."""
+    ranks = request.ranks
+    if ranks.world_size == 1 or not trainable:
         return StagingSize()
-    itemsize = 4 if request.sums_gradients else max(unit.itemsize for unit in trainable)
-    part = min(request.ranks.part_numel, max(unit.numel // world_size for unit in trainable))
-    return StagingSize(nbytes=(world_size + 1) * part * itemsize, count=NUM_BUCKETS)
+    buckets = cut_buckets(trainable, ranks.world_size, ranks.bucket_numel)
+    return StagingSize(nbytes=max(bucket.nbytes(4) for bucket in buckets), count=NUM_BUCKETS)
 
 
 def _param_staging(on_nvme: Sequence[Unit], request: ParamRequest) -> StagingSize:

@@ -7,15 +7,17 @@ from dataclasses import dataclass, field
 import torch
 
 from tiered_zero.layout.flat import ParamSpec, Unit
+from tiered_zero.layout.subgroups import Segment
 from tiered_zero.transfer import Transfer
 
 
 @dataclass(frozen=True, kw_only=True)
 class UnitShare:
-    """`flat`: [P], in place. `present`: parameters (by index) that have a gradient. `last`: its landing on the host.
-    `on_device`: it rests on the device."""
+    """`flat`: the unit's gradients from element `start` of its flat on, in place: all, or a rank's shard. `present`:
+    parameters (by index) that have a gradient. `last`: its landing. `on_device`: it rests on the device."""
 
     flat: torch.Tensor
+    start: int
     present: frozenset[int]
     last: Transfer | None
     on_device: bool = False
@@ -27,8 +29,10 @@ class StepGradients:
 
     shares: dict[int, UnitShare] = field(default_factory=dict)
 
-    def flat(self, unit: Unit) -> torch.Tensor:
-        return self.shares[unit.index].flat
+    def part(self, segment: Segment) -> torch.Tensor:
+        """View the gradients of a segment, [numel]."""
+        share = self.shares[segment.unit.index]
+        return share.flat[segment.unit_start - share.start :][: segment.numel]
 
     def on_device(self, unit: Unit) -> bool:
         return self.shares[unit.index].on_device
@@ -38,7 +42,7 @@ class StepGradients:
         return param.index in self.shares[unit.index].present
 
     def wait_transfers(self, unit: Unit) -> None:
-        """Block until the unit's gradients are where `flat` says."""
+        """Block until the unit's gradients are where `part` says."""
         last = self.shares[unit.index].last
         if last is not None:
             last.wait()

@@ -257,7 +257,7 @@ class StreamingStepper:
         host memory: for the part on the device they are copied back, into the room of gradients in flight, all of which
         have left it by now."""
         segments = work.subgroup.segments
-        grads = [segment.part_of(gradients.flat(segment.unit)) for segment in segments]
+        grads = [gradients.part(segment) for segment in segments]
         on_device = self._io.updates_on_device(work.subgroup)
         elsewhere = [i for i, segment in enumerate(segments) if on_device and not gradients.on_device(segment.unit)]
         if not elsewhere:

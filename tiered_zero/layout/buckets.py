@@ -1,0 +1,102 @@
+"""Cut the gradients of units into buckets: what ranks reduce in one collective.
+
+[Note: Order of sums over ranks]
+A bucket is a row for each rank: elements of that rank's shards, which it gets the sum of. Which elements share a bucket
+depends on the model, on the number of ranks and on reduce_bucket_size alone, never on stage, tier or time: so the order
+of sums, and with it every bit, is the same in all of those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+from tiered_zero.layout.flat import Unit
+
+SHARED_NUMEL = 1 << 18
+"""Units share a bucket until it has so many elements, 1 MiB of fp32: a collective of less takes as long as its messages
+do, and a larger one would keep the gradients of many units waiting."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BucketPart:
+    """A part of one unit in a bucket. `spans`: by rank, elements of the unit's flat that the rank owns. `starts`: by
+    rank, where they begin in the bucket. `is_last`: no later bucket holds more of the unit."""
+
+    unit: Unit
+    spans: tuple[range, ...]
+    starts: tuple[int, ...]
+    is_last: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bucket:
+    """Parts of units of one dtype. `bounds`: W+1 offsets; rank r's row is what lies from `bounds[r]` to
+    `bounds[r + 1]`."""
+
+    parts: tuple[BucketPart, ...]
+    bounds: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return self.bounds[-1]
+
+    def row(self, rank: int) -> range:
+        return range(self.bounds[rank], self.bounds[rank + 1])
+
+    @cached_property
+    def units(self) -> frozenset[int]:
+        """Indices of the units that it holds parts of."""
+        return frozenset(part.unit.index for part in self.parts)
+
+    def nbytes(self, itemsize: int) -> int:
+        """Memory of the bucket, and behind it of one row's sum."""
+        rows = [stop - start for start, stop in zip(self.bounds, self.bounds[1:], strict=False)]
+        return (self.numel + max(rows)) * itemsize
+
+
+def cut_buckets(units: Sequence[Unit], world_size: int, bucket_numel: int) -> list[Bucket]:
+    """Cut units, all trainable, in static order, into buckets of about `bucket_numel` elements at most, the last unit
+    first, as backward completes them."""
+    row_numel = max(1, bucket_numel // world_size)
+    shared_numel = min(row_numel, max(1, SHARED_NUMEL // world_size))
+    buckets: list[Bucket] = []
+    columns: list[tuple[Unit, range, bool]] = []
+    filled = 0
+
+    def close() -> None:
+        nonlocal filled
+        if columns:
+            buckets.append(_bucket(columns, world_size))
+        columns.clear()
+        filled = 0
+
+    for unit in reversed(units):
+        if columns and columns[-1][0].dtype != unit.dtype:
+            close()
+        shard_numel = max(len(unit.shard(rank)) for rank in range(world_size))
+        for start in range(0, shard_numel, row_numel):
+            stop = min(start + row_numel, shard_numel)
+            if filled + stop - start > row_numel:
+                close()
+            columns.append((unit, range(start, stop), stop == shard_numel))
+            filled += stop - start
+            if filled >= shared_numel:
+                close()
+    close()
+    return buckets
+
+
+def _bucket(columns: Sequence[tuple[Unit, range, bool]], world_size: int) -> Bucket:
+    """`columns`: of each part: the unit, which elements of every rank's shard, and whether they are its last."""
+    ranks = range(world_size)
+    spans = [[unit.shard(rank)[part.start : part.stop] for rank in ranks] for unit, part, _ in columns]
+    bounds = tuple(accumulate((sum(len(own[rank]) for own in spans) for rank in ranks), initial=0))
+    position = list(bounds[:-1])
+    parts = []
+    for (unit, _, is_last), own in zip(columns, spans, strict=True):
+        parts.append(BucketPart(unit=unit, spans=tuple(own), starts=tuple(position), is_last=is_last))
+        position = [start + len(span) for start, span in zip(position, own, strict=True)]
+    return Bucket(parts=tuple(parts), bounds=bounds)
