@@ -62,14 +62,19 @@ class CheckpointCalls(ABC):
         save or load has returned; the first of them raises its error, and training can go on in any case. A delayed
         update becomes visible first. `client_state`: plain values, tensors and arrays. Without frozen parameters a
         checkpoint is loaded with load_module_strict=False. Raises ModelError, StoreError and TransferError.
+
+        With many ranks every rank calls this, and rank 0's `client_state` is saved. It returns on all of them once the
+        checkpoint is durable, or raises on all the error of one.
         """
-        self._refuse_many_ranks("save_checkpoint")
-        self._step.check_between_steps("A checkpoint is saved")
-        step = self._step.counts.global_steps
+
+        def begin() -> tuple[int, str]:
+            self._step.check_between_steps("A checkpoint is saved")
+            step = self._step.counts.global_steps
+            return step, f"global_step{step}" if tag is None else str(tag)
+
         self._checkpoints.save(
             save_dir,
-            f"global_step{step}" if tag is None else str(tag),
-            step,
+            begin,
             client_state,
             save_latest=save_latest,
             exclude_frozen=exclude_frozen_parameters,
@@ -94,16 +99,19 @@ class CheckpointCalls(ABC):
         Masters take the saved fp32 values, and parameters those rounded, whatever else is loaded. Optimizer state
         starts anew with `load_module_only`, which leaves counts, schedule and random numbers as they are, and without
         `load_optimizer_states`. Nothing is changed where the checkpoint does not fit (ModelError, ConfigError,
-        StoreError); damage that is found later ends the use of this engine. No pickle is read.
+        StoreError); damage that is found later ends the use of this engine. No pickle is read. With many ranks every
+        rank calls this; any number of ranks loads what any other has saved.
         """
-        self._refuse_many_ranks("load_checkpoint")
         if custom_load_fn is not None:
             raise ModelError(
                 "load_checkpoint(custom_load_fn=...) would need the whole model in memory. Load without it, and change "
                 "weights inside tiered_zero.gathered(module, modify=True)."
             )
-        self._step.check_between_steps("A checkpoint is loaded")
-        path = self._checkpoints.find(load_dir, None if tag is None else str(tag))
+
+        def begin() -> None:
+            self._step.check_between_steps("A checkpoint is loaded")
+
+        path = self._checkpoints.find(load_dir, None if tag is None else str(tag), begin)
         if path is None:
             return None, {}
         parts = LoadParts(
@@ -112,14 +120,6 @@ class CheckpointCalls(ABC):
             module_only=load_module_only,
         )
         return str(path), self._checkpoints.load(path, parts, strict=load_module_strict)
-
-    def _refuse_many_ranks(self, call: str) -> None:
-        num_ranks = self._step.runtime.collectives.world_size
-        if num_ranks > 1:
-            raise ModelError(
-                f"engine.{call}() was expected in a run of one rank; found {num_ranks}, which this version does not "
-                "save together. engine.save_16bit_model() writes the weights, and module.state_dict() has them."
-            )
 
     @property
     def resumed(self) -> tuple[Path, dict[str, Any]] | None:

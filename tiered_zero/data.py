@@ -120,6 +120,16 @@ class TrainingLoader(DataLoader[Any]):
             except (RuntimeError, TypeError) as error:
                 raise StoreError(f"A loader's random_state is not what was saved: {error}.") from None
 
+    def resplit(self, state: Mapping[str, Any], num_ranks: int) -> dict[str, Any]:
+        """Return the state of a loader that was split over `num_ranks` ranks as one of this split: in the middle of a
+        pass the next sample is the first that no rank had taken, or up to `num_ranks` samples before it."""
+        order, length = self._order, state["length"]
+        if order is None or num_ranks == order.num_ranks or length != order.length_of(num_ranks):
+            return dict(state)
+        num_samples = min(state["num_samples"] * num_ranks // order.num_ranks, len(order))
+        num_batches = -(-num_samples // (self.batch_size or 1))
+        return {**state, "num_samples": num_samples, "num_batches": num_batches, "length": len(order)}
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state` with the next `iter()`; iterators that exist stay as they are.
 
@@ -223,8 +233,12 @@ class _Order(Sampler[int]):
         self.start = 0
 
     def __len__(self) -> int:
+        return self.length_of(self.num_ranks)
+
+    def length_of(self, num_ranks: int) -> int:
+        """Samples of one rank, where there are `num_ranks`."""
         num_samples = len(self._data)
-        return num_samples // self.num_ranks if self.drops else -(-num_samples // self.num_ranks)
+        return num_samples // num_ranks if self.drops else -(-num_samples // num_ranks)
 
     def __iter__(self) -> Iterator[int]:
         num_samples = len(self._data)

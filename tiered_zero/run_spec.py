@@ -48,6 +48,8 @@ class RunSpec:
     plan: Plan
     slots: list[PlannedSlot]
     """Of units, sub-groups and durable copies."""
+    trained: frozenset[str]
+    """Names of the parameters that an update changes, on whatever rank."""
     trains: bool = True
     """False where there is no optimizer: the run evaluates."""
 
@@ -125,6 +127,12 @@ def specify_run(
         layouts=layouts,
         plan=plan,
         slots=slots,
+        trained=frozenset(
+            entry.param.name
+            for unit in units
+            for entry in unit.entries
+            if unit.trainable and entry.param.numel and entry.param.name in group_of
+        ),
         trains=trains,
     )
 

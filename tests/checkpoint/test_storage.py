@@ -289,6 +289,6 @@ def test_the_writer_keeps_within_its_buffers(swap_path: Path) -> None:
     for key, tensor in tensors.items():
         writer.write(key, tensor)
         assert len(writer._free or ()) + len(writer._in_flight) == data_files.NUM_BUFFERS
-    files, entries = writer.finish_files()
-    assert sum(file.nbytes for file in files) < sum(tensor.nbytes for tensor in tensors.values()) + MIB
-    assert entries.keys() == tensors.keys()
+    written = writer.finish_files()
+    assert sum(file.nbytes for file in written.files) < sum(tensor.nbytes for tensor in tensors.values()) + MIB
+    assert written.tensors.keys() == tensors.keys()

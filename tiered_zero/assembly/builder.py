@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tiered_zero.assembly.homes import make_commits, make_copies, place_homes
-from tiered_zero.assembly.parts import make_gradients, make_observers, make_policy
+from tiered_zero.assembly.parts import make_gradients, make_observers, make_policy, whole_weights
 from tiered_zero.checkpoint.checkpoints import Checkpoints, check_async, written_by
 from tiered_zero.checkpoint.driver import DriverState
 from tiered_zero.checkpoint.portable import RunState
@@ -176,6 +176,8 @@ def _build(run_spec: RunSpec, lr_scheduler: Any, collectives: Collectives, loade
             specs=list(run_spec.specs.values()),
             units=run_spec.units,
             layouts=run_spec.layouts,
+            trained=run_spec.trained,
+            is_sharded=plan.request.ranks.shards_state,
             rule=run_spec.rule,
             stepper=stepper,
             inventory=inventory,
@@ -237,10 +239,10 @@ def _build(run_spec: RunSpec, lr_scheduler: Any, collectives: Collectives, loade
         checkpoints = Checkpoints(
             portable,
             policy,
-            pager.updates,
+            whole_weights(run_spec, runtime, pager),
             driver,
             written_by(run_spec.rule, config, collectives.world_size),
-            settings=settings.checkpoint,
+            config=config,
             commits=make_commits(run_spec, tiers, portable, copies),
         )
         resources.add("saves", once(checkpoints.last_save.wait))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -16,6 +17,7 @@ from tiered_zero.layout.buckets import cut_buckets
 from tiered_zero.optim.kernel_rule import open_kernel
 from tiered_zero.params.pager import Pager
 from tiered_zero.params.shard_gather import ShardGather
+from tiered_zero.params.update_guard import UpdateGuard
 from tiered_zero.run_spec import RunSpec
 from tiered_zero.teardown import Teardown
 from tiered_zero.telemetry.observer import RunObserver, StepLog
@@ -65,6 +67,32 @@ def make_gradients(
     return store, GradientReducer(store, units, runtime, memory, reduction)
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class WholeWeights:
+    """Makes the parameters of every unit whole once this rank has written its shards of them, and guards them while
+    they change. `gather`: None where the shards are all."""
+
+    guard: UpdateGuard
+    gather: ShardGather | None
+
+    def invalidate_all(self) -> None:
+        """Drop what the device holds of every unit."""
+        self.guard.invalidate_all()
+
+    def end_update(self) -> None:
+        """Gather the other ranks' shards, and take the values of resident units as new."""
+        if self.gather is not None:
+            self.gather.gather()
+        self.guard.end_update()
+
+
+def whole_weights(run_spec: RunSpec, runtime: Runtime, pager: Pager) -> WholeWeights:
+    units = [unit for unit in run_spec.units if any(entry.param.name in run_spec.trained for entry in unit.entries)]
+    is_sharded = run_spec.plan.request.ranks.shards_state
+    gather = ShardGather(runtime, units, lambda unit: pager.storage(unit).flat) if is_sharded else None
+    return WholeWeights(guard=pager.updates, gather=gather)
+
+
 def make_policy(
     run_spec: RunSpec,
     stepper: StreamingStepper,
@@ -78,13 +106,7 @@ def make_policy(
     units = list({s.unit.index: s.unit for layout in run_spec.layouts for s in layout.subgroup.segments}.values())
     choice = run_spec.plan.update_policy
     if choice.policy == "barrier":
-        gather = ShardGather(runtime, units, lambda unit: pager.storage(unit).flat)
-
-        def end_update() -> None:
-            if run_spec.plan.request.ranks.shards_state:
-                gather.gather()
-            pager.updates.end_update()
-
+        end_update = whole_weights(run_spec, runtime, pager).end_update
         return BarrierPolicy(stepper, groups, pager.updates.invalidate, end_update)
     if choice.policy == "overlapped":
         open_eagerly = partial(EagerUpdate, run_spec.layouts, gradients.freeze)

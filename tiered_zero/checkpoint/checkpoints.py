@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from io import FileIO
@@ -24,21 +24,31 @@ from torch.distributed.checkpoint.metadata import Metadata
 from tiered_zero.checkpoint import values
 from tiered_zero.checkpoint.commit import Commits
 from tiered_zero.checkpoint.directory import nothing_to_load
-from tiered_zero.checkpoint.driver import DriverState, LoadParts, differences
+from tiered_zero.checkpoint.driver import DriverState, LoadParts, differences, join_states, own_state
 from tiered_zero.checkpoint.file_reader import FileReader
 from tiered_zero.checkpoint.file_writer import FileWriter, Piece
 from tiered_zero.checkpoint.loading import StateLoader
-from tiered_zero.checkpoint.manifest import WrittenBy
-from tiered_zero.checkpoint.matching import LoadOptions, match
+from tiered_zero.checkpoint.manifest import TagManifest, WrittenBy
+from tiered_zero.checkpoint.matching import LoadOptions, Matched, match
 from tiered_zero.checkpoint.planner import TierLoadPlanner
 from tiered_zero.checkpoint.portable import RunState, StateSnapshot, TensorSpec, buffer_key
+from tiered_zero.checkpoint.ranks import (
+    Wanted,
+    agree_on_save,
+    begin_tag,
+    check_together,
+    find_together,
+    load_together,
+    publish_together,
+)
 from tiered_zero.checkpoint.resume import AdoptedValues, Adoption, FoundCheckpoint, find_checkpoint, open_reader
 from tiered_zero.checkpoint.saving import Ranges, StateSaver
+from tiered_zero.checkpoint.shares import Share, join_scalars
 from tiered_zero.checkpoint.store_reader import StoreReader
 from tiered_zero.checkpoint.tag_writer import TagWriter
-from tiered_zero.config.runtime_section import CheckpointSection
+from tiered_zero.config.ranks import idle_value
 from tiered_zero.config.schema import Config
-from tiered_zero.errors import ConfigError
+from tiered_zero.errors import ConfigError, StoreError
 from tiered_zero.optim.rule import UpdateRule
 from tiered_zero.plan.planner import Plan
 from tiered_zero.sizes import MIB
@@ -65,12 +75,15 @@ class WeightGuard(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class _Content:
-    """What was captured when a save was asked for. `params`: unit index -> a copy of a unit on the device. `specs`: of
-    buffers and of parameters without a master."""
+    """What this rank has captured when a save was asked for. `params`: unit index -> a copy of a unit on the device.
+    `may_return`: whether all are copied that a script may change. `specs`: of buffers and of parameters without a
+    master. `fields`: of the manifest; `needed_nbytes`: of the data."""
 
     fields: Mapping[str, Any]
+    needed_nbytes: int
     buffers: Mapping[str, torch.Tensor]
     params: Mapping[int, torch.Tensor]
+    may_return: bool
     specs: Mapping[str, TensorSpec]
     with_frozen: bool
     save_latest: bool
@@ -79,12 +92,24 @@ class _Content:
 @dataclass(kw_only=True)
 class _Save:
     """One that is queued. `cut`: its place between two updates; `has_begun`: it came there, and ends the tag. `end`: of
-    one that is written beside training; None: it is written at the cut."""
+    one that is written beside training; None: it is written at the cut. `share`: what this rank has written, until the
+    other ranks' are joined with it."""
 
     tag: TagWriter
     cut: Transfer | None = None
     has_begun: bool = False
     end: Completion | None = None
+    share: Share | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Load:
+    """A checkpoint that this rank can load."""
+
+    reader: FileReader | StoreReader
+    matched: Matched
+    driver: dict[str, Any]
+    metadata: Metadata
 
 
 @final
@@ -127,17 +152,21 @@ class Checkpoints:
         driver: DriverState,
         written_by: Mapping[str, Any],
         *,
-        settings: CheckpointSection,
+        config: Config,
         commits: Commits | None = None,
     ) -> None:
         """`written_by`: of WrittenBy, but for the time. `commits`: what saves in place; None: a save writes files."""
+        settings = config.tiered_zero.checkpoint
         self._state = state
         self._policy = policy
         self._guard = guard
         self._driver = driver
         self._written_by = dict(written_by)
         self._convert = settings.convert
-        self._is_async = settings.async_save
+        self._ranks = state.runtime.collectives
+        self._is_alone = self._ranks.world_size == 1
+        self._is_async = settings.async_save and self._is_alone
+        self._tag_validation = str(idle_value(config, "checkpoint.tag_validation", "Warn"))
         self._commits = commits
         self.last_save = LastSave()
         self._locks: list[FileIO] = []
@@ -149,53 +178,71 @@ class Checkpoints:
     def save(
         self,
         save_dir: str | os.PathLike[str],
-        tag: str,
-        step: int,
+        begin: Callable[[], tuple[int, str]],
         client_state: Mapping[str, Any],
         *,
         save_latest: bool = True,
         exclude_frozen: bool = False,
     ) -> None:
         """Queue a save of the state after the last step. Raises the error of the save before, and of this one where it
-        is known by now."""
-        self.wait()
-        state = self._state
-        driver = self._driver.capture(client_state)
+        is known by now. `begin`: checks that the state can be saved now; returns the step and the tag's name.
+
+        With many ranks all of them call this; it returns on all once the tag is durable, or raises on all.
+        """
+        captured: list[_Content] = []
+        arguments = {"save_latest": save_latest, "exclude_frozen_parameters": exclude_frozen}
+
+        def ask() -> Wanted:
+            step, tag = begin()
+            self.wait()
+            driver = self._driver.capture(client_state)
+            captured.append(self._capture(step, driver, save_latest, with_frozen=not exclude_frozen))
+            return Wanted(tag=tag, step=step, arguments=arguments, nbytes=captured[0].needed_nbytes)
+
+        wanted = agree_on_save(self._ranks, ask, self._tag_validation)
+        content = captured[0]
         if self._commits is not None:
             if exclude_frozen:
                 logger.warning("exclude_frozen_parameters has no effect on an in-place commit, which has all at rest")
-            return self._commit(self._commits, Path(save_dir), tag, step, driver, save_latest)
-        buffers = {name: buffer.detach().to("cpu", copy=True) for name, buffer in state.named_buffers()}
-        on_device = state.unmastered_on_device(not exclude_frozen)
+            return self._commit(self._commits, Path(save_dir), wanted[0].tag, content)
+        tag = begin_tag(self._ranks, save_dir, wanted, self._locks)
+        save = _Save(tag=tag, end=Completion() if self._is_async else None)
+        ready = self._state.runtime.accelerator.record_compute()
+        job = partial(self._begin_async if self._is_async else self._write_at_cut, save, content, ready)
+        if not self._is_alone:
+            write, publish = partial(self._write_share, save, job), partial(self._publish, tag, content)
+            return publish_together(self._ranks, tag, write, publish)
+        self._queue(save, job)
+        if not content.may_return:
+            self.wait()
+
+    def _capture(self, step: int, driver: dict[str, Any], save_latest: bool, *, with_frozen: bool) -> _Content:
+        """Copy what the script may change while the save is written."""
+        state, is_copied = self._state, self._commits is None
+        named = list(state.named_buffers()) if is_copied and self._ranks.rank == 0 else []
+        buffers = {name: buffer.detach().to("cpu", copy=True) for name, buffer in named}
+        on_device = state.unmastered_on_device(with_frozen) if is_copied else []
         may_copy = sum(unit.nbytes for unit in on_device) <= _MOST_COPIED_NBYTES
-        specs = {**state.param_specs(not exclude_frozen), **_buffer_specs(buffers)}
-        most = {**state.state_specs(lambda layout, piece: True), **specs}
-        content = _Content(
+        specs = {**state.param_specs(with_frozen), **_buffer_specs(buffers)}
+        return _Content(
             fields={
                 "step": step,
                 "driver": driver,
                 "written_by": WrittenBy(**self._written_by, created_s=time.time()),
             },
+            needed_nbytes=state.most_state_nbytes() + sum(spec.nbytes for spec in specs.values()),
             buffers=buffers,
             params={unit.index: state.param_flat(unit).to("cpu", copy=True) for unit in on_device if may_copy},
+            may_return=may_copy,
             specs=specs,
-            with_frozen=not exclude_frozen,
+            with_frozen=with_frozen,
             save_latest=save_latest,
         )
-        needed_nbytes = sum(spec.nbytes for spec in most.values())
-        tag_writer = TagWriter.begin(save_dir, tag, needed_nbytes=needed_nbytes, own_locks=self._locks)
-        save = _Save(tag=tag_writer, end=Completion() if self._is_async else None)
-        ready = state.runtime.accelerator.record_compute()
-        self._queue(save, partial(self._begin_async if self._is_async else self._write_at_cut, save, content, ready))
-        if not may_copy:
-            self.wait()  # nothing keeps the script from changing them
 
-    def _commit(
-        self, commits: Commits, save_dir: Path, tag: str, step: int, driver: dict[str, Any], save_latest: bool
-    ) -> None:
+    def _commit(self, commits: Commits, save_dir: Path, tag: str, content: _Content) -> None:
         """Queue an in-place commit, and the tag that points to it. See [Note: In-place commits]."""
         commits.write_copies()
-        by = WrittenBy(**self._written_by, created_s=time.time())
+        step, driver, by = (content.fields[name] for name in ("step", "driver", "written_by"))
         tag_writer = TagWriter.begin(save_dir, tag, engine=commits.engine, own_locks=self._locks)
         save = _Save(tag=tag_writer)
         lane = self._state.runtime.accelerator.lane("save")
@@ -204,7 +251,8 @@ class Checkpoints:
             save.has_begun = True
             pointer = {"kind": "in_place", "step": step, "written_by": by, "swap": commits.swap}
             with tag_writer:
-                prepared = lane.submit(partial(tag_writer.prepare_pointer, pointer, save_latest=save_latest))
+                prepare = partial(tag_writer.prepare_pointer, pointer, save_latest=content.save_latest)
+                prepared = lane.submit(prepare)
                 try:
                     commits.commit(tag, step, by, driver)
                 except BaseException:
@@ -236,8 +284,12 @@ class Checkpoints:
         save.has_begun = True
         self._state.stepper.cancel_prefetch()  # it holds staging buffers, which the save needs
         try:
-            with save.tag:
-                self._write(save.tag, content, ready, self._state.snapshot(), lambda subgroup: None)
+            with save.tag.writing():
+                share = self._write(save.tag, content, ready, self._state.snapshot(), lambda subgroup: None)
+                if self._is_alone:
+                    self._publish(save.tag, content, [share])
+                else:
+                    save.share = share  # the driver joins it with the others: this thread makes no collective
         finally:
             self._state.stepper.prefetch()
 
@@ -249,11 +301,14 @@ class Checkpoints:
         def free(subgroup: int) -> None:
             held[subgroup].complete()
 
+        def write() -> None:
+            self._publish(save.tag, content, [self._write(save.tag, content, ready, snapshot, free)])
+
         def job() -> None:
             assert save.end is not None, "a save beside training has an end of its own"
             try:
-                with save.tag:
-                    _logged(lambda: self._write(save.tag, content, ready, snapshot, free), save.tag.tag)
+                with save.tag.writing():
+                    _logged(write, save.tag.tag)
             except BaseException as error:
                 save.end.fail(error)
             else:
@@ -272,59 +327,104 @@ class Checkpoints:
             save.tag.discard()
             raise
 
+    def _write_share(self, save: _Save, job: Callable[[], None]) -> Share:
+        """Return when this rank's part is durable."""
+        self._queue(save, job)
+        self.wait()
+        if save.share is None:
+            raise StoreError(f"Checkpoint {save.tag.tag} was not written: an update has failed before it.")
+        return save.share
+
     def _write(
         self, tag: TagWriter, content: _Content, ready: Transfer, snapshot: StateSnapshot, free: Callable[[int], None]
-    ) -> None:
-        """`ready`: what compute writes of device memory."""
+    ) -> Share:
+        """Make what this rank saves durable. `ready`: what compute writes of device memory."""
         ready.wait()
         for key, spec in {**self._state.state_specs(snapshot.is_stepped), **content.specs}.items():
             tag.writer.declare(key, spec.dtype, spec.shape, spec.order)
         with torch.no_grad():
             saver = StateSaver(self._state, snapshot, partial(_append, tag.writer), free)
             saver.save(content.buffers, content.params, content.with_frozen)
-        scalars = {name: values.encode(own, f"state of {name}") for name, own in snapshot.scalars.items()}
-        tag.publish({**content.fields, "scalars": scalars}, save_latest=content.save_latest)
+        return Share(
+            written=tag.writer.finish_files(),
+            scalars={name: values.encode(own, f"state of {name}") for name, own in snapshot.scalars.items()},
+            driver=own_state(content.fields["driver"]),
+        )
+
+    def _publish(self, tag: TagWriter, content: _Content, shares: Sequence[Share]) -> None:
+        """Give the tag its name: all that `shares` have is durable."""
+        driver = join_states(content.fields["driver"], [share.driver for share in shares])
+        fields = {**content.fields, "driver": driver, "scalars": join_scalars(shares)}
+        tag.publish(fields, save_latest=content.save_latest, written=[share.written for share in shares])
 
     # -- load ----------------------------------------------------------------------------------------------------------
 
-    def find(self, load_dir: str | os.PathLike[str], tag: str | None) -> Path | None:
-        """Return where the tag to load is; None, with a warning, where there is no checkpoint at all. Raises
-        StoreError."""
-        self.wait()
-        if tag is None and (why := nothing_to_load(load_dir)):
-            logger.warning("no checkpoint in %s is loaded: %s. Pass a tag to expect one.", load_dir, why)
-            return None
-        found = find_checkpoint(load_dir, tag)
-        for line in found.lines:
-            logger.warning("%s", line)
-        return found.path
+    def find(self, load_dir: str | os.PathLike[str], tag: str | None, begin: Callable[[], None]) -> Path | None:
+        """Return where the tag to load is; None, with a warning, where there is no checkpoint at all. `begin`: checks
+        that one can be loaded now. Raises StoreError."""
+
+        def look() -> FoundCheckpoint | None:
+            if tag is None and (why := nothing_to_load(load_dir)):
+                logger.warning("no checkpoint in %s is loaded: %s. Pass a tag to expect one.", load_dir, why)
+                return None
+            found = find_checkpoint(load_dir, tag)
+            for line in found.lines:
+                logger.warning("%s", line)
+            return found
+
+        def prepare() -> None:
+            begin()
+            self.wait()
+
+        load_together(self._ranks, prepare)
+        found = find_together(self._ranks, load_dir, look)
+        return None if found is None else found.path
 
     def load(self, path: Path, parts: LoadParts, *, strict: bool = True) -> dict[str, Any]:
-        """Make the run what the checkpoint says, and return its client_state. Everything is checked before the first
-        weight changes; an error after that ends the engine's use. Raises ModelError, ConfigError, StoreError,
-        CorruptionError and TransferError."""
-        self.wait()
-        with open_reader(path) as reader:
-            manifest = reader.manifest
-            with_state = parts.optimizer_states and not parts.module_only and self._driver.optimizer is not None
-            options = LoadOptions(strict=strict, with_state=with_state, convert=self._convert)
-            matched = match(self._state, manifest, options)
-            driver = self._driver.check(manifest.driver, parts)
-            for line in differences(asdict(manifest.written_by), self._written_by) if with_state else ():
-                logger.warning("%s", line)
-            metadata = reader.read_metadata()
-            self._policy.quiesce()
-            self._guard.invalidate_all()
+        """Make the run what the checkpoint says, and return its client_state. Everything is checked, on every rank,
+        before the first weight changes; an error after that ends the engine's use. Raises ModelError, ConfigError,
+        StoreError, CorruptionError and TransferError."""
+        with ExitStack() as opened:
+            loads: list[_Load] = []
+
+            def check() -> TagManifest:
+                self.wait()
+                reader = open_reader(path)
+                opened.enter_context(reader)
+                loads.append(self._check(reader, parts, strict))
+                return loads[0].reader.manifest
+
+            def prepare() -> None:
+                self._policy.quiesce()
+                self._guard.invalidate_all()
+
+            def read() -> None:
+                load = loads[0]
+                self._driver.restore(load.driver, parts)
+                self._read(load, StateLoader(self._state, load.reader.manifest, load.matched, self._policy.groups))
+
+            check_together(self._ranks, check)
+            load_together(self._ranks, prepare)
             try:
-                client_state = self._driver.restore(driver, parts)
-                self._read(reader, metadata, StateLoader(self._state, manifest, matched, self._policy.groups))
+                load_together(self._ranks, read)
+                self._guard.end_update()
             except BaseException as error:
                 self._policy.latch(
                     f"loading {path} ended in its middle ({error}), when some values were new: build another engine"
                 )
                 raise
-            self._guard.end_update()
-        return client_state
+            return dict(loads[0].driver["client_state"])
+
+    def _check(self, reader: FileReader | StoreReader, parts: LoadParts, strict: bool) -> _Load:
+        """Check all of a checkpoint but the values."""
+        manifest = reader.manifest
+        with_state = parts.optimizer_states and not parts.module_only and self._driver.optimizer is not None
+        options = LoadOptions(strict=strict, with_state=with_state, convert=self._convert)
+        matched = match(self._state, manifest, options)
+        driver = self._driver.check(manifest.driver, parts, self._ranks)
+        for line in differences(asdict(manifest.written_by), self._written_by) if with_state else ():
+            logger.warning("%s", line)
+        return _Load(reader=reader, matched=matched, driver=driver, metadata=reader.read_metadata())
 
     def adopt(self, adoption: Adoption, values: AdoptedValues) -> None:
         """Go on with the commit that the stores of this run were opened at. Raises ModelError and StoreError."""
@@ -347,13 +447,13 @@ class Checkpoints:
         """Load what the config says that the run goes on from. Raises as `load`."""
         self.resumed = found.path, self.load(found.path, LoadParts())
 
-    def _read(self, reader: FileReader | StoreReader, metadata: Metadata, loader: StateLoader) -> None:
+    def _read(self, load: _Load, loader: StateLoader) -> None:
         steps = loader.steps()
         planner = TierLoadPlanner(steps)
-        planner.set_up_planner({}, metadata, is_coordinator=True)
+        planner.set_up_planner({}, load.metadata, is_coordinator=True)
         try:
             with torch.no_grad():
-                reader.read_data(planner.create_local_plan(), planner).wait()
+                load.reader.read_data(planner.create_local_plan(), planner).wait()
         finally:
             steps.close()
 

@@ -23,6 +23,7 @@ from tiered_zero.checkpoint.extra_state import check_extra_states, extra_states,
 from tiered_zero.checkpoint.values import decode, encode
 from tiered_zero.errors import ModelError, StoreError
 from tiered_zero.grads.overflow import OverflowCounts, OverflowGuard
+from tiered_zero.hardware.collectives import Collectives, SingleRank
 from tiered_zero.hardware.random_states import check_random_states, random_states, restore_random_states
 from tiered_zero.store.checked_json import MOST_INTEGER
 from tiered_zero.update.handle import TieredOptimizer
@@ -49,6 +50,8 @@ class Position(Protocol):
     def check_state_dict(self, state: Any, /) -> None: ...
 
     def load_state_dict(self, state: Mapping[str, Any], /) -> None: ...
+
+    def resplit(self, state: Mapping[str, Any], num_ranks: int, /) -> State: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,24 +105,28 @@ class DriverState:
         }
         return {name: encode(value, name) for name, value in state.items()}
 
-    def check(self, saved: Any, parts: LoadParts | None = None) -> State:
-        """Decode what `capture` gave, as it was read from a file: untrusted. Returns what `restore` takes.
+    def check(self, saved: Any, parts: LoadParts | None = None, ranks: Collectives | None = None) -> State:
+        """Decode what `capture` gave, as it was read from a file: untrusted. Returns what `restore` takes: of what each
+        of `ranks` has its own of, this rank's.
 
         Raises StoreError for what `capture` does not give, and ModelError for a state that does not fit this run, with
         nothing changed.
         """
         parts = parts or LoadParts()
         state = _decoded(saved)
+        num_ranks = _select_rank(state, ranks or SingleRank())
         check_extra_states(state["modules"])
         if parts.module_only:
             return state
         _check_counts(state)
-        try:
-            check_random_states(state["random_states"])
-        except ValueError as error:
-            raise StoreError(f"The checkpoint's random_states are not what was saved: {error}.") from None
+        if state["random_states"] is not None:
+            try:
+                check_random_states(state["random_states"])
+            except ValueError as error:
+                raise StoreError(f"The checkpoint's random_states are not what was saved: {error}.") from None
         if self.loader is not None and state["loader"] is not None:
             self.loader.check_state_dict(state["loader"])
+            state["loader"] = self.loader.resplit(state["loader"], num_ranks)
         if self.optimizer is not None:
             self._check_optimizer(self.optimizer, state, parts)
         return state
@@ -139,8 +146,9 @@ class DriverState:
             self._restore_optimizer(self.optimizer, state, parts)
         if self.loader is not None:
             self._restore_position(self.loader, state["loader"])
-        for line in restore_random_states(state["random_states"]):
-            logger.warning("resumed: %s", line)
+        if state["random_states"] is not None:
+            for line in restore_random_states(state["random_states"]):
+                logger.warning("resumed: %s", line)
         return dict(state["client_state"])
 
     def _check_optimizer(self, optimizer: TieredOptimizer, state: State, parts: LoadParts) -> None:
@@ -177,6 +185,39 @@ class DriverState:
             loader.load_state_dict(saved)
         else:
             logger.warning("resumed: the checkpoint has no position in training_data, which begins anew")
+
+
+# -- what every rank has its own of ------------------------------------------------------------------------------------
+
+_OWN = ("random_states", "loader")
+
+
+def own_state(captured: State) -> State:
+    """The part of what `DriverState.capture` gave that each rank has its own of."""
+    return {name: captured[name] for name in _OWN}
+
+
+def join_states(first: State, own: Sequence[Mapping[str, Any]]) -> State:
+    """What the manifest has of all ranks: rank 0's state, and `own_state` of each rank where there are others."""
+    return {**first, "ranks": list(own)} if len(own) > 1 else first
+
+
+def _select_rank(state: State, ranks: Collectives) -> int:
+    """Put this rank's part of what each has its own of into `state`; return how many ranks have saved theirs.
+
+    A rank that was not there has no random states: it goes on with those that it has, for with rank 0's it would draw
+    the numbers that rank 0 draws. Its place in the data is rank 0's.
+    """
+    of_ranks = state.pop("ranks", None) or [own_state(state)]
+    if ranks.rank < len(of_ranks):
+        state.update(of_ranks[ranks.rank])
+    else:
+        state["random_states"] = None
+        logger.warning(
+            "resumed: rank %d was not there when %d saved: its random numbers go on as they are",
+            *(ranks.rank, len(of_ranks)),
+        )
+    return len(of_ranks)
 
 
 # -- param groups and schedulers ---------------------------------------------------------------------------------------
@@ -344,7 +385,7 @@ _PARTS = (
 
 
 def _decoded(saved: Any) -> State:
-    if type(saved) is not dict or saved.keys() != set(_PARTS):
+    if type(saved) is not dict or saved.keys() - {"ranks"} != set(_PARTS):
         found = sorted(saved)[:12] if type(saved) is dict else type(saved).__name__
         raise StoreError(f"The checkpoint's driver state was expected to have {', '.join(_PARTS)}; found {found!a}.")
     state = {}
@@ -353,9 +394,20 @@ def _decoded(saved: Any) -> State:
             state[name] = decode(saved[name])
         except ValueError as error:
             raise StoreError(f"The checkpoint's {name} cannot be read: {error}.") from None
+    if "ranks" in saved:
+        state["ranks"] = _decoded_ranks(saved["ranks"])
     if type(state["client_state"]) is not dict:
         raise StoreError("The checkpoint's client_state was expected as a dict.")
     return state
+
+
+def _decoded_ranks(saved: Any) -> list[State]:
+    if type(saved) is not list or not saved or any(type(own) is not dict or own.keys() != set(_OWN) for own in saved):
+        raise StoreError("The checkpoint's state of each rank is not what was saved.")
+    try:
+        return [{name: decode(own[name]) for name in _OWN} for own in saved]
+    except ValueError as error:
+        raise StoreError(f"The checkpoint's state of each rank cannot be read: {error}.") from None
 
 
 def _check_counts(state: State) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
@@ -35,6 +36,15 @@ class Piece(NamedTuple):
     start: int
     stop: int
     at: int
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class WrittenFiles:
+    """What one writer has written of a tag: its files, and of each tensor the parts in them, in any order."""
+
+    files: tuple[DataFile, ...]
+    tensors: dict[str, TensorEntry]
 
 
 @final
@@ -74,11 +84,17 @@ class FileWriter(StorageWriter):
         self.declare(key, tensor.dtype, tensor.shape, order)
         self._write_box(key, Box((0,) * tensor.dim(), tuple(tensor.shape)), tensor)
 
-    def finish_files(self) -> tuple[tuple[DataFile, ...], dict[str, TensorEntry]]:
-        """Make the data durable; the files and tensors for the manifest. Raises TransferError, StoreError, OSError."""
+    def finish_files(self) -> WrittenFiles:
+        """Make the data durable, and return what was written. Raises TransferError, StoreError, OSError."""
         self._flush()
-        tensors = {key: self._whole(key, entry) for key, entry in self._entries.items()}
-        return self._data.finish(), tensors
+        parts = {key: tuple(own) for key, own in self._parts.items()}
+        return WrittenFiles(
+            files=self._data.finish(),
+            tensors={
+                key: TensorEntry(dtype=entry.dtype, shape=entry.shape, order=entry.order, parts=parts[key])
+                for key, entry in self._entries.items()
+            },
+        )
 
     def close(self) -> None:
         """End the writing, whatever was written. Idempotent."""
@@ -119,7 +135,7 @@ class FileWriter(StorageWriter):
         for key in metadata.state_dict_metadata:
             if key not in self._entries:
                 raise StoreError(f"{key} was planned, but not written.")
-            self._whole(key, self._entries[key])
+            _whole(key, self._entries[key], self._parts[key])
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -190,25 +206,44 @@ class FileWriter(StorageWriter):
             self._parts[key].append(Part(start, stop, appended.file, appended.offset + at))
         return appended
 
-    def _whole(self, key: str, entry: TensorEntry) -> TensorEntry:
-        """The entry with its parts in order, neighbours joined. Raises StoreError unless they cover the tensor once."""
-        joined: list[Part] = []
-        end = 0
-        for part in sorted(self._parts[key]):
-            if part.start != end:
-                raise StoreError(
-                    f"{key}: elements {min(end, part.start)} to {max(end, part.start)} are missing or doubled."
-                )
-            end = part.stop
-            last = joined[-1] if joined else None
-            if (
-                last is not None
-                and last.file == part.file
-                and last.offset + (last.stop - last.start) * entry.itemsize == part.offset
-            ):
-                joined[-1] = Part(last.start, part.stop, last.file, last.offset)
-            else:
-                joined.append(part)
-        if end != entry.numel:
-            raise StoreError(f"{key}: {end} of its {entry.numel} elements were written.")
-        return TensorEntry(dtype=entry.dtype, shape=entry.shape, order=entry.order, parts=tuple(joined))
+
+def join_files(written: Sequence[WrittenFiles]) -> tuple[tuple[DataFile, ...], dict[str, TensorEntry]]:
+    """Join what several writers have written of one tag, in their order: all files, and each tensor with all of its
+    parts. Raises StoreError unless the parts cover every tensor once, and the writers agree about it."""
+    entries: dict[str, TensorEntry] = {}
+    parts: dict[str, list[Part]] = {}
+    num_files = 0
+    for own in written:
+        for key, entry in own.tensors.items():
+            bare = replace(entry, parts=())
+            if entries.setdefault(key, bare) != bare:
+                raise StoreError(f"{key} is written as two different tensors: {entries[key]} and {bare}.")
+            moved = (Part(part.start, part.stop, part.file + num_files, part.offset) for part in entry.parts)
+            parts.setdefault(key, []).extend(moved)
+        num_files += len(own.files)
+    files = tuple(file for own in written for file in own.files)
+    return files, {key: replace(entry, parts=_whole(key, entry, parts[key])) for key, entry in entries.items()}
+
+
+def _whole(key: str, entry: TensorEntry, parts: Sequence[Part]) -> tuple[Part, ...]:
+    """The parts in order, neighbours joined. Raises StoreError unless they cover the tensor once."""
+    joined: list[Part] = []
+    end = 0
+    for part in sorted(parts):
+        if part.start != end:
+            raise StoreError(
+                f"{key}: elements {min(end, part.start)} to {max(end, part.start)} are missing or doubled."
+            )
+        end = part.stop
+        last = joined[-1] if joined else None
+        if (
+            last is not None
+            and last.file == part.file
+            and last.offset + (last.stop - last.start) * entry.itemsize == part.offset
+        ):
+            joined[-1] = Part(last.start, part.stop, last.file, last.offset)
+        else:
+            joined.append(part)
+    if end != entry.numel:
+        raise StoreError(f"{key}: {end} of its {entry.numel} elements were written.")
+    return tuple(joined)

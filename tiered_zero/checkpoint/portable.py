@@ -143,13 +143,16 @@ def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class RunState:
-    """Everything of a run that a checkpoint reads and writes, with what moves it. `param_flat(unit)`: the flat of a
-    unit that lives on the device."""
+    """Everything of a run that a checkpoint reads and writes, with what moves it. `trained`: names of the parameters
+    that have a master, on whatever rank. `layouts`: of this rank's state; where not `is_sharded` every rank has all.
+    `param_flat(unit)`: the flat of a unit that lives on the device."""
 
     module: nn.Module
     specs: Sequence[ParamSpec]
     units: Sequence[Unit]
     layouts: Sequence[StateLayout]
+    trained: frozenset[str]
+    is_sharded: bool
     rule: UpdateRule
     stepper: StreamingStepper
     inventory: Inventory
@@ -163,17 +166,28 @@ class RunState:
         return SubGroupIO(self.inventory, self.runtime, self.state_staging, self.param_flat)
 
     @cached_property
-    def mastered(self) -> frozenset[str]:
-        """Names of the parameters that have a master: those that a param group holds."""
-        return frozenset(piece.param.name for layout in self.layouts for piece in layout.subgroup.pieces)
-
-    @cached_property
     def updated_units(self) -> frozenset[int]:
-        """Indices of the units with elements in a sub-group, whose parameters an update writes."""
-        return frozenset(own.unit.index for layout in self.layouts for own in layout.subgroup.segments)
+        """Indices of the units with elements in a sub-group of any rank, whose parameters an update writes."""
+        return frozenset(
+            unit.index for unit in self.units if any(entry.param.name in self.trained for entry in unit.entries)
+        )
 
     def has_master(self, spec: ParamSpec) -> bool:
-        return spec.name in self.mastered
+        return spec.name in self.trained
+
+    @cached_property
+    def own_layouts(self) -> Sequence[StateLayout]:
+        """The sub-groups that this rank saves: its own, or its part of what every rank has."""
+        return self.layouts if self.is_sharded else [x for x in self.layouts if self._is_own(x.subgroup.index)]
+
+    @cached_property
+    def own_units(self) -> Sequence[Unit]:
+        """The units whose parameters without a master this rank saves; every rank has them."""
+        return [unit for unit in self.units if self._is_own(unit.index)]
+
+    def _is_own(self, index: int) -> bool:
+        ranks = self.runtime.collectives
+        return index % ranks.world_size == ranks.rank
 
     def unmastered(self, unit: Unit, with_frozen: bool = True) -> list[FlatEntry]:
         """List the parameters of a unit that are saved as they are."""
@@ -184,10 +198,10 @@ class RunState:
         ]
 
     def unmastered_on_device(self, with_frozen: bool = True) -> list[Unit]:
-        """List the units with such parameters whose home is the device."""
+        """List the units with such parameters whose home is the device, of those that this rank saves."""
         return [
             unit
-            for unit in self.units
+            for unit in self.own_units
             if self.unmastered(unit, with_frozen) and self.inventory.find(unit, "param") is None
         ]
 
@@ -226,9 +240,10 @@ class RunState:
         return {name: own for name, own in found.items() if own}
 
     def state_specs(self, stepped: Callable[[StateLayout, ParamPiece], bool]) -> dict[str, TensorSpec]:
-        """Describe masters and state arrays, by key; state of the pieces for which `stepped` says so."""
+        """Describe the masters and state arrays of which this rank saves parts, by key; state of the pieces for which
+        `stepped` says so."""
         found: dict[str, TensorSpec] = {}
-        for layout in self.layouts:
+        for layout in self.own_layouts:
             for piece in layout.subgroup.pieces:
                 param = piece.param
                 found[master_key(param)] = TensorSpec(dtype=torch.float32, shape=param.shape, order=memory_order(param))
@@ -237,14 +252,24 @@ class RunState:
         return found
 
     def param_specs(self, with_frozen: bool = True) -> dict[str, TensorSpec]:
-        """Describe the parameters without a master, by key."""
+        """Describe the parameters without a master that this rank saves, by key."""
         return {
             param_key(entry.param): TensorSpec(
                 dtype=unit.dtype, shape=entry.param.shape, order=memory_order(entry.param)
             )
-            for unit in self.units
+            for unit in self.own_units
             for entry in self.unmastered(unit, with_frozen)
         }
+
+    def most_state_nbytes(self) -> int:
+        """Bytes of the masters and state that this rank saves, once all of them are stepped."""
+        return sum(
+            4 * piece.numel
+            + sum(_numel(field_range(piece, field, self.rule.elementwise)) * field.dtype.itemsize for field in fields)
+            for layout in self.own_layouts
+            for piece in layout.subgroup.pieces
+            for fields in [layout.fields(piece)]
+        )
 
     # -- a sub-group's slot --------------------------------------------------------------------------------------------
 
@@ -314,6 +339,10 @@ class RunState:
             return parts[0] if len(parts) == 1 else torch.cat(parts)
 
         return read
+
+
+def _numel(elements: tuple[int, int]) -> int:
+    return elements[1] - elements[0]
 
 
 def _slices(values: torch.Tensor) -> Callable[[int, int], torch.Tensor]:

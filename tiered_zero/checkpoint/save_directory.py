@@ -65,7 +65,8 @@ def hidden_tag(prefix: str, name: str) -> str | None:
 
 @final
 class SaveDirectory:
-    """A save directory that this process holds by flock, until `release`. Any thread, one at a time.
+    """A save directory that this process, or rank 0 of its run, holds by flock, until `release`. Any thread, one at a
+    time.
 
     [Note: replacing a tag]  rename(2) replaces no directory that has files. Where the system can exchange two names
     (Linux, all local file systems), the new directory and the old one exchange theirs: there is no instant without the
@@ -73,8 +74,8 @@ class SaveDirectory:
     next writer gives it its name back.
     """
 
-    def __init__(self, path: Path, fd: int, lock: FileIO) -> None:
-        """Use `open`."""
+    def __init__(self, path: Path, fd: int, lock: FileIO | None) -> None:
+        """Use `open` or `join`."""
         self.path, self.fd = path, fd
         self._lock = lock
 
@@ -98,11 +99,24 @@ class SaveDirectory:
             os.close(fd)
             raise
 
+    @classmethod
+    def join(cls, save_dir: str | os.PathLike[str]) -> SaveDirectory:
+        """Open one that rank 0 holds. Raises StoreError."""
+        try:
+            path = Path(os.path.realpath(save_dir))
+            return cls(path, open_directory(path), None)
+        except (OSError, ValueError) as error:
+            raise StoreError(
+                f"Checkpoints cannot be saved to {os.fspath(save_dir)!r}: {_text(error)}. Name a directory that all "
+                "ranks share."
+            ) from error
+
     def release(self) -> None:
         """Idempotent. The lock ends also where a forked child has inherited it."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
-            _unlock(self._lock)
+            if self._lock is not None:
+                _unlock(self._lock)
             os.close(fd)
 
     def restore(self) -> None:

@@ -111,7 +111,7 @@ class _Scratch:
 
 @final
 class StateSaver:
-    """Writes everything that a run holds, as `snapshot` lists it, once. One thread.
+    """Writes everything that this rank saves of a run, as `snapshot` lists it, once. One thread.
 
     `free(sub-group)`: is called once an update may change it; nothing else changes what is saved.
     """
@@ -128,7 +128,7 @@ class StateSaver:
         device; others are read. Raises the first error, once nothing uses the run's memory any more."""
         try:
             self._send_subgroups()
-            for unit in self._state.units:
+            for unit in self._state.own_units:
                 self._send_params(unit, params.get(unit.index), with_frozen)
             for name, buffer in buffers.items():
                 self._send_buffer(buffer_key(name), buffer)
@@ -140,7 +140,7 @@ class StateSaver:
     # -- masters and state ---------------------------------------------------------------------------------------------
 
     def _send_subgroups(self) -> None:
-        waiting, opened = deque(self._state.layouts), deque[SubGroupWork]()
+        waiting, opened = deque(self._state.own_layouts), deque[SubGroupWork]()
         try:
             while waiting or opened:
                 self._writes.collect()

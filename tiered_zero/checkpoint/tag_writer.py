@@ -5,13 +5,13 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 from typing import Any, final
 
-from tiered_zero.checkpoint.file_writer import FileWriter
+from tiered_zero.checkpoint.file_writer import FileWriter, WrittenFiles, join_files
 from tiered_zero.checkpoint.manifest import MANIFEST_NAME, TagManifest
 from tiered_zero.checkpoint.save_directory import SaveDirectory, check_tag
 from tiered_zero.errors import ConfigError, StoreError, TransferError
@@ -32,13 +32,16 @@ when they are written. A manifest has some 21 bytes for each MiB, and 200 for ea
 class TagWriter:
     """One tag that is being written. `with TagWriter.begin(...) as tag:` discards it unless it was published.
 
-    N-1 until the rename, N after it: whatever fails before leaves all earlier tags, and no new one.
+    N-1 until the rename, N after it: whatever fails before leaves all earlier tags, and no new one. With many ranks
+    rank 0 begins and publishes a tag, and the others join it: each writes data files of its own.
     """
 
-    def __init__(self, directory: SaveDirectory, tag: str, name: str, writer: FileWriter, needed_nbytes: int) -> None:
-        """`name`: of the temporary directory. Use `begin`."""
-        self.writer, self.tag = writer, tag
-        self._directory, self._name, self._needed_nbytes = directory, name, needed_nbytes
+    def __init__(
+        self, directory: SaveDirectory, tag: str, name: str, writer: FileWriter, needed_nbytes: int, *, joins: bool
+    ) -> None:
+        """`name`: of the temporary directory. Use `begin` or `join`."""
+        self.writer, self.tag, self.name = writer, tag, name
+        self._directory, self._needed_nbytes, self._joins = directory, needed_nbytes, joins
         self._latest: str | None = None
 
     @classmethod
@@ -49,12 +52,14 @@ class TagWriter:
         *,
         engine: IOEngine | None = None,
         needed_nbytes: int = 0,
+        own_nbytes: int | None = None,
         own_locks: list[FileIO] | None = None,
     ) -> TagWriter:
         """Lock the save directory, clear what dead writers left there, check the space, make the temporary directory.
 
-        `engine`: None: the tag's own, so that its failure concerns no other transfer. `needed_nbytes`: of all tensors.
-        `own_locks`: see `SaveDirectory.open`. Raises StoreError.
+        `engine`: None: the tag's own, so that its failure concerns no other transfer. `needed_nbytes`: of all tensors;
+        `own_nbytes`: of those that this process writes, where others join it. `own_locks`: see `SaveDirectory.open`.
+        Raises StoreError.
         """
         check_tag(tag)
         directory = SaveDirectory.open(save_dir, own_locks)
@@ -68,16 +73,46 @@ class TagWriter:
             if isinstance(error, OSError):
                 raise _store_error(directory.path, tag, error, needed_nbytes) from error
             raise
-        writer = FileWriter(directory.path / name, engine, needed_nbytes=needed_nbytes)
-        return cls(directory, tag, name, writer, needed_nbytes)
+        own_nbytes = needed_nbytes if own_nbytes is None else own_nbytes
+        writer = FileWriter(directory.path / name, engine, needed_nbytes=own_nbytes)
+        return cls(directory, tag, name, writer, needed_nbytes, joins=False)
+
+    @classmethod
+    def join(
+        cls, save_dir: str | os.PathLike[str], tag: str, name: str, *, rank: int, needed_nbytes: int = 0
+    ) -> TagWriter:
+        """Write rank `rank`'s part of a tag that rank 0 has begun in the temporary directory `name`. `needed_nbytes`:
+        of that part. Raises StoreError where `save_dir` is not rank 0's directory."""
+        directory = SaveDirectory.join(save_dir)
+        if not (directory.path / name).is_dir():
+            directory.release()
+            raise StoreError(
+                f"{directory.path} is not the directory in which rank 0 has begun checkpoint {tag}: every rank must "
+                "name the same one. Name a directory that all hosts share."
+            )
+        prefix = f"data-{rank:05d}"
+        writer = FileWriter(directory.path / name, needed_nbytes=needed_nbytes, prefix=prefix)
+        return cls(directory, tag, name, writer, needed_nbytes, joins=True)
 
     def __enter__(self) -> TagWriter:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         """Discard what was not published. A failed write, which names the file, is raised as a StoreError."""
+        self._end(error)
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Discard the tag where the block raises; else it is written on, or published, later."""
+        try:
+            yield
+        except BaseException as error:
+            self._end(error)
+            raise
+
+    def _end(self, error: BaseException | None) -> None:
         failure = None
-        wrote = isinstance(error, OSError | ConfigError) and (_is_full(error) or self._name in str(error))
+        wrote = isinstance(error, OSError | ConfigError) and (_is_full(error) or self.name in str(error))
         if wrote and isinstance(error, Exception) and self._directory.fd >= 0:
             failure = _store_error(self._directory.path, self.tag, error, self._needed_nbytes)
         self.discard()
@@ -89,18 +124,22 @@ class TagWriter:
         """Where the tag will be."""
         return self._directory.path / self.tag
 
-    def publish(self, fields: Mapping[str, Any], *, save_latest: bool = True) -> TagManifest:
+    def publish(
+        self, fields: Mapping[str, Any], *, save_latest: bool = True, written: Sequence[WrittenFiles] | None = None
+    ) -> TagManifest:
         """Make all durable and give it its name; then `latest`. Raises StoreError: then it is discarded.
 
-        `fields`: of TagManifest, but for tag, files and tensors.
+        `fields`: of TagManifest, but for tag, files and tensors. `written`: durable files of every rank; None: those of
+        this writer alone, which it finishes.
         """
+        assert not self._joins, "rank 0 publishes"
         published = False
         try:
-            files, tensors = self.writer.finish_files()
+            files, tensors = join_files([self.writer.finish_files()] if written is None else written)
             given = {"kind": "full", "tensors": tensors, **fields}
             manifest = TagManifest(**given, tag=self.tag, files=files)
             self._write_manifest(manifest)
-            self._directory.publish(self._name, self.tag)
+            self._directory.publish(self.name, self.tag)
             published = True
             if save_latest:
                 self._directory.write_latest(self.tag)
@@ -122,7 +161,7 @@ class TagWriter:
     def publish_pointer(self) -> None:
         """Give the prepared tag its name, and `latest` its value: the state is durable. Raises StoreError."""
         try:
-            self._directory.publish(self._name, self.tag, self._latest)
+            self._directory.publish(self.name, self.tag, self._latest)
             self._latest = None
         except OSError as error:
             raise _store_error(self._directory.path, self.tag, error, self._needed_nbytes) from error
@@ -135,19 +174,20 @@ class TagWriter:
             return
         try:
             self.writer.close()
-            with suppress(FileNotFoundError):
-                self._directory.remove(self._name)
+            if not self._joins:
+                with suppress(FileNotFoundError):
+                    self._directory.remove(self.name)
             if self._latest is not None:
                 os.unlink(self._latest, dir_fd=self._directory.fd)
         except OSError as error:
-            logger.warning("%s cannot be removed: %s", self._directory.path / self._name, error)
+            logger.warning("%s cannot be removed: %s", self._directory.path / self.name, error)
         finally:
             self._directory.release()
 
     def _write_manifest(self, manifest: TagManifest) -> None:
         """Write it to the temporary directory, and make both durable. Raises OSError, StoreError."""
         data = manifest.encode()
-        with opened_directory(self._name, self._directory.fd) as fd:
+        with opened_directory(self.name, self._directory.fd) as fd:
             write_new_file(MANIFEST_NAME, [data], fd)
             os.fsync(fd)
 

@@ -38,13 +38,13 @@ def check_ranks(config: Config, world_size: int) -> None:
                 f"save together; found {found!r}."
             )
     for path, (allowed, what) in _MUST_BE.items():
-        found = _idle_value(config, path, allowed)
+        found = idle_value(config, path, allowed)
         if found not in (allowed, "auto", None):
             raise ModelError(
                 f"{path}: expected {allowed!r} or left out with {many}: {what}; found {found!r}. Leave it out."
             )
 
 
-def _idle_value(config: Config, path: str, default: Any) -> Any:
-    """What the file says of a key that has no effect on one rank."""
+def idle_value(config: Config, path: str, default: Any) -> Any:
+    """Return what the file says of a key that has no effect on one rank."""
     return next((report.value for report in config.explain() if report.path == path), default)

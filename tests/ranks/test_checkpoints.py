@@ -1,0 +1,54 @@
+"""Checkpoints that many ranks write together, on any placement for any other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.ranks.pool import RankPool
+from tests.ranks.saving import Place, load, save
+from tests.ranks.training import differences
+from tests.support.tags import equal_bits, load_tag
+
+SAVED = [
+    Place(world=1, stage=1, device="cpu"),
+    Place(world=2, stage=0, device="nvme"),
+    Place(world=2, stage=1, device="none"),
+    Place(world=2, stage=2, device="cpu"),
+    Place(world=4, stage=1, device="nvme"),
+    Place(world=4, stage=0, device="cpu"),
+]
+
+
+def name_of(place: Place) -> str:
+    return f"{place.world}-ranks-stage-{place.stage}-{place.device}"
+
+
+@pytest.mark.parametrize("place", SAVED[1:5], ids=name_of)
+def test_the_same_ranks_go_on_with_equal_bits(ranks: RankPool, tmp_path: Path, swap_path: Path, place: Place) -> None:
+    undisturbed = ranks.run(save, place.world, place, str(swap_path), str(tmp_path))
+    resumed = ranks.run(load, place.world, place, str(swap_path), str(tmp_path))
+    for before, after in zip(undisturbed, resumed, strict=True):
+        assert after["client_state"] == {"of rank": 0} and after["first"] == 2
+        assert differences(after["loaded"], before["saved"]) == []
+        assert after["losses"] == before["losses"]
+        assert differences(after["weights"], before["weights"]) == []
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [(SAVED[4], SAVED[0]), (SAVED[1], SAVED[4]), (SAVED[0], SAVED[5]), (SAVED[5], SAVED[2])],
+    ids=name_of,
+)
+def test_other_ranks_hold_the_same_values(
+    ranks: RankPool, tmp_path: Path, swap_path: Path, first: Place, second: Place
+) -> None:
+    """Saved again by the run that has loaded it, a checkpoint has the same tensors, bit for bit."""
+    one, other = tmp_path / "one", tmp_path / "other"
+    saved = ranks.run(save, first.world, first, str(swap_path), str(one), more=0)
+    loaded = ranks.run(load, second.world, second, str(swap_path), str(one), more=1, save_dir=str(other))
+    for each in loaded:
+        assert differences(each["loaded"], saved[0]["saved"]) == []
+        assert differences(each["weights"], loaded[0]["weights"]) == []
+    assert equal_bits(load_tag(one / "global_step2"), load_tag(other / "global_step2"))

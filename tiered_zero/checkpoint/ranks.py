@@ -1,0 +1,144 @@
+"""What the ranks of a run decide together: whether and where a tag is saved, and which one is loaded.
+
+Each decision is one exchange, on the driver thread. What one rank finds wrong is raised on all, and nothing is changed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from io import FileIO
+from pathlib import Path
+from typing import Any, final
+
+from tiered_zero.checkpoint.manifest import TagManifest
+from tiered_zero.checkpoint.resume import FoundCheckpoint
+from tiered_zero.checkpoint.shares import Share
+from tiered_zero.checkpoint.tag_writer import TagWriter
+from tiered_zero.errors import ModelError, StoreError
+from tiered_zero.hardware.agreement import agree
+from tiered_zero.hardware.collectives import Collectives
+
+logger = logging.getLogger("tiered_zero")
+
+_SAVE, _LOAD = "save_checkpoint", "load_checkpoint"
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What one rank wants to save. `arguments`: what must be the same on all. `nbytes`: of the data that it writes."""
+
+    tag: str
+    step: int
+    arguments: Mapping[str, Any]
+    nbytes: int
+
+
+def agree_on_save(ranks: Collectives, ask: Callable[[], Wanted], tag_validation: str) -> list[Wanted]:
+    """Ask every rank; all of them have rank 0's tag then. `tag_validation`: DeepSpeed's Warn, Fail or Ignore, of tags
+    that differ. Raises ModelError where the ranks want to save different things, and what `ask` raises."""
+    wanted = agree(ranks, _SAVE, ask, encode=vars, decode=lambda value: Wanted(**value))
+    first = wanted[0]
+    for rank, own in enumerate(wanted):
+        if (own.step, own.arguments) != (first.step, first.arguments):
+            raise ModelError(
+                "save_checkpoint() was expected after the same step and with the same arguments on every rank; rank "
+                f"{rank} is at step {own.step} with {dict(own.arguments)}, rank 0 at step {first.step} with "
+                f"{dict(first.arguments)}."
+            )
+    tags = [own.tag for own in wanted]
+    if len(set(tags)) > 1 and tag_validation.lower() != "ignore":
+        text = f"save_checkpoint(tag=...) was expected to be the same on every rank; found {tags}"
+        if tag_validation.lower() == "fail":
+            raise ModelError(f"{text}, and checkpoint.tag_validation is Fail. Give the same tag on all of them.")
+        if ranks.rank == 0:
+            logger.warning("%s: rank 0's is taken", text)
+    return [Wanted(**{**vars(own), "tag": first.tag}) for own in wanted]
+
+
+def begin_tag(
+    ranks: Collectives, save_dir: str | os.PathLike[str], wanted: Sequence[Wanted], own_locks: list[FileIO]
+) -> TagWriter:
+    """Begin the tag on rank 0, where space is checked for what all ranks write, and join it on the others."""
+    tag, rank = wanted[0].tag, ranks.rank
+    sizes = [own.nbytes for own in wanted]
+    begun: list[TagWriter] = []
+
+    def begin() -> str:
+        if rank == 0:
+            begun.append(
+                TagWriter.begin(save_dir, tag, needed_nbytes=sum(sizes), own_nbytes=sizes[0], own_locks=own_locks)
+            )
+        return begun[0].name if begun else ""
+
+    def join(name: str) -> None:
+        if rank > 0:
+            begun.append(TagWriter.join(save_dir, tag, name, rank=rank, needed_nbytes=sizes[rank]))
+
+    try:
+        name = agree(ranks, f"{_SAVE}: its directory", begin)[0]
+        agree(ranks, f"{_SAVE}: its directory on every rank", partial(join, name))
+    except BaseException:
+        for writer in begun:
+            writer.discard()
+        raise
+    return begun[0]
+
+
+def publish_together(
+    ranks: Collectives, tag: TagWriter, write: Callable[[], Share], publish: Callable[[Sequence[Share]], None]
+) -> None:
+    """Return when every rank has written its share, and rank 0 has published them all as one tag."""
+    try:
+        shares = agree(ranks, f"{_SAVE}: the files", write, encode=Share.encode, decode=Share.decode)
+        agree(ranks, f"{_SAVE}: the manifest", lambda: publish(shares) if ranks.rank == 0 else None)
+    finally:
+        tag.discard()  # unless it was published
+
+
+def find_together(
+    ranks: Collectives, directory: str | os.PathLike[str], find: Callable[[], FoundCheckpoint | None]
+) -> FoundCheckpoint | None:
+    """Let rank 0 find a checkpoint below `directory`; every rank looks for it in its own directory of that name. None
+    where there is none."""
+    base = Path(os.path.abspath(directory))
+
+    def encode(found: FoundCheckpoint | None) -> list[str | None] | None:
+        return None if found is None else [_below(found.path, base), _below(found.swap, base) if found.swap else None]
+
+    def decode(value: list[str | None] | None) -> FoundCheckpoint | None:
+        if value is None:
+            return None
+        path, swap = (None if part is None else Path(os.path.normpath(base / part)) for part in value)
+        return FoundCheckpoint(path=path or base, swap=swap)
+
+    found = agree(ranks, _LOAD, lambda: find() if ranks.rank == 0 else None, encode=encode, decode=decode)
+    return found[0]
+
+
+def _below(path: Path, base: Path) -> str:
+    return os.path.relpath(path, base) if path.is_relative_to(base) else str(path)
+
+
+def check_together(ranks: Collectives, check: Callable[[], TagManifest]) -> None:
+    """Return once every rank can load the checkpoint, and all have read the same. Raises what `check` raises."""
+
+    def facts(manifest: TagManifest) -> Any:
+        return [manifest.tag, manifest.step, manifest.written_by.created_s]
+
+    found = agree(ranks, f"{_LOAD}: its contents", lambda: facts(check()))
+    for rank, own in enumerate(found):
+        if own != found[0]:
+            raise StoreError(
+                f"Every rank was expected to find the same checkpoint; rank {rank} has {own}, rank 0 {found[0]} (tag, "
+                "step, time). Name a directory that all hosts share."
+            )
+
+
+def load_together(ranks: Collectives, act: Callable[[], Any]) -> None:
+    """Run one act of a load on every rank."""
+    agree(ranks, f"{_LOAD}: its values", act, encode=lambda _: None)

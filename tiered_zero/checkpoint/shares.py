@@ -1,0 +1,66 @@
+"""What each rank of a run writes of one tag, on its way to the manifest that rank 0 publishes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+from tiered_zero.checkpoint.file_writer import WrittenFiles
+from tiered_zero.checkpoint.manifest import DataFile, Part, TensorEntry
+from tiered_zero.errors import InternalError
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """One rank's part. `scalars`: of the parameters that it has parts of, as in the manifest. `driver`: what every rank
+    has its own of, as `DriverState.capture` gives it."""
+
+    written: WrittenFiles
+    scalars: Mapping[str, Any]
+    driver: Mapping[str, Any]
+
+    def encode(self) -> list[Any]:
+        """As JSON."""
+        files = [[file.name, file.nbytes, file.digests] for file in self.written.files]
+        tensors = {
+            key: [entry.dtype, entry.shape, entry.order, entry.parts] for key, entry in self.written.tensors.items()
+        }
+        return [files, tensors, self.scalars, self.driver]
+
+    @classmethod
+    def decode(cls, value: Sequence[Any]) -> Share:
+        """What `encode` gave on another rank."""
+        files, tensors, scalars, driver = value
+        return cls(
+            written=WrittenFiles(
+                files=tuple(
+                    DataFile(name=name, nbytes=nbytes, digests=tuple(digests)) for name, nbytes, digests in files
+                ),
+                tensors={
+                    key: TensorEntry(
+                        dtype=dtype,
+                        shape=tuple(shape),
+                        order=None if order is None else tuple(order),
+                        parts=tuple(Part(*part) for part in parts),
+                    )
+                    for key, (dtype, shape, order, parts) in tensors.items()
+                },
+            ),
+            scalars=scalars,
+            driver=driver,
+        )
+
+
+def join_scalars(shares: Sequence[Share]) -> dict[str, Any]:
+    """Those of all parameters. Raises InternalError where two ranks have made different steps of one."""
+    found: dict[str, Any] = {}
+    for rank, share in enumerate(shares):
+        for name, own in share.scalars.items():
+            if found.setdefault(name, own) != own:
+                raise InternalError(
+                    f"Every rank was expected to have made the same steps of parameter {name}; rank {rank} has {own}, "
+                    f"another {found[name]}. This state cannot be saved; go on from an earlier checkpoint."
+                )
+    return found
