@@ -259,12 +259,17 @@ def planning_notices(run_spec: RunSpec) -> list[str]:
     """One line for each setting that the plan could not follow to the letter."""
     zero, plan = run_spec.config.zero_optimization, run_spec.plan
     lines = []
+    if plan.tiers.sharded and "stage3_param_persistence_threshold" in zero.model_fields_set:
+        lines.append(
+            "zero_optimization.stage3_param_persistence_threshold: no parameter stays whole with many ranks; small "
+            "ones are gathered with their block"
+        )
     given = zero.sub_group_size
     numel = sub_group_numel(given)
     if numel != given < 1_000_000_000:  # DeepSpeed's default asks for nothing
         lines.append(f"zero_optimization.sub_group_size: {given} is a limit; sub-groups are cut at {numel} elements")
     allowed = zero.stage3_max_live_parameters
-    paged = [unit for unit in run_spec.units if plan.tiers.params[unit.index] != "device"]
+    paged = [unit for unit in run_spec.units if not plan.tiers.is_resident(unit)]
     needed = plan.pager_limits.live_nbytes // max((unit.itemsize for unit in paged), default=1)
     if paged and 0 < allowed < needed:  # 0 asks for just what is in use
         lines.append(

@@ -144,7 +144,7 @@ def test_where_pages_cannot_be_moved_malloc_serves(monkeypatch: pytest.MonkeyPat
         patched.setattr(HugePagePool, "_move", refused)
         assert accelerator.reserve_place(4 * MIB, 8 * MIB) is None
     place = accelerator.reserve_place(4 * MIB, 8 * MIB)
-    assert place is not None and accelerator.host_pages(place.tensor) is place.memory
+    assert place is not None and accelerator.host_pages(place.tensor) == place.memory
     assert accelerator.host_pages(torch.zeros(5)) is None
     accelerator.close()
     assert accelerator.host_pages(place.tensor) is None

@@ -127,7 +127,7 @@ def test_a_stopped_rank_is_found_by_the_timeout(ranks: RankPool) -> None:
     first, second = ranks.run(stop_one, 2)
     assert "no answer of another rank within 2 s (tiered_zero.comm_timeout_s)" in first
     assert "rank 0: control of step 4" in first
-    assert "rank 1: no call that failed" in first
+    assert "rank 1: no call that waited" in first
     assert second, "the stopped one finds the run ended when it goes on"
 
 

@@ -107,8 +107,6 @@ def initialize(path: str, change: str) -> str:
         config["gradient_clipping"] = 2.0
     elif change == "error" and rank == 1:
         config["zero_optimization"]["offload_optimizer"]["nvme_path"] = path + "/missing/\0"
-    elif change == "stage":
-        config["zero_optimization"]["stage"] = 3
     elif change == "delayed":
         config["tiered_zero"]["update"] = "delayed"
     elif change in ("in_place", "resume"):
@@ -131,7 +129,6 @@ def initialize(path: str, change: str) -> str:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ("stage", "ModelError: zero_optimization.stage: expected 0, 1 or 2 with 2 ranks; found 3"),
         ("delayed", "ModelError: tiered_zero.update: expected auto or barrier at stage 1 with 2 ranks"),
         ("in_place", "ModelError: tiered_zero.checkpoint.in_place: expected it to be left out with 2 ranks"),
         ("resume", "ModelError: tiered_zero.checkpoint.resume: expected it to be left out with 2 ranks"),

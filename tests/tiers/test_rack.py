@@ -44,7 +44,7 @@ def test_a_rack_moves_bytes_without_an_engine_and_leaves_nothing(swap_path: Path
     rack = open_rack(swap_path, resources)
     tier = rack.for_state("nvme")
     assert isinstance(tier, NvmeTier) and tier is rack.for_params("nvme")
-    assert rack.for_params("device") is None and rack.for_params("host") is rack.host
+    assert rack.for_params("device") is rack.device and rack.for_params("host") is rack.host
     slot = tier.reserve("state/0", PAGE_NBYTES, "state")
     data = random_bytes(PAGE_NBYTES)
     assert rack.state_staging is not None

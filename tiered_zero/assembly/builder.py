@@ -128,7 +128,7 @@ def _build(run_spec: RunSpec, lr_scheduler: Any, collectives: Collectives, loade
         inventory, copy_homes = place_homes(run_spec, tiers)
         masters = Masters(run_spec.layouts, inventory, tiers.state_staging)
         cuts = masters.cuts if masters.need_params else None
-        offloaded_params = OffloadedParams(inventory, tiers.param_staging, masters.follow, cuts)
+        offloaded_params = OffloadedParams(inventory, tiers.param_staging, masters.follow, cuts, collectives)
         snapshot = ModelSnapshot(run_spec.model, run_spec.specs)
         resources.add("model", snapshot.restore)
         pager = Pager(runtime, inventory, offloaded_params, plan.pager_limits, CallPhase())

@@ -17,14 +17,15 @@ from tiered_zero.tiers.rack import TierRack
 
 
 def place_homes(run_spec: RunSpec, tiers: TierRack) -> tuple[Inventory, dict[int, Home]]:
-    """Reserve the slots of the run's list. Returns those of units and sub-groups, and those of durable copies by the
-    index of their unit."""
-    inventory, copies = Inventory(), {}
+    """Reserve the slots of the run's list. Returns those of units (or of this rank's shards) and sub-groups, and those
+    of durable copies by the index of their unit."""
+    plan, inventory, copies = run_spec.plan, Inventory(), {}
+    starts = {index: run_spec.units[index].shard(plan.request.ranks.rank).start for index in plan.tiers.sharded}
     for slot in run_spec.slots:
         of_param = slot.kind in ("param", "param_back")
         tier = tiers.for_params(slot.tier) if of_param else tiers.for_state(slot.tier)
-        assert tier is not None, "a unit that lives on the device has no slot"
-        home = Home(tier, tier.reserve(slot.name, slot.nbytes, slot.kind, committed=slot.num_durable > 0))
+        start = starts.get(slot.index, 0) if of_param else 0
+        home = Home(tier, tier.reserve(slot.name, slot.nbytes, slot.kind, committed=slot.num_durable > 0), start)
         if slot.kind == "commit_copy":
             copies[slot.index] = home
         elif of_param:

@@ -70,7 +70,7 @@ def make_gradients(
 @dataclass(frozen=True, kw_only=True, eq=False)
 class WholeWeights:
     """Makes the parameters of every unit whole once this rank has written its shards of them, and guards them while
-    they change. `gather`: None where the shards are all."""
+    they change. `gather`: None where the shards are all, or are gathered for each use."""
 
     guard: UpdateGuard
     gather: ShardGather | None
@@ -88,7 +88,8 @@ class WholeWeights:
 
 def whole_weights(run_spec: RunSpec, runtime: Runtime, pager: Pager) -> WholeWeights:
     units = [unit for unit in run_spec.units if any(entry.param.name in run_spec.trained for entry in unit.entries)]
-    is_sharded = run_spec.plan.request.ranks.shards_state
+    ranks = run_spec.plan.request.ranks
+    is_sharded = ranks.shards_state and not ranks.shards_params
     gather = ShardGather(runtime, units, lambda unit: pager.storage(unit).flat) if is_sharded else None
     return WholeWeights(guard=pager.updates, gather=gather)
 

@@ -21,15 +21,11 @@ def check_ranks(config: Config, world_size: int) -> None:
         return
     zero, settings = config.zero_optimization, config.tiered_zero
     many = f"{world_size} ranks"
-    if zero.stage == 3:
-        raise ModelError(
-            f"zero_optimization.stage: expected 0, 1 or 2 with {many}; found 3, whose parameters are sharded, which "
-            "this version does on one rank only. Stage 2 with offload_optimizer cpu or nvme needs the least memory."
-        )
-    if settings.update == "delayed" and zero.stage > 0:
+    if settings.update == "delayed" and zero.stage in (1, 2):
         raise ModelError(
             f"tiered_zero.update: expected auto or barrier at stage {zero.stage} with {many}, which gather each "
-            "other's new parameters inside step(); found 'delayed'. Leave it out, or set zero_optimization.stage to 0."
+            "other's new parameters inside step(); found 'delayed'. Leave it out, or set zero_optimization.stage to 0 "
+            "or 3."
         )
     for name, found in (("in_place", settings.checkpoint.in_place), ("resume", settings.checkpoint.resume)):
         if found:

@@ -88,7 +88,10 @@ class ZeroSection(Section):
         50_000_000, ge=0, description="elements fetched ahead of their use; 0 fetches on demand"
     )
     stage3_param_persistence_threshold: Elements = Field(
-        100_000, ge=0, description="parameters of at most so many elements stay on the device"
+        100_000,
+        ge=0,
+        description="parameters of at most so many elements stay on the device; with more ranks than one they move "
+        "with their block",
     )
     stage3_model_persistence_threshold: Elements = Field(
         2**63 - 1, ge=0, description="elements that may stay on the device under the threshold before, in all"

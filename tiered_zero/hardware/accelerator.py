@@ -87,8 +87,13 @@ class Accelerator(ABC):
         return None
 
     def host_pages(self, flat: torch.Tensor) -> memoryview | None:
-        """The whole pages that begin with `flat` on the device, where the disk can write to them without a copy."""
+        """The whole pages of `flat`, a unit's on the device or a shard of it, where the disk can write to them."""
         return None
+
+    def bytes_of(self, flat: torch.Tensor) -> torch.Tensor:
+        """[n] uint8: the bytes of `flat`, with memory, by a tensor that does not count as a view of its storage where
+        its memory has an owner of its own: what is handed to threads that let go of it at some later time."""
+        return flat.data.view(torch.uint8)
 
     def poison(self, flat: torch.Tensor) -> None:
         """In debug mode overwrite `flat` (any float or integer dtype) with NaN or a pattern; else do nothing."""

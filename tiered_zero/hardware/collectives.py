@@ -8,7 +8,7 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Protocol, final
@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from tiered_zero.errors import ModelError, RankError
 from tiered_zero.hardware.process_groups import ProcessGroups
-from tiered_zero.transfer import COMPLETED, Transfer
+from tiered_zero.transfer import COMPLETED, Transfer, wait_all
 
 logger = logging.getLogger("tiered_zero")
 
@@ -34,9 +34,21 @@ class Collectives(Protocol):
     rank: int
     world_size: int
 
-    def all_gather(self, flat: torch.Tensor, shard: torch.Tensor, what: str = ...) -> Transfer:
+    def all_gather(
+        self,
+        flat: torch.Tensor,
+        shard: torch.Tensor,
+        what: str = ...,
+        *,
+        after: Sequence[Transfer] = ...,
+        order: str | None = ...,
+    ) -> Transfer:
         """Start to fill `flat` [W * n] with every rank's `shard` [n], in rank order. `shard` may be its part of `flat`.
-        Both are this call's until the transfer is done."""
+        Both are this call's until the transfer is done.
+
+        `after`: what fills `shard`; an error of it is this transfer's. `order`: what this call gathers: where another
+        rank gathers something else now, every rank raises RankError with what each does. None: the order of calls is
+        known to be the same."""
 
     def reduce_scatter(self, bucket: torch.Tensor, out: torch.Tensor, what: str = ...) -> Transfer:
         """Start to fill `out` [n] with the sum over ranks of part `rank` of their `bucket` [W * n]. Both are this
@@ -150,7 +162,16 @@ class SingleRank:
         elif dist_init_required is not False:
             self._create_group()
 
-    def all_gather(self, flat: torch.Tensor, shard: torch.Tensor, what: str = "") -> Transfer:
+    def all_gather(
+        self,
+        flat: torch.Tensor,
+        shard: torch.Tensor,
+        what: str = "",
+        *,
+        after: Sequence[Transfer] = (),
+        order: str | None = None,
+    ) -> Transfer:
+        wait_all(after)
         if flat.data_ptr() != shard.data_ptr():
             flat.copy_(shard)
         return COMPLETED

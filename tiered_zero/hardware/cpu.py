@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import logging
 import mmap
+from bisect import bisect_right, insort
+from operator import itemgetter
 from typing import final
 
 import torch
@@ -12,7 +14,7 @@ import torch
 from tiered_zero.hardware.accelerator import Accelerator
 from tiered_zero.hardware.huge_pages import HugePagePool, PageRange
 from tiered_zero.hardware.lanes import DelayInjector, DeviceMarker, Lane, LaneTransfer, Work, runs_on_lane
-from tiered_zero.sizes import HUGE_PAGE_NBYTES, align_up
+from tiered_zero.sizes import HUGE_PAGE_NBYTES, PAGE_NBYTES, align_up
 from tiered_zero.transfer import Transfer
 
 logger = logging.getLogger("tiered_zero")
@@ -65,7 +67,8 @@ class CpuAccelerator(Accelerator):
         self.shares_cores = delay_seed is None
         self._logged_pin = False
         self._page_pool: HugePagePool | None = None
-        self._pages: dict[int, memoryview] = {}
+        self._places: list[tuple[int, memoryview]] = []
+        """(address, memory) of every place, by address."""
 
     def _build_lane(self, name: str) -> Lane:
         pace = None if self._delay_seed is None else DelayInjector(self._delay_seed, name)
@@ -81,15 +84,26 @@ class CpuAccelerator(Accelerator):
         except OSError as error:
             logger.info("paged parameters get memory from malloc each time: %s", error)
             return None
-        self._pages[place.tensor.data_ptr()] = place.memory
+        insort(self._places, (place.tensor.data_ptr(), place.memory), key=itemgetter(0))
         return place
 
     def host_pages(self, flat: torch.Tensor) -> memoryview | None:
-        return self._pages.get(flat.data_ptr())
+        index = bisect_right(self._places, flat.data_ptr(), key=itemgetter(0)) - 1
+        if index < 0:
+            return None
+        address, memory = self._places[index]
+        start, stop = flat.data_ptr() - address, flat.data_ptr() - address + align_up(flat.nbytes, PAGE_NBYTES)
+        if start % PAGE_NBYTES or stop > memory.nbytes:
+            return None
+        return memory[start:stop]
+
+    def bytes_of(self, flat: torch.Tensor) -> torch.Tensor:
+        pages = self.host_pages(flat)
+        return super().bytes_of(flat) if pages is None else torch.frombuffer(pages, dtype=torch.uint8)
 
     def prepare(self, flat: torch.Tensor) -> None:
         """Advise huge pages: a unit's memory is mapped twice a step, with a few page faults then, not thousands."""
-        if flat.data_ptr() not in self._pages:
+        if self.host_pages(flat) is None:
             advise_huge_pages(flat)
         super().prepare(flat)
 
@@ -104,7 +118,7 @@ class CpuAccelerator(Accelerator):
         if self._page_pool is not None:
             self._page_pool.close()  # its ranges hold it as long as they are held
         self._page_pool = None
-        self._pages.clear()
+        self._places.clear()
 
     def pin(self, address: int, nbytes: int) -> bool:
         if not self._logged_pin:

@@ -6,18 +6,19 @@ import logging
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from enum import Enum, auto
+from hashlib import sha256
 from typing import Any, final
 
 import torch
 import torch.distributed as dist
 
-from tiered_zero.errors import RankError
+from tiered_zero.errors import RankError, TieredZeroError
 from tiered_zero.hardware.lanes import DeviceMarker, Lane, Work
-from tiered_zero.transfer import Transfer
+from tiered_zero.transfer import Transfer, wait_all
 
 logger = logging.getLogger("tiered_zero")
 
@@ -41,6 +42,9 @@ INLINE_NBYTES = 248
 """An exchange of at most so many bytes is one collective of 256 bytes a rank; a longer one takes a second."""
 
 _FAILED = "failed"
+
+_ORDER_NBYTES = 256
+"""What ranks compare of the order of a gather: a digest, and as much of its text as there is room for."""
 
 
 class _Phase(Enum):
@@ -73,6 +77,8 @@ class CollectiveTransfer(Transfer):
         return self._event.wait(seconds)
 
     def wait(self) -> None:
+        if not self._event.wait(POLL_S):
+            self._groups.post_last(self.what)
         while not self._event.wait(POLL_S):
             self._groups.check_others()
         if self.error is not None:
@@ -103,12 +109,48 @@ class ProcessGroups:
 
     # -- collectives ---------------------------------------------------------------------------------------------------
 
-    def all_gather(self, flat: torch.Tensor, shard: torch.Tensor, what: str = "parameters") -> Transfer:
+    def all_gather(
+        self,
+        flat: torch.Tensor,
+        shard: torch.Tensor,
+        what: str = "parameters",
+        *,
+        after: Sequence[Transfer] = (),
+        order: str | None = None,
+    ) -> Transfer:
         """Start to fill `flat` [W * n] with every rank's `shard` [n], in rank order. `shard` may be its part of `flat`.
-        Both are this call's until the transfer is done."""
+        Both are this call's until the transfer is done.
+
+        `after`: what fills `shard`; an error of it is this transfer's. `order`: what this call gathers, compared with
+        what the other ranks gather now; None: the order of calls is known to be the same. Raises RankError where they
+        differ, on every rank."""
         assert flat.numel() == self.world_size * shard.numel(), "gloo ends the process where sizes differ"
         group = self._groups.get("all_gather")
-        return self._submit("all_gather", what, lambda: dist.all_gather_single(flat, shard, group=group))
+
+        def gather() -> None:
+            wait_all(after)
+            if order is not None:
+                self._compare(order, group)
+            dist.all_gather_single(flat, shard, group=group)
+
+        return self._submit("all_gather", what, gather)
+
+    def _compare(self, order: str, group: Any) -> None:
+        """Raise RankError where another rank gathers something else now. On the lane of gathers."""
+        message = sha256(order.encode()).digest() + order.encode()
+        own = torch.frombuffer(bytearray(message[:_ORDER_NBYTES].ljust(_ORDER_NBYTES)), dtype=torch.uint8)
+        out = torch.empty(self.world_size * _ORDER_NBYTES, dtype=torch.uint8)
+        dist.all_gather_single(out, own, group=group)
+        found = [bytes(message.tolist()) for message in out.view(self.world_size, -1)]
+        if len(set(found)) > 1:
+            texts = [message[sha256().digest_size :].decode(errors="replace").strip() for message in found]
+            raise RankError(
+                "Every rank was expected to use the same modules in the same order, as each has a shard of their "
+                f"parameters; now {', '.join(f'rank {rank} gathers {text}' for rank, text in enumerate(texts))}. Let "
+                "every rank call every module (a part that some leave out can be multiplied by zero), or set "
+                "zero_optimization.stage to 2. Experts that a rank chooses belong inside one block, and "
+                "tiered_zero.unit_size_cap left out."
+            )
 
     def reduce_scatter(self, bucket: torch.Tensor, out: torch.Tensor, what: str = "gradients") -> Transfer:
         """Start to fill `out` [n] with the sum over ranks of part `rank` of their `bucket` [W * n]. Both are this
@@ -196,13 +238,19 @@ class ProcessGroups:
 
     def explain(self, error: BaseException, what: str) -> BaseException:
         """Say what ended a collective: the failure that another rank has posted, the timeout, or a lost connection."""
+        if isinstance(error, TieredZeroError):
+            return error
         if self._failure is None:
             self._failure = self._find_cause(error, what)
         return self._failure
 
-    def _find_cause(self, error: BaseException, what: str) -> RankError:
+    def post_last(self, what: str) -> None:
+        """Post that this rank waits in the collective `what`, for the error of one that waits in vain."""
         with suppress(Exception):
             self._store.set(f"last/{self.rank}", what)
+
+    def _find_cause(self, error: BaseException, what: str) -> RankError:
+        self.post_last(what)
         deadline = time.monotonic() + GRACE_S
         lost = f"{what}: the connection to another rank was lost ({_first_line(error)}). Its own output says why."
         with suppress(Exception):
@@ -226,7 +274,7 @@ class ProcessGroups:
         calls = []
         for rank in range(self.world_size):
             key = f"last/{rank}"
-            known = self._store.get(key).decode(errors="replace") if self._store.check([key]) else "no call that failed"
+            known = self._store.get(key).decode(errors="replace") if self._store.check([key]) else "no call that waited"
             calls.append(f"rank {rank}: {known}")
         return "; ".join(calls)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from math import prod
 from typing import Any, TypeVar, cast
 
@@ -125,6 +126,11 @@ class Unit:
     def shard(self, rank: int) -> range:
         """Elements of the flat that `rank` owns."""
         return range(self.bounds[rank], self.bounds[rank + 1])
+
+    @cached_property
+    def shard_nbytes(self) -> int:
+        """Bytes of the largest shard."""
+        return max(stop - start for start, stop in pairwise(self.bounds)) * self.itemsize
 
 
 def place_params(params: Sequence[ParamSpec]) -> tuple[FlatEntry, ...]:

@@ -69,11 +69,6 @@ class Segment:
         return self.start + self.numel
 
     @property
-    def unit_offset(self) -> int:
-        """Bytes in the unit's flat before the first element, in the unit's dtype."""
-        return self.unit_start * self.unit.itemsize
-
-    @property
     def nbytes(self) -> int:
         """Of the elements in the unit's dtype."""
         return self.numel * self.unit.itemsize

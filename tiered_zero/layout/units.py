@@ -19,7 +19,8 @@ class UnitRules:
     most).
 
     `persistence_numel`: trainable or frozen parameters of at most this many elements never leave the device, up to
-    `max_persistent_numel` of them in all.
+    `max_persistent_numel` of them in all. With more ranks than one a block is never split into the stacks inside it:
+    ranks may choose other experts, and must gather the same units in the same order.
     """
 
     size_cap_numel: int | None = None
@@ -32,13 +33,14 @@ class UnitRules:
 class ModuleSpec:
     """One module of a tree. `params`: places in the list of ParamSpecs of the parameters that it owns itself.
 
-    `is_stack`: holds blocks, or experts, that run one by one.
+    `is_stack`: holds blocks, or experts, that run one by one. `is_list`: a stack that holds them by number.
     """
 
     name: str = ""
     params: tuple[int, ...] = ()
     children: tuple[ModuleSpec, ...] = ()
     is_stack: bool = False
+    is_list: bool = False
 
     @cached_property
     def all_params(self) -> tuple[int, ...]:
@@ -63,7 +65,7 @@ def find_units(root: ModuleSpec, specs: Sequence[ParamSpec], rules: UnitRules) -
     placed: set[int] = set()
     units: list[Unit] = []
     persistent_numel = 0
-    for module, params in _walk(root, specs, cap):
+    for module, params in _walk(root, specs, cap, rules.world_size > 1):
         groups: dict[tuple[Any, bool, bool], list[ParamSpec]] = {}
         for index in params:
             if index in placed:
@@ -98,13 +100,17 @@ def find_units(root: ModuleSpec, specs: Sequence[ParamSpec], rules: UnitRules) -
     return units
 
 
-def _walk(module: ModuleSpec, specs: Sequence[ParamSpec], cap: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """(name of the module, its parameters) of each group."""
+def _walk(
+    module: ModuleSpec, specs: Sequence[ParamSpec], cap: int, whole_blocks: bool, in_list: bool = False
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """(name of the module, its parameters) of each group. `whole_blocks`: end at a block of a list (`in_list`) that
+    holds stacks itself."""
     numel = sum(specs[index].numel for index in module.all_params)
-    if not module.children or (numel <= cap and not module.holds_stack):
+    is_whole = whole_blocks and in_list and module.holds_stack and not module.is_stack
+    if not module.children or is_whole or (numel <= cap and not module.holds_stack):
         yield module.name, module.all_params
         return
     if module.params:
         yield module.name, module.params
     for child in module.children:
-        yield from _walk(child, specs, cap)
+        yield from _walk(child, specs, cap, whole_blocks, in_list or module.is_list)

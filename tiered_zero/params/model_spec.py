@@ -60,6 +60,7 @@ def module_tree(model: nn.Module, specs: Mapping[nn.Parameter, ParamSpec], name:
             for child_name, child in model.named_children()
         ),
         is_stack=_is_stack(model),
+        is_list=_is_stack(model) and not isinstance(model, nn.ModuleDict),
     )
 
 

@@ -9,6 +9,7 @@ from itertools import pairwise
 import torch
 
 from tiered_zero.errors import TieredZeroError
+from tiered_zero.hardware.collectives import Collectives, SingleRank
 from tiered_zero.hardware.staging import StagingPool
 from tiered_zero.layout.flat import Unit
 from tiered_zero.params.outside_modes import runs_outside_modes
@@ -18,7 +19,8 @@ from tiered_zero.tiers.slots import read_slot, write_slot
 
 @dataclass(eq=False, repr=False)
 class OffloadedParams:
-    """Reads and writes a unit's parameters at their home. Driver thread; blocks.
+    """Reads and writes a unit's parameters at their home. Driver thread; blocks. Where a home holds a shard, every rank
+    makes the same calls.
 
     `_on_change(unit, flat, old)`: what is derived from the parameters (the fp32 masters) must follow `flat` [P], on the
     CPU. `_cuts(unit)`: where masters are made of parameters, the first elements of the parts in which the update reads
@@ -29,16 +31,21 @@ class OffloadedParams:
     _staging: StagingPool | None
     _on_change: Callable[[Unit, torch.Tensor, torch.Tensor | None], None]
     _cuts: Callable[[Unit], Sequence[int]] | None = None
+    _ranks: Collectives = field(default_factory=SingleRank)
     changing: Unit | None = field(default=None, init=False)
     """The unit that `change` writes, or wrote when it was interrupted."""
     is_busy: bool = field(default=False, init=False)
     """Whether bytes are read or written, or were when that was interrupted."""
 
     def read(self, unit: Unit) -> torch.Tensor:
-        """Read the unit, which has a home off the device: [P] of its dtype, a CPU tensor of the caller's own."""
+        """Read the unit, which has a home: [P] of its dtype, a CPU tensor of the caller's own."""
         self.is_busy = True
         try:
-            flat = read_slot(self._inventory.home(unit, "param"), 0, unit.nbytes, self._staging).view(unit.dtype)
+            home = self._inventory.home(unit, "param")
+            own = read_slot(home, 0, home.slot.nbytes, self._staging).view(unit.dtype)
+            flat = own if own.numel() == unit.numel else torch.empty(unit.numel, dtype=unit.dtype)
+            if flat is not own:
+                self._ranks.all_gather(flat, own, f"unit {unit.name}", order=f"a copy of {unit.name}").wait()
         except TieredZeroError:
             self.is_busy = False
             raise
@@ -46,11 +53,12 @@ class OffloadedParams:
         return flat
 
     def store(self, unit: Unit, flat: torch.Tensor) -> None:
-        """Write `flat`, [P] of the unit's dtype on the CPU, to the unit's home off the device."""
-        starts = sorted({0, *(self._cuts(unit) if self._cuts is not None else ())})
-        for start, stop in pairwise([*starts, unit.numel]):
-            home, offset = self._inventory.home(unit, "param"), start * unit.dtype.itemsize
-            write_slot(home, offset, flat[start:stop], self._staging)
+        """Write `flat`, [P] of the unit's dtype on the CPU, to the unit's home: all of it, or this rank's shard."""
+        home = self._inventory.home(unit, "param")
+        own = home.elements(unit)
+        starts = sorted({own.start, *(self._cuts(unit) if self._cuts is not None else ())})
+        for start, stop in pairwise([*starts, own.stop]):
+            write_slot(home, (start - own.start) * unit.itemsize, flat[start:stop], self._staging)
 
     @runs_outside_modes
     def remember(self, unit: Unit, flat: torch.Tensor) -> torch.Tensor | None:

@@ -17,6 +17,7 @@ from tiered_zero.params.unit_state import PagedUnit, UnitState, UnitTable, Weigh
 from tiered_zero.plan.planner import PagerLimits
 from tiered_zero.sizes import format_nbytes
 from tiered_zero.tiers.inventory import Inventory
+from tiered_zero.transfer import Transfer
 
 logger = logging.getLogger("tiered_zero")
 
@@ -53,12 +54,19 @@ class Schedule:
 
 @final
 class UnitCache:
-    """Moves whole units between their homes and the device. The pager alone calls this, on the driver thread."""
+    """Moves whole units between their homes and the device. The pager alone calls this, on the driver thread.
+
+    [Note: Order of gathers] Where homes hold shards, a fetch is this rank's shard and then a gather of all ranks'. So
+    every rank must fetch and evict the same units in the same order: what is decided here depends on the schedule, the
+    plan, and the units' states, which acquire and release alone change; never on whether a transfer is done, or on what
+    else still holds a view of a unit. Memory that such a view keeps is freed later, and counted against the limit only.
+    """
 
     def __init__(
         self, runtime: Runtime, inventory: Inventory, limits: PagerLimits, units: UnitTable, changes: ParamChanges
     ) -> None:
         self._accelerator = runtime.accelerator
+        self._collectives = runtime.collectives
         self._ledger = runtime.ledger
         self._inventory = inventory
         self._limits = limits
@@ -67,6 +75,10 @@ class UnitCache:
         self.schedule = Schedule()
         self._ticks = itertools.count(1)
         self._live_nbytes = 0
+        self._kept_nbytes = 0
+        """Of units that are offloaded, whose memory a view keeps."""
+        self._shares_order = runtime.collectives.world_size > 1
+        """Whether every rank must decide alike. [Note: Order of gathers]"""
         self._has_warned = False
         self.is_closed = False
         self.is_moving = False
@@ -94,7 +106,7 @@ class UnitCache:
         try:
             self._fetch(paged)
         except torch.OutOfMemoryError:
-            for idle in self._evictable():
+            for idle in self._kept() if self._shares_order else self._evictable():
                 self.evict(idle)
             self._accelerator.release_cached_memory()
             self._fetch(paged)
@@ -102,8 +114,11 @@ class UnitCache:
     def _fetch(self, paged: PagedUnit) -> None:
         self.check_open(paged)
         unit, storage = paged.unit, paged.storage
-        if not storage.is_full:
+        if self._shares_order or not storage.is_full:
             self._make_room(paged)
+        if paged.is_kept:
+            self._kept_nbytes -= unit.nbytes
+        if not storage.is_full:
             self.is_moving = True
             self._ledger.charge("device", "param_window", unit.nbytes)
             try:
@@ -118,10 +133,21 @@ class UnitCache:
         try:
             self._accelerator.prepare(storage.flat)
             home = self._inventory.home(unit, "param")
-            paged.fetch = home.tier.fetch(home.slot, storage.flat, self._inventory.last_update(unit))
+            own = home.elements(unit)
+            fetch = paged.fetch = home.tier.fetch(home.slot, storage.flat[own], self._inventory.last_update(unit))
+            if own.stop - own.start < unit.numel:
+                paged.fetch = self._gather(paged, own, fetch)
         except (TieredZeroError, torch.OutOfMemoryError):  # the tier has waited for what it had begun
             self.evict(paged)
             raise
+
+    def _gather(self, paged: PagedUnit, own: slice, fetch: Transfer) -> Transfer:
+        """Gather the other ranks' shards once `fetch` has brought this rank's, elements `own` of the flat."""
+        name, itemsize = paged.unit.name, paged.unit.itemsize
+        flat = self._accelerator.bytes_of(paged.storage.flat)
+        shard = flat[own.start * itemsize : own.stop * itemsize]
+        order = f"{name}, change {paged.version}"
+        return self._collectives.all_gather(flat, shard, f"unit {name}", after=[fetch], order=order)
 
     def prefetch(self, current: PagedUnit) -> None:
         """Fetch what is expected after `current`, as far as the prefetch bucket and the free room go, and at least one
@@ -141,25 +167,29 @@ class UnitCache:
             if (budget < 0 and not is_next) or not self._may_prefetch(paged):
                 return
             if paged.state is UnitState.OFFLOADED:
-                new_nbytes = 0 if paged.storage.is_full else paged.unit.nbytes
-                missing = self._live_nbytes + new_nbytes - self._limits.live_nbytes
+                new_nbytes = 0 if self._counts(paged) else paged.unit.nbytes
+                missing = self._counted_nbytes + new_nbytes - self._limits.live_nbytes
                 victims = [other for other in self._evictable() if other.unit.index not in wanted]
                 if missing > sum(victim.unit.nbytes for victim in victims):
                     return
                 while missing > 0:
                     missing -= victims[0].unit.nbytes
                     self.evict(victims.pop(0))
-                if self._live_nbytes + new_nbytes > self._limits.live_nbytes:
+                if self._counted_nbytes + new_nbytes > self._limits.live_nbytes:
                     return  # a view keeps the memory of a unit that is evicted
                 try:
                     self._fetch(paged)
                 except torch.OutOfMemoryError:
+                    if self._shares_order:
+                        raise
                     return  # fetched when it is used, with more room made for it
 
     def _may_prefetch(self, paged: PagedUnit) -> bool:
         """False while its update waits for gradients: backward may need a later fetch of the lane to compute them."""
         if paged.weights is not WeightState.UPDATING:
             return True
+        if self._shares_order:
+            return False
         unit_update = self._inventory.last_update(paged.unit)
         return unit_update is None or unit_update.written.done()
 
@@ -173,7 +203,7 @@ class UnitCache:
         distance = 0
         for _, index in self.schedule.upcoming():
             if index == paged.unit.index:
-                if distance <= self._limits.look_ahead.reuse_numel and self._live_nbytes <= self._limits.live_nbytes:
+                if distance <= self._limits.look_ahead.reuse_numel and self._counted_nbytes <= self._limits.live_nbytes:
                     return
                 break
             distance += self._units.by_index[index].unit.numel
@@ -193,7 +223,7 @@ class UnitCache:
         if not storage.is_full or paged.is_resident:
             return
         self._changes.look(paged)
-        has_arrived = True
+        has_arrived, was_kept = True, paged.is_kept
         if paged.fetch is not None:  # the transfer still writes these bytes; if it failed, no use has seen them
             try:
                 self._accelerator.wait_on_compute(paged.fetch)
@@ -203,8 +233,10 @@ class UnitCache:
         paged.change(UnitState.OFFLOADED, WeightState.CURRENT if is_stale else None)
         paged.fetch = None
         if storage.is_viewed:
+            self._kept_nbytes += 0 if was_kept else paged.unit.nbytes
             return
         self.is_moving = True
+        self._kept_nbytes -= paged.unit.nbytes if was_kept else 0
         self._accelerator.poison(storage.flat)
         key = storage.key
         storage.empty(keep=has_arrived)
@@ -216,18 +248,35 @@ class UnitCache:
 
     def _evictable(self) -> list[PagedUnit]:
         """Least recently used first."""
-        return sorted((paged for paged in self._units if paged.is_evictable), key=lambda paged: paged.clock)
+        found = (paged for paged in self._units if (paged.is_idle if self._shares_order else paged.is_evictable))
+        return sorted(found, key=lambda paged: paged.clock)
+
+    def _kept(self) -> list[PagedUnit]:
+        """List offloaded units whose memory a view has kept, and keeps no more."""
+        return [paged for paged in self._units if paged.is_kept and not paged.storage.is_viewed]
+
+    @property
+    def _counted_nbytes(self) -> int:
+        """Bytes on the device, as decisions count them. [Note: Order of gathers]"""
+        return self._live_nbytes - (self._kept_nbytes if self._shares_order else 0)
+
+    def _counts(self, paged: PagedUnit) -> bool:
+        return paged.state is not UnitState.OFFLOADED if self._shares_order else paged.storage.is_full
 
     def _make_room(self, paged: PagedUnit) -> None:
         unit = paged.unit
-        limit = self._limits.live_nbytes - unit.nbytes
+        for kept in self._kept() if self._kept_nbytes else ():
+            self.evict(kept)
+        limit = self._limits.live_nbytes - (0 if self._counts(paged) else unit.nbytes)
         for idle in self._evictable():
-            if self._live_nbytes <= limit:
-                return
+            if self._counted_nbytes <= limit:
+                break
             self.evict(idle)
+        new_nbytes = 0 if paged.storage.is_full else unit.nbytes
+        limit = self._limits.live_nbytes - new_nbytes
         if self._live_nbytes <= limit:
             return
-        if self._live_nbytes + unit.nbytes > self._limits.most_live_nbytes:
+        if self._live_nbytes + new_nbytes > self._limits.most_live_nbytes:
             held = [other.unit.name for other in self._units if other.storage.is_full and other is not paged]
             room_nbytes = max(self._limits.live_nbytes, self._limits.most_live_nbytes)
             raise BudgetError(
@@ -248,6 +297,7 @@ class UnitCache:
         """Count what is on the device, after calls that were interrupted."""
         paged_units = [paged for paged in self._units if not paged.is_resident]
         self._live_nbytes = sum(paged.unit.nbytes for paged in paged_units if paged.storage.is_full)
+        self._kept_nbytes = sum(paged.unit.nbytes for paged in paged_units if paged.is_kept)
         self._ledger.correct("device", "param_window", self._live_nbytes)
         self._units.renew_storages()
         self.is_moving = False

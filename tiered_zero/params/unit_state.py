@@ -150,6 +150,16 @@ class PagedUnit:
         return self._at[0] is UnitState.FETCHING and self.fetch is None
 
     @property
+    def is_idle(self) -> bool:
+        """Whether nothing uses it and it can be evicted, as its state says, whatever else holds a view of it."""
+        return not self.num_users and self._at[0] is not UnitState.OFFLOADED and not self.is_starting
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether it is offloaded, and a view keeps its memory."""
+        return self._at[0] is UnitState.OFFLOADED and self.storage.is_full
+
+    @property
     def is_evictable(self) -> bool:
         """Whether nothing uses it and eviction frees memory. A transfer in flight views the storage too."""
         if self.num_users or not self.storage.is_full:

@@ -11,7 +11,8 @@ from tiered_zero.plan.request import ParamRequest, PlanRequest, StateRequest, Su
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """`params`: unit index -> tier, "device" for those that never leave it. `state`: tier of each sub-group.
+    """`params`: unit index -> tier. `sharded`: units of which this rank's shard rests there; the others rest whole, and
+    those on "device" never leave it. `state`: tier of each sub-group.
 
     `gradients`: trainable unit -> "device" where all its state rests there, so that gradients and update stay there
     too, else "host".
@@ -20,6 +21,20 @@ class Placement:
     params: Mapping[int, str]
     state: Sequence[str]
     gradients: Mapping[int, str]
+    sharded: frozenset[int] = frozenset()
+
+    def is_resident(self, unit: Unit) -> bool:
+        """Whether the unit is whole on the device, and stays there."""
+        return self.params[unit.index] == "device" and unit.index not in self.sharded
+
+    def home_nbytes(self, unit: Unit) -> int:
+        """Bytes of the unit's parameters at their home."""
+        return unit.shard_nbytes if unit.index in self.sharded else unit.nbytes
+
+    def back_tier(self, unit: Unit) -> str:
+        """Where the delayed update writes the unit's parameters: where they rest, but of a resident unit in host
+        memory."""
+        return "host" if self.is_resident(unit) else self.params[unit.index]
 
 
 def place(units: Sequence[Unit], subgroups: Sequence[SubGroupSize], request: PlanRequest) -> Placement:
@@ -29,6 +44,7 @@ def place(units: Sequence[Unit], subgroups: Sequence[SubGroupSize], request: Pla
         params=place_params(units, request.params),
         state=state,
         gradients=_place_gradients(units, subgroups, state, request.state.tier),
+        sharded=frozenset(unit.index for unit in units) if request.ranks.shards_params else frozenset(),
     )
 
 
@@ -80,8 +96,3 @@ def _place_gradients(
         for unit in units
         if unit.trainable
     }
-
-
-def back_tier(param_tier: str) -> str:
-    """Where the delayed update writes the parameters of a unit that rests on `param_tier`."""
-    return "nvme" if param_tier == "nvme" else "host"

@@ -144,7 +144,10 @@ def make_plan(units: Sequence[Unit], subgroups: Sequence[SubGroupSize], request:
         rank=request.ranks.rank if request.ranks.shards_gradients else None,
     )
     staging = size_staging(units, subgroups, tiers, request)
-    param_nbytes = {tier: _total(unit for unit in units if tiers.params[unit.index] == tier) for tier in TIERS}
+    homes = [(tiers.params[unit.index], tiers.home_nbytes(unit)) for unit in units]
+    param_nbytes = {tier: sum(nbytes for own, nbytes in homes if own == tier) for tier in TIERS}
+    part = ", this rank's part" if tiers.sharded else ""
+    stay = "parameters that stay on the device" if not tiers.sharded else f"parameters{part}"
     slots = list_slots(units, subgroups, tiers, request, delayed=delayed)
 
     def nbytes_of(kind: str, tier: str) -> int:
@@ -152,13 +155,13 @@ def make_plan(units: Sequence[Unit], subgroups: Sequence[SubGroupSize], request:
 
     where = "host memory" if gradients.rank is None else "the ranks that keep them"
     rows = [
-        PlanRow("device", "param", param_nbytes["device"], "parameters that stay on the device"),
+        PlanRow("device", "param", param_nbytes["device"], stay),
         PlanRow("device", "gradient_in_flight", gradients.in_flight_nbytes, f"gradients on their way to {where}"),
-        PlanRow("host", "param", param_nbytes["host"], "parameters"),
-        PlanRow("nvme", "param", param_nbytes["nvme"], "parameters"),
+        PlanRow("host", "param", param_nbytes["host"], f"parameters{part}"),
+        PlanRow("nvme", "param", param_nbytes["nvme"], f"parameters{part}"),
         *(
             PlanRow(tier, "param_back", nbytes_of("param_back", tier), "parameters of the delayed update")
-            for tier in ("host", "nvme")
+            for tier in TIERS
         ),
         *(
             PlanRow(
@@ -185,7 +188,7 @@ def make_plan(units: Sequence[Unit], subgroups: Sequence[SubGroupSize], request:
         PlanRow("host", "bucket", staging.buckets.total_nbytes, "buckets of gradients that ranks reduce"),
     ]
     room = request.limits.get("device", (NO_LIMIT, ""))[0] - sum(row.nbytes for row in rows if row.tier == "device")
-    paged = [unit for unit in units if tiers.params[unit.index] != "device"]
+    paged = [unit for unit in units if not tiers.is_resident(unit)]
     pager_limits = _pager_limits(paged, request.params, room)
     what = "paged parameters in use, fetched ahead or kept"
     rows.insert(1, PlanRow("device", "param_window", pager_limits.live_nbytes, what))

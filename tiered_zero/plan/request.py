@@ -91,13 +91,15 @@ class CommitRequest:
 @dataclass(frozen=True, kw_only=True)
 class RankRequest:
     """The ranks of a run. `rank`: this one. `shards_state`: each has master weights and optimizer state of its own
-    shards only, and parameters are gathered after an update. `shards_gradients`: each keeps the gradients of its own
-    shards only, and every backward reduces. `bucket_numel`: elements of gradients in one collective, at most.
+    shards only. `shards_params`: parameters too, and a unit is gathered for each use; else they are gathered after an
+    update. `shards_gradients`: each keeps the gradients of its own shards only, and every backward reduces.
+    `bucket_numel`: elements of gradients in one collective, at most.
     """
 
     rank: int = 0
     world_size: int = 1
     shards_state: bool = False
+    shards_params: bool = False
     shards_gradients: bool = False
     bucket_numel: int = 0
 
@@ -135,11 +137,13 @@ stream at full rate, and borders of buckets do not depend on memory."""
 
 
 def unit_rules(config: Config, world_size: int = 1) -> UnitRules:
-    """Read from `config` how units are cut."""
+    """Read from `config` how units are cut. With many ranks no parameter is kept apart for being small: it moves with
+    its block, in the same gather, and units are the same at every stage."""
     zero = config.zero_optimization
+    persists = zero.offload_param.device != "none" and world_size == 1
     return UnitRules(
         size_cap_numel=config.tiered_zero.unit_size_cap,
-        persistence_numel=zero.stage3_param_persistence_threshold if zero.offload_param.device != "none" else 0,
+        persistence_numel=zero.stage3_param_persistence_threshold if persists else 0,
         max_persistent_numel=zero.stage3_model_persistence_threshold,
         world_size=world_size,
     )
@@ -188,6 +192,7 @@ def plan_request(
             rank=rank,
             world_size=world_size,
             shards_state=world_size > 1 and zero.stage > 0,
+            shards_params=world_size > 1 and zero.stage == 3,
             shards_gradients=world_size > 1 and (zero.stage > 1 or (zero.stage == 1 and state.device != "none")),
             bucket_numel=min(zero.reduce_bucket_size, MAX_BUCKET_NUMEL),
         ),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tiered_zero.layout.flat import Unit
-from tiered_zero.plan.placement import Placement, back_tier
+from tiered_zero.plan.placement import Placement
 from tiered_zero.plan.request import PlanRequest, SubGroupSize
 
 COMMIT_KINDS = {"param": "commit_param", "param_back": "commit_param", "state": "commit"}
@@ -64,12 +64,12 @@ def list_slots(
         slots.append(PlannedSlot(kind=kind, index=index, nbytes=nbytes, tier=tier, num_durable=on_disk))
 
     for unit in units:
-        index, nbytes, tier = unit.index, unit.nbytes, tiers.params[unit.index]
+        index, nbytes, tier = unit.index, tiers.home_nbytes(unit), tiers.params[unit.index]
         num_durable = 2 if commits is not None and (is_half or index not in held) else 0
-        if tier != "device":
+        if not tiers.is_resident(unit):
             add("param", index, nbytes, tier, num_durable)
         if delayed and index in held:
-            add("param_back", index, nbytes, back_tier(tier), num_durable)
+            add("param_back", index, nbytes, tiers.back_tier(unit), num_durable)
         if num_durable and tier != "nvme":
             add("commit_copy", index, nbytes, "nvme", num_durable)
     for index, (subgroup, tier) in enumerate(zip(subgroups, tiers.state, strict=True)):

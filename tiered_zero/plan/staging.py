@@ -63,7 +63,7 @@ def size_staging(
         to_host = []  # their sums come from buckets
     largest = max((entry.param.numel * unit.itemsize for unit in to_host for entry in unit.entries), default=0)
     return Staging(
-        params=_param_staging([unit for unit in units if tiers.params[unit.index] == "nvme"], request.params),
+        params=_param_staging([unit for unit in units if tiers.params[unit.index] == "nvme"], tiers, request.params),
         state=_state_staging(units, subgroups, tiers, request),
         gradients=StagingSize(nbytes=min(largest, MAX_AUTO_STAGING_NBYTES), count=1) if to_host else StagingSize(),
         buckets=_buckets([unit for unit in units if unit.trainable], request),
@@ -79,10 +79,10 @@ def _buckets(trainable: Sequence[Unit], request: PlanRequest) -> StagingSize:
     return StagingSize(nbytes=max(bucket.nbytes(4) for bucket in buckets), count=NUM_BUCKETS)
 
 
-def _param_staging(on_nvme: Sequence[Unit], request: ParamRequest) -> StagingSize:
+def _param_staging(on_nvme: Sequence[Unit], tiers: Placement, request: ParamRequest) -> StagingSize:
     if not on_nvme:
         return StagingSize()
-    largest = max(unit.nbytes for unit in on_nvme)
+    largest = max(tiers.home_nbytes(unit) for unit in on_nvme)
     given = request.buffer_numel
     if given is None:
         size = min(align_up(largest, MIB), MAX_AUTO_STAGING_NBYTES)

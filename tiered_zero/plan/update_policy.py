@@ -31,8 +31,8 @@ def choose_update_policy(
 ) -> UpdateChoice:
     """Resolve `tiered_zero.update`. `state_tiers`: the tiers that hold optimizer state.
 
-    Where ranks have shards of the state, `barrier` runs: step() ends with the gather of the new parameters. Gradients
-    of many ranks are reduced in step(), so that no update begins before.
+    Where ranks have shards of the state and whole parameters, `barrier` runs: step() ends with the gather of the new
+    parameters. Gradients of many ranks are reduced in step(), so that no update begins before.
 
     An update of state on the device takes compute's own time, so `barrier` runs there whatever is requested; where the
     CPU is the device and no state comes from NVMe the same holds, but there a request for `overlapped` is honoured.
@@ -40,7 +40,7 @@ def choose_update_policy(
     automatic = request.policy == "auto"
     asked = f"tiered_zero.update is {request.policy}"
     ranks = ranks or RankRequest()
-    if ranks.shards_state:
+    if ranks.shards_state and not ranks.shards_params:
         reason = f"{ranks.world_size} ranks gather the new parameters of each other's shards inside step()"
         return UpdateChoice(policy="barrier", reason=reason)
     if request.policy in ("barrier", "delayed"):

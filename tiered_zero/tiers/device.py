@@ -1,4 +1,4 @@
-"""Device memory as a tier, for state and gradients that rest where compute is."""
+"""Device memory as a tier, for state, gradients and shards of parameters that rest where compute is."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class DeviceTier(Tier):
         return self._slots[slot.name][1]
 
     def read(self, slot: Slot, out: HostBuffer, offset: int = 0) -> Transfer:
-        return self._copy(out.tensor, self.view(slot)[offset : offset + out.tensor.numel()], "update")
+        return self._copy(out.tensor, self.view(slot)[offset : offset + out.tensor.numel()], "write_back")
 
     def write(self, slot: Slot, data: HostBuffer, offset: int = 0) -> Transfer:
-        return self._copy(self.view(slot)[offset : offset + data.tensor.numel()], data.tensor, "update")
+        return self._copy(self.view(slot)[offset : offset + data.tensor.numel()], data.tensor, "write_back")
 
     def fetch(self, slot: Slot, out: torch.Tensor, after: UnitUpdate | None = None) -> Transfer:
         target = as_bytes(out)

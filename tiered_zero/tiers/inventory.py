@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+import torch
+
 from tiered_zero.layout.flat import Unit
-from tiered_zero.layout.subgroups import SubGroup
+from tiered_zero.layout.subgroups import Segment, SubGroup
 from tiered_zero.tiers.tier import Slot, Tier
 from tiered_zero.tiers.unit_update import UnitUpdate
 
@@ -15,11 +17,25 @@ Owner = Unit | SubGroup
 
 @dataclass(frozen=True)
 class Home:
-    """A slot and its tier. `start`: which element of the owner's flat the slot begins with; 0 at one rank."""
+    """A slot and its tier. `start`: which element of the owner's flat the slot begins with: that of this rank's shard,
+    where the slot holds no more than it."""
 
     tier: Tier
     slot: Slot
     start: int = 0
+
+    def elements(self, unit: Unit) -> slice:
+        """Elements of the unit's flat that rest in the slot, which is a home of the unit."""
+        return slice(self.start, self.start + self.slot.nbytes // unit.itemsize)
+
+    def offset_of(self, segment: Segment) -> int:
+        """Bytes in the slot before the segment's first element, in the unit's dtype."""
+        return (segment.unit_start - self.start) * segment.unit.itemsize
+
+    def view_of(self, segment: Segment) -> torch.Tensor | None:
+        """The segment's elements in place, [numel] of the unit's dtype; None where they cannot be addressed."""
+        raw, offset = self.tier.view(self.slot), self.offset_of(segment)
+        return None if raw is None else raw[offset : offset + segment.nbytes].view(segment.unit.dtype)
 
 
 class Inventory:

@@ -89,11 +89,9 @@ class TierRack:
             if pool is not None:
                 pool.reclaim()
 
-    def for_params(self, name: str) -> Tier | None:
-        """The tier `name` of parameters; None for "device": the unit rests in its own storage there."""
-        if name == "device":
-            return None
-        return self.host if name == "host" else self._nvme[self._param_paths]
+    def for_params(self, name: str) -> Tier:
+        """The tier `name` of parameters that are paged."""
+        return {"device": self.device, "host": self.host}.get(name) or self._nvme[self._param_paths]
 
     def for_state(self, name: str) -> Tier:
         """The tier `name` of optimizer state."""

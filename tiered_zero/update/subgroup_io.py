@@ -134,7 +134,7 @@ class SubGroupIO:
             if home is None:
                 continue  # on the device, and updated there
             if window is not None:
-                work.reads.append(home.tier.read(home.slot, window, segment.unit_offset))
+                work.reads.append(home.tier.read(home.slot, window, home.offset_of(segment)))
             elif work.param_kind != "param":
                 old, new = (self._out_view(kind, work.subgroup, segment) for kind in ("param", work.param_kind))
                 assert old is not None and new is not None, "both homes of a unit are on one tier"
@@ -159,8 +159,7 @@ class SubGroupIO:
         home = self._inventory.find(unit, param_kind)
         if home is None:
             return segment.part_of(self._device_flat(unit)) if on_device else None
-        raw = home.tier.view(home.slot)
-        return None if raw is None or on_device else segment.part_of(raw[: unit.nbytes].view(unit.dtype))
+        return home.view_of(segment) if on_device == (home.tier.name == "device") else None
 
     def _staged_outs(self, work: SubGroupWork) -> Iterator[tuple[Segment, BufferView | None]]:
         """Each segment with its part of the lease, or None where it is written in place."""
@@ -205,7 +204,7 @@ class SubGroupIO:
             ).wait()
         home = self._inventory.find(segment.unit, work.param_kind)
         if home is not None:
-            offset = segment.unit_offset
+            offset = home.offset_of(segment)
             work.writes.append(home.tier.write(home.slot, window, offset))
             if unit_update is not None:
                 unit_update.add_pending(offset, window.tensor, accelerator.copy)
