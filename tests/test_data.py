@@ -342,3 +342,45 @@ def test_ranks_split_the_data(length: int, num_ranks: int, size: int, shuffle: b
         assert together[:length] == order and len(together) - length < num_ranks
         assert together[length:] == (order * num_ranks)[: len(together) - length]
         assert whole == order
+
+
+@settings(max_examples=60)
+@given(
+    num_samples=st.integers(1, 40),
+    batch=st.integers(1, 3),
+    before=st.integers(1, 4),
+    after=st.integers(1, 4),
+    taken=st.integers(0, 8),
+    shuffle=st.booleans(),
+)
+def test_another_number_of_ranks_goes_on_behind_the_samples_that_were_taken(
+    num_samples: int, batch: int, before: int, after: int, taken: int, shuffle: bool
+) -> None:
+    """Each sample once in a pass, but for those that fill up the last batch, and those that `after` does not divide."""
+    data = TensorDataset(torch.arange(num_samples))
+
+    def make(num_ranks: int) -> list[TrainingLoader]:
+        loaders = [TrainingLoader(data, batch, shuffle=shuffle, seed=3) for _ in range(num_ranks)]
+        for rank, loader in enumerate(loaders):
+            loader.split(rank, num_ranks)
+        return loaders
+
+    first: list[int] = []
+    states = []
+    for loader in make(before):
+        batches = iter(loader)
+        first += [int(sample) for _, (samples,) in zip(range(taken), batches, strict=False) for sample in samples]
+        states.append(loader.state_dict())
+        del batches
+    assert all(state["num_samples"] == states[0]["num_samples"] for state in states)
+    rest: list[int] = []
+    lengths = set()
+    for loader in make(after):
+        loader.load_state_dict(loader.resplit(states[0], before))
+        own = [int(sample) for (samples,) in loader for sample in samples]
+        lengths.add(len(own))
+        rest += own
+    assert set(first) | set(rest) == set(range(num_samples))
+    assert len(lengths) == 1, "every rank makes as many steps"
+    num_left = max(0, num_samples - states[0]["num_samples"] * before)
+    assert num_left <= len(rest) <= num_left + 2 * (after - 1)

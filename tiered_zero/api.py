@@ -18,6 +18,8 @@ from tiered_zero.data import TrainingLoader
 from tiered_zero.engine import Engine
 from tiered_zero.errors import ConfigError, ModelError
 from tiered_zero.hardware.collectives import Collectives, open_collectives, world_size_here
+from tiered_zero.hardware.cores import bind_to_share
+from tiered_zero.hardware.select import find_device
 from tiered_zero.run_spec import specify_run
 from tiered_zero.update.handle import TieredOptimizer
 
@@ -67,6 +69,7 @@ def initialize(
     settings = load(config, args, world_size_here())
     collectives = open_collectives(settings.tiered_zero.comm_timeout_s, dist_init_required)
     try:
+        bind_to_share(collectives, find_device(settings.tiered_zero.device))
         run_spec = specify_run(settings, model, optimizer, model_parameters, collectives=collectives)
         loader = None
         if training_data is not None:

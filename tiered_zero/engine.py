@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -192,6 +192,11 @@ class Engine(CheckpointCalls, DeepSpeedNames):
             for tier, kinds in self._step.runtime.ledger.by_kind().items()
         }
 
+    def rank_report(self) -> dict[str, float]:
+        """Elements that this rank has handed to collectives so far (`gathered_numel`, `reduced_numel`: whole flats and
+        buckets), and the seconds that it has waited for other ranks (`waited_s`)."""
+        return asdict(self._step.runtime.collectives.traffic)
+
     # -- control -------------------------------------------------------------------------------------------------------
 
     def train(self, mode: bool = True) -> Engine:
@@ -202,6 +207,12 @@ class Engine(CheckpointCalls, DeepSpeedNames):
     def eval(self) -> Engine:
         """Set the module's evaluation mode, as `nn.Module.eval`."""
         return self.train(False)
+
+    @on_one_thread
+    def exchange(self, data: bytes) -> list[bytes]:
+        """Return every rank's `data`, in rank order; with one rank it is this one's. Every rank calls it between the
+        same two calls of `step`: to stop together, or to average what was measured. Raises RankError."""
+        return self._step.exchange(data)
 
     @on_one_thread
     def flush(self) -> None:

@@ -26,6 +26,8 @@ class StopRequest:
     def __init__(self, at_boundary: bool) -> None:
         self.at_boundary = at_boundary
         self.code: int | None = None
+        self.answer = b"\nFinishing this step, then saving; a second signal ends at once.\n"
+        """What the first signal is answered with on stderr, where the program ends by itself."""
         self._pid = os.getpid()
 
     def __bool__(self) -> bool:
@@ -43,7 +45,7 @@ class StopRequest:
         self.code = code if first else self.code
         if first and self.at_boundary:
             # not logged: the main thread may be inside of a log line
-            os.write(2, b"\nFinishing this step, then saving; a second signal ends at once.\n")
+            os.write(2, self.answer)
         elif number == signal.SIGTERM:
             sys.exit(TERMINATED)
         else:

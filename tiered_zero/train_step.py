@@ -271,6 +271,18 @@ class TrainStep:
             )
         return boundary
 
+    def exchange(self, data: bytes) -> list[bytes]:
+        """Return every rank's `data`, in rank order."""
+        self.check()
+        ranks = self.runtime.collectives
+        with self.failures.surfacing():
+            try:
+                return ranks.exchange(data, "a message of the program")
+            except BaseException as error:
+                ranks.fail(f"{type(error).__name__}: {error}")
+                self._latch_ranks("exchange", error)
+                raise
+
     def flush(self) -> None:
         self.recover()
         with self.failures.surfacing():
@@ -369,12 +381,15 @@ class TrainStep:
             yield
             self.phase.now = Phase.IDLE
         except BaseException as error:
-            ranks = self.runtime.collectives
-            ranks.fail(f"{type(error).__name__}: {error}")
+            self.runtime.collectives.fail(f"{type(error).__name__}: {error}")
             self.recover()
-            if ranks.world_size > 1 and self.failures.error is None:
-                self._latch(f"{phase.value} raised {type(error).__name__}, which ends the run on all ranks")
+            self._latch_ranks(phase.value, error)
             raise
+
+    def _latch_ranks(self, what: str, error: BaseException) -> None:
+        """With other ranks an error ends the run: they have made other collectives than this one."""
+        if self.runtime.collectives.world_size > 1 and self.failures.error is None:
+            self._latch(f"{what} raised {type(error).__name__}, which ends the run on all ranks")
 
     @contextmanager
     def _pass(self, phase: Phase) -> Iterator[None]:

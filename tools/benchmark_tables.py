@@ -29,13 +29,14 @@ RAN_AS_BARRIER = ("cpu/cpu overlapped", "device/cpu overlapped", "cpu/device ove
 
 
 def last_records() -> dict[tuple[Any, ...], dict[str, Any]]:
-    """(name, tokens, clipping) -> record."""
+    """(name, tokens, clipping, or micro-batches of ranks) -> record."""
     records = {}
     for path in sorted(RECORDS.glob("*.jsonl")):
         for line in path.read_text().splitlines():
             record = json.loads(line)
             arguments = record["arguments"]
-            records[record["name"], arguments.get("tokens", 0), arguments.get("clip", 0.0)] = record
+            kind = arguments.get("clip", arguments.get("accumulation", 0.0))
+            records[record["name"], arguments.get("tokens", 0), kind] = record
     return records
 
 
@@ -131,11 +132,34 @@ def checkpoint_table(record: dict[str, Any]) -> str:
     return head(record, title) + "\n" + rows(["what", "s", "held against"], body)
 
 
+def ranks_table(record: dict[str, Any]) -> str:
+    arguments, body = record["arguments"], []
+    for case, seconds in record["median"].items():
+        result, ratio = record["results"][case], record["ratios_to_base"].get(case)
+        payload, waited = result["payload"], result["waited"]
+        body.append(
+            [
+                f"{case} {result['update_policy']}".strip(),
+                f"{seconds:.3f}",
+                f"{ratio:.2f} (at most {record['bars'][case]:.2f})" if ratio else "",
+                "" if payload is None else f"{payload:.2f}",
+                "" if waited is None else f"{waited:.0%}",
+            ]
+        )
+    title = (
+        f"A step of {arguments['model']} on {arguments['ranks']} ranks over gloo, fp32, {arguments['tokens']} tokens"
+    )
+    title += f" each, {arguments['accumulation']} micro-batches a step, clipping 1"
+    columns = ["case", "s", "of torch's own", "payload, elements a parameter", "waited for others"]
+    return head(record, title) + "\n" + rows(columns, body)
+
+
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "step": step_table,
     "update": update_table,
     "io": io_table,
     "checkpoint": checkpoint_table,
+    "ranks": ranks_table,
 }
 """Record name -> its table, in the page's order."""
 

@@ -36,6 +36,7 @@ class PlainEngine:
     """What the command needs of an engine. `at_step`: called before each optimizer step with its number."""
 
     device = torch.device("cpu")
+    world_size, global_rank = 1, 0
 
     def __init__(self, settings: Mapping[str, Any], model: GPTConfig, at_step: Callable[[int], None]) -> None:
         self.settings, self.closed, self.num_forwards = settings, False, 0

@@ -371,9 +371,11 @@ def test_threads_come_from_the_affinity_not_from_omp(monkeypatch: pytest.MonkeyP
 def test_threads_respect_the_quota(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cgroup: str, files: dict[str, str], expected: int
 ) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
     for name, text in {"proc/self/cgroup": cgroup, **{f"sys/fs/cgroup/{k}": v for k, v in files.items()}}.items():
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text + "\n")
     assert available_cpus({}, tmp_path) == expected
+    assert available_cpus({"LOCAL_WORLD_SIZE": "2"}, tmp_path) == max(1, expected // 2), "ranks share the quota"

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+PROCESSORS = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+
 
 def run(environment: dict[str, str], module: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     os.environ.update(environment)
@@ -25,6 +27,8 @@ def run(environment: dict[str, str], module: str, name: str, args: tuple[Any, ..
         return None, type(error).__name__, str(error), traceback.format_exc()
     finally:
         gc.collect()
+        if PROCESSORS:
+            os.sched_setaffinity(0, PROCESSORS)  # an engine has bound this rank to its share
         if dist.is_initialized():
             dist.destroy_process_group()
 

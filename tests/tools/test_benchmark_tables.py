@@ -13,6 +13,27 @@ def test_no_figure_differs_from_its_record() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_a_record_of_ranks_becomes_a_table() -> None:
+    result = {"update_policy": "", "payload": None, "waited": None}
+    record = {
+        "machine": {"num_cpus": 2, "cpu": "x"},
+        "versions": {"torch": "2.13"},
+        "commit": "abc",
+        "arguments": {"model": "gpt2-30m", "ranks": 2, "tokens": 64, "accumulation": 1},
+        "median": {"DDP + ZeRO": 0.5, "stage 1 device/device": 0.54},
+        "ratios_to_base": {"stage 1 device/device": 1.08},
+        "bars": {"stage 1 device/device": 1.1},
+        "results": {
+            "DDP + ZeRO": result,
+            "stage 1 device/device": {"update_policy": "barrier", "payload": 2.01, "waited": 0.25},
+        },
+    }
+    text = runpy.run_path(str(TOOL))["ranks_table"](record)
+    assert "A step of gpt2-30m on 2 ranks over gloo, fp32, 64 tokens each" in text
+    assert "| DDP + ZeRO | 0.500 |  |  |  |" in text
+    assert "| stage 1 device/device barrier | 0.540 | 1.08 (at most 1.10) | 2.01 | 25% |" in text
+
+
 def test_a_record_of_checkpoints_becomes_a_table() -> None:
     record = {
         "machine": {"num_cpus": 2, "cpu": "x"},

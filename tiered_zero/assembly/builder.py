@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from tiered_zero.assembly.disk_space import check_disk_space
 from tiered_zero.assembly.homes import make_commits, make_copies, place_homes
 from tiered_zero.assembly.parts import make_gradients, make_observers, make_policy, whole_weights
 from tiered_zero.checkpoint.checkpoints import Checkpoints, check_async, written_by
@@ -37,7 +38,7 @@ from tiered_zero.store.new_parents import make_missing
 from tiered_zero.teardown import Teardown, once
 from tiered_zero.telemetry.ledger import Ledger
 from tiered_zero.telemetry.spans import Recorder
-from tiered_zero.tiers.rack import TierRack
+from tiered_zero.tiers.rack import TierRack, nvme_needs
 from tiered_zero.train_step import Movers, TrainStep
 from tiered_zero.update.handle import TieredOptimizer, make_scheduler, restored_on_error
 from tiered_zero.update.masters import Masters
@@ -90,6 +91,9 @@ def _build(run_spec: RunSpec, lr_scheduler: Any, collectives: Collectives, loade
     for line in found.lines if found is not None else ():
         logger.warning("%s", line)
     adoption = None if found is None else adopt(found, config, plan, run_spec.slots, run_spec.layouts)
+    taken_over = {} if adoption is None else adoption.directories
+    needs = {paths: nbytes for paths, nbytes in nvme_needs(config, plan).items() if paths not in taken_over}
+    check_disk_space(needs, collectives)
     weights = WeightFiles(config.tiered_zero.weights) if config.tiered_zero.weights else None
     if weights is not None:
         warnings += weights.check(run_spec.model, run_spec.specs)
@@ -123,7 +127,7 @@ def _build(run_spec: RunSpec, lr_scheduler: Any, collectives: Collectives, loade
             runtime,
             tier_resources,
             model_name=type(run_spec.model).__name__,
-            adopted=None if adoption is None else adoption.directories,
+            adopted=taken_over,
         )
         inventory, copy_homes = place_homes(run_spec, tiers)
         masters = Masters(run_spec.layouts, inventory, tiers.state_staging)

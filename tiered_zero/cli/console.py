@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 
 from rich.console import Console
 
@@ -16,12 +17,17 @@ class ConsoleHandler(logging.Handler):
     """Log lines on stderr; above INFO with their level."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        level = "" if record.levelno <= logging.INFO else f"{record.levelname.lower()}: "
+        level = "" if record.levelno <= logging.INFO else f"{record.levelname.lower()}: {rank_prefix()}"
         STDERR.print(f"{level}{self.format(record)}", markup=False, highlight=False, soft_wrap=True)
 
 
 def configure_logging() -> None:
-    """Of the one logger that the package uses."""
+    """Of the one logger that the package uses. Ranks but the first say errors alone."""
     logger = logging.getLogger("tiered_zero")
-    logger.setLevel(logging.INFO)
+    logger.setLevel(logging.INFO if rank_prefix() in ("", "rank 0: ") else logging.ERROR)
     logger.handlers = [ConsoleHandler()]
+
+
+def rank_prefix() -> str:
+    """The launcher's RANK before a message, where it has started several: "rank 1: "; else ""."""
+    return f"rank {os.environ.get('RANK', '?')}: " if os.environ.get("WORLD_SIZE", "1") != "1" else ""

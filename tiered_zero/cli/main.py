@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import click
 
-from tiered_zero.cli.console import configure_logging
+from tiered_zero.cli.console import configure_logging, rank_prefix
 from tiered_zero.errors import TieredZeroError
 from tiered_zero.stopping import INTERRUPTED
 
@@ -64,9 +64,9 @@ class LazyGroup(click.Group):
         try:
             return super().invoke(ctx)
         except TieredZeroError as error:
-            raise click.ClickException(str(error)) from error
+            raise click.ClickException(f"{rank_prefix()}{error}") from error
         except KeyboardInterrupt:
-            click.echo("Interrupted.", err=True)
+            click.echo(f"{rank_prefix()}Interrupted.", err=True)
             ctx.exit(INTERRUPTED)
 
 

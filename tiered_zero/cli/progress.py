@@ -28,7 +28,8 @@ class _TimeLeft(TimeRemainingColumn):
 class TrainingProgress:
     """Loss, tokens/s and time left. One thread."""
 
-    def __init__(self, num_steps: int) -> None:
+    def __init__(self, num_steps: int, is_shown: bool = True) -> None:
+        """`is_shown`: only rank 0's is."""
         self.done = self.first = 0
         """Steps that were made; those of them that an earlier process made, which are not measured."""
         self.loss = float("nan")
@@ -42,7 +43,7 @@ class TrainingProgress:
             TextColumn("{task.fields[figures]}"),
             _TimeLeft(),
             console=STDERR,
-            disable=not STDERR.is_terminal,
+            disable=not STDERR.is_terminal or not is_shown,
         )
         self._task = self._bar.add_task("", total=num_steps, figures="starting")
 
@@ -58,15 +59,15 @@ class TrainingProgress:
         self.done = self.first = step
         self._bar.update(self._task, completed=step)
 
-    def advance(self, loss: float, num_tokens: int) -> None:
-        """A step is done."""
+    def advance(self, loss: float, num_tokens: int, more: str = "") -> None:
+        """A step is done. `more`: is shown beside its figures."""
         self.done += 1
         self.loss = loss
         now_s = time.monotonic()
         self._recent.append((now_s, num_tokens))
         took_s = max(now_s - self._recent[0][0], 1e-9)
         tokens_per_s = sum(count for _, count in list(self._recent)[1:]) / took_s
-        figures = f"loss {loss:.3f}  {tokens_per_s:,.0f} tokens/s"
+        figures = f"loss {loss:.3f}  {tokens_per_s:,.0f} tokens/s{more}"
         self._bar.update(self._task, advance=1, figures=figures)
         if self._bar.disable and now_s - self._last_line_s >= SECONDS_BETWEEN_LINES:
             self._last_line_s = now_s

@@ -17,6 +17,7 @@ import tiered_zero
 from tiered_zero.cli.console import STDOUT
 from tiered_zero.cli.options import CONFIG_FILE, DEMO_MODEL, DEMO_STEPS, JSON_OPTION, parse_model
 from tiered_zero.cli.progress import TrainingProgress
+from tiered_zero.cli.rank_steps import RankSteps
 from tiered_zero.cli.saving import Resumption, Saver, warn_of_others
 from tiered_zero.cli.tables import run_tables
 from tiered_zero.config import load
@@ -25,6 +26,7 @@ from tiered_zero.demo.corpus import NUM_BYTE_VALUES, Corpus, read_corpus
 from tiered_zero.demo.gpt import build_gpt
 from tiered_zero.engine import Engine
 from tiered_zero.errors import NonFiniteError
+from tiered_zero.hardware.collectives import rank_here, world_size_here
 from tiered_zero.plan.gpt_shape import GPTConfig, num_parameters
 from tiered_zero.sizes import TIERS, format_nbytes
 from tiered_zero.stopping import INTERRUPTED, TERMINATED, stop_on_signals
@@ -89,7 +91,8 @@ def train(
             f"text is read as bytes: vocab must be at least {NUM_BYTE_VALUES}", param_hint="--model"
         )
     settings = overlay(read_json(config), batch, {"trace": trace, "report": report})
-    resolved = load(settings)
+    rank, world_size = rank_here(), world_size_here()
+    resolved = load(settings, world_size=world_size)
     corpus = read_corpus(data)
     corpus.check(model.context)
     logger.info("%s parameters, %s; text: %s", f"{num_parameters(model):,}", model, corpus.source)
@@ -100,39 +103,44 @@ def train(
     settings = resumption.settings(settings)
     if save is not None and not resume:
         warn_of_others(save)
-    code = 0
+    code, stop_code = 0, None
     with stop_on_signals(at_boundary=False) as stop:
         engine = open_engine(settings, model, seed)
         totals = RunTotals({tier: engine.plan.nbytes(tier) for tier in TIERS})
-        progress = TrainingProgress(steps)
+        progress, ranks = TrainingProgress(steps, is_shown=rank == 0), RankSteps(engine)
         try:
             resumption.load(engine)
             progress.begin_at(engine.global_steps)
             saver = Saver(engine, save, save_every, options) if save is not None else None
-            stop.at_boundary = saver is not None
+            stop.at_boundary = saver is not None or world_size > 1  # ranks end after the same step
+            if saver is None or rank > 0:
+                stop.answer = b"" if rank > 0 else b"\nFinishing this step; a second signal ends at once.\n"
             with progress:
                 for step in range(engine.global_steps, steps):
-                    loss = train_step(engine, corpus, step, model.context, seed)
+                    own_loss = train_step(engine, corpus, step, model.context, seed)
+                    made = ranks.after_step(own_loss, stop.code)
+                    loss, num_tokens = made.loss, resolved.batch.train * model.context
                     assert engine.step_report is not None
-                    totals.add(engine.step_report)
-                    progress.advance(loss, resolved.batch.train * model.context)
+                    totals.add(replace(engine.step_report, loss=loss, tokens=num_tokens))
+                    progress.advance(loss, num_tokens, ranks.pace)
                     if not math.isfinite(loss):
                         code = DIVERGED
                         break
                     if saver is not None:
                         saver.after_step(loss)
-                    if stop:
+                    if (stop_code := made.code) is not None:
                         break
                 if saver is not None and code != DIVERGED:
                     code = 0 if saver.finish() else UNSAVED
-            code = stop.code or code
+            code = stop_code or stop.code or code
         except (KeyboardInterrupt, SystemExit) as interrupt:
             code = INTERRUPTED if isinstance(interrupt, KeyboardInterrupt) else TERMINATED
         finally:
             engine.close()
-    if progress.done or as_json:
+    if rank == 0 and (progress.done or as_json):
         facts = {"config": config, "model": str(model), "interrupted": code in (INTERRUPTED, TERMINATED)}
         facts |= {"resumed_from": resumption.path, "resumed_step": progress.first}
+        facts |= {"world_size": world_size, "rank_step_s": ranks.own_s}
         report_of_run = totals.report()
         if progress.done == progress.first:
             report_of_run = replace(report_of_run, last_loss=resumption.loss)
@@ -140,12 +148,14 @@ def train(
             logger.info("nothing to train: --steps is %d, and %d are made.%s", steps, progress.done, loss_text)
         if as_json or progress.done > progress.first:
             show(report_of_run, as_json, facts)
+        if progress.done > progress.first and not as_json and (line := ranks.describe()):
+            click.echo(line)
         if progress.done > progress.first and not as_json and (staging_nbytes := _staging_nbytes(engine)):
             click.echo(
                 f"Of the host memory {format_nbytes(staging_nbytes)} are staging buffers, which keep the disk busy and "
                 "do not grow with the number of layers."
             )
-    if code == DIVERGED:
+    if code == DIVERGED and rank == 0:
         raise NonFiniteError(
             f"The loss is {progress.loss} after step {progress.done} of {steps}: training has diverged. Lower the "
             "learning rate (optimizer.params.lr), or lower gradient_clipping."
@@ -154,15 +164,17 @@ def train(
         ctx.exit(UNSAVED)
     if code:
         loss_text = f"; loss {progress.loss:.3f}" if progress.done > progress.first else ""
-        click.echo(f"Stopped after {progress.done} of {steps} steps{loss_text}.", err=True)
+        if rank == 0:
+            click.echo(f"Stopped after {progress.done} of {steps} steps{loss_text}.", err=True)
         ctx.exit(code)
 
 
 def train_step(engine: Engine, corpus: Corpus, step: int, context: int, seed: int) -> float:
-    """A forward and a backward for each micro-batch; the last `step()` updates. Returns the mean loss."""
-    sizes = engine.config.batch
-    losses = []
-    for index in range(step * sizes.accumulation, (step + 1) * sizes.accumulation):
+    """A forward and a backward for each micro-batch; the last `step()` updates. Returns the mean loss of this rank,
+    whose micro-batches lie between those of the others."""
+    sizes, losses = engine.config.batch, []
+    for micro in range(step * sizes.accumulation, (step + 1) * sizes.accumulation):
+        index = micro * engine.world_size + engine.global_rank
         tokens, targets = (part.to(engine.device) for part in corpus.batch(index, sizes.micro, context, seed))
         loss = engine(tokens, targets)
         engine.backward(loss)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from tiered_zero.errors import ModelError, RankError
-from tiered_zero.hardware.process_groups import ProcessGroups
+from tiered_zero.hardware.process_groups import ProcessGroups, RankTraffic
 from tiered_zero.transfer import COMPLETED, Transfer, wait_all
 
 logger = logging.getLogger("tiered_zero")
@@ -33,6 +33,7 @@ class Collectives(Protocol):
 
     rank: int
     world_size: int
+    traffic: RankTraffic
 
     def all_gather(
         self,
@@ -73,6 +74,7 @@ def open_collectives(timeout_s: float, dist_init_required: bool | None = None) -
     Every rank calls it at the same time. `timeout_s`: after which a rank that does not answer is an error.
     `dist_init_required`: False initializes no process group. Raises ModelError and RankError.
     """
+    logger.addFilter(_comes_from_rank_0)
     if world_size_here() == 1:
         single = SingleRank()
         single.ensure_process_group(dist_init_required)
@@ -88,12 +90,25 @@ def open_collectives(timeout_s: float, dist_init_required: bool | None = None) -
         ) from error
 
 
+def _comes_from_rank_0(record: logging.LogRecord) -> bool:
+    """Let notices and warnings come from rank 0 alone, which are the same on every rank; errors from each."""
+    return record.levelno >= logging.ERROR or rank_here() == 0
+
+
 def world_size_here() -> int:
     """The ranks that a run in this process has: torch.distributed's, else the launcher's WORLD_SIZE, else 1."""
     if is_initialized():
         return dist.get_world_size()
     launched = os.environ.get("WORLD_SIZE", "")
     return int(launched) if launched.isdigit() else 1
+
+
+def rank_here() -> int:
+    """This process's rank: torch.distributed's, else the launcher's RANK, else 0."""
+    if is_initialized():
+        return dist.get_rank()
+    launched = os.environ.get("RANK", "")
+    return int(launched) if launched.isdigit() else 0
 
 
 def ensure_many(timeout_s: float, dist_init_required: bool | None = None) -> None:
@@ -145,6 +160,7 @@ class SingleRank:
     world_size = 1
 
     def __init__(self) -> None:
+        self.traffic = RankTraffic()
         self._owns_group = False
 
     def ensure_process_group(self, dist_init_required: bool | None = None) -> None:

@@ -68,7 +68,7 @@ def huge_pages(system: Path = SYSTEM) -> str | None:
 
     /sys/kernel/mm/transparent_hugepage/enabled: all words, the one in force in brackets.
     """
-    words = _read_text(system / "kernel" / "mm" / "transparent_hugepage" / "enabled").split()
+    words = read_text(system / "kernel" / "mm" / "transparent_hugepage" / "enabled").split()
     return next((word.strip("[]") for word in words if word.startswith("[")), None)
 
 
@@ -77,7 +77,7 @@ def _cgroup_folders(proc: Path, cgroup: Path) -> Iterator[Path]:
 
     Inside a container the path of /proc/self/cgroup often lies outside the mount; its mounted ancestors still bind.
     """
-    for line in _read_text(proc / "self" / "cgroup").splitlines():
+    for line in read_text(proc / "self" / "cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
             roots = [cgroup, cgroup / "unified"]
@@ -91,13 +91,13 @@ def _cgroup_folders(proc: Path, cgroup: Path) -> Iterator[Path]:
 
 
 def _inactive_file_nbytes(folder: Path) -> int:
-    stat = dict(line.split(maxsplit=1) for line in _read_text(folder / "memory.stat").splitlines())
+    stat = dict(line.split(maxsplit=1) for line in read_text(folder / "memory.stat").splitlines())
     return int(stat.get("total_inactive_file") or stat.get("inactive_file") or 0)
 
 
 def _meminfo(proc: Path) -> dict[str, int]:
     """Bytes by name."""
-    fields = (line.split() for line in _read_text(proc / "meminfo").splitlines())
+    fields = (line.split() for line in read_text(proc / "meminfo").splitlines())
     return {name.rstrip(":"): int(kib) * 1024 for name, kib, *_ in fields}
 
 
@@ -107,11 +107,12 @@ def _physical_nbytes() -> int:
 
 def _read_int(*candidates: Path) -> int | None:
     """The first candidate that holds a number; None for "max" or where none is there."""
-    texts = (_read_text(path) for path in candidates)
+    texts = (read_text(path) for path in candidates)
     return next((int(text) for text in texts if text.isdigit()), None)
 
 
-def _read_text(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """The file's text without blanks around it; "" where it cannot be read."""
     try:
         return path.read_text().strip()
     except OSError:

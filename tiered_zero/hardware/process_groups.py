@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum, auto
 from hashlib import sha256
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from tiered_zero.errors import RankError, TieredZeroError
-from tiered_zero.hardware.lanes import DeviceMarker, Lane, Work
+from tiered_zero.hardware.lanes import DeviceMarker, Lane, Work, runs_on_lane
 from tiered_zero.transfer import Transfer, wait_all
 
 logger = logging.getLogger("tiered_zero")
@@ -55,6 +56,16 @@ class _Phase(Enum):
     CLOSED = auto()
 
 
+@dataclass(kw_only=True)
+class RankTraffic:
+    """What this rank has handed to collectives so far, in elements of whole flats and buckets: with W ranks (W - 1)/W
+    of them are another rank's. `waited_s`: seconds that the driver was blocked for other ranks."""
+
+    gathered_numel: int = 0
+    reduced_numel: int = 0
+    waited_s: float = 0.0
+
+
 class CollectiveTransfer(Transfer):
     """One collective under way. A wait ends early, with RankError, where another rank has failed."""
 
@@ -77,10 +88,13 @@ class CollectiveTransfer(Transfer):
         return self._event.wait(seconds)
 
     def wait(self) -> None:
+        start_s = time.perf_counter()
         if not self._event.wait(POLL_S):
             self._groups.post_last(self.what)
         while not self._event.wait(POLL_S):
             self._groups.check_others()
+        if not runs_on_lane():
+            self._groups.traffic.waited_s += time.perf_counter() - start_s
         if self.error is not None:
             raise self._groups.explain(self.error, self.what)
 
@@ -98,6 +112,7 @@ class ProcessGroups:
         """torch.distributed is initialized; every rank makes this object at the same time."""
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.timeout_s = timeout_s
+        self.traffic = RankTraffic()
         store: Any = dist.distributed_c10d._get_default_store()
         timeout = timedelta(seconds=timeout_s)
         self._groups: dict[str, Any] = {name: dist.new_group(backend="gloo", timeout=timeout) for name in GROUPS}
@@ -126,6 +141,7 @@ class ProcessGroups:
         differ, on every rank."""
         assert flat.numel() == self.world_size * shard.numel(), "gloo ends the process where sizes differ"
         group = self._groups.get("all_gather")
+        self.traffic.gathered_numel += flat.numel()
 
         def gather() -> None:
             wait_all(after)
@@ -157,6 +173,7 @@ class ProcessGroups:
         call's until the transfer is done; the bucket's content is undefined then."""
         assert bucket.numel() == self.world_size * out.numel(), "gloo ends the process where sizes differ"
         group = self._groups.get("reduce_scatter")
+        self.traffic.reduced_numel += bucket.numel()
         return self._submit(
             "reduce_scatter", what, lambda: dist.reduce_scatter_single(out, bucket, op=dist.ReduceOp.SUM, group=group)
         )

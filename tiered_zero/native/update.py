@@ -195,16 +195,18 @@ def _bind(path: Path) -> ctypes.CDLL:
 
 
 def available_cpus(environment: Mapping[str, str] = os.environ, root: Path = Path("/")) -> int:
-    """Count the threads that this process may keep busy: its affinity, under the quotas of its cgroups, divided by the
-    ranks of this host where these have one affinity. OMP_NUM_THREADS, which launchers set to 1, does not matter.
+    """Count the threads that this process may keep busy: its affinity, divided by the ranks of this host where these
+    have one affinity, under its part of the quotas of its cgroups, which the ranks share. OMP_NUM_THREADS, which
+    launchers set to 1, does not matter.
 
     `root`: of the file system that is asked (for tests).
     """
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    local_ranks = environment.get("LOCAL_WORLD_SIZE", "1")
-    if local_ranks.isdigit() and cpus == os.cpu_count():
-        cpus //= max(1, int(local_ranks))
-    return max(1, int(min(cpus, _cgroup_quota(root))))
+    given = environment.get("LOCAL_WORLD_SIZE", "1")
+    local_ranks = max(1, int(given)) if given.isdigit() else 1
+    if cpus == os.cpu_count():
+        cpus //= local_ranks
+    return max(1, int(min(cpus, _cgroup_quota(root) / local_ranks)))
 
 
 def _cgroup_quota(root: Path) -> float:

@@ -40,8 +40,9 @@ def _make(path: Path, made: list[Path]) -> None:
     missing = [place for place in (path, *path.parents) if not place.exists()][::-1]
     try:
         for place in missing:
-            place.mkdir(mode=0o700)
-            made.append(place)
+            with suppress(FileExistsError):  # another rank has made it since
+                place.mkdir(mode=0o700)
+                made.append(place)
     except OSError as error:
         raise ConfigError(
             f"nvme_path {path} is missing and cannot be made: {errno_text(error.errno or 0)}. Name a directory on the "

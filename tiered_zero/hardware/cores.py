@@ -1,0 +1,90 @@
+"""The processors that the threads of a rank run on: its share of those that it has in common with other ranks."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from tiered_zero.hardware.collectives import Collectives
+from tiered_zero.hardware.probe import PROC, SYSTEM, read_text
+
+logger = logging.getLogger("tiered_zero")
+
+Place = tuple[int, int, int]
+"""Of a processor: NUMA node, package, core. Processors of equal place are threads of one core."""
+
+
+def bind_to_share(ranks: Collectives, device: torch.device, system: Path = SYSTEM) -> None:
+    """Bind this process, with the threads and children that it starts from now on, to its share of processors.
+
+    Only where the launcher has not: ranks of one host that may run on exactly the same processors divide them. A rank
+    has whole cores, on the NUMA node of its GPU where that is known. What ranks are bound to stays until the process
+    ends. Nothing happens where there are fewer processors than ranks. Collective.
+    """
+    if ranks.world_size == 1 or not hasattr(os, "sched_setaffinity"):
+        return
+    cpus, host = sorted(os.sched_getaffinity(0)), read_text(PROC / "sys/kernel/random/boot_id")
+    own = {"host": host, "cpus": cpus, "node": gpu_node(device, system)}
+    found = [json.loads(message) for message in ranks.exchange(json.dumps(own).encode(), "processors")]
+    together = [rank for rank, each in enumerate(found) if (each["host"], each["cpus"]) == (host, cpus)]
+    share = share_of(
+        {cpu: place_of(cpu, system) for cpu in cpus},
+        [found[rank]["node"] for rank in together],
+        together.index(ranks.rank),
+    )
+    if len(together) == 1 or not share:
+        return
+    for thread in [entry.name for entry in (PROC / "self/task").iterdir()]:
+        with suppress(OSError):  # it has ended
+            os.sched_setaffinity(int(thread), share)
+    logger.info("rank %d of %d runs on processors %s", ranks.rank, ranks.world_size, ", ".join(map(str, share)))
+
+
+def share_of(places: Mapping[int, Place], nodes: Sequence[int | None], index: int) -> list[int]:
+    """Return the processors of rank `index` of `len(nodes)`; none where there are too few.
+
+    `places`: of the processors that the ranks divide. `nodes`: of each rank's GPU; None: not known, and then none
+    counts. Each rank gets a range in the order of places, so that the threads of a core, and a node, stay together.
+    """
+    ordered = sorted(places, key=lambda cpu: (places[cpu], cpu))
+    rivals, number = len(nodes), index
+    if None not in nodes:
+        node = nodes[index]
+        ordered = [cpu for cpu in ordered if places[cpu][0] == node]
+        rivals, number = nodes.count(node), nodes[:index].count(node)
+    if len(ordered) < rivals:
+        return []
+    return ordered[number * len(ordered) // rivals : (number + 1) * len(ordered) // rivals]
+
+
+def place_of(cpu: int, system: Path = SYSTEM) -> Place:
+    """Where a processor is; zeros where the system does not say."""
+    folder = system / "devices/system/cpu" / f"cpu{cpu}"
+    nodes = [entry.name[4:] for entry in folder.glob("node[0-9]*")]
+    package, core = (read_text(folder / "topology" / name) for name in ("physical_package_id", "core_id"))
+    return int(nodes[0]) if nodes else 0, _number(package) or 0, _number(core) or 0
+
+
+def gpu_node(device: torch.device, system: Path = SYSTEM) -> int | None:
+    """Return the NUMA node of a CUDA device; None for another, and where the system does not say."""
+    if device.type != "cuda":
+        return None
+    found = torch.cuda.get_device_properties(device)
+    domain, bus, slot = (getattr(found, f"pci_{name}_id", -1) for name in ("domain", "bus", "device"))
+    return pci_node(f"{domain:04x}:{bus:02x}:{slot:02x}.0", system)  # torch does not name all three everywhere
+
+
+def pci_node(address: str, system: Path = SYSTEM) -> int | None:
+    """Return the NUMA node of the PCI device at `address` ("0000:3b:00.0"); None where the system does not say."""
+    node = _number(read_text(system / "bus/pci/devices" / address / "numa_node"))
+    return node if node is not None and node >= 0 else None
+
+
+def _number(text: str) -> int | None:
+    return int(text) if text.lstrip("-").isdigit() else None
