@@ -261,5 +261,7 @@ class Engine(CheckpointCalls, DeepSpeedNames):
         return self
 
     def __exit__(self, _kind: object, error: object, _traceback: object) -> None:
-        self._step.failures.has_surfaced |= error is not None
+        if error is not None:
+            self._step.failures.has_surfaced = True
+            self._step.runtime.collectives.fail(f"{type(error).__name__}: {error}")
         self.close()

@@ -85,6 +85,12 @@ class PlainEngine:
     def close(self) -> None:
         self.closed = True
 
+    def __enter__(self) -> PlainEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):  # type: ignore[no-untyped-def]

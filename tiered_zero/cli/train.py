@@ -109,34 +109,33 @@ def train(
         totals = RunTotals({tier: engine.plan.nbytes(tier) for tier in TIERS})
         progress, ranks = TrainingProgress(steps, is_shown=rank == 0), RankSteps(engine)
         try:
-            resumption.load(engine)
-            progress.begin_at(engine.global_steps)
-            saver = Saver(engine, save, save_every, options) if save is not None else None
-            stop.at_boundary = saver is not None or world_size > 1  # ranks end after the same step
-            if saver is None or rank > 0:
-                stop.answer = b"" if rank > 0 else b"\nFinishing this step; a second signal ends at once.\n"
-            with progress:
-                for step in range(engine.global_steps, steps):
-                    own_loss = train_step(engine, corpus, step, model.context, seed)
-                    made = ranks.after_step(own_loss, stop.code)
-                    loss, num_tokens = made.loss, resolved.batch.train * model.context
-                    assert engine.step_report is not None
-                    totals.add(replace(engine.step_report, loss=loss, tokens=num_tokens))
-                    progress.advance(loss, num_tokens, ranks.pace)
-                    if not math.isfinite(loss):
-                        code = DIVERGED
-                        break
-                    if saver is not None:
-                        saver.after_step(loss)
-                    if (stop_code := made.code) is not None:
-                        break
-                if saver is not None and code != DIVERGED:
-                    code = 0 if saver.finish() else UNSAVED
-            code = stop_code or stop.code or code
+            with engine:
+                resumption.load(engine)
+                progress.begin_at(engine.global_steps)
+                saver = Saver(engine, save, save_every, options) if save is not None else None
+                stop.at_boundary = saver is not None or world_size > 1  # ranks end after the same step
+                if saver is None or rank > 0:
+                    stop.answer = b"" if rank > 0 else b"\nFinishing this step; a second signal ends at once.\n"
+                with progress:
+                    for step in range(engine.global_steps, steps):
+                        own_loss = train_step(engine, corpus, step, model.context, seed)
+                        made = ranks.after_step(own_loss, stop.code)
+                        loss, num_tokens = made.loss, resolved.batch.train * model.context
+                        assert engine.step_report is not None
+                        totals.add(replace(engine.step_report, loss=loss, tokens=num_tokens))
+                        progress.advance(loss, num_tokens, ranks.pace)
+                        if not math.isfinite(loss):
+                            code = DIVERGED
+                            break
+                        if saver is not None:
+                            saver.after_step(loss)
+                        if (stop_code := made.code) is not None:
+                            break
+                    if saver is not None and code != DIVERGED:
+                        code = 0 if saver.finish() else UNSAVED
+                code = stop_code or stop.code or code
         except (KeyboardInterrupt, SystemExit) as interrupt:
             code = INTERRUPTED if isinstance(interrupt, KeyboardInterrupt) else TERMINATED
-        finally:
-            engine.close()
     if rank == 0 and (progress.done or as_json):
         facts = {"config": config, "model": str(model), "interrupted": code in (INTERRUPTED, TERMINATED)}
         facts |= {"resumed_from": resumption.path, "resumed_step": progress.first}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import struct
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -42,7 +43,8 @@ CLOSED = b"closed"
 INLINE_NBYTES = 248
 """An exchange of at most so many bytes is one collective of 256 bytes a rank; a longer one takes a second."""
 
-_FAILED = "failed"
+_FAILED, _HEARD = "failed", "heard"
+"""Keys of the store: the first failure, and how many ranks know of it."""
 
 _ORDER_NBYTES = 256
 """What ranks compare of the order of a gather: a digest, and as much of its text as there is room for."""
@@ -241,7 +243,9 @@ class ProcessGroups:
         self._phase = _Phase.FAILED
         with suppress(Exception):  # the store may have ended with its rank
             if self._failure is None:
-                self._store.compare_set(_FAILED, "", f"{self.rank} {message}")
+                own = f"{self.rank} {message}".encode()
+                if self._store.compare_set(_FAILED, "", own) != own:
+                    self._store.add(_HEARD, 1)
         self._close_groups()
 
     def check_others(self) -> None:
@@ -285,6 +289,7 @@ class ProcessGroups:
 
     def _posted(self) -> RankError:
         rank, _, message = self._store.get(_FAILED).decode(errors="replace").partition(" ")
+        self._store.add(_HEARD, 1)
         return RankError(f"Rank {rank} failed, which ends the run on all {self.world_size} ranks: {message}")
 
     def _last_calls(self) -> str:
@@ -304,9 +309,16 @@ class ProcessGroups:
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Close the lanes and the groups. Idempotent; waits for the other ranks for some seconds at most."""
+        """Close the lanes and the groups. Idempotent; waits for the other ranks for some seconds at most.
+
+        At the end of a program that an error ends, the others raise that error.
+        """
         if self._phase is _Phase.CLOSED:
             return
+        if (uncaught := getattr(sys, "last_value", None)) is not None:
+            self.fail(f"{type(uncaught).__name__}: {uncaught}")
+        if self._phase is _Phase.FAILED and self._failure is None:
+            self._wait_heard()
         have_others_closed = False
         if self._phase is _Phase.OPEN and self._failure is None:
             with suppress(Exception):
@@ -315,6 +327,13 @@ class ProcessGroups:
                 have_others_closed = transfer.wait_at_most(LINGER_S)
         self._close_groups(join_lanes=have_others_closed)
         self._phase = _Phase.CLOSED
+
+    def _wait_heard(self) -> None:
+        """Wait until all ranks know why this one failed: its end has the launcher end them."""
+        deadline_s = time.monotonic() + LINGER_S
+        with suppress(Exception):
+            while self._store.add(_HEARD, 0) < self.world_size - 1 and time.monotonic() < deadline_s:
+                time.sleep(0.05)
 
     def _close_groups(self, *, join_lanes: bool = False) -> None:
         """Close the groups, which frees a peer that is blocked in one of them at once. `join_lanes`: no lane of this
