@@ -9,12 +9,13 @@ import torch
 import torch.distributed as dist
 
 from tiered_zero.errors import ModelError
+from tiered_zero.hardware import collectives
 from tiered_zero.hardware.collectives import SingleRank
 
 
 @pytest.fixture(autouse=True)
 def no_launcher(monkeypatch):
-    for key in ("RANK", "WORLD_SIZE", "GLOO_SOCKET_IFNAME", "MASTER_ADDR", "MASTER_PORT"):
+    for key in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GLOO_SOCKET_IFNAME", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(key, raising=False)
     if dist.is_initialized():  # an engine's, earlier in this process
         dist.destroy_process_group()
@@ -99,3 +100,17 @@ def test_a_failure_is_one_line_and_no_more(monkeypatch, caplog):
     assert "no interface" in record.getMessage()
     assert "GLOO_SOCKET_IFNAME" not in os.environ
     collectives.close()
+
+
+def test_gloo_takes_the_interface_that_leads_to_the_first_host(monkeypatch):
+    seen = []
+    for address, local in (("127.0.0.1", "1"), ("", "1"), ("127.0.0.1", "2")):
+        for key, value in (("WORLD_SIZE", "2"), ("LOCAL_WORLD_SIZE", local), ("MASTER_ADDR", address)):
+            monkeypatch.setenv(key, value)
+        with collectives._network_interface():
+            seen.append(os.environ.get("GLOO_SOCKET_IFNAME"))
+        assert "GLOO_SOCKET_IFNAME" not in os.environ
+    assert seen == ["lo", None, "lo"]
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    with collectives._network_interface():
+        assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"

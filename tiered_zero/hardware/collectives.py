@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Protocol, final
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -81,7 +82,7 @@ def open_collectives(timeout_s: float, dist_init_required: bool | None = None) -
         return single
     ensure_many(timeout_s, dist_init_required)
     try:
-        with _loopback(needed=_is_one_host()):
+        with _network_interface():
             return ProcessGroups(timeout_s)
     except RuntimeError as error:
         raise RankError(
@@ -127,7 +128,7 @@ def ensure_many(timeout_s: float, dist_init_required: bool | None = None) -> Non
             "torchrun --nproc-per-node N, or call torch.distributed.init_process_group() before initialize()."
         )
     try:
-        with _loopback(needed=_is_one_host()):
+        with _network_interface():
             dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
     except (RuntimeError, ValueError, OSError) as error:
         raise RankError(
@@ -149,7 +150,7 @@ def local_world_size() -> int:
 
 
 def _is_one_host() -> bool:
-    return local_world_size() == world_size_here()
+    return world_size_here() in (1, local_world_size())
 
 
 @final
@@ -214,7 +215,7 @@ class SingleRank:
     def _create_group(self) -> None:
         hook = sys.excepthook
         try:
-            with _loopback(needed=True):
+            with _network_interface():
                 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
         except (RuntimeError, ValueError, OSError) as error:
             logger.warning("no torch.distributed group was created, scripts that ask for a rank will fail: %s", error)
@@ -267,15 +268,29 @@ def _keep_group_in_children() -> None:
 
 
 @contextmanager
-def _loopback(needed: bool) -> Iterator[None]:
-    """Have gloo take the loopback interface, where every rank is on this host: it looks its interface up by this
-    variable, else by the host's name, which may not resolve."""
+def _network_interface() -> Iterator[None]:
+    """Have gloo take the interface by which the ranks reach each other: loopback where all are on this host, else the
+    one that has the route to MASTER_ADDR. It looks its interface up by a variable, else by the host's name, which may
+    not resolve, or may resolve to loopback. A variable that is set stays."""
     before = os.environ.get(_INTERFACE_KEY)
-    names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
-    if needed and before is None and names:
+    names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")] if _is_one_host() else _routed()
+    if before is None and names:
         os.environ[_INTERFACE_KEY] = names[0]
     try:
         yield
     finally:
         if before is None:
             os.environ.pop(_INTERFACE_KEY, None)
+
+
+def _routed() -> list[str]:
+    """The interface with the address from which packets to MASTER_ADDR start; none where there is no route."""
+    try:
+        found = socket.getaddrinfo(os.environ.get("MASTER_ADDR", ""), 9, type=socket.SOCK_DGRAM)
+        family, kind, protocol, _, address = found[0]
+        with socket.socket(family, kind, protocol) as sender:
+            sender.connect(address)  # sends nothing
+            own = sender.getsockname()[0]
+    except (OSError, IndexError):
+        return []
+    return [name for name, addresses in psutil.net_if_addrs().items() if own in [each.address for each in addresses]]

@@ -1,0 +1,77 @@
+"""The notebook's runs with four processes, beside the same with one: its script and its configurations, as they stand.
+
+All ranks train on the same batches, so that the average of their gradients is the gradient of one.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ranks.torchrun import run
+
+HERE = Path(__file__).parent
+CONFIGS = HERE.parents[1] / "configs"
+RATE = 3e-5
+FP16_HALF = 2.0**-11
+"""Half a unit in the last place of fp16, relative."""
+
+
+def write_configs(folder: Path) -> Iterator[str]:
+    """The notebook's files, and its first one at stage 2 and with offload."""
+    first = json.loads((CONFIGS / "notebook_zero1.json").read_text())
+    yield str(CONFIGS / "notebook_zero1.json")
+    for name, section in {
+        "zero1_offload": {"stage": 1, "offload_optimizer": {"device": "cpu"}},
+        "zero2": {"stage": 2},
+        "zero2_offload": {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True}},
+    }.items():
+        config = copy.deepcopy(first)
+        config["zero_optimization"] = section
+        path = folder / f"{name}.json"
+        path.write_text(json.dumps(config))
+        yield str(path)
+
+
+def losses(printed: str) -> dict[int, float]:
+    return {int(step): float(loss) for step, loss in re.findall(r"step:(\d+), loss:(\S+)", printed)}
+
+
+@pytest.mark.slow
+def test_four_processes_train_as_one(tmp_path: Path) -> None:
+    """Gradients are divided by four in fp16, which is exact but for the smallest: those round. Adam divides by their
+    own size, so that such an element still moves by at most the rate in a step: two runs are apart by twice that in
+    each update, and by the rounding of a weight to fp16."""
+    found: dict[int, list[dict[str, Any]]] = {}
+    for num_ranks in (1, 4):
+        scratch = tmp_path / str(num_ranks)
+        scratch.mkdir()
+        configs = list(write_configs(scratch))
+        run([str(HERE / "run_many.py"), str(scratch), *configs], scratch, num_ranks)
+        found[num_ranks] = [json.loads((scratch / f"rank{rank}.json").read_text()) for rank in range(num_ranks)]
+    (alone,), together = found[1], found[4]
+    for name, one in alone.items():
+        ranks = [each[name] for each in together]
+        first = ranks[0]
+        assert (first["world_size"], first["micro_batch"], one["micro_batch"]) == (4, 4, 16)
+        assert first["stage"] == one["stage"] and first["num_steps"] == one["num_steps"] == 26
+        assert all(each["weights"] == first["weights"] and each["loss"] == first["loss"] for each in ranks)
+        assert all(each["printed"] == "" for each in ranks[1:]), "rank 0 prints"
+        assert (first["num_skipped"], first["loss_scale"]) == (one["num_skipped"], one["loss_scale"])
+        num_updates = 26 - one["num_skipped"]
+        moved = 2 * RATE * num_updates
+        for key, weight in one["weights"].items():
+            for mine, theirs in zip(first["weights"][key], weight, strict=True):
+                assert abs(mine - theirs) <= moved + 2 * FP16_HALF * max(1.0, abs(theirs)), key
+        own, theirs = losses(first["printed"]), losses(one["printed"])
+        assert own.keys() == theirs.keys() == {0, 10, 20}
+        assert own[0] == theirs[0], "before any update"
+    assert {name: each["weights"] for name, each in together[0].items()} == dict.fromkeys(
+        alone, together[0]["notebook_zero1"]["weights"]
+    ), "whatever the stage, wherever it rests"
