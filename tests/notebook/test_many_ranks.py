@@ -8,11 +8,13 @@ from __future__ import annotations
 import copy
 import json
 import re
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.ranks.torchrun import run
 
@@ -43,11 +45,25 @@ def losses(printed: str) -> dict[int, float]:
     return {int(step): float(loss) for step, loss in re.findall(r"step:(\d+), loss:(\S+)", printed)}
 
 
+def slope(weights: dict[str, list[float]]) -> float:
+    """How much the loss changes at most where each weight changes by one, to first order: the sum of the gradient's
+    absolute values, on the first batch."""
+    names = runpy.run_path(str(HERE / "local_gpt2.py"))
+    model = names["build_model"]()
+    state = {name: torch.tensor(weights[name]).view_as(value) for name, value in model.state_dict().items()}
+    model.load_state_dict(state)
+    tokens = names["ByteTokenizer"]()(names["load_texts"]()[:8], "pt", True, True, 1024)
+    ids, mask = tokens.input_ids, tokens.attention_mask
+    model.eval()(input_ids=ids, attention_mask=mask, labels=ids).loss.backward()
+    return sum(param.grad.abs().sum().item() for param in model.parameters() if param.grad is not None)
+
+
 @pytest.mark.slow
 def test_four_processes_train_as_one(tmp_path: Path) -> None:
     """Gradients are divided by four in fp16, which is exact but for the smallest: those round. Adam divides by their
     own size, so that such an element still moves by at most the rate in a step: two runs are apart by twice that in
-    each update, and by the rounding of a weight to fp16."""
+    each update, and by the rounding of a weight to fp16. The loss is apart by that times its slope; twice that covers
+    a slope that changes on the way."""
     found: dict[int, list[dict[str, Any]]] = {}
     for num_ranks in (1, 4):
         scratch = tmp_path / str(num_ranks)
@@ -72,6 +88,8 @@ def test_four_processes_train_as_one(tmp_path: Path) -> None:
         own, theirs = losses(first["printed"]), losses(one["printed"])
         assert own.keys() == theirs.keys() == {0, 10, 20}
         assert own[0] == theirs[0], "before any update"
+        bound = 2 * slope(one["weights"]) * (moved + 2 * FP16_HALF)
+        assert all(abs(own[step] - theirs[step]) <= bound for step in own)
     assert {name: each["weights"] for name, each in together[0].items()} == dict.fromkeys(
         alone, together[0]["notebook_zero1"]["weights"]
     ), "whatever the stage, wherever it rests"

@@ -243,8 +243,8 @@ class ProcessGroups:
         self._phase = _Phase.FAILED
         with suppress(Exception):  # the store may have ended with its rank
             if self._failure is None:
-                own = f"{self.rank} {message}".encode()
-                if self._store.compare_set(_FAILED, "", own) != own:
+                own = f"{self.rank} {message}"
+                if self._store.compare_set(_FAILED, "", own) != own.encode():
                     self._store.add(_HEARD, 1)
         self._close_groups()
 
