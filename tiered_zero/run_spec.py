@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from tiered_zero.config.ranks import check_ranks
 from tiered_zero.config.schema import Config
-from tiered_zero.errors import ConfigError, ModelError, RankError
+from tiered_zero.errors import ModelError, RankError
 from tiered_zero.hardware.collectives import Collectives, SingleRank, local_world_size
 from tiered_zero.hardware.probe import available_device_nbytes, available_host_nbytes
 from tiered_zero.hardware.select import find_device, shares_cores
@@ -115,7 +115,6 @@ def specify_run(
     plan = make_plan(units, sizes, request)
     check_params(masters, subgroups, plan.tiers.params, plan.tiers.state)
     slots = list_slots(units, sizes, plan.tiers, plan.request, delayed=plan.delayed)
-    _check_commits(slots, units, sizes, plan)
     _agree(ranks, config, units, group_of, {"rule": rule.name, "update policy": plan.update_policy.policy})
     return RunSpec(
         config=config,
@@ -135,21 +134,6 @@ def specify_run(
         ),
         trains=trains,
     )
-
-
-def _check_commits(
-    slots: Sequence[PlannedSlot], units: Sequence[Unit], sizes: Sequence[SubGroupSize], plan: Plan
-) -> None:
-    """Raises ConfigError for parameters that each commit would have to copy."""
-    copied = {slot.index for slot in slots if slot.kind == "commit_copy"}
-    trained = {index for size in sizes for index in size.parts}
-    if found := [unit for unit in units if unit.index in copied & trained]:
-        raise ConfigError(
-            "tiered_zero.checkpoint.in_place with state_format bf16_remainder: expected parameters on nvme, for they "
-            f"are half of the masters that are committed; {found[0].entries[0].param.name} rests on tier "
-            f"{plan.tiers.params[found[0].index]}. In zero_optimization, set offload_param.device to nvme, "
-            "offload_param.max_in_cpu and stage3_param_persistence_threshold to 0; or write state_format fp32."
-        )
 
 
 def _check_device(config: Config, world_size: int) -> None:

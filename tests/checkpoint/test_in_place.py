@@ -18,7 +18,7 @@ from torch.distributed.checkpoint import load as dcp_load
 import tiered_zero
 from tests.support.models import LENGTH, VOCAB, ParityGPT
 from tiered_zero.checkpoint.store_reader import StoreReader
-from tiered_zero.errors import ConfigError, CorruptionError, StoreError, TieredZeroError
+from tiered_zero.errors import CorruptionError, StoreError, TieredZeroError
 from tiered_zero.store import manifest
 from tiered_zero.store.runs import collect_garbage, list_runs
 from tiered_zero.store.stripes import DATA_NAME
@@ -28,10 +28,10 @@ Settings = dict[str, Any]
 
 def config(swap_path: Path, checkpoint: Settings, *, params: Settings | None = None, **settings: Any) -> Settings:
     """`params`: the section offload_param; by default everything rests on nvme. `sub_group_size`, `dtype`, `states`
-    (swap path of the state) and keys of tiered_zero besides."""
+    (swap path of the state), `max_in_cpu` and keys of tiered_zero besides."""
     nvme = {"device": "nvme", "nvme_path": str(swap_path)}
     dtype, size = settings.pop("dtype", "bf16"), settings.pop("sub_group_size", 5000)
-    states = settings.pop("states", swap_path)
+    states, in_memory = settings.pop("states", swap_path), settings.pop("max_in_cpu", 0)
     return {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": settings.pop("accumulation", 1),
@@ -40,7 +40,7 @@ def config(swap_path: Path, checkpoint: Settings, *, params: Settings | None = N
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5, "warmup_max_lr": 3e-3}},
         "zero_optimization": {
             "stage": 3 if params != {"device": "none"} else 2,
-            "offload_param": {**nvme, "max_in_cpu": 0} if params is None else params,
+            "offload_param": {**nvme, "max_in_cpu": in_memory} if params is None else params,
             "offload_optimizer": {"device": "nvme", "nvme_path": str(states)},
             "stage3_param_persistence_threshold": 0,
             "sub_group_size": size,
@@ -86,6 +86,12 @@ CASES: dict[str, Settings] = {
     "remainder": {"state_format": "bf16_remainder"},
     "delayed remainder": {"state_format": "bf16_remainder", "update": "delayed", "delay_start_step": 1},
     "second home": {"state_format": "bf16_remainder", "update": "delayed", "delay_start_step": 1},
+    "remainder, parameters in host memory": {"state_format": "bf16_remainder", "params": {"device": "cpu"}},
+    "delayed remainder, parameters in host memory": {
+        **{"state_format": "bf16_remainder", "params": {"device": "cpu"}},
+        **{"update": "delayed", "delay_start_step": 1},
+    },
+    "remainder, parameters on two tiers": {"state_format": "bf16_remainder", "max_in_cpu": 2000},
     "8 bit": {"state_format": "lossy_8bit_moments"},
     "fp16, accumulated": {"dtype": "fp16", "accumulation": 2},
     "parameters in host memory": {"params": {"device": "cpu"}},
@@ -122,29 +128,32 @@ def test_a_run_that_ended_goes_on_in_its_directory_with_the_same_bits(
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_a_commit_is_read_by_plain_distributed_checkpoint(swap_path: Path, tmp_path: Path) -> None:
-    for state_format in ("fp32", "bf16_remainder"):
-        with start(config(swap_path, {"in_place": True}, state_format=state_format)) as engine:
-            train(engine, 2, tmp_path / state_format)
-            engine.flush()
-            named = dict(engine.module.named_parameters())
-            (run,) = (run for run in list_runs(swap_path) if run.state == "alive")
-            with StoreReader(run.path) as reader:  # of this process
-                entries = reader.manifest.tensors
-                values = {
-                    key: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype)) for key, entry in entries.items()
-                }
-                dcp_load(values, storage_reader=reader, no_dist=True)
-            for name, param in named.items():
-                key = f"master/{name}" if param.requires_grad else f"param/{name}"
-                with tiered_zero.gathered(param):
-                    assert torch.equal(values[key].to(param.dtype), param.detach())
-                if f"exp_avg/{name}" in values:
-                    own = engine.optimizer.read_state(param)
-                    assert torch.equal(values[f"exp_avg/{name}"], own["exp_avg"])
-                    assert torch.equal(values[f"exp_avg_sq/{name}"], own["exp_avg_sq"])
-            assert sum(key.startswith("exp_avg/") for key in values) > 10
-            assert torch.equal(values["buffer/offset"], engine.module.offset)
+@pytest.mark.parametrize("params", [None, {"device": "cpu"}], ids=["nvme", "host"])
+@pytest.mark.parametrize("state_format", ["fp32", "bf16_remainder"])
+def test_a_commit_is_read_by_plain_distributed_checkpoint(
+    swap_path: Path, tmp_path: Path, state_format: str, params: Settings | None
+) -> None:
+    with start(config(swap_path, {"in_place": True}, params=params, state_format=state_format)) as engine:
+        train(engine, 2, tmp_path)
+        engine.flush()
+        named = dict(engine.module.named_parameters())
+        (run,) = (run for run in list_runs(swap_path) if run.state == "alive")
+        with StoreReader(run.path) as reader:  # of this process
+            entries = reader.manifest.tensors
+            values = {
+                key: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype)) for key, entry in entries.items()
+            }
+            dcp_load(values, storage_reader=reader, no_dist=True)
+        for name, param in named.items():
+            key = f"master/{name}" if param.requires_grad else f"param/{name}"
+            with tiered_zero.gathered(param):
+                assert torch.equal(values[key].to(param.dtype), param.detach())
+            if f"exp_avg/{name}" in values:
+                own = engine.optimizer.read_state(param)
+                assert torch.equal(values[f"exp_avg/{name}"], own["exp_avg"])
+                assert torch.equal(values[f"exp_avg_sq/{name}"], own["exp_avg_sq"])
+        assert sum(key.startswith("exp_avg/") for key in values) > 10
+        assert torch.equal(values["buffer/offset"], engine.module.offset)
 
 
 OTHER: dict[str, Settings] = {
@@ -275,11 +284,6 @@ def test_the_plan_has_what_commits_take(swap_path: Path) -> None:
         assert planned["commit"] == planned["state"] and planned["commit_copy"] > 0
         sizes = [path.stat().st_size for path in swap_path.glob(f"*/{DATA_NAME}")]
         assert sum(sizes) == engine.plan.nbytes("nvme") == sum(planned.values())
-
-
-def test_halves_of_masters_must_rest_where_commits_are(swap_path: Path) -> None:
-    with pytest.raises(ConfigError, match="expected parameters on nvme"):
-        start(config(swap_path, {"in_place": True}, params={"device": "cpu"}, state_format="bf16_remainder"))
 
 
 def test_two_stores_are_committed_by_one_decision(swap_path: Path, tmp_path: Path) -> None:

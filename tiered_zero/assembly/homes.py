@@ -47,7 +47,7 @@ def make_copies(run_spec: RunSpec, homes: dict[int, Home], state: RunState) -> D
         return view
 
     units = {unit.index: (unit, homes[unit.index]) for unit in run_spec.units if unit.index in homes}
-    return DurableCopies(units, flat, homes.get(BUFFERS))
+    return DurableCopies(units, state.updated_units, flat, homes.get(BUFFERS))
 
 
 def make_commits(run_spec: RunSpec, tiers: TierRack, state: RunState, copies: DurableCopies | None) -> Commits | None:

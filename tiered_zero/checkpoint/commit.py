@@ -73,6 +73,7 @@ class Commits:
         where the error says so.
         """
         state = self._state
+        self._copies.write_updated()
         found, specs = self._table.list(pack(state.named_buffers()))
         tensors = {
             key: TensorEntry(dtype=spec.dtype_name, shape=spec.shape, order=spec.order) for key, spec in specs.items()

@@ -1,9 +1,14 @@
-"""Durable copies, in the store of the state, of what rests in memory: frozen parameters, and buffers."""
+"""Durable copies, in the store of the state, of what rests in memory and is not made of it.
+
+Frozen parameters and buffers are compared at a save, and written where they have changed. Parameters that are half of
+their masters change in each update: a commit writes them between two updates, directly from where they rest. 2 of the
+10 bytes of their state, at a save; a mirror that each update writes would cost as much in every step.
+"""
 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import final
 
 import torch
@@ -14,6 +19,7 @@ from tiered_zero.layout.flat import Unit
 from tiered_zero.sizes import MIB, PAGE_NBYTES, align_up, format_nbytes
 from tiered_zero.tiers.inventory import Home
 from tiered_zero.tiers.tier import BufferView, as_bytes
+from tiered_zero.transfer import Transfer, wait_all
 
 _CHUNK_NBYTES = MIB
 """What is compared and written at once: a checksum of the store covers as much."""
@@ -21,27 +27,43 @@ _CHUNK_NBYTES = MIB
 
 @final
 class DurableCopies:
-    """Writes those chunks that have changed since they were written last. Driver thread, while no commit runs.
+    """Copies what rests in memory to `homes`.
 
-    `units`: whose parameters are copied, with where to. `flat(unit)`: [P], where the unit rests. `buffers`: where to;
-    None for a model without any.
+    `units`: whose parameters are copied, with where to. `updated`: indices of those that updates write. `flat(unit)`:
+    [P], where the unit rests. `buffers`: where to; None for a model without any.
     """
 
     def __init__(
-        self, units: Mapping[int, tuple[Unit, Home]], flat: Callable[[Unit], torch.Tensor], buffers: Home | None
+        self,
+        units: Mapping[int, tuple[Unit, Home]],
+        updated: Container[int],
+        flat: Callable[[Unit], torch.Tensor],
+        buffers: Home | None,
     ) -> None:
         self.homes = {index: home for index, (_, home) in units.items()}
         self.buffers = buffers
-        self._units = units
+        self._kept = [(unit, home) for unit, home in units.values() if unit.index not in updated]
+        self._updated = [(unit, home) for unit, home in units.values() if unit.index in updated]
         self._flat = flat
         self._digests: dict[tuple[str, int], int] = {}
         """(slot, first byte) -> of what was written there."""
 
+    def write_updated(self) -> None:
+        """Write the parameters that updates write. Between two updates. Raises StoreError, TransferError."""
+        writes: list[Transfer] = []
+        try:
+            for unit, home in self._updated:
+                raw = as_bytes(self._flat(unit))
+                writes.append(home.tier.write(home.slot, BufferView(raw, memoryview(raw.numpy()))))
+        finally:
+            wait_all(writes)
+
     def write(self, packed: Iterable[tuple[str, torch.Tensor, int]]) -> None:
-        """Write what has changed. `packed`: buffers with their first bytes. Raises StoreError, TransferError."""
+        """Write what has changed of the rest. Driver thread, while no commit runs; updates may. `packed`: buffers with
+        their first bytes. Raises StoreError, TransferError."""
         memory = mmap.mmap(-1, _CHUNK_NBYTES)
         room = torch.frombuffer(memory, dtype=torch.uint8)
-        for unit, home in self._units.values():
+        for unit, home in self._kept:
             self._write(home, as_bytes(self._flat(unit)), room, memory)
         self._write_buffers(packed, room, memory)
 

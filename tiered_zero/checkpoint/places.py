@@ -151,7 +151,7 @@ class PlaceTable:
                 sources = [source(home, offset) for offset in _master_offsets(layout, segment, piece.start)]
                 if joined:
                     first = segment.unit_start + piece.start - segment.start
-                    params = state.inventory.home(segment.unit, "param")
+                    params = self._copies.get(segment.unit.index) or state.inventory.home(segment.unit, "param")
                     sources.insert(1, source(params, first * segment.unit.itemsize))
                 add(master_key(piece.param), "joined" if joined else "plain", piece.param_start, stop, *sources)
                 for array in layout.arrays_for(piece) if state.is_stepped(layout, piece) else ():

@@ -239,7 +239,7 @@ def _commit_rows(slots: Iterable[PlannedSlot]) -> list[PlanRow]:
         for kind, what in (
             ("commit_param", "parameters, second slot for commits"),
             ("commit", "master weights and optimizer state, second slot for commits"),
-            ("commit_copy", "frozen parameters and buffers, two slots for commits"),
+            ("commit_copy", "parameters in memory, and buffers, copies for commits"),
         )
     ]
 

@@ -29,7 +29,7 @@ _KINDS = {
     "state": "master weights and state",
     "commit_param": "parameters, for commits",
     "commit": "masters and state, likewise",
-    "commit_copy": "frozen and buffers, likewise",
+    "commit_copy": "kept from memory, likewise",
 }
 """Of the rows of a plan for nvme, in words of at most 26 characters."""
 
