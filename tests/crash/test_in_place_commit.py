@@ -1,120 +1,252 @@
-"""Power fails after every operation of steps that are committed in place: the last commit that returned is read, or the
-one under way, whole, whatever the tag in the save directory says by then."""
+"""Power fails after every operation of saves in place, in the swap directory and in the save directory: what is loaded
+is the last commit that returned, or the one under way, whole."""
 
 from __future__ import annotations
 
 import hashlib
+import os
+import shutil
 import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import tiered_zero
-from tests.fakes.crash_disk import CrashDisk, Operation, RecordingOS, fates
+from tests.fakes.crash_disk import Choice, Operation, fates
+from tests.fakes.crash_tree import CrashTree, RecordingTree, lay_out
 from tests.fakes.sync_io import SyncEngine
+from tiered_zero.checkpoint import data_files, directory, save_directory, tag_writer
 from tiered_zero.checkpoint.committed import CommittedState
+from tiered_zero.checkpoint.directory import list_tags
+from tiered_zero.checkpoint.places import SOURCE_ITEMSIZES
 from tiered_zero.checkpoint.resume import find_checkpoint
 from tiered_zero.errors import StoreError
-from tiered_zero.store import durable, manifest
+from tiered_zero.store import descriptors, durable, manifest
 from tiered_zero.store.owner import OWNER_NAME
 from tiered_zero.store.runs import list_runs
 from tiered_zero.store.stripes import DATA_NAME
 from tiered_zero.tiers import rack
 
+TAGS = ["a", "b", "b", "c"]
+"""Of each commit: new names, and one that is replaced."""
+
+FP32: dict[str, Any] = {}
+HALVES_IN_MEMORY = {"bf16": {"enabled": True}, "state_format": "bf16_remainder", "params": {"device": "cpu"}}
+"""Each commit copies parameters."""
+
+
+@dataclass
+class Saves:
+    """What was recorded. Of each save: where in `log` its call began, its commit got its name, its commit had
+    returned, and its call had; a digest of what it holds; the weights after it."""
+
+    log: list[Operation]
+    begun: list[int]
+    renamed: list[int]
+    committed: list[int]
+    ended: list[int]
+    digests: list[str]
+    weights: list[dict[str, torch.Tensor]]
+
 
 @pytest.fixture
-def in_memory(tmp_path: Path) -> Iterator[Path]:
-    """Nothing crashes there: many small files are written."""
+def root() -> Iterator[Path]:
+    """In memory if there is some: nothing crashes there, and many small files are written."""
     memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else tmp_path) as path:
-        yield Path(path)
+    with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as path:
+        yield Path(path) / "root"
+
+
+def config(root: Path, checkpoint: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
+    nvme = {"device": "nvme", "nvme_path": str(root / "swap")}
+    own = {**settings}
+    params, state_format = own.pop("params", {"device": "none"}), own.pop("state_format", "fp32")
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {
+            "stage": 3 if params != {"device": "none"} else 2,
+            "offload_param": params,
+            "offload_optimizer": nvme,
+            "sub_group_size": 2048,
+            "stage3_param_persistence_threshold": 0,
+        },
+        "tiered_zero": {
+            **{"device": "cpu", "update": "barrier", "state_format": state_format, "checkpoint": checkpoint}
+        },
+        **own,
+    }
+
+
+def start(root: Path, checkpoint: dict[str, Any], settings: dict[str, Any]) -> tiered_zero.Engine:
+    model = nn.Sequential(nn.Linear(48, 48), nn.BatchNorm1d(48), nn.Linear(48, 16).requires_grad_(False))
+    return tiered_zero.initialize(model=model, config=config(root, checkpoint, settings))[0]
+
+
+def weights_of(engine: tiered_zero.Engine) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in engine.module.state_dict().items()}
 
 
 def digest(state: CommittedState) -> str:
-    """Of every element of every key."""
-    whole = hashlib.sha256()
+    """Of every element of every key, and of the step that the driver says."""
+    whole = hashlib.sha256(str(state.manifest.step).encode())
     for key, place in sorted(state.places.places.items()):
-        itemsize = state.manifest.tensors[key].itemsize
+        own = state.manifest.tensors[key].itemsize
         for part in place.parts:
-            whole.update(key.encode() + state.read(part.sources[0], (part.stop - part.start) * itemsize))
+            for source, itemsize in zip(part.sources, SOURCE_ITEMSIZES[place.form], strict=True):
+                whole.update(key.encode() + state.read(source, (part.stop - part.start) * (itemsize or own)))
     return whole.hexdigest()
 
 
-def run(swap_path: Path, save_dir: Path, log: list[Operation]) -> tuple[list[int], list[int], list[str]]:
-    """Three steps, each committed. Returns, of each, where in the log its manifest was begun and where it had returned,
-    and the digest of what it holds."""
-    nvme = {"device": "nvme", "nvme_path": str(swap_path)}
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-        "zero_optimization": {"stage": 2, "offload_optimizer": nvme, "sub_group_size": 2048},
-        "tiered_zero": {"device": "cpu", "update": "barrier", "checkpoint": {"in_place": True}},
-    }
-    model = nn.Sequential(nn.Linear(48, 48), nn.BatchNorm1d(48))
-    begun, ended, digests = [], [], []
-    with tiered_zero.initialize(model=model, config=config)[0] as engine:
-        for _ in range(3):
-            engine.backward(engine(torch.randn(4, 48)).square().mean())
-            engine.step()
-            before = len(log)
-            engine.save_checkpoint(save_dir)
-            engine.flush()
-            ended.append(len(log))
-            creates = (at for at in range(before, len(log)) if log[at][0] == "create" and "manifest" in log[at][1])
-            begun.append(next(creates))
-            with CommittedState.open(next(swap_path.iterdir())) as state:
-                digests.append(digest(state))
-    return begun, ended, digests
-
-
-def test_every_crash_leaves_a_whole_step(in_memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    swap_path, save_dir = in_memory / "swap", in_memory / "saved"
-    swap_path.mkdir(mode=0o700)
-    log: list[Operation] = []
-    recording = RecordingOS(log)
-    for module in (manifest, durable):
-        monkeypatch.setattr(module, "os", recording)
+def record(root: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]) -> Saves:
+    """Commit after each of four steps. Frozen weights are changed before the last."""
+    saves = Saves([], [], [], [], [], [], [])
+    log = saves.log
+    tree = RecordingTree(log)
+    for module in (manifest, durable, save_directory, tag_writer, data_files, descriptors, directory):
+        monkeypatch.setattr(module, "os", tree)
+    exchange = save_directory.exchange
+    monkeypatch.setattr(save_directory, "exchange", lambda *names: tree.exchange(*names, exchange))
     engine = SyncEngine(operations=log)
     monkeypatch.setattr(rack, "select_engine", lambda *paths, **options: SimpleNamespace(engine=engine, reasons=()))
-    begun, ended, digests = run(swap_path, save_dir, log)
+    (root / "swap").mkdir(mode=0o700, parents=True)
+    dtype = torch.bfloat16 if "bf16" in settings else torch.float32
+    torch.manual_seed(0)
+    with start(root, {"in_place": True}, settings) as run:
+        (swap,) = (root / "swap").iterdir()
+        for tag in TAGS:
+            run.backward(run(torch.randn(4, 48, dtype=dtype)).square().mean())
+            run.step()
+            if tag == "c":
+                with tiered_zero.gathered(run.module[2].weight, modify=True), torch.no_grad():
+                    run.module[2].weight.add_(1)
+            saves.begun.append(len(log))
+            run.save_checkpoint(root / "saved", tag=tag)
+            run.flush()
+            saves.ended.append(len(log))
+            own = range(saves.begun[-1], saves.ended[-1])
+            names = "rename", str(swap / "manifest.next"), str(swap / "manifest")
+            saves.renamed.append(next(at for at in own if log[at] == names))
+            synced = ("sync_directory", str(swap))
+            saves.committed.append(next(at for at in own if at > saves.renamed[-1] and log[at] == synced) + 1)
+            with CommittedState.open(swap) as state:
+                saves.digests.append(digest(state))
+            saves.weights.append(weights_of(run))
     monkeypatch.undo()
-    assert len(set(digests)) == 3
-    (directory,) = swap_path.iterdir()
-    disk = CrashDisk({DATA_NAME: (directory / DATA_NAME).stat().st_size})
+    data = str(swap / DATA_NAME)
+    made = [("truncate", data, os.stat(data).st_size), ("sync", data)]
+    at = next(at for at, item in enumerate(log) if item == ("create", data)) + 1
+    log[at:at] = made
+    before = [("mkdir", str(root / "swap")), ("mkdir", str(swap)), ("sync_directory", str(root / "swap"))]
+    before.append(("sync_directory", str(root)))
+    log[:0] = before
+    for numbers in (saves.begun, saves.renamed, saves.committed, saves.ended):
+        numbers[:] = [number + len(made) + len(before) for number in numbers]
+    return saves
+
+
+def any_names(seed: int) -> Choice:
+    """Names of one directory that reach the disk in any order, which no file system promises not to do."""
+    random = Random(seed)
+    return lambda entries: [entry for entry in entries if random.random() < 0.5]
+
+
+def check_every_crash(saves: Saves, root: Path, settings: dict[str, Any], resume_every: int = 0) -> int:
+    """Crash after each operation of the saves in several ways. Raises AssertionError on a lost or mixed state.
+
+    `resume_every`: after so many crashes a run goes on from what is left, and is looked at whole.
+    """
+    (swap,) = (root / "swap").iterdir()
+    owner = (swap / OWNER_NAME).read_bytes()
+    tree = CrashTree(str(root))
     num_crashes = 0
-    for length in range(len(log) + 1):
-        if length:
-            disk.apply(log[length - 1])
-        returned = [step for step, end in enumerate(ended, 1) if end <= length]
-        under_way = [step for step, start in enumerate(begun, 1) if start <= length and step not in returned]
-        for fate in fates(length, 1):
+    for length, operation in enumerate(saves.log, 1):
+        tree.apply(operation)
+        if length < saves.begun[0]:
+            continue
+        certain = [number for number, end in enumerate(saves.committed, 1) if end <= length]
+        returned = [number for number, end in enumerate(saves.ended, 1) if end <= length]
+        under_way = [number for number, at in enumerate(saves.renamed, 1) if at < length and number not in certain]
+        allowed = {*certain[-1:], *under_way}
+        where = f"after operation {length}, {operation[:2]}"
+        for count, fate in enumerate([*fates(length, 1), (list, any_names(length)), (list, lambda e: e[-1:])]):
             num_crashes += 1
-            lay_out(directory, disk.crash(*fate))
+            shutil.rmtree(root)
+            lay_out(tree.crash(*fate, each_directory=bool(count % 2)), root)
+            (swap / OWNER_NAME).write_bytes(owner)
             try:
-                state = CommittedState.open(directory)
+                state = CommittedState.open(swap)
             except StoreError as error:
-                assert not returned, f"after operation {length} the commit of step {returned[-1]} is lost: {error}"
+                assert not certain, f"{where}: the commit of step {certain[-1]} is lost: {error}"
+                assert not returned
                 continue
             with state:
-                assert state.step in (*returned[-1:], *under_way), f"after operation {length}: step {state.step}"
-                assert digest(state) == digests[state.step - 1], f"after operation {length}"
-            for step in range(1, state.step + 1):  # the tags that may be the last whole ones by then
-                found = find_checkpoint(save_dir / f"global_step{step}")
-                assert found.swap == directory
-                assert bool(found.lines) is (step != state.step)
-    assert num_crashes > 200
-    (left,) = list_runs(swap_path)
-    assert (left.step, left.resumable) == (3, True)
+                assert state.step in allowed, f"{where}: step {state.step}, expected one of {allowed}"
+                assert digest(state) == saves.digests[state.step - 1], where
+            check_tags(root, swap, state.step, returned, where)
+            if resume_every and returned and num_crashes % resume_every == 0:
+                check_resumed(saves, root, settings, state.step)
+    return num_crashes
 
 
-def lay_out(directory: Path, files: dict[str, bytes]) -> None:
-    """As a crash has left it: under the same path, which the commit knows."""
-    for path in directory.iterdir():
-        if path.name != OWNER_NAME:
-            path.unlink()
-    for name, content in files.items():
-        (directory / Path(name).name).write_bytes(content)
+def check_tags(root: Path, swap: Path, step: int, returned: list[int], where: str) -> None:
+    """Whatever the save directory says by now, it leads to the commit, or says that it was superseded."""
+    saved = root / "saved"
+    if returned:
+        found = find_checkpoint(saved)
+        assert found.swap == swap, f"{where}: {found}"
+        tags = {info.tag for info in list_tags(saved) if info.path.name == info.tag}
+        assert tags >= {TAGS[number - 1] for number in returned}, f"{where}: a tag of a save that returned is lost"
+    for info in list_tags(saved) if saved.exists() else ():
+        if info.complete:
+            assert info.step == step, f"{where}: {info.tag} says step {info.step}, and the commit is of step {step}"
+            assert find_checkpoint(saved, info.tag).swap == swap
+        elif info.kind:
+            with pytest.raises(StoreError, match="superseded"):
+                find_checkpoint(saved, info.tag)
+
+
+def check_resumed(saves: Saves, root: Path, settings: dict[str, Any], step: int) -> None:
+    with start(root, {"in_place": True, "resume": str(root / "saved")}, settings) as engine:
+        assert engine.global_steps == step
+        expected = saves.weights[step - 1]
+        assert [name for name, value in weights_of(engine).items() if not torch.equal(value, expected[name])] == []
+
+
+@pytest.mark.parametrize("settings", [FP32, HALVES_IN_MEMORY], ids=["fp32", "halves in memory"])
+def test_every_crash_leaves_a_whole_step(root: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]) -> None:
+    saves = record(root, monkeypatch, settings)
+    assert len(set(saves.digests)) == len(TAGS)
+    assert {kind for kind, *_ in saves.log} >= {"create", "write", "sync", "mkdir", "rename", "exchange", "remove"}
+    assert check_every_crash(saves, root, settings, resume_every=150) > 600
+    (left,) = list_runs(root / "swap")
+    assert (left.step, left.resumable) == (len(TAGS), True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "path"),
+    [
+        ("sync", "swap/*/" + DATA_NAME),
+        ("sync", "swap/*/manifest.next"),
+        ("sync", "saved/*/manifest.json"),
+        ("sync_directory", "swap/*"),
+        ("sync_directory", "saved"),
+    ],
+)
+def test_the_replay_notices_a_missing_sync(root: Path, monkeypatch: pytest.MonkeyPatch, kind: str, path: str) -> None:
+    saves = record(root, monkeypatch, FP32)
+    without = [
+        ("nothing", "") if item[0] == kind and Path(item[1]).match(str(root / path)) else item
+        for item in saves.log[saves.begun[0] :]
+    ]
+    saves.log[saves.begun[0] :] = without
+    assert ("nothing", "") in without
+    with pytest.raises((AssertionError, StoreError)):
+        check_every_crash(saves, root, FP32)
