@@ -1,11 +1,28 @@
 """In-place commits: state that rests on nvme becomes durable where it is, and the next steps write beside it.
 
 [Note: In-place commits] A commit is a manifest of the store (store/__init__.py) whose metadata is a checkpoint's
-manifest, with places instead of parts: nothing is copied. Both fit one rule: the truth is the newest committed step of
-the state's store. Where parameters rest in another store that has a part in the commit, both are prepared, the state's
-is confirmed, which decides, then the other; a reader takes the other one at the step that was decided. A tag in a
-save directory is a pointer, written after that: a crash between the two leaves an older tag, through which the newer
-step is found.
+manifest, with places instead of parts. The truth is the newest manifest of the state's store; a tag in a save directory
+is a pointer to it, written after it. A commit of step N, after one of an earlier step M:
+
+    1  updates have written only slots that manifest M does not name; nor may they write now
+    2  sync the data files, write and sync `manifest.next`; beside that write and sync the tag under a temporary name
+    3  rename `manifest.next` to `manifest`, sync the swap directory
+    4  updates may write the slots that manifest N does not name
+    5  rename the tag and `latest`, sync the save directory, remove a tag that was replaced
+
+A crash, with any part of what was not synced on the disk, in any order of its pages:
+
+    in 1, 2     `manifest` is M's, and nothing of what it names was written: M is loaded. A `manifest.next`, whole or
+                torn, is dropped by the next run, and temporary names by the next save
+    in 3        `manifest` is M's, as above; or N's, whose bytes and data were synced before the rename: N is loaded. A
+                tag of M is superseded: it has the run's id, which leads to N
+    in 4, 5     manifest N is durable, and nothing of what it names is written. Of tag and `latest` either may be lost:
+                `latest` names M's tag, which leads to N; or N's, which is not there, and the newest pointer leads to N
+    the first   there is no M: nothing is loaded until 3, and N from then on
+
+Where parameters that are half of their masters rest in a store of their own, 2 ends with both names durable
+(`prepare`), 3 is done for the state's store, which decides, and then for the other: of that one the manifest of the
+step that was decided is taken, be it `manifest` or `manifest.next`.
 """
 
 from __future__ import annotations
