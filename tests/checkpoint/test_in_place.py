@@ -125,6 +125,7 @@ def test_a_run_that_ended_goes_on_in_its_directory_with_the_same_bits(
         assert (now.path == before.path) is not in_second_home
         train(engine, 6 - first, saved)
         assert_equal(held_by(engine), expected)
+        assert (now.path / DATA_NAME).stat().st_size == engine.plan.nbytes("nvme"), "nothing took more than planned"
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -244,6 +245,8 @@ def test_an_engine_goes_back_to_its_own_commit(swap_path: Path, tmp_path: Path) 
         assert_equal(held_by(engine), saved)
         train(engine, 1)
         assert_equal(held_by(engine), expected)
+        (run,) = list_runs(swap_path)
+        assert (run.path / DATA_NAME).stat().st_size == engine.plan.nbytes("nvme"), "frozen values are the same"
 
 
 def test_a_live_run_is_not_taken(swap_path: Path, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from tiered_zero.store.swap_dir import SwapDir
 from tiered_zero.store.swap_store import SwapStore
 
 PAGE = 4096
-CAPACITY = 40 * PAGE
+CAPACITY = 48 * PAGE
 
 
 @dataclass
@@ -43,7 +43,8 @@ def aligned(data: bytes) -> memoryview:
 
 
 def run(path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Operation], list[Commit]]:
-    """A random run: partial rewrites, scratch beside committed records, a release, and recoveries from step 5 on.
+    """A random run: partial rewrites, also of what is to be written once, scratch beside committed records, a release,
+    and recoveries from step 5 on.
 
     Step 6 is prepared and never confirmed: the recovery takes it (odd seeds) or goes back to step 5.
     """
@@ -56,11 +57,12 @@ def run(path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Op
     engine = SyncEngine(operations=log)
     directory = SwapDir.create([path])
     store = SwapStore(directory, engine, capacity_nbytes=CAPACITY)
-    sizes = {"a": PAGE, "b": 3 * PAGE, "c": 6 * PAGE}
+    sizes = {"a": PAGE, "b": 3 * PAGE, "c": 6 * PAGE, "once": 4 * PAGE}
     contents: dict[str, bytearray] = {}
     commits: list[Commit] = []
-    for name, nbytes in sizes.items():
-        store.reserve(name, nbytes, committed=True)
+    for name in "abc":
+        store.reserve(name, sizes[name], committed=True)
+    store.reserve("once", sizes["once"], committed=True, write_once=True)
     store.reserve("scratch", 2 * PAGE)
     for step in range(1, 8):
         for _ in range(random.randint(1, 5)):

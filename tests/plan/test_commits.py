@@ -54,23 +54,38 @@ UNIT = 64 * 65 * 2 + -(64 * 65 * 2) % PAGE_NBYTES
 """Bytes of either layer, bfloat16, in whole pages."""
 
 
-def test_state_takes_its_bytes_twice_and_so_do_frozen_parameters() -> None:
+def test_state_takes_its_bytes_twice_and_frozen_parameters_once() -> None:
     without, within = planned(in_place=False), planned(in_place=True)
-    assert within == {**without, "commit": without["state"], "commit_param": UNIT, "commit_copy": 2 * PAGE_NBYTES}
+    assert within == {**without, "commit": without["state"], "commit_copy": 2 * PAGE_NBYTES}
     assert without == {"param": 2 * UNIT, "state": without["state"]}
 
 
-def test_frozen_parameters_in_memory_are_copied_to_two_slots() -> None:
+def test_frozen_parameters_in_memory_are_copied_once_and_buffers_twice() -> None:
     rows = planned(in_place=True, params="cpu")
-    assert rows["commit_copy"] == 2 * (UNIT + PAGE_NBYTES)
+    assert rows["commit_copy"] == UNIT + 2 * PAGE_NBYTES
     assert "commit_param" not in rows and "param" not in rows
 
 
 def test_halves_of_masters_have_two_slots_in_each_of_their_homes() -> None:
     rows = planned(in_place=True, state_format="bf16_remainder")
-    assert rows["commit_param"] == 2 * UNIT == rows["param"]
+    assert (rows["param"], rows["commit_param"]) == (2 * UNIT, UNIT)
     rows = planned(in_place=True, state_format="bf16_remainder", update="delayed")
-    assert rows["commit_param"] == 3 * UNIT == rows["param"] + rows["param_back"]
+    assert (rows["param"], rows["param_back"], rows["commit_param"]) == (2 * UNIT, UNIT, 2 * UNIT)
+
+
+def test_halves_of_masters_in_memory_are_copied_to_two_slots() -> None:
+    for update in ("auto", "delayed"):
+        rows = planned(in_place=True, params="cpu", state_format="bf16_remainder", update=update)
+        assert rows["commit_copy"] == (2 + 1) * UNIT + 2 * PAGE_NBYTES
+        assert "commit_param" not in rows
+
+
+def test_the_capacity_tool_counts_frozen_parameters_once() -> None:
+    specs = [specify_run(load(config(on)), Mixed()) for on in (False, True)]
+    without, within = (SwapNeed.of(spec.plan) for spec in specs)
+    assert within.total == without.total + without.state + 2 * PAGE_NBYTES
+    (directory,) = directory_needs(within, specs[1].config.zero_optimization)
+    assert directory.nbytes == within.total == specs[1].plan.nbytes("nvme")
 
 
 def test_a_limit_of_state_on_nvme_counts_both_slots() -> None:

@@ -25,7 +25,7 @@ def place_homes(run_spec: RunSpec, tiers: TierRack) -> tuple[Inventory, dict[int
         of_param = slot.kind in ("param", "param_back")
         tier = tiers.for_params(slot.tier) if of_param else tiers.for_state(slot.tier)
         start = starts.get(slot.index, 0) if of_param else 0
-        home = Home(tier, tier.reserve(slot.name, slot.nbytes, slot.kind, committed=slot.num_durable > 0), start)
+        home = Home(tier, tier.reserve(slot.name, slot.nbytes, slot.kind, num_durable=slot.num_durable), start)
         if slot.kind == "commit_copy":
             copies[slot.index] = home
         elif of_param:

@@ -54,7 +54,7 @@ class DurableCopies:
         try:
             for unit, home in self._updated:
                 raw = as_bytes(self._flat(unit))
-                writes.append(home.tier.write(home.slot, BufferView(raw, memoryview(raw.numpy()))))
+                writes.append(home.tier.write(home.slot, BufferView(raw, raw.numpy().data)))
         finally:
             wait_all(writes)
 

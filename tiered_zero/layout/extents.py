@@ -39,6 +39,13 @@ class ExtentMap:
                 return start
         return None
 
+    def grow(self, capacity_nbytes: int) -> None:
+        """Add the bytes up to a larger capacity, in whole pages, to what is free."""
+        start, self.capacity_nbytes = self.capacity_nbytes, capacity_nbytes
+        if self._free and self._free[-1][1] == start:
+            start = self._free.pop()[0]
+        self._free.append((start, capacity_nbytes))
+
     def describe(self) -> str:
         """What is free, for the error of an allocation that failed."""
         largest_nbytes = max((end - start for start, end in self._free), default=0)

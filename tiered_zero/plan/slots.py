@@ -21,8 +21,8 @@ BUFFERS = -1
 class PlannedSlot:
     """One slot. `index`: of the unit, of the sub-group where `kind` is "state"; BUFFERS for those.
 
-    `num_durable`: places on disk for in-place commits, which write the one that the last commit does not name; 0: no
-    commit holds the slot.
+    `num_durable`: places on disk for in-place commits, which write the one that the last commit does not name; 1: it is
+    written once; 0: no commit holds the slot.
     """
 
     kind: str
@@ -65,7 +65,7 @@ def list_slots(
 
     for unit in units:
         index, nbytes, tier = unit.index, tiers.home_nbytes(unit), tiers.params[unit.index]
-        num_durable = 2 if commits is not None and (is_half or index not in held) else 0
+        num_durable = 0 if commits is None or (index in held and not is_half) else 1 + (index in held)
         if not tiers.is_resident(unit):
             add("param", index, nbytes, tier, num_durable)
         if delayed and index in held:

@@ -9,7 +9,8 @@ Never.  No torch, no pickle, no file outside the run's own sub-directories, no r
 
 Two kinds of record. *Scratch* (the default): one slot, rewritten in place, its checksums live in memory only.
 *Committed* (`reserve(..., committed=True)`): two slots; each page is written to the slot that the durable manifest
-does not name, so the last commit stays whole while the next one is being written.
+does not name, so the last commit stays whole while the next one is being written. `write_once=True` leaves the second
+slot out until bytes that a commit holds are changed: then it is taken, and the files grow where there is no room.
 
 What checksums cover. A write is cut at chunk borders (1 MiB from the record's start) into ranges, each with its own
 xxh3-64 (26 GB/s a core here, zlib.crc32 2.2). A read verifies every range that lies whole inside it. Not verified:

@@ -43,7 +43,8 @@ class Record:
     """A named region of a store.
 
     `nbytes`: what was asked for; `extent_nbytes`: that in whole pages, the limit of reads and writes.
-    `offsets`: where each slot starts in the store: one for scratch, two for committed.
+    `offsets`: where each slot starts in the store: one for scratch, two for committed, of which one may be missing
+    while nothing was written twice.
     `dtype`, `shape`: kept for the caller, never interpreted.
     """
 
@@ -136,7 +137,7 @@ def _record(item: Any) -> Record:
         for value in fields[name]:
             check_kind(name, value, int)
     offsets = tuple(fields["offsets"])
-    if fields["nbytes"] <= 0 or len(offsets) != 1 + fields["committed"] or any(at < 0 for at in offsets):
+    if fields["nbytes"] <= 0 or len(offsets) not in (1, 1 + fields["committed"]) or any(at < 0 for at in offsets):
         raise ValueError(f"record {fields['name'][:80]!a}: expected bytes, and one offset for each of its slots")
     if any(at % PAGE_NBYTES for at in offsets):
         raise ValueError(f"record {fields['name'][:80]!a}: expected offsets in whole pages")

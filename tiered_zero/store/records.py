@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, final
 
 from tiered_zero.errors import StoreError
@@ -65,7 +65,9 @@ class RecordTable:
         with self._lock:
             return {name: state.record for name, state in self._states.items()}
 
-    def reserve(self, name: str, nbytes: int, dtype: str, shape: tuple[int, ...], num_slots: int) -> Record:
+    def reserve(
+        self, name: str, nbytes: int, dtype: str, shape: tuple[int, ...], *, committed: bool, num_slots: int
+    ) -> Record:
         """Raises StoreError: no bytes, the name is taken, or the capacity is used up."""
         if nbytes <= 0:
             raise StoreError(f"Record {name!r} must have at least one byte; found {nbytes}.")
@@ -88,7 +90,7 @@ class RecordTable:
                 nbytes=nbytes,
                 dtype=dtype,
                 shape=shape,
-                committed=num_slots > 1,
+                committed=committed,
                 offsets=tuple(offsets),
             )
             self._states[name] = _State(record=record)
@@ -104,6 +106,33 @@ class RecordTable:
                     raise StoreError(f"Record {record.name!r}: {error}") from error
             self._states[record.name] = _State(record=record, written=RangeMap(ranges), durable=RangeMap(ranges))
 
+    def current(self, record: Record) -> Record:
+        """The record with every slot that it has by now."""
+        with self._lock:
+            return self._find(record).record
+
+    def kept(self, record: Record, start: int, end: int) -> list[Range]:
+        """What a write of these bytes would change of the last commit, for want of a second slot."""
+        with self._lock:
+            state = self._find(record)
+            if not state.record.committed or len(state.record.offsets) > 1 or state.durable is None:
+                return []
+            return state.durable.overlapping(start, end)
+
+    def add_slot(self, record: Record) -> bool:
+        """Give the record its second slot; False where no free extent is large enough."""
+        with self._lock:
+            state = self._find(record)
+            offset = self._extents.allocate(record.nbytes)
+            if offset is not None:
+                state.record = replace(state.record, offsets=(*state.record.offsets, offset))
+            return offset is not None
+
+    def grow(self, capacity_nbytes: int) -> None:
+        """The files are larger now."""
+        with self._lock:
+            self._extents.grow(capacity_nbytes)
+
     def release(self, record: Record) -> None:
         """Its extents are free at once, or with the next `thaw` where the durable manifest names them."""
         with self._lock:
@@ -115,7 +144,7 @@ class RecordTable:
             self._refuse_while_frozen(record)
             del self._states[record.name]
             if state.durable is None:
-                self._free(record)
+                self._free(state.record)
             else:
                 self._retired.append(state)
 
@@ -238,7 +267,7 @@ class RecordTable:
 
     def _find(self, record: Record) -> _State:
         state = self._states.get(record.name)
-        if state is None or (state.record is not record and state.record != record):
+        if state is None or (state.record is not record and not _is_same(state.record, record)):
             raise StoreError(
                 f"The store has no record {record.name!r} like this one; it was released, or is another's."
             )
@@ -251,3 +280,8 @@ class RecordTable:
     def _free(self, record: Record) -> None:
         for offset in record.offsets:
             self._extents.free(offset, record.nbytes)
+
+
+def _is_same(record: Record, other: Record) -> bool:
+    """`other`: perhaps from before `record` had its second slot."""
+    return replace(record, offsets=record.offsets[: len(other.offsets)]) == other

@@ -113,6 +113,18 @@ class StripedFiles:
                 raise
         return opened
 
+    def grow(self, capacity_nbytes: int) -> None:
+        """Reserve the bytes of a larger capacity. Raises StoreError, with all as it was, when the disk is too small."""
+        for file, nbytes in zip(self._files, self.stripes.file_nbytes(capacity_nbytes), strict=True):
+            try:
+                file.allocate(nbytes)
+            except (TieredZeroError, OSError) as error:
+                raise StoreError(
+                    f"The swap file {file.path} must grow to {format_nbytes(nbytes)} ({nbytes} bytes), for what is "
+                    f"written once is changed, and the last commit holds it; {free_text(file.path)} ({error}). Free "
+                    "space there."
+                ) from error
+
     def locate(self, offset: int) -> tuple[str, int]:
         """Path and file offset of an address, for error texts."""
         piece = next(self.stripes.pieces(offset, 1))

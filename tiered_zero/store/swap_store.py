@@ -26,7 +26,7 @@ from tiered_zero.store.swap_dir import SwapDir
 from tiered_zero.store.transfers import Once, StoreTransfer, Worker, digest
 from tiered_zero.store.verify import Broken, find_broken
 from tiered_zero.telemetry.spans import Recorder
-from tiered_zero.transfer import Transfer, wait_all
+from tiered_zero.transfer import COMPLETED, Transfer, wait_all
 
 CHUNK_NBYTES = MIB
 """A write is checksummed in pieces that end at multiples of this, counted from the record's start."""
@@ -164,17 +164,31 @@ class SwapStore:
         return sorted({state.step for state in manifest.load(directory.paths[0]) if state is not None})
 
     def reserve(
-        self, name: str, nbytes: int, *, dtype: str = "uint8", shape: tuple[int, ...] = (), committed: bool = False
+        self,
+        name: str,
+        nbytes: int,
+        *,
+        dtype: str = "uint8",
+        shape: tuple[int, ...] = (),
+        committed: bool = False,
+        write_once: bool = False,
     ) -> Record:
         """A record of `nbytes`, page-aligned; a committed one takes two slots. Its bytes cannot be read before written.
 
-        Raises StoreError: the name is taken, or the capacity is used up.
+        `write_once`: of a committed one that will hardly change: it takes one slot, and the second when bytes of a
+        commit are changed after all, for which the files may grow. Raises StoreError: the name is taken, or the
+        capacity is used up.
         """
-        return self._table.reserve(name, nbytes, dtype, shape, num_slots=2 if committed else 1)
+        num_slots = 2 if committed and not write_once else 1
+        return self._table.reserve(name, nbytes, dtype, shape, committed=committed, num_slots=num_slots)
 
     def release(self, record: Record) -> None:
         """Free the record's extents; those that the durable manifest names after the next commit."""
         self._table.release(record)
+
+    def num_slots(self, record: Record) -> int:
+        """Places that the record has on the disk by now."""
+        return len(self._table.current(record).offsets)
 
     def records(self) -> dict[str, Record]:
         """All records by name; after `recover` this is how to find them."""
@@ -194,7 +208,7 @@ class SwapStore:
         """
         self._check()
         into = memoryview(into).cast("B")
-        end = offset + len(into)
+        record, end = self._table.current(record), offset + len(into)
         request = InFlight(kind="read", start=offset, end=end)
         with self._ended_on_error(record, request):
             ranges = self._table.begin_read(record, request)
@@ -208,10 +222,16 @@ class SwapStore:
     def write(self, record: Record, data: memoryview, offset: int = 0) -> Transfer:
         """Write `data` at the record's byte `offset`; both in whole pages, the memory page-aligned.
 
-        The caller leaves `data` alone until the transfer is done. `wait()` raises TransferError.
+        The caller leaves `data` alone until the transfer is done. `wait()` raises TransferError. Raises StoreError here
+        where a record that is written once needs more space than there is.
         """
         self._check()
         data = memoryview(data).cast("B")
+        if kept := self._table.kept(record, offset, offset + len(data)):
+            if _is_same(kept, data, offset):
+                return COMPLETED
+            self._add_slot(record)
+        record = self._table.current(record)
         request = InFlight(kind="write", start=offset, end=offset + len(data))
         with self._ended_on_error(record, request):
             runs = self._table.begin_write(record, request)
@@ -407,6 +427,17 @@ class SwapStore:
         self._finalizing.submit(transfer.run)
         return transfer
 
+    def _add_slot(self, record: Record) -> None:
+        """Give a record that is written once the slot for other values than those of the last commit. Raises
+        StoreError."""
+        if self._table.add_slot(record):
+            return
+        capacity_nbytes = self.capacity_nbytes + record.extent_nbytes
+        self._files.grow(capacity_nbytes)
+        self.capacity_nbytes = capacity_nbytes
+        self._table.grow(capacity_nbytes)
+        self._table.add_slot(record)
+
     def _end_read(
         self, record: Record, request: InFlight, into: memoryview, checks: list[Range], error: Exception | None
     ) -> None:
@@ -500,3 +531,11 @@ class SwapStore:
         if self.step is None:
             return "the last checkpoint"
         return f"step {self.step}, committed in {self._directory.paths[0]}"
+
+
+def _is_same(kept: Sequence[Range], data: memoryview, offset: int) -> bool:
+    """Whether `data`, to be written at `offset`, is what rests there, by the checksums of the same pieces."""
+    pieces = list(cut(Range(offset, offset + len(data), 0, None), CHUNK_NBYTES))
+    return [item[:2] for item in kept] == [piece[:2] for piece in pieces] and all(
+        item.digest == digest(data[item.start - offset : item.end - offset]) for item in kept
+    )

@@ -21,7 +21,7 @@ class DeviceTier(Tier):
         self._ledger = ledger
         self._slots: dict[str, tuple[Slot, torch.Tensor]] = {}
 
-    def reserve(self, name: str, nbytes: int, kind: str, *, committed: bool = False) -> Slot:
+    def reserve(self, name: str, nbytes: int, kind: str, *, num_durable: int = 0) -> Slot:
         self._ledger.charge(self.name, kind, nbytes)
         slot = Slot(name, nbytes, kind)
         self._slots[name] = slot, torch.zeros(nbytes, dtype=torch.uint8, device=self._accelerator.device)

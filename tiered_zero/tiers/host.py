@@ -22,7 +22,7 @@ class HostTier(Tier):
         self._recorder = runtime.recorder
         self._slots: dict[str, HostSlot] = {}
 
-    def reserve(self, name: str, nbytes: int, kind: str, *, committed: bool = False) -> Slot:
+    def reserve(self, name: str, nbytes: int, kind: str, *, num_durable: int = 0) -> Slot:
         self._slots[name] = self._arena.take(nbytes, kind)
         return Slot(name, nbytes, kind)
 

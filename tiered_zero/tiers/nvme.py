@@ -56,25 +56,27 @@ class NvmeTier(Tier):
         """Records of a run that is gone on with, which have no slot yet."""
         self._charged: dict[str, list[tuple[str, int]]] = {}
         """Slot -> kind and bytes on disk of each of its places there."""
+        self._once: set[str] = set()
+        """Slots that are written once, and take a second place when they are not."""
         self._deferred = 0
         self._lock = threading.Lock()
 
-    def reserve(self, name: str, nbytes: int, kind: str, *, committed: bool = False) -> Slot:
-        kinds = [kind, COMMIT_KINDS.get(kind, kind)][: 1 + committed]
+    def reserve(self, name: str, nbytes: int, kind: str, *, num_durable: int = 0) -> Slot:
+        found = self._recovered.pop(name, None)
+        if found is not None and (found.nbytes, found.committed) != (nbytes, num_durable > 0):
+            raise StoreError(
+                f"The recovered record {name!r} has {found.nbytes} bytes; expected {nbytes}. Its run had another "
+                "layout."
+            )
+        slot = Slot(name, nbytes, kind)
         self._charged[name] = []
-        for one in kinds:
-            self._ledger.charge(self.name, one, nbytes)
-            self._charged[name].append((one, nbytes))
-        if (found := self._recovered.pop(name, None)) is not None:
-            if (found.nbytes, found.committed) != (nbytes, committed):
-                raise StoreError(
-                    f"The recovered record {name!r} has {found.nbytes} bytes; expected {nbytes}. Its run had another "
-                    "layout."
-                )
-            self._records[name] = found
-            return Slot(name, nbytes, kind)
-        self._records[name] = self.store.reserve(name, nbytes, committed=committed)
-        return Slot(name, nbytes, kind)
+        self._charge(slot, max(1, num_durable) if found is None else len(found.offsets))
+        self._records[name] = found or self.store.reserve(
+            name, nbytes, committed=num_durable > 0, write_once=num_durable == 1
+        )
+        if num_durable == 1:
+            self._once.add(name)
+        return slot
 
     def release(self, slot: Slot) -> None:
         charged = self._charged.pop(slot.name)
@@ -89,7 +91,19 @@ class NvmeTier(Tier):
         return self.store.read(self._records[slot.name], out.memory, offset)
 
     def write(self, slot: Slot, data: HostBuffer, offset: int = 0) -> Transfer:
-        return self.store.write(self._records[slot.name], data.memory, offset)
+        record = self._records[slot.name]
+        transfer = self.store.write(record, data.memory, offset)
+        if slot.name in self._once:
+            self._charge(slot, self.store.num_slots(record))
+        return transfer
+
+    def _charge(self, slot: Slot, num_places: int) -> None:
+        """Charge what is not charged yet of so many places on disk."""
+        charged = self._charged[slot.name]
+        while len(charged) < num_places:
+            kind = COMMIT_KINDS.get(slot.kind, slot.kind) if charged else slot.kind
+            self._ledger.charge(self.name, kind, slot.nbytes)
+            charged.append((kind, slot.nbytes))
 
     def fetch(self, slot: Slot, out: torch.Tensor, after: UnitUpdate | None = None) -> Transfer:
         """One job on the gather lane carries all chunks, each at most one staging buffer: disk -> buffer -> device.
