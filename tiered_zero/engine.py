@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from tiered_zero.checkpoint_calls import CheckpointCalls
 from tiered_zero.config.schema import Config
 from tiered_zero.deepspeed_engine import DeepSpeedNames
 from tiered_zero.engine_call import count_tokens, end_unreferenced_run, on_one_thread
+from tiered_zero.errors import ModelError
 from tiered_zero.hardware.process import OwnProcess
 from tiered_zero.params.outside_modes import runs_outside_modes
 from tiered_zero.plan.planner import Plan
@@ -60,6 +61,12 @@ class Engine(CheckpointCalls, DeepSpeedNames):
             f"Engine({type(self.module).__name__}, {num_parameters:,} parameters, device {self.device}, "
             f"{self.plan.update_policy.policy} updates, "
             f"{'closed' if self._step.is_closed else f'step {self.global_steps}'})"
+        )
+
+    def __reduce_ex__(self, _protocol: Any) -> NoReturn:
+        raise ModelError(
+            "An engine cannot be copied or pickled: it holds threads, files and memory. Copy engine.module, and save "
+            "engine.module.state_dict() and engine.optimizer.state_dict(), or call engine.save_checkpoint()."
         )
 
     # -- the three calls -----------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from tiered_zero.plan.update_policy import UpdateChoice
 from tiered_zero.step_counts import StepCounts
 from tiered_zero.telemetry.report import StepMeter
 from tiered_zero.update.handle import TieredOptimizer
+from tiered_zero.update.param_groups import ParamGroupWatch
 from tiered_zero.update.policy import UpdatePolicy
 
 logger = logging.getLogger("tiered_zero")
@@ -50,6 +51,7 @@ class Movers:
     visible_gradients: VisibleGradients
     reducer: GradientReducer | None
     policy: UpdatePolicy
+    groups: ParamGroupWatch
     runtime: Runtime
     drain: Callable[[], None]
 
@@ -73,7 +75,7 @@ class TrainStep:
         self.pager, self.scope = movers.pager, movers.scope
         self.gradients, self.visible_gradients = movers.gradients, movers.visible_gradients
         self.policy, self.runtime, self._drain_lanes = movers.policy, movers.runtime, movers.drain
-        self._reducer = movers.reducer
+        self._reducer, self._groups = movers.reducer, movers.groups
         self.phase: CallPhase = movers.pager.phase
         self.overflow = overflow
         self.meter = StepMeter(self.runtime.recorder, self.runtime.ledger)
@@ -195,13 +197,15 @@ class TrainStep:
 
     def check(self, trains: bool = False) -> None:
         """Begin a call: clear up after an interrupted one. Raises EngineFailedError once an update has failed, and
-        ModelError where the engine is closed, `trains` without an optimizer, or has lost parameters."""
+        ModelError where the engine is closed, `trains` without an optimizer, or where the model or the param groups
+        have other parameters."""
         self.recover()
         if self.is_closed:
             raise ModelError("This engine is closed; its tiers are gone. Make another with tiered_zero.initialize().")
         with self.failures.surfacing():
             self.policy.check()
             self.scope.check_parameters()
+            self._groups.check()
         if trains and not self._trains:
             raise ModelError(NO_OPTIMIZER)
 

@@ -100,6 +100,8 @@ METADATA: dict[str, Callable[[nn.Parameter], Any]] = {
     "repr": lambda p: "offloaded" in repr(p) and "(4, 4)" in repr(p),
     "hook": lambda p: p.register_post_accumulate_grad_hook(lambda _: None).remove() is None,
     "version": lambda p: p._version >= 0,
+    "like": lambda p: torch.zeros_like(p).sum() == 0 and torch.ones_like(p, dtype=torch.int64).sum() == 16,
+    "new": lambda p: p.new_zeros(3).dtype is p.dtype and p.new_full((2,), 1.0).sum() == 2,
     "is_shared": lambda p: p.is_shared() in (False, True),
 }
 

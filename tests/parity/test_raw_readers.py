@@ -8,6 +8,7 @@ from safetensors.torch import save
 from torch import nn
 from torch.utils.dlpack import from_dlpack
 
+import tiered_zero
 from tests.support.trainers import FAR, adamw, tiered
 from tiered_zero.errors import TieredZeroError
 
@@ -67,3 +68,36 @@ def test_a_reader_past_python_sees_the_bytes_or_nan_or_an_error(name, placement,
         except (TieredZeroError, RuntimeError):
             return
         assert bool(found.isnan().all()), "between calls never something that looks like a weight"
+
+
+class Keeper(nn.Module):
+    """Keeps a view of its weight from each forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.kept = nn.Parameter(torch.ones(3, 4)), None
+
+    def forward(self, x):
+        self.kept = self.weight.detach()
+        return (x @ self.weight).sum()
+
+
+@pytest.mark.parametrize("clipping", [0.0, 1.0])
+@pytest.mark.parametrize("placement", [*FAR, ("none", "none")])
+def test_a_view_that_is_kept_past_a_step_shows_no_old_values(placement, clipping, swap_path):
+    """In plain PyTorch it shows the new ones. Here it does while its unit is in use, or where that rests on the device;
+    else NaN."""
+    with tiered(Keeper(), swap_path, placement, adamw, clipping=clipping) as engine:
+        with tiered_zero.gathered(engine.module):
+            gathered = engine.module.weight.detach()
+        for _ in range(3):
+            engine.backward(engine(torch.ones(2, 3)))
+            engine.step()
+            engine.flush()
+            for view in (gathered, engine.module.kept):
+                if placement == ("none", "none"):
+                    assert torch.equal(view, engine.module.weight)
+                else:
+                    assert bool(view.isnan().all())
+        with tiered_zero.gathered(engine.module):
+            assert torch.equal(gathered, engine.module.weight)

@@ -40,9 +40,10 @@ from tiered_zero.telemetry.ledger import Ledger
 from tiered_zero.telemetry.spans import Recorder
 from tiered_zero.tiers.rack import TierRack, nvme_needs
 from tiered_zero.train_step import Movers, TrainStep
-from tiered_zero.update.handle import TieredOptimizer, make_scheduler, restored_on_error
+from tiered_zero.update.handle import TieredOptimizer, make_scheduler
 from tiered_zero.update.masters import Masters
 from tiered_zero.update.optimizer_state import OptimizerState
+from tiered_zero.update.param_groups import ParamGroupWatch, restored_on_error
 from tiered_zero.update.stepper import StreamingStepper
 
 logger = logging.getLogger("tiered_zero")
@@ -167,6 +168,7 @@ def _build(run_spec: RunSpec, lr_scheduler: Any, collectives: Collectives, loade
                 visible_gradients=visible_gradients,
                 reducer=reducer,
                 policy=policy,
+                groups=ParamGroupWatch([handle, run_spec.source] if handle is not None else []),
                 runtime=runtime,
                 drain=drain,
             ),

@@ -122,6 +122,11 @@ class FlatStorage:
         else:
             self._take_storage()
 
+    def blank(self) -> None:
+        """Overwrite the values: NaN in every float type. Views that other code has kept then show none, rather than
+        those of an earlier step, until the next fetch."""
+        self.flat.data.view(torch.uint8).fill_(0xFF)
+
     def unguard(self) -> None:
         """Make the parameters plain, but for their `grad` while that is shown: the bytes are valid."""
         for param, own in zip(self._params, self._classes, strict=True):

@@ -35,7 +35,7 @@ class UpdateGuard:
     def invalidate(self) -> None:
         """Drop what the device holds of trainable units, whose homes are about to change.
 
-        A storage that is still viewed keeps its memory, and is read again in place at the next use.
+        A storage that is still viewed keeps its memory, without values, and is read again in place at the next use.
         """
         for paged in self._units:
             if paged.unit.trainable:
@@ -67,6 +67,8 @@ class UpdateGuard:
                 "the `with` block before step()."
             )
         self._cache.evict(paged)
+        if paged.storage.is_full:  # other code holds a view of it
+            paged.storage.blank()
 
     def end_update(self) -> None:
         """Watch resident units that are in use for changes by hand from here on: they have their new values."""

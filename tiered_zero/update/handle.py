@@ -21,9 +21,15 @@ from tiered_zero.errors import ConfigError, ModelError
 from tiered_zero.optim.lr import build_scheduler
 from tiered_zero.optim.optimizer_copy import bare_copy
 from tiered_zero.update.optimizer_state import OptimizerState, ParamState
+from tiered_zero.update.param_groups import replace_values
 from tiered_zero.update.policy import UpdatePolicy
 
 logger = logging.getLogger("tiered_zero")
+
+NO_COPY = (
+    "An optimizer whose state rests on the tiers of an engine cannot be copied or pickled. Save optimizer.state_dict() "
+    "instead."
+)
 
 
 class EngineCalls(Protocol):
@@ -132,7 +138,7 @@ class TieredOptimizer(Optimizer):
             given = pre_hook(self, given) or given
         states, groups = self._matched(given)
         self._access.replace(states, groups)
-        _replace_values(self.param_groups, groups)
+        replace_values(self.param_groups, groups)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -188,7 +194,7 @@ class TieredOptimizer(Optimizer):
         super().add_param_group(param_group)
 
     def __getstate__(self) -> NoReturn:
-        raise ModelError("The optimizer of an engine cannot be copied or pickled. Save optimizer.state_dict() instead.")
+        raise ModelError(NO_COPY)
 
     def _calls(self) -> EngineCalls:
         if self._engine is None:
@@ -317,6 +323,9 @@ class StateAccess(Mapping[nn.Parameter, ParamState]):
 
     __setitem__ = __delitem__ = clear = _refuse
 
+    def __reduce_ex__(self, _protocol: Any) -> NoReturn:
+        raise ModelError(NO_COPY)
+
     @contextmanager
     def reading(self) -> Iterator[None]:
         """Return items inside: copies of the whole state as it is now."""
@@ -393,20 +402,3 @@ def make_scheduler(
     if section is not None:
         logger.warning("config: scheduler %s is not used, for initialize() was given an lr_scheduler", section.type)
     return scheduler
-
-
-@contextmanager
-def restored_on_error(groups: list[dict[str, Any]]) -> Iterator[None]:
-    """Restore the param groups, whose learning rates schedulers set as they are built, where the run does not start."""
-    before = [dict(group) for group in groups]
-    try:
-        yield
-    except BaseException:
-        _replace_values(groups, before)
-        raise
-
-
-def _replace_values(groups: list[dict[str, Any]], values: list[dict[str, Any]]) -> None:
-    for group, new in zip(groups, values, strict=True):
-        group.clear()
-        group.update(new)
