@@ -178,10 +178,38 @@ def test_parameters_cannot_join_later(engine: Any) -> None:
     assert len(engine.optimizer.param_groups) == before
 
 
-def test_closures_are_refused_before_they_run(engine: Any) -> None:
-    with pytest.raises(ModelError, match=r"step\(closure\) runs.*engine\.backward\(loss\) first"):
-        engine.optimizer.step(lambda: pytest.fail("it ran"))
-    assert engine.is_gradient_accumulation_boundary() is False
+@pytest.mark.parametrize("by", ["handle", "own"])
+def test_a_closure_is_called_before_the_update(by: str) -> None:
+    """As Lightning's automatic optimization passes one; its loss is returned."""
+
+    def train(model: nn.Module, optimizer: Any) -> list[float]:
+        losses = []
+        for step in range(4):
+
+            def closure(step: int = step) -> float:
+                optimizer.zero_grad()
+                loss = model(batch(step)).square().mean()
+                loss.backward()
+                return float(loss.detach())
+
+            with torch.no_grad():
+                losses.append(optimizer.step(closure))
+        return losses
+
+    plain, model = build_model(), build_model()
+    expected = train(plain, build_optimizer(plain))
+    own = build_optimizer(model)
+    engine, handle, _, _ = tiered_zero.initialize(model=model, optimizer=own, config=settings())
+    with engine:
+        assert train(model, {"handle": handle, "own": own}[by]) == expected
+        weights = engine.module.state_dict()
+    assert all(torch.equal(weights[name], weight) for name, weight in plain.state_dict().items())
+
+
+def test_a_closure_that_raises_makes_no_step(engine: Any) -> None:
+    with pytest.raises(ValueError, match="its own"):
+        engine.optimizer.step(lambda: (_ for _ in ()).throw(ValueError("its own")))
+    assert (engine.micro_steps, engine.global_steps) == (0, 0)
 
 
 def test_a_frozen_parameter_in_a_group_is_left_alone() -> None:

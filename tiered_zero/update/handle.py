@@ -12,6 +12,7 @@ from itertools import accumulate, chain
 from types import MethodType
 from typing import Any, NoReturn, Protocol, final
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -85,14 +86,14 @@ class TieredOptimizer(Optimizer):
         _redirect(self._source, self, at_end)
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Do `engine.step()`: it counts a micro-batch, and updates at an accumulation boundary."""
+        """Call the closure, if there is one, and do `engine.step()`: it counts a micro-batch, and updates at an
+        accumulation boundary. Returns what the closure returned. Hooks before the step are called behind it."""
+        calls, loss = self._calls(), None
         if closure is not None:
-            raise ModelError(
-                "step(closure) runs forward and backward inside step(), which an offloaded update cannot do. Call "
-                "engine(batch) and engine.backward(loss) first, then step() without a closure."
-            )
-        self._calls().step()
-        return None
+            with torch.enable_grad():
+                loss = closure()
+        calls.step()
+        return loss
 
     step.hooked = True  # type: ignore[attr-defined]  # torch then leaves it alone: hooks fire in `update`
 
