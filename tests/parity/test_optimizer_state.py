@@ -271,9 +271,20 @@ def test_the_state_mapping_names_who_has_state_and_hands_none_out(swap_path: Pat
         run(engine, 0, 1)
         assert model.norm.weight in state and model.never_used not in state and model.scale not in state
         assert len(state) == len(engine.optimizer.state_dict()["state"]) == len(list(state))
-        for reach in (lambda: state[model.norm.weight], state.items().__iter__().__next__, state.clear):
+        for reach in (
+            lambda: state[model.norm.weight]["exp_avg"],
+            lambda: state[model.norm.weight].get("exp_avg"),
+            lambda: [dict(values) for values in state.values()],
+            lambda: "step" in state[model.norm.weight],
+            lambda: bool(state[model.norm.weight]),
+            lambda: state.__setitem__(model.norm.weight, {}),
+            lambda: state.__delitem__(model.norm.weight),
+            state.clear,
+        ):
             with pytest.raises(ModelError, match=r"state_dict\(\) or read_state"):
                 reach()
+        for param, values in state.items():
+            state[param] = values  # as Lightning does, which moves every tensor that it finds there
         with pytest.raises(ModelError, match="cannot be copied or pickled"):
             copy.deepcopy(engine.optimizer)
     with pytest.raises(ModelError, match="engine is closed"):

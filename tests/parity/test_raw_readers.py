@@ -70,8 +70,8 @@ def test_a_reader_past_python_sees_the_bytes_or_nan_or_an_error(name, placement,
         assert bool(found.isnan().all()), "between calls never something that looks like a weight"
 
 
-class Keeper(nn.Module):
-    """Keeps a view of its weight from each forward."""
+class Viewer(nn.Module):
+    """Has a view of its weight from each forward."""
 
     def __init__(self):
         super().__init__()
@@ -87,7 +87,7 @@ class Keeper(nn.Module):
 def test_a_view_that_is_kept_past_a_step_shows_no_old_values(placement, clipping, swap_path):
     """In plain PyTorch it shows the new ones. Here it does while its unit is in use, or where that rests on the device;
     else NaN."""
-    with tiered(Keeper(), swap_path, placement, adamw, clipping=clipping) as engine:
+    with tiered(Viewer(), swap_path, placement, adamw, clipping=clipping) as engine:
         with tiered_zero.gathered(engine.module):
             gathered = engine.module.weight.detach()
         for _ in range(3):

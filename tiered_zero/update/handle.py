@@ -5,12 +5,11 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from itertools import accumulate, chain
 from types import MethodType
-from typing import Any, NoReturn, Protocol, final
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,13 +23,9 @@ from tiered_zero.optim.optimizer_copy import bare_copy
 from tiered_zero.update.optimizer_state import OptimizerState, ParamState
 from tiered_zero.update.param_groups import replace_values
 from tiered_zero.update.policy import UpdatePolicy
+from tiered_zero.update.state_access import NO_COPY, StateAccess
 
 logger = logging.getLogger("tiered_zero")
-
-NO_COPY = (
-    "An optimizer whose state rests on the tiers of an engine cannot be copied or pickled. Save optimizer.state_dict() "
-    "instead."
-)
 
 
 class EngineCalls(Protocol):
@@ -281,93 +276,6 @@ def _redirected(name: str, owner: weakref.ref[TieredOptimizer]) -> Callable[...,
 
     call._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedulers need not wrap it to see its steps
     return call
-
-
-@final
-class StateAccess(Mapping[nn.Parameter, ParamState]):
-    """The `state` of an optimizer whose state rests on the tiers: lists the parameters that have state, and refuses to
-    return it, for a change to what is returned would be lost.
-
-    Always true: code that finds an optimizer without state may make a step to create it, as
-    torch.distributed.checkpoint does. Driver thread.
-    """
-
-    def __init__(self, state: OptimizerState, policy: UpdatePolicy, groups: list[dict[str, Any]]) -> None:
-        """`groups`: the live param groups."""
-        self._state: OptimizerState | None = state
-        self._policy = policy
-        self._groups = groups
-        self._copies: dict[nn.Parameter, ParamState] | None = None
-
-    def __bool__(self) -> bool:
-        return True
-
-    def __len__(self) -> int:
-        return len(self._open().stepped())
-
-    def __iter__(self) -> Iterator[nn.Parameter]:
-        return iter(self._copies if self._copies is not None else self._open().stepped())
-
-    def __contains__(self, param: object) -> bool:
-        return any(param is stepped for stepped in self._open().stepped())
-
-    def __getitem__(self, param: nn.Parameter) -> ParamState:
-        if self._copies is None:
-            self._refuse()
-        return self._copies[param]
-
-    def _refuse(self, *_: object) -> NoReturn:
-        raise ModelError(
-            "optimizer.state is not at hand: the state of each parameter rests on its tier. Read it with "
-            "engine.optimizer.state_dict() or read_state(param), and change it with load_state_dict()."
-        )
-
-    __setitem__ = __delitem__ = clear = _refuse
-
-    def __reduce_ex__(self, _protocol: Any) -> NoReturn:
-        raise ModelError(NO_COPY)
-
-    @contextmanager
-    def reading(self) -> Iterator[None]:
-        """Return items inside: copies of the whole state as it is now."""
-        if self._copies is not None:
-            yield
-            return
-        self._copies = self._flushed().read(self._groups)
-        try:
-            yield
-        finally:
-            self._copies = None
-
-    def read_one(self, param: nn.Parameter) -> ParamState:
-        return self._flushed().read(self._groups, only=param).get(param, {})
-
-    def replace(self, states: Mapping[nn.Parameter, ParamState], groups: list[dict[str, Any]]) -> None:
-        """`groups`: the values that the param groups are about to have."""
-        state = self._open()
-        self._policy.check_untouched("Optimizer state is loaded")
-        state.check(states, groups)
-        self._policy.quiesce()
-        try:
-            state.write(states, groups)
-        except BaseException as error:
-            self._policy.failures.set(error)  # partly the old state, partly the new
-            raise
-
-    def close(self) -> None:
-        """Refuse every access from now on: the engine ends, and its tiers with it."""
-        self._state = None
-
-    def _flushed(self) -> OptimizerState:
-        state = self._open()
-        self._policy.check_untouched("Optimizer state is read")
-        self._policy.flush()
-        return state
-
-    def _open(self) -> OptimizerState:
-        if self._state is None:
-            raise ModelError("The engine is closed, and the optimizer state is gone. Read it before engine.close().")
-        return self._state
 
 
 def make_scheduler(

@@ -1,0 +1,120 @@
+"""What `optimizer.state` is while the state of every parameter rests on its tier."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NoReturn, final
+
+from torch import nn
+
+from tiered_zero.errors import ModelError
+from tiered_zero.update.optimizer_state import OptimizerState, ParamState
+from tiered_zero.update.policy import UpdatePolicy
+
+NO_COPY = (
+    "An optimizer whose state rests on the tiers of an engine cannot be copied or pickled. Save optimizer.state_dict() "
+    "instead."
+)
+
+
+def refuse_state(*_: object) -> NoReturn:
+    raise ModelError(
+        "optimizer.state is not at hand: the state of each parameter rests on its tier. Read it with "
+        "engine.optimizer.state_dict() or read_state(param), and change it with load_state_dict()."
+    )
+
+
+@final
+class OffloadedState:
+    """What `optimizer.state[param]` is while the state rests on a tier: refuses every use as a dict."""
+
+    __getitem__ = __setitem__ = __delitem__ = __iter__ = __len__ = __bool__ = __contains__ = refuse_state
+    get = items = keys = values = pop = setdefault = update = clear = copy = refuse_state
+
+
+@final
+class StateAccess(Mapping[nn.Parameter, ParamState]):
+    """The `state` of an optimizer whose state rests on the tiers: lists the parameters that have state. What it returns
+    of one refuses to be used, for a change to it would be lost.
+
+    Always true: code that finds an optimizer without state may make a step to create it, as
+    torch.distributed.checkpoint does. Driver thread.
+    """
+
+    def __init__(self, state: OptimizerState, policy: UpdatePolicy, groups: list[dict[str, Any]]) -> None:
+        """`groups`: the live param groups."""
+        self._state: OptimizerState | None = state
+        self._policy = policy
+        self._groups = groups
+        self._copies: dict[nn.Parameter, ParamState] | None = None
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __len__(self) -> int:
+        return len(self._open().stepped())
+
+    def __iter__(self) -> Iterator[nn.Parameter]:
+        return iter(self._copies if self._copies is not None else self._open().stepped())
+
+    def __contains__(self, param: object) -> bool:
+        return any(param is stepped for stepped in self._open().stepped())
+
+    def __getitem__(self, param: nn.Parameter) -> ParamState:
+        return OffloadedState() if self._copies is None else self._copies[param]  # type: ignore[return-value]
+
+    def __setitem__(self, param: nn.Parameter, value: object) -> None:
+        """Accept what was returned, as code does that moves state to a device."""
+        if not isinstance(value, OffloadedState):
+            refuse_state()
+
+    def __delitem__(self, *_: object) -> NoReturn:
+        refuse_state()
+
+    clear = __delitem__
+
+    def __reduce_ex__(self, _protocol: Any) -> NoReturn:
+        raise ModelError(NO_COPY)
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Return items inside: copies of the whole state as it is now."""
+        if self._copies is not None:
+            yield
+            return
+        self._copies = self._flushed().read(self._groups)
+        try:
+            yield
+        finally:
+            self._copies = None
+
+    def read_one(self, param: nn.Parameter) -> ParamState:
+        return self._flushed().read(self._groups, only=param).get(param, {})
+
+    def replace(self, states: Mapping[nn.Parameter, ParamState], groups: list[dict[str, Any]]) -> None:
+        """`groups`: the values that the param groups are about to have."""
+        state = self._open()
+        self._policy.check_untouched("Optimizer state is loaded")
+        state.check(states, groups)
+        self._policy.quiesce()
+        try:
+            state.write(states, groups)
+        except BaseException as error:
+            self._policy.failures.set(error)  # partly the old state, partly the new
+            raise
+
+    def close(self) -> None:
+        """Refuse every access from now on: the engine ends, and its tiers with it."""
+        self._state = None
+
+    def _flushed(self) -> OptimizerState:
+        state = self._open()
+        self._policy.check_untouched("Optimizer state is read")
+        self._policy.flush()
+        return state
+
+    def _open(self) -> OptimizerState:
+        if self._state is None:
+            raise ModelError("The engine is closed, and the optimizer state is gone. Read it before engine.close().")
+        return self._state
