@@ -33,7 +33,9 @@ def written(swap_path: Path, engine: IOEngine, monkeypatch: pytest.MonkeyPatch):
         memory = memoryview(map_memory(len(content)))
         memory[:] = content
         writer.append(memory).transfer.wait()
-    reader = DataReader(swap_path, writer.finish(), engine)
+    files = writer.finish()
+    writer.wait_durable()
+    reader = DataReader(swap_path, files, engine)
     yield reader, contents
     reader.close()
 

@@ -290,5 +290,6 @@ def test_the_writer_keeps_within_its_buffers(swap_path: Path) -> None:
         writer.write(key, tensor)
         assert len(writer._free or ()) + len(writer._in_flight) == data_files.NUM_BUFFERS
     written = writer.finish_files()
+    writer.wait_durable()
     assert sum(file.nbytes for file in written.files) < sum(tensor.nbytes for tensor in tensors.values()) + MIB
     assert written.tensors.keys() == tensors.keys()

@@ -289,6 +289,7 @@ class Checkpoints:
                 if self._is_alone:
                     self._publish(save.tag, content, [share])
                 else:
+                    save.tag.writer.wait_durable()
                     save.share = share  # the driver joins it with the others: this thread makes no collective
         finally:
             self._state.stepper.prefetch()
@@ -338,7 +339,7 @@ class Checkpoints:
     def _write(
         self, tag: TagWriter, content: _Content, ready: Transfer, snapshot: StateSnapshot, free: Callable[[int], None]
     ) -> Share:
-        """Make what this rank saves durable. `ready`: what compute writes of device memory."""
+        """Write what this rank saves, and begin to make it durable. `ready`: what compute writes of device memory."""
         ready.wait()
         for key, spec in {**self._state.state_specs(snapshot.is_stepped), **content.specs}.items():
             tag.writer.declare(key, spec.dtype, spec.shape, spec.order)
@@ -352,7 +353,7 @@ class Checkpoints:
         )
 
     def _publish(self, tag: TagWriter, content: _Content, shares: Sequence[Share]) -> None:
-        """Give the tag its name: all that `shares` have is durable."""
+        """Give the tag its name: all that `shares` have is durable, but for what this rank has just written."""
         driver = join_states(content.fields["driver"], [share.driver for share in shares])
         fields = {**content.fields, "driver": driver, "scalars": join_scalars(shares)}
         tag.publish(fields, save_latest=content.save_latest, written=[share.written for share in shares])

@@ -102,7 +102,7 @@ class _OpenFile:
 
 @final
 class DataWriter:
-    """Appends to the data files of one tag. One thread drives it; `finish` or `close` ends it."""
+    """Appends to the data files of one tag. One thread drives it; `finish` and `wait_durable`, or `close`, end it."""
 
     def __init__(
         self, directory: Path, engine: IOEngine | None = None, *, needed_nbytes: int = 0, prefix: str = "data-00000"
@@ -150,7 +150,7 @@ class DataWriter:
         return Appended(len(self._files) - 1, offset, transfer)
 
     def finish(self) -> tuple[DataFile, ...]:
-        """Wait for all writes, cut each file to its bytes, make it durable, close it. Raises OSError."""
+        """Wait for all writes, cut each file to its bytes, begin to make it durable. Raises OSError."""
         transfers, self._transfers = self._transfers, deque()
         wait_all(transfers)
         finished = []
@@ -160,10 +160,15 @@ class DataWriter:
             if file.nbytes % CHUNK_NBYTES:
                 file.end_chunk()
             finished.append(DataFile(name=file.name, nbytes=file.nbytes, digests=tuple(file.digests)))
-        if self._engine is not None:
-            wait_all([self._engine.sync(file.file) for file in self._files])
-        self.close()
+            assert self._engine is not None, "it opened the file"
+            self._transfers.append(self._engine.sync(file.file))
         return tuple(finished)
+
+    def wait_durable(self) -> None:
+        """Return when all files are on the disk, and close them. After `finish`. Raises TransferError."""
+        transfers, self._transfers = self._transfers, deque()
+        wait_all(transfers)
+        self.close()
 
     def close(self) -> None:
         """Close the files, whatever state they are in, when nothing uses the callers' memory any more. Idempotent."""

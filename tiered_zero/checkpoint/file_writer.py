@@ -49,7 +49,8 @@ class WrittenFiles:
 
 @final
 class FileWriter(StorageWriter):
-    """Writes the tensors of one tag. One thread drives it. `finish_files` makes the data durable."""
+    """Writes the tensors of one tag. One thread drives it. After `finish_files` the data become durable,
+    and are once `wait_durable` has returned."""
 
     def __init__(
         self, directory: Path, engine: IOEngine | None = None, *, needed_nbytes: int = 0, prefix: str = "data-00000"
@@ -85,7 +86,8 @@ class FileWriter(StorageWriter):
         self._write_box(key, Box((0,) * tensor.dim(), tuple(tensor.shape)), tensor)
 
     def finish_files(self) -> WrittenFiles:
-        """Make the data durable, and return what was written. Raises TransferError, StoreError, OSError."""
+        """End the writing and begin to make it durable; return what was written. Raises TransferError, StoreError,
+        OSError."""
         self._flush()
         parts = {key: tuple(own) for key, own in self._parts.items()}
         return WrittenFiles(
@@ -95,6 +97,10 @@ class FileWriter(StorageWriter):
                 for key, entry in self._entries.items()
             },
         )
+
+    def wait_durable(self) -> None:
+        """Return when what `finish_files` ended is on the disk. Raises TransferError."""
+        self._data.wait_durable()
 
     def close(self) -> None:
         """End the writing, whatever was written. Idempotent."""

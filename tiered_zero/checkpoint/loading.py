@@ -16,6 +16,7 @@ from tiered_zero.checkpoint.manifest import TagManifest
 from tiered_zero.checkpoint.matching import Matched
 from tiered_zero.checkpoint.planner import Target
 from tiered_zero.checkpoint.portable import RunState, field_range, field_spec, in_memory_order, memory_order
+from tiered_zero.checkpoint.tensors import copy_values
 from tiered_zero.errors import InternalError
 from tiered_zero.layout.flat import ParamSpec, Unit
 from tiered_zero.layout.subgroups import QUANTIZED_BLOCK_NUMEL, ParamPiece
@@ -214,7 +215,7 @@ class StateLoader:
         """Set parameters to their masters, rounded, and what of masters rests in another form."""
         if not layout.masters.needs_params:
             for segment, out in zip(layout.subgroup.segments, work.outs, strict=True):
-                out.copy_(masters[segment.start : segment.stop])
+                copy_values(out, masters[segment.start : segment.stop])
             return
         remainders, marks = layout.master(work.raw), layout.marks(work.raw)
         assert marks is not None, "a format that needs parameters keeps marks"

@@ -206,22 +206,20 @@ class SaveDirectory:
         return nbytes
 
     def prepare_latest(self, tag: str) -> str:
-        """Write what `latest` is to say to a temporary file; its name. Raises OSError."""
-        name = hidden_name(TEMPORARY, LATEST_NAME)
-        write_new_file(name, [tag.encode()], self.fd)
-        return name
-
-    def write_latest(self, tag: str) -> None:
-        """Raises OSError."""
+        """Write what `latest` is to say to a temporary file, and make that durable; its name. Raises OSError."""
         name = hidden_name(TEMPORARY, LATEST_NAME)
         try:
             write_new_file(name, [tag.encode()], self.fd)
-            os.rename(name, LATEST_NAME, src_dir_fd=self.fd, dst_dir_fd=self.fd)
-            os.fsync(self.fd)
         except OSError:
             with suppress(OSError):
                 os.unlink(name, dir_fd=self.fd)
             raise
+        return name
+
+    def publish_latest(self, name: str) -> None:
+        """Make `latest` what `prepare_latest` has written, durably. Raises OSError."""
+        os.rename(name, LATEST_NAME, src_dir_fd=self.fd, dst_dir_fd=self.fd)
+        os.fsync(self.fd)
 
     def _is_own_directory(self, name: str) -> bool:
         status = os.stat(name, dir_fd=self.fd, follow_symlinks=False)

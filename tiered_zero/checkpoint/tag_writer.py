@@ -129,20 +129,29 @@ class TagWriter:
     ) -> TagManifest:
         """Make all durable and give it its name; then `latest`. Raises StoreError: then it is discarded.
 
-        `fields`: of TagManifest, but for tag, files and tensors. `written`: durable files of every rank; None: those of
-        this writer alone, which it finishes.
+        `fields`: of TagManifest, but for tag, files and tensors. `written`: files of every rank, durable but for this
+        writer's; None: those of this writer alone, which it finishes. Its data, the manifest and the new `latest` become
+        durable beside each other, and all of them before the tag has its name.
         """
         assert not self._joins, "rank 0 publishes"
-        published = False
+        published, no_latest = False, None
         try:
             files, tensors = join_files([self.writer.finish_files()] if written is None else written)
             given = {"kind": "full", "tensors": tensors, **fields}
             manifest = TagManifest(**given, tag=self.tag, files=files)
             self._write_manifest(manifest)
+            try:
+                self._latest = self._directory.prepare_latest(self.tag) if save_latest else None
+            except OSError as error:
+                no_latest = error
+            self.writer.wait_durable()
             self._directory.publish(self.name, self.tag)
             published = True
-            if save_latest:
-                self._directory.write_latest(self.tag)
+            if no_latest is not None:
+                raise no_latest
+            if self._latest is not None:
+                self._directory.publish_latest(self._latest)
+                self._latest = None
         except (OSError, ConfigError) as error:
             what = _store_error(self._directory.path, self.tag, error, self._needed_nbytes)
             if published:
