@@ -7,16 +7,20 @@ Cases, on one model of linear layers (fp32, AdamW: 12 bytes of state a parameter
   in_place  masters and state on nvme: the commit of a step
   async     masters and state in host memory: steps while an asynchronous save runs, against steps without one
 
-A disk's speed wanders: fio (direct=1, the best of its engines, block sizes and depths on this file) is measured before
-and after each save and each load, which is held against the mean of the two. What torch.load reads is dropped from the
-page cache before. A commit is held against the larger of 2% of the time to copy the state once (its bytes read and
-written, at fio's rate with both at once) and 1.5 times four syncs of a page each, measured right before it.
+A disk's speed wanders: fio (direct=1, the best of its engines, block sizes and depths on this disk) is measured before
+and after each save and each load, which is held against the mean of the two. fio does what they do: it writes as many
+bytes once to a new file whose blocks are reserved, and syncs it; it reads the checkpoint's own file once. Each save has
+a tag of its own, and the one before is removed in a series of its own: where a file system discards what it frees, a
+removal takes longer than the save. What torch.load reads is dropped from the page cache before. A commit is held
+against the larger of 2% of the time to copy the state once (its bytes read and written, at fio's rate with both at
+once) and 1.5 times four syncs of a page each, measured right before it.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import statistics
 import sys
 import tempfile
@@ -37,7 +41,7 @@ from torch import nn
 import tiered_zero
 from tiered_zero.io.measure import fill_file
 from tiered_zero.sizes import MIB
-from tools.bench.io import FIO_ENGINES, Bench, Way, best
+from tools.bench.io import FIO_ENGINES, Bench, Way, best, run_fio
 from tools.bench.record import append_record
 
 CASES = ("full", "in_place", "async")
@@ -52,6 +56,7 @@ class Disk:
 
     def __init__(self, directory: Path, nbytes: int, seconds: float, is_measured: bool) -> None:
         self._ways: dict[str, Way] = {}
+        self._directory = directory
         if not is_measured:
             return
         path = directory / "fio.bin"
@@ -63,18 +68,37 @@ class Disk:
             ways = [Way(engine, *point) for engine in FIO_ENGINES for point in grid]
             self._ways[mode] = best(ways, lambda way, mode=mode: quick.fio(mode, way))  # type: ignore[misc]
 
-    def rate(self, mode: str) -> float | None:
-        """Bytes/s now."""
-        return self._bench.fio(mode, self._ways[mode]) * 1e9 if self._ways else None
+    def mixed_rate(self) -> float | None:
+        """Bytes/s now, over and over on one file."""
+        return self._bench.fio("mixed", self._ways["mixed"]) * 1e9 if self._ways else None
 
-    @contextmanager
-    def around(self, mode: str, rates: list[float]) -> Iterator[None]:
-        """Add to `rates` the mean rate before and after the block."""
-        before = self.rate(mode)
-        yield
-        after = self.rate(mode)
-        if before is not None and after is not None:
-            rates.append((before + after) / 2)
+    def read_rate(self, path: Path) -> float | None:
+        """Bytes/s of reading a file once."""
+        if not self._ways:
+            return None
+        return run_fio(str(path), path.stat().st_size, "read", self._ways["read"], "--readonly") * 1e9
+
+    def write_rate(self, nbytes: int) -> float | None:
+        """Bytes/s of writing a new file once, until it is durable."""
+        if not self._ways:
+            return None
+        path = self._directory / "fio-new.bin"
+        with path.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, nbytes)
+        try:
+            return run_fio(str(path), nbytes, "write", self._ways["write"], "--end_fsync=1", "--fallocate=none") * 1e9
+        finally:
+            path.unlink()
+
+
+@contextmanager
+def around(rate: Callable[[], float | None], rates: list[float]) -> Iterator[None]:
+    """Add to `rates` the mean rate before and after the block."""
+    before = rate()
+    yield
+    after = rate()
+    if before is not None and after is not None:
+        rates.append((before + after) / 2)
 
 
 def model_of(options: argparse.Namespace) -> nn.Module:
@@ -131,40 +155,45 @@ def drop_from_cache(path: Path) -> None:
 
 def measure_full(options: argparse.Namespace, directory: Path, disk: Disk, samples: Samples) -> dict[str, Any]:
     """Each round: save, torch.save, load, torch.load; the rates of fio around the first and the third."""
-    tag, plain = directory / "ck" / "now", directory / "plain.pt"
-    ratios: dict[str, list[float]] = {"save": [], "load": []}
-    nbytes = 0
+    save_dir, plain = directory / "ck", directory / "plain.pt"
+    rates: dict[str, list[float]] = {"save": [], "load": []}
+    nbytes = STATE_NBYTES_PER_PARAMETER * options.layers * options.hidden**2
     with open_engine(options, directory, "cpu") as engine:
         for _ in range(2):
             take_step(engine, options)
         kinds = ("master", "exp_avg", "exp_avg_sq")
         state = {f"{kind}/{name}": engine.peek(name, kind) for name, _ in engine.named_parameters() for kind in kinds}
 
-        def save() -> None:
-            engine.save_checkpoint(directory / "ck", "now")
+        def save(tag: str) -> None:
+            engine.save_checkpoint(save_dir, tag)
             engine.flush()
 
         def torch_save() -> None:
             torch.save(state, plain)
             sync(plain)
 
-        engine.flush()
-        for _ in range(options.rounds):
-            written: list[float] = []
-            with disk.around("write", written):
-                samples["save"].append(timed(save))
-            nbytes = sum(path.stat().st_size for path in tag.glob("*.bin"))
+        def measure_round(tag: str) -> None:
+            nonlocal nbytes
+            with around(lambda: disk.write_rate(nbytes), rates["save"]):
+                samples["save"].append(timed(lambda: save(tag)))
+            (file,) = (save_dir / tag).glob("*.bin")
+            nbytes = file.stat().st_size
             samples["torch.save"].append(timed(torch_save))
-            read: list[float] = []
-            with disk.around("read", read):
-                samples["load"].append(timed(lambda: engine.load_checkpoint(directory / "ck", "now")))
+            with around(lambda: disk.read_rate(file), rates["load"]):
+                samples["load"].append(timed(lambda: engine.load_checkpoint(save_dir, tag)))
             drop_from_cache(plain)
             samples["torch.load"].append(timed(lambda: torch.load(plain, weights_only=True)))
-            for name, rates in (("save", written), ("load", read)):
-                ratios[name] += [nbytes / samples[name][-1] / rate for rate in rates]
-                samples[f"fio {name}"] += [nbytes / rate for rate in rates]
             plain.unlink()
-    return {"full_nbytes": nbytes, "ratios_to_fio": {name: median(values) for name, values in ratios.items()}}
+            samples["removal of a checkpoint"].append(timed(lambda: shutil.rmtree(save_dir / tag)))
+
+        engine.flush()
+        for number in range(options.rounds):
+            measure_round(f"round{number}")
+    ratios = {}
+    for name, own in rates.items():
+        samples[f"fio {name}"] += [nbytes / rate for rate in own]
+        ratios[name] = median([nbytes / taken / rate for taken, rate in zip(samples[name], own, strict=False)])
+    return {"full_nbytes": nbytes, "ratios_to_fio": ratios}
 
 
 def measure_in_place(options: argparse.Namespace, directory: Path, disk: Disk, samples: Samples) -> dict[str, Any]:
@@ -183,7 +212,7 @@ def measure_in_place(options: argparse.Namespace, directory: Path, disk: Disk, s
 
             samples["commit in place"].append(timed(commit))
             bound_s = 1.5 * samples["four syncs"][-1]
-            if (rate := disk.rate("mixed")) is not None:
+            if (rate := disk.mixed_rate()) is not None:
                 samples["copy of the state"].append(2 * state_nbytes / rate)
                 bound_s = max(bound_s, 0.02 * samples["copy of the state"][-1])
             ratios.append(samples["commit in place"][-1] / bound_s)

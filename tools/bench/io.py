@@ -67,18 +67,7 @@ class Bench(NamedTuple):
     selection: Selection
 
     def fio(self, mode: str, way: Way) -> float:
-        """Depth is threads for psync. `offset_increment` gives each thread a part of the file."""
-        num_jobs, depth = (way.depth, 1) if way.engine == "psync" else (1, way.depth)
-        part_nbytes = self.nbytes // num_jobs // way.block_nbytes * way.block_nbytes
-        command = ["fio", "--name=bench", "--direct=1", "--time_based", "--thread", "--group_reporting"]
-        command += [f"--filename={self.path}", f"--rw={FIO_MODES[mode]}", f"--runtime={self.seconds}"]
-        command += [f"--ioengine={way.engine}", f"--bs={way.block_nbytes}", f"--iodepth={depth}"]
-        command += [f"--numjobs={num_jobs}", f"--size={part_nbytes}", f"--offset_increment={part_nbytes}"]
-        command += ["--iomem_align=2m", "--output-format=json"]
-        environment = {**os.environ, **HUGE_PAGES}
-        out = subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
-        (job,) = json.loads(out[out.index("{") :])["jobs"]
-        return float(job["read"]["bw_bytes"] + job["write"]["bw_bytes"]) / 1e9
+        return run_fio(self.path, self.nbytes, mode, way, "--time_based", f"--runtime={self.seconds}")
 
     def ours(self, mode: str, way: Way) -> float:
         engine = BUILDERS[way.engine](
@@ -94,6 +83,21 @@ class Bench(NamedTuple):
             return measure(request_nbytes=nbytes, num_in_flight=num_in_flight, one_memory=True) / 1e9
         finally:
             engine.close()
+
+
+def run_fio(path: str, nbytes: int, mode: str, way: Way, *options: str) -> float:
+    """GB/s of fio on the first `nbytes` of a file. Depth is threads for psync, each of which has a part of the file."""
+    num_jobs, depth = (way.depth, 1) if way.engine == "psync" else (1, way.depth)
+    part_nbytes = nbytes // num_jobs // way.block_nbytes * way.block_nbytes
+    command = ["fio", "--name=bench", "--direct=1", "--thread", "--group_reporting", *options]
+    command += [f"--filename={path}", f"--rw={FIO_MODES[mode]}"]
+    command += [f"--ioengine={way.engine}", f"--bs={way.block_nbytes}", f"--iodepth={depth}"]
+    command += [f"--numjobs={num_jobs}", f"--size={part_nbytes}", f"--offset_increment={part_nbytes}"]
+    command += ["--iomem_align=2m", "--output-format=json"]
+    environment = {**os.environ, **HUGE_PAGES}
+    out = subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
+    (job,) = json.loads(out[out.index("{") :])["jobs"]
+    return float(job["read"]["bw_bytes"] + job["write"]["bw_bytes"]) / 1e9
 
 
 def beside_python(measure: Callable[[], float]) -> float:
