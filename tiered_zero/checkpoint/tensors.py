@@ -51,8 +51,9 @@ def copy_values(into: torch.Tensor, values: torch.Tensor) -> None:
     if plain and into.dtype == values.dtype:
         copy_bytes(into, values)
     elif plain:
-        for rounded, own in zip(into.view(-1).split(_STEP_NUMEL), values.view(-1).split(_STEP_NUMEL), strict=True):
-            rounded.copy_(own)
+        for start in range(0, into.numel(), _STEP_NUMEL):
+            own = slice(start, start + _STEP_NUMEL)
+            into.view(-1)[own].copy_(values.view(-1)[own])
     else:
         into.copy_(values)
 
