@@ -211,7 +211,7 @@ def test_what_a_killed_writer_left_is_removed_and_said(tmp_path: Path, caplog: p
         "import os, signal, sys\n"
         "from tiered_zero.checkpoint.tag_writer import TagWriter\n"
         "writer = TagWriter.begin(sys.argv[1], 'global_step2', needed_nbytes=8192)\n"
-        "open(os.path.join(sys.argv[1], writer._name, 'data'), 'wb').write(bytes(8192))\n"
+        "open(os.path.join(sys.argv[1], writer.name, 'data'), 'wb').write(bytes(8192))\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
