@@ -130,8 +130,8 @@ class TagWriter:
         """Make all durable and give it its name; then `latest`. Raises StoreError: then it is discarded.
 
         `fields`: of TagManifest, but for tag, files and tensors. `written`: files of every rank, durable but for this
-        writer's; None: those of this writer alone, which it finishes. Its data, the manifest and the new `latest` become
-        durable beside each other, and all of them before the tag has its name.
+        writer's; None: those of this writer alone, which it finishes. Its data, the manifest and the new `latest`
+        become durable beside each other, and all of them before the tag has its name.
         """
         assert not self._joins, "rank 0 publishes"
         published, no_latest = False, None
