@@ -248,6 +248,9 @@ def planning_notices(run_spec: RunSpec) -> list[str]:
             "zero_optimization.stage3_param_persistence_threshold: no parameter stays whole with many ranks; small "
             "ones are gathered with their block"
         )
+    ranks = plan.request.ranks
+    if plan.request.update.policy == "overlapped" and ranks.shards_state and not ranks.shards_params:
+        lines.append(f"tiered_zero.update: overlapped was asked for; {plan.update_policy.text}")
     given = zero.sub_group_size
     numel = sub_group_numel(given)
     if numel != given < 1_000_000_000:  # DeepSpeed's default asks for nothing

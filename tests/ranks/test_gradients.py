@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import tiered_zero
 from tests.ranks.pool import RankPool
 from tests.ranks.test_failures import rank_and_config
 from tests.ranks.training import Case, build_model, make_optimizer, micro_batches
+from tests.support.inspection import recorder, units
 
 
 def leave_ranks_out(path: str, stage: int, device: str) -> str:
@@ -60,3 +65,117 @@ def test_ranks_that_keep_sums_of_other_backwards_are_found(ranks: RankPool, swap
     for text in ranks.run(drop_on_one_rank, 2, str(swap_path)):
         assert "expected in the same order on every rank; rank 0 runs backward 2 after step 0, with" in text
         assert "rank 1 runs backward 2 after step 0, with 0 sums of gradients" in text
+
+
+def layers(num: int = 4) -> torch.nn.Sequential:
+    torch.manual_seed(3)
+    return torch.nn.Sequential(*(torch.nn.Linear(128, 128, bias=False) for _ in range(num)))
+
+
+def small_config(path: str, stage: int, device: str, **more: Any) -> dict[str, Any]:
+    offload = {"device": device, **({"nvme_path": path} if device == "nvme" else {})}
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": stage, "offload_optimizer": offload, **more.pop("zero", {})},
+        "tiered_zero": {"device": "cpu", "host_memory_limit": "1GiB", "comm_timeout_s": 60},
+        "gradient_clipping": 0,
+        **more,
+    }
+
+
+def train_layers(config: dict[str, Any], num_steps: int, accumulation: int) -> dict[str, Any]:
+    """Bytes of a step's collectives, and what the plan and the ledger say."""
+    rank = int(os.environ["RANK"])
+    engine, *_ = tiered_zero.initialize(model=layers(), config=config)
+    for step in range(num_steps * accumulation):
+        rows = torch.randn(2, 128, generator=torch.Generator().manual_seed(10 * step + rank))
+        engine.backward(engine(rows.to(next(engine.module.parameters()).dtype)).float().square().mean())
+        engine.step()
+    assert engine.step_report is not None
+    found = {
+        "links": engine.step_report.link_nbytes,
+        "kinds": {tier: {kind: row["peak"] for kind, row in kinds.items()} for tier, kinds in
+                  engine.memory_report().items()},
+        "plan": {(row.tier, row.kind): row.nbytes for row in engine.plan.rows},
+        "units": [unit.numel for unit in units(engine)],
+    }  # fmt: skip
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize(("stage", "device"), [(0, "none"), (1, "none"), (1, "nvme"), (2, "none"), (2, "cpu")])
+def test_the_payload_of_a_step(ranks: RankPool, swap_path: Path, world: int, stage: int, device: str) -> None:
+    """In elements that a rank hands to collectives: N to gather, and N for each reduction."""
+    accumulation = 3
+    config = small_config(str(swap_path), stage, device, gradient_accumulation_steps=accumulation)
+    reduces_each = (stage, device) in ((1, "nvme"), (2, "none"), (2, "cpu"))
+    for found in ranks.run(train_layers, world, config, 2, accumulation):
+        total = sum(found["units"])
+        assert found["links"]["all_gather"] == 4 * total
+        assert found["links"]["reduce_scatter"] == 4 * total * (accumulation if reduces_each else 1)
+
+
+@pytest.mark.parametrize(
+    ("world", "stage", "device", "precision", "accumulation"),
+    [
+        (2, 0, "cpu", "fp32", 1),
+        (4, 0, "none", "bf16", 2),
+        (2, 1, "none", "bf16", 1),
+        (4, 1, "none", "fp32", 1),
+        (2, 1, "cpu", "fp32", 2),
+        (4, 1, "nvme", "bf16", 1),
+        (2, 2, "nvme", "bf16", 2),
+        (4, 2, "none", "bf16", 1),
+        (2, 2, "none", "fp32", 1),
+        (4, 2, "cpu", "bf16", 2),
+    ],
+)
+def test_the_memory_of_a_rank_follows_the_formulas(
+    ranks: RankPool, swap_path: Path, world: int, stage: int, device: str, precision: str, accumulation: int
+) -> None:
+    """Bytes an element: parameters 2 or 4, gradients as many or 4 where they are summed, masters and state 12."""
+    more = {"bf16": {"enabled": True}} if precision == "bf16" else {}
+    config = small_config(str(swap_path), stage, device, gradient_accumulation_steps=accumulation, **more)
+    param = 2 if precision == "bf16" else 4
+    grad = 4 if accumulation > 1 else param
+    divides_state, divides_gradients = stage > 0, stage > 1 or (stage == 1 and device != "none")
+    tier, grad_tier = ("device", "device") if device == "none" else ("host" if device == "cpu" else device, "host")
+    for found in ranks.run(train_layers, world, config, 1, accumulation):
+        kinds, sizes = found["kinds"], found["units"]
+        numel = sum(sizes)
+        assert kinds["device"]["param"] == param * numel
+        assert kinds[grad_tier]["gradient"] == grad * numel // (world if divides_gradients else 1)
+        assert kinds[tier]["state"] == 12 * numel // (world if divides_state else 1)
+        assert kinds["host"]["bucket"] == 2 * 4 * (numel + numel // world), "small units share one bucket"
+        waiting = param * numel if divides_gradients else param * max(sizes) if grad_tier == "host" else 0
+        assert kinds["device"].get("gradient_in_flight", 0) <= waiting
+        assert found["plan"].get(("device", "gradient_in_flight"), 0) == waiting
+        for where, row in kinds.items():
+            for kind, peak in row.items():
+                assert peak <= found["plan"].get((where, kind), 0), (where, kind)
+
+
+def watch_backward(config: dict[str, Any]) -> dict[str, float]:
+    """When the first reduction ended, and when backward came to the first layer."""
+    engine, *_ = tiered_zero.initialize(model=layers(6), config=config)
+    recorder(engine).keep_spans = True
+    times: dict[str, float] = {}
+    out = engine(torch.ones(2, 128))
+    first = engine.module[0].weight  # its gradient is the last
+    first.register_hook(lambda grad: times.update(first_layer=time.perf_counter()))
+    engine.backward(out.square().mean())
+    engine.step()
+    spans = [span for span in recorder(engine).take_spans() if span.lane == "reduce_scatter"]
+    engine.close()
+    return {**times, "first_end": min(span.end_s for span in spans), "count": len(spans)}
+
+
+def test_reductions_run_under_backward(ranks: RankPool, swap_path: Path) -> None:
+    """A bucket's memory is used again once it is reduced, so the third bucket waits for the first: long before the last
+    gradient comes."""
+    config = small_config(str(swap_path), 2, "none", zero={"reduce_bucket_size": 4096})
+    for found in ranks.run(watch_backward, 2, config):
+        assert found["count"] >= 12
+        assert found["first_end"] < found["first_layer"]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import tiered_zero
+from tests.support.inspection import units
 from tests.support.models import ParityGPT, batch
 
 Weights = dict[str, Tensor]
@@ -103,6 +104,9 @@ def train_tiered(case: Case, swap_path: str) -> dict[str, Any]:
         "applied": applied,
         "policy": engine.plan.update_policy.text,
         "memory": engine.memory_report(),
+        "plan": [(row.tier, row.kind, row.nbytes) for row in engine.plan.rows],
+        "units": [(unit.trainable, unit.numel, unit.nbytes) for unit in units(engine)],
+        "links": engine.step_report.link_nbytes if engine.step_report else {},
         "world": engine.world_size,
         "loss_scale": engine.loss_scale,
     }

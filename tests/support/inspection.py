@@ -15,6 +15,7 @@ from tiered_zero.optim.state_layout import StateLayout
 from tiered_zero.params.pager import Pager
 from tiered_zero.store.swap_store import SwapStore
 from tiered_zero.telemetry.ledger import Ledger
+from tiered_zero.telemetry.spans import Recorder
 from tiered_zero.tiers.device import DeviceTier
 from tiered_zero.tiers.host import HostTier
 from tiered_zero.tiers.inventory import Home, Inventory
@@ -217,3 +218,7 @@ class Traffic:
     def clear(self) -> None:
         self.fetched.clear()
         self.written.clear()
+
+
+def recorder(engine: tiered_zero.Engine) -> Recorder:
+    return engine._inspect().runtime.recorder

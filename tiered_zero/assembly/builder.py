@@ -37,7 +37,6 @@ from tiered_zero.run_spec import RunSpec, planning_notices
 from tiered_zero.store.new_parents import make_missing
 from tiered_zero.teardown import Teardown, once
 from tiered_zero.telemetry.ledger import Ledger
-from tiered_zero.telemetry.spans import Recorder
 from tiered_zero.tiers.rack import TierRack, nvme_needs
 from tiered_zero.train_step import Movers, TrainStep
 from tiered_zero.update.handle import TieredOptimizer, make_scheduler
@@ -108,7 +107,9 @@ def _build(run_spec: RunSpec, lr_scheduler: Any, collectives: Collectives, loade
         for name in ("gather", "reduce", "update"):
             accelerator.lane(name)  # a thread that cannot be started fails here, not in mid-run
         resources.add("ranks", collectives.close)
-        runtime = Runtime(accelerator=accelerator, ledger=ledger, recorder=Recorder(), collectives=collectives)
+        runtime = Runtime(
+            accelerator=accelerator, ledger=ledger, recorder=collectives.recorder, collectives=collectives
+        )
         for line in (*config.notices, *warnings, *planning_notices(run_spec)) if collectives.rank == 0 else ():
             logger.warning("%s", line)
         resources.add("rule", run_spec.rule.close)

@@ -27,7 +27,7 @@ from tiered_zero.tiers.inventory import Inventory
 from tiered_zero.tiers.rack import TierRack
 from tiered_zero.update.eager import EagerUpdate
 from tiered_zero.update.overlapped import DelayedPolicy, OverlappedPolicy
-from tiered_zero.update.policy import BarrierPolicy, UpdatePolicy
+from tiered_zero.update.policy import BarrierPolicy, GatheringPolicy, UpdatePolicy
 from tiered_zero.update.stepper import StreamingStepper
 
 
@@ -107,8 +107,10 @@ def make_policy(
     units = list({s.unit.index: s.unit for layout in run_spec.layouts for s in layout.subgroup.segments}.values())
     choice = run_spec.plan.update_policy
     if choice.policy == "barrier":
-        end_update = whole_weights(run_spec, runtime, pager).end_update
-        return BarrierPolicy(stepper, groups, pager.updates.invalidate, end_update)
+        whole, ends = whole_weights(run_spec, runtime, pager), (pager.updates.invalidate, pager.updates.end_update)
+        if (gather := whole.gather) is None:
+            return BarrierPolicy(stepper, groups, *ends)
+        return GatheringPolicy(stepper, groups, *ends, runtime=runtime, units=gather.units, gather=gather)
     if choice.policy == "overlapped":
         open_eagerly = partial(EagerUpdate, run_spec.layouts, gradients.freeze)
         eagerly = open_eagerly if choice.optimizer_in_backward else None

@@ -226,7 +226,7 @@ class GradientReducer:
         typed = memory[: (bucket.numel + total_numel) * dtype.itemsize].view(dtype)
         packed, total = typed[: bucket.numel], typed[bucket.numel :]
         name = bucket.parts[0].unit.name
-        with self._runtime.recorder.span("compute", "pack", name, packed.nbytes):
+        with self._runtime.recorder.span("compute", "reduce", name, packed.nbytes):
             self._pack(bucket, packed)
         done = self._collectives.reduce_scatter(packed, total, f"the gradients of {name}")
         if self._reduction.gathers:
@@ -246,7 +246,7 @@ class GradientReducer:
     def _finish_oldest(self) -> torch.Tensor:
         """Wait until the oldest bucket's sums are at their homes; return its memory."""
         memory, received = self._under_way.popleft()
-        with self._runtime.recorder.span("compute", "wait_bucket"):
+        with self._runtime.recorder.span("compute", "wait_grad"):
             received.wait()
         return memory
 

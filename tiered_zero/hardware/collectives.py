@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from tiered_zero.errors import ModelError, RankError
 from tiered_zero.hardware.process_groups import ProcessGroups, RankTraffic
+from tiered_zero.telemetry.spans import Recorder
 from tiered_zero.transfer import COMPLETED, Transfer, wait_all
 
 logger = logging.getLogger("tiered_zero")
@@ -35,6 +36,8 @@ class Collectives(Protocol):
     rank: int
     world_size: int
     traffic: RankTraffic
+    recorder: Recorder
+    """Has a span of each gather and reduction, with the bytes that this rank has handed over."""
 
     def all_gather(
         self,
@@ -162,6 +165,7 @@ class SingleRank:
 
     def __init__(self) -> None:
         self.traffic = RankTraffic()
+        self.recorder = Recorder()
         self._owns_group = False
 
     def ensure_process_group(self, dist_init_required: bool | None = None) -> None:

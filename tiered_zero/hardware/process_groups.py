@@ -8,10 +8,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum, auto
+from functools import partial
 from hashlib import sha256
 from typing import Any, final
 
@@ -20,6 +21,7 @@ import torch.distributed as dist
 
 from tiered_zero.errors import RankError, TieredZeroError
 from tiered_zero.hardware.lanes import DeviceMarker, Lane, Work, runs_on_lane
+from tiered_zero.telemetry.spans import Recorder
 from tiered_zero.transfer import Transfer, wait_all
 
 logger = logging.getLogger("tiered_zero")
@@ -123,6 +125,7 @@ class ProcessGroups:
         self._failure: RankError | None = None
         """What another rank has posted, or what ended a collective here: every call after it raises this."""
         self._phase = _Phase.OPEN
+        self.recorder = Recorder()
 
     # -- collectives ---------------------------------------------------------------------------------------------------
 
@@ -146,12 +149,11 @@ class ProcessGroups:
         self.traffic.gathered_numel += flat.numel()
 
         def gather() -> None:
-            wait_all(after)
             if order is not None:
                 self._compare(order, group)
             dist.all_gather_single(flat, shard, group=group)
 
-        return self._submit("all_gather", what, gather)
+        return self._submit("all_gather", what, gather, flat.nbytes, after)
 
     def _compare(self, order: str, group: Any) -> None:
         """Raise RankError where another rank gathers something else now. On the lane of gathers."""
@@ -176,9 +178,8 @@ class ProcessGroups:
         assert bucket.numel() == self.world_size * out.numel(), "gloo ends the process where sizes differ"
         group = self._groups.get("reduce_scatter")
         self.traffic.reduced_numel += bucket.numel()
-        return self._submit(
-            "reduce_scatter", what, lambda: dist.reduce_scatter_single(out, bucket, op=dist.ReduceOp.SUM, group=group)
-        )
+        job = partial(dist.reduce_scatter_single, out, bucket, op=dist.ReduceOp.SUM, group=group)
+        return self._submit("reduce_scatter", what, job, bucket.nbytes)
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0, what: str = "values") -> None:
         """Fill `tensor` with that of rank `source`, of the same shape and dtype. Blocks."""
@@ -218,13 +219,19 @@ class ProcessGroups:
         out = torch.empty(self.world_size * own.numel(), dtype=torch.uint8)
         return self._submit("control", what, lambda: dist.all_gather_single(out, own, group=group)), out
 
-    def _submit(self, name: str, what: str, job: Callable[[], object]) -> CollectiveTransfer:
+    def _submit(
+        self, name: str, what: str, job: Callable[[], object], nbytes: int = 0, after: Sequence[Transfer] = ()
+    ) -> CollectiveTransfer:
+        """`nbytes`: that this rank hands over. `after`: what comes before, on which no time is counted."""
         self._check_open()
         transfer = CollectiveTransfer(self, f"{name} of {what}")
+        timed = nullcontext() if name == "control" else self.recorder.span(name, name, what, nbytes)
 
         def run() -> None:
             try:
-                job()
+                wait_all(after)
+                with timed:
+                    job()
             except BaseException as error:
                 transfer.end(error)
             else:

@@ -1,4 +1,4 @@
-"""Gather the new parameters of every rank's shards, after an update."""
+"""Gather the new parameters of every rank's shards, after their update."""
 
 from __future__ import annotations
 
@@ -9,28 +9,30 @@ import torch
 
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.layout.flat import Unit
-from tiered_zero.transfer import wait_all
+from tiered_zero.transfer import Transfer, wait_all
 
 
 @final
 class ShardGather:
-    """Makes whole units of shards, in place, in static order: the driver calls it inside step(), once the update has
-    written this rank's shards. So weights are whole between steps, and one rank alone may evaluate or save them.
+    """Makes whole units of shards, in place: so weights are whole between steps, and one rank alone may evaluate or
+    save them. Driver thread.
 
-    `units`: those that the update changes, all on the device. `flat_of`: a unit's flat [P].
+    A unit is gathered where it rests, in one collective and without a bucket, however large it is. `units`: those that
+    the optimizer steps, in static order. `flat_of`: a unit's flat [P], on the device.
     """
 
     def __init__(self, runtime: Runtime, units: Sequence[Unit], flat_of: Callable[[Unit], torch.Tensor]) -> None:
         self._collectives, self._recorder = runtime.collectives, runtime.recorder
-        self._units = units
+        self.units = units
         self._flat_of = flat_of
 
     def gather(self) -> None:
-        """Block until every unit is whole. Raises RankError."""
-        with self._recorder.span("compute", "gather_ranks"):
-            wait_all([self._collectives.all_gather(*self._whole_and_own(unit), unit.name) for unit in self._units])
+        """Gather every unit: shards were changed otherwise than by a step. Blocks; raises RankError."""
+        with self._recorder.span("compute", "wait_param"):
+            wait_all([self.start(unit) for unit in self.units])
 
-    def _whole_and_own(self, unit: Unit) -> tuple[torch.Tensor, torch.Tensor]:
+    def start(self, unit: Unit) -> Transfer:
+        """Start to fill the unit with every rank's shard, of which this rank's has its new values."""
         flat = self._flat_of(unit).data  # with a version counter of its own: views that autograd saved stay valid
         shard = unit.shard(self._collectives.rank)
-        return flat, flat[shard.start : shard.stop]
+        return self._collectives.all_gather(flat, flat[shard.start : shard.stop], f"the parameters of {unit.name}")

@@ -41,7 +41,10 @@ def choose_update_policy(
     asked = f"tiered_zero.update is {request.policy}"
     ranks = ranks or RankRequest()
     if ranks.shards_state and not ranks.shards_params:
-        reason = f"{ranks.world_size} ranks gather the new parameters of each other's shards inside step()"
+        reason = (
+            f"{ranks.world_size} ranks gather the new parameters of each other's shards inside step(), each unit's "
+            "while others are updated"
+        )
         return UpdateChoice(policy="barrier", reason=reason)
     if request.policy in ("barrier", "delayed"):
         return UpdateChoice(policy=request.policy, reason=asked)

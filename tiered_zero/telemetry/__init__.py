@@ -6,7 +6,7 @@ Owner: `Recorder` the spans of a run, `Ledger` its bytes, `RunLog` its JSON line
 Never: torch, a decision that training depends on, a line of log per step.
 
 [Note: Lanes and kinds]
-A span lies on a lane (compute, gather, reduce, update, disk read, disk write) and has a kind by which it is summed:
+A span lies on a lane (LANES) and has a kind by which it is summed:
 on compute `forward`, `backward`, `step`; anywhere a named wait (WAIT_CAUSES), on the lane of the thread that waits.
 A span inside another one (opened on the same thread, or on the same lane) takes its seconds away from it: forward's own
 seconds are without waits, and the driver's causes sum to its time whichever lanes it works for. A lane's

@@ -17,6 +17,11 @@ _DISK = (
     "`tiered-zero bench io` finds the drive's best settings."
 )
 
+_RANKS = (
+    "Bytes and the slowest rank decide: more tokens per step (train_micro_batch_size_per_gpu, or at stages 0 and 1 "
+    "gradient_accumulation_steps) and a faster network make it a smaller part."
+)
+
 _LANES = {
     "compute": (
         "the model's own compute",
@@ -39,6 +44,8 @@ _LANES = {
     ),
     "disk read": ("reading from the disk", _DISK),
     "disk write": ("writing to the disk", _DISK),
+    "all_gather": ("gathering parameters from the other ranks", _RANKS),
+    "reduce_scatter": ("summing gradients over the ranks", _RANKS),
 }
 """Lane -> what it does, and what to change where it sets the pace."""
 
@@ -59,6 +66,8 @@ MEANINGS = {
     "reduce": "gradients on their way to their home",
     "disk read": "reads from the swap directory",
     "disk write": "writes to the swap directory",
+    "all_gather": "parameters from the other ranks, waits for them included",
+    "reduce_scatter": "gradients summed over the ranks, waits for them included",
     "wait_param": "compute waits for parameters to arrive",
     "wait_update": "compute waits for an update that is not finished",
     "wait_grad": "backward waits until older gradients have arrived",

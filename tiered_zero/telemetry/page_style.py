@@ -16,6 +16,8 @@ COLOURS = {
     "reduce": ("#6d4c41", "#c79a86"),
     "disk read": ("#4a8638", "#88c476"),
     "disk write": ("#a8651f", "#e0a860"),
+    "all_gather": ("#4d6fae", "#93b0e6"),
+    "reduce_scatter": ("#7a5c99", "#bda0dd"),
     "device": ("#2f6fb5", "#6aa5e0"),
     "host": ("#1f8a70", "#4fc0a2"),
     "nvme": ("#d9822b", "#f0a35a"),

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 WAIT_CAUSES = ("wait_param", "wait_update", "wait_grad", "wait_state", "wait_lease")
-LANES = ("compute", "gather", "reduce", "update", "disk read", "disk write")
+LANES = ("compute", "gather", "reduce", "update", "disk read", "disk write", "all_gather", "reduce_scatter")
 
 
 DRIVER_LANE = "compute"

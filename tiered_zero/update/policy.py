@@ -14,6 +14,13 @@ exact steps the update of step i runs while forward and backward of step i+1 com
 it: theta(i+1) = update(theta(i), gradient at theta(i-1)). New 16-bit parameters are written to other slots and
 gradients are double-buffered, so neither side sees half of the other's work; the next step() publishes.
 
+[Note: Update of shards]
+Where ranks have shards of the state and whole parameters, `barrier` runs on every rank: the update lane steps this
+rank's shards, and the driver starts to gather each unit once its shard is written, in static order. So gathers run
+under the update of the units behind, every rank issues them in the same order, and weights are whole when step()
+returns. `overlapped` would leave gathers to the next forward, which one rank alone may run; `delayed` to whatever reads
+weights first, which is not the same on every rank.
+
 [Note: State on several tiers]
 Sub-groups whose state rests on the device are updated by the driver inside step(), in compute's own order: nothing is
 gained by running them later, for compute would wait for itself, and no stream has to be ordered after another. The
@@ -26,15 +33,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from tiered_zero.errors import EngineFailedError
 from tiered_zero.failure_latch import FailureLatch
 from tiered_zero.hardware.process import OwnProcess
+from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.layout.flat import Unit
 from tiered_zero.optim.state_layout import StateLayout
 from tiered_zero.tiers.step_gradients import StepGradients
-from tiered_zero.transfer import Completion, Transfer
+from tiered_zero.tiers.unit_update import UnitUpdate
+from tiered_zero.transfer import Completion, Transfer, wait_all
 from tiered_zero.update.eager import UpdateJob
 from tiered_zero.update.stepper import StreamingStepper
 
@@ -226,3 +235,52 @@ class BarrierPolicy(UpdatePolicy):
 
     def flush(self) -> None:
         self.check()  # no update is under way between steps
+
+
+class UnitGather(Protocol):
+    """Makes whole units of the shards that ranks have updated. Driver thread."""
+
+    def start(self, unit: Unit) -> Transfer: ...
+
+
+class GatheringPolicy(BarrierPolicy):
+    """Updates this rank's shards inside step(), and gathers those of all ranks. See [Note: Update of shards].
+
+    `units`: those that the optimizer steps, in static order, the same on every rank.
+    """
+
+    def __init__(
+        self,
+        stepper: StreamingStepper,
+        groups: Sequence[dict[str, Any]],
+        invalidate: Callable[[], None],
+        end_update: Callable[[], None],
+        *,
+        runtime: Runtime,
+        units: Sequence[Unit],
+        gather: UnitGather,
+    ) -> None:
+        super().__init__(stepper, groups, invalidate, end_update)
+        self._runtime = runtime
+        self._units = units
+        self._gather = gather
+
+    def apply(self, gradients: StepGradients, grad_scale: float) -> None:
+        self.num_applied += 1
+        shares = gradients.shares  # of each unit, what is present on any rank
+        changed = [unit for unit in self._units if unit.index in shares and shares[unit.index].present]
+        updates = {unit.index: UnitUpdate() for unit in changed}
+        job = self._job(gradients, grad_scale, unit_updates=updates)
+        accelerator, recorder = self._runtime.accelerator, self._runtime.recorder
+        update = accelerator.lane("update").submit(partial(self._step, job), after=[accelerator.record_compute()])
+        gathers = []
+        try:
+            for unit in changed:
+                with recorder.span("compute", "wait_update", unit.name):
+                    updates[unit.index].written.wait()
+                gathers.append(self._gather.start(unit))
+        finally:
+            update.wait()  # raises its error, of which that of a unit comes
+        with recorder.span("compute", "wait_param"):
+            wait_all(gathers)
+        self._end_update()

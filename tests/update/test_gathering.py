@@ -1,0 +1,130 @@
+"""The update of shards: units are gathered in static order, each once its shard is written, under the rest of the
+update."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.tier_rig import make_runtime
+from tests.support.units import make_unit
+from tiered_zero.hardware.runtime import Runtime
+from tiered_zero.layout.flat import Unit
+from tiered_zero.tiers.step_gradients import StepGradients, UnitShare
+from tiered_zero.transfer import Completion, Transfer
+from tiered_zero.update.policy import GatheringPolicy
+
+UNITS = [make_unit(index) for index in range(4)]
+
+
+class Stepper:
+    """Writes units in the order `order`, each when `may_write` of it is set. Fails before the unit `failing`."""
+
+    def __init__(self, order: Sequence[int], failing: int | None = None) -> None:
+        self.order, self.failing = order, failing
+        self.may_write = [threading.Event() for _ in UNITS]
+
+    def freeze_groups(self, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [dict(group) for group in groups]
+
+    def step(self, job: Any) -> None:
+        for index in self.order:
+            assert self.may_write[index].wait(30)
+            if index == self.failing:
+                raise OSError("the disk is full")
+            if index in job.unit_updates:
+                job.unit_updates[index].complete()
+
+
+class Gather:
+    """Completes each gather once the next one is started, and lets the unit behind be written."""
+
+    def __init__(self, stepper: Stepper) -> None:
+        self.stepper = stepper
+        self.started: list[int] = []
+        self.transfers: list[Completion] = []
+
+    def start(self, unit: Unit) -> Transfer:
+        self.started.append(unit.index)
+        for waiting in self.transfers:
+            waiting.complete()
+        self.transfers.append(Completion())
+        if unit.index + 1 < len(UNITS):
+            self.stepper.may_write[unit.index + 1].set()
+        else:
+            self.transfers[-1].complete()
+        return self.transfers[-1]
+
+
+@pytest.fixture
+def runtime() -> Iterator[Runtime]:
+    made = make_runtime()
+    yield made
+    made.accelerator.close()
+
+
+def make_policy(runtime: Runtime, stepper: Any, log: list[str]) -> tuple[GatheringPolicy, Gather]:
+    gather = Gather(stepper)
+    made = GatheringPolicy(
+        stepper, [{"lr": 1.0}], lambda: log.append("prepare"), lambda: log.append("end"), runtime=runtime, units=UNITS,
+        gather=gather,
+    )  # fmt: skip
+    return made, gather
+
+
+def gradients_of(units: Sequence[int]) -> StepGradients:
+    shares = {
+        unit.index: UnitShare(
+            flat=torch.zeros(1), start=0, present=frozenset({1} if unit.index in units else ()), last=None
+        )
+        for unit in UNITS
+    }
+    return StepGradients(shares)
+
+
+def test_a_unit_is_gathered_while_those_behind_are_updated(runtime: Runtime) -> None:
+    """The update of each unit begins only once the gather of the one before has."""
+    log: list[str] = []
+    stepper = Stepper([0, 1, 2, 3])
+    policy, gather = make_policy(runtime, stepper, log)
+    stepper.may_write[0].set()
+    policy.prepare()
+    policy.apply(gradients_of(range(4)), 1.0)
+    assert gather.started == [0, 1, 2, 3] and log == ["prepare", "end"]
+    assert policy.num_applied == 1
+    policy.flush()
+
+
+@pytest.mark.parametrize("order", [[3, 2, 1, 0], [2, 0, 3, 1]])
+def test_the_order_of_gathers_is_static_whatever_is_written_first(runtime: Runtime, order: list[int]) -> None:
+    stepper = Stepper(order)
+    policy, gather = make_policy(runtime, stepper, [])
+    for event in stepper.may_write:
+        event.set()
+    policy.apply(gradients_of(range(4)), 1.0)
+    assert gather.started == [0, 1, 2, 3]
+
+
+def test_units_that_no_rank_has_a_gradient_of_are_not_gathered(runtime: Runtime) -> None:
+    stepper = Stepper([0, 1, 2, 3])
+    policy, gather = make_policy(runtime, stepper, [])
+    for event in stepper.may_write:
+        event.set()
+    policy.apply(gradients_of([1, 3]), 1.0)
+    assert gather.started == [1, 3]
+
+
+def test_a_failed_update_is_raised_and_nothing_behind_it_is_gathered(runtime: Runtime) -> None:
+    log: list[str] = []
+    stepper = Stepper([0, 1, 2, 3], failing=2)
+    policy, gather = make_policy(runtime, stepper, log)
+    for event in stepper.may_write:
+        event.set()
+    with pytest.raises(OSError, match="the disk is full"):
+        policy.apply(gradients_of(range(4)), 1.0)
+    assert gather.started == [0, 1] and log == []
+    assert isinstance(policy.failure, OSError)
