@@ -1,6 +1,6 @@
 """Run as a program: a training run with in-place commits that is killed at random moments, and gone on with each time.
 
-    python run_commits.py SWAP_PATH SAVE_DIR NUM_KILLS SEED UPDATE STATE_FORMAT
+    python run_commits.py SWAP_PATH SAVE_DIR NUM_KILLS SEED UPDATE STATE_FORMAT PARAMS
 
 Each process of the run is forked after the imports, goes on from SAVE_DIR if there is a checkpoint, and commits after
 each step. Prints one line of JSON: digests of weights and optimizer state by step of a run that was never killed, at
@@ -30,7 +30,9 @@ STEPS_PER_KILL = 4
 """Most that a process takes before it is killed."""
 
 
-def config(swap_path: Path, update: str, state_format: str, checkpoint: dict[str, Any]) -> dict[str, Any]:
+def config(
+    swap_path: Path, update: str, state_format: str, checkpoint: dict[str, Any], params: str = "nvme"
+) -> dict[str, Any]:
     nvme = {"device": "nvme", "nvme_path": str(swap_path)}
     return {
         "train_micro_batch_size_per_gpu": 2,
@@ -38,7 +40,7 @@ def config(swap_path: Path, update: str, state_format: str, checkpoint: dict[str
         "optimizer": {"type": "AdamW", "params": {"lr": 3e-3}},
         "zero_optimization": {
             "stage": 3,
-            "offload_param": {**nvme, "max_in_cpu": 0},
+            "offload_param": {**nvme, "device": params, "max_in_cpu": 0},
             "offload_optimizer": nvme,
             "stage3_param_persistence_threshold": 0,
             "sub_group_size": 5000,
@@ -63,10 +65,10 @@ def take_step(engine: tiered_zero.Engine, step: int) -> None:
     engine.step()
 
 
-def reference(swap_path: Path, num_steps: int, update: str, state_format: str) -> list[str]:
+def reference(swap_path: Path, num_steps: int, settings: list[str]) -> list[str]:
     torch.manual_seed(0)
     model = ParityGPT()
-    with tiered_zero.initialize(model=model, config=config(swap_path, update, state_format, {}))[0] as engine:
+    with tiered_zero.initialize(model=model, config=config_of(swap_path, {}, settings))[0] as engine:
         found = [digest(engine)]
         for step in range(num_steps):
             take_step(engine, step)
@@ -74,9 +76,13 @@ def reference(swap_path: Path, num_steps: int, update: str, state_format: str) -
     return found
 
 
-def run_process(
-    pipe: int, swap_path: Path, save_dir: Path, num_steps: int, update: str, state_format: str, limit: int
-) -> None:
+def config_of(swap_path: Path, checkpoint: dict[str, Any], settings: list[str]) -> dict[str, Any]:
+    """`settings`: update policy, state format, where parameters rest."""
+    update, state_format, params = settings
+    return config(swap_path, update, state_format, checkpoint, params)
+
+
+def run_process(pipe: int, swap_path: Path, save_dir: Path, num_steps: int, settings: list[str], limit: int) -> None:
     """`limit`: after so many steps it waits to be killed."""
 
     def say(**fields: object) -> None:
@@ -85,7 +91,7 @@ def run_process(
     resumes = (save_dir / "latest").exists()
     checkpoint = {"in_place": True, **({"resume": str(save_dir)} if resumes else {})}
     torch.manual_seed(0 if not resumes else 99)
-    engine = tiered_zero.initialize(model=ParityGPT(), config=config(swap_path, update, state_format, checkpoint))[0]
+    engine = tiered_zero.initialize(model=ParityGPT(), config=config_of(swap_path, checkpoint, settings))[0]
     say(step=engine.global_steps, digest=digest(engine))
     durable = engine.global_steps
     for step in range(durable, num_steps):
@@ -128,20 +134,20 @@ def read_until(pipe: int, deadline_s: float, text: bytearray) -> bool:
 def main() -> None:
     swap_path, save_dir = Path(sys.argv[1]), Path(sys.argv[2])
     num_kills, seed = map(int, sys.argv[3:5])
-    update, state_format = sys.argv[5:7]
+    settings = sys.argv[5:8]
     num_steps = 3 + STEPS_PER_KILL * num_kills
     random.seed(seed)
     torch.set_num_threads(1)
     child, pipe = os.fork(), None
     if not child:  # the parent runs no torch, so that each child can be forked from it
-        (save_dir / "reference.json").write_text(json.dumps(reference(swap_path, num_steps, update, state_format)))
+        (save_dir / "reference.json").write_text(json.dumps(reference(swap_path, num_steps, settings)))
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0, "the reference failed"
     expected = json.loads((save_dir / "reference.json").read_text())
     processes: list[dict[str, Any]] = []
     while True:
         limit = STEPS_PER_KILL if len(processes) < num_kills else num_steps
-        child, pipe = fork((swap_path, save_dir, num_steps, update, state_format, limit))
+        child, pipe = fork((swap_path, save_dir, num_steps, settings, limit))
         text = bytearray()
         in_start = random.random() < 0.25
         ended = False
@@ -157,7 +163,8 @@ def main() -> None:
             text += data
         os.close(pipe)
         lines = [json.loads(line) for line in text.decode().splitlines(keepends=True) if line.endswith("\n")]
-        processes.append({"lines": lines, "ended": ended, "status": status})
+        in_save = bool([*save_dir.glob(".tmp-*"), *swap_path.glob("*/manifest.next")])
+        processes.append({"lines": lines, "ended": ended, "status": status, "in_save": in_save})
         if ended:
             break
     print(json.dumps({"expected": expected, "processes": processes}))

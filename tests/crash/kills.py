@@ -1,0 +1,123 @@
+"""Kill real training processes at random moments, go on from what they left, compare with a run that was not killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.crash import run_commits
+from tiered_zero.store.runs import list_runs
+
+ROOT = Path(__file__).parents[2]
+CASES = [
+    ("overlapped", "fp32", "nvme"),
+    ("barrier", "fp32", "nvme"),
+    ("overlapped", "bf16_remainder", "nvme"),
+    ("overlapped", "bf16_remainder", "cpu"),
+]
+"""Update policy, state format, and where parameters rest."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Killed:
+    """What became of a run that was killed `num_kills` times. `num_in_save`: of these kills how many left names of a
+    save that was under way. `num_steps`: of the run; `num_repeated`: steps that were made more than once."""
+
+    num_kills: int
+    num_in_save: int
+    num_steps: int
+    num_repeated: int
+
+
+def kill_script(directory: Path, swap_path: Path, case: tuple[str, str, str], num_kills: int, seed: int) -> Killed:
+    """Kill a script that commits in place after each step. Raises AssertionError on a lost step and on other bits."""
+    save_dir = directory / "saved"
+    save_dir.mkdir(mode=0o700)
+    program = [sys.executable, "-m", run_commits.__name__, str(swap_path), str(save_dir), str(num_kills), str(seed)]
+    done = subprocess.run([*program, *case], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    expected, durable = found["expected"], 0
+    num_steps, num_repeated = len(expected) - 1, 0
+    killed = [process for process in found["processes"] if not process["ended"]]
+    for process in found["processes"]:
+        for line in process["lines"]:
+            if "digest" in line:
+                assert line["step"] >= durable, f"a durable step was lost ({seed=}): {line}, {durable=}"
+                assert line["digest"] == expected[line["step"]], f"other bits at step {line['step']} ({seed=})"
+            durable = max(durable, line.get("durable", 0))
+    for before, after in zip(found["processes"], found["processes"][1:], strict=False):
+        made = max((line.get("durable", line.get("step", 0)) for line in before["lines"]), default=0)
+        begun = next((line["step"] for line in after["lines"] if "digest" in line), made)
+        num_repeated += max(0, made + 1 - begun) if before["lines"] else 0
+    assert all(process["status"] == signal.SIGKILL for process in killed)
+    last = found["processes"][-1]["lines"][-1]
+    assert last == {"step": num_steps, "digest": expected[-1], "ended": True}, done.stderr[-4000:]
+    runs = [run for run in list_runs(swap_path) if run.resumable]  # a kill before the first tag leaves an older one
+    assert max((run.step or 0, run.state) for run in runs) == (num_steps, "dead")
+    return Killed(
+        num_kills=len(killed),
+        num_in_save=sum(process["in_save"] for process in killed),
+        num_steps=num_steps,
+        num_repeated=num_repeated,
+    )
+
+
+def kill_command(directory: Path, swap_path: Path, num_kills: int, seed: int) -> Killed:
+    """Kill `tiered-zero train ... --save --save-every 1 --resume` with in_place, and compare the last loss. Raises
+    AssertionError."""
+    config = json.loads((ROOT / "configs/gpt_nvme.json").read_text())
+    config["zero_optimization"]["offload_param"]["nvme_path"] = str(swap_path)
+    config["zero_optimization"]["offload_optimizer"]["nvme_path"] = str(swap_path)
+    config["tiered_zero"]["checkpoint"] = {"in_place": True}
+    (directory / "config.json").write_text(json.dumps(config))
+    num_steps = 20 * (num_kills + 1)
+    command = [sys.executable, "-m", "tiered_zero", "train", str(directory / "config.json"), "--json"]
+    command += ["--model", "gpt:layers=1,hidden=32,context=16", "--steps", str(num_steps)]
+    saved = directory / "saved"
+    saving = [*command, "--save", str(saved), "--save-every", "1", "--resume"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    chance = random.Random(seed)
+    undisturbed = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert undisturbed.returncode == 0, undisturbed.stderr[-4000:]
+    num_in_save, durable = 0, 0
+    for kill in range(1, num_kills + 1):
+        first = 20 * kill - chance.randrange(10)
+        with subprocess.Popen(saving, env=environment, stdout=-3, stderr=subprocess.PIPE, text=True) as process:
+            while process.poll() is None and latest_step(saved) < first:
+                time.sleep(0.001)
+            time.sleep(chance.uniform(0, 0.05))
+            process.kill()
+            _, log = process.communicate()
+        assert process.returncode == -signal.SIGKILL, f"it ended by itself, or failed: {log[-4000:]}"
+        assert latest_step(saved) >= durable, "a durable step was lost"
+        durable = latest_step(saved)
+        num_in_save += is_in_save(saved, swap_path)
+    last = subprocess.run(saving, env=environment, capture_output=True, text=True)
+    assert last.returncode == 0, last.stderr[-4000:]
+    values, expected = json.loads(last.stdout), json.loads(undisturbed.stdout)
+    assert values["resumed_step"] >= durable and values["steps"] == num_steps - values["resumed_step"]
+    assert values["last_loss"] == expected["last_loss"], f"{values['last_loss']}, not {expected['last_loss']} ({seed=})"
+    return Killed(num_kills=num_kills, num_in_save=num_in_save, num_steps=num_steps, num_repeated=0)
+
+
+def latest_step(save_dir: Path) -> int:
+    """The step that `latest` names; 0: none."""
+    try:
+        return int((save_dir / "latest").read_text().removeprefix("global_step"))
+    except FileNotFoundError:
+        return 0
+
+
+def is_in_save(save_dir: Path, swap_path: Path) -> bool:
+    """Whether a process that was killed has left names of a save that was under way."""
+    names: list[Any] = [name for name in os.listdir(save_dir) if name.startswith(".tmp-")]
+    return bool(names or [*swap_path.glob("*/manifest.next")])
