@@ -34,6 +34,8 @@ def last_records() -> dict[tuple[Any, ...], dict[str, Any]]:
     for path in sorted(RECORDS.glob("*.jsonl")):
         for line in path.read_text().splitlines():
             record = json.loads(line)
+            if record["name"] not in TABLES:
+                continue  # of a page of its own
             arguments = record["arguments"]
             kind = arguments.get("clip", arguments.get("accumulation", 0.0))
             records[record["name"], arguments.get("tokens", 0), kind] = record

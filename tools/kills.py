@@ -1,0 +1,115 @@
+"""Kill real training processes at random moments, and record whether each went on with the bits of an undisturbed run.
+
+    python tools/kills.py --kills 300                  appends a record a round, at most 30 kills of one run
+    python tools/kills.py --insert docs/faults.md      puts the table of all records between its markers
+
+Runs commit in place after each step: scripts under several update policies, state formats and placements, and
+`tiered-zero train --save --save-every 1 --resume`. A round that lost a step or ended with other bits is recorded as
+failed, and the exit code is 1. One process trains at a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":  # an installed tiered_zero goes before the checkout's
+    sys.path[:1] = []
+    sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from tests.crash.kills import CASES, Killed, kill_command, kill_script
+from tools.bench.record import append_record
+
+RECORDS = Path(__file__).resolve().parent / "bench" / "records" / "kills.jsonl"
+BEGIN, END = "<!-- kills:begin -->", "<!-- kills:end -->"
+COMMAND = "tiered-zero train"
+ROUND = {COMMAND: 10}
+"""Kills in one round; 30 where nothing is said."""
+
+
+def rounds(num_kills: int, seed: int) -> Iterator[tuple[str, int, int]]:
+    """Yield the case, the kills and the seed of each round, case by case in turn."""
+    names = [*map(", ".join, CASES), COMMAND]
+    while num_kills > 0:
+        name = names[seed % len(names)]
+        kills = min(num_kills, ROUND.get(name, 30))
+        yield name, kills, seed
+        num_kills, seed = num_kills - kills, seed + 1
+
+
+def kill(name: str, num_kills: int, seed: int, directory: Path) -> Killed:
+    """Raises AssertionError where a step was lost, or the bits differ."""
+    swap_path, scratch = directory / "swap", directory / "scratch"
+    for path in (swap_path, scratch):
+        path.mkdir(mode=0o700)
+    if name == COMMAND:
+        return kill_command(scratch, swap_path, num_kills, seed)
+    cases = {", ".join(case): case for case in CASES}
+    return kill_script(scratch, swap_path, cases[name], num_kills, seed)
+
+
+def table(records: list[dict[str, Any]]) -> str:
+    """Markdown; one line a case."""
+    text = "| training | kills | of these in a save | steps | what came of it |\n|---|---|---|---|---|\n"
+    for name in dict.fromkeys(record["arguments"]["case"] for record in records):
+        own = [record for record in records if record["arguments"]["case"] == name]
+        good = [record["killed"] for record in own if record["killed"] is not None]
+        kills, in_save, steps = (
+            sum(killed[field] for killed in good) for field in ("num_kills", "num_in_save", "num_steps")
+        )
+        came = "each went on, and ended with the bits of the run that was never killed"
+        if failures := [record["failure"] for record in own if record["killed"] is None]:
+            came = f"{len(failures)} of {len(own)} rounds failed: {failures[-1][:100]}"
+        text += f"| {name} | {kills} | {in_save} | {steps} | {came} |\n"
+    return text
+
+
+def insert(document: Path, path: Path) -> None:
+    """Write the table of the records in `path` between the markers of a document. Raises ValueError without markers."""
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    text = document.read_text()
+    begin, end = text.find(BEGIN), text.find(END)
+    if not 0 <= begin < end:
+        raise ValueError(f"{document}: expected {BEGIN} and after it {END}")
+    document.write_text(f"{text[: begin + len(BEGIN)]}\n{table(records)}{text[end:]}")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=0, metavar="N")
+    parser.add_argument("--seed", type=int, default=0, help="of the first round")
+    parser.add_argument("--dir", type=Path, help="where swap directories and checkpoints are made")
+    parser.add_argument("--out", type=Path, default=RECORDS, metavar="RECORDS")
+    parser.add_argument("--insert", type=Path, metavar="DOCUMENT")
+    options = parser.parse_args(arguments)
+    failed = 0
+    for name, num_kills, seed in rounds(options.kills, options.seed):
+        begun_s, killed, failure = time.monotonic(), None, ""
+        with tempfile.TemporaryDirectory(dir=options.dir) as directory:
+            try:
+                killed = kill(name, num_kills, seed, Path(directory))
+            except AssertionError as error:
+                failed, failure = failed + 1, str(error)
+        append_record(
+            options.out,
+            "kills",
+            {"case": name, "kills": num_kills, "seed": seed},
+            [time.monotonic() - begun_s],
+            None,
+            killed=None if killed is None else vars(killed),
+            failure=failure,
+        )
+        print(f"{name}: {killed or failure}", flush=True)
+    if options.insert is not None:
+        insert(options.insert, options.out)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
