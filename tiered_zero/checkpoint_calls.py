@@ -187,7 +187,8 @@ class CheckpointCalls(ABC):
 
         `kind`: "master", "grad" (between backward and `step()`), or state as torch's optimizer calls it, such as
         "exp_avg". None for what there is not: of a frozen parameter, before the first step, without a gradient. Raises
-        ModelError. Waits for every update and reads whole sub-groups: not for every step.
+        ModelError. Waits for every update and reads whole sub-groups: not for every step. Where masters and state are
+        sharded (many ranks, stage 1 and up) every rank calls this.
         """
         param = self._named(name)
         if kind == "master":
@@ -199,7 +200,8 @@ class CheckpointCalls(ABC):
         """Set what `peek` reads, on whatever tier it rests; the next step goes on from it.
 
         A master takes `value` exactly, and its parameter becomes that rounded to its dtype. State in a lossy
-        `state_format` is rounded. Raises ModelError for what there is not.
+        `state_format` is rounded. Raises ModelError for what there is not. With many ranks every rank calls this, and
+        rank 0's value is set.
         """
         param = self._named(name)
         if kind == "master":

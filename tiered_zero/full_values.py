@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from tiered_zero.errors import ModelError
+from tiered_zero.hardware.agreement import agree
 from tiered_zero.hardware.staging import StagingPool
 from tiered_zero.layout.flat import FlatEntry, Unit
 from tiered_zero.layout.subgroups import ParamPiece
@@ -19,6 +20,7 @@ from tiered_zero.tiers.inventory import Inventory
 from tiered_zero.tiers.slots import read_slot, write_slot
 from tiered_zero.train_step import TrainStep
 from tiered_zero.update.masters import Masters
+from tiered_zero.update.param_shards import ParamShards
 
 _of_step: weakref.WeakKeyDictionary[TrainStep, weakref.ref[FullValues]] = weakref.WeakKeyDictionary()
 
@@ -37,7 +39,7 @@ class FullValues:
     masters: Masters
     inventory: Inventory
     staging: StagingPool | None
-    is_sharded: bool = False
+    shards: ParamShards
 
     def register(self) -> None:
         """Let `full_values_of` find this, as long as it is referenced."""
@@ -48,19 +50,28 @@ class FullValues:
 
     def read_master(self, param: nn.Parameter) -> torch.Tensor | None:
         unit, entry = self._place(param)
-        if not any(self._pieces(unit, entry)):
+        if entry.param.name not in self.shards.trained:
             return None
-        self.step.before_weights_read()
-        return entry.param.view(self._read_masters(unit)[entry.start : entry.stop]).clone()
+
+        def read() -> torch.Tensor:
+            self.step.before_weights_read()
+            return self._read_masters(unit)[entry.start : entry.stop].clone()
+
+        return entry.param.view(self._gathered(entry, self.shards.read("a master is read", read)))
 
     def set_master(self, param: nn.Parameter, value: torch.Tensor) -> None:
         """The parameter becomes `value` rounded to its dtype."""
         unit, entry = self._place(param)
-        self._check_shape(entry, value)
-        if not any(self._pieces(unit, entry)):
-            raise ModelError(
-                f"{entry.param.name} is not trained: it has no master. Set it inside tiered_zero.gathered."
-            )
+
+        def check() -> None:
+            self._check_shape(entry, value)
+            if entry.param.name not in self.shards.trained:
+                raise ModelError(
+                    f"{entry.param.name} is not trained: it has no master. Set it inside tiered_zero.gathered."
+                )
+
+        self.shards.change("a master is set", check)
+        value = self.shards.same(value)
         with gathered(param, modify=True), torch.no_grad():
             param.copy_(value)
         self.step.before_weights_write()
@@ -71,27 +82,43 @@ class FullValues:
     def read_state(self, param: nn.Parameter, name: str) -> torch.Tensor | None:
         """`name`: as torch's optimizer calls it, such as "exp_avg"."""
         unit, entry = self._place(param)
+        if entry.param.name not in self.shards.trained:
+            return None
         found = torch.zeros(entry.param.numel)
-        self.step.before_weights_read()
-        known = False
-        for layout, piece in self._pieces(unit, entry):
-            if not self.step.policy.has_state(layout):
-                return None
-            known = True
-            array = self._array(layout, piece, name, self._read(layout))
-            array = entry.param.flatten(array) if array.shape == entry.param.shape else array.reshape(-1)
-            marked = layout.masters.needs_params and array.dtype == layout.masters.dtypes[1]
-            stop = piece.param_start + piece.numel
-            found[piece.param_start : stop] = array.abs() if marked and name == _MARKED else array
-        return entry.param.view(found) if known else None
+
+        def read() -> bool:
+            self.step.before_weights_read()
+            pieces = list(self._pieces(unit, entry))
+            if not all(self.step.policy.has_state(layout) for layout, _ in pieces):
+                return False
+            for layout, piece in pieces:
+                array = self._array(layout, piece, name, self._read(layout))
+                array = entry.param.flatten(array) if array.shape == entry.param.shape else array.reshape(-1)
+                marked = layout.masters.needs_params and array.dtype == layout.masters.dtypes[1]
+                stop = piece.param_start + piece.numel
+                found[piece.param_start : stop] = array.abs() if marked and name == _MARKED else array
+            return True
+
+        if not all(agree(self.shards.readers, "optimizer state is read", read)):
+            return None
+        return entry.param.view(self._gathered(entry, found))
 
     def set_state(self, param: nn.Parameter, name: str, value: torch.Tensor) -> None:
         unit, entry = self._place(param)
-        self._check_shape(entry, value)
-        self.step.before_weights_write()
         pieces = list(self._pieces(unit, entry))
-        if not pieces or not all(self.step.policy.has_state(layout) for layout, _ in pieces):
-            raise ModelError(f"{entry.param.name} has no optimizer state before its first step. Set it after that.")
+
+        def check() -> None:
+            self._check_shape(entry, value)
+            self.step.before_weights_write()
+            if entry.param.name not in self.shards.trained or not all(
+                self.step.policy.has_state(layout) for layout, _ in pieces
+            ):
+                raise ModelError(f"{entry.param.name} has no optimizer state before its first step. Set it after that.")
+            for layout, piece in pieces:
+                self._array(layout, piece, name, self._read(layout))
+
+        self.shards.change("optimizer state is set", check)
+        value = self.shards.same(value)
         for layout, piece in pieces:
             raw = self._read(layout)
             array = self._array(layout, piece, name, raw)
@@ -100,13 +127,12 @@ class FullValues:
             array.copy_(torch.copysign(new, array) if layout.masters.needs_params and name == _MARKED else new)
             write_slot(self.inventory.home(layout.subgroup, "state"), 0, raw, self.staging)
 
+    def _gathered(self, entry: FlatEntry, flat: torch.Tensor) -> torch.Tensor:
+        """`flat`: [numel], with this rank's part of the parameter at least."""
+        self.shards.gather(entry.param, flat)
+        return flat
+
     def _place(self, param: nn.Parameter) -> tuple[Unit, FlatEntry]:
-        if self.is_sharded:
-            raise ModelError(
-                "Masters and optimizer state are sharded over ranks here, and this version does not bring them "
-                "together. Read the parameters themselves, which are whole on every rank, or set "
-                "zero_optimization.stage to 0."
-            )
         paged = self.step.pager.units.by_param.get(param)
         assert paged is not None, "the pager has gathered this parameter"
         return paged.unit, paged.unit.entries[paged.params[param]]
@@ -162,7 +188,8 @@ def full_values_of(param: nn.Parameter) -> FullValues | None:
 
 
 def get_master(param: nn.Parameter) -> torch.Tensor | None:
-    """The fp32 master, a copy on the CPU; None for a parameter that no engine trains."""
+    """The fp32 master, a copy on the CPU; None for a parameter that no engine trains. Where masters are sharded every
+    rank calls this, and the other functions of this module."""
     values = full_values_of(param)
     return values.read_master(param) if values is not None else None
 

@@ -74,10 +74,17 @@ def save(place: Place, swap_path: str, save_dir: str, steps: int = 2, more: int 
     return found
 
 
-def load(place: Place, swap_path: str, load_dir: str, more: int = 2, save_dir: str | None = None) -> dict[str, Any]:
-    """Load into a new run, save that again where asked, and go on."""
-    engine = build(place, swap_path)
-    path, client_state = engine.load_checkpoint(load_dir)
+def load(
+    place: Place, swap_path: str, load_dir: str, more: int = 2, save_dir: str | None = None, resume: bool = False
+) -> dict[str, Any]:
+    """Load into a new run, or begin it from there; save that again where asked, and go on."""
+    if resume:
+        engine = build(place, swap_path, checkpoint={"resume": load_dir})
+        assert engine.resumed is not None
+        path, client_state = engine.resumed
+    else:
+        engine = build(place, swap_path)
+        path, client_state = engine.load_checkpoint(load_dir)
     loaded, first = weights_of(engine), engine.global_steps
     if save_dir is not None:
         engine.save_checkpoint(save_dir)

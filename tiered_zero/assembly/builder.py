@@ -14,6 +14,7 @@ from tiered_zero.assembly.parts import make_gradients, make_observers, make_poli
 from tiered_zero.checkpoint.checkpoints import Checkpoints, check_async, written_by
 from tiered_zero.checkpoint.driver import DriverState
 from tiered_zero.checkpoint.portable import RunState
+from tiered_zero.checkpoint.ranks import find_together
 from tiered_zero.checkpoint.resume import AdoptedValues, adopt, find_checkpoint
 from tiered_zero.config.schema import Config
 from tiered_zero.data import TrainingLoader
@@ -43,6 +44,7 @@ from tiered_zero.update.handle import TieredOptimizer, make_scheduler
 from tiered_zero.update.masters import Masters
 from tiered_zero.update.optimizer_state import OptimizerState
 from tiered_zero.update.param_groups import ParamGroupWatch, restored_on_error
+from tiered_zero.update.param_shards import ParamShards
 from tiered_zero.update.stepper import StreamingStepper
 
 logger = logging.getLogger("tiered_zero")
@@ -87,7 +89,8 @@ def _build(run_spec: RunSpec, lr_scheduler: Any, collectives: Collectives, loade
     ]
     plan.check()
     check_async(config, plan)
-    found = find_checkpoint(resume) if (resume := config.tiered_zero.checkpoint.resume) is not None else None
+    resume = config.tiered_zero.checkpoint.resume
+    found = None if resume is None else find_together(collectives, resume, partial(find_checkpoint, resume))
     for line in found.lines if found is not None else ():
         logger.warning("%s", line)
     adoption = None if found is None else adopt(found, config, plan, run_spec.slots, run_spec.layouts)
@@ -217,8 +220,9 @@ def _build(run_spec: RunSpec, lr_scheduler: Any, collectives: Collectives, loade
         resources.add("hooks", hooks.remove)
         hooks.install()
         named = {spec.name: param for param, spec in run_spec.specs.items()}
-        sharded = plan.request.ranks.shards_state
-        state = OptimizerState(named, run_spec.layouts, run_spec.rule, stepper, inventory, tiers.state_staging, sharded)
+        shards_state = plan.request.ranks.shards_state
+        shards = ParamShards(collectives, run_spec.units, run_spec.trained, is_sharded=shards_state)
+        state = OptimizerState(named, run_spec.layouts, run_spec.rule, stepper, inventory, tiers.state_staging, shards)
         if adoption is not None and any(run_spec.source.state.values()):
             logger.warning("the optimizer's own state is left out: the run goes on with what was committed")
         if adoption is None:
@@ -230,7 +234,7 @@ def _build(run_spec: RunSpec, lr_scheduler: Any, collectives: Collectives, loade
             masters=masters,
             inventory=inventory,
             staging=tiers.state_staging,
-            is_sharded=sharded,
+            shards=shards,
         )
         resources.add("full values", values.unregister)  # `values` lives as long as `resources` refer to it
         values.register()

@@ -27,12 +27,11 @@ def check_ranks(config: Config, world_size: int) -> None:
             "other's new parameters inside step(); found 'delayed'. Leave it out, or set zero_optimization.stage to 0 "
             "or 3."
         )
-    for name, found in (("in_place", settings.checkpoint.in_place), ("resume", settings.checkpoint.resume)):
-        if found:
-            raise ModelError(
-                f"tiered_zero.checkpoint.{name}: expected it to be left out with {many}, which this version does not "
-                f"save together; found {found!r}."
-            )
+    if settings.checkpoint.in_place:
+        raise ModelError(
+            f"tiered_zero.checkpoint.in_place: expected false with {many}, whose commits this version does not join; "
+            "found true. Leave it out: a save then writes files, which any number of ranks loads."
+        )
     for path, (allowed, what) in _MUST_BE.items():
         found = idle_value(config, path, allowed)
         if found not in (allowed, "auto", None):

@@ -50,7 +50,9 @@ class StateLayout:
         self._end = self.state_start = self.masters.dtypes[0].itemsize * subgroup.numel
         if rule.elementwise:
             merged: dict[str, StateField] = {}
-            for group in sorted({piece.group for piece in subgroup.pieces}):
+            held = {piece.group for piece in subgroup.pieces}
+            # padding alone, as the last rank has of a small unit, still has masters in each of their arrays
+            for group in sorted(held or range(len(self.masters.dtypes) - 1)):
                 fields = rule.state_fields((subgroup.numel,), groups[group])
                 self._fields_of_group[group] = tuple(field.name for field in fields)
                 merged.update({field.name: field for field in fields})

@@ -117,7 +117,7 @@ class TieredOptimizer(Optimizer):
 
         Waits for the updates under way. fp32 masters are no part of it: they follow `module.state_dict()`, in whose
         16 bits those of a 16-bit model lose their last ones. Raises BudgetError where the tensors do not fit into free
-        host memory.
+        host memory. Where state is sharded (many ranks, stage 1 and up) every rank calls this, and gets the whole.
         """
         with self._access.reading():
             return super().state_dict()
@@ -127,7 +127,7 @@ class TieredOptimizer(Optimizer):
 
         Values of the param groups change in place, so that schedulers and the engine see one list. Arrays are rounded
         where tiered_zero.state_format has fewer bits; a warning says so. Raises ModelError, with nothing changed, where
-        groups, shapes or keys do not fit.
+        groups, shapes or keys do not fit. With many ranks every rank calls this with the whole state.
         """
         given = dict(state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
@@ -178,7 +178,7 @@ class TieredOptimizer(Optimizer):
         return self._matched({"state": {}, "param_groups": saved})[1]
 
     def read_state(self, param: nn.Parameter) -> ParamState:
-        """Read one parameter's state, as `state_dict()` gives it; empty before its first step."""
+        """Read one parameter's state, as `state_dict()` gives it, on every rank; empty before its first step."""
         return self._access.read_one(param)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from tiered_zero.errors import BudgetError, ModelError
+from tiered_zero.hardware.agreement import agree
+from tiered_zero.hardware.collectives import local_world_size
 from tiered_zero.hardware.probe import available_host_nbytes
 from tiered_zero.hardware.staging import StagingPool
 from tiered_zero.layout.subgroups import ParamPiece
@@ -20,6 +22,7 @@ from tiered_zero.optim.state_layout import StateLayout
 from tiered_zero.sizes import format_nbytes
 from tiered_zero.tiers.inventory import Inventory
 from tiered_zero.tiers.slots import leased_slot
+from tiered_zero.update.param_shards import ParamShards
 from tiered_zero.update.stepper import StreamingStepper
 
 logger = logging.getLogger("tiered_zero")
@@ -34,7 +37,7 @@ class OptimizerState:
 
     fp32 masters are no part of it: they follow the parameters' values. A state format without loss, and a plain torch
     optimizer, give the same bits after any number of moves between them. `_params`: by name.
-    `_is_sharded`: this rank has the state of parts of them only, which `read` refuses.
+    `_shards`: of the state; where each rank has parts of it only every rank calls `read`.
     """
 
     _params: Mapping[str, nn.Parameter]
@@ -43,7 +46,7 @@ class OptimizerState:
     _stepper: StreamingStepper
     _inventory: Inventory
     _staging: StagingPool | None
-    _is_sharded: bool = False
+    _shards: ParamShards
 
     def stepped(self) -> list[nn.Parameter]:
         """List the parameters that have state."""
@@ -68,12 +71,22 @@ class OptimizerState:
 
         `groups`: the live param groups. Raises BudgetError where the copies do not fit into free host memory.
         """
-        if self._is_sharded:
-            raise ModelError(
-                "The optimizer state is sharded over ranks here, and this version does not bring it together. Set "
-                "zero_optimization.stage to 0 to read it."
-            )
-        self._check_room(only)
+        if self._shards.is_sharded:
+            found = self._read_sharded(groups, only)
+        else:
+            self._check_room(self._needed_nbytes(only))
+            found = self._read_own(groups, only)
+        return {
+            param: found[param]
+            for group in groups
+            for param in group["params"]
+            if found.get(param)  # some classes keep nothing for a parameter that they have stepped
+        }
+
+    def _read_own(
+        self, groups: Sequence[Mapping[str, Any]], only: nn.Parameter | None
+    ) -> dict[nn.Parameter, ParamState]:
+        """Copy what this rank has: of an array that it has parts of the other elements are undefined."""
         found: dict[nn.Parameter, ParamState] = {}
         for layout in self._layouts:
             for piece in layout.subgroup.pieces:
@@ -87,12 +100,40 @@ class OptimizerState:
                 with leased_slot(home, self._staging, slice(0, layout.nbytes)) as raw:
                     for piece in stepped:
                         self._export(layout, piece, raw, found.setdefault(self._params[piece.param.name], {}))
-        return {
-            param: found[param]
-            for group in groups
-            for param in group["params"]
-            if found.get(param)  # some classes keep nothing for a parameter that they have stepped
-        }
+        return found
+
+    def _read_sharded(
+        self, groups: Sequence[Mapping[str, Any]], only: nn.Parameter | None
+    ) -> dict[nn.Parameter, ParamState]:
+        """Join the parts of all ranks, on each of them."""
+        shards, ranks, own = self._shards, self._shards.readers, dict[nn.Parameter, ParamState]()
+        sizes = agree(ranks, "optimizer state is read", lambda: self._needed_nbytes(only))
+        names = {param: name for name, param in self._params.items()}
+
+        def read() -> dict[str, Any]:
+            self._check_room(sum(sizes) * local_world_size())
+            own.update(self._read_own(groups, only))
+            return {names[param]: _described(values) for param, values in own.items()}
+
+        described: dict[str, dict[str, Any]] = {}
+        for of_rank in agree(ranks, "optimizer state is copied", read):
+            described = {**of_rank, **described}
+        found: dict[nn.Parameter, ParamState] = {}
+        for name in self._params:
+            if name not in described:
+                continue
+            param, spec = self._params[name], shards.spec(name)
+            values = found[param] = {}
+            for key, (kind, value) in described[name].items():
+                if kind != "array":
+                    values[key] = value if kind == "value" else torch.tensor(value, dtype=getattr(torch, kind))
+                    continue
+                array = own.get(param, {}).get(key)
+                if array is None:
+                    array = spec.view(torch.empty(spec.numel, dtype=getattr(torch, value)))
+                shards.gather(spec, spec.flatten(array))
+                values[key] = array
+        return found
 
     def _export(self, layout: StateLayout, piece: ParamPiece, raw: torch.Tensor, values: ParamState) -> None:
         state = layout.state(raw, piece, piece.start, piece.stop)
@@ -110,10 +151,13 @@ class OptimizerState:
                     values[name] = piece.param.view(torch.empty(piece.param.numel, dtype=value.dtype))
                 piece.param.flatten(values[name])[piece.param_start : piece.param_start + piece.numel].copy_(value)
 
-    def _check_room(self, only: nn.Parameter | None) -> None:
-        needed = sum(
+    def _needed_nbytes(self, only: nn.Parameter | None) -> int:
+        """Of the copies of what this rank has."""
+        return sum(
             self._exported_nbytes(layout, piece) for layout in self._layouts for piece in self._stepped(layout, only)
         )
+
+    def _check_room(self, needed: int) -> None:
         if needed > (free := available_host_nbytes()):
             raise BudgetError(
                 f"The optimizer state was expected to fit into free host memory as fp32 tensors; it takes "
@@ -126,6 +170,10 @@ class OptimizerState:
         if self._rule.elementwise:
             return 4 * piece.numel * sum(field.block_numel == 1 for field in fields)
         return sum(field.nbytes for field in fields)
+
+    def on_every_rank(self, call: str, act: Callable[[], None]) -> None:
+        """Run `act` on every rank; what it raises on one is raised on all."""
+        self._shards.change(call, act)
 
     # -- in ------------------------------------------------------------------------------------------------------------
 
@@ -226,3 +274,15 @@ class OptimizerState:
             if self._rule.elementwise and name in state and isinstance(value, torch.Tensor):
                 part[name] = piece.param.flatten(value.detach())[piece.param_start : piece.param_start + piece.numel]
         return part
+
+
+def _described(values: ParamState) -> dict[str, list[Any]]:
+    """Each value as JSON: what an array is, or the value itself."""
+    found: dict[str, list[Any]] = {}
+    for name, value in values.items():
+        if not isinstance(value, torch.Tensor):
+            found[name] = ["value", value]
+        else:
+            dtype = str(value.dtype).removeprefix("torch.")
+            found[name] = [dtype, value.item()] if value.dim() == 0 else ["array", dtype]
+    return found

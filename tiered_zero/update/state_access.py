@@ -95,11 +95,15 @@ class StateAccess(Mapping[nn.Parameter, ParamState]):
     def replace(self, states: Mapping[nn.Parameter, ParamState], groups: list[dict[str, Any]]) -> None:
         """`groups`: the values that the param groups are about to have."""
         state = self._open()
-        self._policy.check_untouched("Optimizer state is loaded")
-        state.check(states, groups)
-        self._policy.quiesce()
+
+        def check() -> None:
+            self._policy.check_untouched("Optimizer state is loaded")
+            state.check(states, groups)
+            self._policy.quiesce()
+
+        state.on_every_rank("optimizer state is checked", check)
         try:
-            state.write(states, groups)
+            state.on_every_rank("optimizer state is loaded", lambda: state.write(states, groups))
         except BaseException as error:
             self._policy.failures.set(error)  # partly the old state, partly the new
             raise
