@@ -63,7 +63,7 @@ def make_gradients(
     slots = [tiers.host.reserve(f"bucket/{index}", size.nbytes, "bucket") for index in range(size.count)]
     memory = [tiers.host.view(slot)[: size.nbytes] for slot in slots]
     buckets = cut_buckets(trainable, ranks.world_size, ranks.bucket_numel)
-    reduction = Reduction(buckets=buckets, gathers=not ranks.shards_state)
+    reduction = Reduction(buckets=buckets, gathers=not ranks.shards_state, defers=ranks.shards_params)
     return store, GradientReducer(store, units, runtime, memory, reduction)
 
 

@@ -35,10 +35,11 @@ _NONE_BAD = -1
 @dataclass(frozen=True, kw_only=True)
 class Reduction:
     """How gradients are reduced. `buckets`: in their order. `gathers`: every rank gets the whole average, not only that
-    of its shards."""
+    of its shards. `defers`: backward gathers parameters between buckets, and never waits for a bucket."""
 
     buckets: Sequence[Bucket]
     gathers: bool
+    defers: bool = False
 
 
 @final
@@ -54,6 +55,9 @@ class GradientReducer:
     rank's forward has not used is complete at once, with zeros; what is not complete when backward ends goes then, as
     it is. A gradient that comes after its unit's bucket has left (a unit that was not noticed in forward, a parameter
     that had no gradient before) waits for the next backward, or for step().
+    Where parameters are gathered in backward, a rank whose gradients are complete must not wait for the bucket of one
+    that still lacks some, as of experts that it did not choose: that one goes on once both have gathered the next
+    unit. So a bucket without memory is left for the next gradient, or the end of backward.
     """
 
     def __init__(
@@ -119,6 +123,8 @@ class GradientReducer:
     def reduce_complete(self) -> None:
         """Reduce the next buckets, as far as this rank's gradients of them are complete. A gradient has come."""
         while self._queue and all(map(self._is_complete, self._queue[0].units & self._receiving)):
+            if self._reduction.defers and not self._free and not self._under_way[0][1].done():
+                return
             self._reduce(self._queue.popleft())
 
     def end_backward(self) -> None:

@@ -1,0 +1,135 @@
+"""A model of blocks with experts, of which each rank chooses others: trained by the engine, and by a
+loop of torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import tiered_zero
+
+HIDDEN = 48
+
+
+class Routed(nn.Module):
+    """x + an expert of x."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.experts = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN) for _ in range(3))
+        self.tiny = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor, which: int) -> Tensor:
+        return x + self.tiny * self.experts[which](self.norm(x)).tanh()
+
+
+class RoutedModel(nn.Module):
+    """`recomputes`: backward computes each block again."""
+
+    def __init__(self, recomputes: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, HIDDEN)
+        self.blocks = nn.ModuleList(Routed() for _ in range(4))
+        self.last = nn.Linear(HIDDEN, 4)
+        self.recomputes = recomputes
+
+    def forward(self, x: Tensor, which: int) -> Tensor:
+        x = self.first(x)
+        for number, block in enumerate(self.blocks):
+            chosen = (which + number) % 3
+            x = checkpoint(block, x, chosen, use_reentrant=False) if self.recomputes else block(x, chosen)
+        return self.last(x)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """`routes`: rank 0 chooses other experts in each step, the other ranks the same ones. `forwards`: before one
+    backward. `delays`: transfers are late, by other times on each rank."""
+
+    zero: Mapping[str, Any] = field(default_factory=dict)
+    runtime: Mapping[str, Any] = field(default_factory=dict)
+    routes: bool = True
+    recomputes: bool = False
+    forwards: int = 1
+    steps: int = 3
+    delays: bool = False
+
+
+def _loss(model: Any, run: Run, step: int, rank: int) -> Tensor:
+    losses = []
+    for number in range(run.forwards):
+        rows = torch.randn(5, 8, generator=torch.Generator().manual_seed(100 * step + 10 * number + rank))
+        losses.append(model(rows, (0 if run.routes and rank else step) + number).square().mean())
+    return torch.stack(losses).sum()
+
+
+def _build(run: Run) -> tuple[RoutedModel, torch.optim.Optimizer]:
+    torch.manual_seed(5)
+    model = RoutedModel(run.recomputes)
+    return model, torch.optim.AdamW(model.parameters(), lr=3e-3)
+
+
+def train_tiered(run: Run, swap_path: str) -> dict[str, Any]:
+    rank = int(os.environ["RANK"])
+    model, optimizer = _build(run)
+    zero = {"stage": 3, "sub_group_size": 1, **run.zero}
+    for key in ("offload_param", "offload_optimizer"):
+        if zero.get(key, {}).get("device") == "nvme":
+            zero[key] = {**zero[key], "nvme_path": swap_path}
+    runtime = {"debug_delay_seed": rank + 1} if run.delays else {}
+    config = {
+        "train_micro_batch_size_per_gpu": 5,
+        "gradient_clipping": 0.0,
+        "zero_optimization": zero,
+        "tiered_zero": {"device": "cpu", "host_memory_limit": "1GiB", "comm_timeout_s": 20, **runtime, **run.runtime},
+    }
+    engine, *_ = tiered_zero.initialize(model=model, optimizer=optimizer, config=config)
+    losses = []
+    for step in range(run.steps):
+        loss = _loss(engine, run, step, rank)
+        losses.append(loss.item())
+        engine.backward(loss)
+        engine.step()
+    found = {
+        "weights": {name: value.clone() for name, value in engine.module.state_dict().items()},
+        "losses": losses,
+        "norms": [],
+        "policy": engine.plan.update_policy.text,
+        "units": sorted({name.partition(":")[0] for name in (unit.name for unit in _units(engine))}),
+    }
+    engine.close()
+    return found
+
+
+def _units(engine: Any) -> list[Any]:
+    return [paged.unit for paged in engine._step.pager.units]
+
+
+def train_plain(run: Run) -> dict[str, Any]:
+    """The same by a loop of torch, which averages the gradients that any rank has; DistributedDataParallel takes no
+    second forward before a backward."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo")
+    model, optimizer = _build(run)
+    losses = []
+    for step in range(run.steps):
+        loss = _loss(model, run, step, rank)
+        losses.append(loss.item())
+        loss.backward()
+        for param in model.parameters():
+            has_any = torch.tensor(float(param.grad is not None))
+            dist.all_reduce(has_any)
+            if has_any:
+                param.grad = (torch.zeros_like(param) if param.grad is None else param.grad) / world
+                dist.all_reduce(param.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"weights": {name: value.clone() for name, value in model.state_dict().items()}, "losses": losses}

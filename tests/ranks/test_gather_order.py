@@ -1,0 +1,103 @@
+"""Every rank gathers the same units in the same order, whatever is late and whatever experts it chooses; where ranks
+use other modules, every one says which."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tiered_zero
+from tests.ranks import routed
+from tests.ranks.pool import RankPool
+from tests.ranks.routed import Run
+from tests.ranks.test_failures import rank_and_config
+from tests.ranks.training import (
+    Case,
+    assert_all_ranks_agree,
+    build_model,
+    differences,
+    make_optimizer,
+    micro_batches,
+)
+from tiered_zero.errors import RankError
+
+NVME = {
+    "offload_param": {"device": "nvme", "max_in_cpu": 0},
+    "offload_optimizer": {"device": "nvme"},
+    "reduce_bucket_size": 2048,
+}
+HOST = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}, "reduce_bucket_size": 2048}
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        Run(zero=HOST),
+        Run(zero=HOST, recomputes=True),
+        Run(zero={**NVME, "stage3_max_live_parameters": 0}, delays=True),
+        Run(zero=NVME, delays=True, recomputes=True, runtime={"update": "overlapped"}),
+        Run(zero=HOST, routes=False, forwards=2),
+    ],
+)
+def test_experts_differ_by_rank(ranks: RankPool, swap_path: Path, run: Run) -> None:
+    found = ranks.run(routed.train_tiered, 2, run, str(swap_path))
+    assert_all_ranks_agree(found)
+    expected = ranks.run(routed.train_plain, 2, run)
+    assert differences(found[0]["weights"], expected[0]["weights"]) == []
+    assert [each["losses"] for each in found] == [each["losses"] for each in expected]
+    assert found[0]["units"] == ["blocks.0", "blocks.1", "blocks.2", "blocks.3", "first", "last"], "with all experts"
+
+
+def use_another_module(path: str) -> str:
+    """In step 1 rank 0 alone goes by way of a layer."""
+    lazy = {"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0}
+    rank, config = rank_and_config(path, stage=3, offload_param={"device": "cpu"}, **lazy)
+    model: Any = build_model(rank)
+    engine, *_ = tiered_zero.initialize(model=model, optimizer=make_optimizer(model, "adamw"), config=config)
+    try:
+        for step in range(2):
+            engine.backward(engine(*micro_batches(Case(), step, rank, 2)[0], detour=step == 1 and rank == 0))
+            engine.step()
+    except RankError as error:
+        return str(error)
+    finally:
+        engine.close()
+    return ""
+
+
+def test_ranks_that_use_other_modules_are_named(ranks: RankPool, swap_path: Path) -> None:
+    """Their gathers are of one size: without a comparison each would compute with parts of the other's weights."""
+    for text in ranks.run(use_another_module, 2, str(swap_path)):
+        assert "rank 0 gathers sometimes:float32, change 1, rank 1 gathers " in text, text
+        assert "Every rank was expected to use the same modules in the same order" in text
+    assert not any(swap_path.iterdir())
+
+
+def evaluate_alone(path: str) -> str:
+    """Rank 0 evaluates, rank 1 goes on to step()."""
+    rank, config = rank_and_config(path, stage=3)
+    config["tiered_zero"]["comm_timeout_s"] = 4
+    model: Any = build_model(rank)
+    engine, *_ = tiered_zero.initialize(model=model, optimizer=make_optimizer(model, "adamw"), config=config)
+    rows = micro_batches(Case(), 0, rank, 2)[0]
+    try:
+        engine.backward(engine(*rows))
+        if rank == 0:
+            engine.eval()
+            with torch.no_grad():
+                engine(*rows)
+        engine.step()
+    except RankError as error:
+        return str(error)
+    finally:
+        engine.close()
+    return ""
+
+
+def test_a_rank_that_evaluates_alone_is_named_within_the_timeout(ranks: RankPool, swap_path: Path) -> None:
+    for text in ranks.run(evaluate_alone, 2, str(swap_path)):
+        assert "no answer of another rank within 4 s" in text, text
+        assert "rank 0: all_gather of unit " in text and "rank 1: control of step 0" in text, text
