@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import tiered_zero
+from tests.support.inspection import units
 
 HIDDEN = 48
 
@@ -103,14 +104,10 @@ def train_tiered(run: Run, swap_path: str) -> dict[str, Any]:
         "losses": losses,
         "norms": [],
         "policy": engine.plan.update_policy.text,
-        "units": sorted({name.partition(":")[0] for name in (unit.name for unit in _units(engine))}),
+        "units": sorted({unit.module for unit in units(engine)}),
     }
     engine.close()
     return found
-
-
-def _units(engine: Any) -> list[Any]:
-    return [paged.unit for paged in engine._step.pager.units]
 
 
 def train_plain(run: Run) -> dict[str, Any]:

@@ -30,8 +30,10 @@ def build(place: Place, swap_path: str, **runtime: Any) -> Engine:
     rank = int(os.environ["RANK"])
     section: dict[str, Any] = {"stage": place.stage, "sub_group_size": 1}
     section["offload_optimizer"] = {"device": place.device}
-    if place.device == "nvme":
-        section["offload_optimizer"]["nvme_path"] = swap_path
+    if place.stage == 3:
+        section["offload_param"] = {"device": place.device, "max_in_cpu": 0}
+    for offload in (part for name, part in section.items() if "offload" in name and place.device == "nvme"):
+        offload["nvme_path"] = swap_path
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_clipping": 0.0,

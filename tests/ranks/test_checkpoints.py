@@ -18,6 +18,9 @@ SAVED = [
     Place(world=2, stage=2, device="cpu"),
     Place(world=4, stage=1, device="nvme"),
     Place(world=4, stage=0, device="cpu"),
+    Place(world=2, stage=3, device="none"),
+    Place(world=2, stage=3, device="nvme"),
+    Place(world=4, stage=3, device="cpu"),
 ]
 
 
@@ -25,7 +28,7 @@ def name_of(place: Place) -> str:
     return f"{place.world}-ranks-stage-{place.stage}-{place.device}"
 
 
-@pytest.mark.parametrize("place", SAVED[1:5], ids=name_of)
+@pytest.mark.parametrize("place", [*SAVED[1:5], *SAVED[6:8]], ids=name_of)
 def test_the_same_ranks_go_on_with_equal_bits(ranks: RankPool, tmp_path: Path, swap_path: Path, place: Place) -> None:
     undisturbed = ranks.run(save, place.world, place, str(swap_path), str(tmp_path))
     resume = place.stage == 2  # as initialize does it
@@ -39,7 +42,15 @@ def test_the_same_ranks_go_on_with_equal_bits(ranks: RankPool, tmp_path: Path, s
 
 @pytest.mark.parametrize(
     ("first", "second"),
-    [(SAVED[4], SAVED[0]), (SAVED[1], SAVED[4]), (SAVED[0], SAVED[5]), (SAVED[5], SAVED[2])],
+    [
+        (SAVED[4], SAVED[0]),
+        (SAVED[1], SAVED[4]),
+        (SAVED[0], SAVED[5]),
+        (SAVED[5], SAVED[2]),
+        (SAVED[7], SAVED[8]),
+        (SAVED[8], SAVED[1]),
+        (SAVED[3], SAVED[6]),
+    ],
     ids=name_of,
 )
 def test_other_ranks_hold_the_same_values(

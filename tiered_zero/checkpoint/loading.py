@@ -248,7 +248,7 @@ class StateLoader:
         for home in homes:
             view = home.tier.view(home.slot)
             if view is not None:
-                yield self._unit_targets(unit, view[: unit.nbytes].view(unit.dtype), 0)
+                yield self._unit_targets(unit, view[: home.slot.nbytes].view(unit.dtype), home.start)
             else:
                 yield from self._load_windows(unit, home)
 
@@ -257,13 +257,13 @@ class StateLoader:
         staging = self._state.param_staging
         assert staging is not None, "a tier without views is planned with staging buffers"
         keeps = any(entry.param.numel and entry.param.name not in self._matched.params for entry in unit.entries)
-        for start in range(0, unit.nbytes, staging.buffer_nbytes):
-            with staging.lease(min(staging.buffer_nbytes, unit.nbytes - start), home.slot.name) as lease:
+        for start in range(0, home.slot.nbytes, staging.buffer_nbytes):
+            with staging.lease(min(staging.buffer_nbytes, home.slot.nbytes - start), home.slot.name) as lease:
                 if keeps:
                     home.tier.read(home.slot, lease, start).wait()
                 else:
                     lease.tensor.zero_()
-                yield self._unit_targets(unit, lease.tensor.view(unit.dtype), start // unit.itemsize)
+                yield self._unit_targets(unit, lease.tensor.view(unit.dtype), home.start + start // unit.itemsize)
                 home.tier.write(home.slot, lease, start).wait()
 
     def _unit_targets(self, unit: Unit, flat: torch.Tensor, first: int) -> list[Target]:

@@ -182,8 +182,26 @@ class RunState:
 
     @cached_property
     def own_units(self) -> Sequence[Unit]:
-        """The units whose parameters without a master this rank saves; every rank has them."""
-        return [unit for unit in self.units if self._is_own(unit.index)]
+        """The units whose parameters without a master this rank saves: its shards, or its part of what every rank
+        has."""
+        return [unit for unit in self.units if self._is_own(unit.index) or self.is_part(unit)]
+
+    def is_part(self, unit: Unit) -> bool:
+        """Whether only this rank's shard of the unit's parameters is here."""
+        home = self.inventory.find(unit, "param")
+        return home is not None and home.slot.nbytes < unit.nbytes
+
+    def unmastered_ranges(self, unit: Unit, with_frozen: bool = True) -> list[Range]:
+        """List the elements that are saved as they are, of those here; they begin in the unit's home, or its flat."""
+        home = self.inventory.find(unit, "param")
+        own = slice(0, unit.numel) if home is None else home.elements(unit)
+        found = []
+        for entry in self.unmastered(unit, with_frozen):
+            low, high = max(entry.start, own.start), min(entry.stop, own.stop)
+            if low < high:
+                start, stop = low - entry.start, high - entry.start
+                found.append(Range(key=param_key(entry.param), start=start, stop=stop, first=low - own.start))
+        return found
 
     def _is_own(self, index: int) -> bool:
         ranks = self.runtime.collectives
@@ -252,14 +270,13 @@ class RunState:
         return found
 
     def param_specs(self, with_frozen: bool = True) -> dict[str, TensorSpec]:
-        """Describe the parameters without a master that this rank saves, by key."""
-        return {
-            param_key(entry.param): TensorSpec(
-                dtype=unit.dtype, shape=entry.param.shape, order=memory_order(entry.param)
-            )
-            for unit in self.own_units
-            for entry in self.unmastered(unit, with_frozen)
-        }
+        """Describe the parameters without a master of which this rank saves parts, by key."""
+        found: dict[str, TensorSpec] = {}
+        for unit in self.own_units:
+            keys = {own.key for own in self.unmastered_ranges(unit, with_frozen)}
+            for param in (entry.param for entry in unit.entries if param_key(entry.param) in keys):
+                found[param_key(param)] = TensorSpec(dtype=unit.dtype, shape=param.shape, order=memory_order(param))
+        return found
 
     def most_state_nbytes(self) -> int:
         """Bytes of the masters and state that this rank saves, once all of them are stepped."""

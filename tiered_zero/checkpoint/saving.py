@@ -15,7 +15,7 @@ from typing import final
 
 import torch
 
-from tiered_zero.checkpoint.portable import Range, RunState, SlotArray, StateSnapshot, buffer_key, param_key
+from tiered_zero.checkpoint.portable import Range, RunState, SlotArray, StateSnapshot, buffer_key
 from tiered_zero.errors import InternalError
 from tiered_zero.layout.flat import Unit
 from tiered_zero.mappings import map_memory
@@ -198,10 +198,7 @@ class StateSaver:
 
     def _send_params(self, unit: Unit, copied: torch.Tensor | None, with_frozen: bool) -> None:
         """Write the pages of a unit in which such parameters lie."""
-        entries = self._state.unmastered(unit, with_frozen)
-        ranges = [
-            Range(key=param_key(entry.param), start=0, stop=entry.param.numel, first=entry.start) for entry in entries
-        ]
+        ranges = self._state.unmastered_ranges(unit, with_frozen)
         home = self._state.inventory.find(unit, "param")
         raw = home.tier.view(home.slot) if home is not None else None
         if home is None:
@@ -209,7 +206,8 @@ class StateSaver:
         itemsize = unit.itemsize
         for start, stop in _page_spans(ranges, itemsize):
             # an update that follows writes to the pages of a trainable unit
-            if raw is not None and raw.is_cpu and home is not None and not unit.trainable:
+            is_aligned = raw is not None and raw.is_cpu and raw.data_ptr() % PAGE_NBYTES == 0
+            if raw is not None and is_aligned and home is not None and not unit.trainable:
                 own = _cut(ranges, start // itemsize, stop // itemsize)
                 self._writes.send(_memory_of(raw)[start:stop], [(part, part.first * itemsize) for part in own])
                 continue
@@ -231,7 +229,7 @@ class StateSaver:
         assert staging is not None, "a tier without views is planned with staging buffers"
         window = staging.buffer_nbytes
         for begin in range(start - start % window, stop, window):
-            with staging.lease(min(window, unit.nbytes - begin), home.slot.name, lane="update") as lease:
+            with staging.lease(min(window, home.slot.nbytes - begin), home.slot.name, lane="update") as lease:
                 home.tier.read(home.slot, lease, begin).wait()
                 for first in range(max(begin, start), min(begin + lease.tensor.numel(), stop), SCRATCH_NBYTES):
                     last = min(first + SCRATCH_NBYTES, begin + lease.tensor.numel(), stop)

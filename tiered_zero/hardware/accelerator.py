@@ -90,10 +90,10 @@ class Accelerator(ABC):
         """The whole pages of `flat`, a unit's on the device or a shard of it, where the disk can write to them."""
         return None
 
-    def bytes_of(self, flat: torch.Tensor) -> torch.Tensor:
-        """[n] uint8: the bytes of `flat`, with memory, by a tensor that does not count as a view of its storage where
-        its memory has an owner of its own: what is handed to threads that let go of it at some later time."""
-        return flat.data.view(torch.uint8)
+    def alias(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return `flat`, which has memory, as a tensor that does not count as a view of its storage where the memory
+        has an owner of its own: what is handed to threads that let go of it at some later time."""
+        return flat.data
 
     def poison(self, flat: torch.Tensor) -> None:
         """In debug mode overwrite `flat` (any float or integer dtype) with NaN or a pattern; else do nothing."""

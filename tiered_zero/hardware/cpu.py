@@ -97,9 +97,9 @@ class CpuAccelerator(Accelerator):
             return None
         return memory[start:stop]
 
-    def bytes_of(self, flat: torch.Tensor) -> torch.Tensor:
+    def alias(self, flat: torch.Tensor) -> torch.Tensor:
         pages = self.host_pages(flat)
-        return super().bytes_of(flat) if pages is None else torch.frombuffer(pages, dtype=torch.uint8)
+        return super().alias(flat) if pages is None else torch.frombuffer(pages, dtype=flat.dtype, count=flat.numel())
 
     def prepare(self, flat: torch.Tensor) -> None:
         """Advise huge pages: a unit's memory is mapped twice a step, with a few page faults then, not thousands."""

@@ -151,7 +151,9 @@ class ProcessGroups:
         def gather() -> None:
             if order is not None:
                 self._compare(order, group)
-            dist.all_gather_single(flat, shard, group=group)
+            dist.all_gather_single(
+                flat.view(torch.uint8), shard.view(torch.uint8), group=group
+            )  # gloo takes few dtypes
 
         return self._submit("all_gather", what, gather, flat.nbytes, after)
 

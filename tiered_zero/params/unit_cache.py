@@ -143,11 +143,9 @@ class UnitCache:
 
     def _gather(self, paged: PagedUnit, own: slice, fetch: Transfer) -> Transfer:
         """Gather the other ranks' shards once `fetch` has brought this rank's, elements `own` of the flat."""
-        name, itemsize = paged.unit.name, paged.unit.itemsize
-        flat = self._accelerator.bytes_of(paged.storage.flat)
-        shard = flat[own.start * itemsize : own.stop * itemsize]
+        name, flat = paged.unit.name, self._accelerator.alias(paged.storage.flat)
         order = f"{name}, change {paged.version}"
-        return self._collectives.all_gather(flat, shard, f"unit {name}", after=[fetch], order=order)
+        return self._collectives.all_gather(flat, flat[own], f"unit {name}", after=[fetch], order=order)
 
     def prefetch(self, current: PagedUnit) -> None:
         """Fetch what is expected after `current`, as far as the prefetch bucket and the free room go, and at least one
