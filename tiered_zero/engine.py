@@ -200,7 +200,7 @@ class Engine(CheckpointCalls, DeepSpeedNames):
         }
 
     def rank_report(self) -> dict[str, float]:
-        """Elements that this rank has handed to collectives so far (`gathered_numel`, `reduced_numel`: whole flats and
+        """Bytes that this rank has handed to collectives so far (`gathered_nbytes`, `reduced_nbytes`: whole flats and
         buckets), and the seconds that it has waited for other ranks (`waited_s`)."""
         return asdict(self._step.runtime.collectives.traffic)
 

@@ -115,7 +115,14 @@ def specify_run(
     plan = make_plan(units, sizes, request)
     check_params(masters, subgroups, plan.tiers.params, plan.tiers.state)
     slots = list_slots(units, sizes, plan.tiers, plan.request, delayed=plan.delayed)
-    _agree(ranks, config, units, group_of, {"rule": rule.name, "update policy": plan.update_policy.policy})
+    facts = {
+        "rule": rule.name,
+        "update policy": plan.update_policy.policy,
+        "tiered_zero.state_format": plan.request.state.format,
+        "tiers of parameters": json.dumps(list(plan.tiers.params.items())),
+    }
+    _agree(ranks, config, units, group_of, facts)
+    plan = _with_common_window(plan, ranks)
     return RunSpec(
         config=config,
         model=model,
@@ -150,7 +157,10 @@ def _agree(
     """Compare with the other ranks what must be the same on all, before anything is allocated. Raises RankError."""
     if ranks.world_size == 1:
         return
-    own = {"tiered_zero", "aio"}  # devices, paths and files may differ by rank
+    # devices, paths and files may differ by rank
+    path: dict[str, Any] = {"nvme_path": True}
+    zero = {"offload_param": path, "offload_optimizer": path}
+    own: dict[str, Any] = {"tiered_zero": True, "aio": True, "zero_optimization": zero}
     described = {
         "config": config.model_dump_json(exclude=own),
         "parameters": "\n".join(f"{unit.name} {unit.bounds} {unit.entries}" for unit in units),
@@ -166,6 +176,16 @@ def _agree(
                 f"Every rank was expected to bring the same {what}; found another on rank {others[0]} than on rank 0. "
                 "Build the model, the optimizer and the config in the same way on all of them."
             )
+
+
+def _with_common_window(plan: Plan, ranks: Collectives) -> Plan:
+    """Take the least room for paged parameters that any rank has: the order of gathers depends on it."""
+    if not plan.request.ranks.shards_params:
+        return plan
+    own = plan.pager_limits
+    found = ranks.exchange(f"{own.live_nbytes} {own.most_live_nbytes}".encode(), "room for parameters")
+    live, most_live = (min(map(int, values)) for values in zip(*(each.split() for each in found), strict=True))
+    return replace(plan, pager_limits=replace(own, live_nbytes=live, most_live_nbytes=most_live))
 
 
 def _check_embeddings(model: nn.Module) -> None:

@@ -17,12 +17,15 @@ import tiered_zero as deepspeed
 
 
 def make_config(stage: int, swap: str, **runtime: object) -> dict[str, object]:
+    zero = {"stage": stage, "offload_optimizer": {"device": "nvme", "nvme_path": swap}}
+    if stage == 3:
+        zero["offload_param"] = {"device": "cpu"}
     return {
         "train_micro_batch_size_per_gpu": 2,
         "dataloader_drop_last": True,
         "gradient_clipping": 0.5,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-        "zero_optimization": {"stage": stage, "offload_optimizer": {"device": "nvme", "nvme_path": swap}},
+        "zero_optimization": zero,
         "tiered_zero": {"device": "cpu", "host_memory_limit": "1GiB", **runtime},
     }
 
@@ -87,7 +90,7 @@ def main() -> None:
         fail(options.how, options.out, options.swap)
         return
     deepspeed.init_distributed(dist_backend="nccl")
-    found = {str(stage): train(stage, options.swap) for stage in (0, 1, 2)}
+    found = {str(stage): train(stage, options.swap) for stage in (0, 1, 2, 3)}
     found["comm"] = [deepspeed.comm.get_rank(), deepspeed.comm.get_world_size(), deepspeed.comm.get_local_rank()]
     found["affinity"] = sorted(os.sched_getaffinity(0))
     deepspeed.comm.barrier()

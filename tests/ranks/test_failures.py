@@ -105,6 +105,11 @@ def initialize(path: str, change: str) -> str:
         optimizer = make_optimizer(model, "adamw")
     elif change == "config" and rank == 1:
         config["gradient_clipping"] = 2.0
+    elif change == "format" and rank == 1:
+        config["tiered_zero"]["state_format"] = "lossy_bf16_moments"
+    elif change == "paths":
+        (Path(path) / str(rank)).mkdir()
+        config["zero_optimization"]["offload_optimizer"]["nvme_path"] = f"{path}/{rank}"
     elif change == "error" and rank == 1:
         config["zero_optimization"]["offload_optimizer"]["nvme_path"] = path + "/missing/\0"
     elif change == "delayed":
@@ -138,6 +143,7 @@ def initialize(path: str, change: str) -> str:
         ("batch", "ConfigError: train_batch_size: expected train_micro_batch_size_per_gpu x "),
         ("model", "RankError: Every rank was expected to bring the same parameters; found another on rank 1"),
         ("config", "RankError: Every rank was expected to bring the same config; found another on rank 1"),
+        ("format", "RankError: Every rank was expected to bring the same tiered_zero.state_format; found another on"),
         ("data", "ModelError: training_data: expected a dataset with an index, which is split over 2 ranks"),
     ],
 )
@@ -145,6 +151,11 @@ def test_what_many_ranks_do_not_do_is_refused_on_each(ranks: RankPool, swap_path
     for found in ranks.run(initialize, 2, str(swap_path), change):
         assert found.startswith(text), found
     assert not any(swap_path.iterdir())
+
+
+def test_each_rank_may_have_a_disk_of_its_own(ranks: RankPool, swap_path: Path) -> None:
+    assert ranks.run(initialize, 2, str(swap_path), "paths") == ["nothing", "nothing"]
+    assert [list(path.iterdir()) for path in swap_path.iterdir()] == [[], []]
 
 
 def refuse_grad(path: str) -> str:

@@ -21,7 +21,7 @@ def test_the_loop_of_the_readme(swap_path: Path, tmp_path: Path) -> None:
     run([LOOP, str(tmp_path), str(swap_path)], tmp_path)
     first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1))
     assert (first["comm"], second["comm"]) == ([0, 2, 0], [1, 2, 1])
-    for stage in "012":
+    for stage in "0123":
         one, other = first[stage], second[stage]
         assert one["weights"] == other["weights"] == first["0"]["weights"], "on all ranks, at all stages"
         assert (one["rank"], other["rank"], one["world"], one["batch"]) == (0, 1, 2, 4)
@@ -29,18 +29,25 @@ def test_the_loop_of_the_readme(swap_path: Path, tmp_path: Path) -> None:
         assert one["losses"][-1] < one["losses"][0] and one["losses"] != other["losses"]
         passes = [set(one["seen"][start : start + 10] + other["seen"][start : start + 10]) for start in (0, 10)]
         assert [len(samples) for samples in passes] == [20, 20], "each sample on one rank"
-        assert one["gathered_numel"] > 0 < one["reduced_numel"] and one["waited_s"] > 0
+        assert one["gathered_nbytes"] > 0 < one["reduced_nbytes"] and one["waited_s"] > 0
     assert not any(swap_path.iterdir())
 
 
 def test_train_says_everything_once(swap_path: Path) -> None:
-    launch = run([*TRAIN, str(CONFIGS / "gpt_device.json"), *SMALL, "--report", "run.jsonl"], swap_path)
+    launch = run([*TRAIN, str(CONFIGS / "gpt_nvme.json"), *SMALL, "--report", "run.jsonl"], swap_path)
     out, err = launch.stdout.read_text(), launch.stderr.read_text()
-    for once in ("Bytes by tier", "spent in", "6 steps in ", "2 ranks; a step without waits for the others"):
+    for once in (
+        "Bytes by tier",
+        "spent in",
+        "6 steps in ",
+        "2 ranks; a step without waits for the others",
+    ):
         assert out.count(once) == 1, once
     for once in ("parameters, gpt:layers=1", "update policy"):
         assert err.count(once) == 1, once
     assert err.count("warning:") == len({line for line in err.splitlines() if "warning:" in line})
+    assert "wait_ranks" in out
+    assert not any((swap_path / "swap").iterdir())
     assert len([line for line in (swap_path / "run.jsonl").read_text().splitlines() if '"step"' in line]) >= 6
 
 

@@ -110,9 +110,8 @@ def _build(run_spec: RunSpec, lr_scheduler: Any, collectives: Collectives, loade
         for name in ("gather", "reduce", "update"):
             accelerator.lane(name)  # a thread that cannot be started fails here, not in mid-run
         resources.add("ranks", collectives.close)
-        runtime = Runtime(
-            accelerator=accelerator, ledger=ledger, recorder=collectives.recorder, collectives=collectives
-        )
+        recorder = collectives.recorder
+        runtime = Runtime(accelerator=accelerator, ledger=ledger, recorder=recorder, collectives=collectives)
         for line in (*config.notices, *warnings, *planning_notices(run_spec)) if collectives.rank == 0 else ():
             logger.warning("%s", line)
         resources.add("rule", run_spec.rule.close)

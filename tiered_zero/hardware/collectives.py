@@ -37,7 +37,8 @@ class Collectives(Protocol):
     world_size: int
     traffic: RankTraffic
     recorder: Recorder
-    """Has a span of each gather and reduction, with the bytes that this rank has handed over."""
+    """Of the whole run. Has a span of each gather and reduction, with the bytes that this rank has handed over; the
+    driver's waits are `wait_ranks`."""
 
     def all_gather(
         self,

@@ -62,11 +62,11 @@ class _Phase(Enum):
 
 @dataclass(kw_only=True)
 class RankTraffic:
-    """What this rank has handed to collectives so far, in elements of whole flats and buckets: with W ranks (W - 1)/W
-    of them are another rank's. `waited_s`: seconds that the driver was blocked for other ranks."""
+    """Bytes of whole flats and buckets that this rank has handed to collectives so far: with W ranks (W - 1)/W of them
+    are another rank's. `waited_s`: seconds that the driver was blocked for other ranks."""
 
-    gathered_numel: int = 0
-    reduced_numel: int = 0
+    gathered_nbytes: int = 0
+    reduced_nbytes: int = 0
     waited_s: float = 0.0
 
 
@@ -98,7 +98,9 @@ class CollectiveTransfer(Transfer):
         while not self._event.wait(POLL_S):
             self._groups.check_others()
         if not runs_on_lane():
-            self._groups.traffic.waited_s += time.perf_counter() - start_s
+            end_s = time.perf_counter()
+            self._groups.traffic.waited_s += end_s - start_s
+            self._groups.recorder.add("compute", "wait_ranks", self.what, start_s, end_s)
         if self.error is not None:
             raise self._groups.explain(self.error, self.what)
 
@@ -117,6 +119,7 @@ class ProcessGroups:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.timeout_s = timeout_s
         self.traffic = RankTraffic()
+        self.recorder = Recorder()
         store: Any = dist.distributed_c10d._get_default_store()
         timeout = timedelta(seconds=timeout_s)
         self._groups: dict[str, Any] = {name: dist.new_group(backend="gloo", timeout=timeout) for name in GROUPS}
@@ -125,7 +128,6 @@ class ProcessGroups:
         self._failure: RankError | None = None
         """What another rank has posted, or what ended a collective here: every call after it raises this."""
         self._phase = _Phase.OPEN
-        self.recorder = Recorder()
 
     # -- collectives ---------------------------------------------------------------------------------------------------
 
@@ -146,7 +148,7 @@ class ProcessGroups:
         differ, on every rank."""
         assert flat.numel() == self.world_size * shard.numel(), "gloo ends the process where sizes differ"
         group = self._groups.get("all_gather")
-        self.traffic.gathered_numel += flat.numel()
+        self.traffic.gathered_nbytes += flat.nbytes
 
         def gather() -> None:
             if order is not None:
@@ -179,7 +181,7 @@ class ProcessGroups:
         call's until the transfer is done; the bucket's content is undefined then."""
         assert bucket.numel() == self.world_size * out.numel(), "gloo ends the process where sizes differ"
         group = self._groups.get("reduce_scatter")
-        self.traffic.reduced_numel += bucket.numel()
+        self.traffic.reduced_nbytes += bucket.nbytes
         job = partial(dist.reduce_scatter_single, out, bucket, op=dist.ReduceOp.SUM, group=group)
         return self._submit("reduce_scatter", what, job, bucket.nbytes)
 

@@ -55,6 +55,7 @@ _WAITS = {
     "wait_grad": "Raise tiered_zero.device_memory_limit, so that more gradients may be on their way.",
     "wait_state": "Raise offload_optimizer.buffer_count, so that more state is read ahead.",
     "wait_lease": "Raise offload_param.buffer_count or offload_optimizer.buffer_count.",
+    "wait_ranks": "More micro-batches a step (gradient_accumulation_steps) or larger ones; even work on all ranks.",
 }
 
 MEANINGS = {
@@ -73,6 +74,7 @@ MEANINGS = {
     "wait_grad": "backward waits until older gradients have arrived",
     "wait_state": "the update waits for optimizer state to be read or written",
     "wait_lease": "a transfer waits for a free staging buffer",
+    "wait_ranks": "a collective is under way: other ranks are slower, or bytes are on their way between ranks",
     OTHER: "the loop around the engine: data loading, logging",
     "overlap": "100%: a step takes no longer than its busiest resource; 0%: resources work one after another",
 }

@@ -129,6 +129,7 @@ class StepMeter:
     def __init__(self, recorder: Recorder, ledger: Ledger) -> None:
         self._recorder = recorder
         self._ledger = ledger
+        recorder.take_totals()  # of the start of the run
         self._start_s = time.perf_counter()
         self.losses: list[SupportsFloat] = []
         self.num_tokens = 0

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-WAIT_CAUSES = ("wait_param", "wait_update", "wait_grad", "wait_state", "wait_lease")
+WAIT_CAUSES = ("wait_param", "wait_update", "wait_grad", "wait_state", "wait_lease", "wait_ranks")
 LANES = ("compute", "gather", "reduce", "update", "disk read", "disk write", "all_gather", "reduce_scatter")
 
 

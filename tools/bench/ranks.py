@@ -10,7 +10,7 @@ In fp32 over gloo on CPUs, one thread a rank, each case under a torchrun of its 
   stage S P/O      tiered_zero at ZeRO stage S, parameters on P, masters and state on O (device, cpu)
 Every case clips the global norm of gradients to 1. Stages 1 and 2 are held against DDP + ZeRO, stage 3 on the device
 against FSDP2, and stage 3 on cpu against FSDP2 offload. "payload" is what one rank hands to collectives in a step, in
-elements for each parameter, as the engine counts it: with W ranks (W - 1)/W of it belongs to another rank.
+fp32 elements for each parameter, as the engine counts it: with W ranks (W - 1)/W of it belongs to another rank.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def prepare_stage(task: Task, model: Any, batches: list[torch.Tensor], result: R
 
     engine, *_ = tiered_zero.initialize(model=model, config=make_config(task))
     result.update_policy = engine.plan.update_policy.policy
-    num_steps, before = 0, {"waited_s": 0.0, "gathered_numel": 0.0, "reduced_numel": 0.0}
+    num_steps, before = 0, {"waited_s": 0.0, "gathered_nbytes": 0.0, "reduced_nbytes": 0.0}
     began_s = 0.0
 
     def step() -> None:
@@ -173,8 +173,8 @@ def prepare_stage(task: Task, model: Any, batches: list[torch.Tensor], result: R
 
     def end() -> None:
         found = {name: value - before[name] for name, value in engine.rank_report().items()}
-        moved = found["gathered_numel"] + found["reduced_numel"]
-        result.payload = moved / (num_steps - NUM_WARM_UP) / result.num_parameters
+        moved = found["gathered_nbytes"] + found["reduced_nbytes"]
+        result.payload = moved / 4 / (num_steps - NUM_WARM_UP) / result.num_parameters
         result.waited = found["waited_s"] / (time.perf_counter() - began_s)
         engine.close()
 
