@@ -21,7 +21,7 @@ FLOORS = (
     "store | data",
     "tiers",
     "params | grads | update | activations",
-    "train_step step_counts | checkpoint",
+    "train_step step_recovery step_counts | checkpoint",
     "engine engine_call deepspeed_engine checkpoint_calls full_values | run_spec",
     "assembly",
     "api | zero | utils | comm | stopping",

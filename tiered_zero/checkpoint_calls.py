@@ -68,6 +68,7 @@ class CheckpointCalls(ABC):
         """
 
         def begin() -> tuple[int, str]:
+            _directory("save_checkpoint", save_dir)
             self._step.check_between_steps("A checkpoint is saved")
             step = self._step.counts.global_steps
             return step, f"global_step{step}" if tag is None else str(tag)
@@ -109,17 +110,19 @@ class CheckpointCalls(ABC):
             )
 
         def begin() -> None:
+            _directory("load_checkpoint", load_dir)
             self._step.check_between_steps("A checkpoint is loaded")
 
-        path = self._checkpoints.find(load_dir, None if tag is None else str(tag), begin)
-        if path is None:
+        found = self._checkpoints.find(load_dir, None if tag is None else str(tag), begin)
+        if found is None:
             return None, {}
         parts = LoadParts(
             optimizer_states=load_optimizer_states,
             lr_scheduler_states=load_lr_scheduler_states,
             module_only=load_module_only,
         )
-        return str(path), self._checkpoints.load(path, parts, strict=load_module_strict)
+        with self._step.failures.surfacing():
+            return str(found.path), self._checkpoints.load(found, parts, strict=load_module_strict)
 
     @property
     def resumed(self) -> tuple[Path, dict[str, Any]] | None:
@@ -144,6 +147,7 @@ class CheckpointCalls(ABC):
         Weights larger than `max_shard_size` go to numbered files with an index. Tied weights are written once. A
         transformers model's config is written besides. Earlier weights of this name are replaced at the end.
         """
+        directory = _directory("save_16bit_model", save_dir)
         if self._step.runtime.collectives.rank > 0:
             return True  # rank 0 has the same weights, and writes them
         name = save_filename
@@ -163,10 +167,10 @@ class CheckpointCalls(ABC):
         weights = model_weights(self.module, pager.copies.take, unit_of, exclude_frozen=exclude_frozen_parameters)
         max_nbytes = parse_nbytes(max_shard_size)
         try:
-            write_weights(Path(save_dir), weights, max_shard_nbytes=max_nbytes, file_name=name)
+            write_weights(directory, weights, max_shard_nbytes=max_nbytes, file_name=name)
         finally:
             pager.copies.end()  # drops the unit read last
-        write_model_config(self.module, Path(save_dir))
+        write_model_config(self.module, directory)
         return True
 
     def save_fp16_model(
@@ -218,3 +222,10 @@ class CheckpointCalls(ABC):
             ask = f" Did you mean {near[0]!r}?" if near else ""
             raise ModelError(f"Expected a name of module.named_parameters(); found {name!r:.200}.{ask}")
         return found[name]
+
+
+def _directory(call: str, given: object) -> Path:
+    """Check the directory that a call was given. Raises ModelError."""
+    if not isinstance(given, str | os.PathLike) or not os.fspath(given):
+        raise ModelError(f"engine.{call}() expects the path of a directory; found {given!r:.200}.")
+    return Path(given)

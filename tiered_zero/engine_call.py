@@ -28,14 +28,18 @@ _Method = Callable[Concatenate[_Engine, _Arguments], _Result]
 
 
 def on_one_thread(method: _Method[_Engine, _Arguments, _Result]) -> _Method[_Engine, _Arguments, _Result]:
-    """Refuse a call of `method` while another thread is inside the engine (ModelError). Drop the step where an
-    interrupt may hide that backward was made, or that another call has not begun: the caller repeats the batch."""
+    """Refuse a call of `method` while another thread is inside the engine, and inside of a forward, backward or step
+    (ModelError). Drop the step where an interrupt may hide that backward was made, or that another call has not begun:
+    the caller repeats the batch."""
 
     @wraps(method)
     def entered(self: _Engine, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
         has_returned, num_before = False, self._step.counts.micro_steps
         try:
             with self._step.pager.driver.entered(f"engine.{method.__name__}()"):
+                if method.__name__ != "peek":  # which looks at what is there
+                    call = f"engine.{method.__name__}()"
+                    self._step.check_outside(call, may_recompute=method.__name__ == "forward")
                 result = method(self, *args, **kwargs)
                 has_returned = True
             return result

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,24 +11,15 @@ from torch import nn
 
 from tiered_zero.config.schema import Config
 from tiered_zero.errors import ModelError, NonFiniteError
-from tiered_zero.grads.accumulator import GradientStore
 from tiered_zero.grads.arrivals import GradientArrivals
 from tiered_zero.grads.check import GradCheck, check_gradients
 from tiered_zero.grads.overflow import OverflowGuard
-from tiered_zero.grads.reducer import GradientReducer
-from tiered_zero.hardware.process import OwnProcess
-from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.layout.flat import Unit
-from tiered_zero.params.driver_thread import CallPhase, Phase
-from tiered_zero.params.pager import Pager
-from tiered_zero.params.pass_scope import PassScope
-from tiered_zero.params.visible_gradients import VisibleGradients
+from tiered_zero.params.driver_thread import Phase
 from tiered_zero.plan.update_policy import UpdateChoice
 from tiered_zero.step_counts import StepCounts
-from tiered_zero.telemetry.report import StepMeter
+from tiered_zero.step_recovery import Movers, StepRecovery
 from tiered_zero.update.handle import TieredOptimizer
-from tiered_zero.update.param_groups import ParamGroupWatch
-from tiered_zero.update.policy import UpdatePolicy
 
 logger = logging.getLogger("tiered_zero")
 
@@ -40,23 +29,7 @@ NO_OPTIMIZER = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Movers:
-    """What `TrainStep` orders. `reducer`: averages gradients over ranks; None where there is one. `drain`: blocks until
-    lanes and disk are idle, also after an interrupted call."""
-
-    pager: Pager
-    scope: PassScope
-    gradients: GradientStore
-    visible_gradients: VisibleGradients
-    reducer: GradientReducer | None
-    policy: UpdatePolicy
-    groups: ParamGroupWatch
-    runtime: Runtime
-    drain: Callable[[], None]
-
-
-class TrainStep:
+class TrainStep(StepRecovery):
     """Orders the events of one engine, to which it has no reference.
 
     Module hooks, the guard of offloaded parameters, `gathered`, state_dict and the engine call it; the movers know
@@ -72,30 +45,17 @@ class TrainStep:
         trains: bool,
         overflow: OverflowGuard,
     ) -> None:
-        self.pager, self.scope = movers.pager, movers.scope
-        self.gradients, self.visible_gradients = movers.gradients, movers.visible_gradients
-        self.policy, self.runtime, self._drain_lanes = movers.policy, movers.runtime, movers.drain
-        self._reducer, self._groups = movers.reducer, movers.groups
-        self.phase: CallPhase = movers.pager.phase
-        self.overflow = overflow
-        self.meter = StepMeter(self.runtime.recorder, self.runtime.ledger)
-        self.counts = StepCounts(config.gradient_accumulation_steps)
-        self.arrivals = GradientArrivals(
-            self.gradients,
-            self.counts.num_micro_batches,
-            overflow.scaler is not None,
-            self.unit_grads_complete,
-            self.visible_gradients.show,
-            movers.reducer,
+        gradients, show = movers.gradients, movers.visible_gradients.show
+        counts = StepCounts(config.gradient_accumulation_steps)
+        is_scaled = overflow.scaler is not None
+        arrivals = GradientArrivals(
+            gradients, counts.num_micro_batches, is_scaled, self.unit_grads_complete, show, movers.reducer
         )
-        self.is_closed = False
-        self.failures = self.policy.failures
+        super().__init__(movers, counts, overflow, arrivals)
+        self._groups = movers.groups
         self._trains = trains
         self._clipping = config.gradient_clipping
         self._optimizer_in_backward = choice.optimizer_in_backward
-        self._process = OwnProcess()
-        self._before_step: tuple[Any, Any] | None = None
-        """The state of counts and loss scale before a step that is not complete."""
         self._warned_of_no_gradient = False
         self.visible_gradients.set_hidden(self.overflow.loss_scale)
 
@@ -154,8 +114,8 @@ class TrainStep:
         self.policy.quiesce()
 
     def check_between_steps(self, act: str) -> None:
-        """Raise ModelError where `act` comes while gradients wait for a step, or a module runs: a checkpoint is of the
-        state between two steps."""
+        """Raise ModelError where `act` comes while gradients wait for a step: a checkpoint is of the state between two
+        steps."""
         self.check()
         counts = self.counts
         if counts.num_backwards or counts.is_accumulating or self.arrivals.has_noticed or self.policy.is_open:
@@ -164,8 +124,6 @@ class TrainStep:
                 f"{counts.micro_steps} of an accumulation under way. Call it right after the step() that updates, or "
                 "drop them with engine.abort_step()."
             )
-        if self.pager.is_running():
-            raise ModelError(f"{act} between two steps; found a module's forward under way. Call it after step().")
 
     def check_no_sync(self) -> None:
         """Raise ModelError where a backward cannot leave the other ranks' gradients out."""
@@ -368,114 +326,6 @@ class TrainStep:
                 self._before_step = None
                 self.phase.now = Phase.IDLE
             raise
-
-    def _drop_gradients(self) -> None:
-        self.arrivals.reset()
-        self.visible_gradients.hide()
-        self.visible_gradients.set_hidden(self.overflow.loss_scale)
-        self.gradients.discard()
-
-    # -- interrupted calls ---------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def _changing(self, phase: Phase) -> Iterator[None]:
-        """Run the block as a call in `phase`; recover where it raises. See [Note: Interrupted calls]."""
-        try:
-            self.phase.now = phase
-            yield
-            self.phase.now = Phase.IDLE
-        except BaseException as error:
-            self.runtime.collectives.fail(f"{type(error).__name__}: {error}")
-            self.recover()
-            self._latch_ranks(phase.value, error)
-            raise
-
-    def _latch_ranks(self, what: str, error: BaseException) -> None:
-        """With other ranks an error ends the run: they have made other collectives than this one."""
-        if self.runtime.collectives.world_size > 1 and self.failures.error is None:
-            self._latch(f"{what} raised {type(error).__name__}, which ends the run on all ranks")
-
-    @contextmanager
-    def _pass(self, phase: Phase) -> Iterator[None]:
-        """Run the block as a forward or a backward."""
-        with self._changing(phase):
-            self.visible_gradients.hide()
-            with self.runtime.recorder.span("compute", phase.value):
-                yield
-            self.pager.end_pass()
-            self.visible_gradients.show()
-
-    def _recover_between_calls(self) -> None:
-        """Recover, unless a call of the engine runs. Called where modules and weights are used past the engine."""
-        if self.phase.now is Phase.IDLE:
-            self.recover()
-
-    def recover(self) -> None:
-        """Clear up after an interrupted call, if there was one. See [Note: Interrupted calls]."""
-        if self.is_closed or not self._process.is_current():
-            return
-        changing = self.pager.offloaded_params.changing
-        if changing is not None and self.failures.error is None:
-            self._latch(f"a change by hand of the parameters of {changing.name} was interrupted")
-        phase = self.phase
-        if phase.now is Phase.IDLE:
-            if not self.pager.was_interrupted:
-                return
-            phase.now = Phase.BACKWARD if phase.has_own_backward else Phase.FORWARD
-        if phase.now is Phase.UPDATE and self.failures.error is None:
-            self._latch("step() was interrupted after its update had begun")
-        # a drain cancels an open update, and with it the step: where both are there a forward drops the step too
-        if phase.now is Phase.FORWARD and not (self.policy.is_open and self.pager.needs_drain):
-            if self.pager.needs_drain:
-                self._drain()
-            self.pager.abort()
-            self.scope.abort()
-            self.visible_gradients.show()
-        else:
-            with suppress(Exception):  # errors of what is dropped
-                self._drop_step()
-        phase.now = Phase.IDLE
-
-    def drop_interrupted(self) -> None:
-        """Drop the step of an interrupted call: the caller cannot know how far it came, and repeats the batch."""
-        self.phase.now = Phase.DROP
-        self.recover()
-
-    def abort(self) -> None:
-        """Drop the step: drain transfers, evict units, drop gradients. Raises the error of a gradient's transfer."""
-        self.recover()
-        if not self.is_closed:
-            self.phase.now = Phase.DROP
-            self._drop_step()
-            self.phase.now = Phase.IDLE
-
-    def _drop_step(self) -> None:
-        self._drain()
-        self.policy.abort()
-        self.pager.abort()
-        self.scope.abort()
-        self.meter.clear()
-        if self._before_step is not None:
-            counts, overflow = self._before_step
-            self.counts.restore(counts)
-            self.overflow.restore(overflow)
-        self.counts.drop()
-        try:
-            self._drop_gradients()
-        finally:
-            self.arrivals.abort()
-            self.gradients.abort()
-            if self._reducer is not None:
-                self._reducer.abort()
-
-    def _latch(self, why: str) -> None:
-        self._drain()
-        self.policy.latch(why)
-
-    def _drain(self) -> None:
-        self.policy.cancel_open()
-        self._drain_lanes()
-        self.policy.cancel_prefetch()
 
     # -- the first acts of shutdown ------------------------------------------------------------------------------------
 

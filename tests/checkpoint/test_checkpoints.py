@@ -180,7 +180,10 @@ def test_damage_ends_the_engines_use(
     with make(swap_path, placement) as engine:
         with pytest.raises(CorruptionError):
             engine.load_checkpoint(tmp_path / "saved")
-        with pytest.raises(EngineFailedError, match=r"loading .* ended in its middle"):
+        with pytest.raises(
+            EngineFailedError,
+            match=r"Loading .* ended in its middle, by CorruptionError; weights .* load the last checkpoint\.$",
+        ):
             engine(*batch(0))
         with pytest.raises(EngineFailedError):
             engine.save_checkpoint(tmp_path / "other")
@@ -460,7 +463,8 @@ def test_a_save_that_fails_costs_nothing(
         with pytest.raises(TransferError, match="says the test"):
             engine.save_checkpoint(tmp_path, tag="bad")
             engine.flush()
-        assert "checkpoint bad was not written, and training goes on" in caplog.text
+        is_later = update != "barrier"  # then it is known before the call that raises it
+        assert ("checkpoint bad was not written, and training goes on" in caplog.text) == is_later
         engine.flush()
         assert [(info.tag, info.complete) for info in list_tags(tmp_path)] == [("good", True)]
         train(engine, 2, 3)

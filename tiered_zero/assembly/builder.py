@@ -35,11 +35,12 @@ from tiered_zero.params.pass_scope import PassScope
 from tiered_zero.params.snapshot import ModelSnapshot
 from tiered_zero.params.visible_gradients import VisibleGradients
 from tiered_zero.run_spec import RunSpec, planning_notices
+from tiered_zero.step_recovery import Movers
 from tiered_zero.store.new_parents import make_missing
 from tiered_zero.teardown import Teardown, once
 from tiered_zero.telemetry.ledger import Ledger
 from tiered_zero.tiers.rack import TierRack, nvme_needs
-from tiered_zero.train_step import Movers, TrainStep
+from tiered_zero.train_step import TrainStep
 from tiered_zero.update.handle import TieredOptimizer, make_scheduler
 from tiered_zero.update.masters import Masters
 from tiered_zero.update.optimizer_state import OptimizerState
@@ -76,6 +77,8 @@ def build(
     """Allocate what the plan says, give every parameter its home, and join the parts. On failure nothing is left
     behind. `loader`: the one whose position checkpoints hold.
     """
+    run_spec.plan.check()
+    check_async(run_spec.config, run_spec.plan)
     with make_missing(_nvme_paths(run_spec.config)):
         return _build(run_spec, lr_scheduler, collectives, loader)
 
@@ -87,8 +90,6 @@ def _build(run_spec: RunSpec, lr_scheduler: Any, collectives: Collectives, loade
         for path in sorted({path for paths in _nvme_paths(config) for path in paths})
         for w in preflight_directory(path)
     ]
-    plan.check()
-    check_async(config, plan)
     resume = config.tiered_zero.checkpoint.resume
     found = None if resume is None else find_together(collectives, resume, partial(find_checkpoint, resume))
     for line in found.lines if found is not None else ():

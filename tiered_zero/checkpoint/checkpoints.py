@@ -27,6 +27,7 @@ from tiered_zero.checkpoint.directory import nothing_to_load
 from tiered_zero.checkpoint.driver import DriverState, LoadParts, differences, join_states, own_state
 from tiered_zero.checkpoint.file_reader import FileReader
 from tiered_zero.checkpoint.file_writer import FileWriter, Piece
+from tiered_zero.checkpoint.last_save import LastSave, QueuedSave
 from tiered_zero.checkpoint.loading import StateLoader
 from tiered_zero.checkpoint.manifest import TagManifest, WrittenBy
 from tiered_zero.checkpoint.matching import LoadOptions, Matched, match
@@ -89,19 +90,6 @@ class _Content:
     save_latest: bool
 
 
-@dataclass(kw_only=True)
-class _Save:
-    """One that is queued. `cut`: its place between two updates; `has_begun`: it came there, and ends the tag. `end`: of
-    one that is written beside training; None: it is written at the cut. `share`: what this rank has written, until the
-    other ranks' are joined with it."""
-
-    tag: TagWriter
-    cut: Transfer | None = None
-    has_begun: bool = False
-    end: Completion | None = None
-    share: Share | None = None
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Load:
     """A checkpoint that this rank can load."""
@@ -110,34 +98,6 @@ class _Load:
     matched: Matched
     driver: dict[str, Any]
     metadata: Metadata
-
-
-@final
-class LastSave:
-    """The save that is under way, if there is one. Refers to nothing that refers to the engine."""
-
-    def __init__(self) -> None:
-        self._save: _Save | None = None
-
-    def set(self, save: _Save) -> None:
-        self._save = save
-
-    def wait(self) -> None:
-        """Return when it is durable. Raises its error, once."""
-        save = self._save
-        if save is None or save.cut is None:
-            return
-        try:
-            save.cut.wait()
-            if save.end is not None:
-                save.end.wait()
-        except Exception as error:
-            self._save = None
-            if save.has_begun:
-                raise
-            save.tag.discard()  # an update has failed before it, which the engine itself reports
-            logger.error("checkpoint %s was not written: %s", save.tag.tag, error)
-        self._save = None
 
 
 @final
@@ -206,15 +166,34 @@ class Checkpoints:
                 logger.warning("exclude_frozen_parameters has no effect on an in-place commit, which has all at rest")
             return self._commit(self._commits, Path(save_dir), wanted[0].tag, content)
         tag = begin_tag(self._ranks, save_dir, wanted, self._locks)
-        save = _Save(tag=tag, end=Completion() if self._is_async else None)
+        save = QueuedSave(tag)
         ready = self._state.runtime.accelerator.record_compute()
-        job = partial(self._begin_async if self._is_async else self._write_at_cut, save, content, ready)
-        if not self._is_alone:
-            write, publish = partial(self._write_share, save, job), partial(self._publish, tag, content)
-            return publish_together(self._ranks, tag, write, publish)
-        self._queue(save, job)
+        if self._is_async:
+            self._queue(save, partial(self._begin_async, save, content, ready))
+        elif self._is_alone:
+            write = partial(self._write_at_cut, tag, content, ready)
+            self._queue(save, partial(save.write, lambda: self._publish(tag, content, [write()])))
+        else:
+            write_share = partial(self._write_share, save, content, ready)
+            return publish_together(self._ranks, tag, write_share, partial(self._publish, tag, content))
         if not content.may_return:
             self.wait()
+
+    def _write_share(self, save: QueuedSave, content: _Content, ready: Transfer) -> Share:
+        """Return when this rank's part is durable: the driver joins it with the others, for an update lane makes no
+        collective."""
+        written: list[Share] = []
+
+        def write() -> None:
+            share = self._write_at_cut(save.tag, content, ready)
+            save.tag.writer.wait_durable()
+            written.append(share)
+
+        self._queue(save, partial(save.write, write))
+        self.wait()
+        if not written:
+            raise StoreError(f"Checkpoint {save.tag.tag} was not written: an update has failed before it.")
+        return written[0]
 
     def _capture(self, step: int, driver: dict[str, Any], save_latest: bool, *, with_frozen: bool) -> _Content:
         """Copy what the script may change while the save is written."""
@@ -244,59 +223,49 @@ class Checkpoints:
         commits.write_copies()
         step, driver, by = (content.fields[name] for name in ("step", "driver", "written_by"))
         tag_writer = TagWriter.begin(save_dir, tag, engine=commits.engine, own_locks=self._locks)
-        save = _Save(tag=tag_writer)
+        save = QueuedSave(tag_writer)
         lane = self._state.runtime.accelerator.lane("save")
 
-        def job() -> None:
-            save.has_begun = True
+        def commit() -> None:
             pointer = {"kind": "in_place", "step": step, "written_by": by, "swap": commits.swap}
-            with tag_writer:
-                prepare = partial(tag_writer.prepare_pointer, pointer, save_latest=content.save_latest)
-                prepared = lane.submit(prepare)
-                try:
-                    commits.commit(tag, step, by, driver)
-                except BaseException:
-                    with suppress(Exception):
-                        prepared.wait()  # it writes to what is discarded next
-                    raise
-                prepared.wait()
-                tag_writer.publish_pointer()
+            prepared = lane.submit(partial(tag_writer.prepare_pointer, pointer, save_latest=content.save_latest))
+            try:
+                commits.commit(tag, step, by, driver)
+            except BaseException:
+                with suppress(Exception):
+                    prepared.wait()  # it writes to what is discarded next
+                raise
+            prepared.wait()
+            tag_writer.publish_pointer()
 
-        self._queue(save, job)
+        self._queue(save, partial(save.write, commit))
 
-    def _queue(self, save: _Save, job: Callable[[], None]) -> None:
+    def _queue(self, save: QueuedSave, job: Callable[[], None]) -> None:
+        """Run `job`, which writes the save, between two updates. Raises its error where it has failed by now."""
+        self.last_save.set(save)
         try:
-            save.cut = self._policy.at_cut(partial(_logged, job, save.tag.tag))
-            self.last_save.set(save)
+            self._policy.at_cut(job, save.cut)
         except BaseException:
-            if not save.has_begun:
-                save.tag.discard()
+            save.cancel()
             raise
-        if save.cut.done() and save.end is None:
+        save.set_queued()
+        if save.end.done():
             self.wait()
 
     def wait(self) -> None:
         """Return when no save is under way. Raises the error of the last one, once."""
         self.last_save.wait()
 
-    def _write_at_cut(self, save: _Save, content: _Content, ready: Transfer) -> None:
+    def _write_at_cut(self, tag: TagWriter, content: _Content, ready: Transfer) -> Share:
         """Write all of it behind an update, before the next begins."""
-        save.has_begun = True
         self._state.stepper.cancel_prefetch()  # it holds staging buffers, which the save needs
         try:
-            with save.tag.writing():
-                share = self._write(save.tag, content, ready, self._state.snapshot(), lambda subgroup: None)
-                if self._is_alone:
-                    self._publish(save.tag, content, [share])
-                else:
-                    save.tag.writer.wait_durable()
-                    save.share = share  # the driver joins it with the others: this thread makes no collective
+            return self._write(tag, content, ready, self._state.snapshot(), lambda subgroup: None)
         finally:
             self._state.stepper.prefetch()
 
-    def _begin_async(self, save: _Save, content: _Content, ready: Transfer) -> None:
+    def _begin_async(self, save: QueuedSave, content: _Content, ready: Transfer) -> None:
         """Write it on a lane of its own: the next update waits for each sub-group's bytes alone."""
-        save.has_begun = True
         held, read = {layout.subgroup.index: Completion() for layout in self._state.layouts}, Completion()
 
         def free(subgroup: int) -> None:
@@ -306,14 +275,9 @@ class Checkpoints:
             self._publish(save.tag, content, [self._write(save.tag, content, ready, snapshot, free)])
 
         def job() -> None:
-            assert save.end is not None, "a save beside training has an end of its own"
             try:
-                with save.tag.writing():
-                    _logged(write, save.tag.tag)
-            except BaseException as error:
-                save.end.fail(error)
-            else:
-                save.end.complete()
+                with suppress(Exception):  # the save has it
+                    save.write(write)
             finally:
                 for subgroup in held:
                     free(subgroup)
@@ -323,18 +287,12 @@ class Checkpoints:
             snapshot = self._state.snapshot()
             self._state.stepper.hold(held, read)
             self._state.runtime.accelerator.lane("save").submit(job)
-        except BaseException:
-            self._state.stepper.hold({})
-            save.tag.discard()
+        except BaseException as error:
+            if save.cancel():
+                self._state.stepper.hold({})
+                if isinstance(error, Exception):
+                    save.end.fail(error)
             raise
-
-    def _write_share(self, save: _Save, job: Callable[[], None]) -> Share:
-        """Return when this rank's part is durable."""
-        self._queue(save, job)
-        self.wait()
-        if save.share is None:
-            raise StoreError(f"Checkpoint {save.tag.tag} was not written: an update has failed before it.")
-        return save.share
 
     def _write(
         self, tag: TagWriter, content: _Content, ready: Transfer, snapshot: StateSnapshot, free: Callable[[int], None]
@@ -360,9 +318,11 @@ class Checkpoints:
 
     # -- load ----------------------------------------------------------------------------------------------------------
 
-    def find(self, load_dir: str | os.PathLike[str], tag: str | None, begin: Callable[[], None]) -> Path | None:
-        """Return where the tag to load is; None, with a warning, where there is no checkpoint at all. `begin`: checks
-        that one can be loaded now. Raises StoreError."""
+    def find(
+        self, load_dir: str | os.PathLike[str], tag: str | None, begin: Callable[[], None]
+    ) -> FoundCheckpoint | None:
+        """Find the tag to load; return None, with a warning, where there is no checkpoint at all. `begin`: checks that
+        one can be loaded now. Raises StoreError."""
 
         def look() -> FoundCheckpoint | None:
             if tag is None and (why := nothing_to_load(load_dir)):
@@ -378,10 +338,9 @@ class Checkpoints:
             self.wait()
 
         load_together(self._ranks, prepare)
-        found = find_together(self._ranks, load_dir, look)
-        return None if found is None else found.path
+        return find_together(self._ranks, load_dir, look)
 
-    def load(self, path: Path, parts: LoadParts, *, strict: bool = True) -> dict[str, Any]:
+    def load(self, found: FoundCheckpoint, parts: LoadParts, *, strict: bool = True) -> dict[str, Any]:
         """Make the run what the checkpoint says, and return its client_state. Everything is checked, on every rank,
         before the first weight changes; an error after that ends the engine's use. Raises ModelError, ConfigError,
         StoreError, CorruptionError and TransferError."""
@@ -390,7 +349,7 @@ class Checkpoints:
 
             def check() -> TagManifest:
                 self.wait()
-                reader = open_reader(path)
+                reader = open_reader(found)
                 opened.enter_context(reader)
                 loads.append(self._check(reader, parts, strict))
                 return loads[0].reader.manifest
@@ -410,9 +369,7 @@ class Checkpoints:
                 load_together(self._ranks, read)
                 self._guard.end_update()
             except BaseException as error:
-                self._policy.latch(
-                    f"loading {path} ended in its middle ({error}), when some values were new: build another engine"
-                )
+                self._policy.latch(f"Loading {found.path} ended in its middle, by {type(error).__name__}")
                 raise
             return dict(loads[0].driver["client_state"])
 
@@ -446,7 +403,7 @@ class Checkpoints:
 
     def resume(self, found: FoundCheckpoint) -> None:
         """Load what the config says that the run goes on from. Raises as `load`."""
-        self.resumed = found.path, self.load(found.path, LoadParts())
+        self.resumed = found.path, self.load(found, LoadParts())
 
     def _read(self, load: _Load, loader: StateLoader) -> None:
         steps = loader.steps()
@@ -489,14 +446,6 @@ def check_async(config: Config, plan: Plan) -> None:
 
 def _append(writer: FileWriter, memory: memoryview, ranges: Ranges) -> Transfer:
     return writer.append(memory, [Piece(own.key, own.start, own.stop, offset) for own, offset in ranges]).transfer
-
-
-def _logged(job: Callable[[], None], tag: str) -> None:
-    try:
-        job()
-    except Exception as error:
-        logger.error("checkpoint %s was not written, and training goes on: %s", tag, error)
-        raise
 
 
 def _buffer_specs(buffers: Mapping[str, torch.Tensor]) -> dict[str, TensorSpec]:

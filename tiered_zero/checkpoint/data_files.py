@@ -115,7 +115,6 @@ class DataWriter:
         self._files: list[_OpenFile] = []
         self._transfers: deque[Transfer] = deque()
         self._worker: Worker | None = None
-        self._closed = False
 
     @property
     def nbytes(self) -> int:
@@ -171,15 +170,14 @@ class DataWriter:
         self.close()
 
     def close(self) -> None:
-        """Close the files, whatever state they are in, when nothing uses the callers' memory any more. Idempotent."""
-        if not self._closed:
-            self._closed = True
-            for file in self._files:
-                file.file.close()
-            if self._worker is not None:
-                self._worker.close()
-            if self._own_engine and self._engine is not None:
-                self._engine.close()
+        """Close the files, whatever state they are in, when nothing uses the callers' memory any more. Idempotent; one
+        that was interrupted is carried through by the next."""
+        for file in self._files:
+            file.file.close()
+        if self._worker is not None:
+            self._worker.close()
+        if self._own_engine and self._engine is not None:
+            self._engine.close()
 
     def _file_for(self, engine: IOEngine, nbytes: int) -> _OpenFile:
         """The file that takes the next `nbytes`, with blocks for them."""
@@ -246,7 +244,7 @@ class DataReader:
         """
         for window, memory, problems in self._read(windows):
             if problems:
-                raise CorruptionError(f"{problems[0]} Check the disk, and load another checkpoint.")
+                raise CorruptionError(f"{problems[0]} Check the disk, and load another checkpoint, into a new engine.")
             yield window, memory
 
     def damage(self) -> list[str]:

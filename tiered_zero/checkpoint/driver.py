@@ -384,6 +384,11 @@ _PARTS = (
 )  # fmt: skip
 
 
+def read_client_state(saved: Any) -> dict[str, Any]:
+    """Decode the client_state of what `DriverState.capture` gave, as it was read from a file. Raises StoreError."""
+    return dict(_decoded(saved)["client_state"])
+
+
 def _decoded(saved: Any) -> State:
     if type(saved) is not dict or saved.keys() - {"ranks"} != set(_PARTS):
         found = sorted(saved)[:12] if type(saved) is dict else type(saved).__name__

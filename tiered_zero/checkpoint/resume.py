@@ -75,12 +75,9 @@ def find_checkpoint(directory: str | os.PathLike[str], tag: str | None = None) -
     return FoundCheckpoint(path=found.path, swap=found.swap, lines=(*skipped, *found.lines))
 
 
-def open_reader(path: Path) -> FileReader | StoreReader:
-    """Open a tag, or a swap directory, whatever it is. Raises StoreError."""
-    found = find_checkpoint(path)
-    if found.path != path:
-        raise StoreError(f"{path} is not a checkpoint, but a directory of some; name one of them.")
-    return FileReader(path) if found.swap is None else StoreReader(found.swap)
+def open_reader(found: FoundCheckpoint) -> FileReader | StoreReader:
+    """Open a tag, or the swap directory that it points to. Raises StoreError."""
+    return FileReader(found.path) if found.swap is None else StoreReader(found.swap)
 
 
 def _latest_pointer(path: Path) -> FoundCheckpoint | None:

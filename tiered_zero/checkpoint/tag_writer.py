@@ -43,6 +43,8 @@ class TagWriter:
         self.writer, self.tag, self.name = writer, tag, name
         self._directory, self._needed_nbytes, self._joins = directory, needed_nbytes, joins
         self._latest: str | None = None
+        self.is_published = False
+        """Whether it has its name."""
 
     @classmethod
     def begin(
@@ -134,7 +136,7 @@ class TagWriter:
         become durable beside each other, and all of them before the tag has its name.
         """
         assert not self._joins, "rank 0 publishes"
-        published, no_latest = False, None
+        no_latest = None
         try:
             files, tensors = join_files([self.writer.finish_files()] if written is None else written)
             given = {"kind": "full", "tensors": tensors, **fields}
@@ -146,7 +148,7 @@ class TagWriter:
                 no_latest = error
             self.writer.wait_durable()
             self._directory.publish(self.name, self.tag)
-            published = True
+            self.is_published = True
             if no_latest is not None:
                 raise no_latest
             if self._latest is not None:
@@ -154,7 +156,7 @@ class TagWriter:
                 self._latest = None
         except (OSError, ConfigError) as error:
             what = _store_error(self._directory.path, self.tag, error, self._needed_nbytes)
-            if published:
+            if self.is_published:
                 what = StoreError(f"{self.path} is complete, but `latest` could not be written: {error}.")
             raise what from error
         finally:
@@ -171,6 +173,7 @@ class TagWriter:
         """Give the prepared tag its name, and `latest` its value: the state is durable. Raises StoreError."""
         try:
             self._directory.publish(self.name, self.tag, self._latest)
+            self.is_published = True
             self._latest = None
         except OSError as error:
             raise _store_error(self._directory.path, self.tag, error, self._needed_nbytes) from error
@@ -178,15 +181,14 @@ class TagWriter:
             self.discard()
 
     def discard(self) -> None:
-        """Remove what was written, unless it was published; end the lock. Idempotent. A failure is logged."""
-        if self._directory.fd < 0:
-            return
+        """Remove what was written, unless it was published; end the lock. Idempotent; one that was interrupted is
+        carried through by the next. A failure is logged."""
         try:
             self.writer.close()
-            if not self._joins:
+            if self._directory.fd >= 0 and not self._joins:
                 with suppress(FileNotFoundError):
                     self._directory.remove(self.name)
-            if self._latest is not None:
+            if self._directory.fd >= 0 and self._latest is not None:
                 os.unlink(self._latest, dir_fd=self._directory.fd)
         except OSError as error:
             logger.warning("%s cannot be removed: %s", self._directory.path / self.name, error)

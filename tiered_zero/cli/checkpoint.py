@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict
+from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import click
 import torch
@@ -18,14 +14,12 @@ from rich.text import Text
 
 from tiered_zero.checkpoint.directory import TagInfo, list_tags, read_latest, read_manifest, verify
 from tiered_zero.checkpoint.export import export_weights
-from tiered_zero.checkpoint.file_reader import FileReader
 from tiered_zero.checkpoint.manifest import MANIFEST_NAME
 from tiered_zero.checkpoint.prune import prune
-from tiered_zero.checkpoint.resume import FoundCheckpoint, find_checkpoint
-from tiered_zero.checkpoint.store_reader import StoreReader
-from tiered_zero.cli.swap import print_table, printable
+from tiered_zero.checkpoint.resume import find_checkpoint, open_reader
+from tiered_zero.cli.listing import print_json, print_table, printable
+from tiered_zero.cli.options import DIRECTORY, JSON_OPTION, directory_argument
 from tiered_zero.errors import StoreError
-from tiered_zero.io.select import select_reader
 from tiered_zero.sizes import format_nbytes, parse_nbytes
 from tiered_zero.store.verify import verify_run
 
@@ -37,14 +31,9 @@ def checkpoint() -> None:
     """Look at checkpoints (what save_checkpoint and `train --save` write), check them, and turn them into weights."""
 
 
-def _arguments(command: Callable[..., None]) -> Callable[..., None]:
-    directory = click.argument("directory", type=click.Path(file_okay=False, exists=True, path_type=Path))
-    as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object for programs.")
-    return directory(as_json(command))
-
-
 @checkpoint.command("ls", short_help="List checkpoints: step, bytes, whole or not and why.")
-@_arguments
+@directory_argument
+@JSON_OPTION
 def ls(directory: Path, as_json: bool) -> None:
     """List the checkpoints in DIRECTORY, oldest first: kind, step, bytes, whole or not and why, written by what, when.
 
@@ -52,7 +41,7 @@ def ls(directory: Path, as_json: bool) -> None:
     """
     tags, latest = _tags(directory), _latest(directory)
     if as_json:
-        return _print_json({"latest": latest, "tags": [_plain(info) for info in tags]})
+        return print_json({"latest": latest, "tags": tags})
     rows = [
         (
             info.tag,
@@ -74,7 +63,8 @@ def ls(directory: Path, as_json: bool) -> None:
 
 
 @checkpoint.command("verify", short_help="Read every byte, name what is broken.")
-@_arguments
+@directory_argument
+@JSON_OPTION
 def verify_command(directory: Path, as_json: bool) -> None:
     """Read every byte of the checkpoints in DIRECTORY against its checksum; exit code 1 if one is broken or none whole.
 
@@ -91,7 +81,7 @@ def verify_command(directory: Path, as_json: bool) -> None:
             problems[info.tag] = verify(info.path) or _problems_in_place(info)
     broken = {tag: found for tag, found in problems.items() if found}
     if as_json:
-        _print_json({"checked": [*problems], "broken": broken, "passed_over": passed_over})
+        print_json({"checked": [*problems], "broken": broken, "passed_over": passed_over})
     else:
         outcomes = {**dict.fromkeys(problems, "whole"), **dict.fromkeys(broken, "broken")}
         rows = [(info.tag, format_nbytes(info.nbytes), outcomes.get(info.tag, "passed over")) for info in tags]
@@ -119,12 +109,12 @@ def _problems_in_place(info: TagInfo) -> list[str]:
 
 
 @checkpoint.command("export", short_help="Write the weights as safetensors.")
-@click.argument("directory", type=click.Path(file_okay=False, exists=True, path_type=Path))
-@click.argument("out", type=click.Path(file_okay=False, path_type=Path))
+@directory_argument
+@click.argument("out", type=DIRECTORY)
 @click.option("--tag", help="Which checkpoint; default: the one that `latest` names, else the newest whole one.")
 @click.option("--dtype", type=click.Choice([*DTYPES]), default="fp32", show_default=True, help="Of parameters.")
 @click.option("--max-shard-size", default="5GB", show_default=True, help="Of a file, such as 500MB.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object for programs.")
+@JSON_OPTION
 def export(directory: Path, out: Path, tag: str | None, dtype: str, max_shard_size: str, as_json: bool) -> None:
     """Write the weights of a checkpoint in DIRECTORY to OUT, as safetensors that plain torch and transformers load.
 
@@ -138,19 +128,20 @@ def export(directory: Path, out: Path, tag: str | None, dtype: str, max_shard_si
     found = find_checkpoint(directory, tag)
     for line in found.lines:
         click.echo(printable(line), err=True)
-    with _open_reader(found) as reader:
+    with open_reader(found) as reader:
         info = reader.manifest
         paths = export_weights(reader, out, DTYPES[dtype], max_shard_nbytes=max_shard_nbytes)
     nbytes = sum(path.stat().st_size for path in paths)
     if as_json:
         files = [str(path) for path in paths]
-        return _print_json({"tag": info.tag, "step": info.step, "dtype": dtype, "files": files, "nbytes": nbytes})
+        return print_json({"tag": info.tag, "step": info.step, "dtype": dtype, "files": files, "nbytes": nbytes})
     what = f"{len(paths)} file{'s' * (len(paths) > 1)}, {format_nbytes(nbytes)}, parameters in {dtype}"
     click.echo(printable(f"{info.tag} (step {info.step}) -> {out}: {what}"))
 
 
 @checkpoint.command("prune", short_help="Remove old checkpoints.")
-@_arguments
+@directory_argument
+@JSON_OPTION
 @click.option("--keep", type=click.IntRange(min=1), required=True, metavar="N", help="How many whole ones stay.")
 @click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
 def prune_command(directory: Path, as_json: bool, keep: int, dry_run: bool) -> None:
@@ -162,7 +153,7 @@ def prune_command(directory: Path, as_json: bool, keep: int, dry_run: bool) -> N
     removed = prune(directory, keep, dry_run=dry_run)
     nbytes = sum(info.nbytes for info in removed)
     if as_json:
-        return _print_json({"dry_run": dry_run, "freed_nbytes": nbytes, "removed": [_plain(info) for info in removed]})
+        return print_json({"dry_run": dry_run, "freed_nbytes": nbytes, "removed": removed})
     rows = [(info.tag, str(info.step), format_nbytes(info.nbytes)) for info in removed]
     print_table(("checkpoint", "step", "bytes"), rows, "Nothing to remove.")
     click.echo(f"{format_nbytes(nbytes)} {'would be' if dry_run else 'were'} freed.")
@@ -184,21 +175,6 @@ def _latest(directory: Path) -> str | None:
         return None
 
 
-@contextmanager
-def _open_reader(found: FoundCheckpoint) -> Iterator[FileReader | StoreReader]:
-    if found.swap is not None:
-        with StoreReader(found.swap) as store:
-            yield store
-        return
-    manifest = read_manifest(found.path)
-    engine = select_reader(*(found.path / file.name for file in manifest.files)).engine  # one for all reads
-    try:
-        with FileReader(found.path, engine) as files:
-            yield files
-    finally:
-        engine.close()
-
-
 def _writer(info: TagInfo) -> str:
     written = info.written_by
     if written is None:
@@ -207,11 +183,3 @@ def _writer(info: TagInfo) -> str:
         f"tiered_zero {written.tiered_zero}, torch {written.torch}; {written.rule} on {written.kernel}, state "
         f"{written.state_format}"
     )
-
-
-def _plain(info: TagInfo) -> dict[str, Any]:
-    return {**asdict(info), "path": str(info.path)}
-
-
-def _print_json(value: Any) -> None:
-    click.echo(json.dumps(value, indent=2))

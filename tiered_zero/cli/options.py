@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 import click
@@ -18,6 +19,8 @@ DEMO_STEPS = 200
 T = TypeVar("T")
 
 CONFIG_FILE = click.Path(exists=True, dir_okay=False)
+DIRECTORY = click.Path(file_okay=False, path_type=Path)
+directory_argument = click.argument("directory", type=click.Path(file_okay=False, exists=True, path_type=Path))
 JSON_OPTION = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout, nothing else.")
 
 

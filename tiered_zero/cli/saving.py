@@ -10,13 +10,18 @@ from pathlib import Path
 from typing import Any, final
 
 from tiered_zero.checkpoint.directory import list_tags
+from tiered_zero.checkpoint.driver import read_client_state
+from tiered_zero.checkpoint.resume import find_checkpoint, open_reader
 from tiered_zero.engine import Engine
-from tiered_zero.errors import BudgetError, StoreError, TransferError
+from tiered_zero.errors import BudgetError, ConfigError, ModelError, StoreError, TransferError
 from tiered_zero.sizes import format_nbytes
 
 logger = logging.getLogger("tiered_zero")
 
 _STATE_KEY, _LOSS = "tiered_zero.train", "loss"
+
+MODEL = "--model"
+"""The option without which a checkpoint does not fit."""
 
 
 @final
@@ -32,6 +37,8 @@ class Saver:
         self._options = dict(options)
         self._begun: tuple[Path, float, int | None] | None = None
         """The save under way: where it is to be, when it began, and the inode that was there before."""
+        self._tried_step = engine.global_steps
+        """The last that was to be saved."""
         self._saved_step: int | None = engine.global_steps
         self.paths: list[str] = []
         """Of what was saved, oldest first."""
@@ -44,8 +51,8 @@ class Saver:
             self._save()
 
     def finish(self) -> bool:
-        """Save what the last save has not, and wait until it is durable. Return whether the last step is saved."""
-        if self._engine.global_steps != self._saved_step:
+        """Save the last step, unless that was tried, and wait until it is durable. Return whether it is saved."""
+        if self._engine.global_steps != self._tried_step:
             self._save("at the end of training")
         try:
             self._engine.flush()
@@ -55,7 +62,7 @@ class Saver:
         return self._saved_step == self._engine.global_steps
 
     def _save(self, then: str = "and training goes on") -> None:
-        step = self._engine.global_steps
+        step = self._tried_step = self._engine.global_steps
         path = self._directory / f"global_step{step}"
         for _ in range(2):  # the first call may raise what became of the save before
             begun = path, time.time(), _inode(path)
@@ -118,7 +125,9 @@ class Resumption:
             self._directory = None
 
     def settings(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """The config that an engine is to be made of."""
+        """The config that an engine is to be made of. Raises StoreError, and ConfigError for another model."""
+        if self._directory is not None:
+            self._compare(self._directory)
         result = dict(settings)
         if self._directory is not None and self._adopts:
             own = dict(result.get("tiered_zero") or {})
@@ -127,20 +136,37 @@ class Resumption:
         return result
 
     def load(self, engine: Engine) -> None:
-        """Load into an engine that was made of `settings`, and say from where. Raises StoreError."""
+        """Load into an engine that was made of `settings`, and say from where. Raises StoreError, and ModelError where
+        the checkpoint does not fit."""
         if self._directory is None:
             return
-        path, client_state = engine.resumed or engine.load_checkpoint(self._directory)
+        try:
+            path, client_state = engine.resumed or engine.load_checkpoint(self._directory)
+        except ModelError as error:  # which names arguments of load_checkpoint
+            raise ModelError(
+                f"--resume: {error} Of `tiered-zero train`: take the config of the run in {self._directory}, or give "
+                "another directory to --save."
+            ) from error
         self.path = str(path)
         saved = client_state.get(_STATE_KEY)
-        self._compare(saved)
         self.loss = saved.get(_LOSS) if isinstance(saved, dict) else None
         logger.info("resumed from %s: %d steps, and their batches, are not made again", self.path, engine.global_steps)
 
-    def _compare(self, saved: Any) -> None:
-        for name, value in self._options.items() if isinstance(saved, dict) else ():
-            if name in saved and saved[name] != value:
-                logger.warning("%s was %s where the checkpoint was saved, and is %s now", name, saved[name], value)
+    def _compare(self, directory: Path) -> None:
+        """Compare the options of the command line with those of the run that has saved."""
+        with open_reader(find_checkpoint(directory)) as reader:
+            saved = read_client_state(reader.manifest.driver).get(_STATE_KEY)
+        if not isinstance(saved, dict):
+            return
+        for name, value in self._options.items():
+            if name not in saved or saved[name] == value:
+                continue
+            if name == MODEL:
+                raise ConfigError(
+                    f"--resume: the run in {directory} trains --model {saved[name]}; found {value}. Give that, or "
+                    "another directory to --save."
+                )
+            logger.warning("%s was %s where the checkpoint was saved, and is %s now", name, saved[name], value)
 
 
 def warn_of_others(directory: Path) -> None:

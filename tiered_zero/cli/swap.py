@@ -5,18 +5,14 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import click
-from rich.table import Table
 from rich.text import Text
 
 from tiered_zero.cli.capacity import capacity
-from tiered_zero.cli.console import STDOUT
+from tiered_zero.cli.listing import print_json, print_table, printable
+from tiered_zero.cli.options import JSON_OPTION, directory_argument
 from tiered_zero.errors import TieredZeroError
 from tiered_zero.sizes import format_nbytes
 from tiered_zero.store.runs import collect_garbage, list_runs
@@ -30,22 +26,17 @@ def swap() -> None:
     """Look at swap directories (what nvme_path names), and clean them up."""
 
 
-def _arguments(command: Callable[..., None]) -> Callable[..., None]:
-    directory = click.argument("directory", type=click.Path(file_okay=False, exists=True, path_type=Path))
-    as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object for programs.")
-    return directory(as_json(command))
-
-
 swap.add_command(capacity)
 
 
 @swap.command("ls", short_help="List runs: owner, bytes, age, model, step.")
-@_arguments
+@directory_argument
+@JSON_OPTION
 def ls(directory: Path, as_json: bool) -> None:
     """List the runs in DIRECTORY: owner alive or dead, bytes, age, model, last committed step."""
     runs = list_runs(directory)
     if as_json:
-        return _print_json({"runs": runs})
+        return print_json({"runs": runs})
     rows = [
         (
             run.run_id,
@@ -63,7 +54,8 @@ def ls(directory: Path, as_json: bool) -> None:
 
 
 @swap.command("du", short_help="Sum the disk space of runs, by owner's state.")
-@_arguments
+@directory_argument
+@JSON_OPTION
 def du(directory: Path, as_json: bool) -> None:
     """Sum the disk blocks of the runs in DIRECTORY by the state of their owners."""
     runs = list_runs(directory)
@@ -71,13 +63,14 @@ def du(directory: Path, as_json: bool) -> None:
     totals = {state: {"runs": len(sizes), "nbytes": sum(sizes)} for state, sizes in states.items()}
     totals["total"] = {"runs": len(runs), "nbytes": sum(run.nbytes for run in runs)}
     if as_json:
-        return _print_json(totals)
+        return print_json(totals)
     rows = [(state, str(row["runs"]), format_nbytes(row["nbytes"])) for state, row in totals.items()]
     print_table(("owner", "runs", "bytes"), rows)
 
 
 @swap.command("gc", short_help="Remove the runs of dead owners.")
-@_arguments
+@directory_argument
+@JSON_OPTION
 @click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
 @click.option("--committed", is_flag=True, help="Also remove dead runs that can still be resumed from a commit.")
 @click.option("--unknown", is_flag=True, help="Also remove runs whose owner may live, for all that can be seen here.")
@@ -86,7 +79,7 @@ def gc(directory: Path, as_json: bool, dry_run: bool, committed: bool, unknown: 
     items = collect_garbage(directory, dry_run=dry_run, committed=committed, unknown=unknown)
     freed_nbytes = sum(item.run.nbytes for item in items if item.removed)
     if as_json:
-        return _print_json({"dry_run": dry_run, "freed_nbytes": freed_nbytes, "runs": items})
+        return print_json({"dry_run": dry_run, "freed_nbytes": freed_nbytes, "runs": items})
     done = "would be removed" if dry_run else "removed"
     rows = [
         (item.run.run_id, done if item.removed else "kept", format_nbytes(item.run.nbytes), item.reason)
@@ -97,7 +90,8 @@ def gc(directory: Path, as_json: bool, dry_run: bool, committed: bool, unknown: 
 
 
 @swap.command("verify", short_help="Read committed states, name what is broken.")
-@_arguments
+@directory_argument
+@JSON_OPTION
 def verify(directory: Path, as_json: bool) -> None:
     """Read the committed state of each run in DIRECTORY and name what is broken; exit code 1 if anything is."""
     results: dict[str, Verified | None] = {}
@@ -113,7 +107,7 @@ def verify(directory: Path, as_json: bool) -> None:
             failures[run.run_id] = str(error)
     broken = sum(len(result.broken) for result in results.values() if result)
     if as_json:
-        _print_json({"runs": results, "failures": failures, "skipped": skipped, "num_broken": broken})
+        print_json({"runs": results, "failures": failures, "skipped": skipped, "num_broken": broken})
     else:
         _print_verified(results, {**failures, **skipped})
     if broken or failures:
@@ -137,37 +131,6 @@ def _print_verified(results: dict[str, Verified | None], unread: dict[str, str])
         for item in result.broken if result else ():
             text = f"{item.record}: {item.nbytes} bytes at offset {item.offset} of {item.path}: {item.reason}"
             click.echo(printable(text))
-
-
-def printable(text: str) -> str:
-    """Text of a foreign directory with what a terminal could take for an order, or cannot show, as escapes."""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
-
-
-def _print_json(value: Any) -> None:
-    click.echo(json.dumps(value, default=_plain, indent=2))
-
-
-def _plain(value: Any) -> Any:
-    return str(value) if isinstance(value, Path) else asdict(value)
-
-
-def print_table(columns: tuple[str, ...], rows: list[Any], empty: str = "No runs.") -> None:
-    """A table of texts, which may be of a foreign directory; `empty`: instead of one without rows."""
-    if not rows:
-        click.echo(empty)
-        return
-    table = Table()
-    for column in columns:
-        table.add_column(
-            column,
-            no_wrap=column in ("run", "bytes", "age", "checkpoint", "step"),
-            overflow="fold",
-            justify="right" if column in ("bytes", "runs", "age", "step") else "left",
-        )
-    for row in rows:
-        table.add_row(*(cell if isinstance(cell, Text) else Text(printable(cell)) for cell in row))
-    STDOUT.print(table)
 
 
 def _format_age(age_s: float) -> str:

@@ -15,10 +15,10 @@ import torch
 
 import tiered_zero
 from tiered_zero.cli.console import STDOUT
-from tiered_zero.cli.options import CONFIG_FILE, DEMO_MODEL, DEMO_STEPS, JSON_OPTION, parse_model
+from tiered_zero.cli.options import CONFIG_FILE, DEMO_MODEL, DEMO_STEPS, DIRECTORY, JSON_OPTION, parse_model
 from tiered_zero.cli.progress import TrainingProgress
 from tiered_zero.cli.rank_steps import RankSteps
-from tiered_zero.cli.saving import Resumption, Saver, warn_of_others
+from tiered_zero.cli.saving import MODEL, Resumption, Saver, warn_of_others
 from tiered_zero.cli.tables import run_tables
 from tiered_zero.config import load
 from tiered_zero.config.json_file import read_json
@@ -33,8 +33,6 @@ from tiered_zero.stopping import INTERRUPTED, TERMINATED, stop_on_signals
 from tiered_zero.telemetry.report import RunReport, RunTotals
 
 logger = logging.getLogger("tiered_zero")
-
-DIRECTORY = click.Path(file_okay=False, path_type=Path)
 
 DIVERGED = 1
 """Exit code where the loss is not finite."""
@@ -98,7 +96,7 @@ def train(
     logger.info("%s parameters, %s; text: %s", f"{num_parameters(model):,}", model, corpus.source)
     if corpus.is_binary:
         logger.warning("%s holds NUL bytes, as binary files do. It is trained on byte by byte.", corpus.source)
-    options = {"--model": str(model), "--seed": seed, "--data": corpus.source, "batch": resolved.batch.train}
+    options = {MODEL: str(model), "--seed": seed, "--data": corpus.source, "batch": resolved.batch.train}
     resumption = Resumption(save if resume else None, options, in_place=resolved.tiered_zero.checkpoint.in_place)
     settings = resumption.settings(settings)
     if save is not None and not resume:

@@ -227,7 +227,7 @@ class SingleRank:
         else:
             self._owns_group = True
             _keep_group_in_children()
-            logger.info("torch.distributed: made a process group of one rank, without a connection")
+            logger.debug("torch.distributed: made a process group of one rank, without a connection")
         finally:
             sys.excepthook = hook  # torch's prefixes every traceback with [rank0], which says nothing of one rank
 

@@ -49,6 +49,10 @@ class PassScope:
     def is_root(self, module: nn.Module) -> bool:
         return module is self._model
 
+    def has(self, module: object) -> bool:
+        """Whether it is a module of the model."""
+        return any(own is module for own in self._model.modules())
+
     @contextmanager
     def saving_views(self) -> Iterator[None]:
         """While open, autograd saves views of flats by name instead of by address."""

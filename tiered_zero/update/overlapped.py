@@ -16,7 +16,7 @@ from tiered_zero.layout.flat import Unit
 from tiered_zero.tiers.inventory import Inventory
 from tiered_zero.tiers.step_gradients import StepGradients
 from tiered_zero.tiers.unit_update import UnitUpdate
-from tiered_zero.transfer import Transfer
+from tiered_zero.transfer import Completion, Transfer
 from tiered_zero.update.eager import EagerUpdate, UpdateJob
 from tiered_zero.update.policy import UpdatePolicy
 from tiered_zero.update.stepper import StreamingStepper
@@ -209,10 +209,10 @@ class DelayedPolicy(UpdatePolicy):
     def begin_backward(self) -> None:
         """Leave reading ahead to the update that runs."""
 
-    def at_cut(self, job: Callable[[], None]) -> Transfer:
+    def at_cut(self, job: Callable[[], None], cut: Completion | None = None) -> Transfer:
         """Publish the delayed update first: what is saved is the state of one step."""
         self.flush()
-        return super().at_cut(job)
+        return super().at_cut(job, cut)
 
     def run_behind(self, act: Callable[[], None], after: Sequence[Transfer] = ()) -> None:
         self._exact.run_behind(act, after)

@@ -92,8 +92,13 @@ class UpdatePolicy(ABC):
         self._process.check()
         self.failures.check(
             lambda error: (
-                f"An update failed ({error}); weights and state are partly those of its step and partly those before. "
-                "Start again from the last checkpoint."
+                (
+                    f"{error}; weights and state are partly new and partly those before. "
+                    if isinstance(error, EngineFailedError) and error.__cause__ is None  # of `latch`
+                    else f"An update failed ({error}); weights and state are partly those of its step and partly those "
+                    "before. "
+                )
+                + "Build another engine, and load the last checkpoint."
             )
         )
 
@@ -154,15 +159,16 @@ class UpdatePolicy(ABC):
         self.cancel_prefetch()
         self._stepper.wait_held()
 
-    def at_cut(self, job: Callable[[], None]) -> Transfer:
+    def at_cut(self, job: Callable[[], None], cut: Completion | None = None) -> Transfer:
         """Run `job` between two updates: behind every write of the last, before the next begins. A save runs there.
 
-        On the update lane where updates run on it, else at once. `flush` and `quiesce` wait for it; the transfer
-        carries its error. Raises ModelError while an update is open in backward, EngineFailedError after a failure.
+        On the update lane where updates run on it, else at once. `flush` and `quiesce` wait for it; the transfer, which
+        is `cut` where one is given, carries its error. Raises ModelError while an update is open in backward,
+        EngineFailedError after a failure.
         """
         self.check_untouched("State is to be saved")
         self.check()
-        cut = Completion()
+        cut = cut or Completion()
         self.run_behind(partial(self._run_cut, job, cut))
         return cut
 
