@@ -158,6 +158,14 @@ def any_names(seed: int) -> Choice:
     return lambda entries: [entry for entry in entries if random.random() < 0.5]
 
 
+def torn(writes: list[Any]) -> list[Any]:
+    """All but the second half of a file's last write."""
+    if not writes or writes[-1][1] is None:
+        return writes
+    offset, data = writes[-1]
+    return [*writes[:-1], (offset, data[: len(data) // 2])]
+
+
 def check_every_crash(saves: Saves, root: Path, settings: dict[str, Any], resume_every: int = 0) -> int:
     """Crash after each operation of the saves in several ways. Raises AssertionError on a lost or mixed state.
 
@@ -176,7 +184,8 @@ def check_every_crash(saves: Saves, root: Path, settings: dict[str, Any], resume
         under_way = [number for number, at in enumerate(saves.renamed, 1) if at < length and number not in certain]
         allowed = {*certain[-1:], *under_way}
         where = f"after operation {length}, {operation[:2]}"
-        for count, fate in enumerate([*fates(length, 1), (list, any_names(length)), (list, lambda e: e[-1:])]):
+        more: list[tuple[Choice, Choice]] = [(list, any_names(length)), (list, lambda e: e[-1:]), (torn, list)]
+        for count, fate in enumerate([*fates(length, 1), *more]):
             num_crashes += 1
             shutil.rmtree(root)
             lay_out(tree.crash(*fate, each_directory=bool(count % 2)), root)

@@ -18,7 +18,7 @@ A crash, with any part of what was not synced on the disk, in any order of its p
                 tag of M is superseded: it has the run's id, which leads to N
     in 4, 5     manifest N is durable, and nothing of what it names is written. Of tag and `latest` either may be lost:
                 `latest` names M's tag, which leads to N; or N's, which is not there, and the newest pointer leads to N
-    the first   there is no M: nothing is loaded until 3, and N from then on
+    the first   there is no M: nothing is loaded until 3; N from then on, which the save directory leads to from 5 on
 
 Where parameters that are half of their masters rest in a store of their own, 2 ends with both names durable
 (`prepare`), 3 is done for the state's store, which decides, and then for the other: of that one the manifest of the

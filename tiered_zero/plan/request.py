@@ -83,7 +83,10 @@ class UpdateRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class CommitRequest:
-    """In-place commits: what has to be durable has two slots on nvme. `buffers_nbytes`: of the model's buffers."""
+    """In-place commits: what has to be durable has two places on nvme, or one where it is written once.
+
+    `buffers_nbytes`: of the model's buffers.
+    """
 
     buffers_nbytes: int = 0
 
