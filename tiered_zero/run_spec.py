@@ -269,6 +269,11 @@ def planning_notices(run_spec: RunSpec) -> list[str]:
             "ones are gathered with their block"
         )
     ranks = plan.request.ranks
+    keys = ("gradient_allreduce_op", "prescale_gradients", "gradient_predivide_factor", "communication_data_type")
+    defaults = type(run_spec.config).model_fields
+    idle = [key for key in keys if getattr(run_spec.config, key) not in (defaults[key].default, False)]
+    if idle and ranks.world_size == 1:
+        lines.append(f"one rank has no gradients to sum with others': without effect are {', '.join(idle)}")
     if plan.request.update.policy == "overlapped" and ranks.shards_state and not ranks.shards_params:
         lines.append(f"tiered_zero.update: overlapped was asked for; {plan.update_policy.text}")
     given = zero.sub_group_size

@@ -109,7 +109,6 @@ def test_a_default_says_nothing(key: Key) -> None:
 
 NEUTRAL: dict[str, list[Any]] = {
     "managed_gradient_accumulation": [True, 1, "true"],
-    "gradient_allreduce_op": ["mean", "sum"],
     "optimizer.params.bias_correction": [True, 1, "true"],
     "optimizer.params.fp32_optimizer_states": [True, 1, "true"],
     "data_types.grad_accum_dtype": ["fp32", "float32"],

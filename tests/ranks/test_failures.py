@@ -116,10 +116,8 @@ def initialize(path: str, change: str) -> str:
         config["tiered_zero"]["update"] = "delayed"
     elif change in ("in_place", "resume"):
         config["tiered_zero"]["checkpoint"] = {change: True if change == "in_place" else path}
-    elif change == "prescale":
-        config["prescale_gradients"] = True
     elif change == "communication":
-        config["communication_data_type"] = "fp32"
+        config["communication_data_type"] = "int8"
     elif change == "data":
         data = Endless()
     elif change == "batch":
@@ -137,8 +135,7 @@ def initialize(path: str, change: str) -> str:
         ("delayed", "ModelError: tiered_zero.update: expected auto or barrier at stage 1 with 2 ranks"),
         ("in_place", "ModelError: tiered_zero.checkpoint.in_place: expected false with 2 ranks"),
         ("resume", "StoreError: "),
-        ("prescale", "ModelError: prescale_gradients: expected False"),
-        ("communication", "ModelError: communication_data_type: expected None"),
+        ("communication", "ConfigError: communication_data_type: "),
         ("rule", "ModelError: Adafactor steps whole parameters, and at stage 1 each of 2 ranks has a part"),
         ("batch", "ConfigError: train_batch_size: expected train_micro_batch_size_per_gpu x "),
         ("model", "RankError: Every rank was expected to bring the same parameters; found another on rank 1"),

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
+from tiered_zero.config.schema import Config
 from tiered_zero.grads.accumulator import GradientStore
 from tiered_zero.grads.norms import GradNorm
 from tiered_zero.grads.reducer import GradientReducer, Reduction
 from tiered_zero.grads.unit_gradients import UnitGradients
 from tiered_zero.hardware.runtime import Runtime
-from tiered_zero.layout.buckets import cut_buckets
+from tiered_zero.layout.buckets import Bucket, cut_buckets
 from tiered_zero.optim.kernel_rule import open_kernel
 from tiered_zero.params.pager import Pager
 from tiered_zero.params.shard_gather import ShardGather
 from tiered_zero.params.update_guard import UpdateGuard
+from tiered_zero.plan.request import RankRequest
 from tiered_zero.run_spec import RunSpec
 from tiered_zero.teardown import Teardown
 from tiered_zero.telemetry.observer import RunObserver, StepLog
@@ -63,8 +65,29 @@ def make_gradients(
     slots = [tiers.host.reserve(f"bucket/{index}", size.nbytes, "bucket") for index in range(size.count)]
     memory = [tiers.host.view(slot)[: size.nbytes] for slot in slots]
     buckets = cut_buckets(trainable, ranks.world_size, ranks.bucket_numel)
-    reduction = Reduction(buckets=buckets, gathers=not ranks.shards_state, defers=ranks.shards_params)
+    reduction = make_reduction(run_spec.config, ranks, buckets)
     return store, GradientReducer(store, units, runtime, memory, reduction)
+
+
+def make_reduction(config: Config, ranks: RankRequest, buckets: Sequence[Bucket]) -> Reduction:
+    """Read from `config` how gradients are scaled and summed, as DeepSpeed does: by default they are divided by the
+    number of ranks, then summed; where the sum is divided, gradients are divided by a factor before."""
+    factor, first = config.gradient_predivide_factor, config.prescale_gradients
+    if first is None:
+        first = factor == 1.0
+    divisor = ranks.world_size if config.gradient_allreduce_op == "mean" else 1
+    before, after = (divisor, 1.0) if first else (factor, divisor / factor)
+    name = config.communication_data_type
+    dtype = None if name is None else {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[name]
+    return Reduction(
+        buckets=buckets,
+        gathers=not ranks.shards_state,
+        before=before,
+        after=after,
+        dtype=dtype,
+        overlaps=ranks.shards_params or config.zero_optimization.overlap_comm is not False,
+        defers=ranks.shards_params,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -120,7 +120,6 @@ REFUSED_OPTIMIZERS: Mapping[str, str] = {
 }
 
 _ONE_RANK = "one rank has nothing to gather or to reduce; of many, units and reduce_bucket_size decide"
-_CHANGES_SUMS = "one rank has nothing to reduce; many divide gradients by their number, then sum, and refuse other ways"
 _MONITOR = "no monitors here; engine.step_report and tiered_zero.report have the numbers"
 _PARALLEL = "one rank: the model is not split"
 _MOVES = "units, the recorded order and stage3_max_live_parameters decide when parameters move"
@@ -170,8 +169,6 @@ OTHERS: tuple[Key, ...] = (
     *_bare("max_live_parameters", "max_reuse_distance", "gather_16bit_weights_on_model_save"),
     *_bare("module_granularity_threshold", "use_all_reduce_for_fetch_params", "allgather_sequential"),
     # Top level, without effect.
-    *_no_effect("", _CHANGES_SUMS, prescale_gradients=False, gradient_predivide_factor=1.0),
-    *_no_effect("", _CHANGES_SUMS, communication_data_type=None),
     *_no_effect("", _ONE_RANK, disable_allgather=False, sparse_gradients=False),
     *_no_effect("", _ONE_RANK, seq_parallel_communication_data_type="fp32", seq_parallel_comm_data_type="fp32"),
     *_no_effect("", _ONE_RANK, allgather_size=None, comms_logger={}),
@@ -209,10 +206,18 @@ OTHERS: tuple[Key, ...] = (
     *_no_effect("fp16.", _DS_ONLY, fused_mode=True),
     *_no_effect("bf16.", "gradients leave the device as they arrive", immediate_grad_update=False),
     # zero_optimization, without effect.
-    *_no_effect("zero_optimization.", _ONE_RANK, contiguous_gradients=True, reduce_scatter=True, overlap_comm=None),
-    *_no_effect("zero_optimization.", _ONE_RANK, allgather_bucket_size=5e8),
+    *_no_effect("zero_optimization.", "gradients of a unit always rest in one flat", contiguous_gradients=True),
+    *_no_effect(
+        "zero_optimization.", "many ranks always reduce-scatter; stage 0 gathers the sums", reduce_scatter=True
+    ),
+    *_no_effect(
+        "zero_optimization.", "units are gathered where they rest, without a bucket", allgather_bucket_size=5e8
+    ),
     *_no_effect("zero_optimization.", _ONE_RANK, use_multi_rank_bucket_allreduce=True, allgather_partitions=True),
-    *_no_effect("zero_optimization.", _ONE_RANK, round_robin_gradients=False, zero_hpz_partition_size=1),
+    *_no_effect(
+        "zero_optimization.", "every rank copies its own shard of every unit in any case", round_robin_gradients=False
+    ),
+    *_no_effect("zero_optimization.", _ONE_RANK, zero_hpz_partition_size=1),
     *_no_effect("zero_optimization.", _ONE_RANK, mics_hierarchical_params_gather=False),
     *_no_effect("zero_optimization.", _ONE_RANK, stage3_use_all_reduce_for_fetch_params=False),
     *_no_effect("zero_optimization.", _ONE_RANK, stage3_allgather_sequential=False),
@@ -248,9 +253,6 @@ OTHERS: tuple[Key, ...] = (
     *_refused_sections("it changes the order and the length of the data", "curriculum_learning", "data_efficiency"),
     *_refused_sections("it replaces modules for generation", "hybrid_engine"),
     *_refused_sections("it would choose the batch size; write the batch size instead", "elasticity"),
-    _refused(
-        "gradient_allreduce_op", "DeepSpeed takes no other either, and on one rank both are the same", "mean", "sum"
-    ),
     _refused("sequence_parallel_size", "the batch would be split over ranks; leave it out", 1),
     _refused("managed_gradient_accumulation", "every step() would be an update; set gradient_accumulation_steps", True),
     _refused("data_types.grad_accum_dtype", "gradients are summed in fp32; write fp32", "fp32", "float32"),

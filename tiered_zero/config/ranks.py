@@ -7,13 +7,6 @@ from typing import Any
 from tiered_zero.config.schema import Config
 from tiered_zero.errors import ModelError
 
-_MUST_BE = {
-    "prescale_gradients": (False, "gradients are divided by the number of ranks before they are summed"),
-    "gradient_predivide_factor": (1.0, "gradients are divided by the number of ranks before they are summed"),
-    "communication_data_type": (None, "gradients are reduced in the dtype in which they rest"),
-}
-"""Key without effect on one rank -> the value that many ranks honour, and what they do."""
-
 
 def check_ranks(config: Config, world_size: int) -> None:
     """Raise ModelError for what this version does not do with more ranks than one, each by its name."""
@@ -32,12 +25,6 @@ def check_ranks(config: Config, world_size: int) -> None:
             f"tiered_zero.checkpoint.in_place: expected false with {many}, whose commits this version does not join; "
             "found true. Leave it out: a save then writes files, which any number of ranks loads."
         )
-    for path, (allowed, what) in _MUST_BE.items():
-        found = idle_value(config, path, allowed)
-        if found not in (allowed, "auto", None):
-            raise ModelError(
-                f"{path}: expected {allowed!r} or left out with {many}: {what}; found {found!r}. Leave it out."
-            )
 
 
 def idle_value(config: Config, path: str, default: Any) -> Any:

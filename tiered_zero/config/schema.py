@@ -84,6 +84,11 @@ class ZeroSection(Section):
         description="elements of gradients that ranks reduce in one collective, at most: above some millions as many "
         "as stream well",
     )
+    overlap_comm: bool | None = Field(
+        None,
+        description="many ranks reduce gradients under backward (true, and unset), or it waits for each reduction; "
+        "at stage 3 always under it",
+    )
     stage3_prefetch_bucket_size: Elements = Field(
         50_000_000, ge=0, description="elements fetched ahead of their use; 0 fetches on demand"
     )
@@ -185,6 +190,23 @@ class Config(Section):
     train_micro_batch_size_per_gpu: Whole = Field(ge=1, description="samples per forward on each rank")
     gradient_accumulation_steps: Whole = Field(ge=1, description="forwards and backwards per optimizer step")
     gradient_clipping: Number = Field(1.0, ge=0, description="largest global L2 norm of the gradients; 0 does not clip")
+    gradient_allreduce_op: Literal["mean", "sum"] = Field(
+        "mean", description="what many ranks make of their gradients: the mean, or the sum"
+    )
+    prescale_gradients: bool | None = Field(
+        None,
+        description="many ranks divide gradients by their number before they sum them (true, and unset), or divide the "
+        "sum (false)",
+    )
+    gradient_predivide_factor: Number = Field(
+        1.0,
+        gt=0,
+        description="many ranks divide gradients by it, sum them, and divide the sum by the rest of their number; 1 "
+        "leaves it to prescale_gradients, and where that is true this has no effect",
+    )
+    communication_data_type: Literal["fp32", "fp16", "bf16"] | None = Field(
+        None, description="dtype in which many ranks sum gradients; unset: the dtype that these have"
+    )
     steps_per_print: Annotated[int | None, BeforeValidator(_steps_per_print)] = Field(
         None, ge=1, description="optimizer steps between two log lines with loss scale and learning rate; null: none"
     )

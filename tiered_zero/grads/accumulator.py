@@ -127,12 +127,15 @@ class GradientStore:
         """Buckets have copied them."""
         self._ledger.discharge("device", "gradient_in_flight", sum(source.nbytes for source in taken.values()))
 
-    def receive(self, unit: Unit, start: int, source: torch.Tensor, *, adds: bool, after: Transfer) -> Transfer:
+    def receive(
+        self, unit: Unit, start: int, source: torch.Tensor, *, adds: bool, after: Transfer, divisor: float = 1.0
+    ) -> Transfer:
         """Bring reduced gradients to elements [start, start + n) of their unit's flat: the one way to the home of a
         shard. Driver or autograd's thread.
 
         `source`: [n], complete once `after` is done, and the home's to read until the transfer that is returned is.
-        `adds`: to what earlier reductions of this step brought, in fp32, instead of replacing it.
+        `adds`: to what earlier reductions of this step brought, in fp32, instead of replacing it. `divisor`: of
+        `source`, which then changes.
         """
         gradients = self._units[unit.index]
         self.wait_update(unit)
@@ -144,6 +147,8 @@ class GradientStore:
             with self._recorder.span("reduce", "receive", unit.name, source.nbytes):
                 for low in range(0, source.numel(), SUM_CHUNK_NUMEL):
                     chunk, into = source[low : low + SUM_CHUNK_NUMEL], target[low : low + SUM_CHUNK_NUMEL]
+                    if divisor != 1.0:
+                        chunk.div_(divisor)
                     into.add_(chunk) if adds else into.copy_(chunk)
 
         gradients.last = self._accelerator.lane("reduce").submit(land, after=[after], holds=[source], waits=False)

@@ -35,10 +35,16 @@ _NONE_BAD = -1
 @dataclass(frozen=True, kw_only=True)
 class Reduction:
     """How gradients are reduced. `buckets`: in their order. `gathers`: every rank gets the whole average, not only that
-    of its shards. `defers`: backward gathers parameters between buckets, and never waits for a bucket."""
+    of its shards. `before`, `after`: what gradients, and their sums, are divided by. `dtype`: of the sums; None: that
+    of the gradients. `overlaps`: backward goes on while a bucket is reduced. `defers`: backward gathers parameters
+    between buckets, and never waits for a bucket."""
 
     buckets: Sequence[Bucket]
     gathers: bool
+    before: float
+    after: float = 1.0
+    dtype: torch.dtype | None = None
+    overlaps: bool = True
     defers: bool = False
 
 
@@ -239,9 +245,13 @@ class GradientReducer:
             done.wait()
             done = self._collectives.all_gather(packed, total, f"the gradients of {name}")
         self._under_way.append((memory, self._receive(bucket, packed, total, done)))
+        if not self._reduction.overlaps:
+            self._free.append(self._finish_oldest())
 
     def _dtype(self, bucket: Bucket) -> torch.dtype:
         """In which a bucket is reduced: that of its gradients, fp32 where they are sums over micro-batches."""
+        if self._reduction.dtype is not None:
+            return self._reduction.dtype
         flats = [each.flat for index in bucket.units if (each := self._units[index]).shard is None]
         own: torch.dtype = bucket.parts[0].unit.dtype
         return torch.float32 if any(flat.dtype == torch.float32 for flat in flats) else own
@@ -257,7 +267,7 @@ class GradientReducer:
         return memory
 
     def _pack(self, bucket: Bucket, packed: torch.Tensor) -> None:
-        """Fill a bucket with this rank's gradients, divided by the number of ranks."""
+        """Fill a bucket with this rank's gradients, divided by what they are to be divided by before their sum."""
         for part in bucket.parts:
             each = self._units[part.unit.index]
             fill: Callable[[range, torch.Tensor], None] = self._copy_whole(each)
@@ -276,7 +286,7 @@ class GradientReducer:
 
         def fill(span: range, out: torch.Tensor) -> None:
             if has_gradient:
-                torch.div(each.flat[span.start : span.stop], self._collectives.world_size, out=out)
+                self._divide(each.flat[span.start : span.stop], out)
             else:
                 out.zero_()
 
@@ -291,11 +301,17 @@ class GradientReducer:
                     continue
                 out[position - span.start : first - span.start].zero_()
                 values = source[first - entry.start : stop - entry.start]
-                torch.div(values, self._collectives.world_size, out=out[first - span.start : stop - span.start])
+                self._divide(values, out[first - span.start : stop - span.start])
                 position = stop
             out[position - span.start :].zero_()
 
         return fill
+
+    def _divide(self, values: torch.Tensor, out: torch.Tensor) -> None:
+        """In the wider of the two dtypes."""
+        if out.itemsize > values.itemsize:
+            values = out.copy_(values)
+        torch.div(values, self._reduction.before, out=out)
 
     def _receive(self, bucket: Bucket, packed: torch.Tensor, total: torch.Tensor, done: Transfer) -> Transfer:
         """Bring a bucket's sums to their homes once it is reduced; return the last of the transfers, which are in
@@ -311,7 +327,9 @@ class GradientReducer:
                 spans = [(span, packed[at : at + len(span)]) for span, at in zip(part.spans, part.starts, strict=True)]
             adds = each.shard is not None and each.num_sums > 0
             for span, source in spans:
-                done = self._store.receive(part.unit, span.start, source, adds=adds, after=done)
+                done = self._store.receive(
+                    part.unit, span.start, source, adds=adds, divisor=self._reduction.after, after=done
+                )
             each.num_sums += part.is_last
         return done
 
