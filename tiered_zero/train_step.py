@@ -134,10 +134,10 @@ class TrainStep(StepRecovery):
                 "its own. Leave it out: gradient_accumulation_steps has the same result."
             )
 
-    def pre_state_dict(self) -> None:
+    def pre_state_dict(self, module: nn.Module) -> None:
         """Begin a module's state_dict: make every update visible, and copy each parameter once until it ends."""
         self.pager.num_uses += 1
-        self.pager.copies.start(self.before_weights_read)
+        self.pager.copies.start(self.before_weights_read, module.parameters())
 
     def fault_in(self, params: Sequence[nn.Parameter], function: str) -> None:
         """Make `params`, arguments of `function`, usable, or raise; the first is guarded."""

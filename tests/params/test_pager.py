@@ -481,8 +481,8 @@ def test_copies_come_from_wherever_the_bytes_are() -> None:
                 assert torch.equal(copied, world.values[index][entry.start : entry.stop])
                 assert copied.data_ptr() != param.data_ptr()
         assert world.copy_of(world.params[0][0]) is None
-        world.pager.copies.start(world.before_weights_read)
-        world.pager.copies.start(world.before_weights_read)
+        world.pager.copies.start(world.before_weights_read, [])
+        world.pager.copies.start(world.before_weights_read, [])
         first = world.copy_of(world.params[0][0])
         assert first is world.copy_of(world.params[0][0]), "tied names get one tensor"
         world.pager.copies.stop()

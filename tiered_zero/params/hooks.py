@@ -39,7 +39,7 @@ class ForwardEvents(Protocol):
     def grad_ready(self, param: nn.Parameter) -> None:
         """`param.grad` is complete for one pass: the first post-accumulate hook."""
 
-    def pre_state_dict(self) -> None:
+    def pre_state_dict(self, module: nn.Module) -> None:
         """The state_dict of a module begins."""
 
 
@@ -197,7 +197,7 @@ class ModuleHooks:
         def before_save(*_: Any) -> None:
             if module is self._model or any(module._parameters.get(name) is not own for name, own in params.items()):
                 events.scope.check_parameters()
-            events.pre_state_dict()
+            events.pre_state_dict(module)
 
         def after_save(_module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
             for name, param in params.items():

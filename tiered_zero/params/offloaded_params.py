@@ -37,6 +37,11 @@ class OffloadedParams:
     is_busy: bool = field(default=False, init=False)
     """Whether bytes are read or written, or were when that was interrupted."""
 
+    def is_part(self, unit: Unit) -> bool:
+        """Whether the unit's home holds this rank's shard of it."""
+        home = self._inventory.find(unit, "param")
+        return home is not None and home.slot.nbytes < unit.nbytes
+
     def read(self, unit: Unit) -> torch.Tensor:
         """Read the unit, which has a home: [P] of its dtype, a CPU tensor of the caller's own."""
         self.is_busy = True

@@ -57,7 +57,7 @@ class Pager:
         self._cache = UnitCache(runtime, inventory, limits, self.units, self.changes)
         self.updates = UpdateGuard(self.units, self._cache, self.changes, inventory, runtime.recorder, self._frames)
         self.saved_views = SavedViews(self.units, self._fault_in_saved)
-        self.copies = ParamCopies(offloaded_params, self.driver, self.units, self._cache)
+        self.copies = ParamCopies(offloaded_params, runtime.collectives, self.driver, self.units, self._cache)
         self.num_uses = 0
         """Frames, gathers and copies so far: whether weights were used since some moment."""
         self.phase = phase

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import final
 
 import torch
 from torch import nn
 
+from tiered_zero.errors import BudgetError
+from tiered_zero.hardware.collectives import Collectives, local_world_size
+from tiered_zero.hardware.probe import available_host_nbytes
 from tiered_zero.params.driver_thread import DriverThread
 from tiered_zero.params.offloaded_params import OffloadedParams
 from tiered_zero.params.outside_modes import runs_outside_modes
 from tiered_zero.params.unit_cache import UnitCache
 from tiered_zero.params.unit_state import UnitState, UnitTable
+from tiered_zero.sizes import format_nbytes
 
 
 @final
 @dataclass(eq=False, repr=False)
 class ParamCopies:
-    """Reads each unit once for copies that come in a row. Driver thread."""
+    """Reads each unit once for copies that come in a row. Driver thread. Where a home holds a shard, every rank makes
+    the same calls."""
 
     _offloaded_params: OffloadedParams
+    _ranks: Collectives
     _driver: DriverThread
     _units: UnitTable
     _cache: UnitCache
@@ -35,13 +41,32 @@ class ParamCopies:
         """Whether a state_dict is being taken."""
         return self._depth > 0
 
-    def start(self, before_weights_read: Callable[[], None]) -> None:
-        """Begin a module's state_dict; those of its children begin and end inside."""
+    def start(self, before_weights_read: Callable[[], None], params: Iterable[nn.Parameter]) -> None:
+        """Begin a module's state_dict of `params`; those of its children begin and end inside. Raises BudgetError where
+        shards are gathered and host memory has no room for the whole."""
         if not self._depth:
             with self._driver.entered("state_dict()"):
                 before_weights_read()
+                self._check_room(params)
                 self._driver.enter("state_dict()")
         self._depth += 1
+
+    def _check_room(self, params: Iterable[nn.Parameter]) -> None:
+        """Every rank makes a whole copy: ranks of one host share what it has free, and all go on or none does."""
+        places = [
+            (paged, paged.unit.entries[paged.params[p]]) for p in params if (paged := self._units.by_param.get(p))
+        ]
+        if not any(self._offloaded_params.is_part(paged.unit) for paged, _ in places):
+            return
+        needed_nbytes = sum(entry.param.numel * paged.unit.itemsize for paged, entry in places)
+        shares = self._ranks.exchange(str(available_host_nbytes() // local_world_size()).encode(), "state_dict()")
+        free_nbytes = min(map(int, shares))
+        if needed_nbytes > free_nbytes:
+            raise BudgetError(
+                f"state_dict() makes a whole copy of {format_nbytes(needed_nbytes)} of parameters on every rank; "
+                f"found {format_nbytes(free_nbytes)} of host memory free for each. engine.save_checkpoint() writes "
+                "shards as they are; a module's state_dict(), or tiered_zero.gathered(module), takes a part."
+            )
 
     def stop(self) -> None:
         if self._depth <= 1:

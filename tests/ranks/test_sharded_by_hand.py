@@ -1,0 +1,70 @@
+"""Reads and changes of sharded parameters between steps: calls that every rank makes, with the values of one."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+import tiered_zero
+from tests.ranks.pool import RankPool
+from tests.ranks.test_failures import rank_and_config
+from tests.ranks.training import Case, build_model, differences, make_optimizer, micro_batches
+from tiered_zero.errors import BudgetError, ParameterOffloadedError
+
+
+def change_weights(path: str, zero: dict[str, Any]) -> dict[str, Any]:
+    """Rank 1 sets a weight, rank 0 loads a layer, both evaluate; then one more step."""
+    zero = {
+        **zero,
+        **({"offload_param": {**zero["offload_param"], "nvme_path": path}} if "offload_param" in zero else {}),
+    }
+    rank, config = rank_and_config(path, **zero)
+    model: Any = build_model(rank)
+    engine, *_ = tiered_zero.initialize(model=model, optimizer=make_optimizer(model, "adamw"), config=config)
+    batches = [micro_batches(Case(), step, rank, 2)[0] for step in range(2)]
+    engine.backward(engine(*batches[0]))
+    engine.step()
+    with tiered_zero.zero.GatheredParameters(model.norm.weight, modifier_rank=1), torch.no_grad():
+        if rank == 1:
+            model.norm.weight.fill_(0.5)
+    loaded = {name: value + 0.25 * (rank + 1) for name, value in model.sometimes.state_dict().items()}
+    model.sometimes.load_state_dict(loaded)
+    with tiered_zero.gathered(model.sometimes):
+        bias = model.sometimes.bias.detach().clone()
+    with torch.no_grad():
+        loss = engine(*micro_batches(Case(), 7, 0, 2)[0])
+    copied = copy.deepcopy(model.blocks[0]).state_dict()
+    engine.backward(engine(*batches[1], detour=True))
+    engine.step()
+    found = {
+        "bias": bias, "expected bias": loaded["bias"], "loss": loss.item(), "copied": copied,
+        "weights": {name: value.clone() for name, value in model.state_dict().items()},
+    }  # fmt: skip
+    if zero["stage"] == 3:
+        with pytest.raises(ParameterOffloadedError, match="gathered"):
+            model.norm.weight + 1
+        with (
+            patch("tiered_zero.params.state_dict.available_host_nbytes", lambda: 1 << 10 if rank else 1 << 40),
+            pytest.raises(BudgetError, match=r"state_dict\(\) makes a whole copy .* found 512 B of host memory"),
+        ):
+            model.state_dict()
+        assert differences(found["weights"], dict(model.state_dict())) == []
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("device", ["none", "nvme"])
+def test_changes_by_hand_are_those_of_whole_weights(ranks: RankPool, swap_path: Path, device: str) -> None:
+    whole = ranks.run(change_weights, 2, str(swap_path), {"stage": 1})
+    offload = {"offload_param": {"device": device, "max_in_cpu": 0}} if device != "none" else {}
+    for rank, found in enumerate(ranks.run(change_weights, 2, str(swap_path), {"stage": 3, **offload})):
+        assert torch.equal(found["bias"], whole[0]["expected bias"]), "rank 0's, on every rank"
+        assert found["loss"] == whole[rank]["loss"]
+        assert differences(found["copied"], whole[rank]["copied"]) == []
+        assert differences(found["weights"], whole[rank]["weights"]) == []
+    assert not any(swap_path.iterdir())
