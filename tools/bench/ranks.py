@@ -261,7 +261,10 @@ def parse_options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--cases",
         type=lambda text: [case.strip() for case in text.split(",")],
-        default=["DDP + ZeRO", "stage 1 device/device", "stage 2 device/device", "stage 2 device/cpu"],
+        default=[
+            *("DDP + ZeRO", "stage 1 device/device", "stage 2 device/device", "stage 2 device/cpu"),
+            *("FSDP2", "stage 3 device/device", "FSDP2 offload", "stage 3 cpu/cpu"),
+        ],
         help="separated by commas; compute comes besides",
     )
     parser.add_argument("--out", help="append the record to this file of JSON lines")
