@@ -384,3 +384,28 @@ def test_another_number_of_ranks_goes_on_behind_the_samples_that_were_taken(
     assert len(lengths) == 1, "every rank makes as many steps"
     num_left = max(0, num_samples - states[0]["num_samples"] * before)
     assert num_left <= len(rest) <= num_left + 2 * (after - 1)
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 4), (4, 2), (3, 2), (2, 3)])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_other_ranks_go_on_behind_the_last_sample_taken(before: int, after: int, shuffle: bool) -> None:
+    """No sample of the pass is lost, and fewer come twice than there are ranks."""
+    data = TensorDataset(torch.arange(60))
+
+    def loaders(num_ranks: int) -> list[TrainingLoader]:
+        found = [TrainingLoader(data, 2, shuffle=shuffle) for _ in range(num_ranks)]
+        for rank, loader in enumerate(found):
+            loader.split(rank, num_ranks)
+        return found
+
+    taken: list[int] = []
+    saved: dict[str, Any] = {}
+    for loader in loaders(before):
+        batches = iter(loader)
+        taken += [int(index) for _ in range(4) for index in next(batches)[0]]
+        saved = saved or loader.state_dict()
+    for loader in loaders(after):
+        loader.load_state_dict(loader.resplit(saved, before))
+        taken += [int(index) for (batch,) in loader for index in batch]
+    assert set(taken) == set(range(60))
+    assert len(taken) - 60 < after + before

@@ -6,7 +6,7 @@ import difflib
 import logging
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -16,10 +16,13 @@ from torch import nn
 
 from tiered_zero.checkpoint.checkpoints import Checkpoints
 from tiered_zero.checkpoint.driver import LoadParts
+from tiered_zero.checkpoint.ranks import write_together
 from tiered_zero.checkpoint.weights import (
     MAX_SHARD_NBYTES,
     WEIGHTS_NAME,
+    WeightTensor,
     model_weights,
+    reading_order,
     write_model_config,
     write_weights,
 )
@@ -27,6 +30,7 @@ from tiered_zero.engine_call import on_one_thread
 from tiered_zero.errors import ModelError
 from tiered_zero.full_values import get_grad, get_master, get_state, set_grad, set_master, set_state
 from tiered_zero.params.outside_modes import runs_outside_modes
+from tiered_zero.plan.planner import Plan
 from tiered_zero.sizes import parse_nbytes
 from tiered_zero.train_step import TrainStep
 
@@ -42,6 +46,10 @@ class CheckpointCalls(ABC):
     @property
     @abstractmethod
     def module(self) -> nn.Module: ...
+
+    @property
+    @abstractmethod
+    def plan(self) -> Plan: ...
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
@@ -145,11 +153,13 @@ class CheckpointCalls(ABC):
         `from_pretrained(save_dir)` of transformers and plain torch load.
 
         Weights larger than `max_shard_size` go to numbered files with an index. Tied weights are written once. A
-        transformers model's config is written besides. Earlier weights of this name are replaced at the end.
+        transformers model's config is written besides. Earlier weights of this name are replaced at the end. Rank 0
+        writes; at stage 3 every rank calls this.
         """
         directory = _directory("save_16bit_model", save_dir)
-        if self._step.runtime.collectives.rank > 0:
-            return True  # rank 0 has the same weights, and writes them
+        ranks, is_sharded = self._step.runtime.collectives, self.plan.request.ranks.shards_params
+        if ranks.rank > 0 and not is_sharded:
+            return True  # rank 0 has the same weights
         name = save_filename
         if name == "pytorch_model.bin":
             name = WEIGHTS_NAME
@@ -166,11 +176,18 @@ class CheckpointCalls(ABC):
 
         weights = model_weights(self.module, pager.copies.take, unit_of, exclude_frozen=exclude_frozen_parameters)
         max_nbytes = parse_nbytes(max_shard_size)
+
+        def write(tensors: Sequence[WeightTensor]) -> None:
+            write_weights(directory, tensors, max_shard_nbytes=max_nbytes, file_name=name)
+            write_model_config(self.module, directory)
+
         try:
-            write_weights(directory, weights, max_shard_nbytes=max_nbytes, file_name=name)
+            if is_sharded:
+                write_together(ranks, reading_order(weights, max_nbytes), write)
+            else:
+                write(weights)
         finally:
             pager.copies.end()  # drops the unit read last
-        write_model_config(self.module, directory)
         return True
 
     def save_fp16_model(

@@ -153,7 +153,7 @@ class FullValues:
             params = (
                 self.step.pager.storage(unit).flat.to("cpu")
                 if resident
-                else self.step.pager.offloaded_params.read(unit)
+                else self.step.pager.offloaded_params.read_own(unit)
             )
         return self.masters.read(unit, params)
 

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.ranks.pool import RankPool
-from tests.ranks.saving import Place, load, save
+from tests.ranks.saving import Place, build, load, save, train, weights_of
 from tests.ranks.training import differences
 from tests.support.tags import equal_bits, load_tag
+from tiered_zero.checkpoint import weights
+from tiered_zero.errors import StoreError
 
 SAVED = [
     Place(world=1, stage=1, device="cpu"),
@@ -64,3 +70,33 @@ def test_other_ranks_hold_the_same_values(
         assert differences(each["loaded"], saved[0]["saved"]) == []
         assert differences(each["weights"], loaded[0]["weights"]) == []
     assert equal_bits(load_tag(one / "global_step2"), load_tag(other / "global_step2"))
+
+
+def save_weights(place: Place, swap_path: str, save_dir: str) -> dict[str, Any]:
+    """Weight files of three tensors each; on a full disk rank 0 cannot write them."""
+    engine = build(place, swap_path)
+    train(engine, 0, 1)
+    engine.save_16bit_model(save_dir, max_shard_size=20_000)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weights, "write_new_file", full_disk)
+        with pytest.raises(StoreError) as full:
+            engine.save_16bit_model(save_dir)
+    found = {"weights": weights_of(engine), "text": str(full.value)}
+    engine.close()
+    return found
+
+
+def full_disk(*_: Any) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_sharded_weights_are_written_by_rank_0(ranks: RankPool, tmp_path: Path, swap_path: Path) -> None:
+    first, second = ranks.run(save_weights, 2, SAVED[7], str(swap_path), str(tmp_path))
+    assert "cannot be written" in first["text"] and second["text"] == f"Rank 0: {first['text']}"
+    names = {path.name for path in tmp_path.glob("*.safetensors")}
+    assert len(names) > 1
+    found: dict[str, Any] = {}
+    for name in names:
+        found |= load_file(tmp_path / name)
+    assert found and all(torch.equal(value, first["weights"][name]) for name, value in found.items())
+    assert len(found) > 10

@@ -62,16 +62,16 @@ def read_and_set(place: Place, swap_path: str) -> dict[str, Any]:
     return found
 
 
-FP32 = [Place(world=2, stage=stage, device=device) for stage, device in ((0, "cpu"), (1, "nvme"), (2, "none"))]
+FP32 = [Place(world=2, stage=stage, device=device) for stage, device in ((0, "cpu"), (1, "nvme"), (3, "nvme"))]
 REMAINDER = [
     Place(
         world=2,
         stage=stage,
-        device="none",
+        device=device,
         config={"bf16": {"enabled": True}},
         runtime={"state_format": "bf16_remainder"},
     )
-    for stage in (0, 1)
+    for stage, device in ((0, "none"), (1, "none"), (3, "cpu"))
 ]
 
 

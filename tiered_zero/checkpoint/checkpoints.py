@@ -202,18 +202,19 @@ class Checkpoints:
         buffers = {name: buffer.detach().to("cpu", copy=True) for name, buffer in named}
         on_device = state.unmastered_on_device(with_frozen) if is_copied else []
         may_copy = sum(unit.nbytes for unit in on_device) <= _MOST_COPIED_NBYTES
-        specs = {**state.param_specs(with_frozen), **_buffer_specs(buffers)}
+        of_buffers = _buffer_specs(buffers)
+        buffers_nbytes = sum(spec.nbytes for spec in of_buffers.values())
         return _Content(
             fields={
                 "step": step,
                 "driver": driver,
                 "written_by": WrittenBy(**self._written_by, created_s=time.time()),
             },
-            needed_nbytes=state.most_state_nbytes() + sum(spec.nbytes for spec in specs.values()),
+            needed_nbytes=state.most_state_nbytes() + state.param_nbytes(with_frozen) + buffers_nbytes,
             buffers=buffers,
             params={unit.index: state.param_flat(unit).to("cpu", copy=True) for unit in on_device if may_copy},
             may_return=may_copy,
-            specs=specs,
+            specs={**state.param_specs(with_frozen), **of_buffers},
             with_frozen=with_frozen,
             save_latest=save_latest,
         )

@@ -278,6 +278,14 @@ class RunState:
                 found[param_key(param)] = TensorSpec(dtype=unit.dtype, shape=param.shape, order=memory_order(param))
         return found
 
+    def param_nbytes(self, with_frozen: bool = True) -> int:
+        """Bytes of the parameters without a master that this rank saves."""
+        return sum(
+            (own.stop - own.start) * unit.itemsize
+            for unit in self.own_units
+            for own in self.unmastered_ranges(unit, with_frozen)
+        )
+
     def most_state_nbytes(self) -> int:
         """Bytes of the masters and state that this rank saves, once all of them are stepped."""
         return sum(

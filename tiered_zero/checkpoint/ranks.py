@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from io import FileIO
 from pathlib import Path
 from typing import Any, final
 
+import torch
+
 from tiered_zero.checkpoint.manifest import TagManifest
 from tiered_zero.checkpoint.resume import FoundCheckpoint
 from tiered_zero.checkpoint.shares import Share
 from tiered_zero.checkpoint.tag_writer import TagWriter
+from tiered_zero.checkpoint.weights import WeightTensor
 from tiered_zero.errors import ModelError, StoreError
 from tiered_zero.hardware.agreement import agree
 from tiered_zero.hardware.collectives import Collectives
@@ -142,3 +146,28 @@ def check_together(ranks: Collectives, check: Callable[[], TagManifest]) -> None
 def load_together(ranks: Collectives, act: Callable[[], Any]) -> None:
     """Run one act of a load on every rank."""
     agree(ranks, f"{_LOAD}: its values", act, encode=lambda _: None)
+
+
+def write_together(
+    ranks: Collectives, tensors: Sequence[WeightTensor], write: Callable[[Sequence[WeightTensor]], None]
+) -> None:
+    """Let rank 0 `write` tensors that every rank has parts of: all ranks read each of them, in this order. An error is
+    raised on all of them, once every tensor is read."""
+    begun: list[WeightTensor] = []
+
+    def noting(tensor: WeightTensor) -> WeightTensor:
+        def read() -> Iterator[torch.Tensor]:
+            begun.append(tensor)
+            yield from tensor.read()
+
+        return replace(tensor, read=read)
+
+    def act() -> None:
+        try:
+            if ranks.rank == 0:
+                write([noting(tensor) for tensor in tensors])
+        finally:
+            for tensor in tensors[len(begun) :]:
+                deque(tensor.read(), maxlen=0)
+
+    agree(ranks, "save_16bit_model", act)

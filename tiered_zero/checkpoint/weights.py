@@ -195,6 +195,11 @@ def write_weights(
     return [directory / name for name in names]
 
 
+def reading_order(tensors: Sequence[WeightTensor], max_shard_nbytes: int) -> list[WeightTensor]:
+    """List `tensors` as `write_weights` reads them."""
+    return [tensor for shard in _split(tensors, max_shard_nbytes) for tensor in shard]
+
+
 def _split(tensors: Sequence[WeightTensor], max_nbytes: int) -> list[list[WeightTensor]]:
     """Fill one file after another, in the order given. Inside a file the widest dtype is first, as readers that map
     tensors need them aligned."""

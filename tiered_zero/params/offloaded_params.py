@@ -46,8 +46,7 @@ class OffloadedParams:
         """Read the unit, which has a home: [P] of its dtype, a CPU tensor of the caller's own."""
         self.is_busy = True
         try:
-            home = self._inventory.home(unit, "param")
-            own = read_slot(home, 0, home.slot.nbytes, self._staging).view(unit.dtype)
+            own = self._read_home(unit)
             flat = own if own.numel() == unit.numel else torch.empty(unit.numel, dtype=unit.dtype)
             if flat is not own:
                 self._ranks.all_gather(flat, own, f"unit {unit.name}", order=f"a copy of {unit.name}").wait()
@@ -56,6 +55,19 @@ class OffloadedParams:
             raise
         self.is_busy = False
         return flat
+
+    def read_own(self, unit: Unit) -> torch.Tensor:
+        """Read what this rank has of the unit, which has a home: [P] of its dtype, the other elements undefined."""
+        own, elements = self._read_home(unit), self._inventory.home(unit, "param").elements(unit)
+        if own.numel() == unit.numel:
+            return own
+        flat = torch.empty(unit.numel, dtype=unit.dtype)
+        flat[elements] = own
+        return flat
+
+    def _read_home(self, unit: Unit) -> torch.Tensor:
+        home = self._inventory.home(unit, "param")
+        return read_slot(home, 0, home.slot.nbytes, self._staging).view(unit.dtype)
 
     def store(self, unit: Unit, flat: torch.Tensor) -> None:
         """Write `flat`, [P] of the unit's dtype on the CPU, to the unit's home: all of it, or this rank's shard."""
