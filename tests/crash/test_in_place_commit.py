@@ -41,6 +41,12 @@ FP32: dict[str, Any] = {}
 HALVES_IN_MEMORY = {"bf16": {"enabled": True}, "state_format": "bf16_remainder", "params": {"device": "cpu"}}
 """Each commit copies parameters."""
 
+HALVES_ON_ANOTHER_DISK = {
+    **HALVES_IN_MEMORY,
+    "params": {"device": "nvme", "nvme_path": "params", "max_in_cpu": 0, "buffer_size": 4096},
+}
+"""Each commit is of two stores."""
+
 
 @dataclass
 class Saves:
@@ -67,7 +73,9 @@ def root() -> Iterator[Path]:
 def config(root: Path, checkpoint: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
     nvme = {"device": "nvme", "nvme_path": str(root / "swap")}
     own = {**settings}
-    params, state_format = own.pop("params", {"device": "none"}), own.pop("state_format", "fp32")
+    params, state_format = {**own.pop("params", {"device": "none"})}, own.pop("state_format", "fp32")
+    if "nvme_path" in params:
+        params["nvme_path"] = str(root / params["nvme_path"])
     return {
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
@@ -116,7 +124,9 @@ def record(root: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
     monkeypatch.setattr(save_directory, "exchange", lambda *names: tree.exchange(*names, exchange))
     engine = SyncEngine(operations=log)
     monkeypatch.setattr(rack, "select_engine", lambda *paths, **options: SimpleNamespace(engine=engine, reasons=()))
-    (root / "swap").mkdir(mode=0o700, parents=True)
+    parents = [root / "swap", *([root / "params"] if settings is HALVES_ON_ANOTHER_DISK else [])]
+    for parent in parents:
+        parent.mkdir(mode=0o700, parents=True)
     dtype = torch.bfloat16 if "bf16" in settings else torch.float32
     torch.manual_seed(0)
     with start(root, {"in_place": True}, settings) as run:
@@ -140,15 +150,16 @@ def record(root: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
                 saves.digests.append(digest(state))
             saves.weights.append(weights_of(run))
     monkeypatch.undo()
-    data = str(swap / DATA_NAME)
-    made = [("truncate", data, os.stat(data).st_size), ("sync", data)]
-    at = next(at for at, item in enumerate(log) if item == ("create", data)) + 1
-    log[at:at] = made
-    before = [("mkdir", str(root / "swap")), ("mkdir", str(swap)), ("sync_directory", str(root / "swap"))]
-    before.append(("sync_directory", str(root)))
-    log[:0] = before
+    length, before = len(log), []
+    for parent in parents:
+        (own,) = parent.iterdir()
+        data = str(own / DATA_NAME)
+        at = log.index(("create", data)) + 1
+        log[at:at] = [("truncate", data, os.stat(data).st_size), ("sync", data)]
+        before += [("mkdir", str(parent)), ("mkdir", str(own)), ("sync_directory", str(parent))]
+    log[:0] = [*before, ("sync_directory", str(root))]
     for numbers in (saves.begun, saves.renamed, saves.committed, saves.ended):
-        numbers[:] = [number + len(made) + len(before) for number in numbers]
+        numbers[:] = [number + len(log) - length for number in numbers]
     return saves
 
 
@@ -172,7 +183,7 @@ def check_every_crash(saves: Saves, root: Path, settings: dict[str, Any], resume
     `resume_every`: after so many crashes a run goes on from what is left, and is looked at whole.
     """
     (swap,) = (root / "swap").iterdir()
-    owner = (swap / OWNER_NAME).read_bytes()
+    owners = {path: path.read_bytes() for path in root.glob(f"*/*/{OWNER_NAME}")}
     tree = CrashTree(str(root))
     num_crashes = 0
     for length, operation in enumerate(saves.log, 1):
@@ -189,7 +200,8 @@ def check_every_crash(saves: Saves, root: Path, settings: dict[str, Any], resume
             num_crashes += 1
             shutil.rmtree(root)
             lay_out(tree.crash(*fate, each_directory=bool(count % 2)), root)
-            (swap / OWNER_NAME).write_bytes(owner)
+            for path, owner in owners.items():
+                path.write_bytes(owner)
             try:
                 state = CommittedState.open(swap)
             except StoreError as error:
@@ -229,7 +241,11 @@ def check_resumed(saves: Saves, root: Path, settings: dict[str, Any], step: int)
         assert [name for name, value in weights_of(engine).items() if not torch.equal(value, expected[name])] == []
 
 
-@pytest.mark.parametrize("settings", [FP32, HALVES_IN_MEMORY], ids=["fp32", "halves in memory"])
+@pytest.mark.parametrize(
+    "settings",
+    [FP32, HALVES_IN_MEMORY, HALVES_ON_ANOTHER_DISK],
+    ids=["fp32", "halves in memory", "halves on another disk"],
+)
 def test_every_crash_leaves_a_whole_step(root: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]) -> None:
     saves = record(root, monkeypatch, settings)
     assert len(set(saves.digests)) == len(TAGS)
@@ -247,10 +263,13 @@ def test_every_crash_leaves_a_whole_step(root: Path, monkeypatch: pytest.MonkeyP
         ("sync", "saved/*/manifest.json"),
         ("sync_directory", "swap/*"),
         ("sync_directory", "saved"),
+        ("sync", "params/*/" + DATA_NAME),
+        ("sync_directory", "params/*"),
     ],
 )
 def test_the_replay_notices_a_missing_sync(root: Path, monkeypatch: pytest.MonkeyPatch, kind: str, path: str) -> None:
-    saves = record(root, monkeypatch, FP32)
+    settings = HALVES_ON_ANOTHER_DISK if path.startswith("params") else FP32
+    saves = record(root, monkeypatch, settings)
     without = [
         ("nothing", "") if item[0] == kind and Path(item[1]).match(str(root / path)) else item
         for item in saves.log[saves.begun[0] :]
@@ -258,4 +277,4 @@ def test_the_replay_notices_a_missing_sync(root: Path, monkeypatch: pytest.Monke
     saves.log[saves.begun[0] :] = without
     assert ("nothing", "") in without
     with pytest.raises((AssertionError, StoreError)):
-        check_every_crash(saves, root, FP32)
+        check_every_crash(saves, root, settings)

@@ -123,10 +123,9 @@ class RecordTable:
         """Give the record its second slot; False where no free extent is large enough."""
         with self._lock:
             state = self._find(record)
-            offset = self._extents.allocate(record.nbytes)
-            if offset is not None:
+            if len(state.record.offsets) == 1 and (offset := self._extents.allocate(record.nbytes)) is not None:
                 state.record = replace(state.record, offsets=(*state.record.offsets, offset))
-            return offset is not None
+            return len(state.record.offsets) > 1
 
     def grow(self, capacity_nbytes: int) -> None:
         """The files are larger now."""
