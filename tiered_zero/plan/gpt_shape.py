@@ -75,7 +75,8 @@ def describe_gpt(config: GPTConfig, dtype: Any) -> tuple[ModuleSpec, list[ParamS
         ModuleSpec(name=f"blocks.{index}", children=tuple(_block_leaves(leaf, f"blocks.{index}", h)))
         for index in range(config.layers)
     ]
-    stack = ModuleSpec(name="blocks", children=tuple(blocks), is_stack=config.layers > 1)
+    has_many = config.layers > 1
+    stack = ModuleSpec(name="blocks", children=tuple(blocks), is_stack=has_many, is_list=has_many)
     norm = leaf("norm", (h,), (h,))
     last = ModuleSpec(name="head", params=tokens.params) if config.tied else leaf("head", (config.vocab, h))
     return ModuleSpec(children=(tokens, positions, stack, norm, last)), specs
