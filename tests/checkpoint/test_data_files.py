@@ -1,12 +1,22 @@
 """Reading data files window by window: any order of calls, read ahead or not, gives the bytes of the files."""
 
+import time
+from contextlib import closing
 from pathlib import Path
 from random import Random
 
 import pytest
 
 from tiered_zero.checkpoint import data_files
-from tiered_zero.checkpoint.data_files import BUFFER_NBYTES, NUM_BUFFERS, DataReader, DataWriter, Run
+from tiered_zero.checkpoint.data_files import (
+    BUFFER_NBYTES,
+    MOST_AHEAD,
+    NUM_BUFFERS,
+    DataReader,
+    DataWriter,
+    Run,
+    Wanted,
+)
 from tiered_zero.errors import CorruptionError
 from tiered_zero.io.engine import IOEngine
 from tiered_zero.io.select import select_engine
@@ -43,7 +53,7 @@ def written(swap_path: Path, engine: IOEngine, monkeypatch: pytest.MonkeyPatch):
 def read(reader: DataReader, contents: list[bytes], *ranges: Run) -> None:
     windows = reader.windows_of(ranges)
     found = list(windows)
-    for (window, memory), expected in zip(reader.read(windows), found, strict=True):
+    for (window, memory), expected in zip(reader.read(map(Wanted, windows)), found, strict=True):
         assert window == expected
         assert memory == contents[window.file][window.start : window.stop]
 
@@ -103,3 +113,76 @@ def test_damage_that_was_read_ahead_is_an_error_of_the_call_that_wants_it(writte
     with pytest.raises(CorruptionError, match=path.name):
         read(reader, contents, Run(0, 3 * BUFFER_NBYTES, SIZES[0]))
     read(reader, contents, Run(1, 0, SIZES[1]))
+
+
+def whole_pages(nbytes: int) -> memoryview:
+    return memoryview(map_memory(nbytes))
+
+
+def test_windows_go_to_buffers_and_to_memory_of_the_caller_in_any_mixture(written):
+    reader, contents = written
+    random = Random(1)
+    windows = reader.windows_of(Run(file, 0, size) for file, size in enumerate(SIZES))
+    for _ in range(20):
+        into = {window: whole_pages(window.stop - window.start) for window in windows if random.random() < 0.6}
+        wanted = [Wanted(window, into.get(window)) for window in windows]
+        pauses = sorted(random.sample(range(len(windows)), 2), reverse=True)
+        for pause in pauses:
+            wanted.insert(pause, None)
+        found = []
+        for window, memory in reader.read(wanted):
+            found.append(window)
+            assert memory == contents[window.file][window.start : window.stop]
+            if window in into and memory is into[window]:
+                assert window not in found[:-1]
+                memory[:] = bytes(len(memory))  # the caller's again: no later read of the window may give it
+        assert found == windows
+
+
+def test_windows_are_asked_for_ahead_of_a_pause_and_not_across_it(written):
+    reader, _ = written
+    windows = reader.windows_of([Run(0, 0, SIZES[0])])
+    taken: list[Run] = []
+
+    def wanted():
+        for window in windows:
+            if window is windows[3]:
+                yield None
+                assert taken == windows[:3], "all before the pause were yielded, and are done with"
+            yield Wanted(window, whole_pages(window.stop - window.start))
+
+    for window, _ in reader.read(wanted()):
+        taken.append(window)
+    assert taken == windows
+
+
+class HeldTransfer:
+    """Not done before it is waited for."""
+
+    def __init__(self, transfer, finished: list[int], number: int) -> None:
+        self._transfer, self._finished, self._number = transfer, finished, number
+
+    def wait(self) -> None:
+        self._transfer.wait()
+        time.sleep(0.02)
+        self._finished.append(self._number)
+
+
+def test_a_reader_that_is_left_writes_to_no_memory_of_the_caller_any_more(written, monkeypatch):
+    reader, _ = written
+    real, finished, begun = reader._engine, [], []
+
+    class Engine:
+        open = staticmethod(real.open)
+
+        def read(self, file, offset, into):
+            begun.append(offset)
+            return HeldTransfer(real.read(file, offset, into), finished, len(begun))
+
+    monkeypatch.setattr(reader, "_engine", Engine())
+    windows = reader.windows_of([Run(0, 0, SIZES[0])])
+    wanted = [Wanted(window, whole_pages(window.stop - window.start)) for window in windows]
+    with closing(reader.read(wanted)) as found:
+        next(found)
+        assert len(begun) == len(windows) <= MOST_AHEAD
+    assert len(finished) == len(windows)

@@ -212,7 +212,8 @@ class GroupsPlanner(DefaultLoadPlanner):
             items = [item for item in plan.items if item.dest_index.fqn == key]
             self.current, self.left = {key}, {item.storage_index for item in items}
             yield items
-            assert not self.left, "each item of a group is committed before the next group is asked for"
+            yield []
+            assert not self.left, "each item is committed before what follows a group without items is asked for"
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         assert read_item.dest_index.fqn in self.current

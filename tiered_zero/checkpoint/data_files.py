@@ -2,15 +2,17 @@
 
 Writing: the caller's memory goes to the file without a copy, several MiB at a time, while one thread computes checksums
 in the order of the file. Blocks are reserved when a file is made, so that a full disk is an error early, and so that
-direct writes need not change the file's size, which Linux does one at a time. Reading: windows of whole chunks, each in
-one of a few buffers; one thread compares checksums while the caller copies what was compared and the next are read.
+direct writes need not change the file's size, which Linux does one at a time. Reading: windows of whole chunks, each to
+where its bytes go, or to one of a few buffers; one thread compares checksums while the caller copies from buffers what
+was compared, and the next are read.
 """
 
 from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -31,6 +33,9 @@ from tiered_zero.transfer import Completion, Transfer, wait_all
 BUFFER_NBYTES: Final = 2 * MIB
 NUM_BUFFERS: Final = 8
 """Of a writer's staging memory, and of a reader's: 16 MiB, most of which are on their way at any time."""
+
+MOST_AHEAD: Final = 32
+"""Windows that are on their way at once: those that go to the caller's memory have no buffers to bound them."""
 
 _MOST_FILE_NBYTES = 8 * GIB
 """A file takes no further extent where it would become larger than this."""
@@ -213,9 +218,17 @@ class Run(NamedTuple):
     stop: int
 
 
+class Wanted(NamedTuple):
+    """A window to read. `into`: memory in whole pages that takes its bytes, and stays the reader's until it is yielded,
+    in place of a buffer."""
+
+    run: Run
+    into: memoryview | None = None
+
+
 @final
 class DataReader:
-    """Reads data files through windows of one buffer each, verified. One thread drives it.
+    """Reads data files by windows, each to a buffer or to memory of the caller, verified. One thread drives it.
 
     The files were checked against the manifest before."""
 
@@ -225,7 +238,7 @@ class DataReader:
         self._free: list[memoryview] = []
         self._worker: Worker | None = None
         self._windows: dict[Run, _Verified] = {}
-        """Those that have a buffer, in the order in which they were asked for."""
+        """Those that are read or kept, in the order in which they were asked for."""
         self._last: Run | None = None
 
     def windows_of(self, ranges: Iterable[Run]) -> list[Run]:
@@ -236,62 +249,106 @@ class DataReader:
                 found[self._window(file, at)] = None
         return list(found)
 
-    def read(self, windows: Sequence[Run]) -> Iterator[tuple[Run, memoryview]]:
-        """The bytes of each of `windows_of`, in order; they are valid until the next one is asked for.
+    def read(self, wanted: Iterable[Wanted | None]) -> Generator[tuple[Run, memoryview], None, None]:
+        """The bytes of each window that is wanted, in order; those in a buffer until the next one is asked for.
 
-        Where a call goes on from the last one's end, what follows its own windows is read ahead for the next. Raises
-        CorruptionError for a checksum that does not match, and TransferError.
+        Windows are taken from `wanted`, and asked for, ahead of those that are yielded. None: what follows is not known
+        until all that was wanted so far has been yielded. There, and at the end, what follows in the files is read
+        ahead, where the windows before it went on from those of the time before. Raises CorruptionError for a checksum
+        that does not match, and TransferError. When it ends, or is closed, nothing writes to memory of the caller.
         """
-        for window, memory, problems in self._read(windows):
-            if problems:
-                raise CorruptionError(f"{problems[0]} Check the disk, and load another checkpoint, into a new engine.")
-            yield window, memory
+        with closing(self._read(iter(wanted))) as windows:
+            for window, memory, problems in windows:
+                if problems:
+                    raise CorruptionError(f"{problems[0]} Check the disk, and load another checkpoint, into a new engine.")
+                yield window, memory
 
     def damage(self) -> list[str]:
         """Read all files; a line for each chunk that is not as written, and for a file that cannot be read on."""
         found: list[str] = []
         for index, file in enumerate(self._manifest_files):
             try:
-                for _, _, problems in self._read(self.windows_of([Run(index, 0, file.nbytes)])):
+                wanted = (Wanted(window) for window in self.windows_of([Run(index, 0, file.nbytes)]))
+                for _, _, problems in self._read(wanted):
                     found += problems
             except OSError as error:
                 found.append(str(error))
         return found
 
-    def _read(self, windows: Sequence[Run]) -> Iterator[tuple[Run, memoryview, list[str]]]:
+    def _read(self, wanted: Iterator[Wanted | None]) -> Generator[tuple[Run, memoryview, list[str]], None, None]:
         """Each window with its bytes, and what is wrong with them."""
         if self._worker is None:
             self._free, self._worker = staging_buffers(), Worker("tiered-zero-checkpoint-verify")
-        last, asked = self._last, list(windows)
-        if last is not None and windows and windows[0] in (last, self._following(last)):
-            ahead = self._following(windows[-1])
-            while ahead is not None and len(asked) < len(windows) + NUM_BUFFERS - 1:
-                asked.append(ahead)
-                ahead = self._following(ahead)
-        for number, window in enumerate(windows):
-            self._request(asked[number : number + NUM_BUFFERS])
-            self._last, verified = window, self._windows[window]
-            verified.compared.wait()
-            yield window, verified.memory, verified.problems
+        ahead: deque[Run] = deque()
+        following: Wanted | None = None
+        is_paused = has_ended = goes_on = False
+        try:
+            while not has_ended or ahead:
+                while not is_paused and len(ahead) < MOST_AHEAD:
+                    if following is None:
+                        try:
+                            following = next(wanted)
+                        except StopIteration:
+                            has_ended = True
+                        is_paused = following is None
+                    elif self._request(following, ahead):
+                        if not ahead:  # the first after a pause
+                            last = self._last
+                            goes_on = last is not None and following.run in (last, self._following(last))
+                        ahead.append(following.run)
+                        following = None
+                    else:
+                        break
+                if is_paused and goes_on and ahead:
+                    self._read_ahead(ahead)
+                if ahead:
+                    verified = self._windows[ahead[0]]
+                    verified.compared.wait()
+                    self._last = ahead[0]
+                    yield ahead[0], verified.memory, verified.problems
+                    self._release(ahead.popleft(), ahead)
+                elif not has_ended:
+                    is_paused = False
+        finally:
+            while ahead:
+                _wait_quietly(self._windows[ahead[0]].compared)
+                self._release(ahead.popleft(), ahead)
 
-    def _request(self, windows: Sequence[Run]) -> None:
-        """Begin to read windows, of which there are buffers for all."""
-        for window in windows:
-            if window in self._windows:
-                continue
+    def _read_ahead(self, ahead: Sequence[Run]) -> None:
+        """Read what follows `ahead`, which has windows, to the buffers that are left."""
+        kept = [*ahead]
+        while len(kept) < NUM_BUFFERS and (window := self._following(kept[-1])) and self._request(Wanted(window), kept):
+            kept.append(window)
+
+    def _request(self, wanted: Wanted, kept: Sequence[Run]) -> bool:
+        """Begin to read a window; False where all buffers are taken by windows that are `kept`."""
+        window, into = wanted
+        if window in self._windows:
+            return True
+        buffer: memoryview | None = None
+        if into is None:
             if not self._free:
-                oldest = next(held for held in self._windows if held not in windows)
+                unused = (run for run, held in self._windows.items() if held.buffer is not None and run not in kept)
+                if (oldest := next(unused, None)) is None:
+                    return False
                 _wait_quietly(self._windows[oldest].compared)
-                self._free.append(self._windows.pop(oldest).buffer)
-            assert self._worker is not None, "made by the first read"
+                evicted = self._windows.pop(oldest).buffer
+                assert evicted is not None, "it has one"
+                self._free.append(evicted)
             buffer = self._free[-1]
-            memory = buffer[: window.stop - window.start]
-            verified = _Verified(
-                window, buffer, memory, self._engine.read(self._file(window.file), window.start, memory)
-            )
-            self._windows[window] = verified
+            into = buffer[: window.stop - window.start]
+        transfer = self._engine.read(self._file(window.file), window.start, into)
+        verified = self._windows[window] = _Verified(window, buffer, into, transfer)
+        if buffer is not None:
             self._free.pop()
-            self._worker.submit(partial(verified.compare, self._directory, self._manifest_files[window.file]))
+        assert self._worker is not None, "made by the first read"
+        self._worker.submit(partial(verified.compare, self._directory, self._manifest_files[window.file]))
+        return True
+
+    def _release(self, window: Run, ahead: Sequence[Run]) -> None:
+        """Forget a window in the caller's memory, which may change now, unless it is wanted again at once."""
+        if self._windows[window].buffer is None and window not in ahead:
+            del self._windows[window]
 
     def _window(self, file: int, at: int) -> Run:
         return Run(file, at, min(at + BUFFER_NBYTES, self._manifest_files[file].nbytes))
@@ -323,11 +380,11 @@ class DataReader:
 @final
 @dataclass(eq=False)
 class _Verified:
-    """A run that is being read and compared. `memory`: the part of `buffer` that it takes. `problems`: chunks that are
-    not as written, once `compared` is done."""
+    """A run that is being read and compared. `memory`: the part of `buffer` that it takes, or the caller's. `problems`:
+    chunks that are not as written, once `compared` is done."""
 
     run: Run
-    buffer: memoryview
+    buffer: memoryview | None
     memory: memoryview
     transfer: Transfer
     compared: Completion = field(default_factory=Completion)

@@ -1,14 +1,16 @@
 """Distributed Checkpoint's StorageReader over page-aligned data files.
 
 Items are read in the order of the files, within what the planner calls a group (`groups`) if it has any: whole chunks,
-verified, in large sequential reads. Of each buffer what belongs to an item is copied to where the item goes.
+verified, in large sequential reads, straight to where they go if they may and can. Of each other buffer what belongs to
+an item is copied to where the item goes.
 """
 
 from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
@@ -18,14 +20,16 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
 from tiered_zero.checkpoint.boxes import Box, boxes, flat_start, permuted
-from tiered_zero.checkpoint.data_files import DataReader, Run
+from tiered_zero.checkpoint.data_files import DataReader, Run, Wanted
 from tiered_zero.checkpoint.directory import read_manifest
 from tiered_zero.checkpoint.manifest import Part
-from tiered_zero.checkpoint.tag_reader import TagReader, item_groups
+from tiered_zero.checkpoint.tag_reader import GroupPlanner, TagReader, item_groups
 from tiered_zero.checkpoint.tensors import copy_values, torch_dtype
 from tiered_zero.errors import StoreError
+from tiered_zero.io.disk_file import memory_address
 from tiered_zero.io.engine import IOEngine
 from tiered_zero.io.select import select_reader
+from tiered_zero.sizes import PAGE_NBYTES
 
 
 @final
@@ -74,13 +78,13 @@ class FileReader(TagReader[Part]):
                 self._engine = None
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read the items of a plan, group by group, each in the order of the files.
+        """Read the items of a plan, group by group, each in the order of the files. Where memory of a GroupPlanner lies
+        as the file does, the bytes go there at once, and are verified there.
 
         Raises CorruptionError, TransferError and StoreError.
         """
         try:
-            for items in item_groups(plan, planner):
-                self._read_group([self._place(item) for item in items], planner)
+            self._read_groups(item_groups(plan, planner), planner)
         finally:
             if not self._entered:
                 self.close()
@@ -109,28 +113,26 @@ class FileReader(TagReader[Part]):
             order=entry.order,
         )
 
-    def _read_group(self, placed: list[_Placed], planner: LoadPlanner) -> None:
-        waiting = deque(sorted((item for item in placed if item.window.numel), key=lambda item: item.run))
-        for item in placed:
-            if not item.window.numel:
-                planner.commit_tensor(item.item, planner.resolve_tensor(item.item))
-        if not waiting:
+    def _read_groups(self, groups: Iterable[Sequence[ReadItem]], planner: LoadPlanner) -> None:
+        """Read group after group, windows of the next under those of the last. A group without items: all before it are
+        to be committed before the next is asked for."""
+        reads: deque[_GroupRead] = deque()
+
+        def wanted() -> Iterator[Wanted | None]:
+            for items in groups:
+                group = _GroupRead([self._place(item) for item in items], planner)
+                for window in self._data_reader().windows_of(group.runs) if group.runs else ():
+                    reads.append(group)
+                    yield Wanted(window, group.memory_for(window))
+                if not items:
+                    yield None
+
+        if not self.manifest.files:  # then no tensor has elements
+            deque(wanted(), maxlen=0)
             return
-        reader = self._data_reader()
-        active: list[tuple[_Placed, torch.Tensor, torch.Tensor]] = []
-        for run, memory in reader.read(reader.windows_of([item.run for item in waiting])):
-            while waiting and waiting[0].run < Run(run.file, run.stop, 0):
-                item = waiting.popleft()
-                tensor = planner.resolve_tensor(item.item)
-                active.append((item, tensor, _target(item, tensor)))
-            unfinished = []
-            for item, tensor, target in active:
-                _copy_from_file(item, target, run, memory)
-                if item.run.stop <= run.stop:
-                    planner.commit_tensor(item.item, tensor)
-                else:
-                    unfinished.append((item, tensor, target))
-            active = unfinished
+        with closing(self._data_reader().read(wanted())) as windows:
+            for run, memory in windows:
+                reads.popleft().take(run, memory)
 
     def _data_reader(self) -> DataReader:
         if self._reader is None:
@@ -140,8 +142,103 @@ class FileReader(TagReader[Part]):
         return self._reader
 
 
-def _target(placed: _Placed, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor that takes the window, in memory order. Raises StoreError for another shape or dtype."""
+@final
+class _Filling:
+    """An item that is being read. `target`: the tensor that takes it, in memory order; `address`: where its first byte
+    goes; None where the target is not as the file is, byte for byte."""
+
+    def __init__(self, placed: _Placed, tensor: torch.Tensor) -> None:
+        self.placed, self.tensor = placed, tensor
+        self.target = _memory_of(placed, tensor)
+        run, target = placed.run, self.target
+        is_plain = target.is_cpu and target.dtype == placed.dtype and target.is_contiguous()
+        self.address = target.data_ptr() if is_plain and target.nbytes == run.stop - run.start else None
+
+    def address_of(self, offset: int) -> int | None:
+        """Where byte `offset` of the file goes, or would go if it belonged to the item."""
+        return None if self.address is None else self.address + offset - self.placed.run.start
+
+
+@dataclass
+class _Span:
+    """Bytes of a file that go to memory as they are: to `storage`, from its byte `start` on."""
+
+    run: Run
+    storage: torch.UntypedStorage
+    start: int
+
+    def memory_for(self, window: Run) -> memoryview | None:
+        """The memory of a window, if all of it lies in the span, and in whole pages."""
+        within, at = self.run, self.start + window.start - self.run.start
+        if window.file != within.file or window.start < within.start or window.stop > within.stop:
+            return None
+        if (self.storage.data_ptr() + at) % PAGE_NBYTES:
+            return None
+        raw = torch.empty(0, dtype=torch.uint8).set_(self.storage, at, (window.stop - window.start,), (1,))
+        memory: memoryview = raw.numpy().data
+        return memory
+
+
+def _spans(fillings: Iterable[_Filling]) -> deque[_Span]:
+    """Join items that follow each other in a file and in memory."""
+    found: deque[_Span] = deque()
+    for filling in fillings:
+        if filling.address is None:
+            continue
+        run, storage = filling.placed.run, filling.target.untyped_storage()
+        start = filling.address - storage.data_ptr()
+        last = found[-1] if found else None
+        goes_on = last is not None and last.run[::2] == run[:2] and last.storage.data_ptr() == storage.data_ptr()
+        if last is not None and goes_on and last.start + run.start - last.run.start == start:
+            last.run = last.run._replace(stop=run.stop)
+        else:
+            found.append(_Span(run, storage, start))
+    return found
+
+
+@final
+class _GroupRead:
+    """Items of one group, while their windows come in the order of the files."""
+
+    def __init__(self, items: Sequence[_Placed], planner: LoadPlanner) -> None:
+        """Commit the items without elements. `planner`: a GroupPlanner has memory that may hold what is not verified
+        yet."""
+        self._planner = planner
+        self._active: list[_Filling] = []
+        self._waiting: deque[_Filling] = deque()
+        for placed in sorted(items, key=lambda item: item.run):
+            tensor = planner.resolve_tensor(placed.item)
+            if placed.window.numel:
+                self._waiting.append(_Filling(placed, tensor))
+            else:
+                planner.commit_tensor(placed.item, tensor)
+        self.runs = [filling.placed.run for filling in self._waiting]
+        self._spans = _spans(self._waiting) if isinstance(planner, GroupPlanner) else deque[_Span]()
+
+    def memory_for(self, window: Run) -> memoryview | None:
+        """The memory, in whole pages, where all bytes of the window go; None where there is no such memory. Windows are
+        asked for in order."""
+        while self._spans and (self._spans[0].run.file, self._spans[0].run.stop) <= (window.file, window.start):
+            self._spans.popleft()
+        return self._spans[0].memory_for(window) if self._spans else None
+
+    def take(self, run: Run, memory: memoryview) -> None:
+        """Copy to the items what belongs to them and is not there, and commit those that end in the window."""
+        while self._waiting and self._waiting[0].placed.run < Run(run.file, run.stop, 0):
+            self._active.append(self._waiting.popleft())
+        address, unfinished = memory_address(memory), []
+        for filling in self._active:
+            if filling.address_of(run.start) != address:
+                _copy_from_file(filling.placed, filling.target, run, memory)
+            if filling.placed.run.stop <= run.stop:
+                self._planner.commit_tensor(filling.placed.item, filling.tensor)
+            else:
+                unfinished.append(filling)
+        self._active = unfinished
+
+
+def _memory_of(placed: _Placed, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that takes the window, in memory order. Raises StoreError for another shape."""
     tensor = tensor.detach()
     if placed.order is not None:
         tensor = tensor.permute(placed.order)

@@ -1,4 +1,5 @@
-"""A checkpoint on its way to the homes of a run: sub-group by sub-group, whatever the placement that wrote it.
+"""A checkpoint on its way to the homes of a run: sub-group by sub-group, whatever the placement that wrote it; the next
+are read while one is made from what was read.
 
 Masters and state are read to where they rest, or to a staging buffer; parameters become their masters, rounded, as
 after an update. Driver thread, while no update runs and nothing is read ahead.
@@ -8,13 +9,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
 
 from tiered_zero.checkpoint.manifest import TagManifest
 from tiered_zero.checkpoint.matching import Matched
-from tiered_zero.checkpoint.planner import Target
+from tiered_zero.checkpoint.planner import Group, Target
 from tiered_zero.checkpoint.portable import RunState, field_range, field_spec, in_memory_order, memory_order
 from tiered_zero.checkpoint.tensors import copy_values
 from tiered_zero.errors import InternalError
@@ -32,8 +34,21 @@ _BLOCK = QUANTIZED_BLOCK_NUMEL
 _STEP_NUMEL = 1 << 16
 """Masters that are split at once: temporaries stay small."""
 
-Targets = Generator[Sequence[Target], None, None]
-"""Groups of targets: when the next is asked for, those of the last are filled."""
+Groups = Generator[Group | None, None, None]
+"""Groups of targets, as they get memory. None: when the next is asked for, all before it are filled."""
+
+
+@dataclass(kw_only=True)
+class _Loading:
+    """A sub-group that is being filled. `masters`: see `StateLoader._masters`; `stepped`: the pieces with state in the
+    checkpoint; `conversions`: what is to be done once `group` is filled."""
+
+    layout: StateLayout
+    work: SubGroupWork
+    masters: torch.Tensor | None = None
+    stepped: Sequence[ParamPiece] = ()
+    conversions: Sequence[Callable[[], None]] = ()
+    group: Group | None = None
 
 
 @final
@@ -53,7 +68,7 @@ class StateLoader:
         self._groups = groups
         self._joined: torch.Tensor | None = None
 
-    def steps(self) -> Targets:
+    def steps(self) -> Groups:
         """Yield what is to be read, sub-group by sub-group, and write it to its home. Where this ends early some values
         are new and some old."""
         yield from self._load_subgroups()
@@ -64,22 +79,31 @@ class StateLoader:
 
     # -- masters and state ---------------------------------------------------------------------------------------------
 
-    def _load_subgroups(self) -> Targets:
-        io, written = self._state.io, deque[SubGroupWork]()
+    def _load_subgroups(self) -> Groups:
+        io, filling, written = self._state.io, deque[_Loading](), deque[SubGroupWork]()
         try:
             for layout in self._state.layouts:
                 while (work := self._open(layout)) is None:
-                    if not written:
+                    if written:
+                        io.finish(written.popleft())
+                    elif filling:
+                        yield None
+                        self._end_filled(filling, written)
+                    else:
                         raise InternalError("A staging buffer was expected to be free for a load; all are in use.")
-                    io.finish(written.popleft())
-                written.append(work)
-                yield from self._load_subgroup(layout, work)
+                filling.append(loading := _Loading(layout=layout, work=work))
+                yield self._begin(loading)
+                if loading.conversions or layout.masters.needs_params:
+                    yield None  # its memory besides the state is of one sub-group at a time
+                self._end_filled(filling, written)
                 while written and written[0].is_written():
                     io.finish(written.popleft())
+            yield None
+            self._end_filled(filling, written)
             while written:
                 io.finish(written.popleft())
         except BaseException:
-            io.cancel(list(written))
+            io.cancel([*written, *(loading.work for loading in filling)])
             raise
 
     def _keeps_values(self, layout: StateLayout) -> bool:
@@ -91,25 +115,36 @@ class StateLoader:
         has_state, keeps = self._state.stepper.has_state(layout), self._keeps_values(layout)
         return self._state.io.open_nowait(layout, "param", initialized=has_state, reads=keeps)
 
-    def _load_subgroup(self, layout: StateLayout, work: SubGroupWork) -> Targets:
+    def _begin(self, loading: _Loading) -> Group:
+        """Make the targets of a sub-group."""
+        layout, work = loading.layout, loading.work
         for read in work.reads:
             self._state.io.wait(read, work)
         self._state.io.bind_outputs(work)
-        masters = self._masters(layout, work)
+        masters = loading.masters = self._masters(layout, work)
         stepped = [piece for piece in layout.subgroup.pieces if piece.param.name in self._matched.states]
+        loading.stepped = stepped
         self._clear_state(layout, work.raw, stepped)
-        targets, conversions = self._state_targets(layout, work.raw, stepped)
-        yield [*self._value_targets(layout, masters), *targets]
-        for convert in conversions:
-            convert()
-        self._store_masters(layout, work, masters)
-        if stepped:
-            self._initialize_others(layout, work, masters)
-            scalars = {piece.index: self._matched.states[piece.param.name] for piece in stepped}
-            self._state.stepper.replace_scalars(layout.subgroup, scalars)
-        else:
-            self._state.stepper.drop_state(layout.subgroup)
-        self._state.io.write(work, {}, masters_alone=not stepped)
+        targets, loading.conversions = self._state_targets(layout, work.raw, stepped)
+        loading.group = Group(targets=[*self._value_targets(layout, masters), *targets])
+        return loading.group
+
+    def _end_filled(self, filling: deque[_Loading], written: deque[SubGroupWork]) -> None:
+        """Make the rest of the sub-groups that are filled from what was read, and begin to write them."""
+        while filling and filling[0].group is not None and filling[0].group.filled.done():
+            layout, work, masters = filling[0].layout, filling[0].work, filling[0].masters
+            assert masters is not None, "they are made with the group"
+            for convert in filling[0].conversions:
+                convert()
+            self._store_masters(layout, work, masters)
+            if stepped := filling[0].stepped:
+                self._initialize_others(layout, work, masters)
+                scalars = {piece.index: self._matched.states[piece.param.name] for piece in stepped}
+                self._state.stepper.replace_scalars(layout.subgroup, scalars)
+            else:
+                self._state.stepper.drop_state(layout.subgroup)
+            self._state.io.write(work, {}, masters_alone=not stepped)
+            written.append(filling.popleft().work)
 
     def _clear_state(self, layout: StateLayout, raw: torch.Tensor, stepped: Sequence[ParamPiece]) -> None:
         """Set to zero what of the state no target of `stepped` fills: padding, and the pieces without state."""
@@ -239,20 +274,20 @@ class StateLoader:
 
     # -- parameters without a master, and buffers ----------------------------------------------------------------------
 
-    def _load_unit(self, unit: Unit) -> Targets:
+    def _load_unit(self, unit: Unit) -> Groups:
         """Write the parameters of a unit that no update steps, to every home that it has."""
         inventory = self._state.inventory
         homes = [home for kind in ("param", "param_back") if (home := inventory.find(unit, kind)) is not None]
         if inventory.find(unit, "param") is None:
-            yield self._unit_targets(unit, self._state.param_flat(unit), 0)
+            yield from _filled(self._unit_targets(unit, self._state.param_flat(unit), 0))
         for home in homes:
             view = home.tier.view(home.slot)
             if view is not None:
-                yield self._unit_targets(unit, view[: home.slot.nbytes].view(unit.dtype), home.start)
+                yield from _filled(self._unit_targets(unit, view[: home.slot.nbytes].view(unit.dtype), home.start))
             else:
                 yield from self._load_windows(unit, home)
 
-    def _load_windows(self, unit: Unit, home: Home) -> Targets:
+    def _load_windows(self, unit: Unit, home: Home) -> Groups:
         """Read and write a unit on nvme in the parts in which it was written first, so that they are verified."""
         staging = self._state.param_staging
         assert staging is not None, "a tier without views is planned with staging buffers"
@@ -263,7 +298,7 @@ class StateLoader:
                     home.tier.read(home.slot, lease, start).wait()
                 else:
                     lease.tensor.zero_()
-                yield self._unit_targets(unit, lease.tensor.view(unit.dtype), home.start + start // unit.itemsize)
+                yield from _filled(self._unit_targets(unit, lease.tensor.view(unit.dtype), home.start + start // unit.itemsize))
                 home.tier.write(home.slot, lease, start).wait()
 
     def _unit_targets(self, unit: Unit, flat: torch.Tensor, first: int) -> list[Target]:
@@ -276,12 +311,18 @@ class StateLoader:
                 targets.append(self._target(key, low - entry.start, flat[low - first : high - first], entry.param))
         return targets
 
-    def _load_buffers(self) -> Targets:
+    def _load_buffers(self) -> Groups:
         for name, buffer in self._state.named_buffers():
             if buffer.numel() and (key := self._matched.buffers.get(name)) is not None:
                 value = torch.empty(buffer.shape, dtype=buffer.dtype)
-                yield [self._target(key, 0, value.view(-1))]
+                yield from _filled([self._target(key, 0, value.view(-1))])
                 buffer.copy_(value)
+
+
+def _filled(targets: Sequence[Target]) -> Groups:
+    """Targets that are filled when this is done."""
+    yield Group(targets=targets)
+    yield None
 
 
 def _entries(layout: StateLayout) -> list[tuple[int, int]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from tiered_zero.checkpoint.boxes import boxes, flat_start, permuted, row_major_strides, unpermuted
 from tiered_zero.errors import InternalError
+from tiered_zero.transfer import Completion
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,14 +51,26 @@ class Target:
 
 
 @final
-class TierLoadPlanner(LoadPlanner):
-    """Plans reads group by group, as their targets get memory. Driver thread."""
+@dataclass(kw_only=True, eq=False)
+class Group:
+    """Targets that have their memory, and may be read to it at once. `filled`: completes once all of them are read;
+    `num_left`: items until then, the planner's."""
 
-    def __init__(self, targets: Iterator[Sequence[Target]]) -> None:
-        """`targets`: groups; when the next one is asked for, those of the last are filled."""
-        self._targets = targets
+    targets: Sequence[Target]
+    filled: Completion = field(default_factory=Completion)
+    num_left: int = 0
+
+
+@final
+class TierLoadPlanner(LoadPlanner):
+    """Plans reads group by group, as their targets get memory, while those before it are read. Driver thread."""
+
+    def __init__(self, groups: Iterator[Group | None]) -> None:
+        """`groups`: None: when the next one is asked for, all before it are filled."""
+        self._groups = groups
         self._metadata: Metadata | None = None
         self._views: dict[tuple[str, torch.Size], torch.Tensor] = {}
+        self._group_of: dict[tuple[str, torch.Size], Group] = {}
 
     def set_up_planner(
         self, state_dict: Mapping[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
@@ -73,18 +86,25 @@ class TierLoadPlanner(LoadPlanner):
         """Yield the items of each group. Raises InternalError for a key that the checkpoint has not: keys are checked
         before."""
         assert self._metadata is not None, "set_up_planner comes first"
-        for targets in self._targets:
+        for group in self._groups:
             self._views.clear()
             items: list[ReadItem] = []
-            for target in targets:
+            for target in group.targets if group is not None else ():
                 entry = self._metadata.state_dict_metadata.get(target.key)
                 if not isinstance(entry, TensorStorageMetadata):
                     raise InternalError(f"{target.key} was expected in the checkpoint. Load another one.")
                 pieces = target.pieces()
                 self._views.update({(target.key, chunk.offsets): view for chunk, view in pieces})
                 items += create_read_items_for_chunk_list(target.key, entry, [chunk for chunk, _ in pieces])
-            if items:
+            if group is None:
+                yield []
+                self._group_of.clear()
+            elif items:
+                group.num_left = len(items)
+                self._group_of.update(dict.fromkeys(self._views, group))
                 yield items
+            else:
+                group.filled.complete()
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         return global_plan
@@ -106,4 +126,9 @@ class TierLoadPlanner(LoadPlanner):
         return view
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """Nothing is left to do: `resolve_tensor` has given the target itself."""
+        """Count what its group still waits for: `resolve_tensor` has given the target itself."""
+        assert read_item.dest_index.offset is not None, "every item has its box"
+        group = self._group_of[read_item.dest_index.fqn, read_item.dest_index.offset]
+        group.num_left -= 1
+        if not group.num_left:
+            group.filled.complete()

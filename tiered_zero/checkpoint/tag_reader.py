@@ -32,10 +32,12 @@ AnyPart = TypeVar("AnyPart", Part, PlacedPart)
 
 @runtime_checkable
 class GroupPlanner(Protocol):
-    """A LoadPlanner that has memory for the tensors of some items at a time."""
+    """A LoadPlanner that has memory for the tensors of some items at a time. What is in that memory is not used before
+    the item is committed, and not at all after an error."""
 
     def groups(self, plan: LoadPlan) -> Iterable[Sequence[ReadItem]]:
-        """The items of the plan; when the next group is asked for, all of the last one were read and committed."""
+        """The items of the plan. A group may be asked for before those of the last are read; but one without items says
+        that all before it are to be committed before the next is asked for."""
 
 
 class StoredBox(NamedTuple, Generic[AnyPart]):
