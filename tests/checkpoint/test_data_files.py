@@ -8,15 +8,8 @@ from random import Random
 import pytest
 
 from tiered_zero.checkpoint import data_files
-from tiered_zero.checkpoint.data_files import (
-    BUFFER_NBYTES,
-    MOST_AHEAD,
-    NUM_BUFFERS,
-    DataReader,
-    DataWriter,
-    Run,
-    Wanted,
-)
+from tiered_zero.checkpoint.data_files import BUFFER_NBYTES, NUM_BUFFERS, DataWriter
+from tiered_zero.checkpoint.data_reader import DataReader, Run, Wanted
 from tiered_zero.errors import CorruptionError
 from tiered_zero.io.engine import IOEngine
 from tiered_zero.io.select import select_engine
@@ -184,5 +177,5 @@ def test_a_reader_that_is_left_writes_to_no_memory_of_the_caller_any_more(writte
     wanted = [Wanted(window, whole_pages(window.stop - window.start)) for window in windows]
     with closing(reader.read(wanted)) as found:
         next(found)
-        assert len(begun) == len(windows) <= MOST_AHEAD
+        assert len(begun) == len(windows) <= NUM_BUFFERS
     assert len(finished) == len(windows)

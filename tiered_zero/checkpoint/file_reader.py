@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
 from tiered_zero.checkpoint.boxes import Box, boxes, flat_start, permuted
-from tiered_zero.checkpoint.data_files import DataReader, Run, Wanted
+from tiered_zero.checkpoint.data_reader import DataReader, Run, Wanted
 from tiered_zero.checkpoint.directory import read_manifest
 from tiered_zero.checkpoint.manifest import Part
 from tiered_zero.checkpoint.tag_reader import GroupPlanner, TagReader, item_groups
@@ -29,7 +29,10 @@ from tiered_zero.errors import StoreError
 from tiered_zero.io.disk_file import memory_address
 from tiered_zero.io.engine import IOEngine
 from tiered_zero.io.select import select_reader
-from tiered_zero.sizes import PAGE_NBYTES
+from tiered_zero.sizes import MIB, PAGE_NBYTES
+
+_MOST_JOINED_NBYTES = 6 * MIB
+"""A run that goes to one memory ends once it has so many: 8 MiB are one request, with one turn of this thread."""
 
 
 @final
@@ -121,9 +124,9 @@ class FileReader(TagReader[Part]):
         def wanted() -> Iterator[Wanted | None]:
             for items in groups:
                 group = _GroupRead([self._place(item) for item in items], planner)
-                for window in self._data_reader().windows_of(group.runs) if group.runs else ():
+                for one in group.wanted(self._data_reader().windows_of(group.runs) if group.runs else []):
                     reads.append(group)
-                    yield Wanted(window, group.memory_for(window))
+                    yield one
                 if not items:
                     yield None
 
@@ -167,16 +170,20 @@ class _Span:
     storage: torch.UntypedStorage
     start: int
 
-    def memory_for(self, window: Run) -> memoryview | None:
-        """The memory of a window, if all of it lies in the span, and in whole pages."""
-        within, at = self.run, self.start + window.start - self.run.start
-        if window.file != within.file or window.start < within.start or window.stop > within.stop:
-            return None
-        if (self.storage.data_ptr() + at) % PAGE_NBYTES:
-            return None
-        raw = torch.empty(0, dtype=torch.uint8).set_(self.storage, at, (window.stop - window.start,), (1,))
+    def holds(self, run: Run) -> bool:
+        """Whether all bytes of `run` go to memory in whole pages."""
+        within = run.file == self.run.file and self.run.start <= run.start and run.stop <= self.run.stop
+        return within and (self.storage.data_ptr() + self._start_of(run)) % PAGE_NBYTES == 0
+
+    def memory_of(self, run: Run) -> memoryview:
+        """The memory of a run that it holds."""
+        nbytes = run.stop - run.start
+        raw = torch.empty(0, dtype=torch.uint8).set_(self.storage, self._start_of(run), (nbytes,), (1,))
         memory: memoryview = raw.numpy().data
         return memory
+
+    def _start_of(self, run: Run) -> int:
+        return self.start + run.start - self.run.start
 
 
 def _spans(fillings: Iterable[_Filling]) -> deque[_Span]:
@@ -215,12 +222,20 @@ class _GroupRead:
         self.runs = [filling.placed.run for filling in self._waiting]
         self._spans = _spans(self._waiting) if isinstance(planner, GroupPlanner) else deque[_Span]()
 
-    def memory_for(self, window: Run) -> memoryview | None:
-        """The memory, in whole pages, where all bytes of the window go; None where there is no such memory. Windows are
-        asked for in order."""
-        while self._spans and (self._spans[0].run.file, self._spans[0].run.stop) <= (window.file, window.start):
-            self._spans.popleft()
-        return self._spans[0].memory_for(window) if self._spans else None
+    def wanted(self, windows: Sequence[Run]) -> Iterator[Wanted]:
+        """The windows, each with the memory where all its bytes go if there is such memory; neighbours that go to one
+        memory as one."""
+        at = 0
+        while at < len(windows):
+            run, at = windows[at], at + 1
+            while self._spans and (self._spans[0].run.file, self._spans[0].run.stop) <= (run.file, run.start):
+                self._spans.popleft()
+            span = self._spans[0] if self._spans and self._spans[0].holds(run) else None
+            while span is not None and at < len(windows) and span.holds(joined := run._replace(stop=windows[at].stop)):
+                if windows[at].start != run.stop or run.stop - run.start >= _MOST_JOINED_NBYTES:
+                    break
+                run, at = joined, at + 1
+            yield Wanted(run, None if span is None else span.memory_of(run))
 
     def take(self, run: Run, memory: memoryview) -> None:
         """Copy to the items what belongs to them and is not there, and commit those that end in the window."""

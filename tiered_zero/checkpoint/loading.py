@@ -298,7 +298,9 @@ class StateLoader:
                     home.tier.read(home.slot, lease, start).wait()
                 else:
                     lease.tensor.zero_()
-                yield from _filled(self._unit_targets(unit, lease.tensor.view(unit.dtype), home.start + start // unit.itemsize))
+                yield from _filled(
+                    self._unit_targets(unit, lease.tensor.view(unit.dtype), home.start + start // unit.itemsize)
+                )
                 home.tier.write(home.slot, lease, start).wait()
 
     def _unit_targets(self, unit: Unit, flat: torch.Tensor, first: int) -> list[Target]:
