@@ -80,10 +80,11 @@ def specify_run(
     _check_params(specs, trains)
     _check_embeddings(model)
     check_memory(model, specs)
-    units = find_units(module_tree(model, specs), list(specs.values()), unit_rules(config, ranks.world_size))
     source = make_optimizer(config.optimizer, model, optimizer, model_parameters)
     state_format = config.tiered_zero.state_format
     rule, masters = format_rule(state_format, make_rule(source)), master_format(state_format)
+    rules = unit_rules(config, ranks.world_size, whole_params=not rule.elementwise)
+    units = find_units(module_tree(model, specs), list(specs.values()), rules)
     group_of = group_params(source, specs) if trains else {}
     settings = config.tiered_zero
     request = plan_request(
@@ -94,10 +95,10 @@ def specify_run(
         rank=ranks.rank,
         world_size=ranks.world_size,
     )
-    if request.ranks.shards_state and not rule.elementwise:
+    if request.ranks.shards_params and not rule.elementwise:
         raise ModelError(
-            f"{rule.name} steps whole parameters, and at stage {config.zero_optimization.stage} each of "
-            f"{ranks.world_size} ranks has a part of them. Set zero_optimization.stage to 0, or take Adam, AdamW, SGD, "
+            f"{rule.name} steps whole parameters, and at stage 3 each of {ranks.world_size} ranks has a part of them. "
+            "Set zero_optimization.stage to 2, where each rank steps parameters of its own, or take Adam, AdamW, SGD, "
             "Adagrad or Lion."
         )
     size = sub_group_numel(config.zero_optimization.sub_group_size)
@@ -110,6 +111,11 @@ def specify_run(
         SubGroupSize(state_nbytes=layout.nbytes, parts=layout.subgroup.parts, embedding=layout.subgroup.embedding)
         for layout in layouts
     ]
+    if rule.keeps_group_state and request.ranks.shards_state:
+        raise ModelError(
+            f"{rule.name} keeps state of whole param groups, and at stage {config.zero_optimization.stage} each of "
+            f"{ranks.world_size} ranks steps a part of them. Set zero_optimization.stage to 0."
+        )
     if rule.keeps_group_state:  # known from the layouts on; such state changes when a step is taken, and not before
         request = replace(request, update=replace(request.update, in_backward=False))
     plan = make_plan(units, sizes, request)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.units import make_unit
-from tiered_zero.layout.flat import PARAM_ALIGNMENT_NBYTES, ParamSpec, place_params
+from tiered_zero.layout.flat import PARAM_ALIGNMENT_NBYTES, ParamSpec, place_by_rank, place_params
 from tiered_zero.sizes import PAGE_NBYTES
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.int64)
@@ -47,6 +47,28 @@ def test_every_rank_gets_whole_pages_of_one_size(numels: list[int], dtype: torch
     shortest = unit.entries[-1].stop
     page = max(PAGE_NBYTES // 2, PAGE_NBYTES // dtype.itemsize)
     assert unit.numel - shortest < page * world_size, "padding is less than a page a rank"
+
+
+@given(
+    numels=st.lists(st.integers(0, 50_000), min_size=1, max_size=12),
+    dtype=st.sampled_from(DTYPES),
+    world_size=st.integers(1, 5),
+)
+def test_ranks_own_whole_parameters(numels: list[int], dtype: torch.dtype, world_size: int) -> None:
+    """Shards of whole pages, each parameter within one, in their order; none is larger than its share by more than the
+    largest parameter."""
+    specs = [ParamSpec(name=f"p{k}", shape=(n,), dtype=dtype, trainable=True, index=k) for k, n in enumerate(numels)]
+    entries, bounds = place_by_rank(specs, dtype.itemsize, world_size)
+    assert [entry.param for entry in entries] == specs
+    assert bounds[0] == 0 and len(bounds) == world_size + 1
+    assert all(bound * dtype.itemsize % PAGE_NBYTES == 0 == bound % (PAGE_NBYTES // 2) for bound in bounds)
+    assert all(left.stop <= right.start for left, right in pairwise(entries)) and entries[-1].stop <= bounds[-1]
+    for start, stop in pairwise(bounds):
+        own = [entry for entry in entries if start <= entry.start < stop]
+        assert all(entry.stop <= stop for entry in own)
+        assert sum(entry.param.numel for entry in own) <= sum(numels) / world_size + max(numels)
+    for entry in entries:
+        assert entry.start * dtype.itemsize % PARAM_ALIGNMENT_NBYTES == 0
 
 
 def test_a_uint8_unit_is_whole_pages() -> None:

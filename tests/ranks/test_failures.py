@@ -112,6 +112,8 @@ def initialize(path: str, change: str) -> str:
         config["zero_optimization"]["offload_optimizer"]["nvme_path"] = f"{path}/{rank}"
     elif change == "error" and rank == 1:
         config["zero_optimization"]["offload_optimizer"]["nvme_path"] = path + "/missing/\0"
+    elif change == "rule":
+        config["zero_optimization"]["stage"] = 3
     elif change == "delayed":
         config["tiered_zero"]["update"] = "delayed"
     elif change in ("in_place", "resume"):
@@ -136,7 +138,7 @@ def initialize(path: str, change: str) -> str:
         ("in_place", "ModelError: tiered_zero.checkpoint.in_place: expected false with 2 ranks"),
         ("resume", "StoreError: "),
         ("communication", "ConfigError: communication_data_type: "),
-        ("rule", "ModelError: Adafactor steps whole parameters, and at stage 1 each of 2 ranks has a part"),
+        ("rule", "ModelError: Adafactor steps whole parameters, and at stage 3 each of 2 ranks has a part"),
         ("batch", "ConfigError: train_batch_size: expected train_micro_batch_size_per_gpu x "),
         ("model", "RankError: Every rank was expected to bring the same parameters; found another on rank 1"),
         ("config", "RankError: Every rank was expected to bring the same config; found another on rank 1"),

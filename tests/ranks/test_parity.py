@@ -71,6 +71,29 @@ def test_two_groups_and_accumulation(ranks: RankPool, train: Any, stage: int, de
     assert_equal(train(placed(case, stage, device)), reference(ranks, case))
 
 
+@pytest.mark.parametrize("optimizer", ["adafactor", "muon"])
+def test_rules_of_whole_parameters(ranks: RankPool, train: Any, optimizer: str) -> None:
+    """Each rank steps parameters of its own: shards are cut between them, and differ in size."""
+    case = Case(optimizer=optimizer)
+    expected, whole = reference(ranks, case), 0
+    for stage, device in ((0, "cpu"), (1, "none"), (1, "nvme"), (2, "none"), (2, "cpu")):
+        found = train(placed(case, stage, device))
+        assert_equal(found, expected)
+        states = [
+            sum(kinds["state"]["peak"] for kinds in rank["memory"].values() if "state" in kinds) for rank in found
+        ]
+        whole = whole or states[0]
+        assert sum(states) == (2 * whole if stage == 0 else whole), "each rank has state of its own parameters alone"
+
+
+def test_rules_of_whole_parameters_at_four_ranks(train: Any) -> None:
+    first: list[dict[str, Any]] | None = None
+    for stage, device in ((0, "none"), (1, "cpu"), (2, "none"), (2, "nvme")):
+        found = train(placed(Case(optimizer="adafactor", clipping=0.5), stage, device), 4)
+        first = first or found
+        assert_equal(found, first)
+
+
 @pytest.mark.parametrize("world", [2, 4])
 def test_stages_and_tiers_are_equal_with_clipping(ranks: RankPool, train: Any, world: int) -> None:
     """One order of sums: at four ranks gloo's depends on where a bucket is cut, which no stage and no tier changes."""

@@ -240,10 +240,11 @@ class GradientReducer:
         name = bucket.parts[0].unit.name
         with self._runtime.recorder.span("compute", "reduce", name, packed.nbytes):
             self._pack(bucket, packed)
-        done = self._collectives.reduce_scatter(packed, total, f"the gradients of {name}")
+        what, bounds = f"the gradients of {name}", bucket.bounds
+        done = self._collectives.reduce_scatter(packed, total, what, bounds=bounds)
         if self._reduction.gathers:
             done.wait()
-            done = self._collectives.all_gather(packed, total, f"the gradients of {name}")
+            done = self._collectives.all_gather(packed, total, what, bounds=bounds)
         self._under_way.append((memory, self._receive(bucket, packed, total, done)))
         if not self._reduction.overlaps:
             self._free.append(self._finish_oldest())

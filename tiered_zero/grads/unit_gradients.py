@@ -70,6 +70,9 @@ class UnitGradients:
         """Reserve the slots that the unit's gradients rest in, `nbytes` each, on a tier that can be addressed."""
         flats: list[torch.Tensor] = []
         for kind in ("gradient", "gradient_spare")[: 1 + has_spare]:
+            if not nbytes:  # a rank without any parameter of the unit
+                flats.append(torch.empty(0, dtype=dtype, device="cpu"))
+                continue
             raw = tier.view(tier.reserve(f"{kind}/{unit.index}", nbytes, "gradient"))
             assert raw is not None, "gradients rest where they can be addressed"
             flats.append(flat := typed_view(raw, dtype, unit.numel if shard is None else len(shard)))

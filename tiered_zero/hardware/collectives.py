@@ -48,17 +48,21 @@ class Collectives(Protocol):
         *,
         after: Sequence[Transfer] = ...,
         order: str | None = ...,
+        bounds: Sequence[int] | None = ...,
     ) -> Transfer:
         """Start to fill `flat` [W * n] with every rank's `shard` [n], in rank order. `shard` may be its part of `flat`.
-        Both are this call's until the transfer is done.
+        Both are this call's until the transfer is done. `bounds`: W+1 offsets of the shards, of any sizes; None: of one
+        size.
 
         `after`: what fills `shard`; an error of it is this transfer's. `order`: what this call gathers: where another
         rank gathers something else now, every rank raises RankError with what each does. None: the order of calls is
         known to be the same."""
 
-    def reduce_scatter(self, bucket: torch.Tensor, out: torch.Tensor, what: str = ...) -> Transfer:
+    def reduce_scatter(
+        self, bucket: torch.Tensor, out: torch.Tensor, what: str = ..., *, bounds: Sequence[int] | None = ...
+    ) -> Transfer:
         """Start to fill `out` [n] with the sum over ranks of part `rank` of their `bucket` [W * n]. Both are this
-        call's until the transfer is done; the bucket's content is undefined then."""
+        call's until the transfer is done; the bucket's content is undefined then. `bounds`: as of `all_gather`."""
 
     def broadcast(self, tensor: torch.Tensor, source: int = ..., what: str = ...) -> None:
         """Fill `tensor` with that of rank `source`. Blocks."""
@@ -192,13 +196,16 @@ class SingleRank:
         *,
         after: Sequence[Transfer] = (),
         order: str | None = None,
+        bounds: Sequence[int] | None = None,
     ) -> Transfer:
         wait_all(after)
         if flat.data_ptr() != shard.data_ptr():
             flat.copy_(shard)
         return COMPLETED
 
-    def reduce_scatter(self, bucket: torch.Tensor, out: torch.Tensor, what: str = "") -> Transfer:
+    def reduce_scatter(
+        self, bucket: torch.Tensor, out: torch.Tensor, what: str = "", *, bounds: Sequence[int] | None = None
+    ) -> Transfer:
         out.copy_(bucket)
         return COMPLETED
 

@@ -12,8 +12,8 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum, auto
-from functools import partial
 from hashlib import sha256
+from itertools import pairwise
 from typing import Any, final
 
 import torch
@@ -139,20 +139,28 @@ class ProcessGroups:
         *,
         after: Sequence[Transfer] = (),
         order: str | None = None,
+        bounds: Sequence[int] | None = None,
     ) -> Transfer:
         """Start to fill `flat` [W * n] with every rank's `shard` [n], in rank order. `shard` may be its part of `flat`.
-        Both are this call's until the transfer is done.
+        Both are this call's until the transfer is done. `bounds`: W+1 offsets of the shards, of any sizes; None: of one
+        size. gloo gathers no others, so that each owner then broadcasts its own.
 
         `after`: what fills `shard`; an error of it is this transfer's. `order`: what this call gathers, compared with
         what the other ranks gather now; None: the order of calls is known to be the same. Raises RankError where they
         differ, on every rank."""
-        assert flat.numel() == self.world_size * shard.numel(), "gloo ends the process where sizes differ"
+        rows = self._rows(flat, shard, bounds)
         group = self._groups.get("all_gather")
         self.traffic.gathered_nbytes += flat.nbytes
 
         def gather() -> None:
             if order is not None:
                 self._compare(order, group)
+            if rows is not None:
+                rows[self.rank].copy_(shard)
+                for owner, row in enumerate(rows):
+                    if row.numel():
+                        dist.broadcast(row.view(torch.uint8), group_src=owner, group=group)
+                return
             dist.all_gather_single(
                 flat.view(torch.uint8), shard.view(torch.uint8), group=group
             )  # gloo takes few dtypes
@@ -176,14 +184,40 @@ class ProcessGroups:
                 "tiered_zero.unit_size_cap left out."
             )
 
-    def reduce_scatter(self, bucket: torch.Tensor, out: torch.Tensor, what: str = "gradients") -> Transfer:
+    def reduce_scatter(
+        self,
+        bucket: torch.Tensor,
+        out: torch.Tensor,
+        what: str = "gradients",
+        *,
+        bounds: Sequence[int] | None = None,
+    ) -> Transfer:
         """Start to fill `out` [n] with the sum over ranks of part `rank` of their `bucket` [W * n]. Both are this
-        call's until the transfer is done; the bucket's content is undefined then."""
-        assert bucket.numel() == self.world_size * out.numel(), "gloo ends the process where sizes differ"
+        call's until the transfer is done; the bucket's content is undefined then. `bounds`: W+1 offsets of the parts,
+        of any sizes; None: of one size."""
+        rows = self._rows(bucket, out, bounds)
         group = self._groups.get("reduce_scatter")
         self.traffic.reduced_nbytes += bucket.nbytes
-        job = partial(dist.reduce_scatter_single, out, bucket, op=dist.ReduceOp.SUM, group=group)
-        return self._submit("reduce_scatter", what, job, bucket.nbytes)
+
+        def reduce() -> None:
+            if rows is None:
+                dist.reduce_scatter_single(out, bucket, op=dist.ReduceOp.SUM, group=group)
+                return
+            for owner, row in enumerate(rows):
+                if row.numel():
+                    dist.reduce(row, group_dst=owner, op=dist.ReduceOp.SUM, group=group)
+            out.copy_(rows[self.rank])
+
+        return self._submit("reduce_scatter", what, reduce, bucket.nbytes)
+
+    def _rows(self, flat: torch.Tensor, own: torch.Tensor, bounds: Sequence[int] | None) -> list[torch.Tensor] | None:
+        """View the part of each rank; None where they are of one size, and one collective takes them."""
+        spans = [] if bounds is None else list(pairwise(bounds))
+        if len({stop - start for start, stop in spans}) <= 1:
+            assert flat.numel() == self.world_size * own.numel(), "gloo ends the process where sizes differ"
+            return None
+        assert bounds is not None and flat.numel() == bounds[-1], "bounds are of the whole"
+        return [flat[start:stop] for start, stop in spans]
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0, what: str = "values") -> None:
         """Fill `tensor` with that of rank `source`, of the same shape and dtype. Blocks."""

@@ -146,3 +146,25 @@ def equal_bounds(stop: int, itemsize: int, world_size: int = 1) -> tuple[int, ..
     """Bounds of a flat whose last parameter ends at `stop`: shards of one size, of whole pages in any dtype."""
     shard = align_up(-(-stop // world_size), max(CUT_NUMEL, PAGE_NBYTES // itemsize))
     return tuple(rank * shard for rank in range(world_size + 1))
+
+
+def place_by_rank(
+    params: Sequence[ParamSpec], itemsize: int, world_size: int
+) -> tuple[tuple[FlatEntry, ...], tuple[int, ...]]:
+    """Lay parameters one after another, and cut shards between them, for rules that step whole parameters: each rank
+    owns about as many elements, and one of more parameters than there are may own none. Returns entries and bounds, of
+    whole pages in any dtype."""
+    page = max(CUT_NUMEL, PAGE_NBYTES // itemsize)
+    total = max(1, sum(param.numel for param in params))
+    entries: list[FlatEntry] = []
+    bounds, position, passed = [0], 0, 0
+    for param in params:
+        owner = min(world_size - 1, (2 * passed + param.numel) * world_size // (2 * total))
+        if owner >= len(bounds):
+            position = align_up(position, page)
+            bounds += [position] * (owner + 1 - len(bounds))
+        entries.append(FlatEntry(param, position))
+        position = align_up(position + param.numel, max(1, PARAM_ALIGNMENT_NBYTES // itemsize))
+        passed += param.numel
+    bounds += [align_up(position, page)] * (world_size + 1 - len(bounds))
+    return tuple(entries), tuple(bounds)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from tiered_zero.layout.flat import ParamSpec, Unit, equal_bounds, place_params
+from tiered_zero.layout.flat import FlatEntry, ParamSpec, Unit, equal_bounds, place_by_rank, place_params
 
 MAX_UNIT_NUMEL = 1 << 28
 """A quarter of a billion elements: half a GiB in 16 bit, far past the size at which any link is at full rate."""
@@ -20,13 +20,15 @@ class UnitRules:
 
     `persistence_numel`: trainable or frozen parameters of at most this many elements never leave the device, up to
     `max_persistent_numel` of them in all. With more ranks than one a block is never split into the stacks inside it:
-    ranks may choose other experts, and must gather the same units in the same order.
+    ranks may choose other experts, and must gather the same units in the same order. `whole_params`: ranks own whole
+    parameters, which the update rule steps.
     """
 
     size_cap_numel: int | None = None
     persistence_numel: int = 0
     max_persistent_numel: int = 1 << 62
     world_size: int = 1
+    whole_params: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +84,7 @@ def find_units(root: ModuleSpec, specs: Sequence[ParamSpec], rules: UnitRules) -
             parts = [module or "<root>", str(dtype).removeprefix("torch.")]
             parts += [] if trainable else ["frozen"]
             parts += ["persistent"] if persistent else []
-            entries = place_params(members)
+            entries, bounds = _place(members, dtype.itemsize, rules)
             if entries[-1].stop == 0:  # only empty parameters: nothing rests anywhere, nothing moves
                 continue
             units.append(
@@ -94,10 +96,19 @@ def find_units(root: ModuleSpec, specs: Sequence[ParamSpec], rules: UnitRules) -
                     trainable=trainable,
                     persistent=persistent,
                     entries=entries,
-                    bounds=equal_bounds(entries[-1].stop, dtype.itemsize, rules.world_size),
+                    bounds=bounds,
                 )
             )
     return units
+
+
+def _place(
+    params: Sequence[ParamSpec], itemsize: int, rules: UnitRules
+) -> tuple[tuple[FlatEntry, ...], tuple[int, ...]]:
+    if rules.whole_params:
+        return place_by_rank(params, itemsize, rules.world_size)
+    entries = place_params(params)
+    return entries, equal_bounds(entries[-1].stop, itemsize, rules.world_size)
 
 
 def _walk(

@@ -35,4 +35,5 @@ class ShardGather:
         """Start to fill the unit with every rank's shard, of which this rank's has its new values."""
         flat = self._flat_of(unit).data  # with a version counter of its own: views that autograd saved stay valid
         shard = unit.shard(self._collectives.rank)
-        return self._collectives.all_gather(flat, flat[shard.start : shard.stop], f"the parameters of {unit.name}")
+        own, name = flat[shard.start : shard.stop], f"the parameters of {unit.name}"
+        return self._collectives.all_gather(flat, own, name, bounds=unit.bounds)

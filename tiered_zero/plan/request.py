@@ -139,7 +139,7 @@ MAX_BUCKET_NUMEL = 1 << 22
 stream at full rate, and borders of buckets do not depend on memory."""
 
 
-def unit_rules(config: Config, world_size: int = 1) -> UnitRules:
+def unit_rules(config: Config, world_size: int = 1, *, whole_params: bool = False) -> UnitRules:
     """Read from `config` how units are cut. With many ranks no parameter is kept apart for being small: it moves with
     its block, in the same gather, and units are the same at every stage."""
     zero = config.zero_optimization
@@ -149,6 +149,7 @@ def unit_rules(config: Config, world_size: int = 1) -> UnitRules:
         persistence_numel=zero.stage3_param_persistence_threshold if persists else 0,
         max_persistent_numel=zero.stage3_model_persistence_threshold,
         world_size=world_size,
+        whole_params=whole_params and world_size > 1,
     )
 
 
