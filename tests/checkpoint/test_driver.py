@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -20,7 +21,7 @@ import tiered_zero
 from tests.support.inspection import driver_state, policy
 from tests.support.models import groups, rows, two_layers
 from tests.support.trainers import tiered
-from tiered_zero.checkpoint.driver import LoadParts, differences
+from tiered_zero.checkpoint.driver import LoadParts, differences, join_states, own_state
 from tiered_zero.data import TrainingLoader
 from tiered_zero.errors import ModelError, NonFiniteError, StoreError
 from tiered_zero.optim import lr
@@ -406,6 +407,34 @@ def test_another_generator_of_numpy_is_said(
     restore(engine, saved)
     assert "numpy's generator is MT19937 here and was PCG64" in caplog.text
     assert "there is no cuda:7 here" in caplog.text
+
+
+def test_every_rank_goes_on_with_its_own_numbers(
+    make: Callable[..., tiered_zero.Engine], caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = make()
+    first = capture(engine)
+    torch.manual_seed(5)
+    second = capture(engine)
+    joined = join_states(first, [own_state(first), own_state(second)])
+    driver = driver_state(engine)
+
+    def resume_as(rank: int, world_size: int) -> Any:
+        ranks: Any = SimpleNamespace(rank=rank, world_size=world_size)
+        driver.restore(driver.check(joined, None, ranks))
+        return capture(engine)["random_states"]
+
+    assert resume_as(1, 2) == second["random_states"] != first["random_states"]
+    assert resume_as(0, 1) == first["random_states"]
+    assert not caplog.text
+    torch.manual_seed(6)
+    kept = capture(engine)["random_states"]
+    assert resume_as(2, 3) == kept
+    assert "rank 2 was not there when 2 saved: its random numbers go on as they are" in caplog.text
+    for wrong in ([], 3, [{}], [own_state(first), {**own_state(second), "loader": {"$tensor": 1}}]):
+        joined["ranks"] = wrong
+        with pytest.raises(StoreError, match="state of each rank"):
+            resume_as(1, 2)
 
 
 # -- which parts -------------------------------------------------------------------------------------------------------

@@ -142,3 +142,23 @@ def test_tags_that_differ_are_refused_where_the_config_says_so(
 ) -> None:
     for text in ranks.run(refuse_other_tags, 2, str(swap_path), str(tmp_path)):
         assert "found ['of rank 0', 'of rank 1'], and checkpoint.tag_validation is Fail" in text
+
+
+def step_against_save(swap_path: str, save_dir: str) -> str:
+    """Rank 0 takes a step that rank 1 does not: it saves."""
+    engine = build(PLACE, swap_path)
+    train(engine, 0, 1)
+    with pytest.raises(RankError) as raised:
+        if engine.global_rank == 0:
+            train(engine, 1, 2)
+        else:
+            engine.save_checkpoint(save_dir)
+    engine.close()
+    return str(raised.value)
+
+
+def test_a_save_on_one_rank_alone_is_found(ranks: RankPool, tmp_path: Path, swap_path: Path) -> None:
+    first, second = ranks.run(step_against_save, 2, str(swap_path), str(tmp_path))
+    assert "rank 1 makes another call, such as save_checkpoint()" in first
+    assert "found rank 0: another call, rank 1: save_checkpoint" in second or "Rank 0 failed" in second
+    assert list_tags(tmp_path) == []

@@ -366,5 +366,7 @@ class GradientReducer:
 
 def _text(found: tuple[bytes, int, int, int], counts: bool) -> str:
     call, number, part, num_sums = found
+    if call == b"{":  # JSON of hardware/agreement.py
+        return "makes another call, such as save_checkpoint()"
     where = f"is at step {number}, micro-batch {part}" if call == b"s" else f"runs backward {part} after step {number}"
     return f"{where}, with {num_sums} sums of gradients" if counts else where
