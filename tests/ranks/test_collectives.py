@@ -64,6 +64,32 @@ def test_every_collective_gives_what_it_says(ranks: RankPool, world: int, numel:
             assert all(found["bytes"])
 
 
+def collect_uneven(dtype: torch.dtype) -> dict[str, Any]:
+    """Parts of any sizes, one of them empty."""
+    group = open_collectives(30.0)
+    rank, world = group.rank, group.world_size
+    bounds = [0, *(sum(r * r for r in range(stop + 1)) for stop in range(world))]
+    flat = torch.full((bounds[-1],), -1.0, dtype=dtype)
+    shard = flat[bounds[rank] : bounds[rank + 1]]
+    shard.fill_(rank + 1)
+    gathered = group.all_gather(flat, shard, bounds=bounds)
+    bucket = torch.arange(bounds[-1], dtype=dtype) * (rank + 1)
+    out = torch.zeros(bounds[rank + 1] - bounds[rank], dtype=dtype)
+    wait_all([gathered, group.reduce_scatter(bucket, out, bounds=bounds)])
+    group.close()
+    return {"bounds": bounds, "gathered": flat.tolist(), "reduced": out.tolist()}
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_parts_of_any_sizes(ranks: RankPool, world: int) -> None:
+    for dtype in DTYPES:
+        for rank, found in enumerate(ranks.run(collect_uneven, world, dtype)):
+            bounds = found["bounds"]
+            assert found["gathered"] == [r + 1.0 for r in range(world) for _ in range(bounds[r], bounds[r + 1])]
+            factor = world * (world + 1) / 2
+            assert found["reduced"] == [factor * place for place in range(bounds[rank], bounds[rank + 1])]
+
+
 def fail_in_mid_run(which: int, act: str) -> tuple[str, float]:
     """All but one rank wait in a collective when that one fails: what they raise, and how long it took."""
     group = open_collectives(120.0)

@@ -56,6 +56,38 @@ def test_an_exception_on_one_rank_ends_the_run_on_all(ranks: RankPool, swap_path
     assert not any(swap_path.iterdir())
 
 
+def raise_in_backward(path: str) -> list[str]:
+    """Rank 1's backward raises in the second step, at the first layer: the other's buckets are under way by then."""
+    rank, config = rank_and_config(path, stage=2, reduce_bucket_size=4096)
+    model = build_model(rank)
+    engine, *_ = tiered_zero.initialize(model=model, optimizer=make_optimizer(model, "adamw"), config=config)
+    heard = []
+
+    def fail(grad: torch.Tensor) -> None:
+        raise ValueError("no gradient of this rank")
+
+    try:
+        for step in range(3):
+            if step == 1 and rank == 1:
+                model.get_parameter("blocks.0.norm.weight").register_hook(fail)
+            engine.backward(engine(*micro_batches(Case(), step, rank, 2)[0]))
+            engine.step()
+    except Exception as error:
+        heard.append(f"{type(error).__name__}: {error}")
+        with pytest.raises(EngineFailedError, match="all ranks"):
+            engine.step()
+    finally:
+        engine.close()
+    return heard
+
+
+def test_an_exception_in_one_backward_ends_the_reductions_of_all(ranks: RankPool, swap_path: Path) -> None:
+    [first], [second] = ranks.run(raise_in_backward, 2, str(swap_path))
+    assert second == "ValueError: no gradient of this rank"
+    assert first.startswith("RankError: Rank 1 failed, which ends the run on all 2 ranks: ValueError: no gradient")
+    assert not any(swap_path.iterdir())
+
+
 def leave_a_step_out(path: str, how: str) -> str:
     """Rank 0 makes three steps, rank 1 two: it closes its engine, or makes a step() that rank 0 does not."""
     rank, config = rank_and_config(path)
