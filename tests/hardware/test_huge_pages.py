@@ -160,6 +160,26 @@ def test_a_file_is_read_into_a_place_without_a_copy(swap_path: Path) -> None:
     assert isinstance(place.memory.obj, mmap.mmap)
 
 
+def test_pages_of_a_part_are_found_in_its_place() -> None:
+    """A rank's shard is read in place too: it begins inside of its unit's flat."""
+    accelerator = CpuAccelerator()
+    places = [accelerator.reserve_place(nbytes, 8 * MIB) for nbytes in (4 * PAGE_NBYTES, 2 * PAGE_NBYTES)]
+    for place in places:
+        assert place is not None
+        place.fill()
+        flat = place.tensor.view(torch.float32)
+        part = flat[PAGE_NBYTES // 4 :]
+        pages = accelerator.host_pages(part)
+        assert pages is not None and pages.nbytes == part.nbytes
+        pages[:4] = b"\0\0\x80\x3f"
+        assert part[0] == 1 == flat[PAGE_NBYTES // 4]
+        assert accelerator.host_pages(flat[1:]) is None, "not at a page"
+        alias = accelerator.alias(flat)
+        assert torch.equal(alias[PAGE_NBYTES // 4 :][:1], part[:1]) and alias.shape == flat.shape
+        assert alias.untyped_storage()._cdata != flat.untyped_storage()._cdata, "it counts as no view"
+    accelerator.close()
+
+
 def test_where_no_page_moves_any_more_the_system_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = HugePagePool(8 * MIB)
     places = [PageRange(pool, 4 * MIB) for _ in range(2)]

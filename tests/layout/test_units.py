@@ -133,6 +133,22 @@ def test_containers_are_walked_and_mixtures_of_experts_reach_their_experts() -> 
     }, "each expert moves by itself"
 
 
+def test_many_ranks_gather_a_block_with_all_its_experts() -> None:
+    """A dictionary of parts is no list of blocks; a list in it is."""
+
+    class Routed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.LayerNorm(8)
+            self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    model = nn.ModuleDict({"embed": nn.Embedding(16, 8), "blocks": nn.ModuleList(Routed() for _ in range(2))})
+    apart = [unit.module for unit in units_of(model)]
+    together = [unit.module for unit in units_of(model, world_size=2)]
+    assert apart[:3] == ["embed", "blocks.0.norm", "blocks.0.experts.0"]
+    assert together == ["embed", "blocks.0", "blocks.1"]
+
+
 def test_parameters_of_a_descended_module_are_its_own_unit() -> None:
     model = Stack()
     model.scale = nn.Parameter(torch.ones(()))

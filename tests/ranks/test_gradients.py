@@ -90,7 +90,8 @@ def train_layers(config: dict[str, Any], num_steps: int, accumulation: int) -> d
     engine, *_ = tiered_zero.initialize(model=layers(), config=config)
     for step in range(num_steps * accumulation):
         rows = torch.randn(2, 128, generator=torch.Generator().manual_seed(10 * step + rank))
-        engine.backward(engine(rows.to(next(engine.module.parameters()).dtype)).float().square().mean())
+        dtype = next(engine.module.parameters()).dtype
+        engine.backward(engine(rows.to(dtype)).float().square().mean())
         engine.step()
     assert engine.step_report is not None
     found = {
@@ -115,6 +116,20 @@ def test_the_payload_of_a_step(ranks: RankPool, swap_path: Path, world: int, sta
         total = sum(found["units"])
         assert found["links"]["all_gather"] == 4 * total
         assert found["links"]["reduce_scatter"] == 4 * total * (accumulation if reduces_each else 1)
+
+
+@pytest.mark.parametrize(("world", "prefetch"), [(2, 0), (2, 1 << 20), (4, 1 << 20)])
+def test_the_payload_of_sharded_parameters(ranks: RankPool, swap_path: Path, world: int, prefetch: int) -> None:
+    """Forward gathers each unit, and backward each but the last, which forward has left there, and the first, whose
+    input needs no gradient. Nothing is gathered in vain, nor inside step()."""
+    accumulation, num = 3, 4
+    zero = {"stage3_prefetch_bucket_size": prefetch, "stage3_max_reuse_distance": 0}
+    config = small_config(str(swap_path), 3, "cpu", gradient_accumulation_steps=accumulation, zero=zero)
+    for found in ranks.run(train_layers, world, config, 3, accumulation):
+        total = sum(found["units"])
+        assert len(found["units"]) == num
+        assert found["links"]["all_gather"] == 4 * accumulation * (2 * num - 2) * total // num
+        assert found["links"]["reduce_scatter"] == 4 * accumulation * total
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tests.support.tier_rig import make_runtime
 from tests.support.units import make_unit
@@ -33,6 +34,25 @@ def test_homes_are_found_by_owner_and_kind() -> None:
         inventory.place(unit, "param", homes[1])
     with pytest.raises(AssertionError, match="nothing rests as state"):
         inventory.home(unit, "state")
+    runtime.accelerator.close()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_home_holds_a_shard(rank: int) -> None:
+    runtime = make_runtime()
+    tier = DeviceTier(runtime.accelerator, runtime.ledger)
+    unit = make_unit(0, [5000, 300], world_size=2)
+    shard = unit.shard(rank)
+    home = Home(tier, tier.reserve("0", unit.shard_nbytes, "param"), shard.start)
+    assert home.elements(unit) == slice(shard.start, shard.stop) and unit.shard_nbytes == 4 * len(shard)
+    flat = torch.arange(unit.numel, dtype=unit.dtype)
+    tier.view(home.slot).copy_(flat[shard.start : shard.stop].view(torch.uint8))
+    subgroups = cut_subgroups([unit], {"u0.p0": 0, "u0.p1": 0}, 1, elementwise=True, rank=rank)
+    assert len(subgroups) > 1
+    for segment in (segment for subgroup in subgroups for segment in subgroup.segments):
+        values = home.view_of(segment)
+        assert values is not None and torch.equal(values, segment.part_of(flat))
+        assert home.offset_of(segment) == 4 * (segment.unit_start - shard.start)
     runtime.accelerator.close()
 
 

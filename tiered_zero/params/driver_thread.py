@@ -39,13 +39,15 @@ class Phase(Enum):
 class CallPhase:
     """The phase of the engine's call, and whether autograd runs a backward that the user started past the engine.
 
-    `TrainStep` sets `now`; the pager sets `has_own_backward`, when a backward first needs a parameter. Driver thread,
-    or autograd's while the driver waits in backward.
+    `TrainStep` sets `now`, and `step_follows`: whether the backward that runs is expected to be the step's last. The
+    pager sets `has_own_backward`, when a backward first needs a parameter. Driver thread, or autograd's while the
+    driver waits in backward.
     """
 
     def __init__(self) -> None:
         self.now = Phase.IDLE
         self.has_own_backward = False
+        self.step_follows = False
 
     @property
     def pass_name(self) -> str:

@@ -11,6 +11,7 @@ import torch
 
 from tiered_zero.errors import BudgetError, TieredZeroError
 from tiered_zero.hardware.runtime import Runtime
+from tiered_zero.params.driver_thread import CallPhase, Phase
 from tiered_zero.params.guarded_parameter import ClosedEngine
 from tiered_zero.params.param_changes import ParamChanges
 from tiered_zero.params.unit_state import PagedUnit, UnitState, UnitTable, WeightState
@@ -147,16 +148,20 @@ class UnitCache:
         order = f"{name}, change {paged.version}"
         return self._collectives.all_gather(flat, flat[own], f"unit {name}", after=[fetch], order=order)
 
-    def prefetch(self, current: PagedUnit) -> None:
+    def prefetch(self, current: PagedUnit, phase: CallPhase) -> None:
         """Fetch what is expected after `current`, as far as the prefetch bucket and the free room go, and at least one
-        unit where there is a bucket: a unit may be larger than it. Evicts only what is used later.
+        unit where there is a bucket: a unit may be larger than it. Evicts only what is used later. Nothing is gathered
+        ahead across a step, which changes it.
         """
         budget = self._limits.look_ahead.prefetch_numel
         if not budget:
             return
         wanted = {current.unit.index}
-        for _, index in self.schedule.upcoming():
+        ends = self._shares_order and phase.step_follows and phase.now is Phase.BACKWARD
+        for pass_name, index in self.schedule.upcoming():
             paged = self._units.by_index[index]
+            if ends and pass_name == "forward":
+                return
             if index in wanted:
                 continue
             budget -= paged.unit.numel
