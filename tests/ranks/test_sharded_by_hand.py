@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import tiered_zero
 from tests.ranks.pool import RankPool
@@ -54,6 +56,7 @@ def change_weights(path: str, zero: dict[str, Any]) -> dict[str, Any]:
         ):
             model.state_dict()
         assert differences(found["weights"], dict(model.state_dict())) == []
+        engine.save_16bit_model(path + "/weights", max_shard_size=30_000)
     engine.close()
     return found
 
@@ -67,4 +70,7 @@ def test_changes_by_hand_are_those_of_whole_weights(ranks: RankPool, swap_path: 
         assert found["loss"] == whole[rank]["loss"]
         assert differences(found["copied"], whole[rank]["copied"]) == []
         assert differences(found["weights"], whole[rank]["weights"]) == []
-    assert not any(swap_path.iterdir())
+    (index,) = (swap_path / "weights").glob("*.index.json")
+    for name, file in json.loads(index.read_text())["weight_map"].items():
+        assert torch.equal(load_file(index.parent / file)[name], whole[0]["weights"][name]), name
+    assert [path.name for path in swap_path.iterdir()] == ["weights"]
