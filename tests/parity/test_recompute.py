@@ -102,3 +102,40 @@ def test_a_region_larger_than_the_planned_window(swap_path, caplog):
         loss = engine(*batch(0))
         with pytest.raises(tiered_zero.BudgetError, match="stage3_max_live_parameters"):
             engine.backward(loss)
+
+
+class Adapted(OneRegion):
+    """Frozen weights, with a small linear layer beside each block that is trained."""
+
+    def __init__(self, use_reentrant: bool | None, depth: int) -> None:
+        super().__init__(use_reentrant, 0.0, depth)
+        self.requires_grad_(False)
+        self.adapters = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN) for _ in self.blocks)
+
+    def _pair(self, start: int, x: Tensor) -> Tensor:
+        for number in range(start, start + 2):
+            x = self._run(self.blocks[number], x) if self._depth == 2 else self.blocks[number](x)
+            x = x + self.adapters[number](x)
+        return x
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("use_reentrant", [None, False, True])
+def test_frozen_weights_stay_while_their_recomputed_region_needs_them(use_reentrant, depth, swap_path):
+    """A region holds them as parameters, not as views. After it they leave."""
+
+    def script(own):
+        own.module.tokens.register_forward_hook(lambda _module, _inputs, output: output.requires_grad_())
+        seen = train(own, batch, 3)
+        if isinstance(own, tiered_zero.Engine):
+            assert not any(unit.storage.is_viewed for unit in own._inspect().pager.units if not unit.is_resident)
+        return seen
+
+    assert_parity(
+        lambda: Adapted(use_reentrant, depth),
+        script,
+        swap_path,
+        clipping=0.5,
+        runtime={"unit_size_cap": 1},
+    )

@@ -12,6 +12,8 @@ perhaps not. On a GPU the result is left there until the next step looks at it (
 
 from __future__ import annotations
 
+import operator
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -75,6 +77,7 @@ class FlatStorage:
         """[number of samples] bool on the device: which have changed since `late_change` was last called."""
         for param in params:
             set_handler(param, handler)
+        self._num_references = self._count_references()
         self._take_storage()
         self.guard()
 
@@ -95,8 +98,25 @@ class FlatStorage:
 
     @property
     def is_viewed(self) -> bool:
-        """Whether other code holds a view: a running node, an output, a custom function. Its memory stays."""
-        return bool(torch._C._storage_Use_Count(self.key) > self._num_own_uses)
+        """Whether other code holds a view: a running node, an output, a custom function. Its memory stays.
+
+        [Note: Frozen parameters that autograd holds]
+        Hooks for saved tensors get a frozen parameter itself, not a view of it, and may return it to a node in
+        backward, which then reads its memory past the guard. torch.utils.checkpoint does, for what it has computed
+        again. Nothing but the parameter's references in Python tells. They are counted before its module runs."""
+        if torch._C._storage_Use_Count(self.key) > self._num_own_uses:
+            return True
+        return not self.unit.trainable and any(map(operator.gt, self._count_references(), self._num_references))
+
+    def count_references(self, is_recomputed: bool) -> None:
+        """Take the references of now as those that do not count as a view; where the module `is_recomputed` in
+        backward, the fewer of them. See [Note: Frozen parameters that autograd holds]."""
+        if not self.unit.trainable:
+            found = self._count_references()
+            self._num_references = list(map(min, found, self._num_references)) if is_recomputed else found
+
+    def _count_references(self) -> list[int]:
+        return list(map(sys.getrefcount, self._params))
 
     @property
     def is_full(self) -> bool:

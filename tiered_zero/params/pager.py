@@ -95,7 +95,9 @@ class Pager:
     def acquire(self, unit: Unit) -> None:
         """Make the unit's parameters usable by what compute launches from now on. Pairs with `release`."""
         self.num_uses += 1
-        self._bring(self.units.by_index[unit.index]).num_users += 1
+        paged = self.units.by_index[unit.index]
+        paged.storage.count_references(is_recomputed=self.phase.pass_name == "backward")
+        self._bring(paged).num_users += 1
 
     @runs_outside_modes
     def release(self, unit: Unit) -> None:
@@ -186,6 +188,7 @@ class Pager:
             self.release(paged.unit)
         if self.phase.pass_name != "backward":
             for paged in frame.faulted:
+                paged.storage.count_references(is_recomputed=False)
                 self._cache.retire(paged)
 
     def is_running(self) -> bool:
