@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import tiered_zero
+from tests.support.inspection import pager
 from tests.support.models import HIDDEN, VOCAB, Block, batch
 from tests.support.trainers import FAR, Plain, assert_parity, assert_same_bits, follow, tiered, train
 
@@ -129,7 +130,7 @@ def test_frozen_weights_stay_while_their_recomputed_region_needs_them(use_reentr
         own.module.tokens.register_forward_hook(lambda _module, _inputs, output: output.requires_grad_())
         seen = train(own, batch, 3)
         if isinstance(own, tiered_zero.Engine):
-            assert not any(unit.storage.is_viewed for unit in own._inspect().pager.units if not unit.is_resident)
+            assert not any(paged.storage.is_viewed for paged in pager(own).units)
         return seen
 
     assert_parity(
