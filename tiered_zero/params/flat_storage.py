@@ -103,7 +103,7 @@ class FlatStorage:
         [Note: Frozen parameters that autograd holds]
         Hooks for saved tensors get a frozen parameter itself, not a view of it, and may return it to a node in
         backward, which then reads its memory past the guard. torch.utils.checkpoint does, for what it has computed
-        again. Nothing but the parameter's references in Python tells. They are counted before its module runs."""
+        again. Only the parameter's references in Python show it, so these are counted before its module runs."""
         if torch._C._storage_Use_Count(self.key) > self._num_own_uses:
             return True
         return not self.unit.trainable and any(map(operator.gt, self._count_references(), self._num_references))
