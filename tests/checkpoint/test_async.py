@@ -180,10 +180,13 @@ def test_changes_by_hand_wait_for_it(swap_path: Path, tmp_path: Path, monkeypatc
     [(("cpu", "nvme"), {}), (("nvme", "cpu"), {"state_format": "bf16_remainder"})],
     ids=["state", "half of the masters"],
 )
-def test_what_rests_on_nvme_is_refused(placement: tuple[str, str], runtime: dict[str, Any], swap_path: Path) -> None:
+def test_what_rests_on_nvme_is_refused(
+    placement: tuple[str, str], runtime: dict[str, Any], swap_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Before the directory that the config names is made."""
     with pytest.raises(ConfigError, match=r"tiered_zero.checkpoint.async.*in_place"):
-        make(swap_path, {"placement": placement, "update": "auto"}, **BESIDE, **runtime)
-    assert list(swap_path.iterdir()) == []
+        make(swap_path / "new", {"placement": placement, "update": "auto"}, **BESIDE, **runtime)
+    assert list(swap_path.iterdir()) == [] and "Made the swap directory" not in caplog.text
 
 
 class _Mixed(torch.nn.Module):

@@ -178,6 +178,10 @@ def test_damage_ends_the_engines_use(
     data = max((tmp_path / "saved" / "global_step2").glob("data*"), key=lambda path: path.stat().st_size)
     flip(data, data.stat().st_size // 2)
     with make(swap_path, placement) as engine:
+        with pytest.raises(CorruptionError, match=r"load another checkpoint, into a new engine\.$"):
+            engine.load_checkpoint(tmp_path / "saved")
+        engine.close()  # what has been raised is not raised again
+    with make(swap_path, placement) as engine:
         with pytest.raises(CorruptionError):
             engine.load_checkpoint(tmp_path / "saved")
         with pytest.raises(
@@ -380,6 +384,16 @@ def test_a_save_follows_one_that_was_interrupted(
         assert engine.save_checkpoint(tmp_path)
         engine.flush()
         assert [info.complete for info in list_tags(tmp_path)] == [True]
+
+
+@pytest.mark.parametrize("given", ["", None, 3])
+def test_what_names_no_directory_is_refused(swap_path: Path, given: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(swap_path)
+    with make(swap_path / "swap", ("cpu", "cpu")) as engine:
+        for call in (engine.save_checkpoint, engine.load_checkpoint, engine.save_16bit_model):
+            with pytest.raises(ModelError, match=rf"{call.__name__}\(\) expects the path of a directory; found"):
+                call(given)
+    assert not list(swap_path.glob("*step*"))
 
 
 def test_what_was_frozen_can_train(swap_path: Path, tmp_path: Path) -> None:

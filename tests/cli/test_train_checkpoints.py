@@ -179,8 +179,24 @@ def test_a_full_disk_is_named_and_training_goes_on(swap_path: Path, monkeypatch:
         raise StoreError("The disk is full.")
 
     monkeypatch.setattr(Checkpoints, "save", fails)
-    result = train(*task[:-2])
-    assert result.exit_code == 3 and "step 4 was not saved" in result.stderr
+    for options in (task, task[:-2]):  # at the last step too
+        result = train(*options)
+        assert result.exit_code == 3 and result.stderr.count("step 4 was not saved") == 1
+
+
+def test_another_model_or_optimizer_is_refused_in_words_of_the_command(
+    swap_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(swap_path)
+    config = write_config(Path("config.json"))
+    task = ("--steps", 1, "--save", "ck", "--resume")
+    assert train(config, *SMALL[:2], *task).exit_code == 0
+    result = train(config, "--model", "gpt:layers=2,hidden=32,context=16", *task)
+    assert result.exit_code == 1 and "--resume: the run in ck trains --model gpt:layers=1" in result.stderr
+    assert "load_module_strict" not in result.stderr
+    other = write_config(Path("other.json"), optimizer={"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}})
+    result = train(other, *SMALL[:2], *task)
+    assert result.exit_code == 1 and "take the config of the run in ck, or give another directory" in result.stderr
 
 
 def test_options_without_a_directory_are_refused(tmp_path: Path) -> None:

@@ -192,8 +192,7 @@ class TagWriter:
                 os.unlink(self._latest, dir_fd=self._directory.fd)
         except OSError as error:
             logger.warning("%s cannot be removed: %s", self._directory.path / self.name, error)
-        finally:
-            self._directory.release()
+        self._directory.release()
 
     def _write_manifest(self, manifest: TagManifest) -> None:
         """Write it to the temporary directory, and make both durable. Raises OSError, StoreError."""
