@@ -12,6 +12,8 @@ from click.testing import CliRunner, Result
 from safetensors.torch import load_file
 
 from tests.checkpoint.test_export import exported, state, write_tag
+from tests.fakes.sync_io import SyncEngine
+from tests.support.tags import save_tag
 from tests.support.trainers import same_bits
 from tiered_zero.cli.main import main
 from tiered_zero.store.stripes import DATA_NAME
@@ -74,6 +76,12 @@ def test_ls_says_what_is_whole_and_why_not(saved: Path) -> None:
     assert "global_step3, global_step4: written by tiered_zero 1.0, torch " in result.stdout
     assert "global_step4: " in result.stdout and "is missing" in result.stdout
     assert "No checkpoints." in run("ls", saved.parent).stdout
+
+
+def test_many_checkpoints_of_one_writer_take_one_short_line(tmp_path: Path) -> None:
+    for step in range(1, 9):
+        save_tag(tmp_path, f"global_step{step}", {"x": torch.ones(4)}, step, SyncEngine())
+    assert "global_step1 to global_step8 (8): written by tiered_zero" in run("ls", tmp_path).stdout
 
 
 def test_ls_of_one_checkpoint(saved: Path) -> None:

@@ -6,15 +6,16 @@ Owner.  One process at a time writes in a save directory (flock). Tensors are ke
     shape, never by rank, tier, stage or sub-group, so that any placement reads what any other has written.
 Never.  No pickle; no tensor as a whole in memory, for all of it moves through fixed buffers.
 
-    checkpoints.py   save and load of one run, as the engine calls them
+    checkpoints.py   save and load of one run, as the engine calls them; last_save: the save that is under way
     a run            portable: its keys and shapes | saving, loading: to and from a tag | matching: what is loaded where
                      driver: all that is not a tensor; values: that as JSON
     a tag            manifest; save_directory: lock, rename; tag_writer: begin, publish, discard;
                      directory: list, find, verify; prune
     its data files   data_files: bytes and checksums | file_writer, file_reader over them, tensors
-    in-place commit  commit: make it durable | commit_layout: a hash of where each byte lies
-                     places: which bytes of which record | copies: of what rests in memory
-                     committed, store_reader: read one that is not this run's
+    in-place commit  written: commit: make this run's durable | copies: of what rests in memory, beside it
+                     commit_layout: a hash of where each byte lies
+                     read: committed: another run's, as files | places: which bytes of its records are which tensor
+                     store_reader: the two as a reader of tensors
     resume.py        find what the config names, and adopt an in-place commit
     PyTorch's Distributed Checkpoint (DCP) finds which saved boxes meet which wanted ones: boxes, planner, tag_reader;
                      storage: the names for programs that call DCP themselves

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -58,7 +58,7 @@ def ls(directory: Path, as_json: bool) -> None:
         click.echo(printable(f"latest: {latest}"))
     for writer, own in groupby(tags, _writer):  # below the table, whose columns have no room for them at 80 characters
         if writer:
-            click.echo(printable(f"{', '.join(info.tag for info in own)}: written by {writer}"))
+            click.echo(printable(f"{_span([info.tag for info in own])}: written by {writer}"))
     _echo_reasons((info.tag, info.reason) for info in tags if info.reason)
 
 
@@ -95,7 +95,12 @@ def verify_command(directory: Path, as_json: bool) -> None:
 def _echo_reasons(reasons: Iterable[tuple[str, str]]) -> None:
     """A line for each reason, behind the tags that follow each other with it: every commit in place leaves one."""
     for reason, own in groupby(reasons, key=lambda item: item[1]):
-        click.echo(printable(f"{', '.join(tag for tag, _ in own)}: {reason}"))
+        click.echo(printable(f"{_span([tag for tag, _ in own])}: {reason}"))
+
+
+def _span(tags: Sequence[str]) -> str:
+    """Tags that follow each other, in one line however many they are."""
+    return ", ".join(tags) if len(tags) < 7 else f"{tags[0]} to {tags[-1]} ({len(tags)})"
 
 
 def _problems_in_place(info: TagInfo) -> list[str]:

@@ -144,8 +144,8 @@ class Resumption:
             path, client_state = engine.resumed or engine.load_checkpoint(self._directory)
         except ModelError as error:  # which names arguments of load_checkpoint
             raise ModelError(
-                f"--resume: {error} Of `tiered-zero train`: take the config of the run in {self._directory}, or give "
-                "another directory to --save."
+                f"--resume: {error} `tiered-zero train` has no such arguments: take the config of the run in "
+                f"{self._directory}, or give another directory to --save."
             ) from error
         self.path = str(path)
         saved = client_state.get(_STATE_KEY)
