@@ -26,7 +26,9 @@ class Init:
 
     DeepSpeed shards each module as it is made. The meta device would save host memory too, but what a constructor
     writes into parameters would be lost there, so it is left to the user: build under `torch.device("meta")` a model
-    larger than host memory, whose values come from `reset_parameters`, `_init_weights` or `tiered_zero.weights`.
+    larger than host memory, whose values come from `reset_parameters`, `_init_weights` or `tiered_zero.weights`. With
+    many ranks each builds the model, and all get rank 0's values, unit by unit: so no rank has the whole of one that is
+    built on meta.
     """
 
     def __init__(

@@ -74,3 +74,38 @@ def test_changes_by_hand_are_those_of_whole_weights(ranks: RankPool, swap_path: 
     for name, file in json.loads(index.read_text())["weight_map"].items():
         assert torch.equal(load_file(index.parent / file)[name], whole[0]["weights"][name]), name
     assert [path.name for path in swap_path.iterdir()] == ["weights"]
+
+
+def start_on_meta(path: str) -> dict[str, Any]:
+    """Values are drawn unit by unit, by each rank its own; all get rank 0's."""
+    rank, config = rank_and_config(path, stage=3, offload_param={"device": "cpu"})
+    torch.manual_seed(40 + rank)
+    with torch.device("meta"):
+        model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(3)))
+    engine, *_ = tiered_zero.initialize(
+        model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=config
+    )
+    engine.backward(engine(torch.full((2, 64), 1.0 + rank)).sum())
+    engine.step()
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    engine.close()
+    return weights
+
+
+def test_a_model_on_meta_has_the_values_of_rank_0(ranks: RankPool, swap_path: Path) -> None:
+    first, second = ranks.run(start_on_meta, 2, str(swap_path))
+    assert differences(first, second) == []
+    torch.manual_seed(40)
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(3)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    halves: dict[str, torch.Tensor] = {}
+    for rank in range(2):
+        optimizer.zero_grad()
+        model(torch.full((2, 64), 1.0 + rank)).sum().backward()
+        for name, param in model.named_parameters():
+            assert param.grad is not None
+            halves[name] = halves[name] + param.grad / 2 if rank else param.grad / 2
+    for name, param in model.named_parameters():
+        param.grad = halves[name]
+    optimizer.step()
+    assert differences(first, dict(model.state_dict())) == []
