@@ -63,7 +63,8 @@ def table(records: list[dict[str, Any]]) -> str:
         kills, in_save, steps = (
             sum(killed[field] for killed in good) for field in ("num_kills", "num_in_save", "num_steps")
         )
-        came = "each went on, and ended with the bits of the run that was never killed"
+        what = "the last loss" if name == COMMAND else "the bits"
+        came = f"each went on, and ended with {what} of the run that was never killed"
         if failures := [record["failure"] for record in own if record["killed"] is None]:
             came = f"{len(failures)} of {len(own)} rounds failed: {failures[-1][:100]}"
         text += f"| {name} | {kills} | {in_save} | {steps} | {came} |\n"
