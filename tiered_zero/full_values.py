@@ -30,8 +30,8 @@ class FullValues:
     """Between steps, on the driver thread; blocks. Reads and writes whole sub-groups: not for every step.
 
     Tensors are fp32 on the CPU, copies, in the parameter's shape. None stands for what the run does not have: the
-    parameter is frozen, or in no param group, or no update has made its state yet. `is_sharded`: this rank has parts of
-    masters and state only, and every call is refused.
+    parameter is frozen, or in no param group, or no update has made its state yet. With many ranks every call is
+    collective where masters and state are sharded.
     """
 
     step: TrainStep

@@ -4,7 +4,8 @@ Promise.  A tag is whole or absent: it gets its name by one rename, after its fi
     is read back is what was written, or an error that names file and offset. A file from a stranger cannot run code.
 Owner.  One process at a time writes in a save directory (flock). Tensors are keyed by parameter name and original
     shape, never by rank, tier, stage or sub-group, so that any placement reads what any other has written.
-Never.  No pickle; no tensor as a whole in memory, for all of it moves through fixed buffers.
+Never.  No pickle; no master and no state as a whole in memory, for they move through fixed buffers. Buffers of the
+    model, and a few frozen units at a time, are copied whole.
 
     checkpoints.py   save and load of one run, as the engine calls them; last_save: the save that is under way
     a run            portable: its keys and shapes | saving, loading: to and from a tag | matching: what is loaded where

@@ -18,8 +18,8 @@ from tiered_zero.store import manifest as store_manifest
 
 
 def prune(save_dir: str | os.PathLike[str], keep: int, *, dry_run: bool = False) -> list[TagInfo]:
-    """Remove whole tags but the newest `keep`, and superseded pointers; never what `latest` names, nor the only pointer
-    to a commit. Return those removed, or with `dry_run` those that would be.
+    """Remove whole tags but the newest `keep`, and superseded pointers; never what `latest` names, nor the newest
+    pointer to a commit whose step no tag has. Return those removed, or with `dry_run` those that would be.
 
     Raises StoreError.
     """

@@ -151,7 +151,8 @@ def export(directory: Path, out: Path, tag: str | None, dtype: str, max_shard_si
 @click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
 def prune_command(directory: Path, as_json: bool, keep: int, dry_run: bool) -> None:
     """Remove the whole checkpoints in DIRECTORY but the newest N, and pointers to in-place commits that hold a later
-    step by now, which do not count; never the one that `latest` names, nor the only pointer to a commit.
+    step by now, which do not count; never the one that `latest` names. A pointer at the step that its commit
+    holds counts as whole.
 
     Swap directories stay, and so does what is damaged: look at it with `ls`.
     """
