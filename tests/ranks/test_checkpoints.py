@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +72,34 @@ def test_other_ranks_hold_the_same_values(
         assert differences(each["loaded"], saved[0]["saved"]) == []
         assert differences(each["weights"], loaded[0]["weights"]) == []
     assert equal_bits(load_tag(one / "global_step2"), load_tag(other / "global_step2"))
+
+
+def resume_noting(place: Place, swap_path: str, load_dir: str) -> tuple[str, list[str]]:
+    """Begin a run at a checkpoint: which it is, and the warnings of this rank."""
+    lines: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("tiered_zero")
+    logger.addHandler(handler)
+    try:
+        engine = build(place, swap_path, checkpoint={"resume": load_dir})
+    finally:
+        logger.removeHandler(handler)
+    assert engine.resumed is not None
+    path = engine.resumed[0]
+    engine.close()
+    return path.name, lines
+
+
+def test_what_resume_skips_is_said(ranks: RankPool, tmp_path: Path, swap_path: Path) -> None:
+    place = SAVED[1]
+    ranks.run(save, place.world, place, str(swap_path), str(tmp_path), steps=1, more=0)
+    ranks.run(save, place.world, place, str(swap_path), str(tmp_path), steps=2, more=0)
+    data = tmp_path / "global_step2" / "data-00001-00000.bin"
+    os.truncate(data, data.stat().st_size - 4096)
+    for rank, (name, lines) in enumerate(ranks.run(resume_noting, 2, place, str(swap_path), str(tmp_path))):
+        said = [line for line in lines if "global_step2" in line and "bytes; expected" in line]
+        assert name == "global_step1" and len(said) == (rank == 0), lines
 
 
 def save_weights(place: Place, swap_path: str, save_dir: str) -> dict[str, Any]:

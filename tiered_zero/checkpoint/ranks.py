@@ -107,18 +107,20 @@ def publish_together(
 def find_together(
     ranks: Collectives, directory: str | os.PathLike[str], find: Callable[[], FoundCheckpoint | None]
 ) -> FoundCheckpoint | None:
-    """Let rank 0 find a checkpoint below `directory`; every rank looks for it in its own directory of that name. None
-    where there is none."""
+    """Let rank 0 find a checkpoint below `directory`, with lines for the log; every rank looks for it in its own
+    directory of that name. None where there is none."""
     base = Path(os.path.abspath(directory))
 
     def encode(found: FoundCheckpoint | None) -> list[str | None] | None:
-        return None if found is None else [_below(found.path, base), _below(found.swap, base) if found.swap else None]
+        if found is None:
+            return None
+        return [_below(found.path, base), _below(found.swap, base) if found.swap else None, *found.lines]
 
     def decode(value: list[str | None] | None) -> FoundCheckpoint | None:
         if value is None:
             return None
-        path, swap = (None if part is None else Path(os.path.normpath(base / part)) for part in value)
-        return FoundCheckpoint(path=path or base, swap=swap)
+        path, swap = (None if part is None else Path(os.path.normpath(base / part)) for part in value[:2])
+        return FoundCheckpoint(path=path or base, swap=swap, lines=tuple(map(str, value[2:])))
 
     found = agree(ranks, _LOAD, lambda: find() if ranks.rank == 0 else None, encode=encode, decode=decode)
     return found[0]
