@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from tests.support.tags import load_tag
 from tiered_zero.checkpoint import data_files
 from tiered_zero.checkpoint.directory import list_tags
 from tiered_zero.errors import EngineFailedError, ModelError, RankError, StoreError, TransferError
+from tiered_zero.params.offloaded_params import OffloadedParams
 
 PLACE = Place(world=2, stage=1)
 
@@ -83,6 +85,41 @@ def test_a_rank_killed_in_mid_save_leaves_no_tag(ranks: RankPool, tmp_path: Path
     assert load_tag(saved / "global_step1")
     ranks.run(fail_in_mid_save, 2, str(swap_path), str(saved), "raise")  # a new run saves there again
     assert {path.name for path in saved.iterdir()} == {".tiered_zero.lock", "global_step1", "global_step3", "latest"}
+
+
+def fail_in_read(swap_path: str, save_dir: str, failing: int) -> str:
+    """A rank cannot read its shard of the second unit that is exported: what is raised."""
+    engine = build(Place(world=2, stage=3, device="nvme"), swap_path)
+    train(engine, 0, 1)
+    read, units = OffloadedParams._read_home, set()
+
+    def read_once(self: OffloadedParams, unit: Any) -> torch.Tensor:
+        units.add(unit.name)
+        if len(units) == 2:
+            raise TransferError("the cable of this disk is loose")
+        return read(self, unit)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if engine.global_rank == failing:
+            patch.setattr(OffloadedParams, "_read_home", read_once)
+        with pytest.raises((TransferError, RankError, StoreError)) as raised:
+            engine.save_16bit_model(save_dir)
+    with pytest.raises((RankError, EngineFailedError)):
+        train(engine, 1, 2)
+    engine.close()
+    return f"{type(raised.value).__name__}: {raised.value}"
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_read_that_fails_on_one_rank_ends_the_export_of_all(
+    ranks: RankPool, tmp_path: Path, swap_path: Path, failing: int
+) -> None:
+    """The other waits in the gather of that unit, and is told the cause: not a timeout, nor that the order differs."""
+    found = ranks.run(fail_in_read, 2, str(swap_path), str(tmp_path), failing)
+    assert found[failing] == "TransferError: the cable of this disk is loose"
+    cause = rf"RankError: Rank {failing} failed, .*: save_16bit_model: .*: TransferError: the cable of this disk"
+    assert re.match(cause, found[1 - failing]), found
+    assert not list(tmp_path.glob("*.safetensors"))
 
 
 def disagree(swap_path: str, save_dir: str) -> dict[str, str]:

@@ -22,13 +22,13 @@ from tiered_zero.checkpoint.resume import FoundCheckpoint
 from tiered_zero.checkpoint.shares import Share
 from tiered_zero.checkpoint.tag_writer import TagWriter
 from tiered_zero.checkpoint.weights import WeightTensor
-from tiered_zero.errors import ModelError, StoreError
+from tiered_zero.errors import ModelError, RankError, StoreError
 from tiered_zero.hardware.agreement import agree
 from tiered_zero.hardware.collectives import Collectives
 
 logger = logging.getLogger("tiered_zero")
 
-_SAVE, _LOAD = "save_checkpoint", "load_checkpoint"
+_SAVE, _LOAD, _EXPORT = "save_checkpoint", "load_checkpoint", "save_16bit_model"
 
 
 @final
@@ -153,23 +153,46 @@ def load_together(ranks: Collectives, act: Callable[[], Any]) -> None:
 def write_together(
     ranks: Collectives, tensors: Sequence[WeightTensor], write: Callable[[Sequence[WeightTensor]], None]
 ) -> None:
-    """Let rank 0 `write` tensors that every rank has parts of: all ranks read each of them, in this order. An error is
-    raised on all of them, once every tensor is read."""
+    """Let rank 0 `write` tensors that every rank has parts of: all ranks read each of them, in this order.
+
+    An error of `write` is raised on all of them, once every tensor is read, and the run goes on. A read that fails
+    ends the run on all ranks at once, since the others wait in the gather of that tensor: it is raised where it
+    failed, and RankError on the others.
+    """
     begun: list[WeightTensor] = []
+    failed: list[Exception] = []
 
     def noting(tensor: WeightTensor) -> WeightTensor:
         def read() -> Iterator[torch.Tensor]:
             begun.append(tensor)
-            yield from tensor.read()
+            try:
+                yield from tensor.read()
+            except Exception as error:
+                failed.append(error)
+                ranks.fail(f"{_EXPORT}: {tensor.name}: {type(error).__name__}: {error}")
+                raise
 
         return replace(tensor, read=read)
 
     def act() -> None:
+        noted = [noting(tensor) for tensor in tensors]
         try:
             if ranks.rank == 0:
-                write([noting(tensor) for tensor in tensors])
-        finally:
-            for tensor in tensors[len(begun) :]:
-                deque(tensor.read(), maxlen=0)
+                write(noted)
+        except Exception:
+            if not failed:
+                _read_all(noted[len(begun) :])
+            raise
+        _read_all(noted[len(begun) :])
 
-    agree(ranks, "save_16bit_model", act)
+    try:
+        agree(ranks, _EXPORT, act)
+    except RankError:
+        if failed:
+            raise failed[0] from None  # the groups are closed because of it
+        raise
+
+
+def _read_all(tensors: Sequence[WeightTensor]) -> None:
+    for tensor in tensors:
+        deque(tensor.read(), maxlen=0)

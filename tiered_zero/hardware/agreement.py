@@ -24,9 +24,10 @@ def agree(
     blocks until the slowest has ended.
 
     An error of `act` on one rank is raised there, and on the others as one of its class that names the rank: the ranks
-    stay in step, and the run goes on if the caller lets it. `encode`, `decode`: between a result and JSON. `act` makes
-    no collective. Raises RankError where another rank is in another `call`, fails or does not answer. With one rank it
-    is `[act()]`.
+    stay in step, and the run goes on if the caller lets it. `encode`, `decode`: between a result and JSON. An `act`
+    that makes collectives calls `ranks.fail` where it fails in their midst: the others wait in one of them, and not for
+    its answer. Raises RankError where another rank is in another `call`, fails or does not answer, from this rank's own
+    error if it has one. With one rank it is `[act()]`.
     """
     if ranks.world_size == 1:
         return [act()]
@@ -40,7 +41,13 @@ def agree(
         ranks.fail(f"{call}: {type(interrupt).__name__}")  # the others wait for an answer
         raise
     own = {"call": call, "error": None if failure is None else [type(failure).__name__, str(failure)], "value": value}
-    found = [_decoded(message) for message in ranks.exchange(json.dumps(own).encode(), call)]
+    try:
+        messages = ranks.exchange(json.dumps(own).encode(), call)
+    except errors.RankError as error:
+        if failure is None:
+            raise
+        raise error from failure
+    found = [_decoded(message) for message in messages]
     calls = [message.get("call", "another call") for message in found]
     if len(set(calls)) > 1:
         texts = ", ".join(f"rank {rank}: {name}" for rank, name in enumerate(calls))
