@@ -55,7 +55,7 @@ _MODULES = ("comm", "utils", "zero")
 _EVALUATE = "give initialize() no optimizer, and call the engine: it evaluates"
 _TORCH_OPTIMIZER = "name the optimizer in the config, or pass any of torch's to initialize()"
 _LATER = "activation checkpointing comes in a later version; use torch.utils.checkpoint"
-_ONE_RANK = "this version trains with one rank, and does not split models"
+_ONE_RANK = "this version does not split a model's modules over ranks; ZeRO stage 3 shards their parameters"
 _MISSING = {
     "init_inference": _EVALUATE,
     "InferenceEngine": _EVALUATE,

@@ -128,5 +128,6 @@ def _check_one_rank(**sizes: object) -> None:
             ranks *= axis
         if ranks != 1:
             raise ModelError(
-                f"initialize({name}=...) asks for {ranks} ranks; this version trains with one. Leave it out."
+                f"initialize({name}=...) asks for {ranks} ranks that split the model, which this version does not do. "
+                "Leave it out; torchrun gives data-parallel ranks."
             )

@@ -131,7 +131,7 @@ class TrainStep(StepRecovery):
             raise ModelError(
                 "no_sync() was expected where every rank keeps whole gradients until step(): zero_optimization.stage "
                 "0, or 1 without offload_optimizer. Here each rank keeps its shard of them, and every backward reduces "
-                "its own. Leave it out: gradient_accumulation_steps has the same result."
+                "its own. Leave it out: gradient_accumulation_steps adds micro-batches up too."
             )
 
     def pre_state_dict(self, module: nn.Module) -> None:

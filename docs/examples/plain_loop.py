@@ -56,8 +56,8 @@ def main(num_steps: int = 60) -> list[float]:
         with tiered_zero.gathered(first.bias, modify=True), torch.no_grad():  # keeps what is changed inside
             first.bias.clamp_(-1, 1)
         state = engine.module.state_dict()  # CPU tensors of real shape, wherever they rest
-        # The engine saves no checkpoints in this version; weights are saved as in plain PyTorch:
-        #     torch.save(state, "weights.pt")
+        # Weights are saved as in plain PyTorch: torch.save(state, "weights.pt"). docs/examples/resume.py saves all that
+        # training goes on from.
         print(f"{len(state)} tensors; loss {losses[0]:.3f} -> {losses[-1]:.3f}")
     return losses
 

@@ -3,7 +3,8 @@
 [Note: Order of sums over ranks]
 A bucket is a row for each rank: elements of that rank's shards, which it gets the sum of. Which elements share a bucket
 depends on the model, on the number of ranks and on reduce_bucket_size alone, never on stage, tier or time: so the order
-of sums, and with it every bit, is the same in all of those.
+of sums over ranks is the same in all of those. Where whole gradients rest, micro-batches are added up before it; where
+each rank keeps its shards, after it.
 """
 
 from __future__ import annotations
