@@ -64,6 +64,26 @@ def test_every_collective_gives_what_it_says(ranks: RankPool, world: int, numel:
             assert all(found["bytes"])
 
 
+def exchange_apart(calls: list[str]) -> str:
+    """Each rank makes its own call, after one in which a program sends the words of the end of a run."""
+    group = open_collectives(30.0)
+    assert group.exchange(b"closed", "words") == [b"closed"] * group.world_size
+    try:
+        group.exchange(b"12", calls[group.rank])
+    except RankError as error:
+        return str(error)
+    finally:
+        group.fail("done")
+        group.close()
+    return ""
+
+
+def test_no_call_receives_the_bytes_of_another(ranks: RankPool) -> None:
+    calls = ["a message of the program", "step 3"]
+    text = "Every rank was expected to make the same call; found rank 0: a message of the program, rank 1: step 3."
+    assert ranks.run(exchange_apart, 2, calls) == [text, text]
+
+
 def collect_uneven(dtype: torch.dtype) -> dict[str, Any]:
     """Parts of any sizes, one of them empty."""
     group = open_collectives(30.0)

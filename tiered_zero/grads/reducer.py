@@ -214,7 +214,7 @@ class GradientReducer:
         sums = sum(each.num_sums for each in self._units.values())
         packed = bits.to_bytes((len(flags) + 7) // 8, "little")
         what = f"step {number}" if call == b"s" else f"backward {part} after step {number}"
-        found = self._collectives.exchange(_CALL.pack(call, number, part, sums) + packed, what)
+        found = self._collectives.exchange(_CALL.pack(call, number, part, sums) + packed, what, kind="step or backward")
         calls = [_CALL.unpack_from(message) for message in found]
         if len(set(calls)) > 1 or len({len(message) for message in found}) > 1:
             counts = len({call[:3] for call in calls}) == 1  # else where they are says enough

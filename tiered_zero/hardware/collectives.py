@@ -67,8 +67,9 @@ class Collectives(Protocol):
     def broadcast(self, tensor: torch.Tensor, source: int = ..., what: str = ...) -> None:
         """Fill `tensor` with that of rank `source`. Blocks."""
 
-    def exchange(self, data: bytes, what: str = ...) -> list[bytes]:
-        """Return every rank's `data`, in rank order: what each gave, of any length. Blocks."""
+    def exchange(self, data: bytes, what: str = ..., *, kind: str = ...) -> list[bytes]:
+        """Return every rank's `data`, in rank order: what each gave, of any length. Blocks. `kind`: of call, where
+        `what` says more, as the number of a step. Raises RankError, on every rank, where kinds differ."""
 
     def fail(self, message: str) -> None:
         """End the run on every rank: the others raise RankError with `message`. Idempotent; raises nothing."""
@@ -212,7 +213,7 @@ class SingleRank:
     def broadcast(self, tensor: torch.Tensor, source: int = 0, what: str = "") -> None:
         """There is no other rank."""
 
-    def exchange(self, data: bytes, what: str = "") -> list[bytes]:
+    def exchange(self, data: bytes, what: str = "", *, kind: str = "") -> list[bytes]:
         return [data]
 
     def fail(self, message: str) -> None:

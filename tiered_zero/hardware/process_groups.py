@@ -15,6 +15,7 @@ from enum import Enum, auto
 from hashlib import sha256
 from itertools import pairwise
 from typing import Any, final
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -39,17 +40,21 @@ GRACE_S = 3.0
 LINGER_S = 5.0
 """A rank that closes its engine waits so long for the others to do the same: what they still receive then arrives."""
 
-CLOSED = b"closed"
-"""What a rank that closes its engine answers to an exchange of the others."""
-
 INLINE_NBYTES = 248
 """An exchange of at most so many bytes is one collective of 256 bytes a rank; a longer one takes a second."""
+
+_HEAD = struct.Struct("<II")
+"""Before the data of an exchange: how many bytes it has, and the number of its kind of call."""
+
+_CLOSED = 0
+"""The kind of what a rank that closes its engine answers to an exchange of the others."""
 
 _FAILED, _HEARD = "failed", "heard"
 """Keys of the store: the first failure, and how many ranks know of it."""
 
 _ORDER_NBYTES = 256
-"""What ranks compare of the order of a gather: a digest, and as much of its text as there is room for."""
+"""What ranks compare of the order of a gather: a digest, and as much of its text as there is room for. The names of
+calls that differ have as much room."""
 
 
 class _Phase(Enum):
@@ -230,19 +235,23 @@ class ProcessGroups:
         if values.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(values)
 
-    def exchange(self, data: bytes, what: str = "messages") -> list[bytes]:
-        """Return every rank's `data`, in rank order: what each gave, of any length. Blocks."""
-        head = struct.pack("<q", len(data)) + data[:INLINE_NBYTES]
-        found = self._gather_bytes(head.ljust(INLINE_NBYTES + 8, b"\0"), what)
-        sizes = [struct.unpack_from("<q", message)[0] for message in found]
-        starts = [message[8 : 8 + size] for message, size in zip(found, sizes, strict=True)]
-        if data != CLOSED and CLOSED in starts:
+    def exchange(self, data: bytes, what: str = "messages", *, kind: str = "") -> list[bytes]:
+        """Return every rank's `data`, in rank order: what each gave, of any length. Blocks. `kind`: of call, where
+        `what` says more, as the number of a step. Raises RankError, on every rank, where kinds differ."""
+        own = crc32((kind or what).encode()) | 1  # never _CLOSED
+        found = self._gather_bytes(_packed(own, data), what)
+        sizes, kinds = zip(*(_HEAD.unpack_from(message) for message in found), strict=True)
+        if _CLOSED in kinds:
             raise RankError(
-                f"Rank {starts.index(CLOSED)} has closed its engine, or ended, while this rank goes on with {what}. "
+                f"Rank {kinds.index(_CLOSED)} has closed its engine, or ended, while this rank goes on with {what}. "
                 "Its own output says why; every rank makes the same number of steps."
             )
+        if len(set(kinds)) > 1:
+            names = [each.decode(errors="replace").strip() for each in self._gather_bytes(_name_of(what), what)]
+            texts = ", ".join(f"rank {rank}: {name}" for rank, name in enumerate(names))
+            raise RankError(f"Every rank was expected to make the same call; found {texts}.")
         if max(sizes) <= INLINE_NBYTES:
-            return starts
+            return [message[_HEAD.size : _HEAD.size + size] for message, size in zip(found, sizes, strict=True)]
         found = self._gather_bytes(data.ljust(max(sizes), b"\0"), what)
         return [message[:size] for message, size in zip(found, sizes, strict=True)]
 
@@ -367,8 +376,7 @@ class ProcessGroups:
         have_others_closed = False
         if self._phase is _Phase.OPEN and self._failure is None:
             with suppress(Exception):
-                farewell = struct.pack("<q", len(CLOSED)) + CLOSED
-                transfer, _ = self._start_gather_bytes(farewell.ljust(INLINE_NBYTES + 8, b"\0"), "the end of the run")
+                transfer, _ = self._start_gather_bytes(_packed(_CLOSED, b""), "the end of the run")
                 have_others_closed = transfer.wait_at_most(LINGER_S)
         self._close_groups(join_lanes=have_others_closed)
         self._phase = _Phase.CLOSED
@@ -402,6 +410,16 @@ def _next_run(group: Any) -> int:
     dist.all_reduce(number, op=dist.ReduceOp.MAX, group=group)
     _num_runs = int(number)
     return _num_runs
+
+
+def _packed(kind: int, data: bytes) -> bytes:
+    """The first message of an exchange: its head, and as much of the data as there is room for."""
+    return (_HEAD.pack(len(data), kind) + data[:INLINE_NBYTES]).ljust(_HEAD.size + INLINE_NBYTES, b"\0")
+
+
+def _name_of(call: str) -> bytes:
+    """A call's name as the other ranks receive it: of one size on every rank."""
+    return call.encode()[:_ORDER_NBYTES].ljust(_ORDER_NBYTES)
 
 
 def _launch(work: Work) -> DeviceMarker | None:
