@@ -13,6 +13,7 @@ import torch
 from tests.ranks.pool import RankPool
 from tiered_zero.errors import RankError
 from tiered_zero.hardware.collectives import Collectives, SingleRank, open_collectives
+from tiered_zero.hardware.process_groups import ProcessGroups
 from tiered_zero.transfer import wait_all
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -149,6 +150,30 @@ def test_a_rank_that_ends_without_a_word_is_a_lost_connection(ranks: RankPool) -
     first, second = ranks.outcomes(fail_in_mid_run, 2, 1, "exit")
     assert second.error == "ProcessEnded" and "7" in second.text
     assert first.error == "" and "connection to another rank was lost" in first.value[0]
+
+
+def fail_before_a_slow_rank() -> float:
+    """Rank 0 fails and closes; on rank 1 two threads find that, and rank 2 finds it later. When each has done so."""
+    group = open_collectives(60.0)
+    assert isinstance(group, ProcessGroups)
+    group.exchange(b"all here")
+    if group.rank == 0:
+        group.fail("the disk of this rank is full")
+        group.close()
+        return time.monotonic()
+    time.sleep(2.0 if group.rank == 2 else 0.2)
+    ready_s = time.monotonic()
+    for _ in range(2):
+        group.explain(RuntimeError("closed"), "step 1")
+        group._failure = None  # as in the thread that looked at the same time
+    group.fail("done")
+    group.close()
+    return ready_s
+
+
+def test_a_failing_rank_ends_when_every_other_knows(ranks: RankPool) -> None:
+    ended_s, _, ready_s = ranks.run(fail_before_a_slow_rank, 3)
+    assert ended_s > ready_s, "it ended while rank 2 did not know why"
 
 
 def stop_one() -> str:

@@ -49,8 +49,8 @@ _HEAD = struct.Struct("<II")
 _CLOSED = 0
 """The kind of what a rank that closes its engine answers to an exchange of the others."""
 
-_FAILED, _HEARD = "failed", "heard"
-"""Keys of the store: the first failure, and how many ranks know of it."""
+_FAILED, _KNOWN = "failed", "known"
+"""Keys of the store: the first failure, and one for each rank that knows of it."""
 
 _ORDER_NBYTES = 256
 """What ranks compare of the order of a gather: a digest, and as much of its text as there is room for. The names of
@@ -297,9 +297,8 @@ class ProcessGroups:
         self._phase = _Phase.FAILED
         with suppress(Exception):  # the store may have ended with its rank
             if self._failure is None:
-                own = f"{self.rank} {message}"
-                if self._store.compare_set(_FAILED, "", own) != own.encode():
-                    self._store.add(_HEARD, 1)
+                self._store.compare_set(_FAILED, "", f"{self.rank} {message}")
+                self._acknowledge()
         self._close_groups()
 
     def check_others(self) -> None:
@@ -343,8 +342,12 @@ class ProcessGroups:
 
     def _posted(self) -> RankError:
         rank, _, message = self._store.get(_FAILED).decode(errors="replace").partition(" ")
-        self._store.add(_HEARD, 1)
+        self._acknowledge()
         return RankError(f"Rank {rank} failed, which ends the run on all {self.world_size} ranks: {message}")
+
+    def _acknowledge(self) -> None:
+        """Post that this rank knows of the failure. Idempotent: the driver and the lanes find it each for itself."""
+        self._store.set(f"{_KNOWN}/{self.rank}", "")
 
     def _last_calls(self) -> str:
         calls = []
@@ -372,7 +375,7 @@ class ProcessGroups:
         if (uncaught := getattr(sys, "last_value", None)) is not None:
             self.fail(f"{type(uncaught).__name__}: {uncaught}")
         if self._phase is _Phase.FAILED and self._failure is None:
-            self._wait_heard()
+            self._wait_known()
         have_others_closed = False
         if self._phase is _Phase.OPEN and self._failure is None:
             with suppress(Exception):
@@ -381,11 +384,12 @@ class ProcessGroups:
         self._close_groups(join_lanes=have_others_closed)
         self._phase = _Phase.CLOSED
 
-    def _wait_heard(self) -> None:
+    def _wait_known(self) -> None:
         """Wait until all ranks know why this one failed: its end has the launcher end them."""
         deadline_s = time.monotonic() + LINGER_S
+        keys = [f"{_KNOWN}/{rank}" for rank in range(self.world_size)]
         with suppress(Exception):
-            while self._store.add(_HEARD, 0) < self.world_size - 1 and time.monotonic() < deadline_s:
+            while not self._store.check(keys) and time.monotonic() < deadline_s:
                 time.sleep(0.05)
 
     def _close_groups(self, *, join_lanes: bool = False) -> None:
