@@ -124,6 +124,7 @@ def specify_run(
     facts = {
         "rule": rule.name,
         "update policy": plan.update_policy.policy,
+        "tiered_zero.delay_start_step": str(config.tiered_zero.delay_start_step if plan.delayed else None),
         "tiered_zero.state_format": plan.request.state.format,
         "tiers of parameters": json.dumps(list(plan.tiers.params.items())),
     }

@@ -146,6 +146,9 @@ def initialize(path: str, change: str) -> str:
         config["zero_optimization"]["offload_optimizer"]["nvme_path"] = path + "/missing/\0"
     elif change == "rule":
         config["zero_optimization"]["stage"] = 3
+    elif change == "delay":
+        config["zero_optimization"]["stage"] = 0
+        config["tiered_zero"] |= {"update": "delayed", "delay_start_step": 5 * rank}
     elif change == "delayed":
         config["tiered_zero"]["update"] = "delayed"
     elif change in ("in_place", "resume"):
@@ -175,6 +178,10 @@ def initialize(path: str, change: str) -> str:
         ("model", "RankError: Every rank was expected to bring the same parameters; found another on rank 1"),
         ("config", "RankError: Every rank was expected to bring the same config; found another on rank 1"),
         ("format", "RankError: Every rank was expected to bring the same tiered_zero.state_format; found another on"),
+        (
+            "delay",
+            "RankError: Every rank was expected to bring the same tiered_zero.delay_start_step; found another on",
+        ),
         ("data", "ModelError: training_data: expected a dataset with an index, which is split over 2 ranks"),
     ],
 )
