@@ -99,9 +99,11 @@ class CollectiveTransfer(Transfer):
     def wait(self) -> None:
         start_s = time.perf_counter()
         if not self._event.wait(POLL_S):
-            self._groups.post_last(self.what)
-        while not self._event.wait(POLL_S):
-            self._groups.check_others()
+            self._groups.post_wait(self.what)
+            while not self._event.wait(POLL_S):
+                self._groups.check_others()
+            if self.error is None:
+                self._groups.end_wait(self.what)
         if not runs_on_lane():
             end_s = time.perf_counter()
             self._groups.traffic.waited_s += end_s - start_s
@@ -318,13 +320,18 @@ class ProcessGroups:
             self._failure = self._find_cause(error, what)
         return self._failure
 
-    def post_last(self, what: str) -> None:
+    def post_wait(self, what: str) -> None:
         """Post that this rank waits in the collective `what`, for the error of one that waits in vain."""
         with suppress(Exception):
-            self._store.set(f"last/{self.rank}", what)
+            self._store.set(f"wait/{self.rank}", what)
+
+    def end_wait(self, what: str) -> None:
+        """Take back that this rank waits in `what`, unless another of its threads has posted a later wait."""
+        with suppress(Exception):
+            self._store.compare_set(f"wait/{self.rank}", what, "")
 
     def _find_cause(self, error: BaseException, what: str) -> RankError:
-        self.post_last(what)
+        self.post_wait(what)
         deadline = time.monotonic() + GRACE_S
         lost = f"{what}: the connection to another rank was lost ({_first_line(error)}). Its own output says why."
         with suppress(Exception):
@@ -335,7 +342,7 @@ class ProcessGroups:
             if "imed out" in str(error):
                 return RankError(
                     f"rank {self.rank}, {what}: no answer of another rank within {self.timeout_s:g} s "
-                    f"(tiered_zero.comm_timeout_s). {self._last_calls()}. Every rank must make the same calls in the "
+                    f"(tiered_zero.comm_timeout_s). {self._waits()}. Every rank must make the same calls in the "
                     "same order; a rank that is stopped, or much slower, needs a longer timeout."
                 )
         return RankError(lost)
@@ -349,12 +356,13 @@ class ProcessGroups:
         """Post that this rank knows of the failure. Idempotent: the driver and the lanes find it each for itself."""
         self._store.set(f"{_KNOWN}/{self.rank}", "")
 
-    def _last_calls(self) -> str:
+    def _waits(self) -> str:
+        """Name the collective that each rank waits in now."""
         calls = []
         for rank in range(self.world_size):
-            key = f"last/{rank}"
-            known = self._store.get(key).decode(errors="replace") if self._store.check([key]) else "no call that waited"
-            calls.append(f"rank {rank}: {known}")
+            key = f"wait/{rank}"
+            known = self._store.get(key).decode(errors="replace") if self._store.check([key]) else ""
+            calls.append(f"rank {rank}: {known or 'no call that waits'}")
         return "; ".join(calls)
 
     def _check_open(self) -> None:
