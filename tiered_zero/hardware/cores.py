@@ -53,14 +53,14 @@ def share_of(places: Mapping[int, Place], nodes: Sequence[int | None], index: in
     counts. Each rank gets a range in the order of places, so that the threads of a core, and a node, stay together.
     """
     ordered = sorted(places, key=lambda cpu: (places[cpu], cpu))
-    rivals, number = len(nodes), index
+    num_sharing, number = len(nodes), index
     if None not in nodes:
         node = nodes[index]
         ordered = [cpu for cpu in ordered if places[cpu][0] == node]
-        rivals, number = nodes.count(node), nodes[:index].count(node)
-    if len(ordered) < rivals:
+        num_sharing, number = nodes.count(node), nodes[:index].count(node)
+    if len(ordered) < num_sharing:
         return []
-    return ordered[number * len(ordered) // rivals : (number + 1) * len(ordered) // rivals]
+    return ordered[number * len(ordered) // num_sharing : (number + 1) * len(ordered) // num_sharing]
 
 
 def place_of(cpu: int, system: Path = SYSTEM) -> Place:

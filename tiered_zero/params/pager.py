@@ -123,9 +123,8 @@ class Pager:
             return paged
         if state is UnitState.OFFLOADED or paged.is_starting:
             self._cache.fetch(paged)
-        self._cache.prefetch(
-            paged, self.phase
-        )  # before the wait: an update under way then has where to put what it computes
+        # before the wait: an update under way then has where to put what it computes
+        self._cache.prefetch(paged, self.phase)
         if paged.is_resident:
             self.updates.wait(paged.unit, until_written=True)
         elif paged.fetch is None:  # fetched since its last update: what that still writes is its home
