@@ -78,6 +78,8 @@ class Saver:
                 self._announce()
                 self._begun, self._saved_step = begun, step
                 self._announce()
+                if self._engine.world_size > 1:
+                    self._begun = None  # it is durable; whether to try again is the same on every rank
                 return
 
     def _fail(self) -> None:
