@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +16,11 @@ import tiered_zero
 from tests.support.models import ParityGPT, batch
 from tests.support.trainers import tiered
 from tiered_zero.checkpoint.directory import list_tags
+from tiered_zero.checkpoint.last_save import QueuedSave, _Phase
+from tiered_zero.checkpoint.ranks import publish_together
 from tiered_zero.checkpoint.saving import StateSaver
 from tiered_zero.checkpoint.tag_writer import TagWriter
+from tiered_zero.hardware.select import build_accelerator
 from tiered_zero.store.transfers import Worker
 from tiered_zero.update.overlapped import OverlappedPolicy
 from tiered_zero.update.policy import UpdatePolicy
@@ -73,6 +78,29 @@ def test_a_save_that_runs_is_waited_for_though_its_call_was_interrupted(
     # cancelled before its thread had come to it, or written to its end: never cut off
     assert [info.complete for info in list_tags(tmp_path)] in ([], [True])
     assert not list(tmp_path.glob(".tmp-*"))
+
+
+def test_a_share_is_written_to_its_end_though_its_rank_was_interrupted(tmp_path: Path) -> None:
+    """Its files are closed behind the lane that writes them, and then removed."""
+    save, gate, found = QueuedSave(TagWriter.begin(tmp_path, "one")), threading.Event(), list[bool]()
+    accelerator, ranks = build_accelerator("cpu"), SimpleNamespace(world_size=2, rank=0, fail=lambda message: None)
+
+    def act() -> None:
+        assert gate.wait(60)
+        found.append((tmp_path / save.tag.name).is_dir())
+
+    def interrupted() -> Any:
+        accelerator.lane("update").submit(lambda: save.write(act))
+        while save._phase is not _Phase.ON_LANE:
+            time.sleep(0.001)
+        threading.Timer(0.3, gate.set).start()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        publish_together(ranks, save, interrupted, lambda shares: None)  # type: ignore[arg-type]
+    gate.set()
+    accelerator.close()
+    assert found == [True] and not list(tmp_path.glob(".tmp-*"))
 
 
 def test_a_save_that_was_never_queued_is_discarded(

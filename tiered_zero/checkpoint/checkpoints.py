@@ -175,7 +175,7 @@ class Checkpoints:
             self._queue(save, partial(save.write, lambda: self._publish(tag, content, [write()])))
         else:
             write_share = partial(self._write_share, save, content, ready)
-            return publish_together(self._ranks, tag, write_share, partial(self._publish, tag, content))
+            return publish_together(self._ranks, save, write_share, partial(self._publish, tag, content))
         if not content.may_return:
             self.wait()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from enum import Enum, auto
 from typing import final
 
@@ -60,6 +61,15 @@ class QueuedSave:
             return False
         self.tag.discard()
         return True
+
+    def discard(self) -> None:
+        """Discard the tag, unless it was published, once no lane writes it."""
+        if self.cancel():
+            return
+        if self._phase is _Phase.ON_LANE:
+            with suppress(Exception):
+                self.end.wait()
+        self.tag.discard()
 
     def write(self, act: Callable[[], None]) -> None:
         """End the tag by `act`, on the calling thread; do nothing where it was cancelled. Log a failure on a lane,

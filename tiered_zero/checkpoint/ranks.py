@@ -17,6 +17,7 @@ from typing import Any, final
 
 import torch
 
+from tiered_zero.checkpoint.last_save import QueuedSave
 from tiered_zero.checkpoint.manifest import TagManifest
 from tiered_zero.checkpoint.resume import FoundCheckpoint
 from tiered_zero.checkpoint.shares import Share
@@ -94,14 +95,14 @@ def begin_tag(
 
 
 def publish_together(
-    ranks: Collectives, tag: TagWriter, write: Callable[[], Share], publish: Callable[[Sequence[Share]], None]
+    ranks: Collectives, save: QueuedSave, write: Callable[[], Share], publish: Callable[[Sequence[Share]], None]
 ) -> None:
     """Return when every rank has written its share, and rank 0 has published them all as one tag."""
     try:
         shares = agree(ranks, f"{_SAVE}: the files", write, encode=Share.encode, decode=Share.decode)
         agree(ranks, f"{_SAVE}: the manifest", lambda: publish(shares) if ranks.rank == 0 else None)
     finally:
-        tag.discard()  # unless it was published
+        save.discard()  # unless it was published
 
 
 def find_together(
