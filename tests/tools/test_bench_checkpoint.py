@@ -22,3 +22,24 @@ def test_smoke(swap_path: Path) -> None:
     assert all(min(samples) > 0 for samples in record["samples"].values())
     assert record["full_nbytes"] >= 12 * 3 * 64 * 64, "masters and two moments"
     assert record["commit_to_bound"] > 0 and record["ratios_to_fio"] == {"save": None, "load": None}
+
+
+FAILING_SAVE = """
+import runpy, sys
+from tiered_zero.checkpoint.tag_writer import TagWriter
+from tiered_zero.errors import StoreError
+
+def publish(*arguments, **options):
+    raise StoreError("the disk is gone")
+
+TagWriter.publish = publish
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_an_asynchronous_save_that_fails_ends_the_measurement(swap_path: Path) -> None:
+    tool = [str(ROOT / "tools/bench/checkpoint.py"), "--smoke", "--cases", "async", "--dir", str(swap_path)]
+    command = [sys.executable, "-c", FAILING_SAVE, *tool]
+    ran = subprocess.run(command, check=False, capture_output=True, text=True, timeout=100)
+    assert ran.returncode == 1 and "StoreError: the disk is gone" in ran.stderr, ran.stderr

@@ -241,8 +241,9 @@ def measure_async(options: argparse.Namespace, directory: Path, samples: Samples
             alone = [timed(lambda: take_step(engine, options)) for _ in range(options.steps)]
             path = directory / "async" / str(number)
             saving = [timed(lambda path=path: engine.save_checkpoint(path.parent, path.name))]  # type: ignore[misc]
-            while not path.exists():
+            while not path.exists() and any(path.parent.glob(".tmp-*")):  # which a save that fails removes
                 saving.append(timed(lambda: take_step(engine, options)))
+            engine.flush()  # raises the error of the save
             samples["step alone"] += alone
             samples["call of an asynchronous save"].append(saving[0])
             samples["step while saving"] += saving[1:]
