@@ -38,7 +38,8 @@ class StoreError(TieredZeroError):
 
 
 class CorruptionError(StoreError):
-    """Bytes read back are not the bytes written; nothing was updated from them."""
+    """Bytes read back are not the bytes written. No update is computed from them; a load that raises this may have put
+    them into weights or state, and no step is taken with those: the engine's use ends."""
 
 
 class EngineFailedError(TieredZeroError):

@@ -29,12 +29,13 @@ CASES = [
 @dataclass(frozen=True, kw_only=True)
 class Killed:
     """What became of a run that was killed `num_kills` times. `num_in_save`: of these kills how many left names of a
-    save that was under way. `num_steps`: of the run; `num_repeated`: steps that were made more than once."""
+    save that was under way. `num_steps`: of the run; `num_repeated`: steps that were made more than once,
+    None where they are not counted."""
 
     num_kills: int
     num_in_save: int
     num_steps: int
-    num_repeated: int
+    num_repeated: int | None
 
 
 def kill_script(directory: Path, swap_path: Path, case: tuple[str, str, str], num_kills: int, seed: int) -> Killed:
@@ -106,7 +107,7 @@ def kill_command(directory: Path, swap_path: Path, num_kills: int, seed: int) ->
     values, expected = json.loads(last.stdout), json.loads(undisturbed.stdout)
     assert values["resumed_step"] >= durable and values["steps"] == num_steps - values["resumed_step"]
     assert values["last_loss"] == expected["last_loss"], f"{values['last_loss']}, not {expected['last_loss']} ({seed=})"
-    return Killed(num_kills=num_kills, num_in_save=num_in_save, num_steps=num_steps, num_repeated=0)
+    return Killed(num_kills=num_kills, num_in_save=num_in_save, num_steps=num_steps, num_repeated=None)
 
 
 def latest_step(save_dir: Path) -> int:

@@ -17,7 +17,8 @@ def test_ten_kills(tmp_path: Path, swap_path: Path, case: tuple[str, str, str]) 
 
 @pytest.mark.slow
 def test_the_command_is_killed_three_times_in_mid_training(tmp_path: Path, swap_path: Path) -> None:
-    assert kill_command(tmp_path, swap_path, 3, 1).num_kills == 3
+    killed = kill_command(tmp_path, swap_path, 3, 1)
+    assert (killed.num_kills, killed.num_repeated) == (3, None), "the command does not say which steps it repeats"
 
 
 @pytest.mark.thorough
