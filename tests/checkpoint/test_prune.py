@@ -125,3 +125,47 @@ def test_swap_directories_stay_and_pointers_into_one_that_cannot_be_read(run: Co
     assert [info.tag for info in list_tags(run.save_dir)] == ["s4"]
     with pytest.raises(StoreError, match="at least one"):
         prune(run.save_dir, keep=0)
+
+
+def test_a_tag_with_files_of_others_stays_and_stops_no_save_and_no_prune(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    export = tmp_path / "s1" / "hf"
+    export.mkdir()
+    (export / "model.safetensors").write_text("weights")
+    assert removed(tmp_path, 1) == ["s2"]
+    assert "s1 has directories that are no part of a checkpoint" in caplog.text and "'hf'" in caplog.text
+    with pytest.raises(StoreError, match=r"s1 has directories .*'hf'\. Move them elsewhere, or name another tag"):
+        save(tmp_path, 1)
+    assert find_tag(tmp_path, "s1")[0].complete and (export / "model.safetensors").read_text() == "weights"
+    save(tmp_path, 4)
+    assert find_tag(tmp_path)[0].tag == "s4"
+
+
+def test_a_hidden_directory_that_cannot_be_removed_stops_no_save_and_no_prune(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(tmp_path, 1)
+    left = tmp_path / ".tmp-old-0123456789ab"
+    (left / "hf").mkdir(parents=True)
+    (left / "hf" / "model.safetensors").write_text("weights")
+    save(tmp_path, 2)
+    assert find_tag(tmp_path)[0].tag == "s2" and removed(tmp_path, 1) == ["s1"]
+    assert caplog.text.count(f"{left} cannot be removed: ENOTEMPTY") == 2 and "removed .tmp-old" not in caplog.text
+
+
+def test_what_is_put_into_a_tag_while_it_is_replaced_keeps_latest_from_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    with TagWriter.begin(tmp_path, "s1", engine=SyncEngine()) as writer:
+        (tmp_path / "s1" / "hf").mkdir()
+        (tmp_path / "s1" / "hf" / "model.safetensors").write_text("weights")
+        writer.writer.write("x", torch.tensor([3.0]))
+        writer.publish(fields(3))
+    assert find_tag(tmp_path)[0].step == 3 and (tmp_path / LATEST_NAME).read_text() == "s1"
+    assert caplog.text.count("cannot be removed: ENOTEMPTY") == 1
+    assert [*tmp_path.glob(".tmp-s1-*/hf/model.safetensors")]

@@ -7,6 +7,7 @@ run was killed between a commit and its tag.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,29 +17,47 @@ from tiered_zero.checkpoint.save_directory import SaveDirectory
 from tiered_zero.errors import StoreError
 from tiered_zero.store import manifest as store_manifest
 
+logger = logging.getLogger("tiered_zero")
+
 
 def prune(save_dir: str | os.PathLike[str], keep: int, *, dry_run: bool = False) -> list[TagInfo]:
     """Remove whole tags but the newest `keep`, and superseded pointers; never what `latest` names, nor the newest
-    pointer to a commit whose step no tag has. Return those removed, or with `dry_run` those that would be.
+    pointer to a commit whose step no tag has. Return those removed, or with `dry_run` those that would be. A tag that
+    holds files of others stays, with a warning.
 
     Raises StoreError.
     """
     if keep < 1:
         raise StoreError(f"Keep at least one checkpoint; found {keep}.")
     if dry_run:
-        return _prunable(Path(save_dir), keep)
+        found = _prunable(Path(save_dir), keep)
+        directory = SaveDirectory.join(save_dir)
+        try:
+            return _removable(directory, found)
+        finally:
+            directory.release()
     directory = SaveDirectory.open(save_dir)
     try:
         directory.restore()
-        removed = _prunable(directory.path, keep)
+        removed = _removable(directory, _prunable(directory.path, keep))
         for info in removed:
-            directory.check_replaceable(info.tag)
-            directory.remove(directory.hide(info.tag))
+            directory.try_remove(directory.hide(info.tag))
         return removed
     except OSError as error:
         raise StoreError(f"{directory.path} cannot be pruned: {error}.") from error
     finally:
         directory.release()
+
+
+def _removable(directory: SaveDirectory, infos: Sequence[TagInfo]) -> list[TagInfo]:
+    found = []
+    for info in infos:
+        try:
+            directory.check_replaceable(info.tag)
+            found.append(info)
+        except StoreError as error:
+            logger.warning("%s", error)
+    return found
 
 
 def _prunable(path: Path, keep: int) -> list[TagInfo]:

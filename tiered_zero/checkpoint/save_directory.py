@@ -136,11 +136,12 @@ class SaveDirectory:
                 continue
             prefix = TEMPORARY if hidden_tag(TEMPORARY, name) else OLD
             if (tag := hidden_tag(prefix, name)) and self._is_own_directory(name):
-                nbytes = self.remove(name)
-                logger.warning(
-                    "%s: removed %s (%s), which a writer of checkpoint %s left when it ended.",
-                    *(self.path, name, format_nbytes(nbytes), tag),
-                )
+                nbytes = self.try_remove(name)
+                if nbytes is not None:
+                    logger.warning(
+                        "%s: removed %s (%s), which a writer of checkpoint %s left when it ended.",
+                        *(self.path, name, format_nbytes(nbytes), tag),
+                    )
 
     def make_temporary(self, tag: str) -> str:
         """A new empty directory, mode 0700; its name. Raises OSError."""
@@ -149,7 +150,8 @@ class SaveDirectory:
         return name
 
     def check_replaceable(self, tag: str) -> None:
-        """Raises StoreError where the name `tag` is taken by anything but an own checkpoint's directory."""
+        """Raises StoreError where the name `tag` is taken by anything but an own checkpoint's directory, without
+        directories in it: those hold files of others, perhaps an export."""
         try:
             status = os.stat(tag, dir_fd=self.fd, follow_symlinks=False)
         except FileNotFoundError:
@@ -158,9 +160,17 @@ class SaveDirectory:
             raise StoreError(f"{self.path / tag} is no directory and is not replaced. Name another tag.")
         if status.st_uid != os.geteuid():
             raise StoreError(f"{self.path / tag} belongs to user id {status.st_uid}. Name another tag.")
+        with os.scandir(self.path / tag) as entries:
+            foreign = sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
+        if foreign:
+            raise StoreError(
+                f"{self.path / tag} has directories that are no part of a checkpoint, and is neither replaced nor "
+                f"removed: {', '.join(map(ascii, foreign))[:200]}. Move them elsewhere, or name another tag."
+            )
 
     def publish(self, name: str, tag: str, latest: str | None = None) -> None:
-        """The directory `name` becomes `tag`, durably; one of that name before is removed. Raises OSError.
+        """The directory `name` becomes `tag`, durably; one of that name before is removed, or named in a warning.
+        Raises OSError.
 
         `latest`: a file of `prepare_latest`, which becomes `latest` with the same sync. A crash may leave either of the
         two new: for tags that all point to one state, which outlives them.
@@ -170,7 +180,7 @@ class SaveDirectory:
             os.rename(latest, LATEST_NAME, src_dir_fd=self.fd, dst_dir_fd=self.fd)
         os.fsync(self.fd)
         if replaced is not None:
-            self.remove(replaced)
+            self.try_remove(replaced)
 
     def _rename(self, name: str, tag: str) -> str | None:
         """Give the directory its name; what one of that name before is called now."""
@@ -204,6 +214,14 @@ class SaveDirectory:
             os.close(fd)
         os.rmdir(name, dir_fd=self.fd)
         return nbytes
+
+    def try_remove(self, name: str) -> int | None:
+        """`remove` a directory that no one reads; None, with a warning, where it cannot be removed."""
+        try:
+            return self.remove(name)
+        except OSError as error:
+            logger.warning("%s cannot be removed: %s. Remove it by hand.", self.path / name, _text(error))
+            return None
 
     def prepare_latest(self, tag: str) -> str:
         """Write what `latest` is to say to a temporary file, and make that durable; its name. Raises OSError."""
