@@ -448,3 +448,41 @@ def test_a_full_disk_in_the_middle_is_named_with_sizes(tmp_path: Path, monkeypat
     assert names(tmp_path) == ["a", LATEST_NAME] and equal_bits(
         load_tag(tmp_path / "a", SyncEngine()), {**TENSORS, "step": torch.tensor(1)}
     )
+
+
+@pytest.mark.parametrize("can_exchange", [True, False], ids=["exchange", "two renames"])
+@pytest.mark.parametrize("kind", ["full", "pointer"])
+def test_a_name_that_cannot_be_made_durable_leaves_the_replaced_tag(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: str, can_exchange: bool
+) -> None:
+    save(tmp_path, "a", 1)
+    old = (tmp_path / "a").stat().st_ino
+    if not can_exchange:
+        monkeypatch.setattr(save_directory, "exchange", lambda *names: False)
+    with TagWriter.begin(tmp_path, "a", engine=SyncEngine()) as writer, monkeypatch.context() as patched:
+        real, new = os.fsync, (tmp_path / writer.name).stat().st_ino
+
+        def sync(fd: int) -> None:
+            if os.path.samefile(f"/proc/self/fd/{fd}", tmp_path) and new in (
+                path.stat().st_ino for path in tmp_path.glob("a")
+            ):
+                raise OSError(errno.EIO, "Input/output error")
+            real(fd)
+
+        patched.setattr(os, "fsync", sync)
+        with pytest.raises(
+            StoreError, match=r"a is complete and has its name, which may not be durable: .*Errno 5"
+        ) as caught:
+            if kind == "full":
+                writer.writer.write("step", torch.tensor(2))
+                writer.publish(fields(2))
+            else:
+                swap = {"run_id": "0" * 32, "paths": [str(tmp_path)]}
+                writer.prepare_pointer(fields(2, kind="in_place", swap=swap))
+                writer.publish_pointer()
+    assert (tmp_path / "a").stat().st_ino == new and writer.is_published
+    (kept,) = (path for path in tmp_path.glob(".*-a-*"))
+    assert kept.stat().st_ino == old and step_of(kept) == 1 and f"is kept as {kept.name}," in str(caught.value)
+    assert "cannot be removed" not in caplog.text
+    save(tmp_path, "b", 3)
+    assert names(tmp_path) == ["a", "b", LATEST_NAME] and find_tag(tmp_path)[0].tag == "b"

@@ -130,7 +130,10 @@ class SaveDirectory:
                 logger.warning(
                     "%s: checkpoint %s was being replaced when its writer ended; it is back.", self.path, tag
                 )
-        for name in sorted(os.listdir(self.fd)):
+        hidden = [name for name in sorted(os.listdir(self.fd)) if hidden_tag(TEMPORARY, name) or hidden_tag(OLD, name)]
+        if hidden:
+            os.fsync(self.fd)  # of a tag that was replaced the new one may not be durable
+        for name in hidden:
             if hidden_tag(TEMPORARY, name) == LATEST_NAME:
                 os.unlink(name, dir_fd=self.fd)
                 continue
@@ -168,22 +171,9 @@ class SaveDirectory:
                 f"removed: {', '.join(map(ascii, foreign))[:200]}. Move them elsewhere, or name another tag."
             )
 
-    def publish(self, name: str, tag: str, latest: str | None = None) -> None:
-        """The directory `name` becomes `tag`, durably; one of that name before is removed, or named in a warning.
-        Raises OSError.
-
-        `latest`: a file of `prepare_latest`, which becomes `latest` with the same sync. A crash may leave either of the
-        two new: for tags that all point to one state, which outlives them.
-        """
-        replaced = self._rename(name, tag)
-        if latest is not None:
-            os.rename(latest, LATEST_NAME, src_dir_fd=self.fd, dst_dir_fd=self.fd)
-        os.fsync(self.fd)
-        if replaced is not None:
-            self.try_remove(replaced)
-
-    def _rename(self, name: str, tag: str) -> str | None:
-        """Give the directory its name; what one of that name before is called now."""
+    def rename(self, name: str, tag: str) -> str | None:
+        """The directory `name` becomes `tag`; what one of that name before is called now. Durable with `finish`. Raises
+        OSError: then `name` has not become `tag`."""
         try:
             os.stat(tag, dir_fd=self.fd, follow_symlinks=False)
         except FileNotFoundError:
@@ -196,6 +186,19 @@ class SaveDirectory:
         os.fsync(self.fd)
         os.rename(name, tag, src_dir_fd=self.fd, dst_dir_fd=self.fd)
         return replaced
+
+    def finish(self, replaced: str | None, latest: str | None = None) -> None:
+        """Make a `rename` durable; what it has replaced is removed, or named in a warning. Raises OSError: then that is
+        still there.
+
+        `latest`: a file of `prepare_latest`, which becomes `latest` with the same sync. A crash may leave either of the
+        two new: for tags that all point to one state, which outlives them.
+        """
+        if latest is not None:
+            os.rename(latest, LATEST_NAME, src_dir_fd=self.fd, dst_dir_fd=self.fd)
+        os.fsync(self.fd)
+        if replaced is not None:
+            self.try_remove(replaced)
 
     def hide(self, tag: str) -> str:
         """Give a tag a temporary name, durably, so that it can be removed file by file. Raises OSError."""

@@ -147,8 +147,7 @@ class TagWriter:
             except OSError as error:
                 no_latest = error
             self.writer.wait_durable()
-            self._directory.publish(self.name, self.tag)
-            self.is_published = True
+            self._give_name()
             if no_latest is not None:
                 raise no_latest
             if self._latest is not None:
@@ -172,24 +171,38 @@ class TagWriter:
     def publish_pointer(self) -> None:
         """Give the prepared tag its name, and `latest` its value: the state is durable. Raises StoreError."""
         try:
-            self._directory.publish(self.name, self.tag, self._latest)
-            self.is_published = True
+            self._give_name(self._latest)
             self._latest = None
         except OSError as error:
             raise _store_error(self._directory.path, self.tag, error, self._needed_nbytes) from error
         finally:
             self.discard()
 
+    def _give_name(self, latest: str | None = None) -> None:
+        """`latest`: see `SaveDirectory.finish`. Raises OSError before the tag has its name, and StoreError after that:
+        `name` may then be what the tag has replaced, which stays."""
+        replaced = self._directory.rename(self.name, self.tag)
+        self.is_published = True
+        try:
+            self._directory.finish(replaced, latest)
+        except OSError as error:
+            kept = "" if replaced is None else f" The one that it replaced is kept as {replaced}, until the next save."
+            raise StoreError(
+                f"{self.path} is complete and has its name, which may not be durable: {error}.{kept} Look at the "
+                "kernel's log, and save again, or elsewhere."
+            ) from error
+
     def discard(self) -> None:
         """Remove what was written, unless it was published; end the lock. Idempotent; one that was interrupted is
         carried through by the next. A failure is logged."""
         try:
             self.writer.close()
-            if self._directory.fd >= 0 and not self._joins:
+            if self._directory.fd >= 0 and not self._joins and not self.is_published:
                 with suppress(FileNotFoundError):
                     self._directory.remove(self.name)
             if self._directory.fd >= 0 and self._latest is not None:
-                os.unlink(self._latest, dir_fd=self._directory.fd)
+                with suppress(FileNotFoundError):
+                    os.unlink(self._latest, dir_fd=self._directory.fd)
         except OSError as error:
             logger.warning("%s cannot be removed: %s", self._directory.path / self.name, error)
         self._directory.release()
