@@ -37,6 +37,14 @@ class StoreError(TieredZeroError):
     """A swap directory, its manifest or its contents are not what they must be."""
 
 
+class UntaggedCommitError(StoreError):
+    """A step is committed in place, but its tag is not durable. `step`: that step."""
+
+    def __init__(self, message: str, step: int | None = None) -> None:
+        super().__init__(message)
+        self.step = step
+
+
 class CorruptionError(StoreError):
     """Bytes read back are not the bytes written. No update is computed from them; a load that raises this may have put
     them into weights or state, and no step is taken with those: the engine's use ends."""

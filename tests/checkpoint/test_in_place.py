@@ -18,7 +18,8 @@ from torch.distributed.checkpoint import load as dcp_load
 import tiered_zero
 from tests.support.models import LENGTH, VOCAB, ParityGPT
 from tiered_zero.checkpoint.store_reader import StoreReader
-from tiered_zero.errors import CorruptionError, StoreError, TieredZeroError
+from tiered_zero.checkpoint.tag_writer import TagWriter
+from tiered_zero.errors import CorruptionError, StoreError, TieredZeroError, UntaggedCommitError
 from tiered_zero.store import manifest
 from tiered_zero.store.runs import collect_garbage, list_runs
 from tiered_zero.store.stripes import DATA_NAME
@@ -232,6 +233,32 @@ def test_a_commit_that_fails_leaves_the_last_one_and_says_whether_training_goes_
                 engine.flush()
     with start(config(swap_path, {"in_place": True, "resume": str(tmp_path)})) as engine:
         assert engine.global_steps == (2 if failing == "write_next" else 1)
+
+
+@pytest.mark.parametrize("update", ["overlapped", "barrier"])
+@pytest.mark.parametrize("failing", ["_write_manifest", "_give_name"])
+def test_a_commit_without_its_tag_is_named_and_resumed_from(
+    swap_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str, update: str
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with start(config(swap_path, {"in_place": True}, update=update)) as engine:
+        train(engine, 1, tmp_path)
+        engine.flush()
+        train(engine, 1)
+        engine.flush()
+        (run,) = list_runs(swap_path)
+        with monkeypatch.context() as patched:
+            patched.setattr(TagWriter, failing, fail)
+            with pytest.raises(UntaggedCommitError, match=r"Step 2 is committed in .* No space left") as caught:
+                engine.save_checkpoint(tmp_path)
+                engine.flush()
+        assert str(run.path) in str(caught.value) and "untouched" not in str(caught.value)
+        assert caught.value.step == 2 and not (tmp_path / "global_step2").exists()
+    for source in (tmp_path, run.path):
+        with start(config(swap_path, {"in_place": True, "resume": str(source)})) as engine:
+            assert engine.global_steps == 2
 
 
 def test_an_engine_goes_back_to_its_own_commit(swap_path: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -18,6 +19,7 @@ from click.testing import CliRunner, Result
 
 from tests.cli.test_train import CONFIGS, SMALL, run, write_config  # noqa: F401  # `run` is a fixture
 from tiered_zero.checkpoint.checkpoints import Checkpoints
+from tiered_zero.checkpoint.tag_writer import TagWriter
 from tiered_zero.cli.main import main
 from tiered_zero.cli.saving import Saver
 from tiered_zero.errors import StoreError
@@ -203,6 +205,32 @@ def test_no_rank_tries_a_save_again_alone(tmp_path: Path, caplog: pytest.LogCapt
         saver.after_step(0.5)
     assert calls == [1, 2]
     assert "step 2 was not saved" in caplog.text
+
+
+def test_a_committed_step_without_its_tag_is_saved_where_resume_finds_it(
+    swap_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(swap_path)
+    prepare = TagWriter.prepare_pointer
+
+    def fails_at_last(self: TagWriter, *arguments: Any, **named: Any) -> None:
+        if self.tag in ("global_step3", "global_step4"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        prepare(self, *arguments, **named)
+
+    monkeypatch.setattr(TagWriter, "prepare_pointer", fails_at_last)
+    settings = json.loads(Path(NVME).read_text())
+    settings["tiered_zero"]["checkpoint"] = {"in_place": True}
+    config = write_config(Path("config.json"), **settings)
+    task = (config, *SMALL[:2], "--save", "ck", "--save-every", 1, "--resume", "--steps")
+    result = train(*task, 4)
+    assert result.exit_code == 0, result.output
+    assert "Step 4 is committed in" in result.stderr and "not saved" not in result.stderr
+    assert "not written" not in result.stderr and "untouched" not in result.stderr
+    result = train(*task, 5, "--json")
+    assert result.exit_code == 0 and json.loads(result.stdout)["resumed_step"] == 4
+    result = train(config, *SMALL[:2], "--save", "other", "--steps", 4)
+    assert result.exit_code == 3 and "Step 4 is committed in" in result.stderr, "no tag leads --resume to it"
 
 
 def test_another_model_or_optimizer_is_refused_in_words_of_the_command(

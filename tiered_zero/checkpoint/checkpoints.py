@@ -49,7 +49,7 @@ from tiered_zero.checkpoint.store_reader import StoreReader
 from tiered_zero.checkpoint.tag_writer import TagWriter
 from tiered_zero.config.ranks import idle_value
 from tiered_zero.config.schema import Config
-from tiered_zero.errors import ConfigError, StoreError
+from tiered_zero.errors import ConfigError, StoreError, UntaggedCommitError
 from tiered_zero.optim.rule import UpdateRule
 from tiered_zero.plan.planner import Plan
 from tiered_zero.sizes import MIB
@@ -236,8 +236,17 @@ class Checkpoints:
                 with suppress(Exception):
                     prepared.wait()  # it writes to what is discarded next
                 raise
-            prepared.wait()
-            tag_writer.publish_pointer()
+            try:
+                prepared.wait()
+                tag_writer.publish_pointer()
+            except Exception as error:
+                swap = commits.swap["paths"][0]
+                raise UntaggedCommitError(
+                    f"Step {step} is committed in {swap}, but its tag {tag_writer.path} was not made durable: {error} "
+                    "Earlier tags of this run lead to the commit, and so does tiered_zero.checkpoint.resume = "
+                    f"{swap!r}. Free space there, or save elsewhere: the next save writes a tag.",
+                    step,
+                ) from error
 
         self._queue(save, partial(save.write, commit))
 

@@ -84,7 +84,7 @@ class QueuedSave:
                 act()
         except Exception as error:
             if on_lane:
-                logger.error("checkpoint %s was not written, and training goes on: %s", self.tag.tag, error)
+                logger.error("the save of checkpoint %s failed, and training goes on: %s", self.tag.tag, error)
             self.end.fail(error)
             raise
         except BaseException as error:

@@ -169,12 +169,11 @@ class TagWriter:
         self._latest = self._directory.prepare_latest(self.tag) if save_latest else None
 
     def publish_pointer(self) -> None:
-        """Give the prepared tag its name, and `latest` its value: the state is durable. Raises StoreError."""
+        """Give the prepared tag its name, and `latest` its value: the state is durable. Raises OSError,
+        StoreError."""
         try:
             self._give_name(self._latest)
             self._latest = None
-        except OSError as error:
-            raise _store_error(self._directory.path, self.tag, error, self._needed_nbytes) from error
         finally:
             self.discard()
 

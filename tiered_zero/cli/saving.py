@@ -13,7 +13,7 @@ from tiered_zero.checkpoint.directory import list_tags
 from tiered_zero.checkpoint.driver import read_client_state
 from tiered_zero.checkpoint.resume import find_checkpoint, open_reader
 from tiered_zero.engine import Engine
-from tiered_zero.errors import BudgetError, ConfigError, ModelError, StoreError, TransferError
+from tiered_zero.errors import BudgetError, ConfigError, ModelError, StoreError, TransferError, UntaggedCommitError
 from tiered_zero.sizes import format_nbytes
 
 logger = logging.getLogger("tiered_zero")
@@ -56,8 +56,8 @@ class Saver:
             self._save("at the end of training")
         try:
             self._engine.flush()
-        except (StoreError, TransferError, BudgetError):
-            self._fail()
+        except (StoreError, TransferError, BudgetError) as error:
+            self._fail(error)
         self._announce()
         return self._saved_step == self._engine.global_steps
 
@@ -69,11 +69,15 @@ class Saver:
             try:
                 self._engine.save_checkpoint(self._directory, client_state={_STATE_KEY: self._options})
             except (StoreError, TransferError, BudgetError) as error:
-                if self._begun is None:
-                    logger.error("step %d was not saved, %s: %s", step, then, error)
-                    self._saved_step = None
+                is_of_before = isinstance(error, UntaggedCommitError) and error.step != step
+                if self._begun is None and not is_of_before:
+                    self._saved_step = step if self._is_found(error, step) else None
+                    if self._saved_step is None:
+                        logger.error("step %d was not saved, %s: %s", step, then, error)
+                    else:
+                        logger.error("%s", error)
                     return
-                self._fail()
+                self._fail(error)
             else:
                 self._announce()
                 self._begun, self._saved_step = begun, step
@@ -82,9 +86,20 @@ class Saver:
                     self._begun = None  # it is durable; whether to try again is the same on every rank
                 return
 
-    def _fail(self) -> None:
+    def _fail(self, error: Exception) -> None:
         """The save under way was not completed, which is in the log by now."""
-        self._begun = self._saved_step = None
+        self._begun = None
+        if not self._is_found(error, self._saved_step):
+            self._saved_step = None
+
+    def _is_found(self, error: Exception, step: int | None) -> bool:
+        """Whether the save of `step` that failed has committed it in place, and an older tag leads --resume to it."""
+        if not isinstance(error, UntaggedCommitError) or error.step != step:
+            return False
+        try:
+            return find_checkpoint(self._directory).swap is not None
+        except StoreError:
+            return False
 
     def _announce(self) -> None:
         """Log the save under way once it has its name."""
