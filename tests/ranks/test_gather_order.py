@@ -51,6 +51,33 @@ def test_experts_differ_by_rank(ranks: RankPool, swap_path: Path, run: Run) -> N
     assert found[0]["units"] == ["blocks.0", "blocks.1", "blocks.2", "blocks.3", "first", "last"], "with all experts"
 
 
+def route_backwards_apart(path: str) -> dict[str, Any]:
+    """Two backwards before each step(), in 16 bit; rank 1 uses other experts in the second, and rank 0 the same."""
+    lazy = {"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0, "reduce_bucket_size": 20480}
+    rank, config = rank_and_config(path, stage=3, offload_param={"device": "cpu"}, sub_group_size=1, **lazy)
+    config["bf16"] = {"enabled": True}
+    config["tiered_zero"]["comm_timeout_s"] = 8
+    torch.manual_seed(5)
+    model: Any = routed.RoutedModel(False)
+    engine, *_ = tiered_zero.initialize(model=model, optimizer=make_optimizer(model, "adamw"), config=config)
+    try:
+        for step in range(2):
+            rows = torch.randn(5, 8, generator=torch.Generator().manual_seed(10 * step + rank)).bfloat16()
+            for which in range(2):
+                engine.backward(engine(rows, rank * which).float().square().mean())
+            engine.step()
+        weights = {name: value.clone() for name, value in engine.module.state_dict().items()}
+        return {"weights": weights, "norms": [engine.get_global_grad_norm()]}
+    finally:
+        engine.close()
+
+
+def test_a_second_backward_with_other_experts_ends(ranks: RankPool, swap_path: Path) -> None:
+    """A rank that turned a unit's gradients to fp32 in mid-backward would wait for buckets of a rank that waits for
+    its next gather."""
+    assert_all_ranks_agree(ranks.run(route_backwards_apart, 2, str(swap_path)))
+
+
 def use_another_module(path: str) -> str:
     """In step 1 rank 0 alone goes by way of a layer."""
     lazy = {"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0}

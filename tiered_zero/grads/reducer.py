@@ -124,6 +124,10 @@ class GradientReducer:
         flags = [index in used for index in self._units]
         either = self._agree(b"b", self._num_steps, self._num_backwards, flags)
         self._receiving = frozenset(index for index, is_used in zip(self._units, either, strict=True) if is_used)
+        for index in sorted(self._receiving):
+            each = self._units[index]
+            if each.shard is not None and each.num_sums:
+                self._store.promote(each)  # here every rank's earlier buckets end; in mid-backward they may not
         self._queue = deque(bucket for bucket in self._reduction.buckets if bucket.units & self._receiving)
 
     def reduce_complete(self) -> None:
