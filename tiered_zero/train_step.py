@@ -194,7 +194,7 @@ class TrainStep(StepRecovery):
             boundary = self.counts.is_boundary()
             self.gradients.begin_backward(is_last=boundary and self._reducer is None)
             step_follows = self.counts.begin_backward(retain_graph) and boundary
-            self.phase.step_follows = step_follows
+            self.phase.step_follows = boundary  # the same on every rank, which `retain_graph` need not be
             self.visible_gradients.set_hidden(self.overflow.loss_scale, step_follows and self._optimizer_in_backward)
             with self.scope.saving_views(), self.arrivals.engine_backward():
                 if step_follows and self.counts.global_steps:

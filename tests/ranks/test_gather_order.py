@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import tiered_zero
 from tests.ranks import routed
@@ -76,6 +77,35 @@ def test_a_second_backward_with_other_experts_ends(ranks: RankPool, swap_path: P
     """A rank that turned a unit's gradients to fp32 in mid-backward would wait for buckets of a rank that waits for
     its next gather."""
     assert_all_ranks_agree(ranks.run(route_backwards_apart, 2, str(swap_path)))
+
+
+def retain_alone(path: str) -> list[Any]:
+    """In step 2 rank 0 alone keeps the graph, and reads a state_dict without parameters before step()."""
+    lazy = {"stage3_prefetch_bucket_size": 1 << 20, "stage3_max_reuse_distance": 0}
+    rank, config = rank_and_config(path, stage=3, offload_param={"device": "cpu"}, **lazy)
+    torch.manual_seed(5)
+    model: Any = nn.Sequential(*(nn.Linear(16, 16) for _ in range(6)), nn.Tanh())
+    engine, *_ = tiered_zero.initialize(model=model, optimizer=make_optimizer(model, "sgd"), config=config)
+    norms = []
+    try:
+        for step in range(4):
+            is_other = step == 2 and rank == 0
+            rows = torch.randn(5, 16, generator=torch.Generator().manual_seed(10 * step + rank))
+            engine.backward(engine(rows).square().mean(), retain_graph=is_other)
+            if is_other:
+                model[6].state_dict()
+            engine.step()
+            norms.append(engine.get_global_grad_norm())
+    finally:
+        engine.close()
+    return norms
+
+
+def test_what_one_rank_does_beside_a_backward_changes_no_gather(ranks: RankPool, swap_path: Path) -> None:
+    """What each rank's own calls say of the step, as whether an update may begin in backward, is not of gathers."""
+    first, second = ranks.run(retain_alone, 2, str(swap_path))
+    assert len(first) == 4
+    assert first == second
 
 
 def use_another_module(path: str) -> str:

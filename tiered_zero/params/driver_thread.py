@@ -39,8 +39,8 @@ class Phase(Enum):
 class CallPhase:
     """The phase of the engine's call, and whether autograd runs a backward that the user started past the engine.
 
-    `TrainStep` sets `now`, and `step_follows`: whether the backward that runs is expected to be the step's last. The
-    pager sets `has_own_backward`, when a backward first needs a parameter. Driver thread, or autograd's while the
+    `TrainStep` sets `now`, and `step_follows`: whether the backward that runs is of a micro-batch that ends its step.
+    The pager sets `has_own_backward`, when a backward first needs a parameter. Driver thread, or autograd's while the
     driver waits in backward.
     """
 
