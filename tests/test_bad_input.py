@@ -202,7 +202,8 @@ def test_a_missing_path_is_made_and_taken_back_where_the_run_does_not_start(
     assert [oct(made.stat().st_mode & 0o777) for made in (swap_path / "new", swap_path / "new/swap")] == ["0o700"] * 2
     assert os.listdir(swap_path / "new" / "swap") == []
     tiered_zero.initialize(model=build_model(), config=good_config(path))[0].close()
-    assert sum(record.message.startswith("Made the swap directory") for record in caplog.records) == 2
+    made = sum(record.message.startswith("Made the swap directory") for record in caplog.records)
+    assert made == 1, "a run that does not fit makes none, and the last one found it"
 
 
 def _made(path: Path) -> Path:

@@ -117,7 +117,7 @@ def test_ranks_at_different_steps_are_found(ranks: RankPool, swap_path: Path) ->
 
 def test_a_rank_that_closes_early_is_named(ranks: RankPool, swap_path: Path) -> None:
     first, second = ranks.run(leave_a_step_out, 2, str(swap_path), "close")
-    assert "Rank 1 has closed its engine, or ended, while this rank goes on with step 2" in first
+    assert "Rank 1 has closed its engine, or ended, while this rank goes on with backward 1 after step 2" in first
     assert second == ""
 
 

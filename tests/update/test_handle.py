@@ -294,7 +294,7 @@ def test_the_users_own_instance_acts_as_the_handle() -> None:
         with pytest.raises(ModelError, match="cannot join after"):
             own.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
         with pytest.raises(ModelError, match="read_state"):
-            own.state[engine.module[0].weight]
+            own.state[engine.module[0].weight]["exp_avg"]
     assert not own.state and own.state_dict()["state"] == {}
     before = [group["lr"] for group in own.param_groups]
     scheduler.step()

@@ -17,6 +17,7 @@ from tiered_zero.errors import TransferError
 from tiered_zero.hardware.host_memory import HostArena
 from tiered_zero.hardware.staging import StagingPool
 from tiered_zero.layout.flat import CUT_NUMEL, ParamSpec, Unit
+from tiered_zero.layout.subgroups import Segment
 from tiered_zero.layout.subgroups import cut_subgroups
 from tiered_zero.optim.rule import Run, StateField, UpdateRule
 from tiered_zero.optim.state_formats import MasterFormat, Parts
@@ -94,9 +95,9 @@ class Gradients:
                     self.flats[unit.index][entry.start : entry.stop] = torch.randn(entry.param.numel)
         self.landed: set[int] = set()
 
-    def flat(self, unit: Unit) -> torch.Tensor:
-        assert unit.index in self.landed, "read before it was there"
-        return self.flats[unit.index]
+    def part(self, segment: Segment) -> torch.Tensor:
+        assert segment.unit.index in self.landed, "read before it was there"
+        return self.flats[segment.unit.index][segment.unit_start :][: segment.numel]
 
     def has(self, unit: Unit, param: ParamSpec) -> bool:
         return param.index not in self.absent
