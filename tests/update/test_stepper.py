@@ -17,8 +17,7 @@ from tiered_zero.errors import TransferError
 from tiered_zero.hardware.host_memory import HostArena
 from tiered_zero.hardware.staging import StagingPool
 from tiered_zero.layout.flat import CUT_NUMEL, ParamSpec, Unit
-from tiered_zero.layout.subgroups import Segment
-from tiered_zero.layout.subgroups import cut_subgroups
+from tiered_zero.layout.subgroups import Segment, cut_subgroups
 from tiered_zero.optim.rule import Run, StateField, UpdateRule
 from tiered_zero.optim.state_formats import MasterFormat, Parts
 from tiered_zero.optim.state_layout import StateLayout
