@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from tests.ranks.pool import RankPool
-from tests.ranks.training import Case, assert_all_ranks_agree, differences, train_distributed, train_tiered
+from tests.ranks.test_parity import assert_equal, reference
+from tests.ranks.training import Case, assert_all_ranks_agree, train_tiered
 
 TOGETHER = ((1, 0), (1, 1), (2, 0), (2, 1))
 """At stage 3 every rank uses the same modules."""
@@ -31,21 +32,6 @@ def train(ranks: RankPool, swap_path: Path) -> Any:
         return found
 
     return run
-
-
-_references: dict[Any, list[dict[str, Any]]] = {}
-
-
-def reference(ranks: RankPool, case: Case, world: int = 2) -> list[dict[str, Any]]:
-    key = (repr(case), world)
-    if key not in _references:
-        _references[key] = ranks.run(train_distributed, world, case)
-    return _references[key]
-
-
-def assert_equal(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
-    assert differences(found[0]["weights"], expected[0]["weights"]) == []
-    assert [each["losses"] for each in found] == [each["losses"] for each in expected]
 
 
 @pytest.mark.parametrize(("param", "state"), TIERS)
