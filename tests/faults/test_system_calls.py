@@ -44,6 +44,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     finally:
         for child in children.values():
             child.kill()
+            child.communicate()
     return found
 
 
