@@ -15,7 +15,7 @@ import pytest
 from tests.fakes.crash_disk import CrashDisk, Operation, RecordingOS, fates
 from tests.fakes.sync_io import SyncEngine
 from tiered_zero.errors import StoreError
-from tiered_zero.store import durable, manifest, records, swap_store
+from tiered_zero.store import checksums, durable, manifest, records
 from tiered_zero.store.owner import OWNER_NAME
 from tiered_zero.store.stripes import DATA_NAME
 from tiered_zero.store.swap_dir import SwapDir
@@ -53,7 +53,7 @@ def run(path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Op
     recording = RecordingOS(log)
     for module in (manifest, durable):
         monkeypatch.setattr(module, "os", recording)
-    monkeypatch.setattr(swap_store, "CHUNK_NBYTES", 2 * PAGE)
+    monkeypatch.setattr(checksums, "CHUNK_NBYTES", 2 * PAGE)
     engine = SyncEngine(operations=log)
     directory = SwapDir.create([path])
     store = SwapStore(directory, engine, capacity_nbytes=CAPACITY)
@@ -87,7 +87,8 @@ def run(path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Op
         if step >= 5:
             store.close(remove=False)
             directory = SwapDir.open(directory.paths[0])
-            assert SwapStore.available_steps(directory) == ([5, 6] if step == 6 else [step])
+            steps = {state.step for state in manifest.load(directory.paths[0]) if state is not None}
+            assert steps == ({5, 6} if step == 6 else {step})
             store = SwapStore.recover(directory, engine, step=6 if step == 6 and seed % 2 else None)
             store.reserve("scratch", 2 * PAGE)
         commit.end = len(log)

@@ -23,7 +23,8 @@ from tiered_zero.io.engine import File, IOEngine
 from tiered_zero.io.select import select_engine
 from tiered_zero.mappings import map_memory
 from tiered_zero.sizes import GIB, MIB, PAGE_NBYTES, align_up
-from tiered_zero.store.transfers import Worker, digest
+from tiered_zero.store.checksums import digest
+from tiered_zero.store.transfers import Worker
 from tiered_zero.transfer import Completion, Transfer, wait_all
 
 BUFFER_NBYTES: Final = 2 * MIB

@@ -18,7 +18,8 @@ from tiered_zero.checkpoint.data_files import BUFFER_NBYTES, NUM_BUFFERS, stagin
 from tiered_zero.checkpoint.manifest import CHUNK_NBYTES, DataFile
 from tiered_zero.errors import CorruptionError
 from tiered_zero.io.engine import File, IOEngine
-from tiered_zero.store.transfers import Worker, digest
+from tiered_zero.store.checksums import digest
+from tiered_zero.store.transfers import Worker
 from tiered_zero.transfer import Completion, Transfer
 
 

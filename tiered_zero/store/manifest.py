@@ -207,6 +207,19 @@ def load(directory: Path) -> tuple[Manifest | None, Manifest | None]:
         raise StoreError(f"{directory} cannot be read: {error}.") from error
 
 
+def choose(directory: Path, step: int | None) -> tuple[Manifest, bool]:
+    """The committed state, or that of `step`, and whether it is the committed one rather than prepared. Raises
+    StoreError where it is not there."""
+    committed, prepared = load(directory)
+    if committed is not None and step in (None, committed.step):
+        return committed, True
+    if prepared is not None and step == prepared.step:
+        return prepared, False
+    wanted = "a committed state" if step is None else f"the state of step {step}"
+    steps = sorted({state.step for state in (committed, prepared) if state is not None})
+    raise StoreError(f"{directory} does not hold {wanted}; it has the steps {steps}.")
+
+
 def load_at(dir_fd: int, directory: Path, uid: int) -> tuple[Manifest | None, Manifest | None]:
     """`load` of the directory that is open at `dir_fd`; the files must be user `uid`'s. Raises OSError, StoreError."""
     current = None

@@ -2,45 +2,34 @@
 
 from __future__ import annotations
 
-import errno
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal, final
 
 from tiered_zero.errors import CorruptionError, StoreError, TransferError
 from tiered_zero.failure_latch import FailureLatch
 from tiered_zero.hardware.process import OwnProcess
 from tiered_zero.io.engine import IOEngine, IOTransfer
-from tiered_zero.sizes import MIB, PAGE_NBYTES, align_up
+from tiered_zero.sizes import PAGE_NBYTES, align_up
 from tiered_zero.store import manifest
+from tiered_zero.store.checksums import ChecksumMode, Checksums, first_mismatch, hashed, is_same
+from tiered_zero.store.commits import Commits
 from tiered_zero.store.manifest import Manifest, Record
-from tiered_zero.store.ranges import Range, cut, join
+from tiered_zero.store.ranges import Range, join
 from tiered_zero.store.records import InFlight, RecordTable
 from tiered_zero.store.stripes import PieceRequest, StripedFiles, Stripes
 from tiered_zero.store.swap_dir import SwapDir
-from tiered_zero.store.transfers import Once, StoreTransfer, Worker, digest
+from tiered_zero.store.transfers import Once, StoreTransfer, Worker
 from tiered_zero.store.verify import Broken, find_broken
 from tiered_zero.telemetry.spans import Recorder
-from tiered_zero.transfer import COMPLETED, Transfer, wait_all
-
-CHUNK_NBYTES = MIB
-"""A write is checksummed in pieces that end at multiples of this, counted from the record's start."""
-
-_SAMPLE = 16
-"""With checksums "sample" one chunk of so many has one."""
+from tiered_zero.transfer import COMPLETED, Transfer
 
 _STUCK_S = 5.0
 """How long `close` waits for requests after a failure; they may be stuck for ever."""
-
-_TRANSIENT = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE)
-"""Failures to write a manifest after which the same commit may be tried again."""
-
-Checksums = Literal["all", "sample", "off"]
 
 
 @final
@@ -57,7 +46,7 @@ class SwapStore:
         engine: IOEngine,
         *,
         capacity_nbytes: int,
-        checksums: Checksums = "all",
+        checksums: ChecksumMode = "all",
         weights: Sequence[float] = (),
         state: Manifest | None = None,
         recorder: Recorder | None = None,
@@ -68,34 +57,25 @@ class SwapStore:
         as this manifest describes them instead (use `recover`). `recorder`: gets a span for each request. Raises
         StoreError when the disk is too small; the directory is removed then.
         """
-        if checksums not in ("all", "sample", "off"):
-            raise StoreError(f"checksums must be all, sample or off; found {checksums!r}.")
+        self._checksums = Checksums(checksums)
         stripes = Stripes(weights or [1.0] * len(directory.paths))
         if len(stripes.weights) != len(directory.paths):
             raise StoreError(f"{len(directory.paths)} swap paths need as many weights; found {list(weights)}.")
         self.capacity_nbytes = align_up(capacity_nbytes, PAGE_NBYTES)
-        self.step: int | None = None
-        self.metadata: dict[str, Any] = {}
         self._process = OwnProcess("swap store", StoreError)
         self._directory = directory
-        self._checksums = checksums
         self._table = RecordTable(self.capacity_nbytes)
-        self._prepared: Manifest | None = None
         self._latch = FailureLatch()
         self._recorder = recorder
-        self._num_chunks = 0
         self._count_lock = threading.Lock()
         self._nbytes: dict[str, Counter[str]] = {"read": Counter(), "write": Counter(), "unverified": Counter()}
         with ExitStack() as unfinished:
             if state is None:
                 unfinished.callback(directory.remove)
-                self._files = StripedFiles.create(engine, directory.paths, stripes, self.capacity_nbytes)
-                unfinished.callback(self._files.close)
-            else:
-                self._files = StripedFiles.open(engine, directory.paths, stripes, self.capacity_nbytes)
-                unfinished.callback(self._files.close)
-                self._table.adopt((record, state.ranges[record.name]) for record in state.records)
-                self.step, self.metadata = state.step, state.metadata
+            open_files = StripedFiles.create if state is None else StripedFiles.open
+            self._files = open_files(engine, directory.paths, stripes, self.capacity_nbytes)
+            unfinished.callback(self._files.close)
+            self._commits = Commits(directory, self._files, self._table, self._latch, state)
             self._hashing = Worker("tiered_zero-hash")
             unfinished.callback(self._hashing.close)
             self._finalizing = Worker("tiered_zero-finalize")
@@ -108,22 +88,16 @@ class SwapStore:
         engine: IOEngine,
         *,
         step: int | None = None,
-        checksums: Checksums = "all",
+        checksums: ChecksumMode = "all",
         recorder: Recorder | None = None,
     ) -> SwapStore:
         """Open the last committed state of a run that ended (`SwapDir.open`).
 
-        `step`: a state of `available_steps` instead, which may be one that was prepared and never confirmed.
+        `step`: the state of this step instead, which may be one that was prepared and never confirmed.
         Raises StoreError: nothing committed, a damaged manifest, a missing or truncated file.
         """
         first = directory.paths[0]
-        committed, prepared = manifest.load(first)
-        chosen = committed
-        if step is not None and (committed is None or committed.step != step):
-            chosen = prepared if prepared is not None and prepared.step == step else None
-        if chosen is None:
-            wanted = "a committed state" if step is None else f"the state of step {step}"
-            raise StoreError(f"{first} does not hold {wanted}; it has the steps {cls.available_steps(directory)}.")
+        chosen, is_committed = manifest.choose(first, step)
         store = cls(
             directory,
             engine,
@@ -134,7 +108,7 @@ class SwapStore:
             recorder=recorder,
         )
         try:
-            if chosen is committed:
+            if is_committed:
                 manifest.discard(first)
             else:
                 manifest.confirm(first)
@@ -149,6 +123,16 @@ class SwapStore:
         return tuple(map(str, self._directory.paths))
 
     @property
+    def step(self) -> int | None:
+        """The step of the last commit."""
+        return self._commits.step
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """What was committed with it."""
+        return self._commits.metadata
+
+    @property
     def engine(self) -> IOEngine:
         """What moves the bytes."""
         return self._files.engine
@@ -157,11 +141,6 @@ class SwapStore:
     def run_id(self) -> str:
         """Of the directories' owner."""
         return self._directory.run_id
-
-    @staticmethod
-    def available_steps(directory: SwapDir) -> list[int]:
-        """The steps that `recover` can open: the committed one, and one that was prepared but not confirmed."""
-        return sorted({state.step for state in manifest.load(directory.paths[0]) if state is not None})
 
     def reserve(
         self,
@@ -212,8 +191,7 @@ class SwapStore:
         request = InFlight(kind="read", start=offset, end=end)
         with self._ended_on_error(record, request):
             ranges = self._table.begin_read(record, request)
-            checks = [] if self._checksums == "off" else [r for r in ranges if r.digest is not None]
-            checks = [r for r in checks if offset <= r.start and r.end <= end]
+            checks = self._checksums.verifiable(ranges, offset, end)
             runs = join(Range(max(r.start, offset), min(r.end, end), r.slot, None) for r in ranges)
             read = partial(self._files.engine.read, urgent=urgent)
             finalize = partial(self._end_read, record, request, into, checks)
@@ -228,26 +206,22 @@ class SwapStore:
         self._check()
         data = memoryview(data).cast("B")
         if kept := self._table.kept(record, offset, offset + len(data)):
-            if _is_same(kept, data, offset):
+            if is_same(kept, data, offset):
                 return COMPLETED
             self._add_slot(record)
         record = self._table.current(record)
         request = InFlight(kind="write", start=offset, end=offset + len(data))
         with self._ended_on_error(record, request):
             runs = self._table.begin_write(record, request)
-            pieces = [(piece, self._is_hashed()) for run in runs for piece in cut(run, CHUNK_NBYTES)]
+            pieces = self._checksums.cut(runs)
             written: list[Range] = []
 
             def compute() -> None:
-                done: list[Range] = []  # whole or nothing: an interrupt has the work done again
-                for piece, hashed in pieces:
-                    view = data[piece.start - offset : piece.end - offset]
-                    done.append(piece._replace(digest=digest(view)) if hashed else piece)
-                written[:] = done
+                written[:] = hashed(pieces, data, offset)  # whole or nothing: an interrupt has the work done again
 
             hashing = Once(compute)
             finalize = partial(self._end_write, record, request, hashing, written)
-            if self._checksums != "off":
+            if not self._checksums.is_off:
                 self._hashing.submit(hashing.run)
             return self._start(request, self._files.engine.write, record, data, runs, finalize)
 
@@ -262,7 +236,8 @@ class SwapStore:
 
         Returns when it survives power loss. Until then the last committed state does.
         """
-        self._prepare(step, metadata, is_alone=True)
+        self._check()
+        self._commits.prepare(step, metadata, capacity_nbytes=self.capacity_nbytes, is_alone=True)
         self.confirm()
 
     def prepare(self, step: int, metadata: Mapping[str, Any]) -> None:
@@ -271,81 +246,18 @@ class SwapStore:
         Processes that must commit together prepare, meet, and confirm. Committed records rest until `confirm`.
         Raises StoreError while one of them is being written, and, with nothing changed, if the manifest does not fit.
         """
-        self._prepare(step, metadata, is_alone=False)
-
-    def _prepare(self, step: int, metadata: Mapping[str, Any], is_alone: bool) -> None:
-        """`is_alone`: no other process or store needs to find what is prepared: the manifest may become durable before
-        the data, and its name not at all, until it is confirmed."""
         self._check()
-        first = self._directory.paths[0]
-        written = self._table.freeze(step)
-        try:
-            state = Manifest(
-                run_id=self._directory.run_id,
-                step=step,
-                capacity_nbytes=self.capacity_nbytes,
-                weights=self._files.stripes.weights,
-                metadata=dict(metadata),
-                records=tuple(record for record, _ in written),
-                ranges={record.name: list(ranges) for record, ranges in written},
-            )
-            data = state.encode()
-            syncs = self._files.sync()
-            if not is_alone:
-                self._wait_synced(syncs)
-            self._directory.keep()
-            if is_alone:
-                self._write_beside(first, data, syncs)
-            else:
-                manifest.prepare(first, data)
-        except StoreError:
-            self._table.thaw(None)
-            raise
-        except OSError as error:
-            if isinstance(error, TransferError):
-                raise
-            raise self._not_prepared(step, error) from error
-        except BaseException as error:
-            if not isinstance(error, Exception):  # an interrupt: as if this had not begun
-                self._drop_next(step)
-            raise
-        self._prepared = state
+        self._commits.prepare(step, metadata, capacity_nbytes=self.capacity_nbytes, is_alone=False)
 
     def confirm(self) -> None:
         """Second half of `commit`: the prepared state is the committed one; its predecessor's extents are reusable."""
         self._check()
-        state = self._prepared
-        if state is None:
-            raise StoreError("Nothing is prepared; call prepare first.")
-        try:
-            manifest.confirm(self._directory.paths[0])
-        except OSError as error:
-            self._latch.set(error)
-            raise StoreError(f"The commit of step {state.step} failed: {error}. Resume from what is there.") from error
-        except BaseException as error:  # an interrupt: whether it is durable is not known
-            self._latch.set(error)
-            raise
-        self._prepared = None
-        self._table.thaw(state.ranges)
-        self.step, self.metadata = state.step, state.metadata
+        self._commits.confirm()
 
     def cancel_prepared(self) -> None:
         """Drop the prepared state, durably: another store of the same commit could not prepare. Nothing happens where
         none is prepared."""
-        state = self._prepared
-        if state is None:
-            return
-        self._drop_next(state.step)
-        self._prepared = None
-
-    def _drop_next(self, step: int) -> None:
-        try:
-            manifest.discard(self._directory.paths[0])
-        except OSError as error:
-            self._latch.set(error)
-            raise StoreError(f"Step {step} cannot be dropped: {error}. Resume from what is there.") from error
-        self._directory.keep(self.step is not None)
-        self._table.thaw(None)
+        self._commits.cancel()
 
     def revert(self) -> None:
         """Return the committed records to the last commit, as `recover` would find them. Driver thread."""
@@ -465,52 +377,15 @@ class SwapStore:
     def _find_corruption(
         self, record: Record, into: memoryview, offset: int, checks: list[Range]
     ) -> CorruptionError | None:
-        for item in checks:
-            found = digest(into[item.start - offset : item.end - offset])
-            if found != item.digest:
-                path, at = self._files.locate(record.offsets[item.slot] + item.start)
-                return CorruptionError(
-                    f"Record {record.name!r}: bytes {item.start} to {item.end}, read from {path} at offset {at}, are "
-                    f"not those written (xxh3 {item.digest:016x} expected, {found:016x} found). Nothing was updated "
-                    f"from them. Check the disk and resume from {self._resume_text()}."
-                )
-        return None
-
-    def _is_hashed(self) -> bool:
-        self._num_chunks += 1
-        return self._checksums == "all" or (self._checksums == "sample" and self._num_chunks % _SAMPLE == 1)
-
-    def _write_beside(self, first: Path, data: bytes, syncs: Sequence[Transfer]) -> None:
-        """Write the next manifest while the data files are synced. Raises OSError, TransferError."""
-        try:
-            manifest.write_next(first, data)
-        finally:
-            self._wait_synced(syncs)
-
-    def _wait_synced(self, syncs: Sequence[Transfer]) -> None:
-        """Wait for the data files. A failure is never retried: the kernel may have dropped the pages."""
-        try:
-            wait_all(syncs)
-        except Exception as error:
-            self._latch.set(error)
-            raise
-
-    def _not_prepared(self, step: int, error: OSError) -> StoreError:
-        """The manifest could not be written. Where that can pass, all is as before; else the store is latched."""
-        first = self._directory.paths[0]
-        text = (
-            f"The manifest of step {step} cannot be written to {first}: {error}. What was committed before is untouched"
+        if (mismatch := first_mismatch(checks, into, offset)) is None:
+            return None
+        item, found = mismatch
+        path, at = self._files.locate(record.offsets[item.slot] + item.start)
+        return CorruptionError(
+            f"Record {record.name!r}: bytes {item.start} to {item.end}, read from {path} at offset {at}, are not those "
+            f"written (xxh3 {item.digest:016x} expected, {found:016x} found). Nothing was updated from them. Check the "
+            f"disk and resume from {self._commits.resume_text()}."
         )
-        try:
-            if error.errno not in _TRANSIENT:
-                raise error
-            manifest.discard(first)  # durably: its extents are written to again
-        except OSError as failure:
-            self._latch.set(failure)
-            return StoreError(f"{text}; resume from {self._resume_text()}.")
-        self._directory.keep(self.step is not None)
-        self._table.thaw(None)
-        return StoreError(f"{text}; free some space (or file descriptors) and commit again.")
 
     def _count(self, record: Record, **nbytes: int) -> None:
         category = record.name.partition("/")[0]
@@ -523,19 +398,5 @@ class SwapStore:
         self._latch.check(self._refusal_text)
 
     def _refusal_text(self, error: BaseException) -> str:
-        return (
-            f"The swap store failed earlier and cannot be trusted any more: {error} Resume from {self._resume_text()}."
-        )
-
-    def _resume_text(self) -> str:
-        if self.step is None:
-            return "the last checkpoint"
-        return f"step {self.step}, committed in {self._directory.paths[0]}"
-
-
-def _is_same(kept: Sequence[Range], data: memoryview, offset: int) -> bool:
-    """Whether `data`, to be written at `offset`, is what rests there, by the checksums of the same pieces."""
-    pieces = list(cut(Range(offset, offset + len(data), 0, None), CHUNK_NBYTES))
-    return [item[:2] for item in kept] == [piece[:2] for piece in pieces] and all(
-        item.digest == digest(data[item.start - offset : item.end - offset]) for item in kept
-    )
+        resume_text = self._commits.resume_text()
+        return f"The swap store failed earlier and cannot be trusted any more: {error} Resume from {resume_text}."

@@ -8,14 +8,9 @@ from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import final
 
-import xxhash
-
 from tiered_zero.errors import StoreError, TransferError
 from tiered_zero.io.engine import IOTransfer
 from tiered_zero.transfer import Transfer, wait_all
-
-digest: Callable[[bytes | bytearray | memoryview], int] = xxhash.xxh3_64_intdigest
-"""xxh3-64 of one range; releases the GIL."""
 
 
 class Once(Transfer):

@@ -1,0 +1,157 @@
+"""Commits of a swap store in two phases, and what is kept where one of them fails."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Mapping, Sequence
+from typing import Any, final
+
+from tiered_zero.errors import StoreError, TransferError
+from tiered_zero.failure_latch import FailureLatch
+from tiered_zero.store import manifest
+from tiered_zero.store.manifest import Manifest
+from tiered_zero.store.records import RecordTable
+from tiered_zero.store.stripes import StripedFiles
+from tiered_zero.store.swap_dir import SwapDir
+from tiered_zero.transfer import Transfer, wait_all
+
+_TRANSIENT = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE)
+"""Failures to write a manifest after which the same commit may be tried again."""
+
+
+@final
+class Commits:
+    """The durable states of one store: the committed one, and one that is prepared. Driven by the store's thread.
+
+    Data before manifest, manifest before its name, and no extent that the durable manifest names is written until the
+    next one is durable (`RecordTable` keeps that rule). A failure that can pass leaves all as it was; any other latches
+    the store.
+    """
+
+    def __init__(
+        self, directory: SwapDir, files: StripedFiles, table: RecordTable, latch: FailureLatch, state: Manifest | None
+    ) -> None:
+        """`state`: what was committed before, whose records enter the table. Raises StoreError."""
+        self._directory = directory
+        self._first = directory.paths[0]
+        self._files = files
+        self._table = table
+        self._latch = latch
+        self._prepared: Manifest | None = None
+        self.step: int | None = None
+        self.metadata: dict[str, Any] = {}
+        if state is not None:
+            table.adopt((record, state.ranges[record.name]) for record in state.records)
+            self.step, self.metadata = state.step, state.metadata
+
+    def prepare(self, step: int, metadata: Mapping[str, Any], *, capacity_nbytes: int, is_alone: bool) -> None:
+        """Make `step` durable next to the last state. Raises StoreError, TransferError.
+
+        `capacity_nbytes`: of the files by now. `is_alone`: no other process or store needs to find what is prepared:
+        the manifest may become durable before the data, and its name not at all, until it is confirmed.
+        """
+        written = self._table.freeze(step)
+        try:
+            state = Manifest(
+                run_id=self._directory.run_id,
+                step=step,
+                capacity_nbytes=capacity_nbytes,
+                weights=self._files.stripes.weights,
+                metadata=dict(metadata),
+                records=tuple(record for record, _ in written),
+                ranges={record.name: list(ranges) for record, ranges in written},
+            )
+            data = state.encode()
+            syncs = self._files.sync()
+            if not is_alone:
+                self._wait_synced(syncs)
+            self._directory.keep()
+            if is_alone:
+                self._write_beside(data, syncs)
+            else:
+                manifest.prepare(self._first, data)
+        except StoreError:
+            self._table.thaw(None)
+            raise
+        except OSError as error:
+            if isinstance(error, TransferError):
+                raise
+            raise self._not_prepared(step, error) from error
+        except BaseException as error:
+            if not isinstance(error, Exception):  # an interrupt: as if this had not begun
+                self._drop_next(step)
+            raise
+        self._prepared = state
+
+    def confirm(self) -> None:
+        """Make the prepared state the committed one; its predecessor's extents are reusable then. Raises StoreError."""
+        state = self._prepared
+        if state is None:
+            raise StoreError("Nothing is prepared; call prepare first.")
+        try:
+            manifest.confirm(self._first)
+        except OSError as error:
+            self._latch.set(error)
+            raise StoreError(f"The commit of step {state.step} failed: {error}. Resume from what is there.") from error
+        except BaseException as error:  # an interrupt: whether it is durable is not known
+            self._latch.set(error)
+            raise
+        self._prepared = None
+        self._table.thaw(state.ranges)
+        self.step, self.metadata = state.step, state.metadata
+
+    def cancel(self) -> None:
+        """Drop the prepared state, durably. Nothing happens where none is prepared. Raises StoreError."""
+        state = self._prepared
+        if state is None:
+            return
+        self._drop_next(state.step)
+        self._prepared = None
+
+    def resume_text(self) -> str:
+        """Name the state that a run can go on from, for messages."""
+        return "the last checkpoint" if self.step is None else f"step {self.step}, committed in {self._first}"
+
+    def _drop_next(self, step: int) -> None:
+        try:
+            manifest.discard(self._first)
+        except OSError as error:
+            self._latch.set(error)
+            raise StoreError(f"Step {step} cannot be dropped: {error}. Resume from what is there.") from error
+        self._restore()
+
+    def _restore(self) -> None:
+        """Let writes go on from the last state, with no next manifest on the disk."""
+        self._directory.keep(self.step is not None)
+        self._table.thaw(None)
+
+    def _write_beside(self, data: bytes, syncs: Sequence[Transfer]) -> None:
+        """Write the next manifest while the data files are synced. Raises OSError, TransferError."""
+        try:
+            manifest.write_next(self._first, data)
+        finally:
+            self._wait_synced(syncs)
+
+    def _wait_synced(self, syncs: Sequence[Transfer]) -> None:
+        """Wait for the data files. A failure is never retried: the kernel may have dropped the pages."""
+        try:
+            wait_all(syncs)
+        except Exception as error:
+            self._latch.set(error)
+            raise
+
+    def _not_prepared(self, step: int, error: OSError) -> StoreError:
+        """The manifest could not be written. Where that can pass, all is as before; else the store is latched."""
+        text = (
+            f"The manifest of step {step} cannot be written to {self._first}: {error}. "
+            "What was committed before is untouched"
+        )
+        try:
+            if error.errno not in _TRANSIENT:
+                raise error
+            manifest.discard(self._first)  # durably: its extents are written to again
+        except OSError as failure:
+            self._latch.set(failure)
+            return StoreError(f"{text}; resume from {self.resume_text()}.")
+        self._restore()
+        return StoreError(f"{text}; free some space (or file descriptors) and commit again.")
