@@ -67,7 +67,8 @@ def initialize(
     if isinstance(config, (str, os.PathLike)) and not os.path.isfile(config):
         raise ConfigError(f"config: {os.fspath(config)} is not a file.")
     settings = load(config, args, world_size_here())
-    collectives = open_collectives(settings.tiered_zero.comm_timeout_s, dist_init_required)
+    gather_numel = settings.zero_optimization.allgather_bucket_size
+    collectives = open_collectives(settings.tiered_zero.comm_timeout_s, dist_init_required, gather_numel)
     try:
         bind_to_share(collectives, find_device(settings.tiered_zero.device))
         run_spec = specify_run(settings, model, optimizer, model_parameters, collectives=collectives)

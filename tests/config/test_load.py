@@ -232,7 +232,7 @@ class TestAuto:
             train_micro_batch_size_per_gpu="auto",
             gradient_clipping="auto",
             bf16={"enabled": "auto"},
-            zero_optimization={"stage3_prefetch_bucket_size": "auto", "allgather_bucket_size": "auto"},
+            zero_optimization={"stage3_prefetch_bucket_size": "auto", "allgather_partitions": "auto"},
             optimizer={"type": "AdamW", "params": {"lr": "auto", "betas": ["auto", "auto"], "eps": "1e-7"}},
         )
         assert config.optimizer is not None
@@ -250,7 +250,7 @@ class TestAuto:
             assert resolved in line
         rows = {row.path: row for row in config.explain()}
         assert rows["bf16.enabled"].source == rows["optimizer.params.lr"].source == "auto"
-        assert rows["zero_optimization.allgather_bucket_size"].fate.value == "no effect"
+        assert rows["zero_optimization.allgather_partitions"].fate.value == "no effect"
 
     def test_everywhere(self) -> None:
         """A file that says "auto" for every honoured key but one loads to the defaults."""

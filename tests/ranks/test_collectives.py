@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.memory.child import resident_nbytes
 from tests.ranks.pool import RankPool
 from tiered_zero.errors import RankError
 from tiered_zero.hardware.collectives import Collectives, SingleRank, open_collectives
@@ -109,6 +111,41 @@ def test_parts_of_any_sizes(ranks: RankPool, world: int) -> None:
             assert found["gathered"] == [r + 1.0 for r in range(world) for _ in range(bounds[r], bounds[r + 1])]
             factor = world * (world + 1) / 2
             assert found["reduced"] == [factor * place for place in range(bounds[rank], bounds[rank + 1])]
+
+
+def gather_bounded(gather_numel: int, numel: int) -> dict[str, Any]:
+    """Gather `numel` elements of 16 bit: the largest part that was handed over, and memory beside flat and shard."""
+    group = open_collectives(30.0, gather_numel=gather_numel)
+    flat = torch.full((numel,), -1.0, dtype=torch.bfloat16)
+    shard = flat.view(group.world_size, -1)[group.rank].fill_(group.rank + 1)
+    parts: list[int] = []
+    broadcast = torch.distributed.broadcast
+
+    def note(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        parts.append(tensor.numel() // 2)
+        return broadcast(tensor, *args, **kwargs)
+
+    group.exchange(b"both are here")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = resident_nbytes(peak=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.distributed, "broadcast", note)
+        group.all_gather(flat, shard).wait()
+    beside = resident_nbytes(peak=True) - before
+    group.close()
+    return {"parts": parts, "beside": beside, "sums": flat.view(group.world_size, -1).float().mean(1).tolist()}
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_gather_is_bounded_and_takes_no_memory(ranks: RankPool, world: int) -> None:
+    """64 MiB, of which gloo's own all_gather would hold a copy."""
+    numel = 1 << 25
+    for found in ranks.run(gather_bounded, world, 3_000_000, numel):
+        assert found["sums"] == [float(rank + 1) for rank in range(world)]
+        assert sum(found["parts"]) == numel
+        assert max(found["parts"]) == 3_000_000 // world
+        assert found["beside"] < 4 << 20
+    assert [each["parts"] for each in ranks.run(gather_bounded, world, 1, world * 2)] == [[1] * 2 * world] * world
 
 
 def fail_in_mid_run(which: int, act: str) -> tuple[str, float]:

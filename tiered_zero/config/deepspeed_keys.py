@@ -210,9 +210,6 @@ OTHERS: tuple[Key, ...] = (
     *_no_effect(
         "zero_optimization.", "many ranks always reduce-scatter; stage 0 gathers the sums", reduce_scatter=True
     ),
-    *_no_effect(
-        "zero_optimization.", "units are gathered where they rest, without a bucket", allgather_bucket_size=5e8
-    ),
     *_no_effect("zero_optimization.", _ONE_RANK, use_multi_rank_bucket_allreduce=True, allgather_partitions=True),
     *_no_effect(
         "zero_optimization.", "every rank copies its own shard of every unit in any case", round_robin_gradients=False

@@ -84,6 +84,12 @@ class ZeroSection(Section):
         description="elements of gradients that ranks reduce in one collective, at most: above some millions as many "
         "as stream well",
     )
+    allgather_bucket_size: Elements = Field(
+        500_000_000,
+        ge=1,
+        description="elements of parameters that ranks gather at once, at most: each straight to its place, so that a "
+        "gather takes no memory",
+    )
     overlap_comm: bool | None = Field(
         None,
         description="many ranks reduce gradients under backward (true, and unset), or it waits for each reduction; "

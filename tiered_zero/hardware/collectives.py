@@ -78,11 +78,14 @@ class Collectives(Protocol):
         """Free what this has created. Idempotent."""
 
 
-def open_collectives(timeout_s: float, dist_init_required: bool | None = None) -> Collectives:
+def open_collectives(
+    timeout_s: float, dist_init_required: bool | None = None, gather_numel: int = 1 << 62
+) -> Collectives:
     """Join the ranks that the launcher has started, or that torch.distributed has: one, or many.
 
     Every rank calls it at the same time. `timeout_s`: after which a rank that does not answer is an error.
-    `dist_init_required`: False initializes no process group. Raises ModelError and RankError.
+    `dist_init_required`: False initializes no process group. `gather_numel`: elements that a gather moves at once, at
+    most. Raises ModelError and RankError.
     """
     logger.addFilter(_comes_from_rank_0)
     if world_size_here() == 1:
@@ -92,7 +95,7 @@ def open_collectives(timeout_s: float, dist_init_required: bool | None = None) -
     ensure_many(timeout_s, dist_init_required)
     try:
         with _network_interface():
-            return ProcessGroups(timeout_s)
+            return ProcessGroups(timeout_s, gather_numel)
     except RuntimeError as error:
         raise RankError(
             f"rank {get_rank()} of {get_world_size()} cannot connect to the others: {error}. Every rank calls "

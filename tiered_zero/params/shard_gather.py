@@ -17,8 +17,8 @@ class ShardGather:
     """Makes whole units of shards, in place: so weights are whole between steps, and one rank alone may evaluate or
     save them. Driver thread.
 
-    A unit is gathered where it rests, in one collective and without a bucket, however large it is. `units`: those that
-    the optimizer steps, in static order. `flat_of`: a unit's flat [P], on the device.
+    A unit is gathered where it rests, without memory beside it however large it is. `units`: those that the optimizer
+    steps, in static order. `flat_of`: a unit's flat [P], on the device.
     """
 
     def __init__(self, runtime: Runtime, units: Sequence[Unit], flat_of: Callable[[Unit], torch.Tensor]) -> None:
