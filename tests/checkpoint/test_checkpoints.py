@@ -17,7 +17,7 @@ import tiered_zero
 from tests.support.inspection import differences, everything, ledger, stepper
 from tests.support.models import ParityGPT, batch
 from tests.support.trainers import tiered
-from tiered_zero.checkpoint import checkpoints, data_files
+from tiered_zero.checkpoint import capture, data_files, written_by
 from tiered_zero.checkpoint.directory import list_tags, read_manifest
 from tiered_zero.checkpoint.save_directory import SaveDirectory
 from tiered_zero.errors import CorruptionError, EngineFailedError, ModelError, StoreError, TransferError
@@ -289,7 +289,7 @@ def test_optimizer_state_can_start_anew(saved: dict[str, Any], swap_path: Path, 
 def test_what_a_script_changes_on_the_device_after_the_call_is_not_saved(
     swap_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most_copied: int
 ) -> None:
-    monkeypatch.setattr(checkpoints, "_MOST_COPIED_NBYTES", most_copied)
+    monkeypatch.setattr(capture, "_MOST_COPIED_NBYTES", most_copied)
     runtime = {"update": "overlapped", "debug_delay_seed": 3}
     with make(swap_path, ("none", "cpu"), runtime=runtime, clipping=0.5) as engine:
         train(engine, 0, 1)
@@ -521,9 +521,9 @@ def test_a_save_does_not_wait(
     placement: tuple[str, str], swap_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is behind the update on the update's lane: the next forward and backward run beside it."""
-    gate, save = threading.Event(), checkpoints.StateSaver.save
+    gate, save = threading.Event(), capture.StateSaver.save
 
-    def wait_and_save(self: checkpoints.StateSaver, *args: Any) -> None:
+    def wait_and_save(self: capture.StateSaver, *args: Any) -> None:
         assert gate.wait(60)
         save(self, *args)
 
@@ -532,7 +532,7 @@ def test_a_save_does_not_wait(
         expected = everything(engine)
         train(engine, 2, 3)
         later = everything(engine)
-    monkeypatch.setattr(checkpoints.StateSaver, "save", wait_and_save)
+    monkeypatch.setattr(capture.StateSaver, "save", wait_and_save)
     with make(swap_path, placement, runtime={"update": "overlapped"}) as engine:
         train(engine, 0, 2)
         engine.save_checkpoint(tmp_path)
@@ -583,7 +583,7 @@ def test_the_ledger_does_not_move(placement: tuple[str, str], swap_path: Path, t
 def test_the_log_says_what_differs(
     saved: dict[str, Any], swap_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    monkeypatch.setattr(checkpoints, "__version__", "9.9.9")
+    monkeypatch.setattr(written_by, "__version__", "9.9.9")
     with make(swap_path) as engine, caplog.at_level(logging.WARNING):
         engine.load_checkpoint(tmp_path / "saved")
         assert "this run has 9.9.9" in caplog.text

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -21,18 +20,17 @@ from typing import Any, Protocol, final
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
-from tiered_zero.checkpoint import values
+from tiered_zero.checkpoint.capture import Capture
 from tiered_zero.checkpoint.commit import Commits
 from tiered_zero.checkpoint.directory import nothing_to_load
-from tiered_zero.checkpoint.driver import DriverState, LoadParts, differences, join_states, own_state
+from tiered_zero.checkpoint.driver import DriverState, LoadParts
 from tiered_zero.checkpoint.file_reader import FileReader
-from tiered_zero.checkpoint.file_writer import FileWriter, Piece
 from tiered_zero.checkpoint.last_save import LastSave, QueuedSave
 from tiered_zero.checkpoint.loading import StateLoader
-from tiered_zero.checkpoint.manifest import TagManifest, WrittenBy
+from tiered_zero.checkpoint.manifest import TagManifest
 from tiered_zero.checkpoint.matching import LoadOptions, Matched, match
 from tiered_zero.checkpoint.planner import TierLoadPlanner
-from tiered_zero.checkpoint.portable import RunState, StateSnapshot, TensorSpec, buffer_key
+from tiered_zero.checkpoint.portable import RunState
 from tiered_zero.checkpoint.ranks import (
     Wanted,
     agree_on_save,
@@ -43,25 +41,18 @@ from tiered_zero.checkpoint.ranks import (
     publish_together,
 )
 from tiered_zero.checkpoint.resume import AdoptedValues, Adoption, FoundCheckpoint, find_checkpoint, open_reader
-from tiered_zero.checkpoint.saving import Ranges, StateSaver
-from tiered_zero.checkpoint.shares import Share, join_scalars
+from tiered_zero.checkpoint.shares import Share
 from tiered_zero.checkpoint.store_reader import StoreReader
 from tiered_zero.checkpoint.tag_writer import TagWriter
+from tiered_zero.checkpoint.written_by import differences
 from tiered_zero.config.ranks import idle_value
 from tiered_zero.config.schema import Config
 from tiered_zero.errors import ConfigError, StoreError, UntaggedCommitError
-from tiered_zero.optim.rule import UpdateRule
 from tiered_zero.plan.planner import Plan
-from tiered_zero.sizes import MIB
 from tiered_zero.transfer import Completion, Transfer
 from tiered_zero.update.policy import UpdatePolicy
-from tiered_zero.version import __version__
 
 logger = logging.getLogger("tiered_zero")
-
-_MOST_COPIED_NBYTES = 64 * MIB
-"""Of units with parameters that no update writes and that rest on the device, where a script can change them at any
-time, are copied at the call; a save of more returns when it is written."""
 
 
 class WeightGuard(Protocol):
@@ -72,22 +63,6 @@ class WeightGuard(Protocol):
 
     def end_update(self) -> None:
         """Take the values of units that live on the device as new."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Content:
-    """What this rank has captured when a save was asked for. `params`: unit index -> a copy of a unit on the device.
-    `may_return`: whether all are copied that a script may change. `specs`: of buffers and of parameters without a
-    master. `fields`: of the manifest; `needed_nbytes`: of the data."""
-
-    fields: Mapping[str, Any]
-    needed_nbytes: int
-    buffers: Mapping[str, torch.Tensor]
-    params: Mapping[int, torch.Tensor]
-    may_return: bool
-    specs: Mapping[str, TensorSpec]
-    with_frozen: bool
-    save_latest: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,43 +124,51 @@ class Checkpoints:
 
         With many ranks all of them call this; it returns on all once the tag is durable, or raises on all.
         """
-        captured: list[_Content] = []
+        captured: list[Capture] = []
         arguments = {"save_latest": save_latest, "exclude_frozen_parameters": exclude_frozen}
 
         def ask() -> Wanted:
             step, tag = begin()
             self.wait()
             driver = self._driver.capture(client_state)
-            captured.append(self._capture(step, driver, save_latest, with_frozen=not exclude_frozen))
+            captured.append(
+                Capture.take(
+                    self._state,
+                    {"step": step, "driver": driver, "written_by": self._written_by},
+                    has_files=self._commits is None,
+                    with_frozen=not exclude_frozen,
+                    save_latest=save_latest,
+                )
+            )
             return Wanted(tag=tag, step=step, arguments=arguments, nbytes=captured[0].needed_nbytes)
 
         wanted = agree_on_save(self._ranks, ask, self._tag_validation)
-        content = captured[0]
+        capture = captured[0]
         if self._commits is not None:
             if exclude_frozen:
                 logger.warning("exclude_frozen_parameters has no effect on an in-place commit, which has all at rest")
-            return self._commit(self._commits, Path(save_dir), wanted[0].tag, content)
+            return self._commit(self._commits, Path(save_dir), wanted[0].tag, capture)
         tag = begin_tag(self._ranks, save_dir, wanted, self._locks)
         save = QueuedSave(tag)
         ready = self._state.runtime.accelerator.record_compute()
         if self._is_async:
-            self._queue(save, partial(self._begin_async, save, content, ready))
+            self._queue(save, partial(self._begin_async, save, capture, ready))
         elif self._is_alone:
-            write = partial(self._write_at_cut, tag, content, ready)
-            self._queue(save, partial(save.write, lambda: self._publish(tag, content, [write()])))
+            write = partial(self._write_at_cut, tag, capture, ready)
+            self._queue(save, partial(save.write, lambda: capture.publish(tag, [write()])))
         else:
-            write_share = partial(self._write_share, save, content, ready)
-            return publish_together(self._ranks, save, write_share, partial(self._publish, tag, content))
-        if not content.may_return:
+            write_share = partial(self._write_share, save, capture, ready)
+            return publish_together(self._ranks, save, write_share, partial(capture.publish, tag))
+        if not capture.may_return:
             self.wait()
 
-    def _write_share(self, save: QueuedSave, content: _Content, ready: Transfer) -> Share:
+    def _write_share(self, save: QueuedSave, capture: Capture, ready: Transfer) -> Share:
         """Return when this rank's part is durable: the driver joins it with the others, for an update lane makes no
         collective."""
         written: list[Share] = []
 
         def write() -> None:
-            share = self._write_at_cut(save.tag, content, ready)
+            share = self._write_at_cut(save.tag, capture, ready)
             save.tag.writer.wait_durable()
             written.append(share)
 
@@ -195,41 +178,17 @@ class Checkpoints:
             raise StoreError(f"Checkpoint {save.tag.tag} was not written: an update has failed before it.")
         return written[0]
 
-    def _capture(self, step: int, driver: dict[str, Any], save_latest: bool, *, with_frozen: bool) -> _Content:
-        """Copy what the script may change while the save is written."""
-        state, is_copied = self._state, self._commits is None
-        named = list(state.named_buffers()) if is_copied and self._ranks.rank == 0 else []
-        buffers = {name: buffer.detach().to("cpu", copy=True) for name, buffer in named}
-        on_device = state.unmastered_on_device(with_frozen) if is_copied else []
-        may_copy = sum(unit.nbytes for unit in on_device) <= _MOST_COPIED_NBYTES
-        of_buffers = _buffer_specs(buffers)
-        buffers_nbytes = sum(spec.nbytes for spec in of_buffers.values())
-        return _Content(
-            fields={
-                "step": step,
-                "driver": driver,
-                "written_by": WrittenBy(**self._written_by, created_s=time.time()),
-            },
-            needed_nbytes=state.most_state_nbytes() + state.param_nbytes(with_frozen) + buffers_nbytes,
-            buffers=buffers,
-            params={unit.index: state.param_flat(unit).to("cpu", copy=True) for unit in on_device if may_copy},
-            may_return=may_copy,
-            specs={**state.param_specs(with_frozen), **of_buffers},
-            with_frozen=with_frozen,
-            save_latest=save_latest,
-        )
-
-    def _commit(self, commits: Commits, save_dir: Path, tag: str, content: _Content) -> None:
+    def _commit(self, commits: Commits, save_dir: Path, tag: str, capture: Capture) -> None:
         """Queue an in-place commit, and the tag that points to it. See [Note: In-place commits]."""
         commits.write_copies()
-        step, driver, by = (content.fields[name] for name in ("step", "driver", "written_by"))
+        step, driver, by = (capture.fields[name] for name in ("step", "driver", "written_by"))
         tag_writer = TagWriter.begin(save_dir, tag, engine=commits.engine, own_locks=self._locks)
         save = QueuedSave(tag_writer)
         lane = self._state.runtime.accelerator.lane("save")
 
         def commit() -> None:
             pointer = {"kind": "in_place", "step": step, "written_by": by, "swap": commits.swap}
-            prepared = lane.submit(partial(tag_writer.prepare_pointer, pointer, save_latest=content.save_latest))
+            prepared = lane.submit(partial(tag_writer.prepare_pointer, pointer, save_latest=capture.save_latest))
             try:
                 commits.commit(tag, step, by, driver)
             except BaseException:
@@ -266,15 +225,15 @@ class Checkpoints:
         """Return when no save is under way. Raises the error of the last one, once."""
         self.last_save.wait()
 
-    def _write_at_cut(self, tag: TagWriter, content: _Content, ready: Transfer) -> Share:
+    def _write_at_cut(self, tag: TagWriter, capture: Capture, ready: Transfer) -> Share:
         """Write all of it behind an update, before the next begins."""
         self._state.stepper.cancel_prefetch()  # it holds staging buffers, which the save needs
         try:
-            return self._write(tag, content, ready, self._state.snapshot(), lambda subgroup: None)
+            return capture.write(self._state, tag, ready, self._state.snapshot())
         finally:
             self._state.stepper.prefetch()
 
-    def _begin_async(self, save: QueuedSave, content: _Content, ready: Transfer) -> None:
+    def _begin_async(self, save: QueuedSave, capture: Capture, ready: Transfer) -> None:
         """Write it on a lane of its own: the next update waits for each sub-group's bytes alone."""
         held, read = {layout.subgroup.index: Completion() for layout in self._state.layouts}, Completion()
 
@@ -282,7 +241,7 @@ class Checkpoints:
             held[subgroup].complete()
 
         def write() -> None:
-            self._publish(save.tag, content, [self._write(save.tag, content, ready, snapshot, free)])
+            capture.publish(save.tag, [capture.write(self._state, save.tag, ready, snapshot, free)])
 
         def job() -> None:
             try:
@@ -303,28 +262,6 @@ class Checkpoints:
                 if isinstance(error, Exception):
                     save.end.fail(error)
             raise
-
-    def _write(
-        self, tag: TagWriter, content: _Content, ready: Transfer, snapshot: StateSnapshot, free: Callable[[int], None]
-    ) -> Share:
-        """Write what this rank saves, and begin to make it durable. `ready`: what compute writes of device memory."""
-        ready.wait()
-        for key, spec in {**self._state.state_specs(snapshot.is_stepped), **content.specs}.items():
-            tag.writer.declare(key, spec.dtype, spec.shape, spec.order)
-        with torch.no_grad():
-            saver = StateSaver(self._state, snapshot, partial(_append, tag.writer), free)
-            saver.save(content.buffers, content.params, content.with_frozen)
-        return Share(
-            written=tag.writer.finish_files(),
-            scalars={name: values.encode(own, f"state of {name}") for name, own in snapshot.scalars.items()},
-            driver=own_state(content.fields["driver"]),
-        )
-
-    def _publish(self, tag: TagWriter, content: _Content, shares: Sequence[Share]) -> None:
-        """Give the tag its name: all that `shares` have is durable, but for what this rank has just written."""
-        driver = join_states(content.fields["driver"], [share.driver for share in shares])
-        fields = {**content.fields, "driver": driver, "scalars": join_scalars(shares)}
-        tag.publish(fields, save_latest=content.save_latest, written=[share.written for share in shares])
 
     # -- load ----------------------------------------------------------------------------------------------------------
 
@@ -426,18 +363,6 @@ class Checkpoints:
             steps.close()
 
 
-def written_by(rule: UpdateRule, config: Config, world_size: int) -> dict[str, Any]:
-    """List what WrittenBy says of a run, but for the time."""
-    return {
-        "tiered_zero": __version__,
-        "torch": str(torch.__version__),
-        "kernel": rule.kernel.level if rule.kernel is not None else "torch",
-        "rule": rule.name,
-        "state_format": config.tiered_zero.state_format,
-        "world_size": world_size,
-    }
-
-
 def check_async(config: Config, plan: Plan) -> None:
     """Raise ConfigError where a save cannot be written beside training: what it reads must stay until it is read."""
     settings = config.tiered_zero
@@ -452,15 +377,3 @@ def check_async(config: Config, plan: Plan) -> None:
             "tiered_zero.checkpoint.in_place, which commits them where they are, or leave async out: a save is beside "
             "forward and backward in any case."
         )
-
-
-def _append(writer: FileWriter, memory: memoryview, ranges: Ranges) -> Transfer:
-    return writer.append(memory, [Piece(own.key, own.start, own.stop, offset) for own, offset in ranges]).transfer
-
-
-def _buffer_specs(buffers: Mapping[str, torch.Tensor]) -> dict[str, TensorSpec]:
-    return {
-        buffer_key(name): TensorSpec(dtype=buffer.dtype, shape=tuple(buffer.shape))
-        for name, buffer in buffers.items()
-        if buffer.numel()
-    }

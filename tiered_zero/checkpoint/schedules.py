@@ -1,0 +1,167 @@
+"""Param groups and learning rate schedules in a checkpoint: what is saved of them, and whether what was saved fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from numbers import Real
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from tiered_zero.checkpoint.values import decode, encode
+from tiered_zero.errors import ModelError
+from tiered_zero.update.handle import TieredOptimizer
+
+State = dict[str, Any]
+
+_SCHEDULED = ("params", "lr", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum")
+"""Values of a param group that torch's schedulers compute the next learning rate from."""
+
+
+def options_to_load(optimizer: TieredOptimizer, groups: Any, *, with_all: bool) -> Any:
+    """What a load makes of the saved values of the param groups: all of them, or the schedule's over this run's own."""
+    own = optimizer.group_options()
+    is_list = type(groups) is list and len(groups) == len(own) and all(type(group) is dict for group in groups)
+    if with_all or not is_list:
+        return groups
+    scheduled = ({name: group[name] for name in _SCHEDULED if name in group} for group in groups)
+    return [{**group, **new} for group, new in zip(own, scheduled, strict=True)]
+
+
+def check_options(optimizer: TieredOptimizer, options: Any) -> None:
+    """Raise ModelError where `options` are no values for this run's param groups."""
+    optimizer.check_group_options(options)
+    for index, (group, new) in enumerate(zip(optimizer.group_options(), options, strict=True)):
+        for name in group.keys() & new.keys():
+            if not _alike(group[name], new[name]):
+                raise ModelError(
+                    f"The checkpoint's value of {name!r} in param group {index} was expected to be like "
+                    f"{group[name]!r:.80}; found {new[name]!r:.80}. Load the state of an optimizer of this class."
+                )
+
+
+@contextmanager
+def kept_groups(optimizer: TieredOptimizer) -> Iterator[None]:
+    """Set the param groups back after the block, which may set learning rates."""
+    before = copied(optimizer.group_options())
+    names = [set(group) for group in optimizer.param_groups]
+    try:
+        yield
+    finally:
+        for group, own in zip(optimizer.param_groups, names, strict=True):
+            for name in group.keys() - own:
+                del group[name]
+        for group, options in zip(optimizer.param_groups, before, strict=True):
+            _set_values(group, options)
+
+
+def _set_values(group: State, options: Mapping[str, Any]) -> None:
+    for name, value in options.items():
+        if isinstance(own := group.get(name), torch.Tensor) and isinstance(value, torch.Tensor):
+            own.copy_(value)
+        elif name != "params":
+            group[name] = value
+
+
+def scheduler_state(scheduler: Any) -> State | None:
+    """Return the scheduler's class and state, without functions. Raises ModelError for one without state_dict()."""
+    if scheduler is None:
+        return None
+    kind = type(scheduler).__name__
+    if not callable(getattr(scheduler, "state_dict", None)) or not callable(
+        getattr(scheduler, "load_state_dict", None)
+    ):
+        raise ModelError(
+            f"lr_scheduler: {kind} cannot be saved, for it has no state_dict() and load_state_dict(); a resumed run "
+            "would begin its schedule anew. Give it the two, or step it in your loop and save it in client_state."
+        )
+    state = scheduler.state_dict()
+    return {"type": kind, "state": _without_code(state) if isinstance(scheduler, LRScheduler) else state}
+
+
+_CODE = (FunctionType, MethodType, BuiltinFunctionType)
+
+
+def _without_code(state: Any) -> Any:
+    """Leave functions out of the state of torch's schedulers, which load what is there over their own attributes."""
+    if type(state) is dict:
+        return {name: _without_code(value) for name, value in state.items() if not isinstance(value, _CODE)}
+    if type(state) is list:
+        return [_without_code(value) for value in state]
+    return state
+
+
+def check_scheduler(scheduler: Any, saved: Any) -> None:
+    """Load `saved` into the scheduler, and its own state again. Raises ModelError where it does not fit."""
+    kind = type(scheduler).__name__
+    otherwise = "Build the scheduler of the saved run, or load with load_lr_scheduler_states=False to begin a new one."
+    if saved is None:
+        raise ModelError(f"The checkpoint has no lr_scheduler, and this run has a {kind}. {otherwise}")
+    if saved["type"] != kind:
+        raise ModelError(f"The checkpoint's lr_scheduler is a {saved['type']:.80}; this run's is a {kind}. {otherwise}")
+    current = scheduler_state(scheduler)
+    assert current is not None
+    own = copied(current["state"])
+    if not _alike(own, saved["state"]) or _hides_attributes(scheduler, saved["state"]):
+        raise ModelError(
+            f"The checkpoint's lr_scheduler was expected to have the state of this run's {kind}, {own!r:.200}; found "
+            f"{saved['state']!r:.200}. {otherwise}"
+        )
+    attributes = [(one, set(vars(one))) for one in _schedulers(scheduler)]
+    try:
+        scheduler.load_state_dict(copied(saved["state"]))
+    except Exception as error:
+        raise ModelError(
+            f"This run's {kind} does not load the state that was saved: {type(error).__name__}: {error}. {otherwise}"
+        ) from error
+    finally:
+        scheduler.load_state_dict(own)
+        for one, names in attributes:
+            for name in vars(one).keys() - names:
+                delattr(one, name)
+
+
+def _schedulers(scheduler: Any) -> Iterator[Any]:
+    """List the scheduler, and those inside a sequence or chain."""
+    if hasattr(scheduler, "__dict__"):
+        yield scheduler
+    for inner in getattr(scheduler, "_schedulers", ()):
+        yield from _schedulers(inner)
+
+
+def _hides_attributes(scheduler: Any, state: Any) -> bool:
+    """Whether loading `state` over the attributes of one of torch's schedulers would hide its methods or optimizer."""
+    if not isinstance(scheduler, LRScheduler) or type(state) is not dict:
+        return False
+    hidden = [name for name in state if name == "optimizer" or callable(getattr(type(scheduler), str(name), None))]
+    nested = zip(getattr(scheduler, "_schedulers", ()), state.get("_schedulers") or (), strict=False)
+    return bool(hidden) or any(_hides_attributes(*pair) for pair in nested)
+
+
+def _alike(own: Any, saved: Any) -> bool:
+    """Whether `saved` can stand where `own` stands: the same types in the same places; None for anything."""
+    if own is None or saved is None:
+        return True
+    if _is_number(own) or _is_number(saved):
+        return _is_number(own) and _is_number(saved)
+    if type(own) is not type(saved):
+        return False
+    if isinstance(own, Mapping):
+        return all(_alike(own[name], saved[name]) for name in own.keys() & saved.keys())
+    if isinstance(own, list | tuple):
+        return len(own) == len(saved) and all(map(_alike, own, saved))
+    return True
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1
+    return isinstance(value, Real) and not isinstance(value, bool)  # numpy's are numbers too
+
+
+def copied(state: Any) -> Any:
+    """Copy plain values: a scheduler keeps the lists and tensors that it loads."""
+    return decode(encode(state, "lr_scheduler"))
