@@ -201,8 +201,8 @@ def fail_before_a_slow_rank() -> float:
     time.sleep(2.0 if group.rank == 2 else 0.2)
     ready_s = time.monotonic()
     for _ in range(2):
-        group.explain(RuntimeError("closed"), "step 1")
-        group._failure = None  # as in the thread that looked at the same time
+        group.failures.explain(RuntimeError("closed"), "step 1")
+        group.failures.found = None  # as in the thread that looked at the same time
     group.fail("done")
     group.close()
     return ready_s

@@ -20,8 +20,9 @@ from zlib import crc32
 import torch
 import torch.distributed as dist
 
-from tiered_zero.errors import RankError, TieredZeroError
+from tiered_zero.errors import RankError
 from tiered_zero.hardware.lanes import DeviceMarker, Lane, Work, runs_on_lane
+from tiered_zero.hardware.rank_failures import RankFailures
 from tiered_zero.telemetry.spans import Recorder
 from tiered_zero.transfer import Transfer, wait_all
 
@@ -34,9 +35,6 @@ beside each other."""
 POLL_S = 0.5
 """A blocked wait looks in the store this often for the message of a rank that failed."""
 
-GRACE_S = 3.0
-"""A rank whose connection broke waits so long for the message of the rank that broke it."""
-
 LINGER_S = 5.0
 """A rank that closes its engine waits so long for the others to do the same: what they still receive then arrives."""
 
@@ -48,9 +46,6 @@ _HEAD = struct.Struct("<II")
 
 _CLOSED = 0
 """The kind of what a rank that closes its engine answers to an exchange of the others."""
-
-_FAILED, _KNOWN = "failed", "known"
-"""Keys of the store: the first failure, and one for each rank that knows of it."""
 
 _ORDER_NBYTES = 256
 """What ranks compare of the order of a gather: a digest, and as much of its text as there is room for. The names of
@@ -109,19 +104,19 @@ class CollectiveTransfer(Transfer):
         return self._event.wait(seconds)
 
     def wait(self) -> None:
-        start_s = time.perf_counter()
+        start_s, failures = time.perf_counter(), self._groups.failures
         if not self._event.wait(POLL_S):
-            self._groups.post_wait(self.what)
+            failures.post_wait(self.what)
             while not self._event.wait(POLL_S):
-                self._groups.check_others()
+                failures.check()
             if self.error is None:
-                self._groups.end_wait(self.what)
+                failures.end_wait(self.what)
         if not runs_on_lane():
             end_s = time.perf_counter()
             self._groups.traffic.waited_s += end_s - start_s
             self._groups.recorder.add("compute", "wait_ranks", self.what, start_s, end_s)
         if self.error is not None:
-            raise self._groups.explain(self.error, self.what)
+            raise failures.explain(self.error, self.what)
 
 
 @final
@@ -149,10 +144,9 @@ class ProcessGroups:
         store: Any = dist.distributed_c10d._get_default_store()
         timeout = timedelta(seconds=timeout_s)
         self._groups: dict[str, Any] = {name: dist.new_group(backend="gloo", timeout=timeout) for name in GROUPS}
-        self._store = dist.distributed_c10d.PrefixStore(f"tiered_zero/{_next_run(self._groups['control'])}", store)
+        store = dist.distributed_c10d.PrefixStore(f"tiered_zero/{_next_run(self._groups['control'])}", store)
+        self.failures = RankFailures(store, self.rank, self.world_size, timeout_s)
         self._lanes = {name: Lane(f"rank {name}", _launch) for name in GROUPS}
-        self._failure: RankError | None = None
-        """What another rank has posted, or what ended a collective here: every call after it raises this."""
         self._phase = _Phase.OPEN
 
     # -- collectives ---------------------------------------------------------------------------------------------------
@@ -318,77 +312,12 @@ class ProcessGroups:
         if self._phase is not _Phase.OPEN:
             return
         self._phase = _Phase.FAILED
-        with suppress(Exception):  # the store may have ended with its rank
-            if self._failure is None:
-                self._store.compare_set(_FAILED, "", f"{self.rank} {message}")
-                self._acknowledge()
+        self.failures.post(message)
         self._close_groups()
 
-    def check_others(self) -> None:
-        """Raise RankError where another rank has posted that it failed."""
-        if self._failure is None:
-            with suppress(Exception):
-                if self._store.check([_FAILED]):
-                    self._failure = self._posted()
-        if self._failure is not None:
-            raise self._failure
-
-    def explain(self, error: BaseException, what: str) -> BaseException:
-        """Say what ended a collective: the failure that another rank has posted, the timeout, or a lost connection."""
-        if isinstance(error, TieredZeroError):
-            return error
-        if self._failure is None:
-            self._failure = self._find_cause(error, what)
-        return self._failure
-
-    def post_wait(self, what: str) -> None:
-        """Post that this rank waits in the collective `what`, for the error of one that waits in vain."""
-        with suppress(Exception):
-            self._store.set(f"wait/{self.rank}", what)
-
-    def end_wait(self, what: str) -> None:
-        """Take back that this rank waits in `what`, unless another of its threads has posted a later wait."""
-        with suppress(Exception):
-            self._store.compare_set(f"wait/{self.rank}", what, "")
-
-    def _find_cause(self, error: BaseException, what: str) -> RankError:
-        self.post_wait(what)
-        deadline = time.monotonic() + GRACE_S
-        lost = f"{what}: the connection to another rank was lost ({_first_line(error)}). Its own output says why."
-        with suppress(Exception):
-            while time.monotonic() < deadline:
-                if self._store.check([_FAILED]):
-                    return self._posted()
-                time.sleep(0.05)
-            if "imed out" in str(error):
-                return RankError(
-                    f"rank {self.rank}, {what}: no answer of another rank within {self.timeout_s:g} s "
-                    f"(tiered_zero.comm_timeout_s). {self._waits()}. Every rank must make the same calls in the "
-                    "same order; a rank that is stopped, or much slower, needs a longer timeout."
-                )
-        return RankError(lost)
-
-    def _posted(self) -> RankError:
-        rank, _, message = self._store.get(_FAILED).decode(errors="replace").partition(" ")
-        self._acknowledge()
-        return RankError(f"Rank {rank} failed, which ends the run on all {self.world_size} ranks: {message}")
-
-    def _acknowledge(self) -> None:
-        """Post that this rank knows of the failure. Idempotent: the driver and the lanes find it each for itself."""
-        self._store.set(f"{_KNOWN}/{self.rank}", "")
-
-    def _waits(self) -> str:
-        """Name the collective that each rank waits in now."""
-        calls = []
-        for rank in range(self.world_size):
-            key = f"wait/{rank}"
-            known = self._store.get(key).decode(errors="replace") if self._store.check([key]) else ""
-            calls.append(f"rank {rank}: {known or 'no call that waits'}")
-        return "; ".join(calls)
-
     def _check_open(self) -> None:
-        if self._failure is not None:
-            raise self._failure
+        if self.failures.found is not None:
+            raise self.failures.found
         if self._phase is not _Phase.OPEN:
             raise RankError("The process groups of this run are closed: it has failed, or its engine was closed.")
 
@@ -403,23 +332,15 @@ class ProcessGroups:
             return
         if (uncaught := getattr(sys, "last_value", None)) is not None:
             self.fail(f"{type(uncaught).__name__}: {uncaught}")
-        if self._phase is _Phase.FAILED and self._failure is None:
-            self._wait_known()
+        if self._phase is _Phase.FAILED and self.failures.found is None:
+            self.failures.wait_known(LINGER_S)
         have_others_closed = False
-        if self._phase is _Phase.OPEN and self._failure is None:
+        if self._phase is _Phase.OPEN and self.failures.found is None:
             with suppress(Exception):
                 transfer, _ = self._start_gather_bytes(_packed(_CLOSED, b""), "the end of the run")
                 have_others_closed = transfer.wait_at_most(LINGER_S)
         self._close_groups(join_lanes=have_others_closed)
         self._phase = _Phase.CLOSED
-
-    def _wait_known(self) -> None:
-        """Wait until all ranks know why this one failed: its end has the launcher end them."""
-        deadline_s = time.monotonic() + LINGER_S
-        keys = [f"{_KNOWN}/{rank}" for rank in range(self.world_size)]
-        with suppress(Exception):
-            while not self._store.check(keys) and time.monotonic() < deadline_s:
-                time.sleep(0.05)
 
     def _close_groups(self, *, join_lanes: bool = False) -> None:
         """Close the groups, which frees a peer that is blocked in one of them at once. `join_lanes`: no lane of this
@@ -458,7 +379,3 @@ def _name_of(call: str) -> bytes:
 def _launch(work: Work) -> DeviceMarker | None:
     work.job()
     return None
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:300]
