@@ -1,9 +1,10 @@
-"""A torch optimizer's own code, run on one parameter at a time: copies without parameters, and their single steps."""
+"""A torch optimizer's own code, run on one parameter at a time: copies without parameters, and their dry steps."""
 
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -91,3 +92,21 @@ def same(left: Any, right: Any) -> bool:
     if isinstance(left, Mapping):
         return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
     return left is right or bool(left == right) or (isinstance(left, float) and left != left and right != right)
+
+
+def cloned(scalars: State) -> State:
+    """Copy the tensors among plain values."""
+    return {name: v.detach().clone() if isinstance(v, torch.Tensor) else v for name, v in scalars.items()}
+
+
+def example_leaf(values: torch.Tensor) -> torch.Tensor:
+    """Make `values` a parameter whose gradient is 1."""
+    values.requires_grad_().grad = torch.ones_like(values)
+    return values
+
+
+@contextmanager
+def dry_steps() -> Iterator[None]:
+    """Step a copy inside: without autograd, and without a change of the user's random numbers."""
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        yield

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -13,7 +13,18 @@ import torch
 from torch.optim import Optimizer
 
 from tiered_zero.errors import ModelError
-from tiered_zero.optim.optimizer_copy import State, advance, bare_copy, changes, copied, copied_group, numbers
+from tiered_zero.optim.optimizer_copy import (
+    State,
+    advance,
+    bare_copy,
+    changes,
+    cloned,
+    copied,
+    copied_group,
+    dry_steps,
+    example_leaf,
+    numbers,
+)
 from tiered_zero.optim.rule import Run, StateField, UpdateRule
 
 ELEMENTWISE: set[type[Optimizer]] = {
@@ -109,7 +120,8 @@ class TorchRule(UpdateRule):
         parameters.
         """
         self._refuse_options(hyper)
-        key = ((1,) if self.elementwise else shape, _key_of(hyper))
+        options = repr(sorted((name, value) for name, value in hyper.items() if name != "params"))
+        key = ((1,) if self.elementwise else shape, options)
         if self.elementwise:
             if key not in self._fields:
                 self._fields[key] = self._dry_run((1,), hyper, "cpu")
@@ -184,10 +196,10 @@ class TorchRule(UpdateRule):
 
     def _try_state(self, state: State, hyper: Mapping[str, Any]) -> None:
         """Step one element from `state`. Raises ModelError where that fails, as it does where a key is missing."""
-        leaf = _example_leaf(torch.zeros(1))
+        leaf = example_leaf(torch.zeros(1))
         try:
-            with _dry():
-                advance(bare_copy(self._optimizer), leaf, hyper, _cloned(state))
+            with dry_steps():
+                advance(bare_copy(self._optimizer), leaf, hyper, cloned(state))
         except Exception as error:
             raise ModelError(
                 f"{self.name} cannot go on from state with {sorted(state) or 'nothing'} alone; it raised "
@@ -218,7 +230,7 @@ class TorchRule(UpdateRule):
     def _state_of(self, state: Mapping[str, torch.Tensor], scalars: Mapping[str, Any]) -> State:
         absent = {name for name, value in scalars.items() if isinstance(value, str) and value == _ABSENT}
         kept = {name: value for name, value in scalars.items() if name not in {_INITIALIZED, *absent}}
-        return {name: home.detach() for name, home in state.items() if name not in scalars} | _cloned(kept)
+        return {name: home.detach() for name, home in state.items() if name not in scalars} | cloned(kept)
 
     def _first_state(self, leaf: torch.Tensor, group: Mapping[str, Any]) -> State:
         if self._construct is None:
@@ -255,14 +267,14 @@ class TorchRule(UpdateRule):
                     f"{self.name} was expected to keep tensors and plain values as state; found {name}: "
                     f"{type(value).__name__}. Such an optimizer cannot be moved between tiers."
                 )
-        return arrays, _cloned(scalars)
+        return arrays, cloned(scalars)
 
     def _dry_run(self, shape: tuple[int, ...], hyper: Mapping[str, Any], device: str) -> list[StateField]:
         """Return the arrays after two steps on ones. Raises ModelError if a step fails."""
         optimizer = bare_copy(self._optimizer)
-        leaf = _example_leaf(torch.ones(shape, device=device))
+        leaf = example_leaf(torch.ones(shape, device=device))
         try:
-            with _dry():
+            with dry_steps():
                 state, changed = advance(optimizer, leaf, hyper, self._first_state(leaf, hyper), not self.elementwise)
                 arrays, _ = self._split(advance(optimizer, leaf, {**hyper, **changed}, state)[0])
         except ModelError:
@@ -283,8 +295,8 @@ class TorchRule(UpdateRule):
             return
         for group, values in zip(groups, frozen, strict=True):
             shape = tuple(min(length, 3) for length in group["params"][0].shape) if group["params"] else (1,)
-            leaf = _example_leaf(torch.ones(shape))
-            with _dry():
+            leaf = example_leaf(torch.ones(shape))
+            with dry_steps():
                 first = self._first_state(leaf, values)
                 _, changed = advance(bare_copy(self._optimizer), leaf, values, first, tracks_group=True)
             group.update(copied(changed))
@@ -307,7 +319,7 @@ class TorchRule(UpdateRule):
         grads = torch.randn((_PROBE_STEPS, 2, *shape), generator=generator)
         together = [start.clone().requires_grad_() for start in starts]
         own = copied_group(hyper)
-        with _dry():
+        with dry_steps():
             torch.manual_seed(0)
             try:
                 optimizer = bare_copy(self._optimizer)
@@ -382,25 +394,5 @@ def _refuse_class(kind: type[Optimizer]) -> None:
             )
 
 
-def _cloned(scalars: State) -> State:
-    return {name: v.detach().clone() if isinstance(v, torch.Tensor) else v for name, v in scalars.items()}
-
-
-def _key_of(hyper: Mapping[str, Any]) -> str:
-    return repr(sorted((name, value) for name, value in hyper.items() if name != "params"))
-
-
 def _example_params() -> list[torch.Tensor]:
     return [torch.zeros(1, 1, requires_grad=True)]
-
-
-def _example_leaf(values: torch.Tensor) -> torch.Tensor:
-    values.requires_grad_().grad = torch.ones_like(values)
-    return values
-
-
-@contextlib.contextmanager
-def _dry() -> Iterator[None]:
-    """Step a copy inside: without autograd, and without a change of the user's random numbers."""
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        yield
