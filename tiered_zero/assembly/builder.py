@@ -157,7 +157,8 @@ def _build(run_spec: RunSpec, lr_scheduler: Any, collectives: Collectives, loade
             tiers.state_staging,
             lambda unit: pager.storage(unit).flat,
         )
-        policy = make_policy(run_spec, stepper, inventory, runtime, pager, gradients)
+        whole = whole_weights(run_spec, runtime, pager)
+        policy = make_policy(run_spec, stepper, inventory, runtime, whole, gradients)
         resources.add("prefetch", policy.cancel_prefetch)
 
         def drain() -> None:
@@ -251,7 +252,7 @@ def _build(run_spec: RunSpec, lr_scheduler: Any, collectives: Collectives, loade
         checkpoints = Checkpoints(
             portable,
             policy,
-            whole_weights(run_spec, runtime, pager),
+            whole,
             driver,
             written_by(run_spec.rule, config, collectives.world_size),
             config=config,

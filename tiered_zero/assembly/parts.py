@@ -122,7 +122,7 @@ def make_policy(
     stepper: StreamingStepper,
     inventory: Inventory,
     runtime: Runtime,
-    pager: Pager,
+    whole: WholeWeights,
     gradients: GradientStore,
 ) -> UpdatePolicy:
     """The policy that the plan has chosen. See [Note: State on several tiers]."""
@@ -130,15 +130,15 @@ def make_policy(
     units = list({s.unit.index: s.unit for layout in run_spec.layouts for s in layout.subgroup.segments}.values())
     choice = run_spec.plan.update_policy
     if choice.policy == "barrier":
-        whole, ends = whole_weights(run_spec, runtime, pager), (pager.updates.invalidate, pager.updates.end_update)
+        ends = whole.guard.invalidate, whole.guard.end_update
         if (gather := whole.gather) is None:
             return BarrierPolicy(stepper, groups, *ends)
         return GatheringPolicy(stepper, groups, *ends, runtime=runtime, units=gather.units, gather=gather)
     if choice.policy == "overlapped":
         open_eagerly = partial(EagerUpdate, run_spec.layouts, gradients.freeze)
         eagerly = open_eagerly if choice.optimizer_in_backward else None
-        return OverlappedPolicy(stepper, groups, inventory, units, runtime, pager.updates, eagerly)
-    overlapped = OverlappedPolicy(stepper, groups, inventory, units, runtime, pager.updates)
+        return OverlappedPolicy(stepper, groups, inventory, units, runtime, whole.guard, eagerly)
+    overlapped = OverlappedPolicy(stepper, groups, inventory, units, runtime, whole.guard)
     return DelayedPolicy(overlapped, settings.delay_start_step)
 
 
