@@ -44,7 +44,7 @@ RAISED: dict[str, Fault] = {
     "EIO on a write": ("write", 9, "fail", errno.EIO),
     "ENOSPC on a write": ("write", 9, "fail", errno.ENOSPC),
     "a bit flipped by a read": ("read", 9, "flip", 70),
-    "a bit flipped by a write": ("write", 9, "flip", 70),
+    "a bit flipped by every write": ("write", 0, "flip", 70),  # one may be of values that are replaced unread
     "every read hangs": ("read", 0, "stall", 2500),
     "every write hangs": ("write", 0, "stall", 2500),
 }
