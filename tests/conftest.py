@@ -24,6 +24,7 @@ from hypothesis import settings
 from tests.support.native_build import UPDATE_SOURCE, compile_shared
 from tiered_zero.io.preflight import filesystem_type, is_local
 from tiered_zero.native import find_library
+from tiered_zero.optim import kernel_rule
 from tiered_zero.store import runs
 
 torch.set_num_threads(2)  # the same order of sums on every machine, and more than one thread at work
@@ -38,7 +39,8 @@ if threading.current_thread() is threading.main_thread():
 
 
 @pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
+def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(kernel_rule, "measure_copy_rate", lambda: 0.0)  # other load slows an update, which then warns
     random.seed(0)
     numpy.random.seed(0)
     torch.manual_seed(0)

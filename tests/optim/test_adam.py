@@ -13,7 +13,7 @@ from tiered_zero.errors import ModelError
 from tiered_zero.native.update import UpdateKernel
 from tiered_zero.optim import kernel_rule, torch_bits
 from tiered_zero.optim.adam import AdamRule
-from tiered_zero.optim.kernel_rule import open_kernel
+from tiered_zero.optim.kernel_rule import measure_copy_rate, open_kernel
 from tiered_zero.optim.rule import Run
 from tiered_zero.optim.state_formats import join_master, split_master
 
@@ -383,6 +383,10 @@ def test_without_library_one_notice_names_the_cause(
     assert "no C compiler worked" in record.message and "parameters/s" in record.message
     report = rule.report()
     assert report["backend"] == "torch" and report["reason"] and report["params_per_s"] > 0
+
+
+def test_the_memory_rate_is_measured() -> None:
+    assert measure_copy_rate(1 << 20) > 0
 
 
 def test_a_slow_kernel_is_said_to_be_slow(
