@@ -17,8 +17,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import tiered_zero.checkpoint.values as values_module
-from tiered_zero.checkpoint.values import MAX_DEPTH, TORCH_DTYPES, decode, encode
+from tiered_zero.checkpoint import encode as encoding
+from tiered_zero.checkpoint.decode import decode
+from tiered_zero.checkpoint.encode import encode
+from tiered_zero.checkpoint.values import MAX_DEPTH, TORCH_DTYPES
 from tiered_zero.errors import ModelError
 
 
@@ -214,7 +216,7 @@ def test_the_deepest_value_comes_back() -> None:
 
 
 def test_more_data_than_one_text_holds_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(values_module, "MAX_DATA_NBYTES", 1 << 20)
+    monkeypatch.setattr(encoding, "MAX_DATA_NBYTES", 1 << 20)
     half = torch.zeros(1 << 19, dtype=torch.uint8)
     assert same([half, b"", half], through_text([half, b"", half]))
     for more in (b"1", torch.ones(1), numpy.ones(1), torch.ones(1).expand(1 << 40)):

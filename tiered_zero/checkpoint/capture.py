@@ -10,8 +10,8 @@ from typing import Any, final
 
 import torch
 
-from tiered_zero.checkpoint import values
 from tiered_zero.checkpoint.driver import join_states, own_state
+from tiered_zero.checkpoint.encode import encode
 from tiered_zero.checkpoint.file_writer import FileWriter, Piece
 from tiered_zero.checkpoint.manifest import WrittenBy
 from tiered_zero.checkpoint.portable import RunState, StateSnapshot, TensorSpec, buffer_key
@@ -86,7 +86,7 @@ class Capture:
             saver.save(self.buffers, self.params, self.with_frozen)
         return Share(
             written=tag.writer.finish_files(),
-            scalars={name: values.encode(own, f"state of {name}") for name, own in snapshot.scalars.items()},
+            scalars={name: encode(own, f"state of {name}") for name, own in snapshot.scalars.items()},
             driver=own_state(self.fields["driver"]),
         )
 

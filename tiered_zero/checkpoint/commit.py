@@ -32,8 +32,8 @@ from typing import Any, Final, final
 
 import torch
 
-from tiered_zero.checkpoint import values
 from tiered_zero.checkpoint.copies import DurableCopies
+from tiered_zero.checkpoint.encode import encode
 from tiered_zero.checkpoint.manifest import TagManifest, TensorEntry, WrittenBy
 from tiered_zero.checkpoint.places import PlaceTable, pack
 from tiered_zero.checkpoint.portable import RunState
@@ -86,7 +86,7 @@ class Commits:
     def commit(self, tag: str, step: int, written_by: WrittenBy, driver: dict[str, Any]) -> None:
         """Make the state of `step` durable, between two updates.
 
-        `driver`: as values.py encodes it. Raises StoreError: the last commit is as it was, and may be tried again
+        `driver`: as `encode` gives it. Raises StoreError: the last commit is as it was, and may be tried again
         where the error says so.
         """
         state = self._state
@@ -95,7 +95,7 @@ class Commits:
         tensors = {
             key: TensorEntry(dtype=spec.dtype_name, shape=spec.shape, order=spec.order) for key, spec in specs.items()
         }
-        scalars = {name: values.encode(dict(own), f"scalars of {name}") for name, own in state.scalars().items()}
+        scalars = {name: encode(dict(own), f"scalars of {name}") for name, own in state.scalars().items()}
         manifest = TagManifest(
             kind="in_place",
             tag=tag,

@@ -14,6 +14,7 @@ from typing import Any, Protocol, final
 from torch import nn
 
 from tiered_zero.checkpoint.driver_fields import OWN_PARTS, check_counts, decode_state
+from tiered_zero.checkpoint.encode import encode
 from tiered_zero.checkpoint.extra_state import check_extra_states, extra_states, restore_extra_states
 from tiered_zero.checkpoint.schedules import (
     check_options,
@@ -23,7 +24,6 @@ from tiered_zero.checkpoint.schedules import (
     options_to_load,
     scheduler_state,
 )
-from tiered_zero.checkpoint.values import encode
 from tiered_zero.errors import ModelError, StoreError
 from tiered_zero.grads.overflow import OverflowCounts, OverflowGuard
 from tiered_zero.hardware.collectives import Collectives, SingleRank
@@ -87,7 +87,7 @@ class DriverState:
     module: nn.Module | None = None
 
     def capture(self, client_state: Mapping[str, Any]) -> State:
-        """Copy the state as it is now, as `values.encode` gives it: JSON.
+        """Copy the state as it is now, as `encode` gives it: JSON.
 
         Raises ModelError, naming the path, for a value that cannot be saved, and for a scheduler without state_dict().
         """

@@ -124,7 +124,7 @@ class WrittenBy:
 @final
 @dataclass(frozen=True, kw_only=True)
 class TagManifest:
-    """All that a tag says of itself. `scalars`, `driver`: as values.py encodes them; checked where they are decoded.
+    """All that a tag says of itself. `scalars`, `driver`: as encode.py gives them; checked where they are decoded.
 
     `swap`: of an in-place commit, the run's id and directories; the state is in the store that is there.
     """

@@ -9,7 +9,7 @@ from typing import Any, final
 
 import torch
 
-from tiered_zero.checkpoint import values
+from tiered_zero.checkpoint.decode import decode
 from tiered_zero.checkpoint.manifest import TagManifest, TensorEntry
 from tiered_zero.checkpoint.portable import MASTER, PARAM, VALUE_KINDS, RunState, buffer_key, field_spec
 from tiered_zero.checkpoint.tensors import torch_dtype
@@ -175,7 +175,7 @@ class _StateMatcher:
 
     def _scalars(self, encoded: Any, name: str) -> dict[str, Any]:
         try:
-            decoded = values.decode(encoded)
+            decoded = decode(encoded)
             return self._state.rule.load_scalars(decoded)
         except (TypeError, ValueError, KeyError, RuntimeError, AttributeError) as error:
             raise StoreError(

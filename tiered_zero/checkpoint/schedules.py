@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from tiered_zero.checkpoint.values import decode, encode
+from tiered_zero.checkpoint.decode import decode
+from tiered_zero.checkpoint.encode import encode
 from tiered_zero.errors import ModelError
 from tiered_zero.update.handle import TieredOptimizer
 
