@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -109,6 +110,18 @@ class StepRecovery:
         if self.runtime.collectives.world_size > 1 and self.failures.error is None:
             self._latch(f"{what} raised {type(error).__name__}, which ends the run on all ranks")
 
+    def _fail_ranks(self, error: BaseException | None) -> None:
+        """End the run on all ranks where a forward or backward past the engine has ended early on this one, between
+        collectives of it: the others wait there, and this rank's program goes on. `error`: None where the program has
+        handled it by now, so that it is not known."""
+        reducer, name = self._reducer, self.phase.now.value
+        if reducer is None or not (reducer.shards_params or reducer.is_open):
+            return
+        text = "an exception that its program has caught" if error is None else f"{type(error).__name__}: {error}"
+        self.runtime.collectives.fail(f"its {name} past the engine was ended by {text}")
+        if self.failures.error is None:
+            self._latch(f"a {name} past the engine was ended by {text}, which ends the run on all ranks")
+
     @contextmanager
     def _pass(self, phase: Phase) -> Iterator[None]:
         """Run the block as a forward or a backward."""
@@ -133,9 +146,11 @@ class StepRecovery:
             self._latch(f"a change by hand of the parameters of {changing.name} was interrupted")
         phase = self.phase
         if phase.now is Phase.IDLE:
-            if not self.pager.was_interrupted:
+            if not (self.pager.was_interrupted or self.arrivals.was_interrupted):
                 return
-            phase.now = Phase.BACKWARD if phase.has_own_backward else Phase.FORWARD
+            is_backward = phase.has_own_backward or self.arrivals.was_interrupted
+            phase.now = Phase.BACKWARD if is_backward else Phase.FORWARD
+            self._fail_ranks(_caught_in_backward() if is_backward else None)
         if phase.now is Phase.UPDATE and self.failures.error is None:
             self._latch("step() was interrupted after its update had begun")
         # a drain cancels an open update, and with it the step: where both are there a forward drops the step too
@@ -196,3 +211,10 @@ class StepRecovery:
         self.visible_gradients.hide()
         self.visible_gradients.set_hidden(self.overflow.loss_scale)
         self.gradients.discard()
+
+
+def _caught_in_backward() -> BaseException | None:
+    """Return the exception that the program handles now, if autograd has raised it."""
+    error = sys.exc_info()[1]
+    frames = traceback.walk_tb(error.__traceback__ if error is not None else None)
+    return error if any(frame.f_code.co_name == "_engine_run_backward" for frame, _ in frames) else None

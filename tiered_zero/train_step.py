@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -57,21 +58,27 @@ class TrainStep(StepRecovery):
         self._clipping = config.gradient_clipping
         self._optimizer_in_backward = choice.optimizer_in_backward
         self._warned_of_no_gradient = False
+        self._handled = 0
+        """The id of the exception that the program handled as it called a module directly."""
         self.visible_gradients.set_hidden(self.overflow.loss_scale)
 
     # -- module hooks, on the driver thread or in a recomputation in backward ------------------------------------------
 
-    def pre_forward(self, module: nn.Module, units: Sequence[Unit]) -> None:
-        """Open the module's frame and make `units` usable; begin a pass where the module is called directly."""
+    def pre_forward(self, module: nn.Module, units: Sequence[Unit], inputs: Sequence[Any] = ()) -> None:
+        """Open the module's frame and make `units` usable; begin a pass where the module is called directly. `inputs`:
+        the call's arguments."""
         if self.scope.is_root(module):  # the root never runs inside itself: a forward that is open was interrupted
             self._end_interrupted_forward()
         is_direct = self.pager.is_called_directly()
         if is_direct:
             self._recover_between_calls()
             self.scope.begin_direct(module)
+            self._handled = id(sys.exc_info()[1])
         self.pager.enter_frame(units)
-        if self._reducer is not None and torch.is_grad_enabled():
-            self._reducer.note_use(units)
+        if torch._C._current_graph_task_id() != -1:
+            self.arrivals.notice_backward()
+        elif units and (torch.is_grad_enabled() or module.training):
+            self.arrivals.note_use(units, inputs)
         if is_direct:
             self.scope.save_direct()
 
@@ -80,6 +87,11 @@ class TrainStep(StepRecovery):
         self.pager.exit_frame()
         if self.scope.is_direct and not self.pager.is_running():
             self.scope.end_direct()
+            error = sys.exc_info()[1]
+            if error is not None and id(error) != self._handled:
+                self.phase.now = Phase.FORWARD
+                self._fail_ranks(error)
+                self.phase.now = Phase.IDLE
 
     def _end_interrupted_forward(self) -> None:
         """Close what an interrupted direct call of a module has left open: torch runs no forward hook after it."""

@@ -33,12 +33,10 @@ class Routed(nn.Module):
 
 
 class RoutedModel(nn.Module):
-    """`recomputes`: backward computes each block again."""
-
-    def __init__(self, recomputes: bool) -> None:
+    def __init__(self, recomputes: bool | str, num_blocks: int = 4) -> None:
         super().__init__()
         self.first = nn.Linear(8, HIDDEN)
-        self.blocks = nn.ModuleList(Routed() for _ in range(4))
+        self.blocks = nn.ModuleList(Routed() for _ in range(num_blocks))
         self.last = nn.Linear(HIDDEN, 4)
         self.recomputes = recomputes
 
@@ -46,20 +44,28 @@ class RoutedModel(nn.Module):
         x = self.first(x)
         for number, block in enumerate(self.blocks):
             chosen = (which + number) % 3
-            x = checkpoint(block, x, chosen, use_reentrant=False) if self.recomputes else block(x, chosen)
+            if self.recomputes:
+                x = checkpoint(block, x, chosen, use_reentrant=self.recomputes == "reentrant")
+            else:
+                x = block(x, chosen)
         return self.last(x)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """`routes`: rank 0 chooses other experts in each step, the other ranks the same ones. `forwards`: before one
-    backward. `delays`: transfers are late, by other times on each rank."""
+    backward. `recomputes`: backward computes each block again, "reentrant" in a backward inside of it. `own`: the
+    script calls loss.backward(). `delays`: transfers are late, by other times on each rank."""
 
     zero: Mapping[str, Any] = field(default_factory=dict)
     runtime: Mapping[str, Any] = field(default_factory=dict)
     routes: bool = True
-    recomputes: bool = False
+    recomputes: bool | str = False
+    own: bool = False
+    accumulation: int = 1
+    config: Mapping[str, Any] = field(default_factory=dict)
     forwards: int = 1
+    num_blocks: int = 4
     steps: int = 3
     delays: bool = False
 
@@ -68,13 +74,18 @@ def _loss(model: Any, run: Run, step: int, rank: int) -> Tensor:
     losses = []
     for number in range(run.forwards):
         rows = torch.randn(5, 8, generator=torch.Generator().manual_seed(100 * step + 10 * number + rank))
-        losses.append(model(rows, (0 if run.routes and rank else step) + number).square().mean())
+        losses.append(
+            model(rows.to(next(model.parameters()).dtype), (0 if run.routes and rank else step) + number)
+            .float()
+            .square()
+            .mean()
+        )
     return torch.stack(losses).sum()
 
 
 def _build(run: Run) -> tuple[RoutedModel, torch.optim.Optimizer]:
     torch.manual_seed(5)
-    model = RoutedModel(run.recomputes)
+    model = RoutedModel(run.recomputes, run.num_blocks)
     return model, torch.optim.AdamW(model.parameters(), lr=3e-3)
 
 
@@ -88,16 +99,21 @@ def train_tiered(run: Run, swap_path: str) -> dict[str, Any]:
     runtime = {"debug_delay_seed": rank + 1} if run.delays else {}
     config = {
         "train_micro_batch_size_per_gpu": 5,
+        "gradient_accumulation_steps": run.accumulation,
         "gradient_clipping": 0.0,
         "zero_optimization": zero,
         "tiered_zero": {"device": "cpu", "host_memory_limit": "1GiB", "comm_timeout_s": 20, **runtime, **run.runtime},
+        **run.config,
     }
     engine, *_ = tiered_zero.initialize(model=model, optimizer=optimizer, config=config)
     losses = []
     for step in range(run.steps):
         loss = _loss(engine, run, step, rank)
         losses.append(loss.item())
-        engine.backward(loss)
+        if run.own:
+            loss.backward()
+        else:
+            engine.backward(loss)
         engine.step()
     found = {
         "weights": {name: value.clone() for name, value in engine.module.state_dict().items()},
@@ -105,6 +121,9 @@ def train_tiered(run: Run, swap_path: str) -> dict[str, Any]:
         "norms": [],
         "policy": engine.plan.update_policy.text,
         "units": sorted({unit.module for unit in units(engine)}),
+        "in_flight": engine.memory_report()["device"]["gradient_in_flight"],
+        "largest": max(unit.nbytes for unit in units(engine)),
+        "reduced": engine.rank_report()["reduced_nbytes"],
     }
     engine.close()
     return found

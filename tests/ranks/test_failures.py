@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,87 @@ def test_an_exception_in_one_backward_ends_the_reductions_of_all(ranks: RankPool
     assert second == "ValueError: no gradient of this rank"
     assert first.startswith("RankError: Rank 1 failed, which ends the run on all 2 ranks: ValueError: no gradient")
     assert not any(swap_path.iterdir())
+
+
+class Fails(torch.autograd.Function):
+    """Its backward has no room."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        raise MemoryError("no room for a gradient")
+
+
+class Fragile(nn.Sequential):
+    """`fails`: "forward" or "backward", half way."""
+
+    fails = ""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, layer in enumerate(self):
+            x = layer(x)
+            if number == 3 and self.fails == "backward":
+                x = Fails.apply(x)
+            elif number == 3 and self.fails == "forward":
+                raise MemoryError("no room for an activation")
+        return x.square().mean()
+
+
+def skip_a_batch(path: str, stage: int, fails: str, asks: str) -> list[str]:
+    """Rank 1 catches what its own second pass raises, and goes on with the next batch. `asks`: when it next calls the
+    engine: "then", or "at once" in its handler. Returns what each rank has heard."""
+    rank, config = rank_and_config(path, stage=stage, offload_optimizer={"device": "none"}, reduce_bucket_size=4096)
+    torch.manual_seed(5)
+    model = Fragile(*(nn.Linear(64, 64) for _ in range(6)))
+    engine, *_ = tiered_zero.initialize(model=model, optimizer=make_optimizer(model, "sgd"), config=config)
+    heard = []
+    start_s = time.monotonic()
+    try:
+        for step in range(4):
+            model.fails = fails if rank == 1 and step == 1 else ""
+            try:
+                loss = (model if fails == "forward" else engine)(torch.ones(5, 64))
+                loss.backward()
+            except MemoryError as error:
+                heard.append(f"{type(error).__name__}: {error}")
+                if asks == "at once":
+                    engine.zero_grad()
+                continue
+            engine.step()
+    except Exception as error:
+        heard.append(f"{type(error).__name__}: {error}")
+        with pytest.raises(EngineFailedError, match="all ranks"):
+            engine.step()
+    finally:
+        engine.close()
+    assert time.monotonic() - start_s < config["tiered_zero"]["comm_timeout_s"], "nothing waited for the timeout"
+    return heard
+
+
+@pytest.mark.parametrize(
+    ("stage", "fails", "asks"),
+    [(2, "backward", "then"), (2, "backward", "at once"), (3, "backward", "then"), (3, "forward", "then")],
+)
+def test_a_caught_exception_past_the_engine_ends_the_run_on_all(
+    ranks: RankPool, swap_path: Path, stage: int, fails: str, asks: str
+) -> None:
+    [first], [caught, refused] = ranks.run(skip_a_batch, 2, str(swap_path), stage, fails, asks)
+    assert caught.startswith("MemoryError")
+    known = asks == "at once" or fails == "forward"
+    why = caught if known else "an exception that its program has caught"
+    assert why in refused
+    assert f"Rank 1 failed, which ends the run on all 2 ranks: its {fails} past the engine was ended by {why}" in first
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_rank_with_whole_gradients_may_skip_a_batch(ranks: RankPool, swap_path: Path, stage: int) -> None:
+    """No other rank waits for its backward. Both then make three steps."""
+    outcomes = ranks.outcomes(skip_a_batch, 2, str(swap_path), stage, "backward", "then")
+    assert outcomes[1].value == ["MemoryError: no room for a gradient"]
+    assert "Rank 1 has closed its engine, or ended" in outcomes[0].value[0]
 
 
 def leave_a_step_out(path: str, how: str) -> str:

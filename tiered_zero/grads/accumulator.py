@@ -109,10 +109,13 @@ class GradientStore:
             target.copy_(source)
 
     def _keep_waiting(self, gradients: UnitGradients, entry: FlatEntry, source: torch.Tensor) -> None:
-        """Keep this rank's gradient [numel] on the device until a bucket takes it: `take_waiting`."""
+        """Keep this rank's gradient [numel] on the device until a bucket takes it: `take_waiting`. Add it to one that
+        waits, in fp32."""
         waiting, index = gradients.waiting, entry.param.index
         if index in waiting:
-            waiting[index] = waiting[index] + source
+            total = waiting[index].to(torch.float32) + source
+            self._ledger.charge("device", "gradient_in_flight", total.nbytes - waiting[index].nbytes)
+            waiting[index] = total
             return
         self._ledger.charge("device", "gradient_in_flight", source.nbytes)
         waiting[index] = source

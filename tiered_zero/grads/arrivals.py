@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import final
+from functools import partial
+from typing import Any, final
 
 import torch
 from torch import nn
@@ -25,9 +27,10 @@ class GradientArrivals:
     in `param.grad` (with what earlier backwards of the step gave, as in plain PyTorch), and what they leave there goes
     to the store with the next gradient, or when the backward ends.
 
-    A backward that the engine did not start (`loss.backward()`) is noticed by its first gradient. Its gradients are
-    divided by `_num_micro_batches`, as DeepSpeed does; with `_scales_loss` (fp16) it is refused. A loss that
-    `engine.scale` made is taken as it is. Autograd's thread, while the driver waits.
+    A backward that the engine did not start (`loss.backward()`) is noticed by its first gradient, or by the first
+    module that it computes again: reentrant checkpoints then run backwards inside of it, which are a part of it. Its
+    gradients are divided by `_num_micro_batches`, as DeepSpeed does; with `_scales_loss` (fp16) it is refused. A loss
+    that `engine.scale` made is taken as it is. Autograd's thread, while the driver waits.
 
     `_reducer`: of many ranks. `_on_unit_complete`: called once every gradient of a unit has come in a backward.
     `_on_end`: called at the end of a backward that the engine did not start.
@@ -43,7 +46,8 @@ class GradientArrivals:
     """Parameters whose users' hooks may still run."""
     _is_engines: bool = field(default=False, init=False)
     _is_scaled: bool = field(default=False, init=False)
-    _task: int = field(default=-1, init=False)
+    _ending: weakref.ref[Callable[[], None]] | None = field(default=None, init=False)
+    """What autograd calls at the end of a backward that the engine did not start, and drops where it fails."""
     has_noticed: bool = field(default=False, init=False)
     """Whether a backward that the engine did not start has brought gradients since `reset`."""
 
@@ -65,13 +69,40 @@ class GradientArrivals:
         """`param.grad` is complete for one pass."""
         self._take_waiting()
         if not self._is_engines:
-            self._notice()
+            self.notice_backward()
+            self.has_noticed = True
+            self._begin_reduction()
             self._scale(param)
         if len(param._post_accumulate_grad_hooks or ()) > 1:
             self._store.show_sum(param)
             self._waiting.append(param)
         else:
             self._accumulate(param)
+
+    def note_use(self, units: Sequence[Unit], inputs: Sequence[Any]) -> None:
+        """The forward of a module that owns `units` begins, with `inputs`, and autograd records it or will compute it
+        again. Driver thread."""
+        if self._reducer is not None:
+            self._reducer.note_use(units, inputs, self._pass_units)
+
+    def _pass_units(self, indices: Sequence[int], _: torch.Tensor) -> None:
+        """A backward has met a mark of these units, perhaps one that reduces nothing (`torch.autograd.grad`)."""
+        if self._reducer is not None and self._reducer.is_open:
+            self._take_waiting()
+            self._reducer.pass_units(indices)
+
+    def notice_backward(self) -> None:
+        """Autograd runs a backward: follow it to its end, unless the engine has started it."""
+        if self._is_engines or (self._ending is not None and self._ending() is not None):
+            return
+        end = partial(self._end)  # a new object, which nothing but autograd keeps
+        self._ending = weakref.ref(end)
+        torch.autograd.Variable._execution_engine.queue_callback(end)
+
+    @property
+    def was_interrupted(self) -> bool:
+        """Whether a backward that the engine did not start has failed."""
+        return self._ending is not None and self._ending() is None
 
     def expect(self, scaled: torch.Tensor) -> None:
         """Take the gradients of `scaled` as they are: `engine.scale` made this loss."""
@@ -87,6 +118,7 @@ class GradientArrivals:
         """No backward runs any more."""
         self.reset()
         self._is_engines = False
+        self._ending = None
 
     def _begin_scaled(self, _: torch.Tensor) -> None:
         if self._is_engines:
@@ -100,14 +132,8 @@ class GradientArrivals:
     def _end_scaled(self) -> None:
         self._is_scaled = False
 
-    def _notice(self) -> None:
-        if (task := torch._C._current_graph_task_id()) != self._task:
-            self._task = task
-            self.has_noticed = True
-            self._begin_reduction()
-            torch.autograd.Variable._execution_engine.queue_callback(self._end)
-
     def _end(self) -> None:
+        self._ending = None
         self._take_waiting()
         self._end_reduction()
         self._store.finish_transfers()

@@ -11,7 +11,7 @@ import struct
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 import torch
 
@@ -19,6 +19,7 @@ from tiered_zero.errors import RankError
 from tiered_zero.grads.accumulator import GradientStore
 from tiered_zero.grads.check import GradCheck, check_squares
 from tiered_zero.grads.unit_gradients import UnitGradients
+from tiered_zero.grads.unit_uses import UnitUses
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.layout.buckets import Bucket
 from tiered_zero.layout.flat import FlatEntry, Unit
@@ -85,19 +86,20 @@ class GradientReducer:
         """Memory of buckets, and what frees it."""
         self._names = {entry.param.index: entry.param.name for each in units for entry in each.unit.entries}
         self.is_sharded = any(each.shard is not None for each in units)
+        self.shards_params = reduction.defers
         self._queue: deque[Bucket] = deque()
-        """Buckets that this backward still reduces."""
+        """Buckets that this backward still reduces, while this rank's gradients of them come."""
+        self._complete: deque[Bucket] = deque()
+        """Those before them whose gradients have come, and that have no memory yet."""
         self._receiving: frozenset[int] = frozenset()
         """Units that it reduces."""
         self._taken: dict[int, dict[int, torch.Tensor]] = {}
         """Unit -> this rank's gradients that buckets are filled from."""
-        self._used: set[int] = set()
-        """Units that forwards of this rank have used since the last step()."""
-        self._noticed: set[int] = set()
-        """Units that have had gradients though no forward was seen to use them."""
-        self._seen: dict[int, set[int]] = {}
-        """Unit -> parameters that have had a gradient: its gradients are complete once they all have come."""
-        self._is_open = False
+        self._uses = UnitUses()
+        self._wide: frozenset[int] = frozenset()
+        """Units that are reduced in fp32, as some rank has gradients of several backwards to add up."""
+        self.is_open = False
+        """Whether a backward that reduces has begun, and not ended."""
         self._num_backwards = self._num_steps = 0
 
     def close(self) -> None:
@@ -108,59 +110,79 @@ class GradientReducer:
 
     # -- in backward ---------------------------------------------------------------------------------------------------
 
-    def note_use(self, units: Iterable[Unit]) -> None:
-        """A forward that autograd records uses these units."""
-        self._used.update(unit.index for unit in units)
+    def note_use(self, units: Iterable[Unit], inputs: Sequence[Any], on_met: Callable[..., None]) -> None:
+        """The forward of a module that owns `units` begins; autograd records it, or computes it again. `on_met` calls
+        `pass_units`. See [Note: Marks of uses]."""
+        if self.is_sharded:
+            self._uses.note(units, inputs, on_met)
 
     def begin_backward(self) -> None:
         """Agree with the other ranks on the units that this backward reduces. Raises RankError where they do something
         else. Does nothing inside another backward, as where autograd recomputes, nor where step() reduces."""
-        if not self.is_sharded or self._is_open:
+        if not self.is_sharded or self.is_open:
             return
-        self._is_open = True
+        self.is_open = True
         self._num_backwards += 1
-        self._noticed |= {index for index, each in self._units.items() if each.waiting}
-        used = self._used | self._noticed
-        flags = [index in used for index in self._units]
+        units = self._units.values()
+        self._uses.note_late(units)
+        flags = [self._uses.is_expected(index) for index in self._units] + [bool(each.waiting) for each in units]
         either = self._agree(b"b", self._num_steps, self._num_backwards, flags)
-        self._receiving = frozenset(index for index, is_used in zip(self._units, either, strict=True) if is_used)
+        self._receiving = frozenset(index for index, is_used in zip(self._units, either, strict=False) if is_used)
+        self._widen(either[len(self._units) :])
         for index in sorted(self._receiving):
             each = self._units[index]
-            if each.shard is not None and each.num_sums:
+            if each.shard is not None and (each.num_sums or index in self._wide):
                 self._store.promote(each)  # here every rank's earlier buckets end; in mid-backward they may not
         self._queue = deque(bucket for bucket in self._reduction.buckets if bucket.units & self._receiving)
+
+    def pass_units(self, indices: Iterable[int]) -> None:
+        """The backward has met a mark of these units."""
+        self._uses.meet(indices)
+        self.reduce_complete()
 
     def reduce_complete(self) -> None:
         """Reduce the next buckets, as far as this rank's gradients of them are complete. A gradient has come."""
         while self._queue and all(map(self._is_complete, self._queue[0].units & self._receiving)):
+            self._take_next()
+        while self._complete:
             if self._reduction.defers and not self._free and not self._under_way[0][1].done():
                 return
-            self._reduce(self._queue.popleft())
+            self._reduce(self._complete.popleft())
 
     def end_backward(self) -> None:
         """Reduce the buckets that are left, as they are."""
         while self._queue:
-            self._reduce(self._queue.popleft())
-        self._is_open = False
-        for index, each in self._units.items():
-            if each.arrived:
-                self._seen.setdefault(index, set()).update(each.arrived)
+            self._take_next()
+        while self._complete:
+            self._reduce(self._complete.popleft())
+        self.is_open = False
+        self._uses.end_backward(self._units.values())
 
     def abort(self) -> None:
         """Drop the backward that was open: every rank does."""
         self._queue.clear()
+        self._complete.clear()
         self._taken.clear()
-        self._used.clear()
-        self._is_open = False
+        self._uses.abort()
+        self.is_open = False
 
     def _is_complete(self, index: int) -> bool:
-        each = self._units[index]
-        if index not in self._used and index not in self._noticed:
-            return True
-        if index in self._taken:  # since an earlier bucket
-            return True
-        expected = self._seen.get(index)
-        return len(each.arrived) == len(each.unit.entries) if expected is None else expected <= each.arrived
+        return index in self._taken or self._uses.is_complete(self._units[index])  # taken by an earlier bucket
+
+    def _take_next(self) -> None:
+        """Take the gradients of the next bucket's units, however long it waits for memory then: which backward reduces
+        a gradient does not depend on time."""
+        self._complete.append(bucket := self._queue.popleft())
+        self._take(bucket)
+
+    def _take(self, bucket: Bucket) -> None:
+        for index in bucket.units & self._receiving:
+            if self._units[index].shard is not None and index not in self._taken:
+                self._taken[index] = self._store.take_waiting(self._units[index])
+
+    def _widen(self, flags: Iterable[bool]) -> None:
+        """`flags`: agreed, of each unit: whether gradients of several backwards may be added up before its bucket."""
+        self._wide = frozenset(index for index, is_wide in zip(self._units, flags, strict=True) if is_wide)
 
     # -- in step() -----------------------------------------------------------------------------------------------------
 
@@ -171,45 +193,42 @@ class GradientReducer:
         `micro_steps`, `global_steps`: what must be the same on every rank. Raises RankError where they differ.
         """
         with self._runtime.recorder.span("compute", "reduce_ranks"):
-            self._noticed |= {index for index, each in self._units.items() if each.waiting}
+            self._uses.note_late(self._units.values())
             self._receiving = self._agree_on_presence(micro_steps, global_steps)
             for bucket in self._reduction.buckets:
                 if bucket.units & self._receiving:
+                    self._take(bucket)
                     self._reduce(bucket)
             while self._under_way:
                 self._free.append(self._finish_oldest())
             squares, bad = self._exchange_squares()
-        self._used.clear()
+        self._uses.end_step()
         self._num_backwards = 0
         self._num_steps += 1
         return check_squares(squares, self._names.get(bad), loss_scale, max_norm)
 
     def _agree_on_presence(self, micro_steps: int, global_steps: int) -> frozenset[int]:
-        """Agree with the other ranks on which parameters have a gradient, and which units are summed in fp32; return
-        the units that step() reduces."""
+        """Agree with the other ranks on which parameters have a gradient, and which units hold sums of several; return
+        the units that step() reduces: of shards, what still waits; of whole units, those with a gradient."""
         entries = [(each, entry) for each in self._units.values() for entry in each.unit.entries]
         flags = [entry.param.index in each.present for each, entry in entries]
-        # of shards, what still waits is reduced; of whole units, what has a gradient, in fp32 where any rank's is
-        flags += [
-            each.flat.dtype == torch.float32 if each.shard is None else bool(each.waiting)
-            for each in self._units.values()
-        ]
+        units = self._units.values()
+        flags += [bool(each.present if each.shard is None else each.waiting) for each in units]
+        flags += [each.holds_sums for each in units]
         either = self._agree(b"s", global_steps, micro_steps, flags)
         present = {entry.param.index for (_, entry), has in zip(entries, either, strict=False) if has}
-        for each, flag in zip(self._units.values(), either[len(entries) :], strict=True):
+        reduced = frozenset(i for i, has in zip(self._units, either[len(entries) :], strict=False) if has)
+        self._widen(either[len(entries) + len(units) :])
+        for index, each in self._units.items():
             absent = [e for e in each.unit.entries if e.param.index in present and e.param.index not in each.present]
             each.present.update(entry.param.index for entry in absent)
-            if each.shard is None:
-                if flag:
-                    self._store.promote(each)
-                if absent:
-                    self._store.wait_update(each.unit)
+            if index in self._wide and (each.shard is None or index in reduced):
+                self._store.promote(each)
+            if each.shard is None and absent:
+                self._store.wait_update(each.unit)
                 for entry in absent:
                     each.view(entry).zero_()
-        if not self.is_sharded:
-            return frozenset(index for index, each in self._units.items() if each.present)
-        late = zip(self._units, either[len(entries) :], strict=True)
-        return frozenset(index for index, is_late in late if is_late)
+        return reduced
 
     def _agree(self, call: bytes, number: int, part: int, flags: Sequence[bool]) -> list[bool]:
         """Exchange flags of this call; return which is set on any rank. Raises RankError where another rank makes
@@ -254,12 +273,11 @@ class GradientReducer:
             self._free.append(self._finish_oldest())
 
     def _dtype(self, bucket: Bucket) -> torch.dtype:
-        """In which a bucket is reduced: that of its gradients, fp32 where they are sums over micro-batches."""
+        """In which a bucket is reduced: that of its gradients, fp32 where some are sums over micro-batches."""
         if self._reduction.dtype is not None:
             return self._reduction.dtype
-        flats = [each.flat for index in bucket.units if (each := self._units[index]).shard is None]
         own: torch.dtype = bucket.parts[0].unit.dtype
-        return torch.float32 if any(flat.dtype == torch.float32 for flat in flats) else own
+        return torch.float32 if bucket.units & self._wide else own
 
     def _take_memory(self) -> torch.Tensor:
         return self._free.popleft() if self._free else self._finish_oldest()
@@ -277,9 +295,6 @@ class GradientReducer:
             each = self._units[part.unit.index]
             fill: Callable[[range, torch.Tensor], None] = self._copy_whole(each)
             if each.shard is not None:
-                is_received = part.unit.index in self._receiving
-                if is_received and part.unit.index not in self._taken:
-                    self._taken[part.unit.index] = self._store.take_waiting(each)
                 fill = self._copy_waiting(each.unit, self._taken.get(part.unit.index, {}))
             for span, start in zip(part.spans, part.starts, strict=True):
                 fill(span, packed[start : start + len(span)])

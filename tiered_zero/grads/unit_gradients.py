@@ -42,8 +42,8 @@ class UnitGradients:
     value 0 and nothing to add to. `earlier`: had a gradient since zero_grad() last set gradients to None.
 
     `shard`: with many ranks, where each keeps the sums of its own shard only: which elements of the unit's flat `flat`
-    holds; None: all. `waiting`: then, this rank's gradients [numel] that no bucket has taken. `num_sums`: reductions
-    that `flat` has the sum of; its content is undefined where there is none.
+    holds; None: all. `waiting`: then, this rank's gradients [numel] that no bucket has taken, in fp32 where they are
+    sums. `num_sums`: reductions that `flat` has the sum of; its content is undefined where there is none.
     """
 
     unit: Unit
@@ -93,6 +93,12 @@ class UnitGradients:
     def start(self) -> int:
         """The element of the unit's flat that `flat` begins with."""
         return 0 if self.shard is None else self.shard.start
+
+    @property
+    def holds_sums(self) -> bool:
+        """Whether this rank's gradients of the unit are fp32, as sums over micro-batches are."""
+        own = [self.flat] if self.shard is None else self.waiting.values()
+        return any(values.dtype == torch.float32 for values in own)
 
     def share(self) -> UnitShare:
         present = frozenset(self.present)

@@ -148,6 +148,7 @@ class ProcessGroups:
         self.failures = RankFailures(store, self.rank, self.world_size, timeout_s)
         self._lanes = {name: Lane(f"rank {name}", _launch) for name in GROUPS}
         self._phase = _Phase.OPEN
+        self._why_closed = "its engine was closed"
 
     # -- collectives ---------------------------------------------------------------------------------------------------
 
@@ -311,7 +312,7 @@ class ProcessGroups:
         nothing. Called by the rank on which the first error is raised, and by those that it reaches."""
         if self._phase is not _Phase.OPEN:
             return
-        self._phase = _Phase.FAILED
+        self._phase, self._why_closed = _Phase.FAILED, message
         self.failures.post(message)
         self._close_groups()
 
@@ -319,7 +320,7 @@ class ProcessGroups:
         if self.failures.found is not None:
             raise self.failures.found
         if self._phase is not _Phase.OPEN:
-            raise RankError("The process groups of this run are closed: it has failed, or its engine was closed.")
+            raise RankError(f"The process groups of this run are closed: {self._why_closed}.")
 
     # -- the end -------------------------------------------------------------------------------------------------------
 

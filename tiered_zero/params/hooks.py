@@ -30,8 +30,8 @@ class ForwardEvents(Protocol):
     pager: Pager
     scope: PassScope
 
-    def pre_forward(self, module: nn.Module, units: Sequence[Unit]) -> None:
-        """The forward of `module` begins: make `units` usable until `post_forward`."""
+    def pre_forward(self, module: nn.Module, units: Sequence[Unit], inputs: Sequence[Any] = ...) -> None:
+        """The forward of `module` begins, with `inputs`: make `units` usable until `post_forward`."""
 
     def post_forward(self) -> None:
         """The forward of the module that began last has ended, perhaps by an exception."""
@@ -157,8 +157,8 @@ class ModuleHooks:
     def _watch_forward(self, module: nn.Module, units: tuple[Unit, ...]) -> None:
         events, driver = self._events, self._events.pager.driver
 
-        def before(_module: nn.Module, _args: Any) -> None:
-            events.pre_forward(module, units)
+        def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            events.pre_forward(module, units, (*args, *kwargs.values()))
 
         def after(_module: nn.Module, _args: Any, _output: Any) -> None:
             if not driver.is_other():  # else this thread was refused, and its hook is called all the same
@@ -171,7 +171,7 @@ class ModuleHooks:
         """See [Note: Frames of modules]."""
         events = self._events
 
-        def before(module: nn.Module, _args: Any) -> None:
+        def before(module: nn.Module, _args: Any, _kwargs: Any) -> None:
             if not torch.compiler.is_compiling() and events.scope.enters_direct(module):
                 events.pre_forward(module, ())
 
@@ -185,7 +185,9 @@ class ModuleHooks:
         """First of all pre-hooks, so that others find the parameters, and one that raises leaves a frame behind for
         `after`, which is called all the same: a frame ends also when the module raises (or a recomputation stops
         early, which raises too)."""
-        self._handles.append(module.register_forward_pre_hook(_ForwardHook(self, before), prepend=True))
+        self._handles.append(
+            module.register_forward_pre_hook(_ForwardHook(self, before), prepend=True, with_kwargs=True)
+        )
         self._handles.append(module.register_forward_hook(_ForwardHook(self, after), always_call=True))
 
     def _watch_state_dict(self, module: nn.Module) -> None:
