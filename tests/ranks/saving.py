@@ -28,7 +28,7 @@ class Place:
 def build(place: Place, swap_path: str, **runtime: Any) -> Engine:
     """The same model on every placement, with tied and frozen parameters and one that is used in some steps."""
     rank = int(os.environ["RANK"])
-    section: dict[str, Any] = {"stage": place.stage, "sub_group_size": 1}
+    section: dict[str, Any] = {"stage": place.stage, "sub_group_size": 1, "stage3_param_persistence_threshold": 0}
     section["offload_optimizer"] = {"device": place.device}
     if place.stage == 3:
         section["offload_param"] = {"device": place.device, "max_in_cpu": 0}
