@@ -1,0 +1,116 @@
+"""The Trainer of Transformers and an Accelerator drive an engine's optimizer: the bits of plain PyTorch under them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.integrations.conftest import PLACES, Placement, Sentences, copies, gpt2, optimizer_for, token_ids
+from tests.support.trainers import Record, assert_same_bits
+
+pytestmark = [pytest.mark.thorough, pytest.mark.filterwarnings("ignore")]  # the libraries warn of each other
+
+VISIBLE = {"runtime": {"optimizer_in_backward": False}}
+
+
+def with_trainer(
+    placement: Placement, swap_path: Path, output: Path, resumes: bool = False, **arguments: Any
+) -> Record:
+    """Four steps; `resumes`: the last two in another Trainer, from what the first has saved after two."""
+    from transformers import Trainer, TrainingArguments
+
+    saving = {"save_strategy": "steps", "save_steps": 2} if resumes else {"save_strategy": "no"}
+    seen: list[Any] = []
+    for last in (2, 4) if resumes else (4,):
+        model = gpt2()
+        with optimizer_for(model, placement, swap_path, **VISIBLE if arguments["max_grad_norm"] else {}) as optimizer:
+            scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+            trainer = Trainer(
+                model=model,
+                args=TrainingArguments(
+                    output_dir=str(output), per_device_train_batch_size=2, max_steps=last, logging_steps=1,
+                    report_to=[], use_cpu=True, disable_tqdm=True, seed=1, **saving, **arguments,
+                ),
+                train_dataset=Sentences(),
+                optimizers=(optimizer, scheduler),
+            )  # fmt: skip
+            trainer.train(resume_from_checkpoint=str(output / "checkpoint-2") if resumes and last == 4 else None)
+            seen += [
+                row.get(key) for row in trainer.state.log_history for key in ("loss", "grad_norm", "learning_rate")
+            ]
+            weights = copies(model.state_dict())
+            state = optimizer.state_dict()["state"]
+            seen += [value for index in sorted(state) for _, value in sorted(state[index].items())]
+    return Record(seen, weights)
+
+
+@pytest.mark.parametrize("placement", PLACES, ids="-".join)
+@pytest.mark.parametrize("max_grad_norm", [1.0, 0.1, 0.0])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_trainer(accumulation, max_grad_norm, placement, swap_path, tmp_path):
+    """Losses, norms, learning rates, optimizer state, weights."""
+    options = {"max_grad_norm": max_grad_norm, "gradient_accumulation_steps": accumulation}
+    expected = with_trainer(None, swap_path, tmp_path / "plain", **options)
+    assert any(isinstance(value, float) and value > 0 for value in expected.seen)
+    assert_same_bits(expected, with_trainer(placement, swap_path, tmp_path / "own", **options))
+
+
+@pytest.mark.parametrize("placement", PLACES, ids="-".join)
+def test_trainer_that_resumes(placement, swap_path, tmp_path):
+    expected = with_trainer(None, swap_path, tmp_path / "plain", resumes=True, max_grad_norm=1.0)
+    found = with_trainer(placement, swap_path, tmp_path / "own", resumes=True, max_grad_norm=1.0)
+    assert_same_bits(expected, found)
+
+
+@pytest.mark.parametrize("placement", PLACES, ids="-".join)
+def test_trainer_with_gradient_checkpointing(placement, swap_path, tmp_path):
+    options = {"max_grad_norm": 1.0, "gradient_checkpointing": True}
+    expected = with_trainer(None, swap_path, tmp_path / "plain", **options)
+    assert_same_bits(expected, with_trainer(placement, swap_path, tmp_path / "own", **options))
+
+
+def with_accelerator(
+    placement: Placement, swap_path: Path, folder: Path, precision: str, accumulation: int, clipping: float
+) -> Record:
+    """Four micro-batches, save and load of all state, one step more."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(True)
+    accelerator = Accelerator(cpu=True, mixed_precision=precision, gradient_accumulation_steps=accumulation)
+    own, seen = gpt2(), []
+    with optimizer_for(own, placement, swap_path, **VISIBLE if clipping else {}) as given:
+        schedule = torch.optim.lr_scheduler.StepLR(given, 1, 0.9)
+        model, optimizer, scheduler = accelerator.prepare(own, given, schedule)
+        for number in range(5):
+            with accelerator.accumulate(model):
+                loss = model(input_ids=token_ids(number), labels=token_ids(number)).loss
+                accelerator.backward(loss)
+                if clipping and accelerator.sync_gradients:
+                    seen.append(torch.as_tensor(accelerator.clip_grad_norm_(model.parameters(), clipping)).clone())
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+                seen += [loss.detach(), *scheduler.get_last_lr()]
+            if number == 3:
+                seen += copies(accelerator.get_state_dict(model)).values()
+                assert accelerator.unwrap_model(model) is own
+                accelerator.save_state(str(folder), safe_serialization=False)
+                accelerator.load_state(str(folder))
+        weights = copies(own.state_dict())
+        accelerator.free_memory()
+    return Record(seen, weights)
+
+
+@pytest.mark.parametrize("placement", PLACES, ids="-".join)
+@pytest.mark.parametrize(
+    ("precision", "accumulation", "clipping"),
+    [("no", 1, 0.0), ("no", 1, 0.05), ("no", 2, 0.05), ("bf16", 1, 0.0), ("fp16", 1, 0.0)],
+)
+def test_accelerator(precision, accumulation, clipping, placement, swap_path, tmp_path):
+    options = (precision, accumulation, clipping)
+    expected = with_accelerator(None, swap_path, tmp_path / "plain", *options)
+    assert_same_bits(expected, with_accelerator(placement, swap_path, tmp_path / "own", *options))
