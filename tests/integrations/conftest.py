@@ -49,12 +49,12 @@ class Sentences(torch.utils.data.Dataset[dict[str, Tensor]]):
 
 
 @contextmanager
-def optimizer_for(model: nn.Module, placement: Placement, swap_path: Path, **options: Any) -> Iterator[Optimizer]:
-    """AdamW, of torch or of an engine over `model` that is closed at the end. `options`: those of `tiered`."""
+def optimizer_for(model: nn.Module, placement: Placement, swap_path: Path) -> Iterator[Optimizer]:
+    """AdamW, of torch or of an engine over `model` that is closed at the end."""
     if placement is None:
         yield adamw(model)
         return
-    with tiered(model, swap_path, placement, adamw, **options) as engine:
+    with tiered(model, swap_path, placement, adamw) as engine:
         yield engine.optimizer
 
 

@@ -26,7 +26,7 @@ class Rows(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
         return rows(number)[0], rows(number + 100)[0, :4]
 
 
-def lightning_module(placement: Placement, swap_path: Path, is_manual: bool, visible: bool) -> Any:
+def lightning_module(placement: Placement, swap_path: Path, is_manual: bool) -> Any:
     """A LightningModule that builds its engine in `configure_optimizers`, as docs/migrating.md says."""
     import lightning
 
@@ -60,8 +60,7 @@ def lightning_module(placement: Placement, swap_path: Path, is_manual: bool, vis
             if placement is None:
                 optimizer = adamw(self)
             else:
-                runtime = {"optimizer_in_backward": False} if visible else {}
-                self.engine = tiered(self, swap_path, placement, adamw, runtime=runtime)
+                self.engine = tiered(self, swap_path, placement, adamw)
                 optimizer = self.engine.optimizer
             schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
             return [optimizer], [{"scheduler": schedule, "interval": "step"}]
@@ -73,7 +72,7 @@ def fit(placement: Placement, swap_path: Path, saved: Path, is_manual: bool = Fa
     import lightning
 
     lightning.seed_everything(0, verbose=False)
-    module = lightning_module(placement, swap_path, is_manual, any("clip" in name for name in options))
+    module = lightning_module(placement, swap_path, is_manual)
     trainer = lightning.Trainer(
         max_steps=6, logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         accelerator="cpu", devices=1, **options,
@@ -120,8 +119,7 @@ def with_fabric(
 
     fabric = lightning.Fabric(accelerator="cpu", devices=1, precision=precision)  # type: ignore[arg-type]
     own, seen = two_layers(), []
-    options = {"runtime": {"optimizer_in_backward": False}} if clipping else {}
-    with optimizer_for(own, placement, swap_path, **options) as given:
+    with optimizer_for(own, placement, swap_path) as given:
         setup: Callable[[nn.Module, Any], Any] = fabric.setup
         if is_separate:
             setup = lambda model, optimizer: (fabric.setup_module(model), fabric.setup_optimizers(optimizer))  # noqa: E731

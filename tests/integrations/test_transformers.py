@@ -13,8 +13,6 @@ from tests.support.trainers import Record, assert_same_bits
 
 pytestmark = [pytest.mark.thorough, pytest.mark.filterwarnings("ignore")]  # the libraries warn of each other
 
-VISIBLE = {"runtime": {"optimizer_in_backward": False}}
-
 
 def with_trainer(
     placement: Placement, swap_path: Path, output: Path, resumes: bool = False, **arguments: Any
@@ -26,7 +24,7 @@ def with_trainer(
     seen: list[Any] = []
     for last in (2, 4) if resumes else (4,):
         model = gpt2()
-        with optimizer_for(model, placement, swap_path, **VISIBLE if arguments["max_grad_norm"] else {}) as optimizer:
+        with optimizer_for(model, placement, swap_path) as optimizer:
             scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
             trainer = Trainer(
                 model=model,
@@ -82,7 +80,7 @@ def with_accelerator(
     AcceleratorState._reset_state(True)
     accelerator = Accelerator(cpu=True, mixed_precision=precision, gradient_accumulation_steps=accumulation)
     own, seen = gpt2(), []
-    with optimizer_for(own, placement, swap_path, **VISIBLE if clipping else {}) as given:
+    with optimizer_for(own, placement, swap_path) as given:
         schedule = torch.optim.lr_scheduler.StepLR(given, 1, 0.9)
         model, optimizer, scheduler = accelerator.prepare(own, given, schedule)
         for number in range(5):
