@@ -16,11 +16,12 @@ from tiered_zero.engine import Engine
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a run's state rests, and how it is divided."""
+    """Where a run's state rests, and how it is divided. `params`: where parameters rest at stage 3, if elsewhere."""
 
     world: int
     stage: int = 0
     device: str = "cpu"
+    params: str = ""
     config: Mapping[str, Any] = field(default_factory=dict)
     runtime: Mapping[str, Any] = field(default_factory=dict)
 
@@ -31,8 +32,8 @@ def build(place: Place, swap_path: str, **runtime: Any) -> Engine:
     section: dict[str, Any] = {"stage": place.stage, "sub_group_size": 1, "stage3_param_persistence_threshold": 0}
     section["offload_optimizer"] = {"device": place.device}
     if place.stage == 3:
-        section["offload_param"] = {"device": place.device, "max_in_cpu": 0}
-    for offload in (part for name, part in section.items() if "offload" in name and place.device == "nvme"):
+        section["offload_param"] = {"device": place.params or place.device, "max_in_cpu": 0}
+    for offload in (part for name, part in section.items() if "offload" in name and part["device"] == "nvme"):
         offload["nvme_path"] = swap_path
     config = {
         "train_micro_batch_size_per_gpu": 2,

@@ -233,8 +233,8 @@ def initialize(path: str, change: str) -> str:
         config["tiered_zero"] |= {"update": "delayed", "delay_start_step": 5 * rank}
     elif change == "delayed":
         config["tiered_zero"]["update"] = "delayed"
-    elif change in ("in_place", "resume"):
-        config["tiered_zero"]["checkpoint"] = {change: True if change == "in_place" else path}
+    elif change == "resume":
+        config["tiered_zero"]["checkpoint"] = {change: path}
     elif change == "communication":
         config["communication_data_type"] = "int8"
     elif change == "data":
@@ -252,7 +252,6 @@ def initialize(path: str, change: str) -> str:
     ("change", "text"),
     [
         ("delayed", "ModelError: tiered_zero.update: expected auto or barrier at stage 1 with 2 ranks"),
-        ("in_place", "ModelError: tiered_zero.checkpoint.in_place: expected false with 2 ranks"),
         ("resume", "StoreError: "),
         ("communication", "ConfigError: communication_data_type: "),
         ("rule", "ModelError: Adafactor steps whole parameters, and at stage 3 each of 2 ranks has a part"),

@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 
 from tiered_zero.checkpoint.manifest import TagManifest, WrittenBy
 from tiered_zero.checkpoint.storage import FileReader, FileWriter, our_errors
+from tiered_zero.checkpoint.store_reader import StoreReader
 from tiered_zero.checkpoint.tag_writer import TagWriter
 from tiered_zero.io.engine import IOEngine
 
@@ -54,11 +55,21 @@ def save_tag(
 def load_tag(tag_dir: Path, engine: IOEngine | None = None) -> dict[str, torch.Tensor]:
     """All tensors of a tag. Raises StoreError."""
     with FileReader(tag_dir, engine) as reader:
-        entries = reader.manifest.tensors.items()
-        into = {key: torch.zeros(entry.shape, dtype=getattr(torch, entry.dtype)) for key, entry in entries}
-        planner = dcp.DefaultLoadPlanner()
-        planner.set_up_planner(into, reader.read_metadata(), is_coordinator=True)
-        reader.read_data(planner.create_local_plan(), planner)
+        return _read_all(reader)
+
+
+def load_commit(swap_dir: Path) -> dict[str, torch.Tensor]:
+    """All tensors of an in-place commit. Raises StoreError."""
+    with StoreReader(swap_dir) as reader:
+        return _read_all(reader)
+
+
+def _read_all(reader: FileReader | StoreReader) -> dict[str, torch.Tensor]:
+    entries = reader.manifest.tensors.items()
+    into = {key: torch.zeros(entry.shape, dtype=getattr(torch, entry.dtype)) for key, entry in entries}
+    planner = dcp.DefaultLoadPlanner()
+    planner.set_up_planner(into, reader.read_metadata(), is_coordinator=True)
+    reader.read_data(planner.create_local_plan(), planner)
     return into
 
 

@@ -95,7 +95,7 @@ def _build(run_spec: RunSpec, lr_scheduler: Any, collectives: Collectives, loade
     found = None if resume is None else find_together(collectives, resume, partial(find_checkpoint, resume))
     for line in found.lines if found is not None else ():
         logger.warning("%s", line)
-    adoption = None if found is None else adopt(found, config, plan, run_spec.slots, run_spec.layouts)
+    adoption = None if found is None else adopt(found, collectives, config, plan, run_spec.slots, run_spec.layouts)
     taken_over = {} if adoption is None else adoption.directories
     needs = {paths: nbytes for paths, nbytes in nvme_needs(config, plan).items() if paths not in taken_over}
     check_disk_space(needs, collectives)

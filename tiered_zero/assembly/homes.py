@@ -24,7 +24,7 @@ def place_homes(run_spec: RunSpec, tiers: TierRack) -> tuple[Inventory, dict[int
     for slot in run_spec.slots:
         of_param = slot.kind in ("param", "param_back")
         tier = tiers.for_params(slot.tier) if of_param else tiers.for_state(slot.tier)
-        start = starts.get(slot.index, 0) if of_param else 0
+        start = starts.get(slot.index, 0) if of_param or slot.kind == "commit_copy" else 0
         home = Home(tier, tier.reserve(slot.name, slot.nbytes, slot.kind, num_durable=slot.num_durable), start)
         if slot.kind == "commit_copy":
             copies[slot.index] = home
@@ -54,6 +54,7 @@ def make_commits(run_spec: RunSpec, tiers: TierRack, state: RunState, copies: Du
     config, plan = run_spec.config, run_spec.plan
     if copies is None:
         return None
-    found = [tiers.for_state("nvme"), *([tiers.for_params("nvme")] if plan.nbytes("nvme", "commit_param") else [])]
+    found = [tiers.for_state("nvme")] if plan.nbytes("nvme", "state") else []
+    found += [tiers.for_params("nvme")] if plan.nbytes("nvme", "commit_param") else []
     stores = [tier for tier in dict.fromkeys(found) if isinstance(tier, NvmeTier)]
     return Commits(state, stores, copies, run_fingerprint(config, plan, run_spec.slots, run_spec.layouts))

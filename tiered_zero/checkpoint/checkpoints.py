@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from tiered_zero.checkpoint.capture import Capture
 from tiered_zero.checkpoint.commit import Commits
+from tiered_zero.checkpoint.commit_save import InPlaceSave
 from tiered_zero.checkpoint.directory import nothing_to_load
 from tiered_zero.checkpoint.driver import DriverState, LoadParts
 from tiered_zero.checkpoint.file_reader import FileReader
@@ -47,7 +48,8 @@ from tiered_zero.checkpoint.tag_writer import TagWriter
 from tiered_zero.checkpoint.written_by import differences
 from tiered_zero.config.ranks import idle_value
 from tiered_zero.config.schema import Config
-from tiered_zero.errors import ConfigError, StoreError, UntaggedCommitError
+from tiered_zero.errors import ConfigError, StoreError
+from tiered_zero.hardware.agreement import agree
 from tiered_zero.plan.planner import Plan
 from tiered_zero.transfer import Completion, Transfer
 from tiered_zero.update.policy import UpdatePolicy
@@ -140,14 +142,15 @@ class Checkpoints:
                     save_latest=save_latest,
                 )
             )
-            return Wanted(tag=tag, step=step, arguments=arguments, nbytes=captured[0].needed_nbytes)
+            nbytes = captured[0].needed_nbytes if self._commits is None else 0
+            return Wanted(tag=tag, step=step, arguments=arguments, nbytes=nbytes)
 
         wanted = agree_on_save(self._ranks, ask, self._tag_validation)
         capture = captured[0]
         if self._commits is not None:
             if exclude_frozen:
                 logger.warning("exclude_frozen_parameters has no effect on an in-place commit, which has all at rest")
-            return self._commit(self._commits, Path(save_dir), wanted[0].tag, capture)
+            return self._commit(self._commits, save_dir, wanted, capture)
         tag = begin_tag(self._ranks, save_dir, wanted, self._locks)
         save = QueuedSave(tag)
         ready = self._state.runtime.accelerator.record_compute()
@@ -178,36 +181,20 @@ class Checkpoints:
             raise StoreError(f"Checkpoint {save.tag.tag} was not written: an update has failed before it.")
         return written[0]
 
-    def _commit(self, commits: Commits, save_dir: Path, tag: str, capture: Capture) -> None:
-        """Queue an in-place commit, and the tag that points to it. See [Note: In-place commits]."""
-        commits.write_copies()
-        step, driver, by = (capture.fields[name] for name in ("step", "driver", "written_by"))
-        tag_writer = TagWriter.begin(save_dir, tag, engine=commits.engine, own_locks=self._locks)
-        save = QueuedSave(tag_writer)
-        lane = self._state.runtime.accelerator.lane("save")
-
-        def commit() -> None:
-            pointer = {"kind": "in_place", "step": step, "written_by": by, "swap": commits.swap}
-            prepared = lane.submit(partial(tag_writer.prepare_pointer, pointer, save_latest=capture.save_latest))
-            try:
-                commits.commit(tag, step, by, driver)
-            except BaseException:
-                with suppress(Exception):
-                    prepared.wait()  # it writes to what is discarded next
-                raise
-            try:
-                prepared.wait()
-                tag_writer.publish_pointer()
-            except Exception as error:
-                swap = commits.swap["paths"][0]
-                raise UntaggedCommitError(
-                    f"Step {step} is committed in {swap}, but its tag {tag_writer.path} was not made durable: {error} "
-                    "Earlier tags of this run lead to the commit, and so does tiered_zero.checkpoint.resume = "
-                    f"{swap!r}. Free space there, or save elsewhere: the next save writes a tag.",
-                    step,
-                ) from error
-
-        self._queue(save, partial(save.write, commit))
+    def _commit(
+        self, commits: Commits, save_dir: str | os.PathLike[str], wanted: Sequence[Wanted], capture: Capture
+    ) -> None:
+        """Commit in place, and write the tag that points to it. See [Note: In-place commits]."""
+        agree(self._ranks, "save_checkpoint: its copies", commits.write_copies)
+        save = QueuedSave(begin_tag(self._ranks, save_dir, wanted, self._locks, commits.engine))
+        InPlaceSave(
+            commits=commits,
+            save=save,
+            fields={**capture.fields, "kind": "in_place", "swap": commits.swap},
+            save_latest=capture.save_latest,
+            runtime=self._state.runtime,
+            queue=partial(self._queue, save),
+        ).run()
 
     def _queue(self, save: QueuedSave, job: Callable[[], None]) -> None:
         """Run `job`, which writes the save, between two updates. Raises its error where it has failed by now."""
@@ -296,7 +283,7 @@ class Checkpoints:
 
             def check() -> TagManifest:
                 self.wait()
-                reader = open_reader(found)
+                reader = open_reader(found, () if self._commits is None else self._commits.run_ids)
                 opened.enter_context(reader)
                 loads.append(self._check(reader, parts, strict))
                 return loads[0].reader.manifest
@@ -332,11 +319,17 @@ class Checkpoints:
         return _Load(reader=reader, matched=matched, driver=driver, metadata=reader.read_metadata())
 
     def adopt(self, adoption: Adoption, values: AdoptedValues) -> None:
-        """Go on with the commit that the stores of this run were opened at. Raises ModelError and StoreError."""
+        """Go on with the commit that the stores of this run were opened at. Raises ModelError and StoreError, on every
+        rank."""
+        self._guard.invalidate_all()
+        load_together(self._ranks, partial(self._adopt, adoption, values))
+        self._guard.end_update()
+
+    def _adopt(self, adoption: Adoption, values: AdoptedValues) -> None:
         assert self._commits is not None, "a run that adopts commits in place"
         state, manifest = self._state, adoption.manifest
         matched = match(state, manifest, LoadOptions())
-        driver = self._driver.check(manifest.driver)
+        driver = self._driver.check(manifest.driver, ranks=self._ranks)
         for line in differences(asdict(manifest.written_by), self._written_by):
             logger.warning("%s", line)
         self._commits.revert()

@@ -20,35 +20,46 @@ A crash, with any part of what was not synced on the disk, in any order of its p
                 `latest` names M's tag, which leads to N; or N's, which is not there, and the newest pointer leads to N
     the first   there is no M: nothing is loaded until 3; N from then on, which the save directory leads to from 5 on
 
-Where parameters that are half of their masters rest in a store of their own, 2 ends with both names durable
-(`prepare`), 3 is done for the state's store, which decides, and then for the other: of that one the manifest of the
-step that was decided is taken, be it `manifest` or `manifest.next`.
+Where a commit is of several stores, because there are many ranks, or parameters that are half of their masters rest in
+a store of their own, 2 ends with all names durable (`prepare`), 3 is done for the store of rank 0's state, which
+decides, and then for the others: of those the manifest of the step that was decided is taken, be it `manifest` or
+`manifest.next`. Its metadata has what all ranks have committed; that of the others says which store decides.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final, final
 
 import torch
 
 from tiered_zero.checkpoint.copies import DurableCopies
 from tiered_zero.checkpoint.encode import encode
-from tiered_zero.checkpoint.manifest import TagManifest, TensorEntry, WrittenBy
-from tiered_zero.checkpoint.places import PlaceTable, pack
+from tiered_zero.checkpoint.manifest import TagManifest, TensorEntry
+from tiered_zero.checkpoint.places import PlaceTable, join_places, pack
 from tiered_zero.checkpoint.portable import RunState
+from tiered_zero.checkpoint.shares import CommitShare, join_scalars
+from tiered_zero.errors import ModelError, StoreError
+from tiered_zero.hardware.agreement import agree
 from tiered_zero.io.engine import IOEngine
 from tiered_zero.store.swap_store import SwapStore
 from tiered_zero.tiers.nvme import NvmeTier
 
-METADATA_KEYS: Final = ("checkpoint", "records", "places", "initialized", "layout", "stores")
-"""Of the metadata of a commit in the state's store; the other store's has "stores" alone."""
+METADATA_KEYS: Final = ("checkpoint", "records", "places", "ranks")
+"""Of the metadata of a commit in the store that decides. "ranks": of each rank RANK_KEYS."""
+
+RANK_KEYS: Final = ("stores", "layout", "initialized")
+"""As of CommitShare."""
+
+DECIDED_BY: Final = "decided_by"
+"""In the metadata of the other stores: run id and paths of the one that decides."""
 
 
 @final
 class Commits:
-    """Commits the state of a run. `tiers`: of the state, then of the parameters where they have a store of their own
-    that takes part. `layout`: of commit_layout.run_fingerprint."""
+    """Commits the state of this rank. `tiers`: of the state, then of the parameters where they have a store of their
+    own that takes part. `layout`: of commit_layout.run_fingerprint."""
 
     def __init__(self, state: RunState, tiers: Sequence[NvmeTier], copies: DurableCopies, layout: str) -> None:
         self._state = state
@@ -56,16 +67,26 @@ class Commits:
         self._copies = copies
         self._layout = layout
         self._table = PlaceTable(state, tiers, copies.homes, copies.buffers)
-
-    @property
-    def swap(self) -> dict[str, Any]:
-        """What a tag that points to the commits says of where they are."""
-        return {"run_id": self._stores[0].run_id, "paths": list(self._stores[0].paths)}
+        ranks = state.runtime.collectives
+        own = [store.run_id for store in self._stores]
+        of_ranks = agree(ranks, "initialize: in-place commits", lambda: own)
+        if not all(of_ranks):
+            raise ModelError(
+                "tiered_zero.checkpoint.in_place: expected optimizer state on every rank; found none on rank "
+                f"{of_ranks.index([])}, for the model has too few parameters. Use fewer ranks, or leave it out."
+            )
+        self.run_ids = frozenset(run_id for each in of_ranks for run_id in each)
+        """Of the stores of all ranks."""
 
     @property
     def step(self) -> int | None:
         """The step of the last commit; None before the first."""
         return self._stores[0].step
+
+    @property
+    def swap(self) -> dict[str, Any]:
+        """What a tag that points to the commits says of where they are, on rank 0."""
+        return {"run_id": self._stores[0].run_id, "paths": list(self._stores[0].paths)}
 
     @property
     def engine(self) -> IOEngine:
@@ -83,51 +104,79 @@ class Commits:
         with torch.no_grad():
             self._copies.write(pack(self._state.named_buffers()))
 
-    def commit(self, tag: str, step: int, written_by: WrittenBy, driver: dict[str, Any]) -> None:
-        """Make the state of `step` durable, between two updates.
-
-        `driver`: as `encode` gives it. Raises StoreError: the last commit is as it was, and may be tried again
-        where the error says so.
-        """
+    def share(self, driver: Mapping[str, Any]) -> CommitShare:
+        """Write the copies of what updates write, and list what this rank commits. Between two updates. `driver`: as
+        `encode` gives it. Raises StoreError, TransferError."""
         state = self._state
         self._copies.write_updated()
-        found, specs = self._table.list(pack(state.named_buffers()))
-        tensors = {
-            key: TensorEntry(dtype=spec.dtype_name, shape=spec.shape, order=spec.order) for key, spec in specs.items()
-        }
-        scalars = {name: encode(dict(own), f"scalars of {name}") for name, own in state.scalars().items()}
-        manifest = TagManifest(
-            kind="in_place",
-            tag=tag,
-            step=step,
-            written_by=written_by,
-            tensors=tensors,
-            scalars=scalars,
+        saves_buffers = state.runtime.collectives.rank == 0
+        found, specs = self._table.list(pack(state.named_buffers()) if saves_buffers else ())
+        return CommitShare(
+            tensors={
+                key: TensorEntry(dtype=spec.dtype_name, shape=spec.shape, order=spec.order)
+                for key, spec in specs.items()
+            },
+            places=found,
+            scalars={name: encode(dict(own), f"scalars of {name}") for name, own in state.scalars().items()},
             driver=driver,
-            swap=self.swap,
+            stores=[{"run_id": store.run_id, "paths": list(store.paths)} for store in self._stores],
+            layout=self._layout,
+            initialized=[layout.subgroup.index for layout in state.layouts if state.stepper.has_state(layout)],
         )
-        stores = [{"run_id": store.run_id, "paths": list(store.paths)} for store in self._stores]
-        metadata = {
-            "checkpoint": manifest.body(),
-            **found.body(),
-            "initialized": [layout.subgroup.index for layout in state.layouts if state.stepper.has_state(layout)],
-            "layout": self._layout,
-            "stores": stores,
-        }
-        self._make_durable(step, metadata)
 
-    def _make_durable(self, step: int, metadata: dict[str, Any]) -> None:
-        first, others = self._stores[0], self._stores[1:]
-        if not others:
-            first.commit(step, metadata)
+    def commit(self, manifest: TagManifest, shares: Sequence[CommitShare]) -> None:
+        """Make the state durable, of a run with one rank. Raises StoreError: the last commit is as it was, and may be
+        tried again where the error says so."""
+        if len(self._stores) == 1:
+            self._stores[0].commit(manifest.step, metadata_of(manifest, shares))
             return
+        self.prepare(manifest, shares)
+        self.decide()
+        self.confirm()
+
+    def prepare(self, manifest: TagManifest, shares: Sequence[CommitShare]) -> None:
+        """Make the state durable beside the last commit; records rest from now on. Raises StoreError, with nothing
+        changed."""
+        first = shares[0].stores[0]
         try:
-            for store in others:
-                store.prepare(step, {"stores": metadata["stores"]})
-            first.prepare(step, metadata)
+            for store in reversed(self._stores):
+                decides = store.run_id == first["run_id"]
+                store.prepare(manifest.step, metadata_of(manifest, shares) if decides else {DECIDED_BY: dict(first)})
         except BaseException:
-            for store in others:
-                store.cancel_prepared()
+            self.cancel()
             raise
+
+    def cancel(self) -> None:
+        """Drop what is prepared, where it is known that it is not decided. Raises StoreError."""
         for store in self._stores:
+            store.cancel_prepared()
+
+    def decide(self) -> None:
+        """Make what all ranks have prepared the last commit, of rank 0. Raises StoreError: which of the two it is
+        is not known, and training does not go on."""
+        self._stores[0].confirm()
+
+    def confirm(self) -> None:
+        """Follow what was decided: the places of the commit before may be written. Raises StoreError."""
+        for store in self._stores[self._state.runtime.collectives.rank == 0 :]:
             store.confirm()
+
+
+def metadata_of(manifest: TagManifest, shares: Sequence[CommitShare]) -> dict[str, Any]:
+    """What the store that decides says of a commit: the tag's manifest, with what all ranks have. Raises StoreError
+    where that is not the whole."""
+    tensors: dict[str, TensorEntry] = {}
+    for share in shares:
+        for key, entry in share.tensors.items():
+            if tensors.setdefault(key, entry) != entry:
+                raise StoreError(f"{key} is committed as two different tensors: {tensors[key]} and {entry}.")
+    places = join_places([(share.places, len(share.stores)) for share in shares])
+    for key, entry in tensors.items():
+        parts = places.places[key].parts
+        if (parts[0].start, parts[-1].stop) != (0, entry.numel):
+            raise StoreError(
+                f"{key}: {entry.numel} elements were expected; found {parts[0].start} to {parts[-1].stop}."
+            )
+    whole = replace(manifest, tensors=tensors, scalars=join_scalars(shares))
+    ranks = [{key: getattr(share, key) for key in RANK_KEYS} for share in shares]
+    return {"checkpoint": whole.body(), **places.body(), "ranks": ranks}

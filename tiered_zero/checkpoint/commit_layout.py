@@ -1,6 +1,7 @@
-"""A hash of where each byte lies in the slots that the in-place commits of a run make durable.
+"""A hash of where each byte lies in the slots that the in-place commits of one rank make durable.
 
-A run adopts the commit of another where the two hashes are equal. Computed from the plan, before anything is allocated.
+A run adopts the commit of another where the two hashes are equal on every rank. Computed from the plan, before anything
+is allocated.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def run_fingerprint(config: Config, plan: Plan, slots: Iterable[PlannedSlot], la
     """Hash the layout of a run with in-place commits."""
     needs = nvme_needs(config, plan)
     durable = [slot for slot in slots if slot.num_durable]
-    return _fingerprint(layouts, durable, {paths: needs[paths] for paths in committing_paths(config, plan)})
+    return _fingerprint(layouts, durable, {paths: needs.get(paths, 0) for paths in committing_paths(config, plan)})
 
 
 def committing_paths(config: Config, plan: Plan) -> list[tuple[str, ...]]:

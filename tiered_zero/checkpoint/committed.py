@@ -1,23 +1,25 @@
-"""The newest in-place commit of a run that ended, or of this process, read past its store: nothing there is changed."""
+"""The newest in-place commit of a run that ended, or of this run, read past its stores: nothing there is changed."""
 
 from __future__ import annotations
 
 import fcntl
 import os
 from collections import OrderedDict
+from collections.abc import Container, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
 import xxhash
 
-from tiered_zero.checkpoint.commit import METADATA_KEYS
+from tiered_zero.checkpoint.commit import DECIDED_BY, METADATA_KEYS, RANK_KEYS
 from tiered_zero.checkpoint.manifest import TagManifest, check_store_location
 from tiered_zero.checkpoint.places import SOURCE_ITEMSIZES, Places, RecordName, Source
 from tiered_zero.errors import CorruptionError, StoreError
-from tiered_zero.store.checked_json import check_fields, check_kind
+from tiered_zero.store.checked_json import Kinds, check_fields, check_kind
 from tiered_zero.store.descriptors import error_text, open_file, opened_directory
-from tiered_zero.store.manifest import Manifest, Record
+from tiered_zero.store.manifest import MANIFEST_NAME, Manifest, Record
 from tiered_zero.store.manifest import load as load_manifests
 from tiered_zero.store.owner import OWNER_NAME, Owner, boot_id, read_owner, start_ticks
 from tiered_zero.store.stripes import DATA_NAME, Stripes
@@ -27,47 +29,78 @@ _NUM_CACHED = 8
 
 
 @final
-class CommittedState:
-    """The newest committed state of a swap directory. Use `open`; `close` ends it, as does the end of a `with` block.
+@dataclass(frozen=True, kw_only=True)
+class RankPart:
+    """What one rank has committed. `stores`: run id and paths of each, that of the state first. `layout`: of
+    commit_layout; `initialized`: sub-groups that have state."""
 
-    `manifest`: of the checkpoint, without parts: `places` has them. `step`: which it really is. `paths`: of each store.
-    """
+    stores: list[dict[str, Any]]
+    layout: str
+    initialized: list[int]
 
-    def __init__(self, stores: list[_Files], metadata: dict[str, Any], resources: ExitStack, path: Path) -> None:
-        self._stores = stores
-        self._resources = resources
-        self._path = path
-        self.paths = [store.paths for store in stores]
-        self.manifest = TagManifest.from_body(metadata["checkpoint"], path)
-        self.step = self.manifest.step
-        self.layout: str = metadata["layout"]
-        self.initialized: list[int] = metadata["initialized"]
-        try:
-            self.places = Places.from_body({"records": metadata["records"], "places": metadata["places"]})
-            self._records = [self._find(name) for name in self.places.records]
-            self._check()
-        except ValueError as error:
-            raise StoreError(f"{path} holds no in-place commit of a run ({error}).") from error
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Commit:
+    """What the newest commit of a run says. `path`: the first directory of the store that has decided it. `manifest`:
+    of the checkpoint, without parts: `places` has them; `manifest.step` is which step it really is."""
+
+    path: Path
+    manifest: TagManifest
+    places: Places
+    ranks: list[RankPart]
+
+    @property
+    def stores(self) -> list[dict[str, Any]]:
+        """Of all ranks, in the order in which `places` counts them."""
+        return [store for rank in self.ranks for store in rank.stores]
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str]) -> CommittedState:
-        """`path`: any directory of the run. Raises StoreError: nothing committed, damaged, or the owner lives (unless
-        it is this process)."""
-        owner = read_owner(Path(path))
-        first = Path(owner.paths[0])
+    def read(cls, path: Path) -> Commit:
+        """`path`: of any store of the run. Raises StoreError."""
+        return cls.decode(*read_metadata(path))
+
+    @classmethod
+    def decode(cls, path: Path, metadata: Any) -> Commit:
+        """Of what `read_metadata` gave, which may be hostile. Raises StoreError."""
+        try:
+            fields = check_fields(metadata, _METADATA_KINDS)
+            ranks = [_rank_part(item) for item in fields["ranks"]]
+            places = Places.from_body({"records": fields["records"], "places": fields["places"]})
+            num_stores = sum(len(rank.stores) for rank in ranks)
+            if any(record.store >= num_stores for record in places.records):
+                raise ValueError("records: there is no such store")
+            manifest = TagManifest.from_body(fields["checkpoint"], path)
+            _check_places(manifest, places)
+        except ValueError as error:
+            raise StoreError(f"{path} holds no in-place commit of a run ({error}).") from error
+        return cls(path=path, manifest=manifest, places=places, ranks=ranks)
+
+
+@final
+class CommittedState:
+    """The newest committed state of a run, in the swap directories of all its ranks. Use `open`; `close` ends it, as
+    does the end of a `with` block. `commit`: what it says of itself."""
+
+    def __init__(self, commit: Commit, stores: list[_Files], resources: ExitStack) -> None:
+        self.commit = commit
+        self.manifest, self.places = commit.manifest, commit.places
+        self.step = commit.manifest.step
+        self._resources = resources
+        try:
+            self._records = [_find(stores, name) for name in self.places.records]
+            self._check()
+        except ValueError as error:
+            raise StoreError(f"{commit.path} holds no in-place commit of a run ({error}).") from error
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str], own_runs: Container[str] = ()) -> CommittedState:
+        """`path`: any directory of the run. `own_runs`: ids of the stores of this run's ranks, which make no commit
+        while this is open. Raises StoreError: nothing committed, damaged, not all of it here, or its owner lives
+        (unless it is this run)."""
+        commit = Commit.read(Path(read_owner(Path(path)).paths[0]))
         with ExitStack() as resources:
-            _lock(first, resources)
-            metadata = read_metadata(first)
-            stores = [_Files([Path(one) for one in metadata["stores"][0]["paths"]], metadata["step"], resources)]
-            if stores[0].paths != [Path(one) for one in owner.paths]:
-                raise StoreError(f"{first} belongs to other directories than its commit says; it was copied or moved.")
-            for item in metadata["stores"][1:]:
-                other = [Path(one) for one in item["paths"]]
-                _lock(other[0], resources)
-                stores.append(_Files(other, metadata["step"], resources))
-                if stores[-1].manifest.run_id != item["run_id"]:
-                    raise StoreError(f"{other[0]} belongs to another run than the commit in {first}.")
-            state = cls(stores, metadata, resources, first)
+            state = cls(commit, open_stores(commit.stores, commit.manifest.step, resources, own_runs), resources)
             state._resources = resources.pop_all()
             return state
 
@@ -86,22 +119,10 @@ class CommittedState:
         store, record = self._records[source.record]
         return store.read(record, source.offset, nbytes)
 
-    def _find(self, name: RecordName) -> tuple[_Files, Record]:
-        """Raises ValueError."""
-        if name.store >= len(self._stores) or name.name not in self._stores[name.store].records:
-            raise ValueError(f"there is no record {name.name[:80]!a}")
-        store = self._stores[name.store]
-        return store, store.records[name.name]
-
     def _check(self) -> None:
         """Raises ValueError where a tensor does not lie inside of its records."""
-        if self.places.places.keys() != self.manifest.tensors.keys():
-            raise ValueError("expected a place of each tensor")
         for key, place in self.places.places.items():
-            entry = self.manifest.tensors[key]
-            if (place.parts[-1].stop if place.parts else 0) != entry.numel:
-                raise ValueError(f"{key[:200]!a}: expected places of {entry.numel} elements")
-            itemsizes = SOURCE_ITEMSIZES[place.form]
+            entry, itemsizes = self.manifest.tensors[key], SOURCE_ITEMSIZES[place.form]
             for part in place.parts:
                 for source, itemsize in zip(part.sources, itemsizes, strict=True):
                     nbytes = (part.stop - part.start) * (itemsize or entry.itemsize)
@@ -109,30 +130,120 @@ class CommittedState:
                         raise ValueError(f"{key[:200]!a} lies outside of its record")
 
 
-def read_metadata(path: Path) -> dict[str, Any]:
-    """What the newest commit in a run's first directory says, and its "step". Raises StoreError."""
+def _find(stores: Sequence[_Files], name: RecordName) -> tuple[_Files, Record]:
+    """Raises ValueError."""
+    store = stores[name.store]
+    if name.name not in store.records:
+        raise ValueError(f"there is no record {name.name[:80]!a}")
+    return store, store.records[name.name]
+
+
+def _check_places(manifest: TagManifest, places: Places) -> None:
+    """Raises ValueError where a tensor has not its places."""
+    if places.places.keys() != manifest.tensors.keys():
+        raise ValueError("expected a place of each tensor")
+    for key, place in places.places.items():
+        if (place.parts[-1].stop if place.parts else 0) != (numel := manifest.tensors[key].numel):
+            raise ValueError(f"{key[:200]!a}: expected places of {numel} elements")
+
+
+_METADATA_KINDS: dict[str, Kinds] = {**dict.fromkeys(METADATA_KEYS, dict), "records": list, "ranks": list}
+_RANK_KINDS: dict[str, Kinds] = {**dict.fromkeys(RANK_KEYS, list), "layout": str}
+
+
+def _rank_part(item: Any) -> RankPart:
+    """Raises ValueError."""
+    fields = check_fields(item, _RANK_KINDS)
+    for index in fields["initialized"]:
+        check_kind("initialized", index, int)
+    if not 1 <= len(fields["stores"]) <= 2:
+        raise ValueError("stores: expected one or two of each rank")
+    return RankPart(**{**fields, "stores": [check_store_location(store) for store in fields["stores"]]})
+
+
+def read_metadata(path: Path) -> tuple[Path, dict[str, Any]]:
+    """What the newest commit of a run says, and the first directory of the store that has decided it. `path`: the first
+    of any store of the run. Raises StoreError."""
+    committed = _committed(path)
+    if DECIDED_BY in committed.metadata:
+        try:
+            first = check_store_location(committed.metadata[DECIDED_BY])
+        except ValueError as error:
+            raise StoreError(f"{path} holds no in-place commit of a run ({error}).") from error
+        path = Path(first["paths"][0])
+        committed = _committed(path)
+        if committed.run_id != first["run_id"]:
+            raise StoreError(f"{path} belongs to another run than the one whose commit is looked for.")
+    ranks = committed.metadata.get("ranks")
+    if not ranks or type(ranks) is not list:
+        raise StoreError(f"{path} holds no in-place commit of a run, or one of another version.")
+    first = _rank_part_of(path, ranks[0]).stores[0]
+    if (first["run_id"], Path(first["paths"][0])) != (committed.run_id, path):
+        raise StoreError(f"{path} belongs to other directories than its commit says; it was copied or moved.")
+    return path, dict(committed.metadata)
+
+
+def _rank_part_of(path: Path, item: Any) -> RankPart:
+    try:
+        return _rank_part(item)
+    except ValueError as error:
+        raise StoreError(f"{path} holds no in-place commit of a run ({error}).") from error
+
+
+def _committed(path: Path) -> Manifest:
+    """Raises StoreError."""
     committed, _ = load_manifests(path)
     if committed is None:
         raise StoreError(f"{path} holds no committed state: its run ended before its first commit, or has none.")
+    return committed
+
+
+def find_missing(committed: Manifest) -> str:
+    """Say which part of a commit is not here, of the store that decided it; empty: none. Raises StoreError."""
+    ranks = committed.metadata.get("ranks")
+    for item in ranks if type(ranks) is list else ():
+        for store in _rank_part_of(Path(MANIFEST_NAME), item).stores:
+            first = Path(store["paths"][0])
+            found = [one.step for one in load_manifests(first) if one is not None and one.run_id == store["run_id"]]
+            if committed.step not in found:
+                return f"a part of it rests in {first}, which is not here, or does not hold step {committed.step}"
+    return ""
+
+
+def open_stores(
+    locations: Sequence[Mapping[str, Any]], step: int, resources: ExitStack, own_runs: Container[str] = ()
+) -> list[_Files]:
+    """Open the stores that are at `locations`, of one commit, and keep other processes from adopting them. Raises
+    StoreError."""
+    found = []
+    for location in locations:
+        paths = [Path(path) for path in location["paths"]]
+        owner = _owner_of(paths[0], step)
+        if (owner.run_id, owner.paths) != (location["run_id"], tuple(location["paths"])):
+            raise StoreError(
+                f"{paths[0]} belongs to another run, or other directories, than the commit of step {step}."
+            )
+        _lock(paths[0], owner, resources, own_runs)
+        found.append(_Files(paths, step, resources))
+        if found[-1].manifest.run_id != owner.run_id:
+            raise StoreError(f"{paths[0]} belongs to another run than the commit of step {step}.")
+    return found
+
+
+def _owner_of(path: Path, step: int) -> Owner:
+    """Raises StoreError."""
     try:
-        metadata = check_fields(
-            dict(committed.metadata),
-            {**dict.fromkeys(METADATA_KEYS, dict), "records": list, "initialized": list, "layout": str, "stores": list},
-        )
-        for index in metadata["initialized"]:
-            check_kind("initialized", index, int)
-        if not 1 <= len(metadata["stores"]) <= 2:
-            raise ValueError("stores: expected one or two")
-        for store in metadata["stores"]:
-            check_store_location(store)
-    except ValueError as error:
-        raise StoreError(f"{path} holds no in-place commit of a run ({error}).") from error
-    return {**metadata, "step": committed.step}
+        return read_owner(path)
+    except StoreError as error:
+        raise StoreError(
+            f"A part of the commit of step {step} rests in {path}, which cannot be read here: {error} As many ranks as "
+            "have committed it, each on the host that has its part, go on with it (tiered_zero.checkpoint.in_place and "
+            "resume); for others save without in_place."
+        ) from error
 
 
-def _lock(path: Path, resources: ExitStack) -> None:
+def _lock(path: Path, owner: Owner, resources: ExitStack, own_runs: Container[str]) -> None:
     """Keep other processes from adopting the directory while it is read. Raises StoreError where its owner lives."""
-    owner = read_owner(path)
     try:
         with opened_directory(path) as directory:
             fd = open_file(OWNER_NAME, directory, uid=os.fstat(directory).st_uid)
@@ -142,7 +253,7 @@ def _lock(path: Path, resources: ExitStack) -> None:
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
-        if _is_this_process(owner):
+        if owner.run_id in own_runs or _is_this_process(owner):
             return
         raise StoreError(
             f"The swap directory {path} belongs to a live run (pid {owner.pid} on {owner.host}), which goes on "

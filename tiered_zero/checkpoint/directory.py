@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, final
 
+from tiered_zero.checkpoint.committed import find_missing
 from tiered_zero.checkpoint.data_reader import DataReader
 from tiered_zero.checkpoint.manifest import MANIFEST_NAME, MOST_NBYTES, DataFile, TagManifest, WrittenBy
 from tiered_zero.checkpoint.save_directory import LATEST_NAME, OLD, TEMPORARY, check_tag, hidden_tag
@@ -20,6 +21,8 @@ from tiered_zero.store import manifest as store_manifest
 from tiered_zero.store.descriptors import disk_nbytes, error_text, kind_text, open_directory, read_file
 from tiered_zero.store.owner import OWNER_NAME
 
+_INDEPENDENT: Final = "To keep a step, load it into a run without in_place and save there, or `export` its weights"
+
 _PLAIN_MANIFEST_NBYTES: Final = 32 * MIB
 """A manifest may be larger only beside data: what is decoded takes some twenty times the bytes of its text."""
 
@@ -28,6 +31,8 @@ _PLAIN_MANIFEST_NBYTES: Final = 32 * MIB
 @dataclass(frozen=True, kw_only=True)
 class TagInfo:
     """One tag of a save directory. `reason`: why it is not complete, else "". `nbytes`: on the disk.
+
+    `run_id`, `held_step`: of an in-place commit, the run that made it, and the step that this holds by now.
 
     `step`, `kind`, `written_by`, `created_s` (seconds since the epoch): None, "" and 0.0 where there is no manifest.
     """
@@ -41,6 +46,13 @@ class TagInfo:
     reason: str = ""
     written_by: WrittenBy | None = None
     created_s: float = 0.0
+    run_id: str = ""
+    held_step: int | None = None
+
+    @property
+    def is_superseded(self) -> bool:
+        """Whether its run has committed another step in place since, and holds that alone."""
+        return self.held_step is not None and self.held_step != self.step
 
 
 def read_manifest(tag_dir: str | os.PathLike[str]) -> TagManifest:
@@ -81,7 +93,16 @@ def list_tags(save_dir: str | os.PathLike[str]) -> list[TagInfo]:
     path = Path(save_dir)
     names = _names(path)
     found = [_inspect(path / name, tag) for name in names if (tag := _visible_tag(name, names)) is not None]
-    return sorted((info for info in found if info is not None), key=_age)
+    infos = sorted((info for info in found if info is not None), key=_age)
+    held = {(info.run_id, info.step): info.tag for info in infos if info.kind == "in_place" and info.complete}
+    return [_naming(info, held.get((info.run_id, info.held_step))) if info.is_superseded else info for info in infos]
+
+
+def _naming(info: TagInfo, newer: str | None) -> TagInfo:
+    """A superseded tag, with `newer`, the one at the step that its run holds."""
+    if newer is None:
+        return info
+    return replace(info, reason=f"it was superseded by {newer}: an in-place commit holds one step. {_INDEPENDENT}")
 
 
 def newest_complete(save_dir: str | os.PathLike[str]) -> TagInfo | None:
@@ -261,18 +282,24 @@ def _swap_problem(manifest: TagManifest) -> str:
     assert manifest.swap is not None
     first = Path(manifest.swap["paths"][0])
     try:
-        committed, prepared = store_manifest.load(first)
+        committed = _held(manifest)
+        if committed is None:
+            return f"its state rested in {first}, which is gone"
+        if committed.step == manifest.step:
+            return find_missing(committed)
     except StoreError as error:
         return f"its state rests in {first}: {error}"
-    states = [state for state in (committed, prepared) if state is not None]
-    if not states or states[0].run_id != manifest.swap["run_id"]:
-        return f"its state rested in {first}, which is gone"
-    if all(state.step != manifest.step for state in states):
-        return (
-            f"it was superseded: an in-place commit holds one step, and {first} is at step {states[0].step} by now. "
-            "Load that one; `tiered-zero checkpoint export` makes a checkpoint independent"
-        )
-    return ""
+    return (
+        f"it was superseded: an in-place commit holds one step, and {first} is at step {committed.step} by now. "
+        f"Load that one. {_INDEPENDENT}"
+    )
+
+
+def _held(manifest: TagManifest) -> store_manifest.Manifest | None:
+    """What the run of an in-place commit holds by now; None: nothing of it is there. Raises StoreError."""
+    assert manifest.swap is not None
+    committed, _ = store_manifest.load(Path(manifest.swap["paths"][0]))
+    return committed if committed is not None and committed.run_id == manifest.swap["run_id"] else None
 
 
 def _foreign(names: Sequence[str]) -> str:
@@ -334,6 +361,11 @@ def _inspect(path: Path, tag: str) -> TagInfo | None:
 
 
 def _info(tag: str, path: Path, manifest: TagManifest, reason: str = "", nbytes: int = 0) -> TagInfo:
+    held_step = None
+    if manifest.swap is not None:
+        with suppress(StoreError):
+            held = _held(manifest)
+            held_step = None if held is None else held.step
     return TagInfo(
         tag=tag,
         path=path,
@@ -343,6 +375,8 @@ def _info(tag: str, path: Path, manifest: TagManifest, reason: str = "", nbytes:
         complete=not reason,
         reason=reason,
         written_by=manifest.written_by,
+        run_id="" if manifest.swap is None else manifest.swap["run_id"],
+        held_step=held_step,
         created_s=manifest.written_by.created_s,
     )
 

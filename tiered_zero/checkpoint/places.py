@@ -14,11 +14,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Final, NamedTuple, final
 
 import torch
 
-from tiered_zero.checkpoint.portable import RunState, TensorSpec, buffer_key, field_range, master_key, param_key
+from tiered_zero.checkpoint.portable import (
+    RunState,
+    TensorSpec,
+    buffer_key,
+    field_range,
+    master_key,
+    memory_order,
+    param_key,
+)
+from tiered_zero.errors import StoreError
 from tiered_zero.layout.flat import PARAM_ALIGNMENT_NBYTES, FlatEntry, Unit
 from tiered_zero.layout.subgroups import ParamPiece, Segment
 from tiered_zero.optim.state_layout import StateLayout
@@ -55,7 +65,8 @@ class Place:
 
 
 class RecordName(NamedTuple):
-    """A record `name` of the store number `store`: 0 is that of the state, 1 that of parameters where it is another."""
+    """A record `name` of the store number `store`: of the stores of all ranks, one rank behind the other; each has that
+    of the state first, and then that of parameters where it is another."""
 
     store: int
     name: str
@@ -78,20 +89,46 @@ class Places:
         return {"records": [list(record) for record in self.records], "places": keys}
 
     @classmethod
-    def from_body(cls, body: Any) -> Places:
-        """Of JSON values that may be hostile. Raises ValueError."""
+    def from_body(cls, body: Any, covers: bool = True) -> Places:
+        """Of JSON values that may be hostile. `covers`: parts lie one behind the other, as those of all ranks do.
+        Raises ValueError."""
         fields = check_fields(body, {"records": list, "places": dict})
         records = []
         for item in fields["records"]:
             check_kind("records", item, list)
-            if len(item) != 2 or type(item[0]) is not int or type(item[1]) is not str or item[0] not in (0, 1):
+            if len(item) != 2 or type(item[0]) is not int or type(item[1]) is not str or item[0] < 0:
                 raise ValueError("records: expected the number of a store and a name")
             records.append(RecordName(item[0], item[1]))
-        places = {key: _place(key, item, len(records)) for key, item in fields["places"].items()}
+        places = {key: _place(key, item, len(records), covers) for key, item in fields["places"].items()}
         return cls(records=records, places=places)
 
 
-def _place(key: str, item: Any, num_records: int) -> Place:
+def join_places(found: Sequence[tuple[Places, int]]) -> Places:
+    """Those of all ranks, each with the number of its stores. Raises StoreError where they do not cover a key once."""
+    joined, first_store = Places(), 0
+    parts: dict[str, list[PlacedPart]] = {}
+    forms: dict[str, str] = {}
+    for own, num_stores in found:
+        first = len(joined.records)
+        joined.records += [RecordName(first_store + record.store, record.name) for record in own.records]
+        first_store += num_stores
+        for key, place in own.places.items():
+            if forms.setdefault(key, place.form) != place.form:
+                raise StoreError(f"{key} rests as {forms[key]} on one rank, and as {place.form} on another.")
+            parts.setdefault(key, []).extend(
+                part._replace(sources=tuple(Source(first + at.record, at.offset) for at in part.sources))
+                for part in place.parts
+            )
+    for key, own_parts in parts.items():
+        own_parts.sort()
+        for before, after in pairwise(own_parts):
+            if before.stop != after.start:
+                raise StoreError(f"{key}: elements {before.stop} to {after.start} are missing or doubled.")
+        joined.places[key] = Place(form=forms[key], parts=tuple(own_parts))
+    return joined
+
+
+def _place(key: str, item: Any, num_records: int, covers: bool) -> Place:
     check_kind("places", item, list)
     if not item or type(item[0]) is not str or item[0] not in SOURCE_ITEMSIZES:
         raise ValueError(f"places: {key[:200]!a}: expected one of {', '.join(SOURCE_ITEMSIZES)}")
@@ -102,7 +139,7 @@ def _place(key: str, item: Any, num_records: int) -> Place:
         if len(one) != 2 + 2 * num_sources or any(type(n) is not int or not 0 <= n <= MOST_INTEGER for n in one):
             raise ValueError(f"places: {key[:200]!a}: expected start, stop and {num_sources} sources of each part")
         start, stop, *numbers = one
-        if start != end or stop <= start:
+        if (start != end if covers else start < end) or stop <= start:
             raise ValueError(f"places: {key[:200]!a}: elements {start} to {stop} are out of order")
         sources = tuple(Source(*numbers[at : at + 2]) for at in range(0, len(numbers), 2))
         if any(source.record >= num_records for source in sources):
@@ -114,10 +151,8 @@ def _place(key: str, item: Any, num_records: int) -> Place:
 
 @final
 class PlaceTable:
-    """Lists the places of a run's state. `copies`: unit index -> home of its durable copy; `buffers`: that of buffers.
-
-    `tiers`: those of the stores, in order. Any thread, while nothing is updated.
-    """
+    """Lists the places of what this rank saves of a run. `copies`: unit index -> home of its durable copy; `buffers`:
+    that of buffers. `tiers`: those of this rank's stores, in order. Any thread, while nothing is updated."""
 
     def __init__(
         self, state: RunState, tiers: Sequence[object], copies: Mapping[int, Home], buffers: Home | None
@@ -128,7 +163,8 @@ class PlaceTable:
         self._buffers = buffers
 
     def list(self, packed: Iterable[tuple[str, torch.Tensor, int]]) -> tuple[Places, dict[str, TensorSpec]]:
-        """List everything, and describe it. `packed`: buffers with their names and first bytes in the record."""
+        """List everything, and describe it. `packed`: buffers with their names and first bytes in the record, where
+        this rank saves them."""
         state = self._state
         numbers: dict[RecordName, int] = {}
         parts: dict[str, list[PlacedPart]] = {}
@@ -143,16 +179,16 @@ class PlaceTable:
             parts.setdefault(key, []).append(PlacedPart(start, stop, sources))
 
         specs = {**state.state_specs(state.is_stepped), **state.param_specs()}
-        for layout in state.layouts:
+        for layout in state.own_layouts:
             home = state.inventory.home(layout.subgroup, "state")
             joined = layout.masters.needs_params
             for segment, piece in _pieces(layout):
                 stop = piece.param_start + piece.numel
                 sources = [source(home, offset) for offset in _master_offsets(layout, segment, piece.start)]
                 if joined:
-                    first = segment.unit_start + piece.start - segment.start
                     params = self._copies.get(segment.unit.index) or state.inventory.home(segment.unit, "param")
-                    sources.insert(1, source(params, first * segment.unit.itemsize))
+                    before = (piece.start - segment.start) * segment.unit.itemsize
+                    sources.insert(1, source(params, params.offset_of(segment) + before))
                 add(master_key(piece.param), "joined" if joined else "plain", piece.param_start, stop, *sources)
                 for array in layout.arrays_for(piece) if state.is_stepped(layout, piece) else ():
                     start, stop = field_range(piece, array.field, state.rule.elementwise)
@@ -160,15 +196,18 @@ class PlaceTable:
                     marked = joined and array.field.name == state.rule.unsigned_field
                     at = source(home, array.offset + first * array.field.dtype.itemsize)
                     add(f"{array.field.name}/{piece.param.name}", "magnitude" if marked else "plain", start, stop, at)
+        own_units = {unit.index for unit in state.own_units}
         for unit in state.units:
+            durable = self._copies.get(unit.index)
+            if durable is None and (unit.index not in state.updated_units or self._joins(unit)):
+                durable = state.inventory.home(unit, "param")
+            if durable is not None:
+                for own in state.unmastered_ranges(unit) if unit.index in own_units else ():
+                    add(own.key, "plain", own.start, own.stop, source(durable, own.first * unit.itemsize))
+                continue
             for entry in state.unmastered(unit):
-                key = param_key(entry.param)
-                durable = self._copies.get(unit.index)
-                if durable is None and (unit.index not in state.updated_units or self._joins(unit)):
-                    durable = state.inventory.home(unit, "param")
-                if durable is not None:
-                    add(key, "plain", 0, entry.param.numel, source(durable, entry.start * unit.itemsize))
-                    continue
+                key, shape = param_key(entry.param), entry.param.shape
+                specs[key] = TensorSpec(dtype=unit.dtype, shape=shape, order=memory_order(entry.param))
                 for layout, segment, low, high in self._overlaps(unit, entry):
                     (offset, *_) = _master_offsets(layout, segment, segment.start + low - segment.unit_start)
                     home = state.inventory.home(layout.subgroup, "state")
@@ -191,7 +230,7 @@ class PlaceTable:
 
     def _overlaps(self, unit: Unit, entry: FlatEntry) -> Iterator[tuple[StateLayout, Segment, int, int]]:
         """Yield the parts of sub-groups in which an entry lies: elements [low, high) of the unit's flat."""
-        for layout in self._state.layouts:
+        for layout in self._state.own_layouts:
             for segment in layout.subgroup.segments:
                 if segment.unit.index == unit.index:
                     for own, low, high in segment.entries():

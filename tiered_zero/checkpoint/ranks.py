@@ -26,10 +26,11 @@ from tiered_zero.checkpoint.weights import WeightTensor
 from tiered_zero.errors import ModelError, RankError, StoreError
 from tiered_zero.hardware.agreement import agree
 from tiered_zero.hardware.collectives import Collectives
+from tiered_zero.io.engine import IOEngine
 
 logger = logging.getLogger("tiered_zero")
 
-_SAVE, _LOAD, _EXPORT = "save_checkpoint", "load_checkpoint", "save_16bit_model"
+SAVE, _LOAD, _EXPORT = "save_checkpoint", "load_checkpoint", "save_16bit_model"
 
 
 @final
@@ -46,7 +47,7 @@ class Wanted:
 def agree_on_save(ranks: Collectives, ask: Callable[[], Wanted], tag_validation: str) -> list[Wanted]:
     """Ask every rank; all of them have rank 0's tag then. `tag_validation`: DeepSpeed's Warn, Fail or Ignore, of tags
     that differ. Raises ModelError where the ranks want to save different things, and what `ask` raises."""
-    wanted = agree(ranks, _SAVE, ask, encode=vars, decode=lambda value: Wanted(**value))
+    wanted = agree(ranks, SAVE, ask, encode=vars, decode=lambda value: Wanted(**value))
     first = wanted[0]
     for rank, own in enumerate(wanted):
         if (own.step, own.arguments) != (first.step, first.arguments):
@@ -66,27 +67,33 @@ def agree_on_save(ranks: Collectives, ask: Callable[[], Wanted], tag_validation:
 
 
 def begin_tag(
-    ranks: Collectives, save_dir: str | os.PathLike[str], wanted: Sequence[Wanted], own_locks: list[FileIO]
+    ranks: Collectives,
+    save_dir: str | os.PathLike[str],
+    wanted: Sequence[Wanted],
+    own_locks: list[FileIO],
+    engine: IOEngine | None = None,
 ) -> TagWriter:
-    """Begin the tag on rank 0, where space is checked for what all ranks write, and join it on the others."""
+    """Begin the tag on rank 0, where space is checked for what all ranks write, and join it on the others. `engine`:
+    see `TagWriter.begin`."""
     tag, rank = wanted[0].tag, ranks.rank
     sizes = [own.nbytes for own in wanted]
     begun: list[TagWriter] = []
 
     def begin() -> str:
         if rank == 0:
+            needed, own = sum(sizes), sizes[0]
             begun.append(
-                TagWriter.begin(save_dir, tag, needed_nbytes=sum(sizes), own_nbytes=sizes[0], own_locks=own_locks)
+                TagWriter.begin(save_dir, tag, engine=engine, needed_nbytes=needed, own_nbytes=own, own_locks=own_locks)
             )
         return begun[0].name if begun else ""
 
     def join(name: str) -> None:
         if rank > 0:
-            begun.append(TagWriter.join(save_dir, tag, name, rank=rank, needed_nbytes=sizes[rank]))
+            begun.append(TagWriter.join(save_dir, tag, name, engine=engine, rank=rank, needed_nbytes=sizes[rank]))
 
     try:
-        name = agree(ranks, f"{_SAVE}: its directory", begin)[0]
-        agree(ranks, f"{_SAVE}: its directory on every rank", partial(join, name))
+        name = agree(ranks, f"{SAVE}: its directory", begin)[0]
+        agree(ranks, f"{SAVE}: its directory on every rank", partial(join, name))
     except BaseException:
         for writer in begun:
             writer.discard()
@@ -99,8 +106,8 @@ def publish_together(
 ) -> None:
     """Return when every rank has written its share, and rank 0 has published them all as one tag."""
     try:
-        shares = agree(ranks, f"{_SAVE}: the files", write, encode=Share.encode, decode=Share.decode)
-        agree(ranks, f"{_SAVE}: the manifest", lambda: publish(shares) if ranks.rank == 0 else None)
+        shares = agree(ranks, f"{SAVE}: the files", write, encode=Share.encode, decode=Share.decode)
+        agree(ranks, f"{SAVE}: the manifest", lambda: publish(shares) if ranks.rank == 0 else None)
     finally:
         save.discard()  # unless it was published
 

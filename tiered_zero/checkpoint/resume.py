@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Container, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 import torch
 
 from tiered_zero.checkpoint.commit_layout import committing_paths, run_fingerprint
-from tiered_zero.checkpoint.committed import CommittedState
+from tiered_zero.checkpoint.committed import Commit, open_stores, read_metadata
 from tiered_zero.checkpoint.copies import DurableCopies
 from tiered_zero.checkpoint.directory import find_tag, list_tags, read_declared, read_latest, tag_path
 from tiered_zero.checkpoint.file_reader import FileReader
@@ -27,6 +27,8 @@ from tiered_zero.checkpoint.portable import RunState
 from tiered_zero.checkpoint.store_reader import StoreReader
 from tiered_zero.config.schema import Config
 from tiered_zero.errors import StoreError
+from tiered_zero.hardware.agreement import agree
+from tiered_zero.hardware.collectives import Collectives
 from tiered_zero.layout.flat import Unit
 from tiered_zero.optim.state_layout import StateLayout
 from tiered_zero.plan.planner import Plan
@@ -35,6 +37,7 @@ from tiered_zero.sizes import format_nbytes
 from tiered_zero.store.manifest import load as load_manifests
 from tiered_zero.store.owner import OWNER_NAME
 from tiered_zero.tiers.slots import read_slot
+from tiered_zero.tiers.tier import as_bytes
 from tiered_zero.update.masters import Masters
 
 logger = logging.getLogger("tiered_zero")
@@ -75,9 +78,10 @@ def find_checkpoint(directory: str | os.PathLike[str], tag: str | None = None) -
     return FoundCheckpoint(path=found.path, swap=found.swap, lines=(*skipped, *found.lines))
 
 
-def open_reader(found: FoundCheckpoint) -> FileReader | StoreReader:
-    """Open a tag, or the swap directory that it points to. Raises StoreError."""
-    return FileReader(found.path) if found.swap is None else StoreReader(found.swap)
+def open_reader(found: FoundCheckpoint, own_runs: Container[str] = ()) -> FileReader | StoreReader:
+    """Open a tag, or the swap directories that it points to. `own_runs`: see `CommittedState.open`. Raises
+    StoreError."""
+    return FileReader(found.path) if found.swap is None else StoreReader(found.swap, own_runs)
 
 
 def _latest_pointer(path: Path) -> FoundCheckpoint | None:
@@ -121,8 +125,8 @@ def _follow(path: Path, in_place_only: bool = False) -> FoundCheckpoint:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Adoption:
-    """A commit whose run is gone on with. `directories`: swap paths of the config -> directory and step of the store
-    there. `initialized`: sub-groups that have state."""
+    """A commit whose run is gone on with. `directories`: swap paths of the config -> directory and step of this rank's
+    store there. `initialized`: this rank's sub-groups that have state."""
 
     found: FoundCheckpoint
     directories: Mapping[tuple[str, ...], tuple[Path, int]]
@@ -131,38 +135,63 @@ class Adoption:
 
 
 def adopt(
-    found: FoundCheckpoint, config: Config, plan: Plan, slots: Sequence[PlannedSlot], layouts: list[StateLayout]
+    found: FoundCheckpoint,
+    ranks: Collectives,
+    config: Config,
+    plan: Plan,
+    slots: Sequence[PlannedSlot],
+    layouts: list[StateLayout],
 ) -> Adoption | None:
-    """Adopt an in-place commit where this run lays everything out as its run did; None where it has to be loaded, with
-    the reason in the log. Raises StoreError: damaged, or its owner lives."""
+    """Adopt an in-place commit where every rank lays everything out as that one did which has committed its part; None
+    where it has to be loaded, with the reason in the log. Collective. Raises StoreError: damaged, or its owner
+    lives."""
     if found.swap is None:
         return None
-    with CommittedState.open(found.swap) as committed:
-        paths, reason = committing_paths(config, plan), ""
-        if plan.request.commits is None:
-            reason = "tiered_zero.checkpoint.in_place is off"
-        elif any(record.name.startswith("param_back/") for record in committed.places.records):
-            reason = "the delayed update had left parameters in their second home"
-        elif committed.layout != run_fingerprint(config, plan, slots, layouts):
-            reason = "this run lays its state out in another way (placement, sub_group_size, state_format or nvme_path)"
-        if reason:
-            needed = format_nbytes(plan.nbytes("nvme"))
-            logger.warning(
-                "%s is loaded, not adopted: %s. It stays as it is, beside the %s that this run takes on nvme; "
-                "`tiered-zero swap gc --committed` removes it.",
-                found.swap,
-                reason,
-                needed,
-            )
+    swap = found.swap
+
+    def read() -> tuple[str, Any] | None:
+        if ranks.rank > 0:
             return None
-        return Adoption(
-            found=found,
-            directories={
-                own: (directories[0], committed.step) for own, directories in zip(paths, committed.paths, strict=True)
-            },
-            manifest=committed.manifest,
-            initialized=frozenset(committed.initialized),
+        path, metadata = read_metadata(swap)
+        return str(path), metadata
+
+    path, metadata = agree(ranks, "resume: the commit", read)[0] or ("", None)
+    commit = Commit.decode(Path(path), metadata)
+
+    def look() -> str:
+        """Open this rank's part, and say why it cannot be adopted."""
+        if plan.request.commits is None:
+            return "tiered_zero.checkpoint.in_place is off"
+        if len(commit.ranks) != ranks.world_size:
+            return f"{len(commit.ranks)} ranks have committed it, and this run has {ranks.world_size}"
+        own = commit.ranks[ranks.rank]
+        with ExitStack() as opened:
+            open_stores(own.stores, commit.manifest.step, opened)
+        if any(record.name.startswith("param_back/") for record in commit.places.records):
+            return "the delayed update had left parameters in their second home"
+        if own.layout != run_fingerprint(config, plan, slots, layouts):
+            return "this run lays its state out in another way (placement, sub_group_size, state_format or nvme_path)"
+        return ""
+
+    reason = next(filter(None, agree(ranks, "resume: each rank's part", look)), "")
+    if reason:
+        logger.warning(
+            "%s is loaded, not adopted: %s. It stays as it is, beside the %s that this run takes on nvme; "
+            "`tiered-zero swap gc --committed` removes it.",
+            swap,
+            reason,
+            format_nbytes(plan.nbytes("nvme")),
         )
+        return None
+    own, paths = commit.ranks[ranks.rank], committing_paths(config, plan)
+    return Adoption(
+        found=found,
+        directories={
+            each: (Path(store["paths"][0]), commit.manifest.step) for each, store in zip(paths, own.stores, strict=True)
+        },
+        manifest=commit.manifest,
+        initialized=frozenset(own.initialized),
+    )
 
 
 @final
@@ -175,11 +204,15 @@ class AdoptedValues:
     copies: DurableCopies
 
     def flat(self, unit: Unit) -> torch.Tensor:
-        """[P] of the unit's dtype, on the CPU: its masters rounded, or what was kept of it."""
+        """[P] of the unit's dtype, on the CPU: its masters rounded, or what was kept of it; zeros where another rank
+        has them."""
         if unit.index in self.state.updated_units and not self.masters.need_params:
             return self.masters.read(unit).to(unit.dtype)
         home = self.copies.homes.get(unit.index) or self.state.inventory.home(unit, "param")
-        return read_slot(home, 0, unit.nbytes, self.state.state_staging).view(unit.dtype)
+        flat, own = torch.zeros(unit.numel, dtype=unit.dtype), home.elements(unit)
+        part = flat[own]
+        part.copy_(read_slot(home, 0, as_bytes(part).numel(), self.state.state_staging).view(unit.dtype))
+        return flat
 
     def restore_buffers(self) -> None:
         """Copy the buffers' values into the model."""

@@ -1,4 +1,4 @@
-"""What each rank of a run writes of one tag, on its way to the manifest that rank 0 publishes."""
+"""What each rank of a run writes of one tag, or commits in place, on its way to the manifest that rank 0 publishes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, final
 
 from tiered_zero.checkpoint.file_writer import WrittenFiles
 from tiered_zero.checkpoint.manifest import DataFile, Part, TensorEntry
+from tiered_zero.checkpoint.places import Places
 from tiered_zero.errors import InternalError
 
 
@@ -53,7 +54,37 @@ class Share:
         )
 
 
-def join_scalars(shares: Sequence[Share]) -> dict[str, Any]:
+@final
+@dataclass(frozen=True, kw_only=True)
+class CommitShare:
+    """One rank's part of an in-place commit. `tensors`: without parts, which `places` has; `scalars`, `driver`: as of
+    Share. `stores`: run id and paths of each of its stores, that of the state first. `layout`: of commit_layout.
+    `initialized`: its sub-groups that have state."""
+
+    tensors: Mapping[str, TensorEntry]
+    places: Places
+    scalars: Mapping[str, Any]
+    driver: Mapping[str, Any]
+    stores: Sequence[Mapping[str, Any]]
+    layout: str
+    initialized: Sequence[int]
+
+    def encode(self) -> dict[str, Any]:
+        """As JSON."""
+        tensors = {key: [entry.dtype, entry.shape, entry.order] for key, entry in self.tensors.items()}
+        return {**vars(self), "tensors": tensors, "places": self.places.body()}
+
+    @classmethod
+    def decode(cls, value: Mapping[str, Any]) -> CommitShare:
+        """What `encode` gave on another rank."""
+        tensors = {
+            key: TensorEntry(dtype=dtype, shape=tuple(shape), order=None if order is None else tuple(order))
+            for key, (dtype, shape, order) in value["tensors"].items()
+        }
+        return cls(**{**value, "tensors": tensors, "places": Places.from_body(value["places"], covers=False)})
+
+
+def join_scalars(shares: Sequence[Share | CommitShare]) -> dict[str, Any]:
     """Those of all parameters. Raises InternalError where two ranks have made different steps of one."""
     found: dict[str, Any] = {}
     for rank, share in enumerate(shares):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import final
 
 import torch
@@ -22,12 +22,12 @@ from tiered_zero.optim.state_formats import join_master
 
 @final
 class StoreReader(TagReader[PlacedPart]):
-    """Reads the newest commit of a swap directory. One thread drives it; `close` ends it, as does the end of a `with`
+    """Reads the newest commit of a run. One thread drives it; `close` ends it, as does the end of a `with`
     block. `manifest`: of the commit."""
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        """`path`: any directory of the run. Raises StoreError."""
-        self._state = CommittedState.open(path)
+    def __init__(self, path: str | os.PathLike[str], own_runs: Container[str] = ()) -> None:
+        """As `CommittedState.open`. Raises StoreError."""
+        self._state = CommittedState.open(path, own_runs)
         super().__init__(self._state.manifest, f"The commit of step {self._state.step}")
 
     def __enter__(self) -> StoreReader:

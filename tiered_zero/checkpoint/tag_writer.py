@@ -81,7 +81,14 @@ class TagWriter:
 
     @classmethod
     def join(
-        cls, save_dir: str | os.PathLike[str], tag: str, name: str, *, rank: int, needed_nbytes: int = 0
+        cls,
+        save_dir: str | os.PathLike[str],
+        tag: str,
+        name: str,
+        *,
+        rank: int,
+        engine: IOEngine | None = None,
+        needed_nbytes: int = 0,
     ) -> TagWriter:
         """Write rank `rank`'s part of a tag that rank 0 has begun in the temporary directory `name`. `needed_nbytes`:
         of that part. Raises StoreError where `save_dir` is not rank 0's directory."""
@@ -93,7 +100,7 @@ class TagWriter:
                 "name the same one. Name a directory that all hosts share."
             )
         prefix = f"data-{rank:05d}"
-        writer = FileWriter(directory.path / name, needed_nbytes=needed_nbytes, prefix=prefix)
+        writer = FileWriter(directory.path / name, engine, needed_nbytes=needed_nbytes, prefix=prefix)
         return cls(directory, tag, name, writer, needed_nbytes, joins=True)
 
     def __enter__(self) -> TagWriter:

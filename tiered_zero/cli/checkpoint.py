@@ -12,6 +12,7 @@ import click
 import torch
 from rich.text import Text
 
+from tiered_zero.checkpoint.committed import Commit
 from tiered_zero.checkpoint.directory import TagInfo, list_tags, read_latest, read_manifest, verify
 from tiered_zero.checkpoint.export import export_weights
 from tiered_zero.checkpoint.manifest import MANIFEST_NAME
@@ -48,7 +49,7 @@ def ls(directory: Path, as_json: bool) -> None:
             info.kind or "-",
             "-" if info.step is None else str(info.step),
             format_nbytes(info.nbytes),
-            Text("complete", "green") if info.complete else Text("not complete", "red"),
+            _state(info),
             time.strftime("%Y-%m-%d %H:%M", time.localtime(info.created_s)) if info.created_s else "-",
         )
         for info in tags
@@ -104,11 +105,15 @@ def _span(tags: Sequence[str]) -> str:
 
 
 def _problems_in_place(info: TagInfo) -> list[str]:
-    """What is wrong with the state that an in-place commit points to."""
+    """What is wrong with the state that an in-place commit points to, in the stores of all ranks."""
     swap = read_manifest(info.path).swap
-    verified = verify_run([Path(path) for path in swap["paths"]]) if swap is not None else None
+    if swap is None:
+        return []
+    commit = Commit.read(Path(swap["paths"][0]))
+    found = [verify_run([Path(path) for path in store["paths"]], commit.manifest.step) for store in commit.stores]
     return [
         f"{item.record}: {item.nbytes} bytes at offset {item.offset} of {item.path}: {item.reason}"
+        for verified in found
         for item in (verified.broken if verified is not None else ())
     ]
 
@@ -163,6 +168,12 @@ def prune_command(directory: Path, as_json: bool, keep: int, dry_run: bool) -> N
     rows = [(info.tag, str(info.step), format_nbytes(info.nbytes)) for info in removed]
     print_table(("checkpoint", "step", "bytes"), rows, "Nothing to remove.")
     click.echo(f"{format_nbytes(nbytes)} {'would be' if dry_run else 'were'} freed.")
+
+
+def _state(info: TagInfo) -> Text:
+    if info.is_superseded:
+        return Text("superseded", "yellow")
+    return Text("complete", "green") if info.complete else Text("not complete", "red")
 
 
 def _tags(directory: Path) -> list[TagInfo]:

@@ -20,11 +20,6 @@ def check_ranks(config: Config, world_size: int) -> None:
             "other's new parameters inside step(); found 'delayed'. Leave it out, or set zero_optimization.stage to 0 "
             "or 3."
         )
-    if settings.checkpoint.in_place:
-        raise ModelError(
-            f"tiered_zero.checkpoint.in_place: expected false with {many}, whose commits this version does not join; "
-            "found true. Leave it out: a save then writes files, which any number of ranks loads."
-        )
 
 
 def idle_value(config: Config, path: str, default: Any) -> Any:

@@ -216,7 +216,8 @@ def materialize_model(
     """Place every unit, module group by module group: fp32 values to the masters, rounded ones to the units' homes.
     The values are those of rank 0.
 
-    `resumed(unit)`: [P] of a run that is gone on with, whose masters are there already: it replaces the model's values.
+    `resumed(unit)`: [P] of a run that is gone on with, whose masters are there already: it replaces the model's values;
+    of each rank its own part, at least.
     """
     materializer.fill_buffers()
     for prefix, group in groupby(units, key=lambda unit: unit.module):
@@ -243,7 +244,8 @@ def place_unit(
     """Make `params` views of the unit's flat, with the values that they have on rank 0, or those of a run that is gone
     on with."""
     flat = _flatten(unit, params, unit.dtype) if resumed is None else resumed(unit)
-    ranks.broadcast(flat, what=f"the values of {unit.name}")
+    if resumed is None:
+        ranks.broadcast(flat, what=f"the values of {unit.name}")
     if unit.trainable and resumed is None:
         masters = _flatten(unit, params, torch.float32)
         ranks.broadcast(masters, what=f"the masters of {unit.name}")

@@ -15,7 +15,7 @@ from tiered_zero.errors import StoreError
 from tiered_zero.sizes import MIB
 from tiered_zero.store import manifest
 from tiered_zero.store.descriptors import error_text, open_file, opened_directory
-from tiered_zero.store.manifest import Record
+from tiered_zero.store.manifest import Manifest, Record
 from tiered_zero.store.ranges import Range
 from tiered_zero.store.stripes import DATA_NAME, Stripes
 
@@ -46,19 +46,21 @@ class Verified:
     broken: list[Broken]
 
 
-def verify_run(paths: Sequence[Path]) -> Verified | None:
+def verify_run(paths: Sequence[Path], step: int | None = None) -> Verified | None:
     """Check the committed state of the run in `paths`; None if it has none. A live run may commit at the same time.
+
+    `step`: of that state, which may be one that is only prepared, where another store has decided it.
 
     Extents that the durable manifest names are not rewritten before the next one is durable, so what was found
     counts if the manifest is still the same at the end. Raises StoreError for a damaged manifest.
     """
     for _ in range(_ATTEMPTS):
-        state, _ = manifest.load(paths[0])
+        state = _find_state(paths[0], step)
         if state is None:
             return None
         records = [(record, state.ranges[record.name]) for record in state.records]
         broken = find_broken(paths, Stripes(state.weights), records)
-        if manifest.load(paths[0])[0] == state:
+        if _find_state(paths[0], step) == state:
             items = [item for _, ranges in records for item in ranges]
             unverifiable = sum(item.end - item.start for item in items if item.digest is None)
             nbytes = sum(item.end - item.start for item in items)
@@ -70,6 +72,13 @@ def verify_run(paths: Sequence[Path]) -> Verified | None:
                 broken=broken,
             )
     raise StoreError(f"{paths[0]} commits faster than it can be read; verify it when its run has ended.")
+
+
+def _find_state(path: Path, step: int | None) -> Manifest | None:
+    committed, prepared = manifest.load(path)
+    if step is None:
+        return committed
+    return next((state for state in (committed, prepared) if state is not None and state.step == step), None)
 
 
 def find_broken(

@@ -1,0 +1,160 @@
+"""In-place commits that fail, or are killed, at any point on any rank: one step on all ranks, and the same bits."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ranks.pool import RankPool
+from tests.ranks.saving import Place, build, train, weights_of
+from tests.ranks.training import differences
+from tiered_zero.checkpoint.commit import Commits
+from tiered_zero.checkpoint.tag_writer import TagWriter
+from tiered_zero.errors import EngineFailedError, RankError, StoreError, UntaggedCommitError
+from tiered_zero.store import manifest
+
+PLACE = Place(world=2, stage=3, device="nvme")
+
+
+def full_disk(*_: Any) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def kill(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def then_kill(act: Callable[..., None]) -> Callable[..., None]:
+    def acting(*arguments: Any) -> None:
+        act(*arguments)
+        kill()
+
+    return acting
+
+
+FAULTS: dict[str, tuple[Any, str, Callable[..., None]]] = {
+    "cannot prepare": (manifest, "prepare", full_disk),
+    "cannot decide": (manifest, "confirm", full_disk),
+    "cannot tag": (TagWriter, "_give_name", full_disk),
+    "killed before it prepares": (Commits, "prepare", kill),
+    "killed once prepared": (Commits, "prepare", then_kill(Commits.prepare)),
+    "killed before it decides": (Commits, "decide", kill),
+    "killed once it has decided": (Commits, "decide", then_kill(Commits.decide)),
+    "killed before it follows": (Commits, "confirm", kill),
+    "killed once it has followed": (Commits, "confirm", then_kill(Commits.confirm)),
+}
+
+
+def start(swap_path: str, **checkpoint: Any) -> Any:
+    return build(PLACE, swap_path, checkpoint={"in_place": True, **checkpoint})
+
+
+def fail_in_commit(swap_path: str, save_dir: str, fault: str, failing: int, goes_on: bool) -> dict[str, Any]:
+    """Commit step 1; a rank fails as step 2 is committed. What is raised."""
+    engine = start(swap_path)
+    train(engine, 0, 1)
+    engine.save_checkpoint(save_dir)
+    train(engine, 1, 2)
+    with pytest.MonkeyPatch.context() as patch:
+        if engine.global_rank == failing:
+            patch.setattr(*FAULTS[fault])
+        with pytest.raises((StoreError, RankError)) as raised:
+            engine.save_checkpoint(save_dir)
+    if goes_on:
+        train(engine, 2, 3)
+        engine.save_checkpoint(save_dir)
+    else:
+        with pytest.raises((RankError, EngineFailedError, StoreError)):
+            train(engine, 2, 3)
+    engine.close()
+    return {"text": f"{type(raised.value).__name__}: {raised.value}", "step": getattr(raised.value, "step", None)}
+
+
+def resume(swap_path: str, save_dir: str, stop: int = 4) -> dict[str, Any]:
+    engine = start(swap_path, resume=save_dir)
+    first = engine.global_steps
+    train(engine, first, stop)
+    weights = weights_of(engine)
+    engine.save_checkpoint(save_dir)
+    engine.close()
+    return {"first": first, "weights": weights}
+
+
+def undisturbed(swap_path: str, stop: int = 4) -> dict[str, Any]:
+    engine = build(PLACE, swap_path)
+    train(engine, 0, stop)
+    weights = weights_of(engine)
+    engine.close()
+    return weights
+
+
+@pytest.fixture(scope="module")
+def expected(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    path = tmp_path_factory.mktemp("swap")
+    path.chmod(0o700)
+    return ranks.run(undisturbed, 2, str(path))
+
+
+def check_resumed(ranks: RankPool, expected: list[Any], swap_path: Path, saved: Path, step: int) -> None:
+    for own, found in zip(expected, ranks.run(resume, 2, str(swap_path), str(saved)), strict=True):
+        assert found["first"] == step
+        assert differences(found["weights"], own) == []
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_training_goes_on_after_one_rank_could_not_prepare(
+    ranks: RankPool, expected: list[Any], tmp_path: Path, swap_path: Path, failing: int
+) -> None:
+    saved = tmp_path / "saved"
+    found = ranks.run(fail_in_commit, 2, str(swap_path), str(saved), "cannot prepare", failing, True)
+    assert found[failing]["text"].startswith("StoreError: The manifest of step 2 cannot be written")
+    assert found[1 - failing]["text"].startswith(f"StoreError: Rank {failing}: The manifest of step 2")
+    assert not (saved / "global_step2").exists()
+    check_resumed(ranks, expected, swap_path, saved, 3)
+
+
+def test_a_commit_without_its_tag_is_known_on_all_ranks(
+    ranks: RankPool, expected: list[Any], tmp_path: Path, swap_path: Path
+) -> None:
+    saved = tmp_path / "saved"
+    for found in ranks.run(fail_in_commit, 2, str(swap_path), str(saved), "cannot tag", 0, True):
+        assert found["text"].startswith(UntaggedCommitError.__name__) and found["step"] == 2
+    check_resumed(ranks, expected, swap_path, saved, 3)
+
+
+def test_an_undecided_commit_ends_the_run(
+    ranks: RankPool, expected: list[Any], tmp_path: Path, swap_path: Path
+) -> None:
+    saved = tmp_path / "saved"
+    for found in ranks.run(fail_in_commit, 2, str(swap_path), str(saved), "cannot decide", 0, False):
+        assert "The commit of step 2 failed" in found["text"]
+    check_resumed(ranks, expected, swap_path, saved, 1)
+
+
+@pytest.mark.parametrize(
+    ("fault", "failing", "step"),
+    [
+        ("killed before it prepares", 1, 1),
+        ("killed once prepared", 0, 1),
+        ("killed once prepared", 1, 1),
+        ("killed before it decides", 0, 1),
+        ("killed once it has decided", 0, 2),
+        ("killed before it follows", 1, 2),
+        ("killed once it has followed", 1, 2),
+    ],
+)
+def test_a_rank_killed_in_a_commit_leaves_one_step_on_all(
+    ranks: RankPool, expected: list[Any], tmp_path: Path, swap_path: Path, fault: str, failing: int, step: int
+) -> None:
+    saved = tmp_path / "saved"
+    outcomes = ranks.outcomes(fail_in_commit, 2, str(swap_path), str(saved), fault, failing, False)
+    other = outcomes[1 - failing]
+    assert outcomes[failing].error == "ProcessEnded"
+    assert other.error == "" and other.value["text"].startswith("RankError"), other.traceback
+    check_resumed(ranks, expected, swap_path, saved, step)
