@@ -19,7 +19,8 @@ CHECKS = (
     "-m ruff check .",
     "-m mypy --strict tiered_zero",
     "-m pytest -q tests/test_house_rules.py",
-    "-W error -m pdoc --docformat markdown --no-show-source --output-directory build/api tiered_zero tiered_zero.store",
+    "-W error -m pdoc --docformat markdown --no-show-source -t tools/api_pages -o build/api "
+    "tiered_zero tiered_zero.store",
 )
 """Arguments of this interpreter."""
 

@@ -3,8 +3,10 @@
 Promise.  Bytes read are the bytes last written, or an error that names record, path and offset. Disk space is taken
     at start: a full disk is an error there, never in mid-run. `SwapStore.commit` is all or nothing under kill -9 and
     power loss: an extent that the durable manifest names is not written until the next manifest is durable.
+
 Owner.  One process owns a `SwapDir` (flock on its owner file). One thread drives a `SwapStore`; transfers may be
     waited on anywhere; two small threads of the store compute checksums and finalize finished requests.
+
 Never.  No torch, no pickle, no file outside the run's own sub-directories, no retry of a failed write or fsync.
 
 Two kinds of record. *Scratch* (the default): one slot, rewritten in place, its checksums live in memory only.
