@@ -20,7 +20,7 @@ HIDDEN = 48
 
 
 class Routed(nn.Module):
-    """x + an expert of x."""
+    """x, or the one in a list, + an expert of it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,7 +28,8 @@ class Routed(nn.Module):
         self.experts = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN) for _ in range(3))
         self.tiny = nn.Parameter(torch.ones(1))
 
-    def forward(self, x: Tensor, which: int) -> Tensor:
+    def forward(self, x: Tensor | list[Tensor], which: int) -> Tensor:
+        x = x[0] if isinstance(x, list) else x
         return x + self.tiny * self.experts[which](self.norm(x)).tanh()
 
 

@@ -79,6 +79,45 @@ def test_a_second_backward_with_other_experts_ends(ranks: RankPool, swap_path: P
     assert_all_ranks_agree(ranks.run(route_backwards_apart, 2, str(swap_path)))
 
 
+class Hidden(nn.Module):
+    """Blocks whose inputs rank 1 hides in a list, so that it cannot tell when backward is through one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(routed.Routed() for _ in range(5))
+
+    def forward(self, x: torch.Tensor, hides: bool) -> torch.Tensor:
+        x = x @ torch.ones(routed.HIDDEN, routed.HIDDEN, requires_grad=True)
+        for block in self.blocks:
+            x = block([x] if hides else x, 0)
+        return x.square().mean()
+
+
+def hide_inputs(path: str) -> dict[str, Any]:
+    """No room for a second bucket on rank 0, while rank 1 reduces nothing before the end of its backward."""
+    lazy = {"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0, "reduce_bucket_size": 4096}
+    rank, config = rank_and_config(path, stage=3, offload_param={"device": "cpu"}, **lazy)
+    config["tiered_zero"]["comm_timeout_s"] = 20
+    torch.manual_seed(5)
+    model = Hidden()
+    engine, *_ = tiered_zero.initialize(model=model, optimizer=make_optimizer(model, "sgd"), config=config)
+    norms = []
+    try:
+        for step in range(2):
+            rows = torch.randn(5, routed.HIDDEN, generator=torch.Generator().manual_seed(10 * step + rank))
+            engine.backward(engine(rows, rank == 1))
+            engine.step()
+            norms.append(engine.get_global_grad_norm())
+        weights = {name: value.clone() for name, value in engine.module.state_dict().items()}
+        return {"weights": weights, "norms": norms}
+    finally:
+        engine.close()
+
+
+def test_a_rank_that_waits_for_a_bucket_gives_way_to_a_gather(ranks: RankPool, swap_path: Path) -> None:
+    assert_all_ranks_agree(ranks.run(hide_inputs, 2, str(swap_path)))
+
+
 def retain_alone(path: str) -> list[Any]:
     """In step 2 rank 0 alone keeps the graph, and reads a state_dict without parameters before step()."""
     lazy = {"stage3_prefetch_bucket_size": 1 << 20, "stage3_max_reuse_distance": 0}

@@ -29,6 +29,7 @@ SMALL = {"reduce_bucket_size": 2048}
         (4, Run(zero={"stage": 2, **SMALL}, steps=4)),
         (2, Run(zero={"stage": 2, **SMALL}, own=True, recomputes=True)),
         (2, Run(zero={"stage": 2, **SMALL}, own=True, recomputes="reentrant")),
+        (2, Run(zero={"stage": 3, **SMALL})),
         (2, Run(zero={"stage": 1, "offload_optimizer": {"device": "cpu"}, **SMALL}, delays=True)),
     ],
 )

@@ -38,7 +38,7 @@ class Reduction:
     """How gradients are reduced. `buckets`: in their order. `gathers`: every rank gets the whole average, not only that
     of its shards. `before`, `after`: what gradients, and their sums, are divided by. `dtype`: of the sums; None: that
     of the gradients. `overlaps`: backward goes on while a bucket is reduced. `defers`: backward gathers parameters
-    between buckets, and never waits for a bucket."""
+    between buckets, and waits for none while another rank gathers."""
 
     buckets: Sequence[Bucket]
     gathers: bool
@@ -62,9 +62,10 @@ class GradientReducer:
     rank's forward has not used is complete at once, with zeros; what is not complete when backward ends goes then, as
     it is. A gradient that comes after its unit's bucket has left (a unit that was not noticed in forward, a parameter
     that had no gradient before) waits for the next backward, or for step().
-    Where parameters are gathered in backward, a rank whose gradients are complete must not wait for the bucket of one
-    that still lacks some, as of experts that it did not choose: that one goes on once both have gathered the next
-    unit. So a bucket without memory is left for the next gradient, or the end of backward.
+    A bucket without memory waits for the oldest, which bounds the gradients on the device. Where parameters are
+    gathered in backward, another rank may still lack some of its gradients of that one, and go on once both have
+    gathered the next unit. So a rank that finds another one waiting in a gather leaves its buckets for the next
+    gradient, or the end of backward.
     """
 
     def __init__(
@@ -82,8 +83,8 @@ class GradientReducer:
         self._collectives = runtime.collectives
         self._reduction = reduction
         self._free = deque(memory)
-        self._under_way: deque[tuple[torch.Tensor, Transfer]] = deque()
-        """Memory of buckets, and what frees it."""
+        self._under_way: deque[tuple[torch.Tensor, Transfer, Transfer]] = deque()
+        """Memory of buckets, the reduction in it, and what frees it."""
         self._names = {entry.param.index: entry.param.name for each in units for entry in each.unit.entries}
         self.is_sharded = any(each.shard is not None for each in units)
         self.shards_params = reduction.defers
@@ -100,6 +101,8 @@ class GradientReducer:
         """Units that are reduced in fp32, as some rank has gradients of several backwards to add up."""
         self.is_open = False
         """Whether a backward that reduces has begun, and not ended."""
+        self._waits = True
+        """Whether buckets of this backward wait for memory."""
         self._num_backwards = self._num_steps = 0
 
     def close(self) -> None:
@@ -121,7 +124,7 @@ class GradientReducer:
         else. Does nothing inside another backward, as where autograd recomputes, nor where step() reduces."""
         if not self.is_sharded or self.is_open:
             return
-        self.is_open = True
+        self.is_open = self._waits = True
         self._num_backwards += 1
         units = self._units.values()
         self._uses.note_late(units)
@@ -145,7 +148,7 @@ class GradientReducer:
         while self._queue and all(map(self._is_complete, self._queue[0].units & self._receiving)):
             self._take_next()
         while self._complete:
-            if self._reduction.defers and not self._free and not self._under_way[0][1].done():
+            if self._reduction.defers and not self._has_memory():
                 return
             self._reduce(self._complete.popleft())
 
@@ -268,7 +271,7 @@ class GradientReducer:
         if self._reduction.gathers:
             done.wait()
             done = self._collectives.all_gather(packed, total, what, bounds=bounds)
-        self._under_way.append((memory, self._receive(bucket, packed, total, done)))
+        self._under_way.append((memory, done, self._receive(bucket, packed, total, done)))
         if not self._reduction.overlaps:
             self._free.append(self._finish_oldest())
 
@@ -279,12 +282,21 @@ class GradientReducer:
         own: torch.dtype = bucket.parts[0].unit.dtype
         return torch.float32 if bucket.units & self._wide else own
 
+    def _has_memory(self) -> bool:
+        """Whether there is memory for a bucket: now, or once the oldest is reduced. Waits for that, but where another
+        rank has to gather first: then no bucket waits any more in this backward. See [Note: Gradients of shards]."""
+        reduction = self._under_way[0][1] if not self._free else None
+        if reduction is None or reduction.done():
+            return True
+        self._waits = self._waits and self._collectives.wait_reduced(reduction)
+        return self._waits
+
     def _take_memory(self) -> torch.Tensor:
         return self._free.popleft() if self._free else self._finish_oldest()
 
     def _finish_oldest(self) -> torch.Tensor:
         """Wait until the oldest bucket's sums are at their homes; return its memory."""
-        memory, received = self._under_way.popleft()
+        memory, _, received = self._under_way.popleft()
         with self._runtime.recorder.span("compute", "wait_grad"):
             received.wait()
         return memory

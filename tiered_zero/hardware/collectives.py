@@ -64,6 +64,10 @@ class Collectives(Protocol):
         """Start to fill `out` [n] with the sum over ranks of part `rank` of their `bucket` [W * n]. Both are this
         call's until the transfer is done; the bucket's content is undefined then. `bounds`: as of `all_gather`."""
 
+    def wait_reduced(self, reduction: Transfer) -> bool:
+        """Block until what `reduce_scatter` has returned is complete. Return False, before, where another rank waits in
+        a gather: this rank may have to join that one first."""
+
     def broadcast(self, tensor: torch.Tensor, source: int = ..., what: str = ...) -> None:
         """Fill `tensor` with that of rank `source`. Blocks."""
 
@@ -212,6 +216,9 @@ class SingleRank:
     ) -> Transfer:
         out.copy_(bucket)
         return COMPLETED
+
+    def wait_reduced(self, reduction: Transfer) -> bool:
+        return True
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0, what: str = "") -> None:
         """There is no other rank."""

@@ -104,10 +104,18 @@ class CollectiveTransfer(Transfer):
         return self._event.wait(seconds)
 
     def wait(self) -> None:
-        start_s, failures = time.perf_counter(), self._groups.failures
+        self._wait(lambda: False)
+
+    def wait_unless_gathering(self) -> bool:
+        """Wait; return False, before it is complete, where another rank waits in a gather."""
+        return self._wait(self._groups.failures.others_gather)
+
+    def _wait(self, gives_up: Callable[[], bool]) -> bool:
+        """Wait until it is complete, or `gives_up`, asked twice a second; return whether it is."""
+        start_s, failures, has_given_up = time.perf_counter(), self._groups.failures, False
         if not self._event.wait(POLL_S):
             failures.post_wait(self.what)
-            while not self._event.wait(POLL_S):
+            while not self._event.wait(POLL_S) and not (has_given_up := gives_up()):
                 failures.check()
             if self.error is None:
                 failures.end_wait(self.what)
@@ -117,6 +125,7 @@ class CollectiveTransfer(Transfer):
             self._groups.recorder.add("compute", "wait_ranks", self.what, start_s, end_s)
         if self.error is not None:
             raise failures.explain(self.error, self.what)
+        return not has_given_up
 
 
 @final
@@ -232,6 +241,12 @@ class ProcessGroups:
             out.copy_(rows[self.rank])
 
         return self._submit("reduce_scatter", what, reduce, bucket.nbytes)
+
+    def wait_reduced(self, reduction: Transfer) -> bool:
+        """Wait until a reduction of this rank is complete; return False, before, where another rank waits in a gather,
+        which this rank may have to join first."""
+        assert isinstance(reduction, CollectiveTransfer), "reduce_scatter has returned it"
+        return reduction.wait_unless_gathering()
 
     def _rows(self, flat: torch.Tensor, own: torch.Tensor, bounds: Sequence[int] | None) -> list[torch.Tensor]:
         """View the part of each rank, of which `own` has the size of this rank's: gloo ends the process where sizes

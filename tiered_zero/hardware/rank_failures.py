@@ -99,14 +99,20 @@ class RankFailures:
         """Post that this rank knows of the failure. Idempotent: the driver and the lanes find it each for itself."""
         self._store.set(f"{_KNOWN}/{self._rank}", "")
 
+    def others_gather(self) -> bool:
+        """Whether another rank has posted that it waits in a gather. Asks the store."""
+        with suppress(Exception):
+            waits = [wait for rank, wait in enumerate(self._read_waits()) if rank != self._rank]
+            return any(wait.startswith("all_gather") for wait in waits)
+        return False
+
     def _waits(self) -> str:
         """Name the collective that each rank waits in now."""
-        calls = []
-        for rank in range(self._world_size):
-            key = f"wait/{rank}"
-            known = self._store.get(key).decode(errors="replace") if self._store.check([key]) else ""
-            calls.append(f"rank {rank}: {known or 'no call that waits'}")
-        return "; ".join(calls)
+        return "; ".join(f"rank {rank}: {wait or 'no call that waits'}" for rank, wait in enumerate(self._read_waits()))
+
+    def _read_waits(self) -> list[str]:
+        keys = [f"wait/{rank}" for rank in range(self._world_size)]
+        return [self._store.get(key).decode(errors="replace") if self._store.check([key]) else "" for key in keys]
 
 
 def _first_line(error: BaseException) -> str:
