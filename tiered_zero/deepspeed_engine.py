@@ -133,6 +133,23 @@ class DeepSpeedNames(ABC):
 
     # -- questions -----------------------------------------------------------------------------------------------------
 
+    def get_global_grad_norm(self) -> float | None:
+        """L2 norm of all gradients of the last step, unscaled and before clipping; None before the first step."""
+        check = self._step.counts.grad_check
+        return check.norm if check is not None else None
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the next `step()` updates the weights."""
+        return self._step.counts.is_boundary()
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        """Say of this micro-batch, and of those that follow, whether their `step()` updates; None: count again."""
+        self._step.counts.boundary = is_boundary
+
+    def was_step_applied(self) -> bool:
+        """Whether the last `step()` updated the weights: not within an accumulation, nor where it was skipped."""
+        return self._step.counts.was_applied
+
     @property
     def global_samples(self) -> int:
         """Samples of all optimizer steps so far."""

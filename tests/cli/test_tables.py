@@ -20,9 +20,9 @@ def test_every_number_is_there() -> None:
     for step in range(1, 5):
         totals.add(
             StepReport(
-                step,
-                2.0,
-                {"forward": 0.5, "wait_state": 1.2, "other": 0.3},
+                step=step,
+                wall_s=2.0,
+                seconds={"forward": 0.5, "wait_state": 1.2, "other": 0.3},
                 loss=6.0 - step,
                 tokens=1000,
                 skipped=step == 2,

@@ -12,7 +12,7 @@ from tiered_zero.telemetry.spans import LANES
 
 def report(seconds: dict[str, float], busy_s: dict[str, float]) -> RunReport:
     totals = RunTotals()
-    totals.add(StepReport(1, sum(seconds.values()), seconds, busy_s=busy_s))
+    totals.add(StepReport(step=1, wall_s=sum(seconds.values()), seconds=seconds, busy_s=busy_s))
     return totals.report()
 
 

@@ -22,7 +22,7 @@ def take_steps(observer: RunObserver, recorder: Recorder, num_steps: int) -> lis
     for step in range(1, num_steps + 1):
         kept.append(recorder.keep_spans)
         recorder.add("compute", "forward", f"step {step}", float(step), step + 0.5)
-        observer(StepReport(step, 1.0, {}))
+        observer(StepReport(step=step, wall_s=1.0, seconds={}))
     return kept
 
 
@@ -44,7 +44,7 @@ def test_a_resumed_process_counts_its_own_steps_for_the_timeline(tmp_path: Path)
     observer = RunObserver(recorder, HEADER, str(tmp_path / "run.jsonl"), None)
     for step in range(101, 105):
         recorder.add("compute", "forward", f"step {step}", float(step), step + 0.5)
-        observer(StepReport(step, 1.0, {}))
+        observer(StepReport(step=step, wall_s=1.0, seconds={}))
     observer.close()
     timeline = read_run(tmp_path / "run.jsonl").timeline
     assert timeline is not None and timeline.step == 100 + TIMELINE_STEP

@@ -54,9 +54,9 @@ def make_run(num_steps: int = 3) -> Run:
     )
     steps = [
         StepReport(
-            step,
-            0.5,
-            {"forward": 0.3, "wait_param": 0.1, "other": 0.1},
+            step=step,
+            wall_s=0.5,
+            seconds={"forward": 0.3, "wait_param": 0.1, "other": 0.1},
             loss=5.0 / step,
             tokens=100,
             busy_s={"compute": 0.3, "disk read": 0.4},
@@ -99,7 +99,7 @@ def test_a_run_that_was_resumed_says_after_which_step() -> None:
 def test_what_was_not_recorded_is_said() -> None:
     words = Outline(render_page(Run(RunHeader("m", 0)), "empty")).words
     assert words.count("Not recorded.") == 7
-    bare = Run(RunHeader("m", 0), [StepReport(1, 1.0, {"other": 1.0}, loss=math.nan)])
+    bare = Run(RunHeader("m", 0), [StepReport(step=1, wall_s=1.0, seconds={"other": 1.0}, loss=math.nan)])
     words = Outline(render_page(bare, "bare")).words
     assert "Steps/s" in words and words.count("Not recorded.") == 5
 

@@ -85,7 +85,11 @@ def test_memory_comes_from_the_ledger() -> None:
 
 def test_rates_are_bytes_over_busy_time_and_need_one() -> None:
     report = StepReport(
-        1, 2.0, {}, link_nbytes={"disk read": 100, "gather": 5}, busy_s={"disk read": 0.5, "gather": 0.0}
+        step=1,
+        wall_s=2.0,
+        seconds={},
+        link_nbytes={"disk read": 100, "gather": 5},
+        busy_s={"disk read": 0.5, "gather": 0.0},
     )
     assert report.bytes_per_s == {"disk read": 200.0}
 

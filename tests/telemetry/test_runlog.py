@@ -15,7 +15,7 @@ from tiered_zero.telemetry.runlog import RunHeader, RunLog, Timeline, read_run
 from tiered_zero.telemetry.spans import Span
 
 HEADER = RunHeader("gpt", 1000, {"device": {"parameters": 5, "window": 3}}, {"engine": "threads"})
-STEPS = [StepReport(step, 1.0, {"forward": 1.0}, loss=5.0 / step, tokens=8) for step in (1, 2, 3)]
+STEPS = [StepReport(step=step, wall_s=1.0, seconds={"forward": 1.0}, loss=5.0 / step, tokens=8) for step in (1, 2, 3)]
 TIMELINE = Timeline(
     2, [Span("compute", "block.0", 1.0, 2.0, 0, "forward"), Span("disk read", "x", 1.5, 1.6, 512, "read")]
 )

@@ -71,8 +71,8 @@ class CpuAccelerator(Accelerator):
         """(address, memory) of every place, by address."""
 
     def _build_lane(self, name: str) -> Lane:
-        pace = None if self._delay_seed is None else DelayInjector(self._delay_seed, name)
-        return Lane(name, _launch, pace, inline=self.shares_cores)
+        delays = None if self._delay_seed is None else DelayInjector(self._delay_seed, name)
+        return Lane(name, _launch, delays, inline=self.shares_cores)
 
     def record_compute(self) -> LaneTransfer:
         return LaneTransfer.launched()

@@ -129,11 +129,11 @@ class Lane:
     `inline`: jobs that wait for nothing run on the thread that submits them, while the lane is idle.
     """
 
-    def __init__(self, name: str, launch: Launch, pace: DelayInjector | None = None, inline: bool = False) -> None:
+    def __init__(self, name: str, launch: Launch, delays: DelayInjector | None = None, inline: bool = False) -> None:
         self.name = name
         self._inline = inline
         self._launch = launch
-        self._pace = pace
+        self._delays = delays
         self._queue: SimpleQueue[Work | None] = SimpleQueue()
         self._failures: list[Failure] = []
         self._closed = False
@@ -227,5 +227,5 @@ class Lane:
         return marker, failure
 
     def _delay(self) -> None:
-        if self._pace is not None:
-            self._pace.delay()
+        if self._delays is not None:
+            self._delays.delay()

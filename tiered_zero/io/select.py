@@ -6,7 +6,7 @@ import contextlib
 import mmap
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import TypedDict
@@ -78,28 +78,19 @@ def select_engine(
     names = ["io_uring"] if io_uring else [*ENGINES] if prefer == "auto" else [prefer]
     paths = [os.fspath(directory) for directory in directories]
     reasons: list[str] = []
-    for direct, alignment in _ACCESS:
-        access = f"O_DIRECT at {alignment}" if direct else "buffered access"
-        for name in [*names]:
-            try:
-                engine = BUILDERS[name](
-                    direct=direct, alignment=alignment, settings=settings, io_timeout_s=io_timeout_s
-                )
-            except ConfigError as error:
-                reasons.append(f"{name} is off: {error}")
-                names.remove(name)
-                continue
-            try:
-                for path in paths:
-                    _try(engine, path, 2 * max(alignment, 512))
-            except TransferError as error:
-                engine.close()
-                reasons.append(f"{name} with {access} is off: {error}")
-                continue
-            how = f"direct I/O ({alignment}-byte aligned)" if direct else "buffered I/O"
-            with_ring = " with io_uring" if io_uring else ""
-            reasons.append(f"swap I/O: {engine.name} engine{with_ring}, {how}, write-and-read check passed")
-            return Selection(engine=engine, alignment=alignment, direct=direct, reasons=tuple(reasons))
+    for name, engine, direct, alignment in _engines(names, settings, io_timeout_s, reasons):
+        try:
+            for path in paths:
+                _try(engine, path, 2 * max(alignment, 512))
+        except TransferError as error:
+            engine.close()
+            access = f"O_DIRECT at {alignment}" if direct else "buffered access"
+            reasons.append(f"{name} with {access} is off: {error}")
+            continue
+        how = f"direct I/O ({alignment}-byte aligned)" if direct else "buffered I/O"
+        with_ring = " with io_uring" if io_uring else ""
+        reasons.append(f"swap I/O: {engine.name} engine{with_ring}, {how}, write-and-read check passed")
+        return Selection(engine=engine, alignment=alignment, direct=direct, reasons=tuple(reasons))
     tried = "; ".join(reasons)
     if io_uring:
         raise ConfigError(
@@ -113,27 +104,37 @@ def select_reader(*paths: str | os.PathLike[str], io_timeout_s: float = 60.0) ->
 
     Raises TransferError where none does: the error of buffered reads, which says most of the file.
     """
-    names, failure, reasons = [*ENGINES], TransferError("there is no I/O engine here"), list[str]()
+    failure, reasons = TransferError("there is no I/O engine here"), list[str]()
+    for name, engine, direct, alignment in _engines([*ENGINES], IOSettings(), io_timeout_s, reasons):
+        try:
+            for path in paths:
+                _try_to_read(engine, os.fspath(path))
+        except TransferError as error:
+            engine.close()
+            reasons.append(f"{name} is off: {error}")
+            failure = error
+            continue
+        return Selection(engine=engine, alignment=alignment, direct=direct, reasons=tuple(reasons))
+    raise failure
+
+
+def _engines(
+    names: list[str], settings: IOSettings, io_timeout_s: float, reasons: list[str]
+) -> Iterator[tuple[str, DiskEngine, bool, int]]:
+    """Build each engine with each access, best first: (name, engine, O_DIRECT?, alignment). `reasons`: takes a line for
+    each of `names` that does not work on this machine at all."""
+    working = [*names]
     for direct, alignment in _ACCESS:
-        for name in [*names]:
+        for name in [*working]:
             try:
-                engine = ENGINES[name](
-                    direct=direct, alignment=alignment, settings=IOSettings(), io_timeout_s=io_timeout_s
+                engine = BUILDERS[name](
+                    direct=direct, alignment=alignment, settings=settings, io_timeout_s=io_timeout_s
                 )
             except ConfigError as error:
                 reasons.append(f"{name} is off: {error}")
-                names.remove(name)
-                continue
-            try:
-                for path in paths:
-                    _try_to_read(engine, os.fspath(path))
-            except TransferError as error:
-                engine.close()
-                reasons.append(f"{name} is off: {error}")
-                failure = error
-                continue
-            return Selection(engine=engine, alignment=alignment, direct=direct, reasons=tuple(reasons))
-    raise failure
+                working.remove(name)
+            else:
+                yield name, engine, direct, alignment
 
 
 def _try_to_read(engine: DiskEngine, path: str) -> None:

@@ -30,7 +30,7 @@ def sub_group_numel(given: int) -> int:
     return given if given <= MAX_SUB_GROUP_NUMEL else AUTO_SUB_GROUP_NUMEL
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ParamPiece:
     """The part of one parameter that lies in a sub-group.
 
@@ -50,7 +50,7 @@ class ParamPiece:
         return self.start + self.numel
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Segment:
     """A stretch of one unit inside a sub-group. `unit_start`: first element in the unit's flat; `start`: in the
     sub-group.
@@ -85,7 +85,7 @@ class Segment:
         return cast("Memory", cast("Any", flat)[self.unit_start : self.unit_start + self.numel])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SubGroup:
     """`numel`: elements with padding, a multiple of a page in any dtype. `embedding`: of embeddings, cut apart."""
 
@@ -133,7 +133,7 @@ def cut_subgroups(
     def close() -> None:
         nonlocal filled, num_pieces
         if segments:
-            subgroups.append(SubGroup(len(subgroups), tuple(segments), kind))
+            subgroups.append(SubGroup(index=len(subgroups), segments=tuple(segments), embedding=kind))
         segments.clear()
         filled = num_pieces = 0
 
@@ -149,7 +149,7 @@ def cut_subgroups(
             while start < stop:
                 numel = min(limit - filled, stop - start) if elementwise else stop - start
                 pieces = _pieces(unit, range(start, start + numel), group_of, filled, num_pieces)
-                segments.append(Segment(unit, start, filled, numel, pieces))
+                segments.append(Segment(unit=unit, unit_start=start, start=filled, numel=numel, pieces=pieces))
                 num_pieces += len(pieces)
                 filled += numel
                 start += numel
@@ -188,7 +188,14 @@ def _pieces(
     for entry in unit.entries:
         first, stop = max(entry.start, elements.start), min(entry.stop, elements.stop)
         if first < stop and entry.param.name in group_of:
-            index, start = first_index + len(pieces), segment_start + first - elements.start
-            group = group_of[entry.param.name]
-            pieces.append(ParamPiece(index, entry.param, group, start, first - entry.start, stop - first))
+            pieces.append(
+                ParamPiece(
+                    index=first_index + len(pieces),
+                    param=entry.param,
+                    group=group_of[entry.param.name],
+                    start=segment_start + first - elements.start,
+                    param_start=first - entry.start,
+                    numel=stop - first,
+                )
+            )
     return tuple(pieces)

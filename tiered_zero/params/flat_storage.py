@@ -164,7 +164,7 @@ class FlatStorage:
         (`param.data = ...`), which is dropped. [Note: Writes through .data]"""
         for (entry, param), version in zip(self._entries, self._versions, strict=True):
             if param._version != version or param.untyped_storage()._cdata != self.key:
-                self.take_back(keep=False)
+                self.reattach(keep=False)
                 return entry.param.name
         if self._samples is None:
             return None
@@ -192,7 +192,7 @@ class FlatStorage:
                     "config says (bf16, fp16, tiered_zero.device): convert the model before tiered_zero.initialize()."
                 )
 
-    def take_back(self, keep: bool) -> None:
+    def reattach(self, keep: bool) -> None:
         """Make parameters views of the flat again, and watch them anew. `keep`: copy values of those that were given
         other memory into it. Raises ModelError for one of another shape."""
         for entry, param in self._entries:

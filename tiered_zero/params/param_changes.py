@@ -55,7 +55,7 @@ class ParamChanges:
 
         Every rank calls it, and gets the values of `modifier_rank`."""
         paged.version += 1
-        paged.storage.take_back(keep=True)
+        paged.storage.reattach(keep=True)
         try:
             if self._ranks.world_size > 1:
                 self._ranks.broadcast(paged.storage.flat.data, modifier_rank, f"changed values of {paged.unit.name}")

@@ -57,7 +57,7 @@ class JsonRecord:
             raise StoreError(f"This is no {cls.__name__}: {error}.") from error
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StepReport(JsonRecord):
     """One optimizer step. See [Note: What is said of a step].
 
@@ -184,7 +184,7 @@ def link_rates(nbytes: Mapping[str, int], busy_s: Mapping[str, float]) -> dict[s
     return {lane: count / busy_s[lane] for lane, count in nbytes.items() if busy_s.get(lane)}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RunReport(JsonRecord):
     """A run so far, or whole. The typical step is the mean over the middle half of the steps by wall time, so that its
     causes still sum to its wall time and a slow first step does not count.
