@@ -39,6 +39,9 @@ def main() -> int:
     model.add_argument("--params", type=float, metavar="7e9", help="a GPT of about that size")
     parser.add_argument("--tbw", type=float, metavar="TB", help="what one drive is rated to take, in 10**12 bytes")
     parser.add_argument("--step-seconds", type=float, metavar="S", help="measured time of a step")
+    parser.add_argument(
+        "--save-every", type=int, default=1, metavar="N", help="steps from one in-place commit to the next"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--build-zipapp", metavar="OUT", help="write this tool as one file, and do nothing else")
     options = parser.parse_args()
@@ -47,8 +50,9 @@ def main() -> int:
         return 0
     if options.config is None or (options.model is None and options.params is None):
         parser.error("give a config, and one of the arguments --model --params")
-    if any(value is not None and not value > 0 for value in (options.tbw, options.step_seconds)):
-        parser.error("--tbw and --step-seconds are above zero")
+    positive = options.tbw, options.step_seconds, options.save_every
+    if any(value is not None and not value > 0 for value in positive):
+        parser.error("--tbw, --step-seconds and --save-every are above zero")
 
     if (ROOT / "tiered_zero").is_dir():  # in the one file the package lies beside __main__.py
         sys.path.insert(0, str(ROOT))
@@ -63,7 +67,7 @@ def main() -> int:
         need = SwapNeed.of(plan_gpt(config, shape))
     except ConfigError as error:
         parser.error(str(error))
-    report = capacity_report(config, shape, need, options.tbw, options.step_seconds)
+    report = capacity_report(config, shape, need, options.tbw, options.step_seconds, options.save_every)
     print(json.dumps(report) if options.json else "\n".join(capacity_lines(report)))
     return 0 if report["fits"] else 1
 

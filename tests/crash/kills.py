@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.crash import run_commits
+from tests.crash import run_commits, run_rank_commits
 from tiered_zero.store.runs import list_runs
 
 ROOT = Path(__file__).parents[2]
@@ -69,6 +69,40 @@ def kill_script(directory: Path, swap_path: Path, case: tuple[str, str, str], nu
         num_in_save=sum(process["in_save"] for process in killed),
         num_steps=num_steps,
         num_repeated=num_repeated,
+    )
+
+
+def kill_ranks(directory: Path, swap_path: Path, case: tuple[int, int, str], num_kills: int, seed: int) -> Killed:
+    """Kill one rank, or all, of a run that commits in place after each step. Raises AssertionError where a step is
+    lost, on other bits, and where ranks hold different steps. `case`: number of ranks, stage, state format."""
+    save_dir = directory / "saved"
+    save_dir.mkdir(mode=0o700)
+    program = [sys.executable, "-m", run_rank_commits.__name__, str(swap_path), str(save_dir), str(num_kills)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [*program, str(seed), *map(str, case)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    expected, starts, world_size = found["expected"], found["starts"], case[0]
+    durable = 0
+    for number, start in enumerate(starts):
+        begun = {line["step"] for line in start["lines"] if "digest" in line and "ended" not in line}
+        assert len(begun) <= 1 and min(begun, default=durable) >= durable, f"{start['lines']}, {durable=}, {seed=}"
+        for line in start["lines"]:
+            if "digest" in line:
+                assert line["digest"] == expected[line["step"]], f"other bits at step {line['step']} ({seed=})"
+            durable = max(durable, line.get("durable", 0))
+        if number < num_kills:
+            assert signal.SIGKILL in start["statuses"], done.stderr[-4000:]
+    assert starts[-1]["statuses"] == [0] * world_size, done.stderr[-4000:]
+    assert sum("ended" in line for line in starts[-1]["lines"]) == world_size
+    runs = [run for run in list_runs(swap_path) if run.step is not None]
+    assert [run.step for run in runs if run.step == durable] == [len(expected) - 1] * world_size
+    return Killed(
+        num_kills=len(starts) - 1,
+        num_in_save=sum(start["in_save"] for start in starts),
+        num_steps=len(expected) - 1,
+        num_repeated=None,
     )
 
 

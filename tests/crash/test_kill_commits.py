@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.crash.kills import CASES, kill_command, kill_script
+from tests.crash.kills import CASES, kill_command, kill_ranks, kill_script
 
 
 @pytest.mark.slow
@@ -26,3 +26,14 @@ def test_the_command_is_killed_three_times_in_mid_training(tmp_path: Path, swap_
 @pytest.mark.parametrize("seed", range(2, 12))
 def test_three_hundred_kills(tmp_path: Path, swap_path: Path, seed: int) -> None:
     assert kill_script(tmp_path, swap_path, CASES[seed % len(CASES)], 30, seed).num_kills == 30
+
+
+def test_four_kills_of_ranks(tmp_path: Path, swap_path: Path) -> None:
+    assert kill_ranks(tmp_path, swap_path, (2, 3, "fp32"), 4, 1).num_kills == 4
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("case", [(2, 1, "fp32"), (2, 3, "bf16_remainder"), (4, 3, "fp32")], ids=str)
+def test_thirty_kills_of_ranks(tmp_path: Path, swap_path: Path, case: tuple[int, int, str]) -> None:
+    assert kill_ranks(tmp_path, swap_path, case, 30, 2).num_kills == 30

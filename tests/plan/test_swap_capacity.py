@@ -192,6 +192,24 @@ def test_endurance_is_what_is_written(swap_path: Any) -> None:
     assert drive["fits"] and report["fits"]
 
 
+def test_copies_of_commits_wear_the_drive(swap_path: Any) -> None:
+    """Halves of masters in host memory: 2 bytes a parameter at each commit, to one of two places."""
+    settings = swap_config([], [str(swap_path)])
+    settings["zero_optimization"]["offload_param"] = {"device": "cpu"}
+    settings |= {"bf16": {"enabled": True}}
+    settings["tiered_zero"] = {"checkpoint": {"in_place": True}, "state_format": "bf16_remainder"}
+    config = load(settings)
+    need = swap_need(config, GPTConfig())
+    assert need.written_per_commit == need.commit_copy // 2 >= 2 * num_parameters(GPTConfig())
+    for every in (1, 4):
+        report = capacity_report(config, GPTConfig(), need, tbw=600, save_every=every)
+        (drive,) = report["drives"]
+        assert 0 <= drive["written_nbytes_per_step"] - need.state - need.written_per_commit / every < 4096
+        assert drive["steps_to_tbw"] == int(600e12) // drive["written_nbytes_per_step"]
+        often = "each step" if every == 1 else "every 4 steps"
+        assert any("per commit" in line and often in line for line in capacity_lines(report))
+
+
 def test_directories_of_one_file_system_share_its_space(swap_path: Any) -> None:
     paths = [str(swap_path / name) for name in ("a", "b")]
     (swap_path / "a").mkdir()

@@ -20,6 +20,14 @@ POSITIVE = click.FloatRange(min=0, min_open=True)
 @click.option("--params", "sized", type=float, callback=parse_size, metavar="7e9", help="A GPT of that size.")
 @click.option("--tbw", type=POSITIVE, metavar="TB", help="What one drive is rated to take, in 10**12 bytes.")
 @click.option("--step-seconds", type=POSITIVE, metavar="S", help="Measured time of a step.")
+@click.option(
+    "--save-every",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Steps from one in-place commit to the next.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object for programs.")
 @click.pass_context
 def capacity(
@@ -29,6 +37,7 @@ def capacity(
     sized: GPTConfig | None,
     tbw: float | None,
     step_seconds: float | None,
+    save_every: int,
     as_json: bool,
 ) -> None:
     """Say what a run of CONFIG needs in each swap directory, whether it fits, and how it wears the drives.
@@ -39,7 +48,7 @@ def capacity(
     if shape is None or (model and sized):
         raise click.UsageError("Give one of --model and --params.")
     loaded = load(config)
-    report = capacity_report(loaded, shape, swap_need(loaded, shape), tbw, step_seconds)
+    report = capacity_report(loaded, shape, swap_need(loaded, shape), tbw, step_seconds, save_every)
     click.echo(json.dumps(report) if as_json else "\n".join(capacity_lines(report)))
     if not report["fits"]:
         ctx.exit(1)

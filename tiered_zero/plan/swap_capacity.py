@@ -85,6 +85,12 @@ class SwapNeed:
         return self.param + self.state
 
     @property
+    def written_per_commit(self) -> int:
+        """Parameters that are copied from memory, one of their two places: the built-in GPT has no frozen ones, which
+        are written once."""
+        return self.commit_copy // 2
+
+    @property
     def read_per_step(self) -> int:
         """Masters and state once, parameters as often as they are read."""
         return self.param_reads * self.param + self.state
@@ -164,20 +170,22 @@ def plan_gpt(config: Config, shape: GPTConfig) -> Plan:
 
 @dataclass(frozen=True)
 class DirectoryNeed:
-    """`written_per_step`: on average, where two homes of the parameters are written in turn."""
+    """`written_per_step`: on average, where two homes of the parameters are written in turn; commits included."""
 
     path: str
     nbytes: int
     written_per_step: int
 
 
-def directory_needs(need: SwapNeed, zero: ZeroSection) -> list[DirectoryNeed]:
+def directory_needs(need: SwapNeed, zero: ZeroSection, save_every: int = 1) -> list[DirectoryNeed]:
     """List the directories in the order of the config: a store for each list of paths, parameters first, then state,
-    in stripes over its directories.
+    in stripes over its directories. `save_every`: steps from one in-place commit to the next.
     """
+    copied = align_up(-(-need.written_per_commit // save_every), PAGE_NBYTES)
     stores: dict[tuple[str, ...], list[int]] = {}
     in_params = (zero.offload_param.nvme_paths, need.param_store, need.param)
-    for paths, nbytes, written in (in_params, (zero.offload_optimizer.nvme_paths, need.state_store, need.state)):
+    in_state = (zero.offload_optimizer.nvme_paths, need.state_store, need.state + copied)
+    for paths, nbytes, written in (in_params, in_state):
         if nbytes:
             sums = stores.setdefault(paths, [0, 0])
             sums[0], sums[1] = sums[0] + nbytes, sums[1] + written
@@ -193,16 +201,21 @@ def directory_needs(need: SwapNeed, zero: ZeroSection) -> list[DirectoryNeed]:
 
 
 def capacity_report(
-    config: Config, shape: GPTConfig, need: SwapNeed, tbw: float | None = None, step_s: float | None = None
+    config: Config,
+    shape: GPTConfig,
+    need: SwapNeed,
+    tbw: float | None = None,
+    step_s: float | None = None,
+    save_every: int = 1,
 ) -> dict[str, Any]:
     """Say what a run needs, whether it fits, and how it wears the drives.
 
-    `tbw`: TB (10**12 bytes) that one drive is rated to take; each file system counts as one drive. The store's own
-    bookkeeping, a few KiB a file, is not in these bytes.
+    `tbw`: TB (10**12 bytes) that one drive is rated to take; each file system counts as one drive. `save_every`:
+    steps from one in-place commit to the next. The store's own bookkeeping, a few KiB a file, is not in these bytes.
     """
     drives: dict[int, dict[str, Any]] = {}
     directories = []
-    for directory in directory_needs(need, config.zero_optimization):
+    for directory in directory_needs(need, config.zero_optimization, save_every):
         status, exists, free_nbytes = _look(directory.path)
         row = {"path": directory.path, "exists": exists, "nbytes": directory.nbytes}
         directories.append({**row, "written_nbytes_per_step": directory.written_per_step})
@@ -225,6 +238,8 @@ def capacity_report(
         "nbytes": need.total,
         "kinds": {kind: getattr(need, kind) for kind in _KINDS},
         "written_nbytes_per_step": need.written_per_step if need.total else 0,
+        "written_nbytes_per_commit": need.written_per_commit,
+        "save_every": save_every,
         "tbw": tbw,
         "step_seconds": step_s,
         "directories": directories,
@@ -258,6 +273,9 @@ def capacity_lines(report: Mapping[str, Any]) -> list[str]:
         fit = f"fits, {format_nbytes(spare)} to spare" if drive["fits"] else short
         lines.append(f"{_line('free there', drive['free_nbytes'])}  {fit}{_names(report, drive)}")
     lines.append(_line("written per step", report["written_nbytes_per_step"]))
+    if nbytes := report["written_nbytes_per_commit"]:
+        often = "each step" if report["save_every"] == 1 else f"every {report['save_every']} steps"
+        lines.append(f"{_line('  and per commit', nbytes)}  (one after {often})")
     for drive in report["drives"]:
         lines += [line + _names(report, drive) for line in _wear(report, drive)]
     return lines + [f"note: {note}" for note in report["notes"]]
