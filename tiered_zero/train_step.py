@@ -139,11 +139,11 @@ class TrainStep(StepRecovery):
 
     def check_no_sync(self) -> None:
         """Raise ModelError where a backward cannot leave the other ranks' gradients out."""
-        if self._reducer is not None and self._reducer.is_sharded:
+        if self._reducer is not None and self._reducer.reduces_in_backward:
             raise ModelError(
                 "no_sync() was expected where every rank keeps whole gradients until step(): zero_optimization.stage "
-                "0, or 1 without offload_optimizer. Here each rank keeps its shard of them, and every backward reduces "
-                "its own. Leave it out: gradient_accumulation_steps adds micro-batches up too."
+                "0, or 1 without offload_optimizer, and overlap_comm left out. Here backward reduces gradients. Leave "
+                "it out: gradient_accumulation_steps adds micro-batches up too."
             )
 
     def pre_state_dict(self, module: nn.Module) -> None:
@@ -208,7 +208,7 @@ class TrainStep(StepRecovery):
             step_follows = self.counts.begin_backward(retain_graph) and boundary
             self.phase.step_follows = boundary  # the same on every rank, which `retain_graph` need not be
             self.visible_gradients.set_hidden(self.overflow.loss_scale, step_follows and self._optimizer_in_backward)
-            with self.scope.saving_views(), self.arrivals.engine_backward():
+            with self.scope.saving_views(), self.arrivals.engine_backward(is_last=boundary):
                 if step_follows and self.counts.global_steps:
                     self.policy.begin_backward()
                 scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]

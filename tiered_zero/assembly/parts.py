@@ -65,13 +65,14 @@ def make_gradients(
     slots = [tiers.host.reserve(f"bucket/{index}", size.nbytes, "bucket") for index in range(size.count)]
     memory = [tiers.host.view(slot)[: size.nbytes] for slot in slots]
     buckets = cut_buckets(trainable, ranks.world_size, ranks.bucket_numel)
-    reduction = make_reduction(run_spec.config, ranks, buckets)
+    reduction = make_reduction(run_spec.config, ranks, buckets, on_device=len(on_device) == len(trainable))
     return store, GradientReducer(store, units, runtime, memory, reduction)
 
 
-def make_reduction(config: Config, ranks: RankRequest, buckets: Sequence[Bucket]) -> Reduction:
+def make_reduction(config: Config, ranks: RankRequest, buckets: Sequence[Bucket], *, on_device: bool) -> Reduction:
     """Read from `config` how gradients are scaled and summed, as DeepSpeed does: by default they are divided by the
-    number of ranks, then summed; where the sum is divided, gradients are divided by a factor before."""
+    number of ranks, then summed; where the sum is divided, gradients are divided by a factor before. `on_device`: where
+    all of them rest."""
     factor, first = config.gradient_predivide_factor, config.prescale_gradients
     if first is None:
         first = factor == 1.0
@@ -87,6 +88,7 @@ def make_reduction(config: Config, ranks: RankRequest, buckets: Sequence[Bucket]
         dtype=dtype,
         overlaps=ranks.shards_params or config.zero_optimization.overlap_comm is not False,
         defers=ranks.shards_params,
+        in_backward=config.zero_optimization.overlap_comm is True and on_device and not ranks.shards_gradients,
     )
 
 

@@ -92,8 +92,9 @@ class ZeroSection(Section):
     )
     overlap_comm: bool | None = Field(
         None,
-        description="many ranks reduce gradients under backward (true, and unset), or it waits for each reduction; "
-        "at stage 3 always under it",
+        description="true: many ranks reduce gradients under backward; where all of them rest whole on the device "
+        "(stages 0 and 1), under the last backward of a step, which every rank then makes; unset: under backward where "
+        "each keeps a shard, else in step(); false: backward waits for each reduction, but at stage 3",
     )
     stage3_prefetch_bucket_size: Elements = Field(
         50_000_000, ge=0, description="elements fetched ahead of their use; 0 fetches on demand"

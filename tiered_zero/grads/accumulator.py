@@ -83,7 +83,7 @@ class GradientStore:
         gradients, entry = place
         unit, index = gradients.unit, entry.param.index
         _check_new(gradients, entry, grad)
-        if gradients.shard is None:
+        if gradients.shard is None and not gradients.num_sums:
             self._store(gradients, entry, entry.param.flatten(grad))
         else:
             self._keep_waiting(gradients, entry, entry.param.flatten(grad))
@@ -160,7 +160,8 @@ class GradientStore:
     def show_sum(self, param: nn.Parameter) -> None:
         """Add what is at home to `param.grad`, which then replaces it: hooks see the sum, as in plain PyTorch.
 
-        Of a unit of which every rank keeps a shard, hooks see this rank's gradient of this backward."""
+        Of a unit of which every rank keeps a shard, or that has been reduced, hooks see this rank's gradient of this
+        backward."""
         with torch._C.DisableTorchFunctionSubclass():
             grad: torch.Tensor | None = GRAD_SLOT.__get__(param)
         if grad is None or (place := self._place(param)) is None:
@@ -168,7 +169,7 @@ class GradientStore:
         gradients, entry = place
         _check_new(gradients, entry, grad)
         gradients.store_assigned()
-        if gradients.shard is not None or not gradients.adds_to(entry.param.index):
+        if gradients.shard is not None or gradients.num_sums or not gradients.adds_to(entry.param.index):
             return
         self.promote(gradients)
         gradients.wait_transfers()
@@ -194,7 +195,7 @@ class GradientStore:
         """Block until every gradient so far rests at its home, the empty ones too."""
         self._in_flight.wait_all()
         for gradients in self._units.values():
-            if gradients.shard is not None:
+            if gradients.shard is not None or gradients.num_sums:
                 gradients.wait_transfers()
 
     def freeze(self, unit: Unit, into: StepGradients) -> None:
@@ -223,6 +224,9 @@ class GradientStore:
         ended. Raises the first transfer error."""
         try:
             self._in_flight.drain()
+            for gradients in self._units.values():
+                if gradients.num_sums:  # what comes next is written to the same memory
+                    gradients.wait_transfers()
         finally:
             for gradients in self._units.values():
                 self.free_taken(gradients.waiting)

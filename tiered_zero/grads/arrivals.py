@@ -52,11 +52,11 @@ class GradientArrivals:
     """Whether a backward that the engine did not start has brought gradients since `reset`."""
 
     @contextmanager
-    def engine_backward(self) -> Iterator[None]:
-        """The engine's own backward runs inside. Raises what failed on the gradients' way."""
+    def engine_backward(self, *, is_last: bool) -> Iterator[None]:
+        """The engine's own backward runs inside. Raises what failed on the gradients' way. `is_last`: of its step."""
         self._is_engines = True
         try:
-            self._begin_reduction()
+            self._begin_reduction(is_last)
             yield
             self._take_waiting()
             self._end_reduction()
@@ -71,7 +71,7 @@ class GradientArrivals:
         if not self._is_engines:
             self.notice_backward()
             self.has_noticed = True
-            self._begin_reduction()
+            self._begin_reduction(is_last=False)
             self._scale(param)
         if len(param._post_accumulate_grad_hooks or ()) > 1:
             self._store.show_sum(param)
@@ -170,9 +170,9 @@ class GradientArrivals:
         if unit is not None:
             self._on_unit_complete(unit)
 
-    def _begin_reduction(self) -> None:
+    def _begin_reduction(self, is_last: bool) -> None:
         if self._reducer is not None:
-            self._reducer.begin_backward()
+            self._reducer.begin_backward(is_last=is_last)
 
     def _end_reduction(self) -> None:
         if self._reducer is not None:

@@ -1,4 +1,5 @@
-"""Average gradients over ranks: in backward where each rank keeps its shard of them, else inside step().
+"""Average gradients over ranks: in backward where each rank keeps its shard of them or `overlap_comm` says so, else
+inside step().
 
 The order of collectives is that of `layout.buckets`, and which buckets are reduced is agreed before: in backward those
 of units that some rank has used in forward, in step() those of parameters that some rank has a gradient of. Neither
@@ -38,7 +39,8 @@ class Reduction:
     """How gradients are reduced. `buckets`: in their order. `gathers`: every rank gets the whole average, not only that
     of its shards. `before`, `after`: what gradients, and their sums, are divided by. `dtype`: of the sums; None: that
     of the gradients. `overlaps`: backward goes on while a bucket is reduced. `defers`: backward gathers parameters
-    between buckets, and waits for none while another rank gathers."""
+    between buckets, and waits for none while another rank gathers. `in_backward`: where gradients are whole, the last
+    backward of a step reduces them."""
 
     buckets: Sequence[Bucket]
     gathers: bool
@@ -47,6 +49,7 @@ class Reduction:
     dtype: torch.dtype | None = None
     overlaps: bool = True
     defers: bool = False
+    in_backward: bool = False
 
 
 @final
@@ -66,6 +69,11 @@ class GradientReducer:
     gathered in backward, another rank may still lack some of its gradients of that one, and go on once both have
     gathered the next unit. So a rank that finds another one waiting in a gather leaves its buckets for the next
     gradient, or the end of backward.
+
+    [Note: Whole gradients in backward]
+    With `overlap_comm`, and gradients on the device, the last backward of a step does the same with whole gradients, of
+    which the flats hold the sum over micro-batches. Reduced units then have the average in this rank's shard, and what
+    else backward brings waits as gradients of shards do: its average is added.
     """
 
     def __init__(
@@ -94,6 +102,8 @@ class GradientReducer:
         """Those before them whose gradients have come, and that have no memory yet."""
         self._receiving: frozenset[int] = frozenset()
         """Units that it reduces."""
+        self._adding: frozenset[int] = frozenset()
+        """Of those, units that earlier reductions of this step have sums of."""
         self._taken: dict[int, dict[int, torch.Tensor]] = {}
         """Unit -> this rank's gradients that buckets are filled from."""
         self._uses = UnitUses()
@@ -116,25 +126,32 @@ class GradientReducer:
     def note_use(self, units: Iterable[Unit], inputs: Sequence[Any], on_met: Callable[..., None]) -> None:
         """The forward of a module that owns `units` begins; autograd records it, or computes it again. `on_met` calls
         `pass_units`. See [Note: Marks of uses]."""
-        if self.is_sharded:
+        if self.reduces_in_backward:
             self._uses.note(units, inputs, on_met)
 
-    def begin_backward(self) -> None:
+    @property
+    def reduces_in_backward(self) -> bool:
+        """Whether a backward may reduce, which every rank then makes."""
+        return self.is_sharded or self._reduction.in_backward
+
+    def begin_backward(self, *, is_last: bool) -> None:
         """Agree with the other ranks on the units that this backward reduces. Raises RankError where they do something
-        else. Does nothing inside another backward, as where autograd recomputes, nor where step() reduces."""
-        if not self.is_sharded or self.is_open:
+        else. Does nothing inside another backward, as where autograd recomputes, nor where step() reduces. `is_last`:
+        of its step; the same on every rank."""
+        if self.is_open or not (self.is_sharded or (is_last and self._reduction.in_backward)):
             return
         self.is_open = self._waits = True
         self._num_backwards += 1
         units = self._units.values()
         self._uses.note_late(units)
-        flags = [self._uses.is_expected(index) for index in self._units] + [bool(each.waiting) for each in units]
+        flags = [self._uses.is_expected(index) for index in self._units]
+        flags += [each.is_unreduced or (each.shard is None and each.holds_sums) for each in units]
         either = self._agree(b"b", self._num_steps, self._num_backwards, flags)
-        self._receiving = frozenset(index for index, is_used in zip(self._units, either, strict=False) if is_used)
+        self._receive_next(index for index, is_used in zip(self._units, either, strict=False) if is_used)
         self._widen(either[len(self._units) :])
         for index in sorted(self._receiving):
             each = self._units[index]
-            if each.shard is not None and (each.num_sums or index in self._wide):
+            if each.num_sums or index in self._wide:
                 self._store.promote(each)  # here every rank's earlier buckets end; in mid-backward they may not
         self._queue = deque(bucket for bucket in self._reduction.buckets if bucket.units & self._receiving)
 
@@ -180,8 +197,17 @@ class GradientReducer:
 
     def _take(self, bucket: Bucket) -> None:
         for index in bucket.units & self._receiving:
-            if self._units[index].shard is not None and index not in self._taken:
+            if self._waits_apart(index) and index not in self._taken:
                 self._taken[index] = self._store.take_waiting(self._units[index])
+
+    def _waits_apart(self, index: int) -> bool:
+        """Whether buckets take what waits of the unit, rather than what its flat holds."""
+        return self._units[index].shard is not None or index in self._adding
+
+    def _receive_next(self, units: Iterable[int]) -> None:
+        """`units`: what the next reductions are of."""
+        self._receiving = frozenset(units)
+        self._adding = frozenset(index for index in self._receiving if self._units[index].num_sums)
 
     def _widen(self, flags: Iterable[bool]) -> None:
         """`flags`: agreed, of each unit: whether gradients of several backwards may be added up before its bucket."""
@@ -197,7 +223,7 @@ class GradientReducer:
         """
         with self._runtime.recorder.span("compute", "reduce_ranks"):
             self._uses.note_late(self._units.values())
-            self._receiving = self._agree_on_presence(micro_steps, global_steps)
+            self._receive_next(self._agree_on_presence(micro_steps, global_steps))
             for bucket in self._reduction.buckets:
                 if bucket.units & self._receiving:
                     self._take(bucket)
@@ -212,11 +238,11 @@ class GradientReducer:
 
     def _agree_on_presence(self, micro_steps: int, global_steps: int) -> frozenset[int]:
         """Agree with the other ranks on which parameters have a gradient, and which units hold sums of several; return
-        the units that step() reduces: of shards, what still waits; of whole units, those with a gradient."""
+        the units that step() reduces: what still waits, and whole units with gradients that no backward has reduced."""
         entries = [(each, entry) for each in self._units.values() for entry in each.unit.entries]
         flags = [entry.param.index in each.present for each, entry in entries]
         units = self._units.values()
-        flags += [bool(each.present if each.shard is None else each.waiting) for each in units]
+        flags += [each.is_unreduced for each in units]
         flags += [each.holds_sums for each in units]
         either = self._agree(b"s", global_steps, micro_steps, flags)
         present = {entry.param.index for (_, entry), has in zip(entries, either, strict=False) if has}
@@ -227,7 +253,7 @@ class GradientReducer:
             each.present.update(entry.param.index for entry in absent)
             if index in self._wide and (each.shard is None or index in reduced):
                 self._store.promote(each)
-            if each.shard is None and absent:
+            if each.shard is None and not each.num_sums and absent:
                 self._store.wait_update(each.unit)
                 for entry in absent:
                     each.view(entry).zero_()
@@ -269,8 +295,7 @@ class GradientReducer:
         what, bounds = f"the gradients of {name}", bucket.bounds
         done = self._collectives.reduce_scatter(packed, total, what, bounds=bounds)
         if self._reduction.gathers:
-            done.wait()
-            done = self._collectives.all_gather(packed, total, what, bounds=bounds)
+            done = self._collectives.all_gather(packed, total, what, after=[done], bounds=bounds)
         self._under_way.append((memory, done, self._receive(bucket, packed, total, done)))
         if not self._reduction.overlaps:
             self._free.append(self._finish_oldest())
@@ -306,7 +331,7 @@ class GradientReducer:
         for part in bucket.parts:
             each = self._units[part.unit.index]
             fill: Callable[[range, torch.Tensor], None] = self._copy_whole(each)
-            if each.shard is not None:
+            if self._waits_apart(part.unit.index):
                 fill = self._copy_waiting(each.unit, self._taken.get(part.unit.index, {}))
             for span, start in zip(part.spans, part.starts, strict=True):
                 fill(span, packed[start : start + len(span)])
@@ -319,6 +344,9 @@ class GradientReducer:
         def fill(span: range, out: torch.Tensor) -> None:
             if has_gradient:
                 self._divide(each.flat[span.start : span.stop], out)
+                for entry in each.unit.entries:
+                    if entry.param.index not in each.present:  # what an earlier step has left
+                        out[max(entry.start - span.start, 0) : max(entry.stop - span.start, 0)].zero_()
             else:
                 out.zero_()
 
@@ -357,12 +385,12 @@ class GradientReducer:
             spans = [(part.spans[rank], own)]
             if self._reduction.gathers:
                 spans = [(span, packed[at : at + len(span)]) for span, at in zip(part.spans, part.starts, strict=True)]
-            adds = each.shard is not None and each.num_sums > 0
+            adds = part.unit.index in self._adding
             for span, source in spans:
                 done = self._store.receive(
                     part.unit, span.start, source, adds=adds, divisor=self._reduction.after, after=done
                 )
-            each.num_sums += part.is_last
+            each.num_sums += part.is_first
         return done
 
     # -- norm ----------------------------------------------------------------------------------------------------------

@@ -42,8 +42,9 @@ class UnitGradients:
     value 0 and nothing to add to. `earlier`: had a gradient since zero_grad() last set gradients to None.
 
     `shard`: with many ranks, where each keeps the sums of its own shard only: which elements of the unit's flat `flat`
-    holds; None: all. `waiting`: then, this rank's gradients [numel] that no bucket has taken, in fp32 where they are
-    sums. `num_sums`: reductions that `flat` has the sum of; its content is undefined where there is none.
+    holds; None: all. `num_sums`: reductions that `flat` has the sum of (of a whole unit, in this rank's shard); the
+    content of a shard is undefined where there is none. `waiting`: of a shard, or of a unit that has been reduced: this
+    rank's gradients [numel] that no bucket has taken, in fp32 where they are sums.
     """
 
     unit: Unit
@@ -97,8 +98,13 @@ class UnitGradients:
     @property
     def holds_sums(self) -> bool:
         """Whether this rank's gradients of the unit are fp32, as sums over micro-batches are."""
-        own = [self.flat] if self.shard is None else self.waiting.values()
+        own = [*([self.flat] if self.shard is None else []), *self.waiting.values()]
         return any(values.dtype == torch.float32 for values in own)
+
+    @property
+    def is_unreduced(self) -> bool:
+        """Whether this rank has gradients of the unit that no bucket has taken."""
+        return bool(self.waiting if self.shard is not None or self.num_sums else self.present)
 
     def share(self) -> UnitShare:
         present = frozenset(self.present)
@@ -169,10 +175,10 @@ class UnitGradients:
         """Set every gradient since `zero_grad()` last set gradients to None to 0."""
         self.wait_transfers()
         self.present |= self.earlier
+        self.waiting.clear()
+        self.num_sums = 0
         if self.shard is not None:
-            self.waiting.clear()
             self.flat.zero_()
-            self.num_sums = 0
             return
         for entry in self.unit.entries:
             if (index := entry.param.index) in self.present:

@@ -24,11 +24,12 @@ do, and a larger one would keep the gradients of many units waiting."""
 @dataclass(frozen=True, kw_only=True)
 class BucketPart:
     """A part of one unit in a bucket. `spans`: by rank, elements of the unit's flat that the rank owns. `starts`: by
-    rank, where they begin in the bucket. `is_last`: no later bucket holds more of the unit."""
+    rank, where they begin in the bucket. `is_first`, `is_last`: no earlier, no later bucket holds more of the unit."""
 
     unit: Unit
     spans: tuple[range, ...]
     starts: tuple[int, ...]
+    is_first: bool
     is_last: bool
 
 
@@ -97,7 +98,10 @@ def _bucket(columns: Sequence[tuple[Unit, range, bool]], world_size: int) -> Buc
     bounds = tuple(accumulate((sum(len(own[rank]) for own in spans) for rank in ranks), initial=0))
     position = list(bounds[:-1])
     parts = []
-    for (unit, _, is_last), own in zip(columns, spans, strict=True):
-        parts.append(BucketPart(unit=unit, spans=tuple(own), starts=tuple(position), is_last=is_last))
+    for (unit, column, is_last), own in zip(columns, spans, strict=True):
+        is_first = column.start == 0
+        parts.append(
+            BucketPart(unit=unit, spans=tuple(own), starts=tuple(position), is_first=is_first, is_last=is_last)
+        )
         position = [start + len(span) for start, span in zip(position, own, strict=True)]
     return Bucket(parts=tuple(parts), bounds=bounds)

@@ -1,0 +1,123 @@
+"""`overlap_comm`: whole gradients that are reduced under the last backward of a step, with the bits of step()."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tiered_zero
+from tests.ranks.pool import RankPool
+from tests.ranks.test_gradients import small_config, watch_backward
+from tests.ranks.test_parity import assert_equal, reference
+from tests.ranks.training import Case, assert_all_ranks_agree, train_tiered
+from tiered_zero.errors import ModelError
+
+
+def overlapped(case: Case, stage: int, overlap: bool | None = True) -> Case:
+    zero = {"stage": stage, "overlap_comm": overlap, "reduce_bucket_size": 4096}
+    return replace(case, zero=zero)
+
+
+@pytest.mark.parametrize(("stage", "accumulation"), [(0, 1), (0, 2), (1, 1), (1, 3)])
+def test_two_ranks_are_distributed_data_parallel(
+    ranks: RankPool, swap_path: Path, stage: int, accumulation: int
+) -> None:
+    """With parameters that are never used, and used by some ranks in some steps; micro-batches are reduced once."""
+    case = Case(accumulation=accumulation, optimizer="groups")
+    found = ranks.run(train_tiered, 2, overlapped(case, stage), str(swap_path))
+    assert_all_ranks_agree(found)
+    assert_equal(found, reference(ranks, case))
+
+
+@pytest.mark.parametrize(("stage", "precision", "accumulation"), [(0, "bf16", 2), (1, "fp32", 1), (1, "bf16", 1)])
+def test_four_ranks_have_the_bits_of_step(
+    ranks: RankPool, swap_path: Path, stage: int, precision: str, accumulation: int
+) -> None:
+    config = {"bf16": {"enabled": precision == "bf16"}}
+    case = Case(clipping=0.5, accumulation=accumulation, steps=3, config=config)
+    found, plain = (ranks.run(train_tiered, 4, overlapped(case, stage, how), str(swap_path)) for how in (True, None))
+    assert_all_ranks_agree(found)
+    assert_equal(found, plain)
+    assert found[0]["norms"] == plain[0]["norms"]
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_reductions_run_under_backward(ranks: RankPool, swap_path: Path, stage: int) -> None:
+    """A bucket's memory is used again once it is reduced, so the third bucket waits for the first."""
+    config = small_config(str(swap_path), stage, "none", zero={"reduce_bucket_size": 4096, "overlap_comm": True})
+    for found in ranks.run(watch_backward, 2, config):
+        assert found["count"] >= 12
+        assert found["first_end"] < found["first_layer"]
+
+
+class Factors(nn.Module):
+    """x * first * second, `first` where it is used: its gradient comes after that of `second`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.full((4,), 2.0))
+        self.second = nn.Parameter(torch.full((4,), 1.0))
+
+    def forward(self, x: Tensor, uses_first: bool) -> Tensor:
+        return (x * self.first if uses_first else x * 1.0) * self.second
+
+
+def make_engine(path: str, stage: int, overlap: bool | None, **more: Any) -> tiered_zero.Engine:
+    config = small_config(path, stage, "none", zero={"overlap_comm": overlap}, **more)
+    del config["optimizer"]
+    model = Factors()
+    return tiered_zero.initialize(
+        model=model, optimizer=torch.optim.SGD(model.parameters(), lr=2.0**-4), config=config
+    )[0]
+
+
+def step_oddly(path: str, stage: int, overlap: bool | None, precision: str) -> dict[str, Any]:
+    """Small whole numbers, whose sums have no rounding in any order: a parameter whose gradient comes after the bucket
+    of its unit has left, on one rank; two backwards before a step; gradients that are dropped before another
+    backward."""
+    rank = int(os.environ["RANK"])
+    engine = make_engine(path, stage, overlap, bf16={"enabled": precision == "bf16"})
+    rows = torch.tensor([[1.0, 2.0, 3.0, 4.0], [3.0, 0.0, -1.0, 8.0]])[rank].to(next(engine.module.parameters()).dtype)
+    found: list[list[float]] = []
+
+    def backward(scale: int, uses_first: bool) -> None:
+        engine.backward(engine(rows * scale, uses_first).sum())
+
+    for step in range(4):
+        before = engine.rank_report()["reduced_nbytes"]
+        backward(1, uses_first=step > 0 and rank == 1)
+        assert (engine.rank_report()["reduced_nbytes"] > before) == (overlap is True), "reduced in backward"
+        if step == 2:
+            backward(2, uses_first=True)
+        if step == 3:
+            engine.zero_grad(set_to_none=rank == 0)
+            backward(4, uses_first=True)
+        engine.step()
+        found.append([value for each in engine.module.state_dict().values() for value in each.tolist()])
+    engine.close()
+    return {"weights": found}
+
+
+@pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (1, "fp32"), (1, "bf16")])
+def test_what_comes_after_a_bucket_is_added(ranks: RankPool, swap_path: Path, stage: int, precision: str) -> None:
+    found, plain = (ranks.run(step_oddly, 2, str(swap_path), stage, how, precision) for how in (True, None))
+    assert found[0] == found[1] == plain[0]
+
+
+def leave_ranks_out(path: str) -> str:
+    engine = make_engine(path, 1, True)
+    with pytest.raises(ModelError) as error, engine.no_sync():
+        pass
+    engine.close()
+    return str(error.value)
+
+
+def test_no_sync_leaves_overlap_comm_out(ranks: RankPool, swap_path: Path) -> None:
+    for text in ranks.run(leave_ranks_out, 2, str(swap_path)):
+        assert "overlap_comm left out" in text
