@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -35,6 +36,16 @@ def test_smoke(tmp_path: Path) -> None:
     assert record["results"]["DDP + ZeRO"]["payload"] is None
     assert len({each["num_parameters"] for each in record["results"].values()}) == 1, "one model"
     assert all(case in ran.stdout for case in cases)
+
+
+@pytest.mark.slow
+def test_deepspeed_is_left_out_where_it_is_not_installed(tmp_path: Path) -> None:
+    out = tmp_path / "ranks.jsonl"
+    ran = bench("--smoke", "--cases", "DeepSpeed 2", "--out", str(out))
+    assert ran.returncode == 0, ran.stderr
+    has_it = importlib.util.find_spec("deepspeed") is not None
+    assert list(json.loads(out.read_text())["samples"]) == ["compute", *(["DeepSpeed 2"] if has_it else [])]
+    assert ("DeepSpeed 2 is left out: this Python has no package deepspeed" in ran.stdout) == (not has_it)
 
 
 def test_a_case_that_it_does_not_know_is_refused() -> None:

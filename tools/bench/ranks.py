@@ -7,6 +7,7 @@ In fp32 over gloo on CPUs, one thread a rank, each case under a torchrun of its 
   DDP + ZeRO       DistributedDataParallel, torch's ZeroRedundancyOptimizer over AdamW
   FSDP2            fully_shard on each block and the root: reduce_dtype fp32, reshard_after_forward
   FSDP2 offload    the same with CPUOffloadPolicy(pin_memory=False)
+  DeepSpeed S      DeepSpeed at ZeRO stage S over torch's AdamW, on its CPU accelerator, where it is installed
   stage S P/O      tiered_zero at ZeRO stage S, parameters on P, masters and state on O (device, cpu)
 Every case clips the global norm of gradients to 1. Stages 1 and 2 are held against DDP + ZeRO, stage 3 on the device
 against FSDP2, and stage 3 on cpu against FSDP2 offload. "payload" is what one rank hands to collectives in a step, in
@@ -16,6 +17,7 @@ fp32 elements for each parameter, as the engine counts it: with W ranks (W - 1)/
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import statistics
@@ -49,6 +51,7 @@ NUM_WARM_UP = 2
 SECTIONS = {"device": "none", "cpu": "cpu"}
 CLIP = 1.0
 RATE = 1e-4
+DEEPSPEED = ("DeepSpeed 1", "DeepSpeed 2", "DeepSpeed 3")
 BASES = {"stage 1": "DDP + ZeRO", "stage 2": "DDP + ZeRO", "stage 3 d": "FSDP2", "stage 3 c": "FSDP2 offload"}
 """How a case begins -> what it is held against."""
 BARS = {"DDP + ZeRO": 1.10, "FSDP2": 1.25, "FSDP2 offload": 1.25}
@@ -95,6 +98,7 @@ def measure_task(task: Task) -> Result:
     model.train()
     result = Result(num_parameters=sum(param.numel() for param in model.parameters()))
     prepare = prepare_stage if task.case.startswith("stage") else prepare_torch
+    prepare = prepare_deepspeed if task.case in DEEPSPEED else prepare
     step, end = prepare(task, model, batches, result)
     for _ in range(NUM_WARM_UP):
         step()
@@ -151,6 +155,30 @@ def shard(model: Any, *, offloads: bool) -> None:
     for block in model.transformer.h:
         fully_shard(block, **options)
     fully_shard(model, **options)
+
+
+def prepare_deepspeed(task: Task, model: Any, batches: list[torch.Tensor], result: Result) -> tuple[Step, Step]:
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed
+
+    deepspeed.init_distributed(dist_backend="gloo")
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": task.accumulation,
+        "gradient_clipping": CLIP,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": int(task.case.split()[1])},
+    }
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.01)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+
+    def step() -> None:
+        for number in range(task.accumulation):
+            tokens = batches[number % len(batches)]
+            engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+            engine.step()
+
+    return step, dist.destroy_process_group
 
 
 def prepare_stage(task: Task, model: Any, batches: list[torch.Tensor], result: Result) -> tuple[Step, Step]:
@@ -264,6 +292,7 @@ def parse_options(arguments: list[str] | None) -> argparse.Namespace:
         default=[
             *("DDP + ZeRO", "stage 1 device/device", "stage 2 device/device", "stage 2 device/cpu"),
             *("FSDP2", "stage 3 device/device", "FSDP2 offload", "stage 3 cpu/cpu"),
+            *DEEPSPEED[1:],
         ],
         help="separated by commas; compute comes besides",
     )
@@ -275,7 +304,7 @@ def parse_options(arguments: list[str] | None) -> argparse.Namespace:
     if options.smoke:
         options.model, options.tokens, options.steps, options.rounds = "tiny", 16, 2, 1
     stages = [f"stage {stage} {p}/{o}" for stage in (1, 2, 3) for p in SECTIONS for o in SECTIONS]
-    known = ["compute", "DDP + ZeRO", "FSDP2", "FSDP2 offload", *stages]
+    known = ["compute", "DDP + ZeRO", "FSDP2", "FSDP2 offload", *DEEPSPEED, *stages]
     if unknown := [case for case in options.cases if case not in known]:
         parser.error(f"--cases: expected some of {', '.join(known)}; found {unknown[0]!r}")
     return options
@@ -291,7 +320,10 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     from tools.bench.record import append_record
 
     shape = (options.model, options.tokens, options.accumulation, options.steps)
-    cases = dict.fromkeys(["compute", *options.cases])
+    missing = [case for case in options.cases if case in DEEPSPEED and not importlib.util.find_spec("deepspeed")]
+    for case in missing:
+        print(f"{case} is left out: this Python has no package deepspeed")
+    cases = dict.fromkeys(["compute", *(case for case in options.cases if case not in missing)])
     results: dict[str, Result] = {}
     for task in [Task(case, *shape) for case in cases] * options.rounds:
         found = run_task(task, options.ranks)
