@@ -316,10 +316,8 @@ class SwapStore:
     ) -> Transfer:
         """Submit the runs of one request; the transfer is finalized even if the caller does not wait for it."""
         addresses = [record.offsets[run.slot] + run.start for run in runs]
-        path, _ = self._files.locate(addresses[0])
-        parts: list[IOTransfer] = []
+        parts, begun_s = list[IOTransfer](), time.perf_counter()
         refused: list[Exception] = [StoreError(f"A {request.kind} of record {record.name!r} was interrupted.")]
-        begun_s = time.perf_counter()
 
         def end(error: Exception | None) -> None:
             finalize(refused[0] if refused else error)
@@ -328,7 +326,9 @@ class SwapStore:
                 nbytes = request.end - request.start
                 self._recorder.add(f"disk {request.kind}", request.kind, record.name, begun_s, end_s, nbytes)
 
-        request.transfer = transfer = StoreTransfer(f"{request.kind} of {path}", parts, end)
+        request.transfer = transfer = StoreTransfer(
+            f"{request.kind} of {self._files.locate(addresses[0])[0]}", parts, end
+        )
         try:
             for address, run in zip(addresses, runs, strict=True):
                 self._files.submit(act, address, memory[run.start - request.start : run.end - request.start], parts)
@@ -360,8 +360,7 @@ class SwapStore:
         self._table.end(record, request)
         if error is not None:
             raise error
-        unverified_nbytes = len(into) - sum(item.end - item.start for item in checks)
-        self._count(record, read=len(into), unverified=unverified_nbytes)
+        self._count(record, read=len(into), unverified=len(into) - sum(item.end - item.start for item in checks))
 
     def _end_write(
         self, record: Record, request: InFlight, hashing: Once, written: list[Range], error: Exception | None
