@@ -10,7 +10,8 @@ import pytest
 
 from tiered_zero.checkpoint.file_writer import WrittenFiles, join_files
 from tiered_zero.checkpoint.manifest import DataFile, Part, TensorEntry
-from tiered_zero.checkpoint.shares import Share, join_scalars
+from tiered_zero.checkpoint.places import Place, PlacedPart, Places, RecordName, Source, join_places
+from tiered_zero.checkpoint.shares import CommitShare, Share, join_scalars
 from tiered_zero.errors import InternalError, StoreError
 
 
@@ -62,3 +63,45 @@ def test_different_steps_of_one_parameter_are_refused() -> None:
     assert join_scalars([first, first]).keys() == {"a", "of 0"}
     with pytest.raises(InternalError, match="rank 1 has"):
         join_scalars([first, second])
+
+
+def places(store: int, *parts: tuple[int, int], form: str = "plain") -> Places:
+    """Elements of one key, in record 0 of a rank's store number `store`, each at its first element's byte."""
+    placed = tuple(PlacedPart(start, stop, (Source(0, 4 * start),)) for start, stop in parts)
+    return Places(records=[RecordName(store, "state/0")], places={"master/a": Place(form=form, parts=placed)})
+
+
+def test_places_of_ranks_are_joined_in_order() -> None:
+    joined = join_places([(places(0, (0, 3), (6, 8)), 2), (places(1, (3, 6)), 2)])
+    assert joined.records == [RecordName(0, "state/0"), RecordName(3, "state/0")]
+    assert [(part.start, part.stop, part.sources[0].record) for part in joined.places["master/a"].parts] == [
+        (0, 3, 0),
+        (3, 6, 1),
+        (6, 8, 0),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("second", "text"),
+    [
+        (places(0, (5, 8)), "elements 4 to 5 are missing or doubled"),
+        (places(0, (3, 8)), "elements 4 to 3 are missing or doubled"),
+        (places(0, (4, 8), form="magnitude"), "rests as plain on one rank, and as magnitude on another"),
+    ],
+)
+def test_places_that_do_not_cover_a_key_once_are_refused(second: Places, text: str) -> None:
+    with pytest.raises(StoreError, match=text):
+        join_places([(places(0, (0, 4)), 1), (second, 1)])
+
+
+def test_shares_of_commits_travel_as_json() -> None:
+    share = CommitShare(
+        tensors={"master/a": TensorEntry(dtype="float32", shape=(2, 4), order=(1, 0))},
+        places=places(0, (2, 4), (6, 8)),
+        scalars={"a": {"step": 3}},
+        driver={"loader": None},
+        stores=[{"run_id": "x", "paths": ["/swap/x"]}],
+        layout="0",
+        initialized=[0, 2],
+    )
+    assert CommitShare.decode(json.loads(json.dumps(share.encode()))) == share

@@ -107,7 +107,7 @@ def check_resumed(ranks: RankPool, expected: list[Any], swap_path: Path, saved: 
         assert differences(found["weights"], own) == []
 
 
-@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("failing", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_training_goes_on_after_one_rank_could_not_prepare(
     ranks: RankPool, expected: list[Any], tmp_path: Path, swap_path: Path, failing: int
 ) -> None:
@@ -140,13 +140,13 @@ def test_an_undecided_commit_ends_the_run(
 @pytest.mark.parametrize(
     ("fault", "failing", "step"),
     [
-        ("killed before it prepares", 1, 1),
-        ("killed once prepared", 0, 1),
+        pytest.param("killed before it prepares", 1, 1, marks=pytest.mark.slow),
         ("killed once prepared", 1, 1),
-        ("killed before it decides", 0, 1),
+        pytest.param("killed once prepared", 0, 1, marks=pytest.mark.slow),
+        pytest.param("killed before it decides", 0, 1, marks=pytest.mark.slow),
         ("killed once it has decided", 0, 2),
         ("killed before it follows", 1, 2),
-        ("killed once it has followed", 1, 2),
+        pytest.param("killed once it has followed", 1, 2, marks=pytest.mark.slow),
     ],
 )
 def test_a_rank_killed_in_a_commit_leaves_one_step_on_all(

@@ -8,13 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from tests.ranks.pool import RankPool
 from tests.ranks.saving import Place, build, train, weights_of
 from tests.ranks.training import differences
 from tests.support.tags import equal_bits, load_commit, load_tag
 from tiered_zero.checkpoint.directory import list_tags, read_declared
+from tiered_zero.cli.main import main
+from tiered_zero.errors import CorruptionError
 from tiered_zero.store.runs import list_runs
+from tiered_zero.store.stripes import DATA_NAME
 
 HALVES: dict[str, Any] = {"config": {"bf16": {"enabled": True}}, "runtime": {"state_format": "bf16_remainder"}}
 PLACES = {
@@ -89,8 +93,8 @@ def test_the_same_ranks_adopt_their_parts_and_go_on_with_equal_bits(
     ("case", "other"),
     [
         ("2 ranks, stage 0", Place(world=4, stage=1, device="nvme")),
-        ("2 ranks, stage 1", Place(world=1, stage=3, device="nvme")),
-        ("4 ranks, stage 2", Place(world=2, stage=2, device="nvme")),
+        pytest.param("2 ranks, stage 1", Place(world=1, stage=3, device="nvme"), marks=pytest.mark.slow),
+        pytest.param("4 ranks, stage 2", Place(world=2, stage=2, device="nvme"), marks=pytest.mark.slow),
         ("4 ranks, stage 3, halves", Place(world=2, stage=3, device="nvme", **HALVES)),
         ("2 ranks, stage 3, halves in host memory", Place(world=2, stage=3, device="nvme", **HALVES)),
     ],
@@ -131,6 +135,23 @@ def test_a_run_goes_back_to_its_own_commit(ranks: RankPool, tmp_path: Path, swap
     for found in ranks.run(go_back, 2, PLACES["2 ranks, stage 3"], str(swap_path), str(tmp_path)):
         assert differences(found["loaded"], found["saved"]) == []
         assert differences(found["weights"], found["expected"]) == []
+
+
+def test_damage_of_any_part_is_found(ranks: RankPool, tmp_path: Path, swap_path: Path) -> None:
+    ranks.run(commit, 2, PLACES["2 ranks, stage 1"], str(swap_path), str(tmp_path), more=0)
+    verify = ["checkpoint", "verify", str(tmp_path)]
+    assert CliRunner().invoke(main, verify).exit_code == 0
+    for run in list_runs(swap_path):
+        data = run.path / DATA_NAME
+        whole = data.read_bytes()
+        data.write_bytes(bytes(byte ^ 1 for byte in whole))
+        broken = CliRunner().invoke(main, [*verify, "--json"])
+        assert broken.exit_code == 1 and str(data) in broken.stdout
+        with pytest.raises(CorruptionError):
+            load_commit(run.path)
+        data.write_bytes(whole)
+    exported = CliRunner().invoke(main, ["checkpoint", "export", str(tmp_path), str(tmp_path / "out")])
+    assert exported.exit_code == 0 and any((tmp_path / "out").glob("*.safetensors"))
 
 
 def test_a_part_that_is_missing_is_named(ranks: RankPool, tmp_path: Path, swap_path: Path) -> None:

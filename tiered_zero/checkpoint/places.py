@@ -105,6 +105,8 @@ class Places:
 
 def join_places(found: Sequence[tuple[Places, int]]) -> Places:
     """Those of all ranks, each with the number of its stores. Raises StoreError where they do not cover a key once."""
+    if len(found) == 1:
+        return found[0][0]
     joined, first_store = Places(), 0
     parts: dict[str, list[PlacedPart]] = {}
     forms: dict[str, str] = {}
