@@ -9,15 +9,20 @@ import torch
 
 import tiered_zero
 from tests.ranks.pool import RankPool
-from tests.ranks.test_failures import rank_and_config
-from tests.ranks.training import Case, build_model, differences, make_optimizer, micro_batches
+from tests.ranks.training import (
+    Case,
+    begin_run,
+    build_model,
+    differences,
+    make_optimizer,
+    micro_batches,
+    rank_and_config,
+)
 
 
 def change_weights(path: str, stage: int) -> dict[str, Any]:
     """Rank 1 sets one weight and rank 0 loads others, between two steps; rank 0 alone evaluates."""
-    rank, config = rank_and_config(path, stage=stage)
-    model: Any = build_model(rank)
-    engine, *_ = tiered_zero.initialize(model=model, optimizer=make_optimizer(model, "adamw"), config=config)
+    rank, model, engine = begin_run(path, stage=stage)
     batches = [micro_batches(Case(), step, rank, 2)[0] for step in range(2)]
     engine.backward(engine(*batches[0]))
     engine.step()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,25 +13,13 @@ from torch import nn
 
 import tiered_zero
 from tests.ranks.pool import RankPool
-from tests.ranks.training import Case, build_model, make_optimizer, micro_batches
+from tests.ranks.training import Case, begin_run, build_model, make_optimizer, micro_batches, rank_and_config
 from tiered_zero.errors import EngineFailedError, RankError
-
-
-def rank_and_config(path: str, **zero: Any) -> tuple[int, dict[str, Any]]:
-    section = {"stage": 1, "offload_optimizer": {"device": "nvme", "nvme_path": path}, **zero}
-    return int(os.environ["RANK"]), {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_clipping": 0,
-        "zero_optimization": section,
-        "tiered_zero": {"device": "cpu", "host_memory_limit": "1GiB", "comm_timeout_s": 60},
-    }
 
 
 def raise_in_forward(path: str) -> list[str]:
     """Rank 1's forward raises in the second step, while rank 0 goes on to its step()."""
-    rank, config = rank_and_config(path)
-    model = build_model(rank)
-    engine, *_ = tiered_zero.initialize(model=model, optimizer=make_optimizer(model, "adamw"), config=config)
+    rank, _, engine = begin_run(path)
     heard = []
     try:
         for step in range(3):
@@ -59,9 +46,7 @@ def test_an_exception_on_one_rank_ends_the_run_on_all(ranks: RankPool, swap_path
 
 def raise_in_backward(path: str) -> list[str]:
     """Rank 1's backward raises in the second step, at the first layer: the other's buckets are under way by then."""
-    rank, config = rank_and_config(path, stage=2, reduce_bucket_size=4096)
-    model = build_model(rank)
-    engine, *_ = tiered_zero.initialize(model=model, optimizer=make_optimizer(model, "adamw"), config=config)
+    rank, model, engine = begin_run(path, stage=2, reduce_bucket_size=4096)
     heard = []
 
     def fail(grad: torch.Tensor) -> None:
@@ -172,9 +157,7 @@ def test_a_rank_with_whole_gradients_may_skip_a_batch(ranks: RankPool, swap_path
 
 def leave_a_step_out(path: str, how: str) -> str:
     """Rank 0 makes three steps, rank 1 two: it closes its engine, or makes a step() that rank 0 does not."""
-    rank, config = rank_and_config(path)
-    model = build_model(rank)
-    engine, *_ = tiered_zero.initialize(model=model, optimizer=make_optimizer(model, "adamw"), config=config)
+    rank, _, engine = begin_run(path)
     try:
         for step in range(3):
             if step == 2 and rank == 1 and how == "close":
@@ -278,9 +261,7 @@ def test_each_rank_may_have_a_disk_of_its_own(ranks: RankPool, swap_path: Path) 
 
 
 def refuse_grad(path: str) -> str:
-    rank, config = rank_and_config(path)
-    model = build_model(rank)
-    engine, *_ = tiered_zero.initialize(model=model, optimizer=make_optimizer(model, "adamw"), config=config)
+    rank, model, engine = begin_run(path)
     engine.backward(engine(*micro_batches(Case(), 0, rank, 2)[0]))
     with pytest.raises(tiered_zero.ModelError) as refused:
         _ = model.head.weight.grad

@@ -14,14 +14,15 @@ import tiered_zero
 from tests.ranks import routed
 from tests.ranks.pool import RankPool
 from tests.ranks.routed import Run
-from tests.ranks.test_failures import rank_and_config
 from tests.ranks.training import (
     Case,
     assert_all_ranks_agree,
+    begin_run,
     build_model,
     differences,
     make_optimizer,
     micro_batches,
+    rank_and_config,
 )
 from tiered_zero.errors import RankError
 
@@ -150,9 +151,7 @@ def test_what_one_rank_does_beside_a_backward_changes_no_gather(ranks: RankPool,
 def use_another_module(path: str) -> str:
     """In step 1 rank 0 alone goes by way of a layer."""
     lazy = {"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0}
-    rank, config = rank_and_config(path, stage=3, offload_param={"device": "cpu"}, **lazy)
-    model: Any = build_model(rank)
-    engine, *_ = tiered_zero.initialize(model=model, optimizer=make_optimizer(model, "adamw"), config=config)
+    rank, _, engine = begin_run(path, stage=3, offload_param={"device": "cpu"}, **lazy)
     try:
         for step in range(2):
             engine.backward(engine(*micro_batches(Case(), step, rank, 2)[0], detour=step == 1 and rank == 0))

@@ -12,17 +12,14 @@ import torch
 
 import tiered_zero
 from tests.ranks.pool import RankPool
-from tests.ranks.test_failures import rank_and_config
-from tests.ranks.training import Case, build_model, make_optimizer, micro_batches
+from tests.ranks.training import Case, begin_run, micro_batches
 from tests.support.inspection import recorder, units
 
 
 def leave_ranks_out(path: str, stage: int, device: str) -> str:
     """What `no_sync` says; where it is allowed, one backward inside it and one outside, then a step."""
     offload = {"device": device, **({"nvme_path": path} if device == "nvme" else {})}
-    rank, config = rank_and_config(path, stage=stage, offload_optimizer=offload)
-    model = build_model(rank)
-    engine, *_ = tiered_zero.initialize(model=model, optimizer=make_optimizer(model, "adamw"), config=config)
+    rank, _, engine = begin_run(path, stage=stage, offload_optimizer=offload)
     try:
         with engine.no_sync():
             engine.backward(engine(*micro_batches(Case(), 0, rank, 2)[0]))
@@ -45,9 +42,7 @@ def test_no_sync_is_for_whole_gradients(ranks: RankPool, swap_path: Path, stage:
 
 def drop_on_one_rank(path: str) -> str:
     """Rank 1 drops the gradients of its first backward; both go on."""
-    rank, config = rank_and_config(path, stage=2)
-    model = build_model(rank)
-    engine, *_ = tiered_zero.initialize(model=model, optimizer=make_optimizer(model, "adamw"), config=config)
+    rank, _, engine = begin_run(path, stage=2)
     try:
         engine.backward(engine(*micro_batches(Case(), 0, rank, 2)[0]))
         if rank == 1:

@@ -14,8 +14,7 @@ from safetensors.torch import load_file
 
 import tiered_zero
 from tests.ranks.pool import RankPool
-from tests.ranks.test_failures import rank_and_config
-from tests.ranks.training import Case, build_model, differences, make_optimizer, micro_batches
+from tests.ranks.training import Case, begin_run, differences, micro_batches, rank_and_config
 from tiered_zero.errors import BudgetError, ParameterOffloadedError
 
 
@@ -25,9 +24,7 @@ def change_weights(path: str, zero: dict[str, Any]) -> dict[str, Any]:
         **zero,
         **({"offload_param": {**zero["offload_param"], "nvme_path": path}} if "offload_param" in zero else {}),
     }
-    rank, config = rank_and_config(path, **zero)
-    model: Any = build_model(rank)
-    engine, *_ = tiered_zero.initialize(model=model, optimizer=make_optimizer(model, "adamw"), config=config)
+    rank, model, engine = begin_run(path, **zero)
     batches = [micro_batches(Case(), step, rank, 2)[0] for step in range(2)]
     engine.backward(engine(*batches[0]))
     engine.step()

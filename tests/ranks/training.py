@@ -67,6 +67,25 @@ def make_optimizer(model: nn.Module, name: str) -> torch.optim.Optimizer:
     )
 
 
+def rank_and_config(path: str, **zero: Any) -> tuple[int, dict[str, Any]]:
+    """This rank, and a config with state on NVMe where `zero` says nothing else."""
+    section = {"stage": 1, "offload_optimizer": {"device": "nvme", "nvme_path": path}, **zero}
+    return int(os.environ["RANK"]), {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 0,
+        "zero_optimization": section,
+        "tiered_zero": {"device": "cpu", "host_memory_limit": "1GiB", "comm_timeout_s": 60},
+    }
+
+
+def begin_run(path: str, **zero: Any) -> tuple[int, Any, tiered_zero.Engine]:
+    """This rank, a ParityGPT and its engine, which trains with AdamW."""
+    rank, config = rank_and_config(path, **zero)
+    model = build_model(rank)
+    optimizer = make_optimizer(model, "adamw")
+    return rank, model, tiered_zero.initialize(model=model, optimizer=optimizer, config=config)[0]
+
+
 def micro_batches(case: Case, step: int, rank: int, world: int) -> list[tuple[Tensor, Tensor]]:
     first = (step * case.accumulation) * world + rank
     return [batch(first + micro * world) for micro in range(case.accumulation)]
