@@ -124,10 +124,11 @@ class DeepSpeedNames(ABC):
         return state
 
     def load_module_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+        """Load `state_dict` into the module, and into its masters."""
         self.module.load_state_dict(state_dict, strict=strict)
 
     def set_lr(self, lr: float) -> None:
-        """The learning rate of every param group."""
+        """Set the learning rate of every param group."""
         for group in self.optimizer.param_groups if self.optimizer else []:
             group["lr"] = lr
 
@@ -163,6 +164,7 @@ class DeepSpeedNames(ABC):
 
     @property
     def global_rank(self) -> int:
+        """This process's rank."""
         return self._step.runtime.collectives.rank
 
     @property
@@ -193,12 +195,15 @@ class DeepSpeedNames(ABC):
         return self.config.batch
 
     def zero_optimization(self) -> bool:
+        """Whether the stage is above 0."""
         return self.config.zero_optimization.stage > 0
 
     def zero_optimization_partition_weights(self) -> bool:
+        """Whether the stage is 3, at which each rank keeps its part of the parameters."""
         return self.config.zero_optimization.stage == 3
 
     def zero_cpu_offload(self) -> bool:
+        """Whether `offload_optimizer.device` is cpu."""
         return self.config.zero_optimization.offload_optimizer.device == "cpu"
 
     def amp_enabled(self) -> bool:
@@ -208,9 +213,11 @@ class DeepSpeedNames(ABC):
     sparse_gradients_enabled = wall_clock_breakdown = amp_enabled
 
     def steps_per_print(self) -> int | None:
+        """Optimizer steps between two log lines; None: no lines."""
         return self.config.steps_per_print
 
     def dynamic_loss_scale(self) -> bool:
+        """Whether the loss scale follows overflows: fp16 without a fixed scale."""
         return self.config.fp16.enabled and self.config.fp16.loss_scale == 0
 
     def optimizer_name(self) -> str | None:
@@ -218,12 +225,15 @@ class DeepSpeedNames(ABC):
         return self.config.optimizer.type if self.config.optimizer else None
 
     def optimizer_params(self) -> dict[str, Any] | None:
+        """The optimizer's params in the config; None without one there."""
         return dict(self.config.optimizer.params) if self.config.optimizer else None
 
     def scheduler_name(self) -> str | None:
+        """As the config has it; None without one there."""
         return self.config.scheduler.type if self.config.scheduler else None
 
     def scheduler_params(self) -> dict[str, Any] | None:
+        """The scheduler's params in the config; None without one there."""
         return dict(self.config.scheduler.params) if self.config.scheduler else None
 
     def get_mom(self) -> list[Any]:

@@ -15,9 +15,11 @@ def undocumented(module: ModuleType) -> Iterator[str]:
         value = getattr(module, name)
         if (isinstance(value, type | ModuleType) or callable(value)) and not inspect.getdoc(value):
             yield name
-        for member, found in vars(value).items() if isinstance(value, type) else ():
+        for member in dir(value) if isinstance(value, type) else ():
+            found = inspect.getattr_static(value, member)
             function = found.fget if isinstance(found, property) else getattr(found, "__func__", found)
-            if not member.startswith("_") and inspect.isfunction(function) and not inspect.getdoc(function):
+            is_own = inspect.isfunction(function) and function.__module__.startswith("tiered_zero")
+            if is_own and not member.startswith("_") and not inspect.getdoc(function):
                 yield f"{name}.{member}"
 
 
