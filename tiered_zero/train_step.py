@@ -58,6 +58,8 @@ class TrainStep(StepRecovery):
         self._clipping = config.gradient_clipping
         self._optimizer_in_backward = choice.optimizer_in_backward
         self._warned_of_no_gradient = False
+        self._records = True
+        """Whether autograd records the outermost forward; reentrant checkpoints inside of it stop that for a while."""
         self._handled = 0
         """The id of the exception that the program handled as it called a module directly."""
         self.visible_gradients.set_hidden(self.overflow.loss_scale)
@@ -74,10 +76,12 @@ class TrainStep(StepRecovery):
             self._recover_between_calls()
             self.scope.begin_direct(module)
             self._handled = id(sys.exc_info()[1])
+        if is_direct or self.scope.is_root(module):
+            self._records = torch.is_grad_enabled()
         self.pager.enter_frame(units)
         if torch._C._current_graph_task_id() != -1:
             self.arrivals.notice_backward()
-        elif units and (torch.is_grad_enabled() or module.training):
+        elif units and (self._records or torch.is_grad_enabled()):
             self.arrivals.note_use(units, inputs)
         if is_direct:
             self.scope.save_direct()

@@ -31,7 +31,7 @@ class Layer(nn.Module):
     def forward(self, x: Tensor, chosen: int = 0) -> Tensor:
         if torch._C._current_graph_task_id() == -1:
             uses = self.watch.uses
-            uses.note([self.home.unit], [None, x], lambda indices, _: uses.meet(indices))
+            uses.note([self.home.unit], [None, x], uses.meet)
         return (x @ self.weights[chosen]).tanh()
 
 
@@ -89,6 +89,15 @@ def test_of_several_uses_the_first_ends_a_unit(retain_graph: bool) -> None:
         assert watch.backward(x)[-1] == (-1, [0, 1, 2])
 
 
+def test_a_backward_from_the_middle_passes_what_came_later() -> None:
+    watch = Watch()
+    first, second, third = watch.layers
+    x = second(first(rows()))
+    out = third(x)
+    assert watch.backward(x, retain_graph=True) == [(1, [2]), (0, [1, 2]), (-1, [0, 1, 2])]
+    assert watch.backward(out) == [(2, []), (1, [2]), (0, [1, 2]), (-1, [0, 1, 2])]
+
+
 def test_two_forwards_before_one_backward_end_a_unit_together() -> None:
     watch = Watch()
 
@@ -139,5 +148,23 @@ def test_an_evaluation_leaves_no_mark() -> None:
     for layer in watch.layers:
         x = layer(x)
     assert watch.backward(x)[-2] == (0, [1, 2])
-    watch.uses.end_step()
-    assert watch.complete() == [0, 1, 2], "a unit that nothing uses is complete at once"
+
+
+def test_a_use_ends_with_its_graph() -> None:
+    """A unit that this backward's graph has no use of is complete at once, though an earlier micro-batch used it."""
+    watch = Watch()
+    x = rows()
+    for layer in watch.layers:
+        x = layer(x)
+    watch.backward(x)
+    x = watch.layers[2](rows())
+    assert watch.backward(x) == [(2, [0, 1]), (-1, [0, 1, 2])]
+    del x
+    assert watch.complete() == [0, 1, 2]
+
+
+def test_a_graph_that_is_dropped_with_its_step_may_still_run() -> None:
+    watch = Watch()
+    x = watch.layers[0](rows())
+    watch.uses.abort()
+    assert watch.backward(x) == [(0, [0, 1, 2]), (-1, [0, 1, 2])]

@@ -103,7 +103,7 @@ def train_tiered(run: Run, swap_path: str) -> dict[str, Any]:
         "gradient_accumulation_steps": run.accumulation,
         "gradient_clipping": 0.0,
         "zero_optimization": zero,
-        "tiered_zero": {"device": "cpu", "host_memory_limit": "1GiB", "comm_timeout_s": 20, **runtime, **run.runtime},
+        "tiered_zero": {"device": "cpu", "host_memory_limit": "1GiB", "comm_timeout_s": 60, **runtime, **run.runtime},
         **run.config,
     }
     engine, *_ = tiered_zero.initialize(model=model, optimizer=optimizer, config=config)

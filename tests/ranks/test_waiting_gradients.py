@@ -121,16 +121,12 @@ def gradients_of_ranks() -> dict[str, list[list[Tensor]]]:
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_gradients_that_come_after_their_bucket_are_added_up_in_fp32(ranks: RankPool, stage: int) -> None:
-    """They wait for the next backward, which adds its own to them and reduces the sum: no 16-bit value of it is made.
-    Those of modules that are only called are averaged in 16 bits in each backward, then added up."""
+    """They wait for the next backward, which begins by reducing them: each micro-batch is averaged in 16 bits, as those
+    of modules that are only called, and the averages are added up in fp32."""
     found = ranks.run(train_bank, 2, stage)
-    for name, ((first, second), (third, fourth)) in gradients_of_ranks().items():
-        late = name in ("layers.1.weight", "layers.2.weight")
-        grads = [each.float() / 2 for each in (first, second, third, fourth)]
-        if late:
-            total = (grads[0] + grads[2]) + (grads[1] + grads[3])
-        else:
-            total = (grads[0] + grads[1]).bfloat16().float() + (grads[2] + grads[3]).bfloat16().float()
+    for name, micro_grads in gradients_of_ranks().items():
+        first, second = [(grads[0].float() / 2 + grads[1].float() / 2).bfloat16().float() for grads in micro_grads]
+        total = first + second
         for rank in found:
             assert torch.equal(rank["after"][name], rank["before"][name] - total * 0.5), name
     for rank in found:

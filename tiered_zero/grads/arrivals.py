@@ -15,6 +15,7 @@ from torch import nn
 from tiered_zero.errors import ModelError
 from tiered_zero.grads.accumulator import GRAD_SLOT, GradientStore
 from tiered_zero.grads.reducer import GradientReducer
+from tiered_zero.grads.unit_uses import UseMark
 from tiered_zero.layout.flat import Unit
 
 
@@ -83,13 +84,13 @@ class GradientArrivals:
         """The forward of a module that owns `units` begins, with `inputs`, and autograd records it or will compute it
         again. Driver thread."""
         if self._reducer is not None:
-            self._reducer.note_use(units, inputs, self._pass_units)
+            self._reducer.note_use(units, inputs, self._pass_mark)
 
-    def _pass_units(self, indices: Sequence[int], _: torch.Tensor) -> None:
-        """A backward has met a mark of these units, perhaps one that reduces nothing (`torch.autograd.grad`)."""
+    def _pass_mark(self, mark: UseMark) -> None:
+        """A backward has met a mark, perhaps one that reduces nothing (`torch.autograd.grad`)."""
         if self._reducer is not None and self._reducer.is_open:
             self._take_waiting()
-            self._reducer.pass_units(indices)
+            self._reducer.pass_mark(mark)
 
     def notice_backward(self) -> None:
         """Autograd runs a backward: follow it to its end, unless the engine has started it."""

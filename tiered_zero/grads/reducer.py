@@ -20,7 +20,7 @@ from tiered_zero.errors import RankError
 from tiered_zero.grads.accumulator import GradientStore
 from tiered_zero.grads.check import GradCheck, check_squares
 from tiered_zero.grads.unit_gradients import UnitGradients
-from tiered_zero.grads.unit_uses import UnitUses
+from tiered_zero.grads.unit_uses import UnitUses, UseMark
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.layout.buckets import Bucket
 from tiered_zero.layout.flat import FlatEntry, Unit
@@ -64,7 +64,7 @@ class GradientReducer:
     this rank's gradients of its units are complete, so that it is under way while backward goes on. A unit that this
     rank's forward has not used is complete at once, with zeros; what is not complete when backward ends goes then, as
     it is. A gradient that comes after its unit's bucket has left (a unit that was not noticed in forward, a parameter
-    that had no gradient before) waits for the next backward, or for step().
+    that had no gradient before) waits for the next backward, which begins by reducing it, or for step().
     A bucket without memory waits for the oldest, which bounds the gradients on the device. Where parameters are
     gathered in backward, another rank may still lack some of its gradients of that one, and go on once both have
     gathered the next unit. So a rank that finds another one waiting in a gather leaves its buckets for the next
@@ -123,9 +123,9 @@ class GradientReducer:
 
     # -- in backward ---------------------------------------------------------------------------------------------------
 
-    def note_use(self, units: Iterable[Unit], inputs: Sequence[Any], on_met: Callable[..., None]) -> None:
+    def note_use(self, units: Iterable[Unit], inputs: Sequence[Any], on_met: Callable[[UseMark], None]) -> None:
         """The forward of a module that owns `units` begins; autograd records it, or computes it again. `on_met` calls
-        `pass_units`. See [Note: Marks of uses]."""
+        `pass_mark`. See [Note: Marks of uses]."""
         if self.reduces_in_backward:
             self._uses.note(units, inputs, on_met)
 
@@ -147,17 +147,20 @@ class GradientReducer:
         flags = [self._uses.is_expected(index) for index in self._units]
         flags += [each.is_unreduced or (each.shard is None and each.holds_sums) for each in units]
         either = self._agree(b"b", self._num_steps, self._num_backwards, flags)
-        self._receive_next(index for index, is_used in zip(self._units, either, strict=False) if is_used)
-        self._widen(either[len(self._units) :])
+        used = [index for index, is_used in zip(self._units, either, strict=False) if is_used]
+        self._widen(has_more and not self.is_sharded for has_more in either[len(units) :])
+        if self.is_sharded:  # each backward's gradients are averaged by themselves
+            self._reduce_all(i for i, is_late in zip(self._units, either[len(units) :], strict=True) if is_late)
+        self._receive_next(used)
         for index in sorted(self._receiving):
             each = self._units[index]
             if each.num_sums or index in self._wide:
                 self._store.promote(each)  # here every rank's earlier buckets end; in mid-backward they may not
         self._queue = deque(bucket for bucket in self._reduction.buckets if bucket.units & self._receiving)
 
-    def pass_units(self, indices: Iterable[int]) -> None:
-        """The backward has met a mark of these units."""
-        self._uses.meet(indices)
+    def pass_mark(self, mark: UseMark) -> None:
+        """The backward has met a mark of `note_use`."""
+        self._uses.meet(mark)
         self.reduce_complete()
 
     def reduce_complete(self) -> None:
@@ -223,11 +226,7 @@ class GradientReducer:
         """
         with self._runtime.recorder.span("compute", "reduce_ranks"):
             self._uses.note_late(self._units.values())
-            self._receive_next(self._agree_on_presence(micro_steps, global_steps))
-            for bucket in self._reduction.buckets:
-                if bucket.units & self._receiving:
-                    self._take(bucket)
-                    self._reduce(bucket)
+            self._reduce_all(self._agree_on_presence(micro_steps, global_steps))
             while self._under_way:
                 self._free.append(self._finish_oldest())
             squares, bad = self._exchange_squares()
@@ -281,6 +280,14 @@ class GradientReducer:
         return [bool(either >> place & 1) for place in range(len(flags))]
 
     # -- one bucket ----------------------------------------------------------------------------------------------------
+
+    def _reduce_all(self, units: Iterable[int]) -> None:
+        """Reduce what there is of these units: the same on every rank."""
+        self._receive_next(units)
+        for bucket in self._reduction.buckets:
+            if bucket.units & self._receiving:
+                self._take(bucket)
+                self._reduce(bucket)
 
     def _reduce(self, bucket: Bucket) -> None:
         """Start to reduce a bucket, and to bring its sums to the homes of gradients."""
