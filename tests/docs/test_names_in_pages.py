@@ -24,8 +24,10 @@ PAGES = [
         "docs/storage.md docs/benchmarks.md docs/config.md docs/checkpoints.md docs/ranks.md"
     ).split()
 ]
-NOT_OURS = {"torch", "loss", "param", "module", "model", "scheduler", "storage", "deepspeed", "param_groups"}
-PLAIN = {"clip_grad_norm_", "reset_parameters", "fsync", "fdatasync", "rename", "print"}
+NOT_OURS = set(
+    "torch numpy safetensors copy Function p loss param module model scheduler storage deepspeed param_groups".split()
+)
+PLAIN = {"scripted", "clip_grad_norm_", "reset_parameters", "fsync", "fdatasync", "rename", "print"}
 
 
 def cells(line: str) -> list[str]:

@@ -1,15 +1,24 @@
-"""torch.compile over a model that is paged: the bits of the compiled plain model, and few graphs."""
+"""torch.compile over a model that is paged: the bits of the compiled plain model, and few graphs.
+
+Inductor takes minutes: `pytest -m thorough tests/parity/test_compile.py`.
+"""
+
+from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo import lookup_backend
+from torch._dynamo.utils import counters
 
 from tests.support.inspection import units
-from tests.support.trainers import Plain, assert_same_bits, follow, tiered
+from tests.support.trainers import FAR, Plain, assert_same_bits, follow, tiered
 
 IDS = torch.arange(16).view(2, 8)
 NUM_BLOCKS = 3
+NUM_ALIKE = 10
+"""More than torch._dynamo.config.recompile_limit, 8: with a graph of its own for each, some were not compiled."""
 
 
 class Tiny(nn.Module):
@@ -66,3 +75,75 @@ def test_a_compiled_model_has_the_bits_of_the_compiled_plain_one(head, swap_path
         assert 0 < len(graphs) <= num_units, "one graph per unit, and no recompilation"
     finally:
         torch._dynamo.reset()
+
+
+class Block(nn.Module):
+    """One unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Blocks(Tiny):
+    def __init__(self) -> None:
+        super().__init__("tied")
+        self.blocks = nn.ModuleList(Block() for _ in range(NUM_ALIKE))
+
+
+@pytest.fixture
+def graphs(tmp_path, monkeypatch) -> Iterator[list[torch.fx.GraphModule]]:
+    """What the backend of `compile_blocks` is given to compile."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    torch._dynamo.reset()
+    counters.clear()
+    yield []
+    torch._dynamo.reset()
+
+
+def train_with_compiled_blocks(trainer, backend, way, graphs):
+    """`way`: a block's forward alone, or its whole call, with the hooks of the engine in it."""
+
+    def compile_and_count(graph, inputs):
+        graphs.append(graph)
+        return lookup_backend(backend)(graph, inputs)
+
+    for block in trainer.module.blocks:
+        if way == "call":
+            block.compile(backend=compile_and_count)
+        else:
+            block.forward = torch.compile(block.forward, backend=compile_and_count)
+    seen = []
+    for _ in range(3):
+        loss = trainer(IDS)
+        trainer.backward(loss)
+        trainer.step()
+        with torch.no_grad():
+            seen += [loss.detach(), trainer(IDS)]
+    return seen
+
+
+@pytest.mark.filterwarnings("ignore")  # of the compiler's own
+@pytest.mark.parametrize("clipping", [0.0, 0.5])
+@pytest.mark.parametrize("placement", FAR, ids="-".join)
+@pytest.mark.parametrize("way", ["forward", "call"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.thorough)])
+def test_compiled_blocks_have_the_bits_of_compiled_plain_blocks(backend, way, placement, clipping, swap_path, graphs):
+    def script(trainer):
+        return train_with_compiled_blocks(trainer, backend, way, graphs)
+
+    expected = follow(script, Plain(Blocks(), clipping=clipping))
+    num_plain_graphs = len(graphs)
+    assert num_plain_graphs and not counters["graph_break"]
+    graphs.clear()
+    torch._dynamo.reset()
+    engine = tiered(Blocks(), swap_path, placement, clipping=clipping, runtime={"unit_size_cap": 2000})
+    num_units = len(units(engine))
+    assert num_units == NUM_ALIKE + 2
+    assert_same_bits(expected, follow(script, engine))
+    num_breaks = sum(counters["graph_break"].values())
+    assert num_breaks <= num_units, "at most one break per unit"
+    assert 0 < len(graphs) <= num_plain_graphs + num_breaks, "no recompilation"

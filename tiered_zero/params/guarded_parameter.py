@@ -91,7 +91,7 @@ _BYTE_PROPERTIES = frozenset({"data", "T", "H", "mT", "mH", "real", "imag"})
 _METADATA_METHODS = frozenset(
     "size dim ndimension numel nelement stride storage_offset is_contiguous element_size is_floating_point is_complex "
     "is_signed get_device requires_grad_ register_hook register_post_accumulate_grad_hook retain_grad __len__ "
-    "untyped_storage is_inference dim_order is_same_size __hash__ is_shared "
+    "is_inference dim_order is_same_size __hash__ is_shared "
     "_has_compatible_shallow_copy_type empty_like zeros_like ones_like full_like rand_like randn_like randint_like "
     "new_empty new_empty_strided new_zeros new_ones new_full".split()
 )

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from tiered_zero.errors import ModelError
 from tiered_zero.layout.flat import Unit
@@ -99,6 +100,8 @@ class ModuleHooks:
         self._handles: list[Any] = []
         self._is_partial = False
         """Whether there may be hooks without a handle in `_handles`."""
+        self._key: int | None = None
+        """Of the forward hooks in the table of each module."""
         self._model = model
         self._units = units
         self._take = runs_outside_modes(events.grad_ready)
@@ -185,10 +188,23 @@ class ModuleHooks:
         """First of all pre-hooks, so that others find the parameters, and one that raises leaves a frame behind for
         `after`, which is called all the same: a frame ends also when the module raises (or a recomputation stops
         early, which raises too)."""
-        self._handles.append(
-            module.register_forward_pre_hook(_ForwardHook(self, before), prepend=True, with_kwargs=True)
-        )
-        self._handles.append(module.register_forward_hook(_ForwardHook(self, after), always_call=True))
+        handle = module.register_forward_pre_hook(_ForwardHook(self, before), prepend=True, with_kwargs=True)
+        self._handles.append(handle)
+        self._share_key(handle, module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs)
+        module._forward_pre_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
+        handle = module.register_forward_hook(_ForwardHook(self, after), always_call=True)
+        self._handles.append(handle)
+        self._share_key(handle, module._forward_hooks, module._forward_hooks_always_called)
+
+    def _share_key(self, handle: RemovableHandle, *tables: dict[int, Any]) -> None:
+        """Register the hook under the same key in every module. torch.compile compares the keys when it looks for code
+        that it has made: with keys of their own, blocks of one class would not share theirs, and those after the
+        eighth (torch._dynamo.config.recompile_limit) would not be compiled."""
+        if self._key is None:
+            self._key = handle.id
+        for table in tables:
+            table[self._key] = table.pop(handle.id)
+        handle.id = self._key
 
     def _watch_state_dict(self, module: nn.Module) -> None:
         """state_dict() gives CPU copies of real shape; load_state_dict() finds its parameters gathered, and writes

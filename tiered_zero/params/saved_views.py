@@ -55,7 +55,9 @@ class SavedViews:
         inner = tensor
         while torch._C._functorch.is_functorch_wrapped_tensor(inner):
             inner = torch._C._functorch.get_unwrapped(inner)
-        paged = self._units.by_storage.get(inner.untyped_storage()._cdata)
+        with torch._C.DisableTorchFunctionSubclass():
+            key = inner.untyped_storage()._cdata
+        paged = self._units.by_storage.get(key)
         if paged is None:
             return tensor
         size, stride, offset = tuple(inner.size()), inner.stride(), int(inner.storage_offset())
