@@ -15,6 +15,7 @@ import itertools
 import json
 import os
 import random
+import shutil
 import sys
 import threading
 import time
@@ -58,7 +59,7 @@ CONFIGS: dict[str, tuple[str, float, dict[str, Any]]] = {
 where the policy is overlapped."""
 
 CALLS = ("initialize", "forward", "backward", "step", "zero_grad", "abort_step", "gathered", "modify", "state_dict",
-         "flush", "close")  # fmt: skip
+         "flush", "save_checkpoint", "load_checkpoint", "close")  # fmt: skip
 KINDS: dict[str, type[BaseException]] = {"interrupt": KeyboardInterrupt, "memory": MemoryError}
 
 
@@ -237,6 +238,8 @@ class Run:
     def __init__(self, case: Case, swap_path: Path) -> None:
         self.case = case
         self.swap_path = swap_path
+        self.folder = swap_path.with_suffix(".saved")
+        """For checkpoints."""
         self.breaker = Breaker(KINDS[case.kind], case.place, case.nth if case.place else 0)
         self.losses: list[float] = []
         self.engine: tiered_zero.Engine | None = None
@@ -293,6 +296,13 @@ class Run:
         with self.breaking("flush"):
             if self.case.call == "flush":
                 engine.flush()
+        with self.breaking("save_checkpoint"):
+            if self.case.call == "save_checkpoint":
+                engine.save_checkpoint(self.folder)
+                engine.flush()
+        with self.breaking("load_checkpoint"):
+            if self.case.call == "load_checkpoint":
+                engine.load_checkpoint(self.folder)
 
     def go(self) -> str:
         """What came of it, in words. Raises Wrong."""
@@ -301,6 +311,9 @@ class Run:
         engine = self.engine = self.build()
         for step in range(NUM_BEFORE):
             self.step(engine, step, _plainly)
+            if self.case.call == "load_checkpoint" and step == 0:
+                engine.save_checkpoint(self.folder)
+                engine.flush()
         before, made, broken = engine.global_steps, False, ""
         try:
             self.between_steps(engine)
@@ -335,29 +348,49 @@ class Run:
             raise Wrong(f"{type(error).__name__}: {error}") from error
         self.compare((weights, self.losses), made or redo, reveals=case.call != "step" or not made)
         self.look_for_leftovers(engine)
+        if case.call == "save_checkpoint":
+            self.save_again(engine, weights)
         return ("made" if made else "left out") + (f" after {broken}" if broken else "")
+
+    def save_again(self, engine: tiered_zero.Engine, weights: dict[str, Tensor]) -> None:
+        engine.save_checkpoint(self.folder, "again")
+        engine.load_checkpoint(self.folder, "again")
+        if digest(dict(engine.module.state_dict()), []) != digest(weights, []):
+            raise Wrong("a later save holds other weights")
 
     def compare(self, found: tuple[dict[str, Tensor], list[float]], made: bool, reveals: bool = False) -> None:
         """A loss that the interrupt kept from us is taken from the reference. `made`: the step that was broken off, at
         once or by repeating it. `reveals`: the call may have made the last update visible, if it is one of those that
-        do."""
+        do. A load that was broken off has changed nothing, or everything."""
         case = self.case
-        reveals &= case.call in ("gathered", "modify", "state_dict", "flush", "step")
-        for revealed in (False, True) if reveals else (False,):
-            for changed in (False, True) if case.call == "modify" else (False,):
-                reference = Reference(CONFIGS[case.config][1], "delayed" in case.config)
-                for step in range(NUM_BEFORE):
-                    reference.step(step)
+        reveals &= case.call in ("gathered", "modify", "state_dict", "flush", "step", "save_checkpoint")
+        for revealed in (False, True) if reveals or case.call == "load_checkpoint" else (False,):
+            for changed in (False, True) if case.call in ("modify", "load_checkpoint") else (False,):
+                reference = self.reference_before()
                 if revealed:
                     reference.show()
-                if changed:
+                if changed and case.call == "modify":
                     reference.change()
+                elif changed:
+                    losses = reference.losses
+                    reference = self.reference_before(1)
+                    reference.losses = losses
+                elif case.call == "load_checkpoint" and not self.breaker.where:
+                    continue
                 for step in range(NUM_BEFORE + (not made), NUM_BEFORE + 1 + NUM_AFTER):
                     reference.step(step)
                 losses = [b if a != a else a for a, b in zip(found[1], reference.losses, strict=True)]
                 if digest(found[0], losses) == reference.digest():
                     return
         raise Wrong("other numbers")
+
+    def reference_before(self, num_steps: int = NUM_BEFORE) -> Reference:
+        reference = Reference(CONFIGS[self.case.config][1], "delayed" in self.case.config)
+        for step in range(num_steps):
+            reference.step(step)
+            if self.case.call == "load_checkpoint" and step == 0:
+                reference.show()  # it was saved
+        return reference
 
     def stay_latched(self, engine: tiered_zero.Engine) -> None:
         for _ in range(2):
@@ -447,6 +480,7 @@ def run(case: Case, swap_path: Path) -> dict[str, Any]:
             result.setdefault("wrong", f"close: {type(error).__name__}: {error}")
             result.setdefault("traceback", "".join(traceback.format_exception(error))[-3000:])
     own.engine = None
+    shutil.rmtree(own.folder, ignore_errors=True)
     result["num_lines"], result["where"] = len(own.breaker.places), own.breaker.where
     if not case.place:
         result["places"] = own.breaker.places

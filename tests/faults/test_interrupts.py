@@ -19,7 +19,17 @@ from tests.faults.run_interrupts import CALLS, CONFIGS, Batch, begins_in_backwar
 
 LONG = os.environ.get("TIERED_ZERO_INTERRUPTS", "")
 KINDS = ("interrupt", "interrupt", "memory")
-SAMPLE = ("forward", "backward", "step", "gathered", "modify", "state_dict", "close")
+SAMPLE = (
+    "forward",
+    "backward",
+    "step",
+    "gathered",
+    "modify",
+    "state_dict",
+    "save_checkpoint",
+    "load_checkpoint",
+    "close",
+)
 
 
 def run_batches(swap_path: Path, batches: list[Batch]) -> list[dict[str, Any]]:

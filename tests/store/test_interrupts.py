@@ -1,10 +1,13 @@
 """An interrupt at any line of a read or a write: nothing of the request stays in flight, and no byte is other."""
 
+import gc
 import linecache
 import mmap
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import Event
 from types import FrameType
 from typing import Any
 
@@ -17,6 +20,7 @@ from tiered_zero.io.select import select_engine
 from tiered_zero.sizes import MIB
 from tiered_zero.store.swap_dir import SwapDir
 from tiered_zero.store.swap_store import SwapStore
+from tiered_zero.store.transfers import Worker
 
 NBYTES = 2 * MIB
 
@@ -130,3 +134,15 @@ def test_a_failure_before_the_transfer_leaves_nothing_in_flight(
             act()
         store.write(record, memory(2)).wait()
     store.close()
+
+
+def test_the_thread_of_a_worker_that_was_not_closed_ends_with_it() -> None:
+    """As where an interrupt comes between the request of a close and the close itself."""
+    worker, ran = Worker("unclosed"), Event()
+    worker.submit(ran.set)
+    assert ran.wait(60)
+    thread = next(thread for thread in threading.enumerate() if thread.name == "unclosed")
+    del worker
+    gc.collect()
+    thread.join(60)
+    assert not thread.is_alive()

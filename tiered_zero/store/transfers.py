@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import final
@@ -87,11 +88,13 @@ class StoreTransfer(Once):
 
 @final
 class Worker:
-    """One daemon thread that runs callables in order; they must not raise."""
+    """One daemon thread that runs callables in order; they must not raise. It ends with the object, where an interrupt
+    came before `close`."""
 
     def __init__(self, name: str) -> None:
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
+        self._thread = threading.Thread(target=_run_in_order, args=(self._queue,), name=name, daemon=True)
+        weakref.finalize(self, self._queue.put, None).atexit = False  # a finalizer of its owner may need it then
         try:
             self._thread.start()
         except RuntimeError as error:  # ulimit -u or -v
@@ -108,7 +111,8 @@ class Worker:
         self._queue.put(None)
         self._thread.join(timeout_s)
 
-    def _loop(self) -> None:
-        while (work := self._queue.get()) is not None:
-            work()
-            del work  # keeps no request's memory alive while idle
+
+def _run_in_order(queue: SimpleQueue[Callable[[], None] | None]) -> None:
+    while (work := queue.get()) is not None:
+        work()
+        del work  # keeps no request's memory alive while idle
