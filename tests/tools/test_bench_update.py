@@ -27,6 +27,6 @@ def test_smoke(tmp_path: Path, library: Path) -> None:
 
 def test_every_benchmark_has_a_smoke_run() -> None:
     found = {path.stem for path in (ROOT / "tools/bench").glob("*.py")}
-    assert found - {"record"} == {"checkpoint", "io", "ranks", "step", "update"}, (
+    assert found - {"gpt2", "record"} == {"checkpoint", "io", "ranks", "step", "update"}, (
         "io: tests/io; others: test_bench_*.py here"
     )

@@ -34,18 +34,10 @@ if __name__ == "__main__":  # an installed tiered_zero goes before the checkout'
     sys.path[:1] = []
     sys.path.append(str(Path(__file__).resolve().parents[2]))
 
-os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-
 import torch
 import torch.distributed as dist
-import transformers
 
-MODELS: dict[str, dict[str, int]] = {
-    "tiny": {"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 512, "n_positions": 128},
-    "gpt2-30m": {"n_layer": 6, "n_embd": 512, "n_head": 8, "vocab_size": 16384},
-    "gpt2-124m": {},
-}
-"""Beside the defaults of transformers' GPT2Config, which are the 124M model's. Weights are random."""
+from tools.bench.gpt2 import MODELS, build_gpt2, gpt2_config, resident_nbytes
 
 NUM_WARM_UP = 2
 SECTIONS = {"device": "none", "cpu": "cpu"}
@@ -90,11 +82,11 @@ class Result:
 def measure_task(task: Task) -> Result:
     """One rank's part; rank 0 returns what counts."""
     torch.manual_seed(0)
-    config = transformers.GPT2Config(**MODELS[task.model])
+    config = gpt2_config(task.model)
     rank = int(os.environ["RANK"])
     generator = torch.Generator().manual_seed(rank)
     batches = [torch.randint(0, config.vocab_size, (1, task.tokens), generator=generator) for _ in range(4)]
-    model = transformers.GPT2LMHeadModel(config)
+    model = build_gpt2(config)
     model.train()
     result = Result(num_parameters=sum(param.numel() for param in model.parameters()))
     prepare = prepare_stage if task.case.startswith("stage") else prepare_torch
@@ -106,7 +98,7 @@ def measure_task(task: Task) -> Result:
         start_s = time.perf_counter()
         step()
         result.seconds.append(time.perf_counter() - start_s)
-    result.peak_rss_nbytes = peak_nbytes()
+    result.peak_rss_nbytes = resident_nbytes("VmHWM")
     end()
     return result
 
@@ -224,15 +216,6 @@ def make_config(task: Task) -> dict[str, Any]:
         },
         "tiered_zero": {"device": "cpu"},
     }
-
-
-def peak_nbytes() -> int | None:
-    """Resident, of this process with its imports; None where there is no /proc."""
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), None)
 
 
 # -- all of it ---------------------------------------------------------------------------------------------------------

@@ -35,17 +35,9 @@ if __name__ == "__main__":  # an installed tiered_zero goes before the checkout'
     sys.path[:1] = []
     sys.path.append(str(Path(__file__).resolve().parents[2]))
 
-os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-
 import torch
-import transformers
 
-MODELS: dict[str, dict[str, int]] = {
-    "tiny": {"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 512, "n_positions": 128},
-    "gpt2-124m": {},
-    "gpt2-1.3b": {"n_layer": 24, "n_embd": 2048, "n_head": 16},
-}
-"""Beside the defaults of transformers' GPT2Config, which are the 124M model's. Weights are random."""
+from tools.bench.gpt2 import MODELS, build_gpt2, gpt2_config, resident_nbytes
 
 DRAM_NBYTES_PER_PARAMETER = 28
 """AdamW: read a bf16 gradient, fp32 master and two moments (14), write the three and a bf16 parameter (14)."""
@@ -106,7 +98,7 @@ def measure_task(task: Task) -> Result:
     reset_peak()
     torch.manual_seed(0)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    config = transformers.GPT2Config(**MODELS[task.model])
+    config = gpt2_config(task.model)
     tokens = torch.randint(0, config.vocab_size, (1, task.tokens), device=device)
     result = Result()
     prepare = prepare_placement if "/" in task.case else prepare_plain
@@ -133,7 +125,7 @@ Steps = tuple[Callable[[], object], Callable[[], object]]
 
 
 def prepare_plain(task: Task, config: Any, tokens: torch.Tensor, device: torch.device, result: Result) -> Steps:
-    model = transformers.GPT2LMHeadModel(config).to(device)
+    model = build_gpt2(config).to(device)
     model.train()
     params = list(model.parameters())
     result.num_parameters = sum(param.numel() for param in params)
@@ -183,7 +175,7 @@ def prepare_placement(task: Task, config: Any, tokens: torch.Tensor, device: tor
     from tiered_zero.telemetry.report import StepReport
 
     with torch.device("meta"):
-        model = transformers.GPT2LMHeadModel(config)
+        model = build_gpt2(config)
     model.train()
     result.num_parameters = sum(param.numel() for param in model.parameters())
     engine, *_ = tiered_zero.initialize(model=model, config=make_config(task))
@@ -233,15 +225,6 @@ def make_config(task: Task) -> dict[str, Any]:
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()
-
-
-def resident_nbytes(name: str) -> int | None:
-    """VmRSS or VmHWM (its peak) of this process; None where there is no /proc."""
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), None)
 
 
 def reset_peak() -> None:
