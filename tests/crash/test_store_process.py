@@ -181,7 +181,7 @@ def test_a_signal_leaves_committed_state(swap_path: Path, start: Start, number: 
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_the_programs_own_handler_decides(swap_path: Path, start: Start, when: str) -> None:
-    handler = "signal.signal(signal.SIGTERM, lambda *_: (print('mine', flush=True), sys.exit(5)))"
+    handler = "signal.signal(signal.SIGTERM, lambda *_: (os.write(1, b'mine\\n'), sys.exit(5)))"
     program = PROGRAM if when == "after" else PROGRAM.replace("directory =", handler + "\ndirectory =")
     child = subprocess.Popen(
         [sys.executable, "-c", program.format(act=handler if when == "after" else "", end="time.sleep(60)"), swap_path],

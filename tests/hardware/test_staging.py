@@ -144,9 +144,10 @@ def test_an_exception_gives_the_lease_back(pool):
 
 def test_a_release_that_is_interrupted_loses_no_buffer(pool, arena, monkeypatch):
     lease = pool.lease(1)
-    monkeypatch.setattr(arena, "poison", lambda _tensor: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        lease.release()
+    with monkeypatch.context() as patch:
+        patch.setattr(arena, "poison", lambda _tensor: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            lease.release()
     lease.release()
     assert pool.num_free == 2 and lease.tensor.numel() == 0
     assert pool.lease_nowait(1) and pool.lease_nowait(1) and pool.lease_nowait(1) is None

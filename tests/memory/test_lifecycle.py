@@ -39,7 +39,8 @@ def tensor_nbytes() -> int:
     gc.collect()
     kinds = (torch.Tensor, nn.Parameter, OffloadedParameter)  # other classes (a compiler's fakes) need not have bytes
     found = [t for t in gc.get_objects() if type(t) in kinds]
-    storages = [t.untyped_storage() for t in found if t.layout is torch.strided]  # no engine makes others
+    with torch._C.DisableTorchFunctionSubclass():  # parameters of a closed engine refuse it
+        storages = [t.untyped_storage() for t in found if t.layout is torch.strided]  # no engine makes others
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 

@@ -87,6 +87,9 @@ def select_engine(
             access = f"O_DIRECT at {alignment}" if direct else "buffered access"
             reasons.append(f"{name} with {access} is off: {error}")
             continue
+        except BaseException:
+            engine.close()
+            raise
         how = f"direct I/O ({alignment}-byte aligned)" if direct else "buffered I/O"
         with_ring = " with io_uring" if io_uring else ""
         reasons.append(f"swap I/O: {engine.name} engine{with_ring}, {how}, write-and-read check passed")
@@ -114,6 +117,9 @@ def select_reader(*paths: str | os.PathLike[str], io_timeout_s: float = 60.0) ->
             reasons.append(f"{name} is off: {error}")
             failure = error
             continue
+        except BaseException:
+            engine.close()
+            raise
         return Selection(engine=engine, alignment=alignment, direct=direct, reasons=tuple(reasons))
     raise failure
 
