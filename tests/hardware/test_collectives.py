@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from tiered_zero.errors import ModelError
 from tiered_zero.hardware import collectives
+from tiered_zero.hardware.agreement import agree
 from tiered_zero.hardware.collectives import SingleRank
 
 
@@ -114,3 +115,18 @@ def test_gloo_takes_the_interface_that_leads_to_the_first_host(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
     with collectives._network_interface():
         assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
+
+
+def test_an_interrupt_in_an_exchange_ends_the_run_on_every_rank(monkeypatch):
+    failures = []
+
+    def interrupted(*_arguments):
+        raise KeyboardInterrupt
+
+    ranks = SingleRank()
+    monkeypatch.setattr(SingleRank, "world_size", 2)
+    monkeypatch.setattr(SingleRank, "exchange", interrupted)
+    monkeypatch.setattr(SingleRank, "fail", lambda _ranks, message: failures.append(message))
+    with pytest.raises(KeyboardInterrupt):
+        agree(ranks, "a call", lambda: 1)
+    assert failures == ["a call: KeyboardInterrupt"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from tests.ranks.training import differences
 from tiered_zero.checkpoint.commit import Commits
 from tiered_zero.checkpoint.tag_writer import TagWriter
 from tiered_zero.errors import EngineFailedError, RankError, StoreError, UntaggedCommitError
+from tiered_zero.hardware.process_groups import ProcessGroups
 from tiered_zero.store import manifest
 
 PLACE = Place(world=2, stage=3, device="nvme")
@@ -36,6 +38,43 @@ def then_kill(act: Callable[..., None]) -> Callable[..., None]:
         kill()
 
     return acting
+
+
+class Preempted(Exception):
+    """Raised by a signal handler."""
+
+
+def fail_once_answered(swap_path: str, save_dir: str) -> str:
+    """Commit step 1; as step 2 is committed, an error of rank 1 comes out of the exchange in which it has said that it
+    is prepared."""
+    engine = start(swap_path)
+    train(engine, 0, 1)
+    engine.save_checkpoint(save_dir)
+    train(engine, 1, 2)
+    plain, decide, decided = ProcessGroups.exchange, Commits.decide, Path(f"{save_dir}.decided")
+
+    def exchange(groups: ProcessGroups, data: bytes, what: str = "messages", *, kind: str = "") -> list[bytes]:
+        answers = plain(groups, data, what, kind=kind)
+        if what != "save_checkpoint: the commit":
+            return answers
+        deadline_s = time.monotonic() + 30
+        while not decided.exists() and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        raise Preempted
+
+    def deciding(commits: Commits) -> None:
+        decide(commits)
+        decided.touch()
+
+    with pytest.MonkeyPatch.context() as patch:
+        if engine.global_rank == 1:
+            patch.setattr(ProcessGroups, "exchange", exchange)
+        else:
+            patch.setattr(Commits, "decide", deciding)
+        with pytest.raises((RankError, Preempted)) as raised:
+            engine.save_checkpoint(save_dir)
+    engine.close()
+    return type(raised.value).__name__
 
 
 FAULTS: dict[str, tuple[Any, str, Callable[..., None]]] = {
@@ -158,3 +197,11 @@ def test_a_rank_killed_in_a_commit_leaves_one_step_on_all(
     assert outcomes[failing].error == "ProcessEnded"
     assert other.error == "" and other.value["text"].startswith("RankError"), other.traceback
     check_resumed(ranks, expected, swap_path, saved, step)
+
+
+def test_an_error_after_a_rank_has_answered_leaves_what_it_prepared(
+    ranks: RankPool, expected: list[Any], tmp_path: Path, swap_path: Path
+) -> None:
+    saved = tmp_path / "saved"
+    assert ranks.run(fail_once_answered, 2, str(swap_path), str(saved)) == ["RankError", "Preempted"]
+    check_resumed(ranks, expected, swap_path, saved, 2)

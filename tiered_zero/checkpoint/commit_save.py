@@ -19,7 +19,7 @@ from tiered_zero.checkpoint.last_save import QueuedSave
 from tiered_zero.checkpoint.manifest import TagManifest
 from tiered_zero.checkpoint.ranks import SAVE
 from tiered_zero.checkpoint.shares import CommitShare
-from tiered_zero.errors import RankError, StoreError, UntaggedCommitError
+from tiered_zero.errors import StoreError, UntaggedCommitError
 from tiered_zero.hardware.agreement import agree
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.transfer import Transfer
@@ -87,13 +87,7 @@ class InPlaceSave:
                 self._publish(pointer)
 
         try:
-            try:
-                agree(ranks, f"{SAVE}: the commit", prepare)
-            except RankError:
-                raise  # whether rank 0 decides is not known: what is prepared stays beside the commit before
-            except Exception:
-                self.commits.cancel()
-                raise
+            self._prepare_together(prepare)
             agree(ranks, f"{SAVE}: its decision", lambda: self.commits.decide() if is_first else None)
             agree(ranks, f"{SAVE}: its tag", follow)
         except UntaggedCommitError as error:
@@ -101,6 +95,25 @@ class InPlaceSave:
         finally:
             for pointer in pointers:
                 _end(pointer)
+
+    def _prepare_together(self, prepare: Callable[[], None]) -> None:
+        """Raises the error of a rank that could not, on all of them: nothing is prepared then. After any other it is
+        not known whether rank 0 decides, and what is prepared stays beside the commit before."""
+        failed: list[Exception] = []
+
+        def attempt() -> str | None:
+            try:
+                prepare()
+            except Exception as error:
+                failed.append(error)
+                return str(error)
+            return None
+
+        texts = agree(self.runtime.collectives, f"{SAVE}: the commit", attempt)
+        wrong = [f"Rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None]
+        if wrong:
+            self.commits.cancel()
+            raise failed[0] if failed else StoreError(wrong[0])
 
     def _manifest(self, shares: list[CommitShare]) -> TagManifest:
         """Of the commit, but for what `shares` have of it, which `metadata_of` adds."""

@@ -47,6 +47,9 @@ def agree(
         if failure is None:
             raise
         raise error from failure
+    except BaseException as interrupt:
+        ranks.fail(f"{call}: {type(interrupt).__name__}")  # the others may have this rank's answer, and go on
+        raise
     found = [_decoded(message) for message in messages]
     calls = [message.get("call", "another call") for message in found]
     if len(set(calls)) > 1:
