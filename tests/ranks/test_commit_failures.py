@@ -77,6 +77,29 @@ def fail_once_answered(swap_path: str, save_dir: str) -> str:
     return type(raised.value).__name__
 
 
+def fail_to_share(swap_path: str, save_dir: str) -> list[str]:
+    """What each of two saves raises, where rank 1 cannot write what the first commits."""
+    engine = start(swap_path)
+    train(engine, 0, 1)
+    plain, raised = Commits.share, []
+
+    def share(*_: Any) -> None:
+        time.sleep(0.5)  # the driver waits for it by then
+        raise StoreError("no share")
+
+    if engine.global_rank == 1:
+        Commits.share = share  # type: ignore[method-assign, assignment]
+    for _ in range(2):
+        try:
+            engine.save_checkpoint(save_dir)
+            raised.append("")
+        except StoreError as error:
+            raised.append(str(error))
+        Commits.share = plain  # type: ignore[method-assign]
+    engine.close()
+    return raised
+
+
 FAULTS: dict[str, tuple[Any, str, Callable[..., None]]] = {
     "cannot prepare": (manifest, "prepare", full_disk),
     "cannot decide": (manifest, "confirm", full_disk),
@@ -205,3 +228,8 @@ def test_an_error_after_a_rank_has_answered_leaves_what_it_prepared(
     saved = tmp_path / "saved"
     assert ranks.run(fail_once_answered, 2, str(swap_path), str(saved)) == ["RankError", "Preempted"]
     check_resumed(ranks, expected, swap_path, saved, 2)
+
+
+def test_a_share_that_fails_is_raised_once(ranks: RankPool, tmp_path: Path, swap_path: Path) -> None:
+    found = ranks.run(fail_to_share, 2, str(swap_path), str(tmp_path / "saved"))
+    assert found == [["Rank 1: no share", ""], ["no share", ""]]

@@ -194,6 +194,7 @@ class Checkpoints:
             save_latest=capture.save_latest,
             runtime=self._state.runtime,
             queue=partial(self._queue, save),
+            wait=self.wait,
         ).run()
 
     def _queue(self, save: QueuedSave, job: Callable[[], None]) -> None:

@@ -30,7 +30,7 @@ from tiered_zero.transfer import Transfer
 class InPlaceSave:
     """One save. `fields`: of TagManifest, with this rank's driver state, as `DriverState.capture` gives it.
 
-    `queue(job)`: runs a job that ends `save`, between two updates.
+    `queue(job)`: runs a job that ends `save`, between two updates. `wait`: for its end; raises its error, once.
     """
 
     commits: Commits
@@ -39,6 +39,7 @@ class InPlaceSave:
     save_latest: bool
     runtime: Runtime
     queue: Callable[[Callable[[], None]], None]
+    wait: Callable[[], None]
 
     def run(self) -> None:
         """Queue it, with one rank; with many it is durable on return. Driver thread. Raises StoreError, TransferError,
@@ -69,7 +70,7 @@ class InPlaceSave:
             self.queue(
                 partial(self.save.write, lambda: found.append(self.commits.share(own_state(self.fields["driver"]))))
             )
-            self.save.wait()
+            self.wait()
             if not found:
                 raise StoreError(f"Checkpoint {self.save.tag.tag} was not committed: an update has failed before it.")
             return found[0]
