@@ -62,6 +62,67 @@ def test_ranks_that_keep_sums_of_other_backwards_are_found(ranks: RankPool, swap
         assert "rank 1 runs backward 2 after step 0, with 0 sums of gradients" in text
 
 
+class Detour(torch.nn.Module):
+    """Three layers, a unit each; a rank may leave the second out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(64, 64, bias=False) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, uses_all: bool) -> torch.Tensor:
+        for index, layer in enumerate(self.layers):
+            if index != 1 or uses_all:
+                x = layer(x)
+        return x
+
+
+def loss_of(model: Any, rank: int, uses_all: bool) -> torch.Tensor:
+    loss: torch.Tensor = model(torch.full((2, 64), rank + 1.0), uses_all).square().mean()
+    return loss
+
+
+def zero_gradients(path: str, stage: int, aborts: bool) -> dict[str, torch.Tensor]:
+    """The second layer, which rank 0 alone uses, has a gradient; zero_grad(); a step. `aborts`: the layer's gradient is
+    of a step that is dropped, and no rank uses it in the next."""
+    rank = int(os.environ["RANK"])
+    config = small_config(path, stage, "none")
+    del config["optimizer"]
+    config["tiered_zero"]["unit_size_cap"] = 64 * 64 * 4
+    model = Detour()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine, *_ = tiered_zero.initialize(model=model, optimizer=optimizer, config=config)
+    try:
+        engine.backward(loss_of(engine, rank, rank == 0))
+        if aborts:
+            engine.abort_step()
+        engine.zero_grad(set_to_none=False)
+        engine.backward(loss_of(engine, rank, rank == 0 and not aborts))
+        engine.step()
+        return {name: value.clone() for name, value in engine.module.state_dict().items()}
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("aborts", [False, True])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_zero_grad_leaves_nothing_of_a_unit_that_one_rank_used(
+    ranks: RankPool, swap_path: Path, stage: int, aborts: bool
+) -> None:
+    """Of that layer the other rank has no gradient, but a shard of the sum."""
+    model = Detour()
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    averages = {name: torch.zeros_like(value) for name, value in expected.items()}
+    for rank in range(2):
+        model.zero_grad()
+        loss_of(model, rank, rank == 0 and not aborts).backward()  # type: ignore[no-untyped-call]
+        for name, param in model.named_parameters():
+            averages[name] += 0 if param.grad is None else param.grad / 2
+    for found in ranks.run(zero_gradients, 2, str(swap_path), stage, aborts):
+        for name, value in found.items():
+            assert torch.equal(value, expected[name].add(averages[name], alpha=-0.1)), name
+
+
 def layers(num: int = 4) -> torch.nn.Sequential:
     torch.manual_seed(3)
     return torch.nn.Sequential(*(torch.nn.Linear(128, 128, bias=False) for _ in range(num)))

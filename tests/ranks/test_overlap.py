@@ -15,7 +15,7 @@ import tiered_zero
 from tests.ranks.pool import RankPool
 from tests.ranks.test_gradients import small_config, watch_backward
 from tests.ranks.test_parity import assert_equal, reference
-from tests.ranks.training import Case, assert_all_ranks_agree, train_tiered
+from tests.ranks.training import Case, assert_all_ranks_agree, differences, train_tiered
 from tiered_zero.errors import ModelError
 
 
@@ -108,6 +108,59 @@ def step_oddly(path: str, stage: int, overlap: bool | None, precision: str) -> d
 def test_what_comes_after_a_bucket_is_added(ranks: RankPool, swap_path: Path, stage: int, precision: str) -> None:
     found, plain = (ranks.run(step_oddly, 2, str(swap_path), stage, how, precision) for how in (True, None))
     assert found[0] == found[1] == plain[0]
+
+
+class Factored(nn.Module):
+    """A unit of two buckets. Where `early` is used before the call too, its gradient is complete after the mark of the
+    call, behind which the buckets leave."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Parameter(torch.randn(64, 320) / 8)
+        self.early = nn.Parameter(torch.randn(64, 64) / 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.early) @ self.wide
+
+
+class UsedBeforeItsCall(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first = nn.Linear(64, 128, bias=False)
+        self.last = Factored()
+
+    def forward(self, x: Tensor, is_early: bool) -> Tensor:
+        x = self.first(x)[:, :64]
+        if is_early:
+            x = x + x @ self.last.early
+        return self.last(x)  # type: ignore[no-any-return]
+
+
+def use_before_call(path: str, overlap: bool | None) -> dict[str, Tensor]:
+    """In step 1 a gradient comes after the bucket that it belongs to, between two buckets of its unit."""
+    rank = int(os.environ["RANK"])
+    config = small_config(path, 1, "none", zero={"overlap_comm": overlap, "reduce_bucket_size": 16384})
+    del config["optimizer"]
+    config["tiered_zero"]["unit_size_cap"] = 64 * 64 * 4
+    model = UsedBeforeItsCall()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    engine, *_ = tiered_zero.initialize(model=model, optimizer=optimizer, config=config)
+    weights = {}
+    for step in range(3):
+        x = torch.randn(2, 64, generator=torch.Generator().manual_seed(10 * step + rank))
+        engine.backward(engine(x, step == 1).square().mean() * 10)
+        engine.step()
+        weights |= {f"{step} {name}": value.clone() for name, value in engine.module.state_dict().items()}
+    engine.close()
+    return weights
+
+
+def test_a_late_gradient_brings_no_gradient_of_an_earlier_step(ranks: RankPool, swap_path: Path) -> None:
+    """Its parameter is present from then on, but what its flat holds is of the step before."""
+    plain, found = (ranks.run(use_before_call, 2, str(swap_path), how) for how in (None, True))
+    for weights in found:
+        assert differences(weights, plain[0]) == []
 
 
 def leave_ranks_out(path: str) -> str:

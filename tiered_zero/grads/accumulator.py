@@ -297,7 +297,7 @@ class GradientStore:
     def zero(self) -> None:
         """Set gradients to 0 instead of None, also those of earlier steps since they were last set to None."""
         for gradients in self._units.values():
-            if gradients.present or gradients.earlier:
+            if gradients.present or gradients.earlier or gradients.num_sums:
                 self.wait_update(gradients.unit)
                 self.free_taken(gradients.waiting)
                 gradients.set_zero()

@@ -107,6 +107,9 @@ class GradientReducer:
         self._taken: dict[int, dict[int, torch.Tensor]] = {}
         """Unit -> this rank's gradients that buckets are filled from."""
         self._uses = UnitUses()
+        self._packed: dict[int, frozenset[int]] = {}
+        """Unit -> parameters that this rank had a gradient of as its first bucket was packed: what comes between two of
+        its buckets waits, and is of none of them."""
         self._wide: frozenset[int] = frozenset()
         """Units that are reduced in fp32, as some rank has gradients of several backwards to add up."""
         self.is_open = False
@@ -252,10 +255,15 @@ class GradientReducer:
             each.present.update(entry.param.index for entry in absent)
             if index in self._wide and (each.shard is None or index in reduced):
                 self._store.promote(each)
-            if each.shard is None and not each.num_sums and absent:
+            if not absent or each.num_sums:
+                continue
+            if each.shard is None:
                 self._store.wait_update(each.unit)
                 for entry in absent:
                     each.view(entry).zero_()
+            elif index not in reduced:  # zero_grad() set the other ranks' gradients to 0
+                self._store.wait_update(each.unit)
+                each.flat.zero_()
         return reduced
 
     def _agree(self, call: bytes, number: int, part: int, flags: Sequence[bool]) -> list[bool]:
@@ -337,6 +345,8 @@ class GradientReducer:
         """Fill a bucket with this rank's gradients, divided by what they are to be divided by before their sum."""
         for part in bucket.parts:
             each = self._units[part.unit.index]
+            if part.is_first:
+                self._packed[part.unit.index] = frozenset(each.present)
             fill: Callable[[range, torch.Tensor], None] = self._copy_whole(each)
             if self._waits_apart(part.unit.index):
                 fill = self._copy_waiting(each.unit, self._taken.get(part.unit.index, {}))
@@ -352,7 +362,7 @@ class GradientReducer:
             if has_gradient:
                 self._divide(each.flat[span.start : span.stop], out)
                 for entry in each.unit.entries:
-                    if entry.param.index not in each.present:  # what an earlier step has left
+                    if entry.param.index not in self._packed[each.unit.index]:  # what an earlier step has left
                         out[max(entry.start - span.start, 0) : max(entry.stop - span.start, 0)].zero_()
             else:
                 out.zero_()
