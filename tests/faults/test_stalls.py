@@ -108,13 +108,17 @@ def test_sigusr1_shows_a_stalled_step(
     )
 
 
+@pytest.mark.parametrize("delays", [None, 4, 5])
 @pytest.mark.parametrize("placement", [NVME, ("cpu", "nvme")])
-def test_a_step_does_not_wait_for_the_last_ones_writes(placement: tuple[str, str], swap_path: Path) -> None:
+def test_a_step_does_not_wait_for_the_last_ones_writes(
+    placement: tuple[str, str], delays: int | None, swap_path: Path
+) -> None:
     """The state that is updated last is held up on its way to the disk. Forward takes the parameters that are not home
     yet from the update, backward needs no state, and the update that it starts stands behind the one that still writes.
     """
     policy = "overlapped in backward"
-    with faulty_disks() as disks, build(swap_path, policy, placement=placement) as engine:
+    runtime = {"debug_delay_seed": delays}
+    with faulty_disks() as disks, build(swap_path, policy, placement=placement, runtime=runtime) as engine:
         assert train(engine, 2) is None
         engine.flush()
         disks[0].add(extent(engine, "last state").fault("write", 1, "stall"))

@@ -184,7 +184,8 @@ class StreamingStepper:
         A write is waited for where nothing goes on without its buffer, or nothing else is to come; where only gradients
         are missing, block until there are some or the oldest work is written."""
         all_computed = not step.opened and step.queue.has_ended()
-        if all_computed:
+        if all_computed:  # what was skipped last too: forward waits for it, not for writes
+            step.progress.count_skipped(step.queue.take_skipped())
             step.job.computed.complete()
         self._prefetch(step)
         must_wait = all_computed or (not step.opened and step.queue.peek() is not None)
