@@ -15,6 +15,7 @@ from tests.memory.child import resident_nbytes
 from tests.ranks.pool import RankPool
 from tiered_zero.errors import RankError
 from tiered_zero.hardware.collectives import Collectives, SingleRank, open_collectives
+from tiered_zero.hardware.lanes import Lane
 from tiered_zero.hardware.process_groups import ProcessGroups
 from tiered_zero.transfer import wait_all
 
@@ -240,6 +241,47 @@ def test_a_stopped_rank_is_found_by_the_timeout(ranks: RankPool) -> None:
     assert "rank 0: control of step 4" in first
     assert "rank 1: no call that waits" in first, "its wait for the slow rank 0 has ended"
     assert second, "the stopped one finds the run ended when it goes on"
+
+
+def wait_on_two_threads() -> list[bool]:
+    """Rank 1 waits in a gather, and a lane of it in a reduction, first at once, then in turn. Returns whether rank 0
+    finds the gather, asked again and again."""
+    group = open_collectives(20.0)
+    assert isinstance(group, ProcessGroups)
+    values, out = torch.ones(2), torch.zeros(1)
+    found: list[bool] = []
+    if group.rank == 1:
+        lane = Lane("reduce", lambda work: work.job())
+        reduced = group.reduce_scatter(values, out)
+
+        def wait() -> None:
+            time.sleep(0.5)  # the wait in the gather is posted before
+            reduced.wait()
+
+        received = lane.submit(wait)
+        group.all_gather(torch.ones(2), torch.ones(1)).wait()
+        received.wait()
+        lane.close()
+    else:
+        deadline_s = time.monotonic() + 10
+        while not group.failures.others_gather() and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+        for pause_s in [0.1] * 12:
+            time.sleep(pause_s)
+            found.append(group.failures.others_gather())
+        group.reduce_scatter(values, out).wait()
+        for pause_s in [0.1] * 5:
+            time.sleep(pause_s)
+            found.append(group.failures.others_gather())
+        group.all_gather(torch.ones(2), torch.ones(1)).wait()
+    group.close()
+    return found
+
+
+def test_a_lane_that_waits_hides_no_gather_that_the_driver_waits_in(ranks: RankPool) -> None:
+    """Else a rank that waits for memory of a bucket would not give way to the gather."""
+    found, _ = ranks.run(wait_on_two_threads, 2)
+    assert found == [True] * 17
 
 
 def run_twice() -> list[int]:

@@ -3,11 +3,15 @@ use other modules, every one says which."""
 
 from __future__ import annotations
 
+import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import tiered_zero
@@ -81,33 +85,41 @@ def test_a_second_backward_with_other_experts_ends(ranks: RankPool, swap_path: P
 
 
 class Hidden(nn.Module):
-    """Blocks whose inputs rank 1 hides in a list, so that it cannot tell when backward is through one."""
+    """Blocks: the inputs of `num_hidden` are in a list, so that nothing tells when backward is through one."""
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(routed.Routed() for _ in range(5))
 
-    def forward(self, x: torch.Tensor, hides: bool) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, num_hidden: int) -> torch.Tensor:
         x = x @ torch.ones(routed.HIDDEN, routed.HIDDEN, requires_grad=True)
-        for block in self.blocks:
-            x = block([x] if hides else x, 0)
+        for index, block in enumerate(self.blocks):
+            x = block([x] if index < num_hidden else x, 0)
         return x.square().mean()
 
 
-def hide_inputs(path: str) -> dict[str, Any]:
-    """No room for a second bucket on rank 0, while rank 1 reduces nothing before the end of its backward."""
-    lazy = {"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0, "reduce_bucket_size": 4096}
+def hide_inputs(path: str, num_hidden: int, bucket_numel: int, slow_s: float) -> dict[str, Any]:
+    """No room for a second bucket on rank 0, while rank 1, which hides inputs, does not reduce before the end of its
+    backward. Rank 0's reductions take `slow_s` and more."""
+    lazy = {"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0, "reduce_bucket_size": bucket_numel}
     rank, config = rank_and_config(path, stage=3, offload_param={"device": "cpu"}, **lazy)
     config["tiered_zero"]["comm_timeout_s"] = 20
     torch.manual_seed(5)
     model = Hidden()
     engine, *_ = tiered_zero.initialize(model=model, optimizer=make_optimizer(model, "sgd"), config=config)
-    norms = []
+    norms, reduce = [], dist.reduce
+
+    def reduce_slowly(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(slow_s / 2)  # one for each rank's part
+        return reduce(*args, **kwargs)
+
+    slow = patch.object(dist, "reduce", reduce_slowly) if slow_s and rank == 0 else nullcontext()
     try:
         for step in range(2):
             rows = torch.randn(5, routed.HIDDEN, generator=torch.Generator().manual_seed(10 * step + rank))
-            engine.backward(engine(rows, rank == 1))
-            engine.step()
+            with slow if step == 0 else nullcontext():
+                engine.backward(engine(rows, num_hidden if rank == 1 else 0))
+                engine.step()
             norms.append(engine.get_global_grad_norm())
         weights = {name: value.clone() for name, value in engine.module.state_dict().items()}
         return {"weights": weights, "norms": norms}
@@ -115,8 +127,12 @@ def hide_inputs(path: str) -> dict[str, Any]:
         engine.close()
 
 
-def test_a_rank_that_waits_for_a_bucket_gives_way_to_a_gather(ranks: RankPool, swap_path: Path) -> None:
-    assert_all_ranks_agree(ranks.run(hide_inputs, 2, str(swap_path)))
+@pytest.mark.parametrize(("num_hidden", "bucket_numel", "slow_s"), [(5, 4096, 0.0), (4, 2048, 0.7)])
+def test_a_rank_that_waits_for_a_bucket_gives_way_to_a_gather(
+    ranks: RankPool, swap_path: Path, num_hidden: int, bucket_numel: int, slow_s: float
+) -> None:
+    """Also where the other one has a reduction under way, for which its lane waits beside the gather."""
+    assert_all_ranks_agree(ranks.run(hide_inputs, 2, str(swap_path), num_hidden, bucket_numel, slow_s))
 
 
 def retain_alone(path: str) -> list[Any]:

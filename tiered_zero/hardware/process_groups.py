@@ -118,7 +118,7 @@ class CollectiveTransfer(Transfer):
             while not self._event.wait(POLL_S) and not (has_given_up := gives_up()):
                 failures.check()
             if self.error is None:
-                failures.end_wait(self.what)
+                failures.end_wait()
         if not runs_on_lane():
             end_s = time.perf_counter()
             self._groups.traffic.waited_s += end_s - start_s

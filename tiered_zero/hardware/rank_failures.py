@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from contextlib import suppress
 from typing import Any, final
 
 from tiered_zero.errors import RankError, TieredZeroError
+from tiered_zero.hardware.lanes import runs_on_lane
 
 GRACE_S = 3.0
 """A rank whose connection broke waits so long for the message of the rank that broke it."""
@@ -28,6 +30,9 @@ class RankFailures:
         self._rank = rank
         self._world_size = world_size
         self._timeout_s = timeout_s
+        self._own_waits: dict[tuple[bool, int], str] = {}
+        """Of this rank's threads, the driver's first: the collective that each waits in."""
+        self._lock = threading.Lock()
         self.found: RankError | None = None
         """What another rank has posted, or what ended a collective here: every call after it raises this."""
 
@@ -56,14 +61,21 @@ class RankFailures:
         return self.found
 
     def post_wait(self, what: str) -> None:
-        """Post that this rank waits in the collective `what`, for the error of one that waits in vain."""
-        with suppress(Exception):
-            self._store.set(f"wait/{self._rank}", what)
+        """Post that this thread waits in the collective `what`, for the error of a rank that waits in vain."""
+        self._post_waits(what)
 
-    def end_wait(self, what: str) -> None:
-        """Take back that this rank waits in `what`, unless another of its threads has posted a later wait."""
-        with suppress(Exception):
-            self._store.compare_set(f"wait/{self._rank}", what, "")
+    def end_wait(self) -> None:
+        """Take back that this thread waits."""
+        self._post_waits(None)
+
+    def _post_waits(self, what: str | None) -> None:
+        """Every thread posts the waits of all: none hides another's, as that of a lane the driver's."""
+        thread = (runs_on_lane(), threading.get_ident())
+        with self._lock, suppress(Exception):
+            self._own_waits.pop(thread, None)
+            if what is not None:
+                self._own_waits[thread] = what
+            self._store.set(f"wait/{self._rank}", "\n".join(self._own_waits[each] for each in sorted(self._own_waits)))
 
     def wait_known(self, seconds: float) -> None:
         """Wait, so long at most, until all ranks know why this one failed: its end has the launcher end them."""
@@ -102,17 +114,19 @@ class RankFailures:
     def others_gather(self) -> bool:
         """Whether another rank has posted that it waits in a gather. Asks the store."""
         with suppress(Exception):
-            waits = [wait for rank, wait in enumerate(self._read_waits()) if rank != self._rank]
-            return any(wait.startswith("all_gather") for wait in waits)
+            others = [waits for rank, waits in enumerate(self._read_waits()) if rank != self._rank]
+            return any(wait.startswith("all_gather") for waits in others for wait in waits)
         return False
 
     def _waits(self) -> str:
-        """Name the collective that each rank waits in now."""
-        return "; ".join(f"rank {rank}: {wait or 'no call that waits'}" for rank, wait in enumerate(self._read_waits()))
+        """Name the collectives that each rank waits in now."""
+        found = (" and ".join(waits) or "no call that waits" for waits in self._read_waits())
+        return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(found))
 
-    def _read_waits(self) -> list[str]:
+    def _read_waits(self) -> list[list[str]]:
         keys = [f"wait/{rank}" for rank in range(self._world_size)]
-        return [self._store.get(key).decode(errors="replace") if self._store.check([key]) else "" for key in keys]
+        texts = [self._store.get(key).decode(errors="replace") if self._store.check([key]) else "" for key in keys]
+        return [text.splitlines() for text in texts]
 
 
 def _first_line(error: BaseException) -> str:
