@@ -406,13 +406,14 @@ def test_a_pointer_is_whole_while_the_swap_store_holds_its_step(swap_path: Path)
     directory = SwapDir.create([swap_path])
     engine = select_engine(swap_path).engine
     store = SwapStore(directory, engine, capacity_nbytes=1 << 20)
-    store.prepare(4, {})
+    store.prepare(4, {"commit_id": "x"})
     store.confirm()
-    swap = {"run_id": directory.run_id, "paths": [str(path) for path in directory.paths]}
+    paths = [str(path) for path in directory.paths]
+    swap = {"run_id": directory.run_id, "paths": paths, "commit_id": "x"}
     with TagWriter.begin(swap_path / "ck", "s4") as writer:
         writer.publish(fields(4, kind="in_place", swap=swap))
     assert read_manifest(swap_path / "ck" / "s4").swap == swap and verify(swap_path / "ck" / "s4") == []
-    store.prepare(5, {})
+    store.prepare(5, {"commit_id": "y"})
     assert find_tag(swap_path / "ck")[0].step == 4, "still the committed one"
     store.confirm()
     with pytest.raises(StoreError, match=r"it was superseded: .* is at step 5 by now"):
@@ -477,7 +478,7 @@ def test_a_name_that_cannot_be_made_durable_leaves_the_replaced_tag(
                 writer.writer.write("step", torch.tensor(2))
                 writer.publish(fields(2))
             else:
-                swap = {"run_id": "0" * 32, "paths": [str(tmp_path)]}
+                swap = {"run_id": "0" * 32, "paths": [str(tmp_path)], "commit_id": "x"}
                 writer.prepare_pointer(fields(2, kind="in_place", swap=swap))
                 writer.publish_pointer()
     assert (tmp_path / "a").stat().st_ino == new and writer.is_published

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint import load as dcp_load
 
 import tiered_zero
 from tests.support.models import LENGTH, VOCAB, ParityGPT
+from tiered_zero.checkpoint.directory import list_tags
 from tiered_zero.checkpoint.store_reader import StoreReader
 from tiered_zero.checkpoint.tag_writer import TagWriter
 from tiered_zero.errors import CorruptionError, StoreError, TieredZeroError, UntaggedCommitError
@@ -182,6 +183,18 @@ def test_another_layout_reads_the_old_store_and_leaves_it(
         assert_equal(held_by(engine), saved)
         train(engine, 1)
     assert {path.name: path.read_bytes() for path in before.path.iterdir()} == files
+
+
+def test_two_commits_of_one_step_are_two(swap_path: Path, tmp_path: Path) -> None:
+    with start(config(swap_path, {"in_place": True})) as engine:
+        train(engine, 1)
+        for tag in ("a", "b"):
+            engine.save_checkpoint(tmp_path, tag=tag, client_state={"of": tag})
+        with pytest.raises(StoreError, match=r"it was superseded: .* is at step 1, which was committed again, by now"):
+            engine.load_checkpoint(tmp_path, tag="a")
+        assert engine.load_checkpoint(tmp_path, tag="b")[1] == {"of": "b"}
+    first, second = list_tags(tmp_path)
+    assert first.reason.startswith("it was superseded by b") and second.complete
 
 
 def test_one_step_is_held_and_older_tags_say_so(

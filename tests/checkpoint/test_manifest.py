@@ -46,7 +46,11 @@ POINTER = TagManifest(
     tag="global_step8",
     step=8,
     written_by=written_by(),
-    swap={"run_id": "20260101-000000-1-abcd", "paths": ["/nvme/tiered_zero-20260101-000000-1-abcd"]},
+    swap={
+        "run_id": "20260101-000000-1-abcd",
+        "paths": ["/nvme/tiered_zero-20260101-000000-1-abcd"],
+        "commit_id": "c",
+    },
 )
 DATA = WHOLE.encode()
 
@@ -94,7 +98,11 @@ def test_another_format_or_version_is_refused_by_name() -> None:
 LAYER, CONV = "master/layer.0.weight", "exp_avg/conv"
 WRONG: dict[str, tuple[list[Any], Any, str]] = {
     "kind": (["kind"], "half", "kind: expected one of full, in_place"),
-    "swap without its kind": (["swap"], {"run_id": "r", "paths": ["/x"]}, "swap: expected with kind in_place"),
+    "swap without its kind": (
+        ["swap"],
+        {"run_id": "r", "paths": ["/x"], "commit_id": "c"},
+        "swap: expected with kind in_place",
+    ),
     "negative step": (["step"], -1, "step: expected 0 or more"),
     "step of another type": (["step"], True, "step: expected int; found bool"),
     "huge step": (["step"], 2**70, "step: expected a 64-bit integer"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,10 +41,12 @@ class Committer:
 
     def commit(self, step: int, *, tag: str | None = None, save_latest: bool = True) -> None:
         """`tag`: "" for a run that is killed before the tag is written."""
-        self.store.commit(step, {})
+        commit_id = secrets.token_hex(4)
+        self.store.commit(step, {"commit_id": commit_id})
         name = f"s{step}" if tag is None else tag
         if name:
-            swap = {"run_id": self.swap.run_id, "paths": [str(path) for path in self.swap.paths]}
+            paths = [str(path) for path in self.swap.paths]
+            swap = {"run_id": self.swap.run_id, "paths": paths, "commit_id": commit_id}
             with TagWriter.begin(self.save_dir, name, engine=SyncEngine()) as writer:
                 writer.prepare_pointer(fields(step, kind="in_place", swap=swap), save_latest=save_latest)
                 writer.publish_pointer()
@@ -102,12 +105,12 @@ def test_the_only_pointer_to_a_commit_stays(run: Committer, save_latest: bool) -
 
 
 def test_a_pointer_of_a_later_step_that_was_given_up_goes(run: Committer) -> None:
-    """A run that went back to an older step: the pointer at its step is the way to it, not the one of a higher step."""
+    """A run that went back to an older step: the pointer of its commit is the way to it, and no older one."""
     for step in (1, 2, 3):
         run.commit(step, tag=f"tag{step}")
     run.commit(2, tag="again")
-    assert removed(run.save_dir, keep=1) == ["tag1", "tag3"]
-    assert names(run.save_dir) == ["again", LATEST_NAME, "tag2"]
+    assert removed(run.save_dir, keep=1) == ["tag1", "tag2", "tag3"]
+    assert names(run.save_dir) == ["again", LATEST_NAME]
 
 
 def test_swap_directories_stay_and_pointers_into_one_that_cannot_be_read(run: Committer) -> None:

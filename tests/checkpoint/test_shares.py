@@ -100,6 +100,7 @@ def test_shares_of_commits_travel_as_json() -> None:
         places=places(0, (2, 4), (6, 8)),
         scalars={"a": {"step": 3}},
         driver={"loader": None},
+        commit_id="c",
         stores=[{"run_id": "x", "paths": ["/swap/x"]}],
         layout="0",
         initialized=[0, 2],

@@ -77,6 +77,22 @@ def fail_once_answered(swap_path: str, save_dir: str) -> str:
     return type(raised.value).__name__
 
 
+def commit_a_step_twice(swap_path: str, save_dir: str) -> dict[str, Any]:
+    """Commit step 1, and step 1 again with other weights; rank 0 is killed once it has decided."""
+    engine = start(swap_path)
+    train(engine, 0, 1)
+    engine.save_checkpoint(save_dir)
+    engine.load_state_dict({key: value * 2 for key, value in weights_of(engine).items()})
+    weights = weights_of(engine)
+    with pytest.MonkeyPatch.context() as patch:
+        if engine.global_rank == 0:
+            patch.setattr(Commits, "decide", then_kill(Commits.decide))
+        with pytest.raises(RankError):
+            engine.save_checkpoint(save_dir)
+    engine.close()
+    return weights
+
+
 def fail_to_share(swap_path: str, save_dir: str) -> list[str]:
     """What each of two saves raises, where rank 1 cannot write what the first commits."""
     engine = start(swap_path)
@@ -233,3 +249,12 @@ def test_an_error_after_a_rank_has_answered_leaves_what_it_prepared(
 def test_a_share_that_fails_is_raised_once(ranks: RankPool, tmp_path: Path, swap_path: Path) -> None:
     found = ranks.run(fail_to_share, 2, str(swap_path), str(tmp_path / "saved"))
     assert found == [["Rank 1: no share", ""], ["no share", ""]]
+
+
+def test_ranks_resume_parts_of_one_of_two_commits_of_a_step(ranks: RankPool, tmp_path: Path, swap_path: Path) -> None:
+    saved = tmp_path / "saved"
+    killed, second = ranks.outcomes(commit_a_step_twice, 2, str(swap_path), str(saved))
+    assert killed.error == "ProcessEnded" and second.error == "", second.traceback
+    for found in ranks.run(resume, 2, str(swap_path), str(saved), 1):
+        assert found["first"] == 1
+        assert differences(found["weights"], second.value) == []

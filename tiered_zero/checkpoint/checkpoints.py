@@ -190,7 +190,7 @@ class Checkpoints:
         InPlaceSave(
             commits=commits,
             save=save,
-            fields={**capture.fields, "kind": "in_place", "swap": commits.swap},
+            fields={**capture.fields, "kind": "in_place", "swap": commits.new_swap()},
             save_latest=capture.save_latest,
             runtime=self._state.runtime,
             queue=partial(self._queue, save),

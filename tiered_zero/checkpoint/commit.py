@@ -15,19 +15,21 @@ A crash, with any part of what was not synced on the disk, in any order of its p
     in 1, 2     `manifest` is M's, and nothing of what it names was written: M is loaded. A `manifest.next`, whole or
                 torn, is dropped by the next run, and temporary names by the next save
     in 3        `manifest` is M's, as above; or N's, whose bytes and data were synced before the rename: N is loaded. A
-                tag of M is superseded: it has the run's id, which leads to N
+                tag of M is superseded, of the same step or not: it has the run's id, which leads to N
     in 4, 5     manifest N is durable, and nothing of what it names is written. Of tag and `latest` either may be lost:
                 `latest` names M's tag, which leads to N; or N's, which is not there, and the newest pointer leads to N
     the first   there is no M: nothing is loaded until 3; N from then on, which the save directory leads to from 5 on
 
 Where a commit is of several stores, because there are many ranks, or parameters that are half of their masters rest in
 a store of their own, 2 ends with all names durable (`prepare`), 3 is done for the store of rank 0's state, which
-decides, and then for the others: of those the manifest of the step that was decided is taken, be it `manifest` or
-`manifest.next`. Its metadata has what all ranks have committed; that of the others says which store decides.
+decides, and then for the others: of those the manifest with the id of the commit that was decided is taken, be it
+`manifest` or `manifest.next`, for two commits may be of one step. The metadata of rank 0's has what all ranks have
+committed; that of the others says which store decides.
 """
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, final
@@ -46,7 +48,10 @@ from tiered_zero.io.engine import IOEngine
 from tiered_zero.store.swap_store import SwapStore
 from tiered_zero.tiers.nvme import NvmeTier
 
-METADATA_KEYS: Final = ("checkpoint", "records", "places", "ranks")
+COMMIT_ID: Final = "commit_id"
+"""In the metadata of all stores, and in the tag: drawn by rank 0. Two commits may be of one step."""
+
+METADATA_KEYS: Final = (COMMIT_ID, "checkpoint", "records", "places", "ranks")
 """Of the metadata of a commit in the store that decides. "ranks": of each rank RANK_KEYS."""
 
 RANK_KEYS: Final = ("stores", "layout", "initialized")
@@ -83,10 +88,9 @@ class Commits:
         """The step of the last commit; None before the first."""
         return self._stores[0].step
 
-    @property
-    def swap(self) -> dict[str, Any]:
-        """What a tag that points to the commits says of where they are, on rank 0."""
-        return {"run_id": self._stores[0].run_id, "paths": list(self._stores[0].paths)}
+    def new_swap(self) -> dict[str, Any]:
+        """What the tag of the next commit says of where that is, on rank 0."""
+        return {**_location(self._stores[0]), COMMIT_ID: secrets.token_hex(16)}
 
     @property
     def engine(self) -> IOEngine:
@@ -104,9 +108,9 @@ class Commits:
         with torch.no_grad():
             self._copies.write(pack(self._state.named_buffers()))
 
-    def share(self, driver: Mapping[str, Any]) -> CommitShare:
+    def share(self, driver: Mapping[str, Any], commit_id: str) -> CommitShare:
         """Write the copies of what updates write, and list what this rank commits. Between two updates. `driver`: as
-        `encode` gives it. Raises StoreError, TransferError."""
+        `encode` gives it. `commit_id`: of `new_swap`; that of rank 0 is taken. Raises StoreError, TransferError."""
         state = self._state
         self._copies.write_updated()
         saves_buffers = state.runtime.collectives.rank == 0
@@ -119,7 +123,8 @@ class Commits:
             places=found,
             scalars={name: encode(dict(own), f"scalars of {name}") for name, own in state.scalars().items()},
             driver=driver,
-            stores=[{"run_id": store.run_id, "paths": list(store.paths)} for store in self._stores],
+            commit_id=commit_id,
+            stores=[_location(store) for store in self._stores],
             layout=self._layout,
             initialized=[layout.subgroup.index for layout in state.layouts if state.stepper.has_state(layout)],
         )
@@ -138,10 +143,11 @@ class Commits:
         """Make the state durable beside the last commit; records rest from now on. Raises StoreError, with nothing
         changed."""
         first = shares[0].stores[0]
+        followed = {COMMIT_ID: shares[0].commit_id, DECIDED_BY: dict(first)}
         try:
             for store in reversed(self._stores):
                 decides = store.run_id == first["run_id"]
-                store.prepare(manifest.step, metadata_of(manifest, shares) if decides else {DECIDED_BY: dict(first)})
+                store.prepare(manifest.step, metadata_of(manifest, shares) if decides else followed)
         except BaseException:
             self.cancel()
             raise
@@ -162,6 +168,10 @@ class Commits:
             store.confirm()
 
 
+def _location(store: SwapStore) -> dict[str, Any]:
+    return {"run_id": store.run_id, "paths": list(store.paths)}
+
+
 def metadata_of(manifest: TagManifest, shares: Sequence[CommitShare]) -> dict[str, Any]:
     """What the store that decides says of a commit: the tag's manifest, with what all ranks have. Raises StoreError
     where that is not the whole."""
@@ -179,4 +189,4 @@ def metadata_of(manifest: TagManifest, shares: Sequence[CommitShare]) -> dict[st
             )
     whole = replace(manifest, tensors=tensors, scalars=join_scalars(shares))
     ranks = [{key: getattr(share, key) for key in RANK_KEYS} for share in shares]
-    return {"checkpoint": whole.body(), **places.body(), "ranks": ranks}
+    return {COMMIT_ID: shares[0].commit_id, "checkpoint": whole.body(), **places.body(), "ranks": ranks}

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
 
-from tiered_zero.checkpoint.commit import Commits
+from tiered_zero.checkpoint.commit import COMMIT_ID, Commits
 from tiered_zero.checkpoint.driver import join_states, own_state
 from tiered_zero.checkpoint.last_save import QueuedSave
 from tiered_zero.checkpoint.manifest import TagManifest
@@ -55,7 +55,7 @@ class InPlaceSave:
     def _commit_alone(self) -> None:
         pointer = self._prepare_pointer()
         try:
-            self.commits.commit(self._manifest([]), [self.commits.share(self.fields["driver"])])
+            self.commits.commit(self._manifest([]), [self._share(self.fields["driver"])])
         except BaseException:
             _end(pointer)  # it writes to what is discarded next
             raise
@@ -67,9 +67,7 @@ class InPlaceSave:
 
         def share() -> CommitShare:
             found: list[CommitShare] = []
-            self.queue(
-                partial(self.save.write, lambda: found.append(self.commits.share(own_state(self.fields["driver"]))))
-            )
+            self.queue(partial(self.save.write, lambda: found.append(self._share(own_state(self.fields["driver"])))))
             self.wait()
             if not found:
                 raise StoreError(f"Checkpoint {self.save.tag.tag} was not committed: an update has failed before it.")
@@ -116,6 +114,9 @@ class InPlaceSave:
             self.commits.cancel()
             raise failed[0] if failed else StoreError(wrong[0])
 
+    def _share(self, driver: Mapping[str, Any]) -> CommitShare:
+        return self.commits.share(driver, self.fields["swap"][COMMIT_ID])
+
     def _manifest(self, shares: list[CommitShare]) -> TagManifest:
         """Of the commit, but for what `shares` have of it, which `metadata_of` adds."""
         driver = join_states(self.fields["driver"], [share.driver for share in shares])
@@ -132,7 +133,7 @@ class InPlaceSave:
             pointer.wait()
             tag.publish_pointer()
         except Exception as error:
-            swap = self.commits.swap["paths"][0]
+            swap = self.fields["swap"]["paths"][0]
             raise UntaggedCommitError(
                 f"Step {step} is committed in {swap}, but its tag {tag.path} was not made durable: {error} "
                 "Earlier tags of this run lead to the commit, and so does tiered_zero.checkpoint.resume = "

@@ -13,13 +13,13 @@ from typing import Any, final
 
 import xxhash
 
-from tiered_zero.checkpoint.commit import DECIDED_BY, METADATA_KEYS, RANK_KEYS
+from tiered_zero.checkpoint.commit import COMMIT_ID, DECIDED_BY, METADATA_KEYS, RANK_KEYS
 from tiered_zero.checkpoint.manifest import TagManifest, check_store_location
 from tiered_zero.checkpoint.places import SOURCE_ITEMSIZES, Places, RecordName, Source
 from tiered_zero.errors import CorruptionError, StoreError
 from tiered_zero.store.checked_json import Kinds, check_fields, check_kind
 from tiered_zero.store.descriptors import error_text, open_file, opened_directory
-from tiered_zero.store.manifest import MANIFEST_NAME, Manifest, Record
+from tiered_zero.store.manifest import MANIFEST_NAME, Manifest, Record, choose
 from tiered_zero.store.manifest import load as load_manifests
 from tiered_zero.store.owner import OWNER_NAME, Owner, boot_id, read_owner, start_ticks
 from tiered_zero.store.stripes import DATA_NAME, Stripes
@@ -46,6 +46,7 @@ class Commit:
     of the checkpoint, without parts: `places` has them; `manifest.step` is which step it really is."""
 
     path: Path
+    commit_id: str
     manifest: TagManifest
     places: Places
     ranks: list[RankPart]
@@ -74,7 +75,7 @@ class Commit:
             _check_places(manifest, places)
         except ValueError as error:
             raise StoreError(f"{path} holds no in-place commit of a run ({error}).") from error
-        return cls(path=path, manifest=manifest, places=places, ranks=ranks)
+        return cls(path=path, commit_id=fields[COMMIT_ID], manifest=manifest, places=places, ranks=ranks)
 
 
 @final
@@ -100,7 +101,7 @@ class CommittedState:
         (unless it is this run)."""
         commit = Commit.read(Path(read_owner(Path(path)).paths[0]))
         with ExitStack() as resources:
-            state = cls(commit, open_stores(commit.stores, commit.manifest.step, resources, own_runs), resources)
+            state = cls(commit, open_stores(commit.stores, commit, resources, own_runs), resources)
             state._resources = resources.pop_all()
             return state
 
@@ -147,7 +148,10 @@ def _check_places(manifest: TagManifest, places: Places) -> None:
             raise ValueError(f"{key[:200]!a}: expected places of {numel} elements")
 
 
-_METADATA_KINDS: dict[str, Kinds] = {**dict.fromkeys(METADATA_KEYS, dict), "records": list, "ranks": list}
+_METADATA_KINDS: dict[str, Kinds] = {
+    **dict.fromkeys(METADATA_KEYS, dict),
+    **{COMMIT_ID: str, "records": list, "ranks": list},
+}
 _RANK_KINDS: dict[str, Kinds] = {**dict.fromkeys(RANK_KEYS, list), "layout": str}
 
 
@@ -200,22 +204,27 @@ def _committed(path: Path) -> Manifest:
 
 def find_missing(committed: Manifest) -> str:
     """Say which part of a commit is not here, of the store that decided it; empty: none. Raises StoreError."""
-    ranks = committed.metadata.get("ranks")
+    ranks, own = committed.metadata.get("ranks"), {COMMIT_ID: committed.metadata.get(COMMIT_ID)}
     for item in ranks if type(ranks) is list else ():
         for store in _rank_part_of(Path(MANIFEST_NAME), item).stores:
             first = Path(store["paths"][0])
-            found = [one.step for one in load_manifests(first) if one is not None and one.run_id == store["run_id"]]
-            if committed.step not in found:
+            found = [one for one in load_manifests(first) if one is not None and one.run_id == store["run_id"]]
+            if not any(one.is_state(committed.step, own) for one in found):
                 return f"a part of it rests in {first}, which is not here, or does not hold step {committed.step}"
     return ""
 
 
+def is_committed(tag: TagManifest, committed: Manifest) -> bool:
+    """Whether the store that a tag points to has `committed` what the tag was written for."""
+    return tag.swap is not None and committed.is_state(tag.step, {COMMIT_ID: tag.swap[COMMIT_ID]})
+
+
 def open_stores(
-    locations: Sequence[Mapping[str, Any]], step: int, resources: ExitStack, own_runs: Container[str] = ()
+    locations: Sequence[Mapping[str, Any]], commit: Commit, resources: ExitStack, own_runs: Container[str] = ()
 ) -> list[_Files]:
-    """Open the stores that are at `locations`, of one commit, and keep other processes from adopting them. Raises
+    """Open the stores that are at `locations`, of `commit`, and keep other processes from adopting them. Raises
     StoreError."""
-    found = []
+    found, step = [], commit.manifest.step
     for location in locations:
         paths = [Path(path) for path in location["paths"]]
         owner = _owner_of(paths[0], step)
@@ -224,7 +233,7 @@ def open_stores(
                 f"{paths[0]} belongs to another run, or other directories, than the commit of step {step}."
             )
         _lock(paths[0], owner, resources, own_runs)
-        found.append(_Files(paths, step, resources))
+        found.append(_Files(paths, commit, resources))
         if found[-1].manifest.run_id != owner.run_id:
             raise StoreError(f"{paths[0]} belongs to another run than the commit of step {step}.")
     return found
@@ -271,14 +280,11 @@ def _is_this_process(owner: Owner) -> bool:
 
 @final
 class _Files:
-    """The data files of one store, and its manifest of `step`: committed, or prepared where another store decided."""
+    """The data files of one store, and its manifest of `commit`: confirmed, or prepared where another store decided."""
 
-    def __init__(self, paths: list[Path], step: int, resources: ExitStack) -> None:
+    def __init__(self, paths: list[Path], commit: Commit, resources: ExitStack) -> None:
         self.paths = paths
-        found = [one for one in load_manifests(paths[0]) if one is not None]
-        chosen = next((one for one in found if one.step == step), None)
-        if chosen is None:
-            raise StoreError(f"{paths[0]} does not hold step {step}; it has the steps {[one.step for one in found]}.")
+        chosen, _ = choose(paths[0], commit.manifest.step, {COMMIT_ID: commit.commit_id})
         self.manifest: Manifest = chosen
         self.records = {record.name: record for record in chosen.records}
         if len(chosen.weights) != len(paths):

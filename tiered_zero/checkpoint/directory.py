@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, final
 
-from tiered_zero.checkpoint.committed import find_missing
+from tiered_zero.checkpoint.commit import COMMIT_ID
+from tiered_zero.checkpoint.committed import find_missing, is_committed
 from tiered_zero.checkpoint.data_reader import DataReader
 from tiered_zero.checkpoint.manifest import MANIFEST_NAME, MOST_NBYTES, DataFile, TagManifest, WrittenBy
 from tiered_zero.checkpoint.save_directory import LATEST_NAME, OLD, TEMPORARY, check_tag, hidden_tag
@@ -32,7 +33,8 @@ _PLAIN_MANIFEST_NBYTES: Final = 32 * MIB
 class TagInfo:
     """One tag of a save directory. `reason`: why it is not complete, else "". `nbytes`: on the disk.
 
-    `run_id`, `held_step`: of an in-place commit, the run that made it, and the step that this holds by now.
+    `run_id`, `commit_id`, `held_id`: of an in-place commit, the run that made it, its own id, and that of the commit
+    which this run holds by now.
 
     `step`, `kind`, `written_by`, `created_s` (seconds since the epoch): None, "" and 0.0 where there is no manifest.
     """
@@ -47,12 +49,13 @@ class TagInfo:
     written_by: WrittenBy | None = None
     created_s: float = 0.0
     run_id: str = ""
-    held_step: int | None = None
+    commit_id: str = ""
+    held_id: str | None = None
 
     @property
     def is_superseded(self) -> bool:
-        """Whether its run has committed another step in place since, and holds that alone."""
-        return self.held_step is not None and self.held_step != self.step
+        """Whether its run has committed again in place since, and holds that alone."""
+        return self.held_id is not None and self.held_id != self.commit_id
 
 
 def read_manifest(tag_dir: str | os.PathLike[str]) -> TagManifest:
@@ -94,12 +97,12 @@ def list_tags(save_dir: str | os.PathLike[str]) -> list[TagInfo]:
     names = _names(path)
     found = [_inspect(path / name, tag) for name in names if (tag := _visible_tag(name, names)) is not None]
     infos = sorted((info for info in found if info is not None), key=_age)
-    held = {(info.run_id, info.step): info.tag for info in infos if info.kind == "in_place" and info.complete}
-    return [_naming(info, held.get((info.run_id, info.held_step))) if info.is_superseded else info for info in infos]
+    held = {info.commit_id: info.tag for info in infos if info.kind == "in_place" and info.complete}
+    return [_naming(info, held.get(info.held_id or "")) if info.is_superseded else info for info in infos]
 
 
 def _naming(info: TagInfo, newer: str | None) -> TagInfo:
-    """A superseded tag, with `newer`, the one at the step that its run holds."""
+    """A superseded tag, with `newer`, the one of the commit that its run holds."""
     if newer is None:
         return info
     return replace(info, reason=f"it was superseded by {newer}: an in-place commit holds one step. {_INDEPENDENT}")
@@ -285,12 +288,13 @@ def _swap_problem(manifest: TagManifest) -> str:
         committed = _held(manifest)
         if committed is None:
             return f"its state rested in {first}, which is gone"
-        if committed.step == manifest.step:
+        if is_committed(manifest, committed):
             return find_missing(committed)
     except StoreError as error:
         return f"its state rests in {first}: {error}"
+    again = ", which was committed again," if committed.step == manifest.step else ""
     return (
-        f"it was superseded: an in-place commit holds one step, and {first} is at step {committed.step} by now. "
+        f"it was superseded: an in-place commit holds one step, and {first} is at step {committed.step}{again} by now. "
         f"Load that one. {_INDEPENDENT}"
     )
 
@@ -361,11 +365,11 @@ def _inspect(path: Path, tag: str) -> TagInfo | None:
 
 
 def _info(tag: str, path: Path, manifest: TagManifest, reason: str = "", nbytes: int = 0) -> TagInfo:
-    held_step = None
+    held_id = None
     if manifest.swap is not None:
         with suppress(StoreError):
             held = _held(manifest)
-            held_step = None if held is None else held.step
+            held_id = None if held is None else str(held.metadata.get(COMMIT_ID))
     return TagInfo(
         tag=tag,
         path=path,
@@ -376,7 +380,8 @@ def _info(tag: str, path: Path, manifest: TagManifest, reason: str = "", nbytes:
         reason=reason,
         written_by=manifest.written_by,
         run_id="" if manifest.swap is None else manifest.swap["run_id"],
-        held_step=held_step,
+        commit_id="" if manifest.swap is None else manifest.swap[COMMIT_ID],
+        held_id=held_id,
         created_s=manifest.written_by.created_s,
     )
 

@@ -126,7 +126,7 @@ class WrittenBy:
 class TagManifest:
     """All that a tag says of itself. `scalars`, `driver`: as encode.py gives them; checked where they are decoded.
 
-    `swap`: of an in-place commit, the run's id and directories; the state is in the store that is there.
+    `swap`: of an in-place commit, its id, and the run's id and directories; the state is in the store that is there.
     """
 
     kind: str
@@ -232,7 +232,7 @@ def _manifest(body: Any) -> TagManifest:
         tensors=tensors,
         scalars={_text("a parameter's name", name): value for name, value in fields["scalars"].items()},
         driver=fields["driver"],
-        swap=None if fields["swap"] is None else check_store_location(fields["swap"]),
+        swap=None if fields["swap"] is None else _check_swap(fields["swap"]),
     )
 
 
@@ -254,6 +254,15 @@ def check_store_location(item: Any) -> dict[str, Any]:
     if not fields["paths"]:
         raise ValueError("paths: expected one or more")
     return fields
+
+
+def _check_swap(item: Any) -> dict[str, Any]:
+    """Raises ValueError."""
+    check_kind("swap", item, dict)
+    commit_id = item.get("commit_id")
+    check_kind("commit_id", commit_id, str)
+    location = check_store_location({key: value for key, value in item.items() if key != "commit_id"})
+    return {**location, "commit_id": _text("commit_id", commit_id)}
 
 
 def _file(item: Any) -> DataFile:

@@ -1,7 +1,7 @@
-"""Remove tags from a save directory: old whole ones, and pointers to in-place commits that hold another step by now.
+"""Remove tags from a save directory: old whole ones, and pointers to in-place commits whose run has made another since.
 
 A pointer is removed with its tag; the swap directory that it points to never is. While that holds a commit, the newest
-pointer to it is the way to it: it counts as any other whole tag where it is at the commit's step, and stays where the
+pointer to it is the way to it: it counts as any other whole tag where it is the commit's own, and stays where the
 run was killed between a commit and its tag.
 """
 
@@ -22,7 +22,7 @@ logger = logging.getLogger("tiered_zero")
 
 def prune(save_dir: str | os.PathLike[str], keep: int, *, dry_run: bool = False) -> list[TagInfo]:
     """Remove whole tags but the newest `keep`, and superseded pointers; never what `latest` names, nor the newest
-    pointer to a commit whose step no tag has. Return those removed, or with `dry_run` those that would be. A tag that
+    pointer to a commit that no tag is of. Return those removed, or with `dry_run` those that would be. A tag that
     holds files of others stays, with a warning.
 
     Raises StoreError.
@@ -74,7 +74,7 @@ def _prunable(path: Path, keep: int) -> list[TagInfo]:
 
 
 def _superseded(infos: Sequence[TagInfo]) -> set[str]:
-    """Tags that point to a commit of another step than theirs, but for the newest where no tag has that step.
+    """Tags that point to another commit than theirs, but for the newest where no tag is that commit's.
 
     `infos`: oldest first. A swap directory that cannot be read, perhaps on a disk that is not mounted, supersedes none.
     """

@@ -16,8 +16,9 @@ from typing import Any, final
 
 import torch
 
+from tiered_zero.checkpoint.commit import COMMIT_ID
 from tiered_zero.checkpoint.commit_layout import committing_paths, run_fingerprint
-from tiered_zero.checkpoint.committed import Commit, open_stores, read_metadata
+from tiered_zero.checkpoint.committed import Commit, is_committed, open_stores, read_metadata
 from tiered_zero.checkpoint.copies import DurableCopies
 from tiered_zero.checkpoint.directory import find_tag, list_tags, read_declared, read_latest, tag_path
 from tiered_zero.checkpoint.file_reader import FileReader
@@ -36,6 +37,7 @@ from tiered_zero.plan.slots import PlannedSlot
 from tiered_zero.sizes import format_nbytes
 from tiered_zero.store.manifest import load as load_manifests
 from tiered_zero.store.owner import OWNER_NAME
+from tiered_zero.tiers.rack import AdoptedStore
 from tiered_zero.tiers.slots import read_slot
 from tiered_zero.tiers.tier import as_bytes
 from tiered_zero.update.masters import Masters
@@ -114,10 +116,11 @@ def _follow(path: Path, in_place_only: bool = False) -> FoundCheckpoint:
     if committed is None or committed.run_id != manifest.swap["run_id"]:
         raise StoreError(f"{path} cannot be loaded: its state rested in {first}, which is gone.")
     lines: tuple[str, ...] = ()
-    if committed.step != manifest.step:
+    if not is_committed(manifest, committed):
+        again = " again" if committed.step == manifest.step else ""
         lines = (
-            f"{path} was written at step {manifest.step}; its run has committed step {committed.step} in place since: "
-            f"that is loaded, from {first}",
+            f"{path} was written at step {manifest.step}; its run has committed step {committed.step}{again} in place "
+            f"since: that is loaded, from {first}",
         )
     return FoundCheckpoint(path=path, swap=first, lines=lines)
 
@@ -125,11 +128,11 @@ def _follow(path: Path, in_place_only: bool = False) -> FoundCheckpoint:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Adoption:
-    """A commit whose run is gone on with. `directories`: swap paths of the config -> directory and step of this rank's
-    store there. `initialized`: this rank's sub-groups that have state."""
+    """A commit whose run is gone on with. `directories`: swap paths of the config -> this rank's store there.
+    `initialized`: this rank's sub-groups that have state."""
 
     found: FoundCheckpoint
-    directories: Mapping[tuple[str, ...], tuple[Path, int]]
+    directories: Mapping[tuple[str, ...], AdoptedStore]
     manifest: TagManifest
     initialized: frozenset[int]
 
@@ -166,7 +169,7 @@ def adopt(
             return f"{len(commit.ranks)} ranks have committed it, and this run has {ranks.world_size}"
         own = commit.ranks[ranks.rank]
         with ExitStack() as opened:
-            open_stores(own.stores, commit.manifest.step, opened)
+            open_stores(own.stores, commit, opened)
         if any(record.name.startswith("param_back/") for record in commit.places.records):
             return "the delayed update had left parameters in their second home"
         if own.layout != run_fingerprint(config, plan, slots, layouts):
@@ -187,7 +190,12 @@ def adopt(
     return Adoption(
         found=found,
         directories={
-            each: (Path(store["paths"][0]), commit.manifest.step) for each, store in zip(paths, own.stores, strict=True)
+            each: AdoptedStore(
+                directory=Path(store["paths"][0]),
+                step=commit.manifest.step,
+                metadata={COMMIT_ID: commit.commit_id},
+            )
+            for each, store in zip(paths, own.stores, strict=True)
         },
         manifest=commit.manifest,
         initialized=frozenset(own.initialized),

@@ -58,13 +58,14 @@ class Share:
 @dataclass(frozen=True, kw_only=True)
 class CommitShare:
     """One rank's part of an in-place commit. `tensors`: without parts, which `places` has; `scalars`, `driver`: as of
-    Share. `stores`: run id and paths of each of its stores, that of the state first. `layout`: of commit_layout.
-    `initialized`: its sub-groups that have state."""
+    Share. `commit_id`: of the whole, on rank 0. `stores`: run id and paths of each of its stores, that of the state
+    first. `layout`: of commit_layout. `initialized`: its sub-groups that have state."""
 
     tensors: Mapping[str, TensorEntry]
     places: Places
     scalars: Mapping[str, Any]
     driver: Mapping[str, Any]
+    commit_id: str
     stores: Sequence[Mapping[str, Any]]
     layout: str
     initialized: Sequence[int]

@@ -12,6 +12,7 @@ import click
 import torch
 from rich.text import Text
 
+from tiered_zero.checkpoint.commit import COMMIT_ID
 from tiered_zero.checkpoint.committed import Commit
 from tiered_zero.checkpoint.directory import TagInfo, list_tags, read_latest, read_manifest, verify
 from tiered_zero.checkpoint.export import export_weights
@@ -110,7 +111,8 @@ def _problems_in_place(info: TagInfo) -> list[str]:
     if swap is None:
         return []
     commit = Commit.read(Path(swap["paths"][0]))
-    found = [verify_run([Path(path) for path in store["paths"]], commit.manifest.step) for store in commit.stores]
+    state = commit.manifest.step, {COMMIT_ID: commit.commit_id}
+    found = [verify_run([Path(path) for path in store["paths"]], *state) for store in commit.stores]
     return [
         f"{item.record}: {item.nbytes} bytes at offset {item.offset} of {item.path}: {item.reason}"
         for verified in found

@@ -9,9 +9,11 @@ meet at a barrier and then confirm always have one step in common.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, final
 
 from tiered_zero.errors import StoreError
@@ -73,6 +75,10 @@ class Manifest:
     metadata: dict[str, Any] = field(default_factory=dict)
     records: tuple[Record, ...] = ()
     ranges: dict[str, list[Range]] = field(default_factory=dict)
+
+    def is_state(self, step: int | None, metadata: Mapping[str, Any] = MappingProxyType({})) -> bool:
+        """Whether it is that of `step`, None for any, with these items in its metadata."""
+        return step in (None, self.step) and all(self.metadata.get(key) == item for key, item in metadata.items())
 
     def encode(self) -> bytes:
         """Raises StoreError for a state that could not be read back."""
@@ -207,17 +213,20 @@ def load(directory: Path) -> tuple[Manifest | None, Manifest | None]:
         raise StoreError(f"{directory} cannot be read: {error}.") from error
 
 
-def choose(directory: Path, step: int | None) -> tuple[Manifest, bool]:
-    """The committed state, or that of `step`, and whether it is the committed one rather than prepared. Raises
-    StoreError where it is not there."""
+def choose(
+    directory: Path, step: int | None, metadata: Mapping[str, Any] = MappingProxyType({})
+) -> tuple[Manifest, bool]:
+    """The committed state, or that of `step` with these items in its metadata, and whether it is the committed one
+    rather than prepared. Raises StoreError where it is not there."""
     committed, prepared = load(directory)
-    if committed is not None and step in (None, committed.step):
+    if committed is not None and committed.is_state(step, metadata):
         return committed, True
-    if prepared is not None and step == prepared.step:
+    if prepared is not None and step is not None and prepared.is_state(step, metadata):
         return prepared, False
     wanted = "a committed state" if step is None else f"the state of step {step}"
     steps = sorted({state.step for state in (committed, prepared) if state is not None})
-    raise StoreError(f"{directory} does not hold {wanted}; it has the steps {steps}.")
+    others = ", of other commits" if step in steps else ""
+    raise StoreError(f"{directory} does not hold {wanted}; it has the steps {steps}{others}.")
 
 
 def load_at(dir_fd: int, directory: Path, uid: int) -> tuple[Manifest | None, Manifest | None]:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Literal, final
 
 from tiered_zero.errors import CorruptionError, StoreError, TransferError
@@ -88,16 +89,18 @@ class SwapStore:
         engine: IOEngine,
         *,
         step: int | None = None,
+        metadata: Mapping[str, Any] = MappingProxyType({}),
         checksums: ChecksumMode = "all",
         recorder: Recorder | None = None,
     ) -> SwapStore:
         """Open the last committed state of a run that ended (`SwapDir.open`).
 
-        `step`: the state of this step instead, which may be one that was prepared and never confirmed.
+        `step`: the state of this step instead, which may be one that was prepared and never confirmed; `metadata`:
+        items that it must have.
         Raises StoreError: nothing committed, a damaged manifest, a missing or truncated file.
         """
         first = directory.paths[0]
-        chosen, is_committed = manifest.choose(first, step)
+        chosen, is_committed = manifest.choose(first, step, metadata)
         store = cls(
             directory,
             engine,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import final
+from types import MappingProxyType
+from typing import Any, final
 
 import xxhash
 
@@ -46,21 +47,24 @@ class Verified:
     broken: list[Broken]
 
 
-def verify_run(paths: Sequence[Path], step: int | None = None) -> Verified | None:
+def verify_run(
+    paths: Sequence[Path], step: int | None = None, metadata: Mapping[str, Any] = MappingProxyType({})
+) -> Verified | None:
     """Check the committed state of the run in `paths`; None if it has none. A live run may commit at the same time.
 
-    `step`: of that state, which may be one that is only prepared, where another store has decided it.
+    `step`, `metadata`: of that state, as of `SwapStore.recover`: it may be one that is only prepared, where another
+    store has decided it.
 
     Extents that the durable manifest names are not rewritten before the next one is durable, so what was found
     counts if the manifest is still the same at the end. Raises StoreError for a damaged manifest.
     """
     for _ in range(_ATTEMPTS):
-        state = _find_state(paths[0], step)
+        state = _find_state(paths[0], step, metadata)
         if state is None:
             return None
         records = [(record, state.ranges[record.name]) for record in state.records]
         broken = find_broken(paths, Stripes(state.weights), records)
-        if _find_state(paths[0], step) == state:
+        if _find_state(paths[0], step, metadata) == state:
             items = [item for _, ranges in records for item in ranges]
             unverifiable = sum(item.end - item.start for item in items if item.digest is None)
             nbytes = sum(item.end - item.start for item in items)
@@ -74,11 +78,12 @@ def verify_run(paths: Sequence[Path], step: int | None = None) -> Verified | Non
     raise StoreError(f"{paths[0]} commits faster than it can be read; verify it when its run has ended.")
 
 
-def _find_state(path: Path, step: int | None) -> Manifest | None:
+def _find_state(path: Path, step: int | None, metadata: Mapping[str, Any]) -> Manifest | None:
     committed, prepared = manifest.load(path)
     if step is None:
         return committed
-    return next((state for state in (committed, prepared) if state is not None and state.step == step), None)
+    states = (state for state in (committed, prepared) if state is not None)
+    return next((state for state in states if state.is_state(step, metadata)), None)
 
 
 def find_broken(

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 from tiered_zero.config.schema import Config
 from tiered_zero.errors import StoreError
@@ -32,6 +32,16 @@ logger = logging.getLogger("tiered_zero")
 
 
 @final
+@dataclass(frozen=True, kw_only=True)
+class AdoptedStore:
+    """A committed state that a store goes on with: in which directory, of which step, with which metadata."""
+
+    directory: Path
+    step: int
+    metadata: Mapping[str, Any]
+
+
+@final
 class TierRack:
     """Allocate what the plan says of every tier, and the staging buffers of parameters, state and gradients.
 
@@ -47,10 +57,10 @@ class TierRack:
         resources: Teardown,
         *,
         model_name: str = "",
-        adopted: Mapping[tuple[str, ...], tuple[Path, int]] | None = None,
+        adopted: Mapping[tuple[str, ...], AdoptedStore] | None = None,
     ) -> None:
-        """`model_name`: for the owner files. `adopted`: swap paths -> directory and step of a committed state that the
-        store there goes on with. Raises ConfigError, StoreError and BudgetError."""
+        """`model_name`: for the owner files. `adopted`: swap paths -> what the store there goes on with. Raises
+        ConfigError, StoreError and BudgetError."""
         zero = config.zero_optimization
         stores: dict[tuple[str, ...], SwapStore] = {}
         engines: list[IOEngine] = []
@@ -126,14 +136,12 @@ class _StoreOpener:
     recorder: Recorder
     resources: Teardown
 
-    def __call__(
-        self, paths: tuple[str, ...], nbytes: int, adopted: tuple[Path, int] | None
-    ) -> tuple[SwapStore, IOEngine]:
+    def __call__(self, paths: tuple[str, ...], nbytes: int, adopted: AdoptedStore | None) -> tuple[SwapStore, IOEngine]:
         settings, resources = self.config.tiered_zero, self.resources
         if adopted is None:
             directory = SwapDir.create([Path(path) for path in paths], model=self.model_name)
         else:
-            directory = SwapDir.open(adopted[0])
+            directory = SwapDir.open(adopted.directory)
         resources.callback(directory.release)
         engine = self._engine(directory)
         if adopted is None:
@@ -147,7 +155,12 @@ class _StoreOpener:
             )
         else:
             store = SwapStore.recover(
-                directory, engine, step=adopted[1], checksums=settings.checksums, recorder=self.recorder
+                directory,
+                engine,
+                step=adopted.step,
+                metadata=adopted.metadata,
+                checksums=settings.checksums,
+                recorder=self.recorder,
             )
         resources.callback(lambda: store.close(remove=False))
         return store, engine
