@@ -212,7 +212,8 @@ class TrainStep(StepRecovery):
             step_follows = self.counts.begin_backward(retain_graph) and boundary
             self.phase.step_follows = boundary  # the same on every rank, which `retain_graph` need not be
             self.visible_gradients.set_hidden(self.overflow.loss_scale, step_follows and self._optimizer_in_backward)
-            with self.scope.saving_views(), self.arrivals.engine_backward(is_last=boundary):
+            backward = self.arrivals.engine_backward(is_last=boundary, frees_graph=not retain_graph)
+            with self.scope.saving_views(), backward:
                 if step_follows and self.counts.global_steps:
                     self.policy.begin_backward()
                 scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]

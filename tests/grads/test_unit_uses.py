@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -168,3 +169,30 @@ def test_a_graph_that_is_dropped_with_its_step_may_still_run() -> None:
     x = watch.layers[0](rows())
     watch.uses.abort()
     assert watch.backward(x) == [(0, [0, 1, 2]), (-1, [0, 1, 2])]
+
+
+class Dropping(int):
+    """A unit's index that drops the graph the `count`-th time that it is looked for: a collection may run anywhere."""
+
+    count: int
+    graph: list[Tensor]
+
+    def __hash__(self) -> int:
+        self.count -= 1
+        if not self.count:
+            self.graph.clear()
+        return super().__hash__()
+
+
+@pytest.mark.parametrize("count", range(1, 8))
+def test_a_graph_may_end_while_its_marks_are_read(count: int) -> None:
+    watch = Watch()
+    home = watch.layers[0].home
+    index = Dropping(0)
+    index.graph = [watch.layers[0](rows())]
+    assert not watch.uses.is_complete(home)
+    index.count = count
+    watch.uses.is_complete(replace(home, unit=replace(home.unit, index=index)))
+    assert (index.graph == []) == (index.count <= 0)
+    index.graph.clear()
+    assert watch.uses.is_complete(home)

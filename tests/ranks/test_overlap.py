@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from tests.ranks.pool import RankPool
 from tests.ranks.test_gradients import small_config, watch_backward
 from tests.ranks.test_parity import assert_equal, reference
 from tests.ranks.training import Case, assert_all_ranks_agree, differences, train_tiered
+from tests.support.inspection import recorder
 from tiered_zero.errors import ModelError
 
 
@@ -52,6 +54,41 @@ def test_reductions_run_under_backward(ranks: RankPool, swap_path: Path, stage: 
     """A bucket's memory is used again once it is reduced, so the third bucket waits for the first."""
     config = small_config(str(swap_path), stage, "none", zero={"reduce_bucket_size": 4096, "overlap_comm": True})
     for found in ranks.run(watch_backward, 2, config):
+        assert found["count"] >= 12
+        assert found["first_end"] < found["first_layer"]
+
+
+class Partly(nn.Linear):
+    """A layer with a parameter that has no gradient: its unit is complete once backward is through the layer."""
+
+    def __init__(self) -> None:
+        super().__init__(128, 128, bias=False)
+        self.rest = nn.Parameter(torch.zeros(128))
+
+
+def keep_losses(path: str) -> dict[str, float]:
+    """Two micro-batches, with both losses kept. When the first reduction ended, and when the last backward came to the
+    first layer."""
+    zero = {"overlap_comm": True, "reduce_bucket_size": 4096}
+    config = small_config(path, 1, "none", zero=zero, gradient_accumulation_steps=2)
+    config["tiered_zero"]["unit_size_cap"] = 129 * 128 * 4
+    engine, *_ = tiered_zero.initialize(model=nn.Sequential(*(Partly() for _ in range(6))), config=config)
+    recorder(engine).keep_spans = True
+    times: dict[str, float] = {}
+    engine.module[0].weight.register_hook(lambda grad: times.update(first_layer=time.perf_counter()))
+    losses = []
+    for _ in range(2):
+        losses.append(engine(torch.ones(2, 128)).square().mean())
+        engine.backward(losses[-1])
+        engine.step()
+    spans = [span for span in recorder(engine).take_spans() if span.lane == "reduce_scatter"]
+    engine.close()
+    return {**times, "first_end": min(span.end_s for span in spans), "count": len(spans)}
+
+
+def test_losses_that_are_kept_delay_no_reduction(ranks: RankPool, swap_path: Path) -> None:
+    """Graphs of earlier micro-batches, whose gradients have come, are still there."""
+    for found in ranks.run(keep_losses, 2, str(swap_path)):
         assert found["count"] >= 12
         assert found["first_end"] < found["first_layer"]
 

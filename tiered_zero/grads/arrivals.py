@@ -46,6 +46,8 @@ class GradientArrivals:
     _waiting: list[nn.Parameter] = field(default_factory=list, init=False)
     """Parameters whose users' hooks may still run."""
     _is_engines: bool = field(default=False, init=False)
+    _frees_graph: bool = field(default=False, init=False)
+    """Whether the engine's own backward runs, and its graph cannot run again."""
     _is_scaled: bool = field(default=False, init=False)
     _ending: weakref.ref[Callable[[], None]] | None = field(default=None, init=False)
     """What autograd calls at the end of a backward that the engine did not start, and drops where it fails."""
@@ -53,9 +55,9 @@ class GradientArrivals:
     """Whether a backward that the engine did not start has brought gradients since `reset`."""
 
     @contextmanager
-    def engine_backward(self, *, is_last: bool) -> Iterator[None]:
+    def engine_backward(self, *, is_last: bool, frees_graph: bool) -> Iterator[None]:
         """The engine's own backward runs inside. Raises what failed on the gradients' way. `is_last`: of its step."""
-        self._is_engines = True
+        self._is_engines, self._frees_graph = True, frees_graph
         try:
             self._begin_reduction(is_last)
             yield
@@ -63,7 +65,7 @@ class GradientArrivals:
             self._end_reduction()
             self._store.finish_transfers()
         finally:
-            self._is_engines = False
+            self._is_engines = self._frees_graph = False
             self._store.end_backward()
 
     def take(self, param: nn.Parameter) -> None:
@@ -91,6 +93,8 @@ class GradientArrivals:
         if self._reducer is not None and self._reducer.is_open:
             self._take_waiting()
             self._reducer.pass_mark(mark)
+        elif self._frees_graph:
+            mark.is_met = True  # a later backward, which reduces, finds no gradient behind it
 
     def notice_backward(self) -> None:
         """Autograd runs a backward: follow it to its end, unless the engine has started it."""
@@ -118,7 +122,7 @@ class GradientArrivals:
     def abort(self) -> None:
         """No backward runs any more."""
         self.reset()
-        self._is_engines = False
+        self._is_engines = self._frees_graph = False
         self._ending = None
 
     def _begin_scaled(self, _: torch.Tensor) -> None:

@@ -96,7 +96,7 @@ class UnitUses:
         index = each.unit.index
         if not self.is_expected(index) or len(each.arrived) == len(each.unit.entries):
             return True
-        marks = self._marks.get(index)
+        marks = list(self._marks.get(index, ()))  # of graphs that a collection may end at any time
         if marks and index not in self._late and index not in self._unmarked:
             last = max(mark.number for mark in marks)
             return last >= self._front and all(mark.is_met or mark.number > self._front for mark in marks)
