@@ -197,6 +197,25 @@ def test_two_commits_of_one_step_are_two(swap_path: Path, tmp_path: Path) -> Non
     assert first.reason.startswith("it was superseded by b") and second.complete
 
 
+def test_weights_that_were_loaded_beside_their_state_are_committed_with_checksums(
+    swap_path: Path, tmp_path: Path
+) -> None:
+    with start(config(swap_path, {"in_place": True})) as engine:
+        train(engine, 1, tmp_path)
+        engine.load_state_dict(
+            {
+                key: value * 2 if value.is_floating_point() else value
+                for key, value in engine.module.state_dict().items()
+            }
+        )
+        engine.save_checkpoint(tmp_path, tag="loaded")
+        engine.flush()
+        saved = held_by(engine)
+        train(engine, 1)
+        engine.load_checkpoint(tmp_path, tag="loaded")
+        assert_equal(held_by(engine), saved)
+
+
 def test_one_step_is_held_and_older_tags_say_so(
     swap_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -10,13 +10,14 @@ import pytest
 
 from tests.fakes.sync_io import SyncEngine, SyncFile
 from tests.support.file_systems import mounted
-from tiered_zero.errors import StoreError
+from tiered_zero.errors import CorruptionError, StoreError
 from tiered_zero.io.select import select_engine
 from tiered_zero.sizes import MIB
-from tiered_zero.store.manifest import Record
+from tiered_zero.store.manifest import Record, load
 from tiered_zero.store.stripes import DATA_NAME
 from tiered_zero.store.swap_dir import SwapDir
 from tiered_zero.store.swap_store import SwapStore
+from tiered_zero.store.verify import verify_run
 
 PAGE = 4096
 NBYTES = 2 * MIB + 3 * PAGE
@@ -145,3 +146,34 @@ def test_a_real_full_disk_leaves_it_as_it_was(swap_path: Path) -> None:
         store = SwapStore(SwapDir.create([disk]), engine, capacity_nbytes=NBYTES)
         check_full(store)
         engine.close()
+
+
+def test_what_a_write_has_left_of_a_range_gets_a_checksum(swap_path: Path) -> None:
+    store = SwapStore(SwapDir.create([swap_path]), SyncEngine(), capacity_nbytes=4 * MIB)
+    record = store.reserve("a", MIB, committed=True)
+    path = Path(store.paths[0])
+    store.write(record, aligned(values(1)[:MIB])).wait()
+    store.write(record, aligned(values(2)[:PAGE]), PAGE).wait()
+    store.commit(1, {})
+    store.write(record, aligned(values(3)[:PAGE]), 8 * PAGE).wait()
+    store.commit(2, {})
+    committed, _ = load(path)
+    assert committed is not None and all(item.digest is not None for item in committed.ranges["a"])
+    found = verify_run([path])
+    assert found is not None and (found.broken, found.nbytes_unverifiable, found.nbytes) == ([], 0, MIB)
+    store.close()
+
+
+def test_what_a_write_has_left_of_a_damaged_range_is_not_committed(swap_path: Path) -> None:
+    store = SwapStore(SwapDir.create([swap_path]), SyncEngine(), capacity_nbytes=4 * MIB)
+    record = store.reserve("a", MIB, committed=True)
+    store.write(record, aligned(values(1)[:MIB])).wait()
+    store.commit(1, {})
+    store.write(record, aligned(values(2)[:PAGE])).wait()
+    with open(Path(store.paths[0]) / DATA_NAME, "r+b") as file:
+        file.seek(record.offsets[0] + 3 * PAGE)
+        file.write(b"rot")
+    with pytest.raises(CorruptionError, match="bytes 0 to 1048576 are not those written"):
+        store.commit(2, {})
+    assert store.step == 1
+    store.close()

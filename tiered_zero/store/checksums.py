@@ -31,7 +31,7 @@ class Checksums:
         """Raises StoreError for another mode."""
         if mode not in ("all", "sample", "off"):
             raise StoreError(f"checksums must be all, sample or off; found {mode!r}.")
-        self.is_off = mode == "off"
+        self.is_off, self.is_whole = mode == "off", mode == "all"
         self._every = _SAMPLE if mode == "sample" else 1
         self._num_chunks = 0
 

@@ -6,10 +6,14 @@ import errno
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 
-from tiered_zero.errors import StoreError, TransferError
+from tiered_zero.errors import CorruptionError, StoreError, TransferError
 from tiered_zero.failure_latch import FailureLatch
+from tiered_zero.io.engine import IOTransfer
+from tiered_zero.mappings import map_memory
 from tiered_zero.store import manifest
-from tiered_zero.store.manifest import Manifest
+from tiered_zero.store.checksums import digest
+from tiered_zero.store.manifest import Manifest, Record
+from tiered_zero.store.ranges import Range
 from tiered_zero.store.records import RecordTable
 from tiered_zero.store.stripes import StripedFiles
 from tiered_zero.store.swap_dir import SwapDir
@@ -44,14 +48,19 @@ class Commits:
             table.adopt((record, state.ranges[record.name]) for record in state.records)
             self.step, self.metadata = state.step, state.metadata
 
-    def prepare(self, step: int, metadata: Mapping[str, Any], *, capacity_nbytes: int, is_alone: bool) -> None:
+    def prepare(
+        self, step: int, metadata: Mapping[str, Any], *, capacity_nbytes: int, is_alone: bool, is_hashed: bool
+    ) -> None:
         """Make `step` durable next to the last state. Raises StoreError, TransferError.
 
         `capacity_nbytes`: of the files by now. `is_alone`: no other process or store needs to find what is prepared:
-        the manifest may become durable before the data, and its name not at all, until it is confirmed.
+        the manifest may become durable before the data, and its name not at all, until it is confirmed. `is_hashed`:
+        every range has a checksum; what a write has left of one is read for it.
         """
         written = self._table.freeze(step)
         try:
+            if is_hashed:
+                written = [(record, self._hashed(record, ranges)) for record, ranges in written]
             state = Manifest(
                 run_id=self._directory.run_id,
                 step=step,
@@ -124,6 +133,32 @@ class Commits:
         """Let writes go on from the last state, with no next manifest on the disk."""
         self._directory.keep(self.step is not None)
         self._table.thaw(None)
+
+    def _hashed(self, record: Record, ranges: Sequence[Range]) -> Sequence[Range]:
+        """Read the ranges that have no checksum, and give them one. Raises TransferError, CorruptionError."""
+        if all(item.digest is not None for item in ranges):
+            return ranges
+        try:
+            found = [item if item.digest is not None else self._with_digest(record, item) for item in ranges]
+        except Exception as error:
+            self._latch.set(error)
+            raise
+        self._table.set_written(record, found)
+        return found
+
+    def _with_digest(self, record: Record, item: Range) -> Range:
+        """Where the last commit names the whole that `item` is the rest of, that is verified first."""
+        durable = self._table.durable(record, item.start, item.end)
+        whole = next((one for one in durable if one.slot == item.slot and one.digest is not None), item)
+        memory, parts = memoryview(map_memory(whole.end - whole.start)), list[IOTransfer]()
+        self._files.submit(self._files.engine.read, record.offsets[whole.slot] + whole.start, memory, parts)
+        wait_all(parts)
+        if whole.digest not in (None, digest(memory)):
+            raise CorruptionError(
+                f"Record {record.name!r}: bytes {whole.start} to {whole.end} are not those written. Check the disk and "
+                f"resume from {self.resume_text()}."
+            )
+        return item._replace(digest=digest(memory[item.start - whole.start : item.end - whole.start]))
 
     def _write_beside(self, data: bytes, syncs: Sequence[Transfer]) -> None:
         """Write the next manifest while the data files are synced. Raises OSError, TransferError."""

@@ -207,6 +207,17 @@ class RecordTable:
             self._frozen = step
             return [(state.record, list(state.written)) for state in states]
 
+    def durable(self, record: Record, start: int, end: int) -> list[Range]:
+        """What the durable manifest names of these bytes, untrimmed."""
+        with self._lock:
+            durable = self._find(record).durable
+            return [] if durable is None else durable.overlapping(start, end)
+
+    def set_written(self, record: Record, ranges: Sequence[Range]) -> None:
+        """The same bytes, with checksums, while they rest."""
+        with self._lock:
+            self._find(record).written = RangeMap(ranges)
+
     def thaw(self, durable: Mapping[str, Sequence[Range]] | None) -> None:
         """Writes may go on. `durable`: what the new durable manifest names of each record; None: there is none."""
         with self._lock:

@@ -240,7 +240,7 @@ class SwapStore:
         Returns when it survives power loss. Until then the last committed state does.
         """
         self._check()
-        self._commits.prepare(step, metadata, capacity_nbytes=self.capacity_nbytes, is_alone=True)
+        self._prepare(step, metadata, is_alone=True)
         self.confirm()
 
     def prepare(self, step: int, metadata: Mapping[str, Any]) -> None:
@@ -250,7 +250,7 @@ class SwapStore:
         Raises StoreError while one of them is being written, and, with nothing changed, if the manifest does not fit.
         """
         self._check()
-        self._commits.prepare(step, metadata, capacity_nbytes=self.capacity_nbytes, is_alone=False)
+        self._prepare(step, metadata, is_alone=False)
 
     def confirm(self) -> None:
         """Second half of `commit`: the prepared state is the committed one; its predecessor's extents are reusable."""
@@ -341,6 +341,10 @@ class SwapStore:
         refused.clear()  # until then it is not known what of a write has been written
         self._finalizing.submit(transfer.run)
         return transfer
+
+    def _prepare(self, step: int, metadata: Mapping[str, Any], *, is_alone: bool) -> None:
+        capacity_nbytes, is_hashed = self.capacity_nbytes, self._checksums.is_whole
+        self._commits.prepare(step, metadata, capacity_nbytes=capacity_nbytes, is_alone=is_alone, is_hashed=is_hashed)
 
     def _add_slot(self, record: Record) -> None:
         """Give a record that is written once the slot for other values than those of the last commit. Raises
