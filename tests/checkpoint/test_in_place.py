@@ -24,6 +24,7 @@ from tiered_zero.errors import CorruptionError, StoreError, TieredZeroError, Unt
 from tiered_zero.store import manifest
 from tiered_zero.store.runs import collect_garbage, list_runs
 from tiered_zero.store.stripes import DATA_NAME
+from tiered_zero.store.swap_store import SwapStore
 
 Settings = dict[str, Any]
 
@@ -213,6 +214,26 @@ def test_weights_that_were_loaded_beside_their_state_are_committed_with_checksum
         saved = held_by(engine)
         train(engine, 1)
         engine.load_checkpoint(tmp_path, tag="loaded")
+        assert_equal(held_by(engine), saved)
+
+
+@pytest.mark.parametrize("state_format", ["fp32", "bf16_remainder"])
+def test_training_goes_on_after_an_interrupt_between_prepare_and_confirm(
+    swap_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state_format: str
+) -> None:
+    def interrupt(_: SwapStore) -> None:
+        raise KeyboardInterrupt
+
+    with start(config(swap_path, {"in_place": True}, update="barrier", state_format=state_format)) as engine:
+        train(engine, 1, tmp_path)
+        with monkeypatch.context() as patch:
+            patch.setattr(SwapStore, "confirm", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                engine.save_checkpoint(tmp_path)
+        train(engine, 1, tmp_path)
+        saved = held_by(engine)
+    with start(config(swap_path, {"in_place": True, "resume": str(tmp_path)}, state_format=state_format)) as engine:
+        assert engine.global_steps == 2
         assert_equal(held_by(engine), saved)
 
 

@@ -135,9 +135,14 @@ class Commits:
         if len(self._stores) == 1:
             self._stores[0].commit(manifest.step, metadata_of(manifest, shares))
             return
-        self.prepare(manifest, shares)
-        self.decide()
-        self.confirm()
+        try:
+            self.prepare(manifest, shares)
+            self.decide()
+            self.confirm()
+        except BaseException:
+            if self._stores[0].is_undecided:  # an interrupt came between the two
+                self.cancel()
+            raise
 
     def prepare(self, manifest: TagManifest, shares: Sequence[CommitShare]) -> None:
         """Make the state durable beside the last commit; records rest from now on. Raises StoreError, with nothing

@@ -99,15 +99,20 @@ class Commits:
             raise StoreError("Nothing is prepared; call prepare first.")
         try:
             manifest.confirm(self._first)
+            self._prepared = None
+            self._table.thaw(state.ranges)
+            self.step, self.metadata = state.step, state.metadata
         except OSError as error:
             self._latch.set(error)
             raise StoreError(f"The commit of step {state.step} failed: {error}. Resume from what is there.") from error
         except BaseException as error:  # an interrupt: whether it is durable is not known
             self._latch.set(error)
             raise
-        self._prepared = None
-        self._table.thaw(state.ranges)
-        self.step, self.metadata = state.step, state.metadata
+
+    @property
+    def is_undecided(self) -> bool:
+        """Whether a state is prepared whose `confirm` has not begun."""
+        return self._prepared is not None and self._latch.error is None
 
     def cancel(self) -> None:
         """Drop the prepared state, durably. Nothing happens where none is prepared. Raises StoreError."""

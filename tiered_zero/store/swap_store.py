@@ -240,8 +240,13 @@ class SwapStore:
         Returns when it survives power loss. Until then the last committed state does.
         """
         self._check()
-        self._prepare(step, metadata, is_alone=True)
-        self.confirm()
+        try:
+            self._prepare(step, metadata, is_alone=True)
+            self.confirm()
+        except BaseException:
+            if self.is_undecided:  # an interrupt came between the two
+                self.cancel_prepared()
+            raise
 
     def prepare(self, step: int, metadata: Mapping[str, Any]) -> None:
         """First half of `commit`: the new state is durable next to the last one; `recover` can open either.
@@ -256,6 +261,11 @@ class SwapStore:
         """Second half of `commit`: the prepared state is the committed one; its predecessor's extents are reusable."""
         self._check()
         self._commits.confirm()
+
+    @property
+    def is_undecided(self) -> bool:
+        """Whether a state is prepared, and its `confirm` has not begun."""
+        return self._commits.is_undecided
 
     def cancel_prepared(self) -> None:
         """Drop the prepared state, durably: another store of the same commit could not prepare. Nothing happens where
