@@ -73,12 +73,19 @@ class FileReader(TagReader[Part]):
 
     def close(self) -> None:
         """Close the files, and the engine if it is the reader's own. Idempotent; a later read opens them again."""
+        try:
+            self._close()
+        except BaseException:  # an interrupt: threads and files stay open otherwise
+            self._close()
+            raise
+
+    def _close(self) -> None:
         if self._reader is not None:
             self._reader.close()
             self._reader = None
-            if self._own_engine and self._engine is not None:
-                self._engine.close()
-                self._engine = None
+        if self._own_engine and self._engine is not None:
+            self._engine.close()
+            self._engine = None
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read the items of a plan, group by group, each in the order of the files. Where memory of a GroupPlanner lies
