@@ -79,9 +79,7 @@ class TrainStep(StepRecovery):
         if is_direct or self.scope.is_root(module):
             self._records = torch.is_grad_enabled()
         self.pager.enter_frame(units)
-        if torch._C._current_graph_task_id() != -1:
-            self.arrivals.notice_backward()
-        elif units and (self._records or torch.is_grad_enabled()):
+        if torch._C._current_graph_task_id() == -1 and units and (self._records or torch.is_grad_enabled()):
             self.arrivals.note_use(units, inputs)
         if is_direct:
             self.scope.save_direct()

@@ -141,7 +141,14 @@ def _build(run_spec: RunSpec, lr_scheduler: Any, collectives: Collectives, loade
         offloaded_params = OffloadedParams(inventory, tiers.param_staging, masters.follow, cuts, collectives)
         snapshot = ModelSnapshot(run_spec.model, run_spec.specs)
         resources.add("model", snapshot.restore)
-        pager = Pager(runtime, inventory, offloaded_params, plan.pager_limits, CallPhase())
+        pager = Pager(
+            runtime,
+            inventory,
+            offloaded_params,
+            plan.pager_limits,
+            CallPhase(),
+            lambda: step.arrivals.notice_backward(),
+        )
         resources.add("pager", pager.close)
         gradients, reducer = make_gradients(run_spec, tiers, inventory, runtime)
         resources.add("gradients", gradients.close)

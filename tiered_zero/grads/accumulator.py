@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 from tiered_zero.errors import ModelError
 from tiered_zero.grads.in_flight import InFlightGradients
@@ -306,6 +307,13 @@ class GradientStore:
         """Forget which gradients `zero` sets to 0: all were set to None."""
         for gradients in self._units.values():
             gradients.earlier.clear()
+
+    def accumulators(self) -> Iterator[Any]:
+        """Yield the node of autograd that brings the gradient of each parameter that has one."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for param in self._params:
+                if param.requires_grad:
+                    yield get_gradient_edge(param).node
 
     # -- reading -----------------------------------------------------------------------------------------------------
 

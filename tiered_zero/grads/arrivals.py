@@ -28,10 +28,10 @@ class GradientArrivals:
     in `param.grad` (with what earlier backwards of the step gave, as in plain PyTorch), and what they leave there goes
     to the store with the next gradient, or when the backward ends.
 
-    A backward that the engine did not start (`loss.backward()`) is noticed by its first gradient, or by the first
-    module that it computes again: reentrant checkpoints then run backwards inside of it, which are a part of it. Its
-    gradients are divided by `_num_micro_batches`, as DeepSpeed does; with `_scales_loss` (fp16) it is refused. A loss
-    that `engine.scale` made is taken as it is. Autograd's thread, while the driver waits.
+    A backward that the engine did not start (`loss.backward()`) is noticed as it first needs a parameter, or brings a
+    gradient: reentrant checkpoints then run backwards inside of it, which are a part of it. Its gradients are divided
+    by `_num_micro_batches`, as DeepSpeed does; with `_scales_loss` (fp16) it is refused. A loss that `engine.scale`
+    made is taken as it is. Autograd's thread, while the driver waits.
 
     `_reducer`: of many ranks. `_on_unit_complete`: called once every gradient of a unit has come in a backward.
     `_on_end`: called at the end of a backward that the engine did not start.
@@ -97,12 +97,27 @@ class GradientArrivals:
             mark.is_met = True  # a later backward, which reduces, finds no gradient behind it
 
     def notice_backward(self) -> None:
-        """Autograd runs a backward: follow it to its end, unless the engine has started it."""
+        """Autograd runs a backward: follow it to its end, unless the engine has started it.
+
+        Where it gathers parameters, its reduction begins before the first gather, and not with the first gradient:
+        those of two ranks may be on two sides of a gather, and each rank would wait for the other."""
         if self._is_engines or (self._ending is not None and self._ending() is not None):
             return
         end = partial(self._end)  # a new object, which nothing but autograd keeps
         self._ending = weakref.ref(end)
         torch.autograd.Variable._execution_engine.queue_callback(end)
+        if self._reducer is not None and self._reducer.shards_params and self._brings_gradients():
+            self._begin_reduction(is_last=False)
+
+    def _brings_gradients(self) -> bool:
+        """Whether the backward that runs adds to the gradients of parameters, as that of `torch.autograd.grad` does
+        not."""
+        if torch.autograd.Variable._execution_engine.is_checkpoint_valid():  # a plain one, of every leaf
+            return True
+        try:
+            return any(map(torch._C._will_engine_execute_node, self._store.accumulators()))
+        except RuntimeError:  # torch.autograd.grad() of a parameter
+            return False
 
     @property
     def was_interrupted(self) -> bool:

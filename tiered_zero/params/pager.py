@@ -43,7 +43,10 @@ class Pager:
         offloaded_params: OffloadedParams,
         limits: PagerLimits,
         phase: CallPhase,
+        begin_own_backward: Callable[[], None] = lambda: None,
     ) -> None:
+        """`begin_own_backward`: called as a backward that the user has started past the engine comes to its first
+        parameter, before that is fetched."""
         self._accelerator = runtime.accelerator
         self._ledger = runtime.ledger
         self._recorder = runtime.recorder
@@ -61,6 +64,7 @@ class Pager:
         self.num_uses = 0
         """Frames, gathers and copies so far: whether weights were used since some moment."""
         self.phase = phase
+        self._begin_own_backward = begin_own_backward
 
     # -- set-up ----------------------------------------------------------------------------------------------------
 
@@ -251,6 +255,7 @@ class Pager:
         if runs and self.phase.pass_name == "idle":
             self.phase.has_own_backward = True
             torch.autograd.Variable._execution_engine.queue_callback(self._end_noticed_backward)
+            self._begin_own_backward()
         elif not runs and self.phase.has_own_backward:  # it ended by an exception
             self._end_noticed_backward()
         return runs or self.phase.pass_name == "backward"
