@@ -14,9 +14,9 @@ from torch import nn
 
 import tiered_zero
 from tests.crash.run_commits import config
-from tiered_zero.checkpoint.committed import CommittedState
 from tiered_zero.checkpoint.places import SOURCE_ITEMSIZES
 from tiered_zero.checkpoint.resume import find_checkpoint
+from tiered_zero.checkpoint.store_reader import StoreReader
 from tiered_zero.errors import StoreError, TieredZeroError
 from tiered_zero.store.checked_json import decode_checked, encode_checked
 from tiered_zero.store.manifest import MANIFEST_NAME
@@ -42,7 +42,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def read_all(path: Path) -> None:
-    with CommittedState.open(path) as state:
+    with StoreReader(path) as state:
         for key, place in state.places.places.items():
             for part in place.parts:
                 for source, itemsize in zip(part.sources, SOURCE_ITEMSIZES[place.form], strict=True):
@@ -106,7 +106,7 @@ def test_what_is_no_commit_is_refused_with_the_reason(saved: Path, tmp_path: Pat
         (saved / name).rename(hidden)
         try:
             with pytest.raises(StoreError):
-                CommittedState.open(saved)
+                StoreReader(saved)
         finally:
             hidden.rename(saved / name)
     with pytest.raises(StoreError):

@@ -23,10 +23,10 @@ from tests.fakes.crash_disk import Choice, Operation, fates
 from tests.fakes.crash_tree import CrashTree, RecordingTree, lay_out
 from tests.fakes.sync_io import SyncEngine
 from tiered_zero.checkpoint import data_files, directory, save_directory, tag_writer
-from tiered_zero.checkpoint.committed import CommittedState
 from tiered_zero.checkpoint.directory import list_tags
 from tiered_zero.checkpoint.places import SOURCE_ITEMSIZES
 from tiered_zero.checkpoint.resume import find_checkpoint
+from tiered_zero.checkpoint.store_reader import StoreReader
 from tiered_zero.errors import StoreError
 from tiered_zero.store import descriptors, durable, manifest
 from tiered_zero.store.owner import OWNER_NAME
@@ -102,7 +102,7 @@ def weights_of(engine: tiered_zero.Engine) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in engine.module.state_dict().items()}
 
 
-def digest(state: CommittedState) -> str:
+def digest(state: StoreReader) -> str:
     """Of every element of every key, and of the step that the driver says."""
     whole = hashlib.sha256(str(state.manifest.step).encode())
     for key, place in sorted(state.places.places.items()):
@@ -146,7 +146,7 @@ def record(root: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
             saves.renamed.append(next(at for at in own if log[at] == names))
             synced = ("sync_directory", str(swap))
             saves.committed.append(next(at for at in own if at > saves.renamed[-1] and log[at] == synced) + 1)
-            with CommittedState.open(swap) as state:
+            with StoreReader(swap) as state:
                 saves.digests.append(digest(state))
             saves.weights.append(weights_of(run))
     monkeypatch.undo()
@@ -203,7 +203,7 @@ def check_every_crash(saves: Saves, root: Path, settings: dict[str, Any], resume
             for path, owner in owners.items():
                 path.write_bytes(owner)
             try:
-                state = CommittedState.open(swap)
+                state = StoreReader(swap)
             except StoreError as error:
                 assert not certain, f"{where}: the commit of step {certain[-1]} is lost: {error}"
                 assert not returned

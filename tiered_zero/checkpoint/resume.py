@@ -81,8 +81,7 @@ def find_checkpoint(directory: str | os.PathLike[str], tag: str | None = None) -
 
 
 def open_reader(found: FoundCheckpoint, own_runs: Container[str] = ()) -> FileReader | StoreReader:
-    """Open a tag, or the swap directories that it points to. `own_runs`: see `CommittedState.open`. Raises
-    StoreError."""
+    """Open a tag, or the swap directories that it points to. `own_runs`: see StoreReader. Raises StoreError."""
     return FileReader(found.path) if found.swap is None else StoreReader(found.swap, own_runs)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Container, Sequence
+from contextlib import ExitStack
+from pathlib import Path
 from typing import final
 
 import torch
@@ -11,24 +13,35 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
 from tiered_zero.checkpoint.boxes import Box, flat_start, permuted, row_major_strides
-from tiered_zero.checkpoint.committed import CommittedState
+from tiered_zero.checkpoint.committed import Commit, CommittedFiles, open_stores, refused
 from tiered_zero.checkpoint.manifest import TensorEntry
-from tiered_zero.checkpoint.places import PlacedPart, Source
+from tiered_zero.checkpoint.places import SOURCE_ITEMSIZES, PlacedPart, RecordName, Source
 from tiered_zero.checkpoint.tag_reader import TagReader, item_groups
 from tiered_zero.checkpoint.tensors import torch_dtype
 from tiered_zero.errors import StoreError
 from tiered_zero.optim.state_formats import join_master
+from tiered_zero.store.manifest import Record
+from tiered_zero.store.owner import read_owner
 
 
 @final
 class StoreReader(TagReader[PlacedPart]):
-    """Reads the newest commit of a run. One thread drives it; `close` ends it, as does the end of a `with`
-    block. `manifest`: of the commit."""
+    """Reads the newest commit of a run, in the swap directories of all its ranks. One thread drives it; `close` ends
+    it, as does the end of a `with` block. `manifest`: of the commit; `places`: of its tensors."""
 
     def __init__(self, path: str | os.PathLike[str], own_runs: Container[str] = ()) -> None:
-        """As `CommittedState.open`. Raises StoreError."""
-        self._state = CommittedState.open(path, own_runs)
-        super().__init__(self._state.manifest, f"The commit of step {self._state.step}")
+        """`path`: any directory of the run. `own_runs`: ids of the stores of this run's ranks, which make no commit
+        while this is open. Raises StoreError: nothing committed, damaged, not all of it here, or its owner lives
+        (unless it is this run)."""
+        commit = Commit.read(Path(read_owner(Path(path)).paths[0]))
+        super().__init__(commit.manifest, f"The commit of step {commit.manifest.step}")
+        self.places = commit.places
+        with ExitStack() as resources:
+            stores = open_stores(commit.stores, commit, resources, own_runs)
+            with refused(commit.path):
+                self._records = [_find(stores, name) for name in self.places.records]
+                self._check()
+            self._resources = resources.pop_all()
 
     def __enter__(self) -> StoreReader:
         return self
@@ -37,7 +50,23 @@ class StoreReader(TagReader[PlacedPart]):
         self.close()
 
     def close(self) -> None:
-        self._state.close()
+        """Close the files. Idempotent."""
+        self._resources.close()
+
+    def read(self, source: Source, nbytes: int) -> bytearray:
+        """`nbytes` from a source, verified. Raises CorruptionError, StoreError."""
+        store, record = self._records[source.record]
+        return store.read(record, source.offset, nbytes)
+
+    def _check(self) -> None:
+        """Raises ValueError where a tensor does not lie inside of its records."""
+        for key, place in self.places.places.items():
+            entry, itemsizes = self.manifest.tensors[key], SOURCE_ITEMSIZES[place.form]
+            for part in place.parts:
+                for source, itemsize in zip(part.sources, itemsizes, strict=True):
+                    nbytes = (part.stop - part.start) * (itemsize or entry.itemsize)
+                    if source.offset + nbytes > self._records[source.record][1].extent_nbytes:
+                        raise ValueError(f"{key[:200]!a} lies outside of its record")
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read the items of a plan, in its order. Raises CorruptionError and StoreError."""
@@ -49,7 +78,7 @@ class StoreReader(TagReader[PlacedPart]):
         return done
 
     def _parts(self, key: str) -> Sequence[PlacedPart]:
-        return self._state.places.places[key].parts
+        return self.places.places[key].parts
 
     def _read(self, item: ReadItem, planner: LoadPlanner) -> None:
         key = item.storage_index.fqn
@@ -69,11 +98,11 @@ class StoreReader(TagReader[PlacedPart]):
 
     def _elements(self, key: str, entry: TensorEntry, part: PlacedPart, start: int, stop: int) -> torch.Tensor:
         """Elements [start, stop), counted from the part's first: 1-D of the entry's dtype."""
-        dtype, form = torch_dtype(entry.dtype), self._state.places.places[key].form
+        dtype, form = torch_dtype(entry.dtype), self.places.places[key].form
 
         def read(source: Source, own: torch.dtype) -> torch.Tensor:
             offset, nbytes = source.offset + start * own.itemsize, (stop - start) * own.itemsize
-            return torch.frombuffer(self._state.read(Source(source.record, offset), nbytes), dtype=own)
+            return torch.frombuffer(self.read(Source(source.record, offset), nbytes), dtype=own)
 
         if form == "joined":
             remainder, param, marks = part.sources
@@ -84,3 +113,11 @@ class StoreReader(TagReader[PlacedPart]):
             return read(part.sources[0], torch.float32).to(dtype)
         values = read(part.sources[0], dtype)
         return values.abs() if form == "magnitude" else values
+
+
+def _find(stores: Sequence[CommittedFiles], name: RecordName) -> tuple[CommittedFiles, Record]:
+    """Raises ValueError."""
+    store = stores[name.store]
+    if name.name not in store.records:
+        raise ValueError(f"there is no record {name.name[:80]!a}")
+    return store, store.records[name.name]

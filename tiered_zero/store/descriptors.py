@@ -64,6 +64,12 @@ def open_file(name: str | Path, dir_fd: int | None, *, uid: int, flags: int = os
     return fd
 
 
+def open_of_owner(path: Path) -> int:
+    """A descriptor of the regular file `path`, of the user who owns its directory. Raises OSError, StoreError."""
+    with opened_directory(path.parent) as directory:
+        return open_file(path.name, directory, uid=os.fstat(directory).st_uid)
+
+
 def read_file(name: str | Path, dir_fd: int | None, *, uid: int, most_nbytes: int) -> bytes:
     """The bytes of the regular file `name` of user `uid`. Raises OSError, or StoreError also where it is too large."""
     fd = open_file(name, dir_fd, uid=uid)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import NamedTuple, final
 
@@ -12,8 +12,8 @@ from tiered_zero.errors import StoreError, TieredZeroError
 from tiered_zero.io.disk_file import errno_text, free_text
 from tiered_zero.io.engine import File, IOEngine, IOTransfer
 from tiered_zero.layout.extents import STRIPE_NBYTES, file_nbytes, stripe_cycle
-from tiered_zero.sizes import format_nbytes
-from tiered_zero.store.descriptors import error_text, kind_text
+from tiered_zero.sizes import MIB, format_nbytes
+from tiered_zero.store.descriptors import error_text, open_of_owner
 from tiered_zero.store.durable import sync_directory
 
 DATA_NAME = "data.bin"
@@ -100,17 +100,15 @@ class StripedFiles:
     @classmethod
     def open(cls, engine: IOEngine, paths: Sequence[Path], stripes: Stripes, capacity_nbytes: int) -> StripedFiles:
         """Open existing files. Raises StoreError when one is missing or shorter than the store."""
+        with ExitStack() as looked_at:
+            DataFiles(paths, stripes, looked_at).check(capacity_nbytes)
         opened = cls(engine, (), stripes)
-        for path, nbytes in zip(paths, stripes.file_nbytes(capacity_nbytes), strict=True):
-            name = path / DATA_NAME
-            try:
-                state = _fault(name, nbytes)
-                if state:
-                    raise StoreError(f"The swap file {name} of {nbytes} bytes {state}; its state cannot be recovered.")
-                opened._files += (engine.open(str(name)),)
-            except BaseException:
-                opened.close()
-                raise
+        try:
+            for path in paths:
+                opened._files += (engine.open(str(path / DATA_NAME)),)
+        except BaseException:
+            opened.close()
+            raise
         return opened
 
     def grow(self, capacity_nbytes: int) -> None:
@@ -147,14 +145,56 @@ class StripedFiles:
         self._files = ()
 
 
-def _fault(name: Path, nbytes: int) -> str:
-    """What is wrong with an existing data file of at least `nbytes`, looked at without opening it; empty: nothing."""
+@final
+class DataFiles:
+    """The data files of a run, read past every engine: from the disk, where the kernel lets go of their pages.
+
+    One that cannot be opened, or is not a file of its directory's owner, is an error of what reads it. `resources`
+    closes them.
+    """
+
+    def __init__(self, paths: Sequence[Path], stripes: Stripes, resources: ExitStack) -> None:
+        """Raises StoreError where there are more or fewer paths than stripes."""
+        if len(paths) != len(stripes.weights):
+            raise StoreError(f"{paths[0]}: the state is striped over {len(stripes.weights)} paths; found {len(paths)}.")
+        self._names = [path / DATA_NAME for path in paths]
+        self._stripes = stripes
+        self._files = [_open_data(name, resources) for name in self._names]
+
+    def check(self, capacity_nbytes: int) -> None:
+        """Raises StoreError where a file is missing or shorter than the store."""
+        for name, file, nbytes in zip(
+            self._names, self._files, self._stripes.file_nbytes(capacity_nbytes), strict=True
+        ):
+            fault = file if isinstance(file, str) else ""
+            if not isinstance(file, str) and (size := os.fstat(file).st_size) < nbytes:
+                fault = f"is cut off at {size} bytes"
+            if fault:
+                raise StoreError(f"The swap file {name} of {nbytes} bytes {fault}; its state cannot be recovered.")
+
+    def read(self, address: int, nbytes: int) -> Iterator[bytes]:
+        """The bytes from an address on, at most 1 MiB at a time. Raises OSError."""
+        for index, offset, length in self._stripes.pieces(address, nbytes):
+            file, end = self._files[index], offset + length
+            if isinstance(file, str):
+                raise OSError(f"its file {file}")
+            while offset < end:
+                data = os.pread(file, min(MIB, end - offset), offset)
+                if not data:
+                    raise OSError(f"the file ends at offset {offset}")
+                yield data
+                offset += len(data)
+
+
+def _open_data(name: Path, resources: ExitStack) -> int | str:
+    """A descriptor of the file, or what is wrong with it."""
     try:
-        status = os.stat(name, follow_symlinks=False)
+        fd = open_of_owner(name)
     except FileNotFoundError:
         return "is missing"
-    except OSError as error:
-        return f"cannot be looked at ({error_text(error)})"
-    if not stat.S_ISREG(status.st_mode):
-        return f"is {kind_text(status.st_mode)}"
-    return f"is cut off at {status.st_size} bytes" if status.st_size < nbytes else ""
+    except (OSError, StoreError) as error:
+        return f"cannot be opened ({error_text(error)})"
+    resources.callback(os.close, fd)
+    with suppress(OSError):
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    return fd

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +12,10 @@ from typing import Any, final
 import xxhash
 
 from tiered_zero.errors import StoreError
-from tiered_zero.sizes import MIB
 from tiered_zero.store import manifest
-from tiered_zero.store.descriptors import error_text, open_file, opened_directory
 from tiered_zero.store.manifest import Manifest, Record
 from tiered_zero.store.ranges import Range
-from tiered_zero.store.stripes import DATA_NAME, Stripes
+from tiered_zero.store.stripes import DATA_NAME, DataFiles, Stripes
 
 _ATTEMPTS = 3
 
@@ -89,60 +86,24 @@ def _find_state(path: Path, step: int | None, metadata: Mapping[str, Any]) -> Ma
 def find_broken(
     paths: Sequence[Path], stripes: Stripes, records: Iterable[tuple[Record, Iterable[Range]]]
 ) -> list[Broken]:
-    """Read every range (past the page cache where the kernel lets go of it) and compare its checksum. Raises StoreError
-    where there are more or fewer paths than stripes."""
-    if len(paths) != len(stripes.weights):
-        raise StoreError(f"{paths[0]}: the state is striped over {len(stripes.weights)} paths; found {len(paths)}.")
+    """Read every range and compare its checksum. Raises StoreError where there are more or fewer paths than stripes."""
     broken = []
     with ExitStack() as stack:
-        files = [_DataFile(path / DATA_NAME, stack) for path in paths]
+        files = DataFiles(paths, stripes, stack)
         for record, ranges in records:
             for item in ranges:
                 address, nbytes = record.offsets[item.slot] + item.start, item.end - item.start
                 first = next(stripes.pieces(address, nbytes))
                 hashing = xxhash.xxh3_64()
                 try:
-                    for index, at, length in stripes.pieces(address, nbytes):
-                        for data in files[index].read(at, length):
-                            hashing.update(data)
+                    for data in files.read(address, nbytes):
+                        hashing.update(data)
                     reason = "" if item.digest in (None, hashing.intdigest()) else "its checksum does not match"
                 except OSError as error:
                     reason = f"it cannot be read: {error}"
                 if reason:
-                    path = str(files[first.file_index].path)
+                    path = str(paths[first.file_index] / DATA_NAME)
                     broken.append(
                         Broken(record=record.name, path=path, offset=first.file_offset, nbytes=nbytes, reason=reason)
                     )
     return broken
-
-
-@final
-class _DataFile:
-    """One data file, opened where it is a file of its directory's owner; `stack` closes it."""
-
-    def __init__(self, path: Path, stack: ExitStack) -> None:
-        self.path = path
-        self._fd = -1
-        self._missing = "its file is missing"
-        try:
-            with opened_directory(path.parent) as directory:
-                self._fd = open_file(path.name, directory, uid=os.fstat(directory).st_uid)
-        except FileNotFoundError:
-            return
-        except (OSError, StoreError) as error:
-            self._missing = error_text(error)
-            return
-        stack.callback(os.close, self._fd)
-        os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
-
-    def read(self, offset: int, nbytes: int) -> Iterator[bytes]:
-        """Pieces of at most 1 MiB. Raises OSError."""
-        if self._fd < 0:
-            raise OSError(self._missing)
-        end = offset + nbytes
-        while offset < end:
-            data = os.pread(self._fd, min(MIB, end - offset), offset)
-            if not data:
-                raise OSError(f"the file ends at offset {offset}")
-            yield data
-            offset += len(data)
