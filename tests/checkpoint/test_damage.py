@@ -19,6 +19,7 @@ from tiered_zero.checkpoint.directory import find_tag, list_tags, verify
 from tiered_zero.checkpoint.manifest import MANIFEST_NAME
 from tiered_zero.checkpoint.storage import FileReader
 from tiered_zero.checkpoint.tag_writer import TagWriter
+from tiered_zero.checkpoint.tensors import describe
 from tiered_zero.errors import CorruptionError, StoreError
 from tiered_zero.mappings import map_memory
 from tiered_zero.sizes import MIB, PAGE_NBYTES
@@ -157,7 +158,7 @@ def test_bytes_that_change_while_they_are_written_are_noticed_when_read(tmp_path
     """The checksum and the file may then be of different bytes: a caller that does not keep memory as it is."""
     memory = map_memory(MIB)
     with TagWriter.begin(tmp_path, "a", engine=(engine := SyncEngine(held=[]))) as writer:
-        writer.writer.declare("x", torch.uint8, (MIB,))
+        writer.writer.declare("x", describe(torch.uint8, (MIB,)))
         appended = writer.writer.append(memoryview(memory), [])
         while not writer.writer._data._transfers[0]._parts[1].done():  # type: ignore[attr-defined]
             pass

@@ -27,6 +27,7 @@ from tiered_zero.checkpoint.boxes import Box, boxes
 from tiered_zero.checkpoint.manifest import ITEMSIZES
 from tiered_zero.checkpoint.storage import FileReader, FileWriter, Piece
 from tiered_zero.checkpoint.tag_writer import TagWriter
+from tiered_zero.checkpoint.tensors import describe
 from tiered_zero.errors import InternalError, StoreError
 from tiered_zero.io.select import ENGINES, select_engine
 from tiered_zero.mappings import map_memory
@@ -126,7 +127,7 @@ def test_extents_are_written_without_a_copy_and_know_the_order_of_dimensions(swa
     orders = {"last": (0, 2, 3, 1), "plain": None}
     with TagWriter.begin(swap_path, "t") as writer:
         for key, tensor in tensors.items():
-            writer.writer.declare(key, tensor.dtype, tensor.shape, orders[key])
+            writer.writer.declare(key, describe(tensor.dtype, tensor.shape, orders[key]))
         writer.writer.write("small", torch.arange(5))
         for low, high in ((0.0, 0.37), (0.37, 1.0)):
             pieces, chunks, at = [], [], 0
@@ -253,7 +254,7 @@ def test_values_that_are_no_tensors_are_refused_not_pickled(swap_path: Path) -> 
         with pytest.raises(StoreError, match=r"epoch\.nested is no tensor: .* client_state"):
             plain_save({"epoch": {"nested": 3}}, writer.writer)
         with pytest.raises(StoreError, match=r"cannot hold a tensor of torch\.bits8"):
-            writer.writer.declare("q", torch.bits8, (3,))
+            writer.writer.declare("q", describe(torch.bits8, (3,)))
         for tensor in (torch.eye(3).to_sparse(), torch.zeros(3, 3, device="meta")):
             with pytest.raises(StoreError, match=r"expected .* in memory; found"):
                 plain_save({"x": tensor}, writer.writer)
@@ -268,7 +269,7 @@ def test_elements_that_are_missing_or_written_twice_are_refused(swap_path: Path)
         ([Piece("x", 3, 12, 0)], "elements 0 to 3 are missing"),
     ):
         with TagWriter.begin(swap_path, "t") as writer:
-            writer.writer.declare("x", torch.float32, (12,))
+            writer.writer.declare("x", describe(torch.float32, (12,)))
             writer.writer.append(memory, pieces)
             with pytest.raises(StoreError, match=message):
                 writer.publish(fields(1))

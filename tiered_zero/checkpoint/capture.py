@@ -13,11 +13,12 @@ import torch
 from tiered_zero.checkpoint.driver import join_states, own_state
 from tiered_zero.checkpoint.encode import encode
 from tiered_zero.checkpoint.file_writer import FileWriter, Piece
-from tiered_zero.checkpoint.manifest import WrittenBy
-from tiered_zero.checkpoint.portable import RunState, StateSnapshot, TensorSpec, buffer_key
+from tiered_zero.checkpoint.manifest import TensorEntry, WrittenBy
+from tiered_zero.checkpoint.portable import RunState, StateSnapshot, buffer_key
 from tiered_zero.checkpoint.saving import Ranges, StateSaver
 from tiered_zero.checkpoint.shares import Share, join_scalars
 from tiered_zero.checkpoint.tag_writer import TagWriter
+from tiered_zero.checkpoint.tensors import describe
 from tiered_zero.sizes import MIB
 from tiered_zero.transfer import Transfer
 
@@ -41,7 +42,7 @@ class Capture:
     buffers: Mapping[str, torch.Tensor]
     params: Mapping[int, torch.Tensor]
     may_return: bool
-    specs: Mapping[str, TensorSpec]
+    specs: Mapping[str, TensorEntry]
     with_frozen: bool
     save_latest: bool
 
@@ -55,7 +56,7 @@ class Capture:
         buffers = {name: buffer.detach().to("cpu", copy=True) for name, buffer in named}
         on_device = state.unmastered_on_device(with_frozen) if has_files else []
         may_copy = sum(unit.nbytes for unit in on_device) <= _MOST_COPIED_NBYTES
-        of_buffers = _buffer_specs(buffers)
+        of_buffers = {buffer_key(name): describe(own.dtype, own.shape) for name, own in buffers.items() if own.numel()}
         buffers_nbytes = sum(spec.nbytes for spec in of_buffers.values())
         return cls(
             fields={**fields, "written_by": WrittenBy(**fields["written_by"], created_s=time.time())},
@@ -80,7 +81,7 @@ class Capture:
         `free`: called with each sub-group that has been read."""
         ready.wait()
         for key, spec in {**state.state_specs(snapshot.is_stepped), **self.specs}.items():
-            tag.writer.declare(key, spec.dtype, spec.shape, spec.order)
+            tag.writer.declare(key, spec)
         with torch.no_grad():
             saver = StateSaver(state, snapshot, partial(_append, tag.writer), free)
             saver.save(self.buffers, self.params, self.with_frozen)
@@ -99,11 +100,3 @@ class Capture:
 
 def _append(writer: FileWriter, memory: memoryview, ranges: Ranges) -> Transfer:
     return writer.append(memory, [Piece(own.key, own.start, own.stop, offset) for own, offset in ranges]).transfer
-
-
-def _buffer_specs(buffers: Mapping[str, torch.Tensor]) -> dict[str, TensorSpec]:
-    return {
-        buffer_key(name): TensorSpec(dtype=buffer.dtype, shape=tuple(buffer.shape))
-        for name, buffer in buffers.items()
-        if buffer.numel()
-    }

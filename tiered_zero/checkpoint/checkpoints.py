@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from io import FileIO
@@ -30,7 +30,7 @@ from tiered_zero.checkpoint.last_save import LastSave, QueuedSave
 from tiered_zero.checkpoint.loading import StateLoader
 from tiered_zero.checkpoint.manifest import TagManifest
 from tiered_zero.checkpoint.matching import LoadOptions, Matched, match
-from tiered_zero.checkpoint.planner import TierLoadPlanner
+from tiered_zero.checkpoint.planner import read_groups
 from tiered_zero.checkpoint.portable import RunState
 from tiered_zero.checkpoint.ranks import (
     Wanted,
@@ -347,14 +347,8 @@ class Checkpoints:
         self.resumed = found.path, self.load(found, LoadParts())
 
     def _read(self, load: _Load, loader: StateLoader) -> None:
-        steps = loader.steps()
-        planner = TierLoadPlanner(steps)
-        planner.set_up_planner({}, load.metadata, is_coordinator=True)
-        try:
-            with torch.no_grad():
-                load.reader.read_data(planner.create_local_plan(), planner).wait()
-        finally:
-            steps.close()
+        with torch.no_grad(), closing(loader.steps()) as steps:
+            read_groups(load.reader, load.metadata, steps)
 
 
 def check_async(config: Config, plan: Plan) -> None:

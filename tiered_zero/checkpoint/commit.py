@@ -114,13 +114,10 @@ class Commits:
         state = self._state
         self._copies.write_updated()
         saves_buffers = state.runtime.collectives.rank == 0
-        found, specs = self._table.list(pack(state.named_buffers()) if saves_buffers else ())
+        places, tensors = self._table.list(pack(state.named_buffers()) if saves_buffers else ())
         return CommitShare(
-            tensors={
-                key: TensorEntry(dtype=spec.dtype_name, shape=spec.shape, order=spec.order)
-                for key, spec in specs.items()
-            },
-            places=found,
+            tensors=tensors,
+            places=places,
             scalars={name: encode(dict(own), f"scalars of {name}") for name, own in state.scalars().items()},
             driver=driver,
             commit_id=commit_id,

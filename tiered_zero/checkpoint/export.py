@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from functools import partial
+from math import prod
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Final
 
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.storage import StorageReader
 
-from tiered_zero.checkpoint.boxes import Box, boxes
+from tiered_zero.checkpoint.planner import Group, Target, read_groups
 from tiered_zero.checkpoint.portable import BUFFER, MASTER, PARAM, VALUE_KINDS
 from tiered_zero.checkpoint.weights import MAX_SHARD_NBYTES, WeightTensor, write_weights
-from tiered_zero.errors import InternalError, StoreError
+from tiered_zero.errors import StoreError
 from tiered_zero.sizes import MIB
 
 _CHUNK_NUMEL: Final = 8 * MIB
@@ -51,84 +51,27 @@ def list_weights(reader: StorageReader, dtype: torch.dtype) -> list[WeightTensor
         own = stored.properties.dtype
         target = dtype if kind != BUFFER and own.is_floating_point else own
         found[name] = WeightTensor(
-            name=name, dtype=target, shape=tuple(stored.size), read=_Read(reader, key, stored, target)
+            name=name, dtype=target, shape=tuple(stored.size), read=partial(_read, reader, metadata, key, target)
         )
     if not any(key.startswith((f"{MASTER}/", f"{PARAM}/")) for key in metadata.state_dict_metadata):
         raise StoreError("There are no weights in this checkpoint. Export another one.")
     return list(found.values())
 
 
-@final
-class _Read:
-    """Reads one tensor, a chunk at a time, as `dtype`."""
-
-    def __init__(self, reader: StorageReader, key: str, stored: TensorStorageMetadata, dtype: torch.dtype) -> None:
-        self._reader, self._key, self._stored, self._dtype = reader, key, stored, dtype
-
-    def __call__(self) -> Iterator[torch.Tensor]:
-        numel = self._stored.size.numel()
-        for start in range(0, numel, _CHUNK_NUMEL):
-            yield self._converted(self._chunk(start, min(start + _CHUNK_NUMEL, numel)))
-
-    def _chunk(self, start: int, stop: int) -> torch.Tensor:
-        """Read the row-major elements [start, stop)."""
-        flat = torch.empty(stop - start, dtype=self._stored.properties.dtype)
-        targets: dict[tuple[int, ...], torch.Tensor] = {}
-        at = 0
-        wanted = boxes(self._stored.size, start, stop)
-        for box in wanted:
-            targets[box.offsets] = flat[at : at + box.numel].view(box.sizes)
-            at += box.numel
-        items = create_read_items_for_chunk_list(self._key, self._stored, [_metadata(box) for box in wanted])
-        if sum(torch.Size(item.lengths).numel() for item in items) != stop - start:
-            raise InternalError(f"{self._key}: the parts of elements {start} to {stop} were expected to cover them.")
-        self._reader.read_data(LoadPlan(items), _Targets(targets)).wait()
-        return flat
-
-    def _converted(self, values: torch.Tensor) -> torch.Tensor:
-        result = values.to(self._dtype)
-        if self._dtype.itemsize < values.dtype.itemsize and not torch.equal(result.isfinite(), values.isfinite()):
+def _read(reader: StorageReader, metadata: Metadata, key: str, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    """Read a tensor as `dtype`, row-major, a chunk at a time."""
+    stored = metadata.state_dict_metadata[key]
+    assert isinstance(stored, TensorStorageMetadata), "a tensor's key"
+    shape = tuple(stored.size)
+    for start in range(0, prod(shape), _CHUNK_NUMEL):
+        stop = min(start + _CHUNK_NUMEL, prod(shape))
+        values = torch.empty(stop - start, dtype=stored.properties.dtype)
+        target = Target(key=key, start=start, stop=stop, shape=shape, order=None, values=values)
+        read_groups(reader, metadata, [Group(targets=[target])])
+        result = values.to(dtype)
+        if dtype.itemsize < values.dtype.itemsize and not torch.equal(result.isfinite(), values.isfinite()):
             raise StoreError(
-                f"{self._key} has values that {str(self._dtype).removeprefix('torch.')} cannot hold: the largest is "
+                f"{key} has values that {str(dtype).removeprefix('torch.')} cannot hold: the largest is "
                 f"{values[values.isfinite()].abs().max():.4g}. Export it as bf16 or fp32."
             )
-        return result
-
-
-def _metadata(box: Box) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))
-
-
-@final
-class _Targets(LoadPlanner):
-    """Gives the reader the memory of each box, by the box's offsets."""
-
-    def __init__(self, targets: Mapping[tuple[int, ...], torch.Tensor]) -> None:
-        self._targets = targets
-
-    def set_up_planner(
-        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
-        """Nothing: the plan is made elsewhere."""
-
-    def create_local_plan(self) -> LoadPlan:
-        return LoadPlan([])
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        return global_plan
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        return central_plan
-
-    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
-        raise InternalError(f"{read_item.dest_index.fqn} was expected to be a tensor.")
-
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        assert read_item.dest_index.offset is not None, "items of tensors have offsets"
-        target = self._targets[tuple(read_item.dest_index.offset)]
-        for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
-            target = target.narrow(dim, start, length)
-        return target
-
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """Nothing: the memory is the chunk's own."""
+        yield result

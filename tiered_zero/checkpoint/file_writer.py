@@ -22,7 +22,7 @@ from torch.futures import Future
 from tiered_zero.checkpoint.boxes import Box, flat_runs, permuted
 from tiered_zero.checkpoint.data_files import Appended, DataWriter, staging_buffers
 from tiered_zero.checkpoint.manifest import DataFile, Part, TensorEntry
-from tiered_zero.checkpoint.tensors import copy_flat, dtype_name
+from tiered_zero.checkpoint.tensors import copy_flat, describe, dtype_name
 from tiered_zero.errors import StoreError
 from tiered_zero.io.engine import IOEngine
 from tiered_zero.sizes import PAGE_NBYTES, align_up
@@ -64,15 +64,11 @@ class FileWriter(StorageWriter):
         self._staged: list[Piece] = []
         self._filled = 0
 
-    def declare(
-        self, key: str, dtype: torch.dtype, shape: Sequence[int], order: Sequence[int] | None = None
-    ) -> TensorEntry:
+    def declare(self, key: str, entry: TensorEntry) -> None:
         """Enter a tensor; of one that is entered already, check that it is the same. Raises StoreError."""
-        entry = TensorEntry(dtype=dtype_name(dtype), shape=tuple(shape), order=None if order is None else tuple(order))
         if self._entries.setdefault(key, entry) != entry:
             raise StoreError(f"{key} is written as two different tensors: {self._entries[key]} and {entry}.")
         self._parts.setdefault(key, [])
-        return entry
 
     def append(self, memory: memoryview, pieces: Iterable[Piece] = ()) -> Appended:
         """Write whole pages without a copy; `pieces`: of declared tensors. The memory stays as it is until the transfer
@@ -82,7 +78,7 @@ class FileWriter(StorageWriter):
 
     def write(self, key: str, tensor: torch.Tensor, order: Sequence[int] | None = None) -> None:
         """Write a whole tensor, from any device, by copying. Raises TransferError, StoreError."""
-        self.declare(key, tensor.dtype, tensor.shape, order)
+        self.declare(key, describe(tensor.dtype, tensor.shape, order))
         self._write_box(key, Box((0,) * tensor.dim(), tuple(tensor.shape)), tensor)
 
     def finish_files(self) -> WrittenFiles:
@@ -128,7 +124,7 @@ class FileWriter(StorageWriter):
                     f"{item.index.fqn} is no tensor: a checkpoint holds tensors; put other values into client_state."
                 )
             key, data = item.index.fqn, item.tensor_data
-            self.declare(key, data.properties.dtype, data.size)
+            self.declare(key, describe(data.properties.dtype, data.size))
         for item in plan.items:
             self._write_item(item, planner)
         self._flush()

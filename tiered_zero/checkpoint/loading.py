@@ -225,7 +225,7 @@ class StateLoader:
                 spec = field_spec(piece.param, field, elementwise)
                 param = piece.param if spec.shape == piece.param.shape else None
                 own_coded, saved_coded = scale in views, f"{scale}/{name}" in tensors
-                if own_coded == saved_coded and tensors[key].dtype == spec.dtype_name:
+                if own_coded == saved_coded and tensors[key].dtype == spec.dtype:
                     targets.append(self._target(key, start, view, param))
                     if own_coded:
                         targets.append(self._target(f"{scale}/{name}", start // _BLOCK, views[scale]))

@@ -206,15 +206,15 @@ class _StateMatcher:
                 self._check_shape(
                     f"{kind}_scale/{name}", tensors[f"{kind}_scale/{name}"], (-(-piece.param.numel // _BLOCK),)
                 )
-            if entry.dtype == spec.dtype_name and is_coded == (f"{kind}_scale" in fields):
+            if entry.dtype == spec.dtype and is_coded == (f"{kind}_scale" in fields):
                 continue
             known = entry.dtype == _CODES.get(kind == "exp_avg") if is_coded else entry.dtype in _FLOATS
             if not self._state.rule.elementwise or not known:
                 raise ModelError(
-                    f"{kind} of {piece.param.name} was expected to be {spec.dtype_name}; the checkpoint {tag} has "
+                    f"{kind} of {piece.param.name} was expected to be {spec.dtype}; the checkpoint {tag} has "
                     f"{entry.dtype}. Load one that this optimizer has written."
                 )
-            num_rounded += spec.dtype is not torch.float32
+            num_rounded += spec.dtype != "float32"
         return num_rounded
 
     def _check_shape(self, key: str, entry: TensorEntry, shape: tuple[int, ...]) -> None:

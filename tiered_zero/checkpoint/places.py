@@ -19,15 +19,9 @@ from typing import Any, Final, NamedTuple, final
 
 import torch
 
-from tiered_zero.checkpoint.portable import (
-    RunState,
-    TensorSpec,
-    buffer_key,
-    field_range,
-    master_key,
-    memory_order,
-    param_key,
-)
+from tiered_zero.checkpoint.manifest import TensorEntry
+from tiered_zero.checkpoint.portable import RunState, buffer_key, field_range, master_key, memory_order, param_key
+from tiered_zero.checkpoint.tensors import describe
 from tiered_zero.errors import StoreError
 from tiered_zero.layout.flat import PARAM_ALIGNMENT_NBYTES, FlatEntry, Unit
 from tiered_zero.layout.subgroups import ParamPiece, Segment
@@ -164,7 +158,7 @@ class PlaceTable:
         self._copies = copies
         self._buffers = buffers
 
-    def list(self, packed: Iterable[tuple[str, torch.Tensor, int]]) -> tuple[Places, dict[str, TensorSpec]]:
+    def list(self, packed: Iterable[tuple[str, torch.Tensor, int]]) -> tuple[Places, dict[str, TensorEntry]]:
         """List everything, and describe it. `packed`: buffers with their names and first bytes in the record, where
         this rank saves them."""
         state = self._state
@@ -208,15 +202,15 @@ class PlaceTable:
                     add(own.key, "plain", own.start, own.stop, source(durable, own.first * unit.itemsize))
                 continue
             for entry in state.unmastered(unit):
-                key, shape = param_key(entry.param), entry.param.shape
-                specs[key] = TensorSpec(dtype=unit.dtype, shape=shape, order=memory_order(entry.param))
+                key = param_key(entry.param)
+                specs[key] = describe(unit.dtype, entry.param.shape, memory_order(entry.param))
                 for layout, segment, low, high in self._overlaps(unit, entry):
                     (offset, *_) = _master_offsets(layout, segment, segment.start + low - segment.unit_start)
                     home = state.inventory.home(layout.subgroup, "state")
                     add(key, "rounded", low - entry.start, high - entry.start, source(home, offset))
         for name, buffer, offset in packed:
             key = buffer_key(name)
-            specs[key] = TensorSpec(dtype=buffer.dtype, shape=tuple(buffer.shape))
+            specs[key] = describe(buffer.dtype, buffer.shape)
             assert self._buffers is not None, "buffers are planned with a record"
             add(key, "plain", 0, buffer.numel(), source(self._buffers, offset))
         places = {key: Place(form=forms[key], parts=tuple(sorted(parts[key]))) for key in forms}

@@ -7,7 +7,7 @@ the one that loads; it never sees a tier or a sub-group.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -15,6 +15,7 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.storage import StorageReader
 
 from tiered_zero.checkpoint.boxes import boxes, flat_start, permuted, row_major_strides, unpermuted
 from tiered_zero.errors import InternalError
@@ -65,27 +66,24 @@ class Group:
 class TierLoadPlanner(LoadPlanner):
     """Plans reads group by group, as their targets get memory, while those before it are read. Driver thread."""
 
-    def __init__(self, groups: Iterator[Group | None]) -> None:
-        """`groups`: None: when the next one is asked for, all before it are filled."""
-        self._groups = groups
-        self._metadata: Metadata | None = None
+    def __init__(self, groups: Iterable[Group | None], metadata: Metadata) -> None:
+        """`groups`: None: when the next one is asked for, all before it are filled. `metadata`: of the checkpoint."""
+        self._groups, self._metadata = groups, metadata
         self._views: dict[tuple[str, torch.Size], torch.Tensor] = {}
         self._group_of: dict[tuple[str, torch.Size], Group] = {}
 
     def set_up_planner(
         self, state_dict: Mapping[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """`state_dict` is not used: targets say where everything goes."""
-        self._metadata = metadata
+        """Nothing: targets say where everything goes."""
 
     def create_local_plan(self) -> LoadPlan:
         """The items are planned in `groups`."""
         return LoadPlan([])
 
     def groups(self, plan: LoadPlan) -> Iterator[Sequence[ReadItem]]:
-        """Yield the items of each group. Raises InternalError for a key that the checkpoint has not: keys are checked
-        before."""
-        assert self._metadata is not None, "set_up_planner comes first"
+        """Yield the items of each group. Raises InternalError for elements that the checkpoint has not: its keys and
+        parts are checked before."""
         for group in self._groups:
             self._views.clear()
             items: list[ReadItem] = []
@@ -95,7 +93,10 @@ class TierLoadPlanner(LoadPlanner):
                     raise InternalError(f"{target.key} was expected in the checkpoint. Load another one.")
                 pieces = target.pieces()
                 self._views.update({(target.key, chunk.offsets): view for chunk, view in pieces})
-                items += create_read_items_for_chunk_list(target.key, entry, [chunk for chunk, _ in pieces])
+                own = create_read_items_for_chunk_list(target.key, entry, [chunk for chunk, _ in pieces])
+                if sum(torch.Size(item.lengths).numel() for item in own) != target.stop - target.start:
+                    raise InternalError(f"{target.key}: elements {target.start} to {target.stop} were expected.")
+                items += own
             if group is None:
                 yield []
                 self._group_of.clear()
@@ -132,3 +133,9 @@ class TierLoadPlanner(LoadPlanner):
         group.num_left -= 1
         if not group.num_left:
             group.filled.complete()
+
+
+def read_groups(reader: StorageReader, metadata: Metadata, groups: Iterable[Group | None]) -> None:
+    """Read what `groups` ask for. Raises CorruptionError, StoreError and TransferError."""
+    planner = TierLoadPlanner(groups, metadata)
+    reader.read_data(planner.create_local_plan(), planner).wait()

@@ -24,6 +24,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from tiered_zero.checkpoint.manifest import TensorEntry
+from tiered_zero.checkpoint.tensors import describe
 from tiered_zero.errors import InternalError
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.hardware.staging import StagingPool
@@ -40,27 +42,6 @@ from tiered_zero.update.subgroup_io import SubGroupIO, SubGroupWork
 MASTER, PARAM, BUFFER = "master", "param", "buffer"
 VALUE_KINDS = (MASTER, PARAM, BUFFER)
 """The kinds of keys that hold a model's values; all others are optimizer state."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TensorSpec:
-    """`order`: the dimensions from the slowest to the fastest in memory; None: row-major."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    order: tuple[int, ...] | None = None
-
-    @property
-    def numel(self) -> int:
-        return prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        return self.numel * self.dtype.itemsize
-
-    @property
-    def dtype_name(self) -> str:
-        return str(self.dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,12 +102,12 @@ def buffer_key(name: str) -> str:
     return f"{BUFFER}/{name}"
 
 
-def field_spec(param: ParamSpec, field: StateField, elementwise: bool) -> TensorSpec:
+def field_spec(param: ParamSpec, field: StateField, elementwise: bool) -> TensorEntry:
     """Describe a whole parameter's state array."""
     if elementwise and field.block_numel > 1:
-        return TensorSpec(dtype=field.dtype, shape=(-(-param.numel // field.block_numel),))
+        return describe(field.dtype, (-(-param.numel // field.block_numel),))
     shape = param.shape if elementwise else field.shape
-    return TensorSpec(dtype=field.dtype, shape=shape, order=memory_order(param) if shape == param.shape else None)
+    return describe(field.dtype, shape, memory_order(param) if shape == param.shape else None)
 
 
 def field_range(piece: ParamPiece, field: StateField, elementwise: bool) -> tuple[int, int]:
@@ -257,25 +238,25 @@ class RunState:
                     )
         return {name: own for name, own in found.items() if own}
 
-    def state_specs(self, stepped: Callable[[StateLayout, ParamPiece], bool]) -> dict[str, TensorSpec]:
+    def state_specs(self, stepped: Callable[[StateLayout, ParamPiece], bool]) -> dict[str, TensorEntry]:
         """Describe the masters and state arrays of which this rank saves parts, by key; state of the pieces for which
         `stepped` says so."""
-        found: dict[str, TensorSpec] = {}
+        found: dict[str, TensorEntry] = {}
         for layout in self.own_layouts:
             for piece in layout.subgroup.pieces:
                 param = piece.param
-                found[master_key(param)] = TensorSpec(dtype=torch.float32, shape=param.shape, order=memory_order(param))
+                found[master_key(param)] = describe(torch.float32, param.shape, memory_order(param))
                 for field in layout.fields(piece) if stepped(layout, piece) else ():
                     found[f"{field.name}/{param.name}"] = field_spec(param, field, self.rule.elementwise)
         return found
 
-    def param_specs(self, with_frozen: bool = True) -> dict[str, TensorSpec]:
+    def param_specs(self, with_frozen: bool = True) -> dict[str, TensorEntry]:
         """Describe the parameters without a master of which this rank saves parts, by key."""
-        found: dict[str, TensorSpec] = {}
+        found: dict[str, TensorEntry] = {}
         for unit in self.own_units:
             keys = {own.key for own in self.unmastered_ranges(unit, with_frozen)}
             for param in (entry.param for entry in unit.entries if param_key(entry.param) in keys):
-                found[param_key(param)] = TensorSpec(dtype=unit.dtype, shape=param.shape, order=memory_order(param))
+                found[param_key(param)] = describe(unit.dtype, param.shape, memory_order(param))
         return found
 
     def param_nbytes(self, with_frozen: bool = True) -> int:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 
 from tiered_zero.checkpoint.boxes import Box, boxes
-from tiered_zero.checkpoint.manifest import ITEMSIZES
+from tiered_zero.checkpoint.manifest import ITEMSIZES, TensorEntry
 from tiered_zero.errors import StoreError
 
 _STEP_NUMEL = 1 << 15
@@ -20,6 +21,11 @@ def dtype_name(dtype: torch.dtype) -> str:
     if name not in ITEMSIZES:
         raise StoreError(f"A checkpoint cannot hold a tensor of {dtype}; it can hold {', '.join(sorted(ITEMSIZES))}.")
     return name
+
+
+def describe(dtype: torch.dtype, shape: Sequence[int], order: Sequence[int] | None = None) -> TensorEntry:
+    """A tensor as a manifest has it, without parts. Raises StoreError for a dtype that a checkpoint cannot hold."""
+    return TensorEntry(dtype=dtype_name(dtype), shape=tuple(shape), order=None if order is None else tuple(order))
 
 
 def torch_dtype(name: str) -> torch.dtype:
