@@ -127,6 +127,44 @@ def constructors_take_few_arguments(source: Source) -> Found:
                 yield node.lineno, f"{num_arguments} constructor arguments; at most {MAX_CONSTRUCTOR_ARGUMENTS}"
 
 
+POSITIONAL_RECORDS = {
+    "BufferView": "two views of the same bytes, of different types",
+    "Finding": "a line of a printed table, written as such",
+    "FlatEntry": "what, and where it starts",
+    "Home": "what, and where it starts",
+    "IOPiece": "(transfer, offset, view), all of different types, in the loop of every request",
+}
+"""Records that may be built by position, and why their parts cannot be swapped unseen."""
+
+
+@rule(
+    PACKAGE,
+    planted={
+        "tiered_zero/a.py": [
+            "@dataclass\nclass A:\n    x: int",
+            "@dataclass(frozen=True)\nclass A:\n    x: int",
+            "import dataclasses\n@dataclasses.dataclass(kw_only=False)\nclass A:\n    x: int\n    _y: int = 0",
+        ]
+    },
+    innocent={
+        "tiered_zero/a.py": [
+            "@dataclass(frozen=True, kw_only=True)\nclass A:\n    x: int",
+            "@dataclass(eq=False)\nclass Service:\n    _inventory: object\n    changing: bool = False",
+            "@dataclass(frozen=True)\nclass Home:\n    tier: object",
+        ]
+    },
+)
+def records_are_keyword_only(source: Source) -> Found:
+    """A class whose first field is private is a service: `dataclass` writes its constructor, not a record's."""
+    for node in source.nodes(ast.ClassDef):
+        fields = [item.target for item in node.body if isinstance(item, ast.AnnAssign)]
+        is_service = bool(fields) and ast.unparse(fields[0]).startswith("_")
+        for decorator in map(ast.unparse, node.decorator_list):
+            is_open = re.match(r"(dataclasses\.)?dataclass\b", decorator) and "kw_only=True" not in decorator
+            if is_open and not is_service and node.name not in POSITIONAL_RECORDS:
+                yield node.lineno, f"{node.name}: a record takes keywords only (kw_only=True)"
+
+
 def outside(source: Source, *names: str, home: str = "") -> Found:
     """Uses of `names`, and of what is under them, outside `home`; everywhere if there is none."""
     if home and source.path.startswith(home):

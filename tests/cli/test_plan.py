@@ -87,9 +87,9 @@ def test_what_does_not_fit_is_shown_and_said() -> None:
 
 def test_tiers_come_fastest_first_with_their_sums_and_limits() -> None:
     rows = (
-        PlanRow("nvme", "state", 3 << 30, "state"),
-        PlanRow("device", "window", 1 << 20, "window"),
-        PlanRow("device", "param", 1 << 10, "resident"),
+        PlanRow(tier="nvme", kind="state", nbytes=3 << 30, what="state"),
+        PlanRow(tier="device", kind="window", nbytes=1 << 20, what="window"),
+        PlanRow(tier="device", kind="param", nbytes=1 << 10, what="resident"),
     )
     plan = Mock(spec=Plan, rows=rows, limits={"device": (2 << 20, "a setting")})
     plan.nbytes = lambda tier: sum(row.nbytes for row in rows if row.tier == tier)

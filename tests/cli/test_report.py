@@ -15,7 +15,7 @@ from tiered_zero.telemetry.runlog import RunHeader, RunLog
 
 @pytest.fixture
 def record(tmp_path: Path) -> Path:
-    with closing(RunLog(RunHeader("gpt", 10), tmp_path / "run.jsonl")) as log:
+    with closing(RunLog(RunHeader(model="gpt", num_parameters=10), tmp_path / "run.jsonl")) as log:
         log.add(StepReport(step=1, wall_s=1.0, seconds={"other": 1.0}, loss=5.0))
     return tmp_path / "run.jsonl"
 

@@ -74,7 +74,7 @@ class SlowTier(Tier):
 
     def reserve(self, name: str, nbytes: int, kind: str, *, committed: bool = False) -> Slot:
         self.contents[name] = torch.zeros(nbytes, dtype=torch.uint8)
-        return Slot(name, nbytes, kind)
+        return Slot(name=name, nbytes=nbytes, kind=kind)
 
     def release(self, slot: Slot) -> None:
         del self.contents[slot.name]

@@ -72,7 +72,7 @@ def test_no_clipping_leaves_the_scale_alone() -> None:
     grads = norms_of([torch.randn(100) * 1e6])
     assert check_gradients(grads, 1.0, 0.0).grad_scale == 1.0
     assert check_gradients(grads, 1024.0, 0.0).grad_scale == 1 / 1024
-    assert check_gradients([], 8.0, 1.0) == GradCheck(True, 0.0, 1 / 8)
+    assert check_gradients([], 8.0, 1.0) == GradCheck(finite=True, norm=0.0, grad_scale=1 / 8)
 
 
 @pytest.mark.parametrize("loss_scale", [2.0, 65536.0])

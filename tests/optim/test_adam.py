@@ -40,7 +40,7 @@ def kernel(library: Path) -> Iterator[UpdateKernel]:
 
 def make_run(rule: AdamRule, master: torch.Tensor, hyper: dict[str, Any], out: torch.Tensor | None = None) -> Run:
     state = {f.name: torch.zeros(f.shape, dtype=f.dtype) for f in rule.state_fields(tuple(master.shape), hyper)}
-    return Run(master, torch.empty(0), state, {}, hyper, out)
+    return Run(master=master, grad=torch.empty(0), state=state, scalars={}, hyper=hyper, out=out)
 
 
 def cut(run: Run, places: list[int]) -> list[Run]:
@@ -48,13 +48,13 @@ def cut(run: Run, places: list[int]) -> list[Run]:
     edges = [0, *places, run.master.numel()]
     return [
         Run(
-            run.master[a:b],
-            run.grad[a:b],
-            {name: array[a:b] for name, array in run.state.items()},
-            dict(run.scalars),
-            run.hyper,
-            None if run.out is None else run.out[a:b],
-            run.grad_scale,
+            master=run.master[a:b],
+            grad=run.grad[a:b],
+            state={name: array[a:b] for name, array in run.state.items()},
+            scalars=dict(run.scalars),
+            hyper=run.hyper,
+            out=None if run.out is None else run.out[a:b],
+            grad_scale=run.grad_scale,
         )
         for a, b in itertools.pairwise(edges)
     ]

@@ -104,7 +104,14 @@ def test_a_second_moment_never_becomes_zero_and_a_nan_stays_one(kernel: UpdateKe
 
 def make_run(rule: QuantizedAdam, master: torch.Tensor) -> Run:
     state = {f.name: torch.zeros(f.shape, dtype=f.dtype) for f in rule.state_fields(tuple(master.shape), HYPER)}
-    return Run(master, torch.empty(0), state, {}, HYPER, torch.zeros(master.numel(), dtype=torch.bfloat16))
+    return Run(
+        master=master,
+        grad=torch.empty(0),
+        state=state,
+        scalars={},
+        hyper=HYPER,
+        out=torch.zeros(master.numel(), dtype=torch.bfloat16),
+    )
 
 
 def cut(run: Run, places: list[int]) -> list[Run]:
@@ -115,7 +122,16 @@ def cut(run: Run, places: list[int]) -> list[Run]:
         blocks = slice(a // QUANTIZED_BLOCK_NUMEL, -(-b // QUANTIZED_BLOCK_NUMEL))
         state = {name: array[blocks if name.endswith("_scale") else slice(a, b)] for name, array in run.state.items()}
         assert run.out is not None
-        pieces.append(Run(run.master[a:b], run.grad[a:b], state, dict(run.scalars), HYPER, run.out[a:b]))
+        pieces.append(
+            Run(
+                master=run.master[a:b],
+                grad=run.grad[a:b],
+                state=state,
+                scalars=dict(run.scalars),
+                hyper=HYPER,
+                out=run.out[a:b],
+            )
+        )
     return pieces
 
 
@@ -146,7 +162,7 @@ def test_second_moments_follow_a_change_smaller_than_a_code() -> None:
     numel = 20_000
     runs = [make_run(lossy, torch.zeros(numel))]
     state = {f.name: torch.zeros(f.shape, dtype=f.dtype) for f in exact.state_fields((numel,), HYPER)}
-    runs.append(Run(torch.zeros(numel), torch.empty(0), state, {}, HYPER))
+    runs.append(Run(master=torch.zeros(numel), grad=torch.empty(0), state=state, scalars={}, hyper=HYPER))
     for step in range(200):
         grad = torch.randn(numel) * (10.0 if step < 5 else 1.0)
         for run, rule in zip(runs, (lossy, exact), strict=True):

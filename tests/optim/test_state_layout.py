@@ -32,7 +32,10 @@ class Fields(UpdateRule):
         self.elementwise = elementwise
 
     def state_fields(self, shape: tuple[int, ...], hyper: Mapping[str, Any]) -> list[StateField]:
-        return [StateField(n, shape, torch.uint8 if n[0] == "b" else torch.float32) for n in hyper["fields"]]
+        return [
+            StateField(name=n, shape=shape, dtype=torch.uint8 if n[0] == "b" else torch.float32)
+            for n in hyper["fields"]
+        ]
 
     def init_state(self, run: Run) -> None: ...
 

@@ -38,7 +38,7 @@ def assert_bits_of_torch(rule: NativeRule, kind: type[torch.optim.Optimizer], **
     parameter = torch.nn.Parameter(torch.randn(5000))
     optimizer = kind([parameter], **hyper)
     state = {f.name: torch.zeros(f.shape, dtype=f.dtype) for f in rule.state_fields((5000,), hyper)}
-    run = Run(parameter.detach().clone(), torch.empty(0), state, {}, hyper)
+    run = Run(master=parameter.detach().clone(), grad=torch.empty(0), state=state, scalars={}, hyper=hyper)
     for _ in range(4):
         parameter.grad = torch.randn(5000)
         run.grad = parameter.grad.clone()

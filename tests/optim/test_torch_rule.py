@@ -114,7 +114,13 @@ def random_gradients(generator: torch.Generator) -> list[torch.Tensor | None]:
 
 def new_run(rule: TorchRule, master: torch.Tensor, hyper: dict[str, Any]) -> Run:
     fields = rule.state_fields(tuple(master.shape), hyper)
-    run = Run(master, torch.zeros(0), {f.name: torch.zeros(f.shape, dtype=f.dtype) for f in fields}, {}, hyper)
+    run = Run(
+        master=master,
+        grad=torch.zeros(0),
+        state={f.name: torch.zeros(f.shape, dtype=f.dtype) for f in fields},
+        scalars={},
+        hyper=hyper,
+    )
     rule.init_state(run)
     return run
 
@@ -498,7 +504,7 @@ def test_muon_refuses_a_vector_when_the_plan_is_made() -> None:
 @pytest.mark.parametrize("option", ["differentiable", "capturable", "fused"])
 def test_options_that_change_the_update_are_refused_before_any_write(option: str) -> None:
     rule = TorchRule(torch.optim.Adam, {"lr": 0.1})
-    run = Run(torch.ones(3), torch.ones(3), {}, {}, {"lr": 0.1, option: True})
+    run = Run(master=torch.ones(3), grad=torch.ones(3), state={}, scalars={}, hyper={"lr": 0.1, option: True})
     with pytest.raises(ModelError, match=option):
         rule.update([run])
     assert torch.equal(run.master, torch.ones(3))

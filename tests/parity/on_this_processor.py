@@ -62,7 +62,13 @@ def compare_steps(name: str, kernel: UpdateKernel | None) -> bool:
     param = torch.nn.Parameter(torch.randn(numel))
     optimizer = kind([param], **hyper)
     fields = rule.state_fields((numel,), hyper)
-    run = Run(param.detach().clone(), torch.empty(0), {f.name: torch.zeros(numel) for f in fields}, {}, hyper)
+    run = Run(
+        master=param.detach().clone(),
+        grad=torch.empty(0),
+        state={f.name: torch.zeros(numel) for f in fields},
+        scalars={},
+        hyper=hyper,
+    )
     rule.init_state(run)
     for step in range(6):
         param.grad = torch.randn(numel) * 10.0 ** (torch.rand(numel) * 6 - 3)

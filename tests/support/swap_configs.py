@@ -24,7 +24,12 @@ SIZES = st.one_of(
 def shapes(draw: st.DrawFn) -> GPTConfig:
     hidden = draw(st.integers(1, 300))
     return GPTConfig(
-        draw(st.integers(1, 5)), hidden, 1, draw(st.integers(1, 700)), draw(st.integers(1, 99)), draw(st.booleans())
+        layers=draw(st.integers(1, 5)),
+        hidden=hidden,
+        heads=1,
+        vocab=draw(st.integers(1, 700)),
+        context=draw(st.integers(1, 99)),
+        tied=draw(st.booleans()),
     )
 
 

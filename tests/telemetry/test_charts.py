@@ -34,7 +34,7 @@ def parse(svg: str) -> ElementTree.Element:
 
 
 def line(points: list[tuple[float, float]]) -> list[Series]:
-    return [Series(NASTY, "c0", points)]
+    return [Series(name=NASTY, style="c0", points=points)]
 
 
 @given(st.floats(-1e9, 1e9), st.floats(1e-6, 1e9), st.integers(2, 10))
@@ -98,7 +98,9 @@ def test_nothing_recorded_is_said() -> None:
 
 
 def test_stacked_bars_stand_on_each_other() -> None:
-    layers = [Series(name, "c0", [(1, value), (2, value)]) for name, value in (("a", 1.0), ("b", 2.0))]
+    layers = [
+        Series(name=name, style="c0", points=[(1, value), (2, value)]) for name, value in (("a", 1.0), ("b", 2.0))
+    ]
     boxes = [
         {name: float(box.attrib[name]) for name in ("x", "y", "height")}
         for box in parse(stacked_chart("", "step", "s", layers)).iterfind("rect")
@@ -109,7 +111,10 @@ def test_stacked_bars_stand_on_each_other() -> None:
 
 
 def test_a_bar_is_labelled_where_its_name_fits() -> None:
-    bars = [Bar(0, 0.0, 90.0, "c0", "long enough", "tip"), Bar(1, 90.0, 91.0, "c1", "too long for this", NASTY)]
+    bars = [
+        Bar(row=0, start=0.0, end=90.0, style="c0", label="long enough", tip="tip"),
+        Bar(row=1, start=90.0, end=91.0, style="c1", label="too long for this", tip=NASTY),
+    ]
     svg = parse(timeline_chart("", "ms", ["compute", "disk"], bars))
     labels = [text for text in svg.iterfind("text") if text.attrib["class"] == "inside"]
     assert [label.text for label in labels] == ["long enough"]
@@ -130,8 +135,11 @@ def test_a_legend_is_escaped() -> None:
 
 
 def test_a_label_that_another_bar_would_cover_is_left_out() -> None:
-    bars = [Bar(0, 0.0, 10.0, "update", "outer", "tip"), Bar(0, 0.1, 9.0, "update", "inner", "tip")]
+    bars = [
+        Bar(row=0, start=0.0, end=10.0, style="update", label="outer", tip="tip"),
+        Bar(row=0, start=0.1, end=9.0, style="update", label="inner", tip="tip"),
+    ]
     assert re.findall(r'class="inside"[^>]*>(\w+)<', timeline_chart("t", "s", ["row"], bars)) == ["inner"]
-    apart = [bars[0], Bar(1, 0.1, 9.0, "update", "inner", "tip")]
+    apart = [bars[0], Bar(row=1, start=0.1, end=9.0, style="update", label="inner", tip="tip")]
     drawn = re.findall(r'class="inside"[^>]*>(\w+)<', timeline_chart("t", "s", ["row", "row"], apart))
     assert drawn == ["outer", "inner"]

@@ -39,7 +39,7 @@ def test_a_record_is_cut_after_a_whole_line_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, room: int
 ) -> None:
     path = tmp_path / "report.jsonl"
-    log = RunLog(RunHeader("gpt", 1), path)
+    log = RunLog(RunHeader(model="gpt", num_parameters=1), path)
     monkeypatch.setattr(runlog, "os", Disk(room))
     for step in range(1, 30):
         log.add(StepReport(step=step, wall_s=1.0, seconds={}))
@@ -62,7 +62,7 @@ def test_a_trace_is_cut_and_still_json(
     trace = TraceWriter(path)
     monkeypatch.setattr(runlog, "os", Disk(room))
     for step in range(30):
-        trace.write([Span("compute", f"step {step}", step, step + 0.5, 0, "")])
+        trace.write([Span(lane="compute", name=f"step {step}", start_s=step, end_s=step + 0.5, nbytes=0, kind="")])
     trace.close()
     assert len(caplog.messages) == 1
     assert "could not be written on" in json.dumps(json.loads(path.read_text())[-1])

@@ -13,7 +13,7 @@ from tiered_zero.telemetry.report import StepReport
 from tiered_zero.telemetry.runlog import RunHeader, read_run
 from tiered_zero.telemetry.spans import Recorder
 
-HEADER = RunHeader("gpt", 10)
+HEADER = RunHeader(model="gpt", num_parameters=10)
 
 
 def take_steps(observer: RunObserver, recorder: Recorder, num_steps: int) -> list[bool]:

@@ -50,7 +50,10 @@ class Outline(HTMLParser):
 
 def make_run(num_steps: int = 3) -> Run:
     header = RunHeader(
-        "gpt <b>", 1000, {"device": {"parameters": 2 * MIB}, "nvme": {"state": 6 * MIB}}, {"engine": "&"}
+        model="gpt <b>",
+        num_parameters=1000,
+        planned_nbytes={"device": {"parameters": 2 * MIB}, "nvme": {"state": 6 * MIB}},
+        facts={"engine": "&"},
     )
     steps = [
         StepReport(
@@ -66,9 +69,15 @@ def make_run(num_steps: int = 3) -> Run:
         )
         for step in range(1, num_steps + 1)
     ]
-    spans = [Span("compute", "forward", 1.0, 1.4, 0, "forward"), Span("compute", "block.0", 1.0, 1.1, 0, "wait_param")]
-    spans += [Span("disk read", "block.0", 1.0 + i / 10, 1.15 + i / 10, MIB, "read") for i in range(2)]
-    return Run(header, steps, Timeline(2, spans))
+    spans = [
+        Span(lane="compute", name="forward", start_s=1.0, end_s=1.4, nbytes=0, kind="forward"),
+        Span(lane="compute", name="block.0", start_s=1.0, end_s=1.1, nbytes=0, kind="wait_param"),
+    ]
+    spans += [
+        Span(lane="disk read", name="block.0", start_s=1.0 + i / 10, end_s=1.15 + i / 10, nbytes=MIB, kind="read")
+        for i in range(2)
+    ]
+    return Run(header=header, steps=steps, timeline=Timeline(step=2, spans=spans))
 
 
 def test_it_is_whole_html_without_anything_from_outside() -> None:
@@ -97,9 +106,12 @@ def test_a_run_that_was_resumed_says_after_which_step() -> None:
 
 
 def test_what_was_not_recorded_is_said() -> None:
-    words = Outline(render_page(Run(RunHeader("m", 0)), "empty")).words
+    words = Outline(render_page(Run(header=RunHeader(model="m", num_parameters=0)), "empty")).words
     assert words.count("Not recorded.") == 7
-    bare = Run(RunHeader("m", 0), [StepReport(step=1, wall_s=1.0, seconds={"other": 1.0}, loss=math.nan)])
+    bare = Run(
+        header=RunHeader(model="m", num_parameters=0),
+        steps=[StepReport(step=1, wall_s=1.0, seconds={"other": 1.0}, loss=math.nan)],
+    )
     words = Outline(render_page(bare, "bare")).words
     assert "Steps/s" in words and words.count("Not recorded.") == 5
 
@@ -107,7 +119,11 @@ def test_what_was_not_recorded_is_said() -> None:
 def test_a_timeline_of_many_spans_keeps_the_longest() -> None:
     run = make_run()
     run.timeline = Timeline(
-        1, [Span("update", "x", float(i), i + (i + 1) / 1e4, 0, "update") for i in range(MAX_BARS + 5)]
+        step=1,
+        spans=[
+            Span(lane="update", name="x", start_s=float(i), end_s=i + (i + 1) / 1e4, nbytes=0, kind="update")
+            for i in range(MAX_BARS + 5)
+        ],
     )
     page = render_page(run, "long")
     assert page.count("update: x") == MAX_BARS
@@ -116,10 +132,13 @@ def test_a_timeline_of_many_spans_keeps_the_longest() -> None:
 
 def test_a_timeline_begins_with_the_step_and_stays_low() -> None:
     """Reads that were begun under the step before are drawn from its start on, and of many at a time only some."""
-    reads = [Span("disk read", f"r{i}", 8.0 + i / 100, 12.0 + i / 100, 0, "read") for i in range(20)]
-    early = Span("disk read", "early", 8.0, 9.0, 0, "read")
-    step = Span("compute", "forward", 10.0, 14.0, 0, "forward")
-    svg = draw_timeline(Timeline(1, [*reads, early, step]))
+    reads = [
+        Span(lane="disk read", name=f"r{i}", start_s=8.0 + i / 100, end_s=12.0 + i / 100, nbytes=0, kind="read")
+        for i in range(20)
+    ]
+    early = Span(lane="disk read", name="early", start_s=8.0, end_s=9.0, nbytes=0, kind="read")
+    step = Span(lane="compute", name="forward", start_s=10.0, end_s=14.0, nbytes=0, kind="forward")
+    svg = draw_timeline(Timeline(step=1, spans=[*reads, early, step]))
     assert "early (read)" not in svg and svg.count("(read)") == MAX_ROWS
     assert "disk read: r0 (read), 2 s" in svg and "r5 (read)" in svg and "r6 (read)" not in svg
     assert "compute: forward (forward), 4 s" in svg

@@ -14,10 +14,19 @@ from tiered_zero.telemetry.report import StepReport
 from tiered_zero.telemetry.runlog import RunHeader, RunLog, Timeline, read_run
 from tiered_zero.telemetry.spans import Span
 
-HEADER = RunHeader("gpt", 1000, {"device": {"parameters": 5, "window": 3}}, {"engine": "threads"})
+HEADER = RunHeader(
+    model="gpt",
+    num_parameters=1000,
+    planned_nbytes={"device": {"parameters": 5, "window": 3}},
+    facts={"engine": "threads"},
+)
 STEPS = [StepReport(step=step, wall_s=1.0, seconds={"forward": 1.0}, loss=5.0 / step, tokens=8) for step in (1, 2, 3)]
 TIMELINE = Timeline(
-    2, [Span("compute", "block.0", 1.0, 2.0, 0, "forward"), Span("disk read", "x", 1.5, 1.6, 512, "read")]
+    step=2,
+    spans=[
+        Span(lane="compute", name="block.0", start_s=1.0, end_s=2.0, nbytes=0, kind="forward"),
+        Span(lane="disk read", name="x", start_s=1.5, end_s=1.6, nbytes=512, kind="read"),
+    ],
 )
 
 

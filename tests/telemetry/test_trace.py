@@ -30,8 +30,13 @@ def rows(events: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
 
 
 def test_every_lane_and_every_wait_has_a_named_row(tmp_path: Path) -> None:
-    spans = [Span(lane, f"{lane} of block.0", 1.0, 2.0, 10, "work") for lane in LANES]
-    spans += [Span("compute", "block.0", 3.0 + i, 3.5 + i, 0, cause) for i, cause in enumerate(WAIT_CAUSES)]
+    spans = [
+        Span(lane=lane, name=f"{lane} of block.0", start_s=1.0, end_s=2.0, nbytes=10, kind="work") for lane in LANES
+    ]
+    spans += [
+        Span(lane="compute", name="block.0", start_s=3.0 + i, end_s=3.5 + i, nbytes=0, kind=cause)
+        for i, cause in enumerate(WAIT_CAUSES)
+    ]
     path = tmp_path / "trace.json"
     with closing(TraceWriter(path, {"model": "gpt"})) as trace:
         trace.write(spans)
@@ -44,11 +49,11 @@ def test_every_lane_and_every_wait_has_a_named_row(tmp_path: Path) -> None:
 
 
 def test_overlapping_requests_go_to_further_rows_and_nested_spans_do_not(tmp_path: Path) -> None:
-    reads = [Span("disk read", f"r{i}", float(i), i + 2.5) for i in range(4)]
+    reads = [Span(lane="disk read", name=f"r{i}", start_s=float(i), end_s=i + 2.5) for i in range(4)]
     nested = [
-        Span("compute", "outer", 0.0, 9.0),
-        Span("compute", "inner", 1.0, 2.0),
-        Span("compute", "later", 9.0, 9.5),
+        Span(lane="compute", name="outer", start_s=0.0, end_s=9.0),
+        Span(lane="compute", name="inner", start_s=1.0, end_s=2.0),
+        Span(lane="compute", name="later", start_s=9.0, end_s=9.5),
     ]
     with closing(TraceWriter(tmp_path / "trace.json")) as trace:
         trace.write(reversed(reads + nested))
@@ -64,8 +69,13 @@ def test_overlapping_requests_go_to_further_rows_and_nested_spans_do_not(tmp_pat
 def test_spans_on_a_row_nest_across_batches(tmp_path: Path) -> None:
     """A span of the last step that ends in this one comes late; no row may then hold a partial overlap."""
     with closing(TraceWriter(tmp_path / "trace.json")) as trace:
-        trace.write([Span("update", "a", 5.0, 6.0)])
-        trace.write([Span("update", "late", 4.0, 5.5), Span("update", "b", 6.0, 7.0)])
+        trace.write([Span(lane="update", name="a", start_s=5.0, end_s=6.0)])
+        trace.write(
+            [
+                Span(lane="update", name="late", start_s=4.0, end_s=5.5),
+                Span(lane="update", name="b", start_s=6.0, end_s=7.0),
+            ]
+        )
     for events in rows(read_events(tmp_path / "trace.json")).values():
         starts = [event["ts"] for event in events]
         assert starts == sorted(starts)
@@ -73,7 +83,7 @@ def test_spans_on_a_row_nest_across_batches(tmp_path: Path) -> None:
 
 def test_a_killed_run_leaves_a_trace_that_opens(tmp_path: Path) -> None:
     trace = TraceWriter(tmp_path / "trace.json")
-    trace.write([Span("compute", "forward", 1.0, 2.0)])
+    trace.write([Span(lane="compute", name="forward", start_s=1.0, end_s=2.0)])
     text = (tmp_path / "trace.json").read_text()
     assert text.startswith("[") and text.endswith(",\n"), "the array form, whose end may be missing"
     assert len(json.loads(text.rstrip(",\n") + "]")) == 5

@@ -83,7 +83,7 @@ def gradients_of(units: Sequence[int]) -> StepGradients:
         )
         for unit in UNITS
     }
-    return StepGradients(shares)
+    return StepGradients(shares=shares)
 
 
 def test_a_unit_is_gathered_while_those_behind_are_updated(runtime: Runtime) -> None:

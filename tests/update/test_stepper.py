@@ -44,7 +44,7 @@ class Momentum(UpdateRule):
         self._log = log
 
     def state_fields(self, shape: tuple[int, ...], hyper: Mapping[str, Any]) -> list[StateField]:
-        return [StateField("m", shape, torch.float32)]
+        return [StateField(name="m", shape=shape, dtype=torch.float32)]
 
     def init_state(self, run: Run) -> None:
         run.state["m"].fill_(0.5)

@@ -161,7 +161,9 @@ def make_observers(run_spec: RunSpec, runtime: Runtime, resources: Teardown) -> 
         "device": str(runtime.accelerator.device),
         "rule": run_spec.rule.name,
     }
-    header = RunHeader(type(run_spec.model).__name__, num_parameters, planned, facts)
+    header = RunHeader(
+        model=type(run_spec.model).__name__, num_parameters=num_parameters, planned_nbytes=planned, facts=facts
+    )
     observer = RunObserver(runtime.recorder, header, settings.report, settings.trace)
     resources.add("observers", observer.close)
     return [log, observer]

@@ -64,7 +64,7 @@ class Appended(NamedTuple):
 
 
 @final
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class _OpenFile:
     """A data file that is being written. `nbytes`: appended so far; `reserved_nbytes`: blocks that it has.
 
@@ -182,7 +182,7 @@ class DataWriter:
         """The file that takes the next `nbytes`, with blocks for them."""
         if not self._files or self._files[-1].nbytes + nbytes > max(_MOST_FILE_NBYTES, nbytes):
             name = f"{self._prefix}-{len(self._files):05d}.bin"
-            self._files.append(_OpenFile(name, engine.open(str(self._directory / name), create=True)))
+            self._files.append(_OpenFile(name=name, file=engine.open(str(self._directory / name), create=True)))
         file = self._files[-1]
         if file.nbytes + nbytes > file.reserved_nbytes:
             ahead_nbytes = min(self._left_nbytes, _MOST_FILE_NBYTES - file.nbytes)

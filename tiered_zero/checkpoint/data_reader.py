@@ -153,7 +153,7 @@ class DataReader:
             buffer = self._free[-1]
             into = buffer[: window.stop - window.start]
         transfer = self._engine.read(self._file(window.file), window.start, into)
-        verified = self._windows[window] = _Verified(window, buffer, into, transfer)
+        verified = self._windows[window] = _Verified(run=window, buffer=buffer, memory=into, transfer=transfer)
         if buffer is not None:
             self._free.pop()
         assert self._worker is not None, "made by the first read"
@@ -193,7 +193,7 @@ class DataReader:
 
 
 @final
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class _Verified:
     """A run that is being read and compared. `memory`: the part of `buffer` that it takes, or the caller's. `problems`:
     chunks that are not as written, once `compared` is done."""

@@ -169,7 +169,7 @@ class _Filling:
         return None if self.address is None else self.address + offset - self.placed.run.start
 
 
-@dataclass
+@dataclass(kw_only=True)
 class _Span:
     """Bytes of a file that go to memory as they are: to `storage`, from its byte `start` on."""
 
@@ -206,7 +206,7 @@ def _spans(fillings: Iterable[_Filling]) -> deque[_Span]:
         if last is not None and goes_on and last.start + run.start - last.run.start == start:
             last.run = last.run._replace(stop=run.stop)
         else:
-            found.append(_Span(run, storage, start))
+            found.append(_Span(run=run, storage=storage, start=start))
     return found
 
 

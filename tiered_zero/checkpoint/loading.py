@@ -270,7 +270,9 @@ class StateLoader:
                 own = masters[piece.start : piece.stop]
                 own = own if self._state.rule.elementwise else piece.param.view(own)
                 state = layout.state(work.raw, piece, piece.start, piece.stop)
-                self._state.rule.init_state(Run(own, own, state, {}, self._groups[piece.group]))
+                self._state.rule.init_state(
+                    Run(master=own, grad=own, state=state, scalars={}, hyper=self._groups[piece.group])
+                )
 
     # -- parameters without a master, and buffers ----------------------------------------------------------------------
 

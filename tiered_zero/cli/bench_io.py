@@ -67,7 +67,7 @@ Measure = Callable[[Setting, str, float], float]
 """(setting, mode, seconds) -> bytes/s."""
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Search:
     """What was found. `rates`: setting -> mode -> bytes/s, of its last and longest trial. `ranking`: best first; those
     that came further in the search stand before those that did not."""
@@ -163,7 +163,7 @@ def measure_directory(directory: Path, end_s: float) -> dict[str, Any]:
             engine = BUILDERS[setting.engine](
                 direct=selection.direct,
                 alignment=selection.alignment,
-                settings=IOSettings(setting.block_nbytes, setting.depth),
+                settings=IOSettings(block_size=setting.block_nbytes, queue_depth=setting.depth),
                 io_timeout_s=60.0,
             )
             try:

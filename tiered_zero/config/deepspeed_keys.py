@@ -29,7 +29,7 @@ class Fate(str, Enum):
     REFUSED = "refused"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Key:
     """One key. `why` is the effect, or the reason that there is none, or the reason of the refusal.
 
@@ -130,27 +130,31 @@ _STATES = "tiered_zero.state_format says how master weights and optimizer state 
 
 
 def _no_effect(section: str, why: str, **defaults: Any) -> list[Key]:
-    return [Key(section + name, Fate.NO_EFFECT, why, default) for name, default in defaults.items()]
+    return [
+        Key(path=section + name, fate=Fate.NO_EFFECT, why=why, default=default) for name, default in defaults.items()
+    ]
 
 
 def _refused(path: str, why: str, *allowed: Any) -> Key:
     """`allowed`: every value that is taken; without any, only false."""
-    return Key(path, Fate.REFUSED, why, allowed=allowed or (False,))
+    return Key(path=path, fate=Fate.REFUSED, why=why, allowed=allowed or (False,))
 
 
 def _refused_sections(why: str, *names: str, on: bool = False) -> list[Key]:
     """`on`: a section that does not say `enabled` is on; in DeepSpeed most are off then."""
-    return [Key(name, Fate.REFUSED, why, default={} if on else {"enabled": False}) for name in names]
+    return [Key(path=name, fate=Fate.REFUSED, why=why, default={} if on else {"enabled": False}) for name in names]
 
 
 def _bare(*names: str) -> list[Key]:
     """DeepSpeed reads `stage3_x` and `x` alike."""
     prefix = "zero_optimization."
-    return [Key(prefix + n, Fate.RENAMED, "bare name", to=f"{prefix}stage3_{n}", quiet=True) for n in names]
+    return [
+        Key(path=prefix + n, fate=Fate.RENAMED, why="bare name", to=f"{prefix}stage3_{n}", quiet=True) for n in names
+    ]
 
 
 def _old(path: str, to: str, why: str = "old name") -> Key:
-    return Key(path, Fate.RENAMED, why, to=to)
+    return Key(path=path, fate=Fate.RENAMED, why=why, to=to)
 
 
 OTHERS: tuple[Key, ...] = (
@@ -297,7 +301,9 @@ def _honoured(schema: type[BaseModel], prefix: str) -> Iterator[Key]:
             yield from _honoured(section, f"{prefix}{name}.")
         else:
             default = field.get_default(call_default_factory=True)
-            yield Key(prefix + (field.alias or name), Fate.HONOURED, field.description or "", default)
+            yield Key(
+                path=prefix + (field.alias or name), fate=Fate.HONOURED, why=field.description or "", default=default
+            )
 
 
 def asks_for_something(key: Key, value: Any) -> bool:

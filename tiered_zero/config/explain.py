@@ -13,7 +13,7 @@ from tiered_zero.config.deepspeed_keys import Fate, Key, asks_for_something, tab
 Source = Literal["file", "default", "auto", "derived", "renamed"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class KeyReport:
     """One key: its value as understood, where that comes from, and what it does here."""
 
@@ -24,7 +24,7 @@ class KeyReport:
     effect: str
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Reading:
     """What the loader saw on the way from the file to the values."""
 
@@ -101,7 +101,7 @@ def _honoured(node: BaseModel, reading: Reading, prefix: str, keys: Mapping[str,
             arguments |= {auto: given for auto, given in reading.auto.items() if auto.startswith(f"{path}.")}
             for argument, given in arguments.items():
                 source: Source = "auto" if argument in reading.auto else "file"
-                yield KeyReport(argument, given, source, Fate.HONOURED, keys[path].why)
+                yield KeyReport(path=argument, value=given, source=source, fate=Fate.HONOURED, effect=keys[path].why)
         else:
             yield _live(keys[path], value, name in node.model_fields_set, reading)
 
@@ -109,13 +109,15 @@ def _honoured(node: BaseModel, reading: Reading, prefix: str, keys: Mapping[str,
 def _live(key: Key, value: Any, given: bool, reading: Reading) -> KeyReport:
     written_as = reading.written_as(key.path) if given else ""
     if written_as:
-        return KeyReport(key.path, value, "renamed", key.fate, f"{key.why} (written as {written_as})")
+        return KeyReport(
+            path=key.path, value=value, source="renamed", fate=key.fate, effect=f"{key.why} (written as {written_as})"
+        )
     source: Source = "file" if given else "default"
     if key.path in reading.auto:
         source = "auto"
     elif key.path in reading.derived:
         source = "derived"
-    return KeyReport(key.path, value, source, key.fate, key.why)
+    return KeyReport(path=key.path, value=value, source=source, fate=key.fate, effect=key.why)
 
 
 def _idle(key: Key, value: Any, reading: Reading) -> KeyReport:
@@ -124,8 +126,10 @@ def _idle(key: Key, value: Any, reading: Reading) -> KeyReport:
     if key.fate is Fate.REFUSED:
         why = f"{'switched off; on, it' if False in key.allowed else 'any other value'} is refused: {key.why}"
     if written_as:
-        return KeyReport(key.path, value, "renamed", Fate.NO_EFFECT, f"{why} (written as {written_as})")
-    return KeyReport(key.path, value, "file", Fate.NO_EFFECT, why)
+        return KeyReport(
+            path=key.path, value=value, source="renamed", fate=Fate.NO_EFFECT, effect=f"{why} (written as {written_as})"
+        )
+    return KeyReport(path=key.path, value=value, source="file", fate=Fate.NO_EFFECT, effect=why)
 
 
 def _inline(node: Any, definitions: Mapping[str, Any]) -> Any:

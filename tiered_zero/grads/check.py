@@ -11,7 +11,7 @@ import torch
 from tiered_zero.layout.flat import ParamSpec
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class GradCheck:
     """What one step's gradients are. `norm`: global L2 norm of the unscaled gradients. `grad_scale`: what the update
     multiplies gradients by (unscale and clip in one). `first_bad`: the first parameter whose gradient is not finite."""
@@ -40,7 +40,7 @@ def check_gradients(norms: Sequence[tuple[ParamSpec, torch.Tensor]], loss_scale:
     if not torch.isfinite(total):
         named = (spec.name for (spec, _), norm in zip(norms, values, strict=True) if not torch.isfinite(norm))
         bad = next(named, norms[0][0].name)
-    return GradCheck(bad is None, total.item(), scale / loss_scale, bad)
+    return GradCheck(finite=bad is None, norm=total.item(), grad_scale=scale / loss_scale, first_bad=bad)
 
 
 def check_squares(squares: float, first_bad: str | None, loss_scale: float, max_norm: float) -> GradCheck:
@@ -50,4 +50,4 @@ def check_squares(squares: float, first_bad: str | None, loss_scale: float, max_
     norm = math.sqrt(squares) / loss_scale if squares >= 0 else math.nan
     total = torch.tensor(norm, dtype=torch.float64, device="cpu")
     scale = torch.clamp(max_norm / (total + 1e-6), max=1.0).item() if max_norm > 0 else 1.0
-    return GradCheck(finite, norm, scale / loss_scale, first_bad)
+    return GradCheck(finite=finite, norm=norm, grad_scale=scale / loss_scale, first_bad=first_bad)

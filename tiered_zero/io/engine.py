@@ -9,7 +9,7 @@ from tiered_zero.sizes import GIB, MIB, PAGE_NBYTES, align_up
 from tiered_zero.transfer import Transfer
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class IOSettings:
     """The `aio` section of the configuration, and what each key does to each engine.
 

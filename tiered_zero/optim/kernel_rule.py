@@ -53,7 +53,7 @@ _ROUNDS_OTHERWISE = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Batch:
     """Runs of one param group, phase, scale and set of dtypes. The table holds the address of `hyper`."""
 
@@ -126,7 +126,7 @@ class NativeRule(UpdateRule):
 
     def state_fields(self, shape: tuple[int, ...], hyper: Mapping[str, Any]) -> list[StateField]:
         names = self._array_names({**self._defaults, **hyper})
-        return [StateField(name, shape, self.state_dtype) for name in names]
+        return [StateField(name=name, shape=shape, dtype=self.state_dtype) for name in names]
 
     def first_state(self, shape: tuple[int, ...], hyper: Mapping[str, Any]) -> dict[str, Any]:
         return self._reference.first_state(shape, {**self._defaults, **hyper})
@@ -201,7 +201,9 @@ class NativeRule(UpdateRule):
             values = torch.arange(1, _PROBE_NUMEL + 1, dtype=torch.float32).mul_(0.618034).frac_()
             grad = values.flip(0).sub_(0.5).to(torch.bfloat16)
             state = {f.name: torch.zeros(f.shape, dtype=f.dtype) for f in self.state_fields((_PROBE_NUMEL,), {})}
-            run = Run(values, grad, state, {}, self._defaults, torch.zeros_like(grad))
+            run = Run(
+                master=values, grad=grad, state=state, scalars={}, hyper=self._defaults, out=torch.zeros_like(grad)
+            )
             self.init_state(run)
             self.update([run])
             start_s = time.perf_counter()
@@ -254,7 +256,7 @@ class NativeRule(UpdateRule):
                 table[:, index] = list(map(torch.Tensor.data_ptr, column))
         table[:, -2] = numels
         table[:, -1] = ctypes.addressof(hyper)
-        return _Batch(runs, table, hyper, self._next_scalars(values, first.scalars))
+        return _Batch(runs=runs, table=table, hyper=hyper, scalars=self._next_scalars(values, first.scalars))
 
     def _update_by_torch(self, run: Run) -> None:
         """Step by torch's own code. TorchRule cuts plain fp32 runs itself; other formats pass through fp32 copies of
@@ -322,7 +324,11 @@ class NativeRule(UpdateRule):
         numel = sum(_TRIAL_NUMELS)
         values = torch.randn(2, numel, generator=generator, dtype=torch.float32, device="cpu")
         masters, grads = (row.split_with_sizes(_TRIAL_NUMELS) for row in values)
-        runs = [Run(*pair, {}, self._next_scalars(hyper, {}), hyper) for pair in zip(masters, grads, strict=True)]
+        scalars = self._next_scalars(hyper, {})
+        runs = [
+            Run(master=master, grad=grad, state={}, scalars=dict(scalars), hyper=hyper)
+            for master, grad in zip(masters, grads, strict=True)
+        ]
         for field in self.state_fields((numel,), hyper):
             array = torch.rand(numel, generator=generator, dtype=torch.float32, device="cpu").to(field.dtype)
             for run, part in zip(runs, array.split_with_sizes(_TRIAL_NUMELS), strict=True):

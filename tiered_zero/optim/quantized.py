@@ -52,8 +52,9 @@ class QuantizedAdam(UpdateRule):
     def state_fields(self, shape: tuple[int, ...], hyper: Mapping[str, Any]) -> list[StateField]:
         names = [field.name for field in self._inner.state_fields(shape, hyper)]
         scales = (-(-shape[0] // QUANTIZED_BLOCK_NUMEL),)
-        return [StateField(name, shape, _dtype(name)) for name in names] + [
-            StateField(_scale(name), scales, torch.float32, QUANTIZED_BLOCK_NUMEL) for name in names
+        return [StateField(name=name, shape=shape, dtype=_dtype(name)) for name in names] + [
+            StateField(name=_scale(name), shape=scales, dtype=torch.float32, block_numel=QUANTIZED_BLOCK_NUMEL)
+            for name in names
         ]
 
     def update(self, runs: Sequence[Run]) -> None:
@@ -110,7 +111,15 @@ class QuantizedAdam(UpdateRule):
             decode(*array, kernel)
         state = {name: values for name, (_, _, values) in arrays.items()}
         out = None if run.out is None else run.out[part]
-        chunk = Run(run.master[part], run.grad[part], state, dict(run.scalars), run.hyper, out, run.grad_scale)
+        chunk = Run(
+            master=run.master[part],
+            grad=run.grad[part],
+            state=state,
+            scalars=dict(run.scalars),
+            hyper=run.hyper,
+            out=out,
+            grad_scale=run.grad_scale,
+        )
         self._inner.update([chunk])
         seed = self._inner.seed_of(chunk.scalars["step"])
         for which, array in enumerate(arrays.values()):

@@ -13,7 +13,7 @@ import torch
 from tiered_zero.native.update import UpdateKernel
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StateField:
     """One array of optimizer state over a run of parameters. `shape` is in elements; those of an elementwise rule stand
     for `block_numel` neighbouring parameters each.
@@ -29,7 +29,7 @@ class StateField:
         return prod(self.shape) * self.dtype.itemsize
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Run:
     """Adjacent master weights that are updated alike, with everything that the rule needs.
 

@@ -15,7 +15,7 @@ from tiered_zero.optim.state_formats import FullMasters, MasterFormat
 from tiered_zero.sizes import PAGE_NBYTES, align_up
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StateArray:
     """`piece`: index of the piece that it belongs to; None for an array over the whole sub-group. `offset`: bytes."""
 
@@ -65,7 +65,7 @@ class StateLayout:
         self.nbytes = self._end
 
     def _append(self, field: StateField, piece: int | None) -> None:
-        array = StateArray(field, piece, self._end)
+        array = StateArray(field=field, piece=piece, offset=self._end)
         self.arrays.append(array)
         self._arrays_of[piece].append(array)
         self._end += align_up(field.nbytes, PAGE_NBYTES)

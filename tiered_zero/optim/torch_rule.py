@@ -285,7 +285,7 @@ class TorchRule(UpdateRule):
                 f"it raised {type(error).__name__}: {error}. Give such parameters another optimizer."
             ) from error
         self.keeps_group_state |= bool(changed)
-        return [StateField(name, tuple(array.shape), array.dtype) for name, array in arrays.items()]
+        return [StateField(name=name, shape=tuple(array.shape), dtype=array.dtype) for name, array in arrays.items()]
 
     def advance_groups(self, groups: Sequence[dict[str, Any]], frozen: Sequence[Mapping[str, Any]]) -> None:
         """Give each param group, where the class counts steps or the like in it, the values that it has after this
@@ -337,7 +337,10 @@ class TorchRule(UpdateRule):
             rule._adopt(self._optimizer, self._construct)
             rule.keeps_group_state = self.keeps_group_state
             state = [{found.name: torch.zeros(found.shape, dtype=found.dtype) for found in fields} for _ in starts]
-            apart = [Run(start.clone(), start, arrays, {}, own) for start, arrays in zip(starts, state, strict=True)]
+            apart = [
+                Run(master=start.clone(), grad=start, state=arrays, scalars={}, hyper=own)
+                for start, arrays in zip(starts, state, strict=True)
+            ]
             torch.manual_seed(0)
             group = {**own, "params": together}
             for pair in grads:

@@ -29,9 +29,12 @@ def check_memory(model: nn.Module, specs: Mapping[nn.Parameter, ParamSpec]) -> N
                 "parameters where they cannot be paged. Pass the nn.Module that it was made of; torch.compile works."
             )
     with torch._C.DisableTorchFunctionSubclass():
-        owned = [_Owned(f"parameter {spec.name}", param, spec.trainable) for param, spec in specs.items()]
+        owned = [
+            _Owned(name=f"parameter {spec.name}", tensor=param, trainable=spec.trainable)
+            for param, spec in specs.items()
+        ]
         buffers = {buffer: name for name, buffer in model.named_buffers()}
-        owned += [_Owned(f"buffer {name}", buffer, False) for buffer, name in buffers.items()]
+        owned += [_Owned(name=f"buffer {name}", tensor=buffer, trainable=False) for buffer, name in buffers.items()]
         by_storage: defaultdict[int, list[_Owned]] = defaultdict(list)
         for one in owned:
             if _has_memory(one.tensor) and not _is_paged(one.tensor):
@@ -43,7 +46,7 @@ def check_memory(model: nn.Module, specs: Mapping[nn.Parameter, ParamSpec]) -> N
         _check_views(model, by_storage)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class _Owned:
     name: str
     tensor: torch.Tensor

@@ -93,7 +93,7 @@ class WeightFiles:
         return next((name for name in names if name in self._paths), None)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Blank:
     """A parameter or buffer that has just been given memory, under its names, the first of which finds it in the model.
 
@@ -159,13 +159,13 @@ class Materializer:
         blanks: list[_Blank] = []
         for param, spec in params.items():
             _give_memory(param, spec.name)
-            blanks.append(_Blank(_names(spec), param, param._version))
+            blanks.append(_Blank(names=_names(spec), tensor=param, version=param._version))
         for path, owner in owners.items():
             for name, buffer in list(owner.named_buffers(recurse=False)):
                 if buffer.is_meta:
                     empty = torch.empty_like(buffer, device="cpu")
                     setattr(owner, name, empty)
-                    blanks.append(_Blank((f"{path}.{name}".lstrip("."),), empty, empty._version))
+                    blanks.append(_Blank(names=(f"{path}.{name}".lstrip("."),), tensor=empty, version=empty._version))
         weights = self._weights
         loose = [blank for blank in blanks if weights is None or not weights.has(blank.names)]
         if loose:

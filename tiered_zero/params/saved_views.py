@@ -13,7 +13,7 @@ from tiered_zero.params.outside_modes import runs_outside_modes
 from tiered_zero.params.unit_state import UnitTable
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SavedView:
     """What autograd keeps instead of a view of a flat: which unit in which version, and the view's geometry in
     elements."""
@@ -26,7 +26,7 @@ class SavedView:
     dtype: torch.dtype
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SavedWrapper:
     """What autograd keeps of a view of a flat inside a torch.func transform: the transform's wrapper cannot be made
     anew, so its bytes stay. `view`: keeps them there (`FlatStorage.is_viewed`), for the wrapper itself does not."""
@@ -61,8 +61,15 @@ class SavedViews:
         if paged is None:
             return tensor
         size, stride, offset = tuple(inner.size()), inner.stride(), int(inner.storage_offset())
-        saved = SavedView(paged.unit.index, paged.version, size, stride, offset, inner.dtype)
-        return saved if inner is tensor else SavedWrapper(tensor, inner.detach(), saved)
+        saved = SavedView(
+            unit_index=paged.unit.index,
+            version=paged.version,
+            size=size,
+            stride=stride,
+            offset=offset,
+            dtype=inner.dtype,
+        )
+        return saved if inner is tensor else SavedWrapper(wrapper=tensor, view=inner.detach(), inner=saved)
 
     @runs_outside_modes
     def unpack(self, saved: Saved) -> torch.Tensor:

@@ -22,7 +22,7 @@ from tiered_zero.params.guarded_parameter import release_param
 logger = logging.getLogger("tiered_zero")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Original:
     """`data`: a view of the memory that the parameter had; None on meta, and of one that was released."""
 
@@ -39,7 +39,12 @@ class ModelSnapshot:
     def __init__(self, model: nn.Module, params: Iterable[nn.Parameter]) -> None:
         with torch._C.DisableTorchFunctionSubclass():
             self._params = {
-                param: _Original(type(param), param.dtype, param.is_meta, None if param.is_meta else param.data)
+                param: _Original(
+                    own_class=type(param),
+                    dtype=param.dtype,
+                    is_meta=param.is_meta,
+                    data=None if param.is_meta else param.data,
+                )
                 for param in params
             }
         self._buffers = [

@@ -180,7 +180,7 @@ class Gather:
         self.paged = paged
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Frame:
     """A running module, or the engine's forward. `held`: units that stay for its whole length. `faulted`: units of
     functions called in it; any of them is evicted when room is short and no view is held, and fetched again when the
@@ -190,7 +190,7 @@ class Frame:
     faulted: list[PagedUnit] = field(default_factory=list)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class UnitTable:
     """Every unit of a model, by index, by parameter and by the identity of its storage."""
 

@@ -15,7 +15,7 @@ HEAD_SIZE = 64
 """Where `heads` is not given, there is one per so many channels."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class GPTConfig:
     """Counts, not bytes. `heads` 0: one for each 64 channels. `tied`: the head's weight is the embedding's."""
 

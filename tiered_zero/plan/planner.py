@@ -19,7 +19,7 @@ WINDOW_UNITS = 3
 """Paged units on the device at once: the one in use, the one that is fetched, the one that is evicted."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PlanRow:
     """`kind`: what the ledger counts it as. `what`: in words."""
 
@@ -155,43 +155,63 @@ def make_plan(units: Sequence[Unit], subgroups: Sequence[SubGroupSize], request:
 
     where = "host memory" if gradients.rank is None else "the ranks that keep them"
     rows = [
-        PlanRow("device", "param", param_nbytes["device"], stay),
-        PlanRow("device", "gradient_in_flight", gradients.in_flight_nbytes, f"gradients on their way to {where}"),
-        PlanRow("host", "param", param_nbytes["host"], f"parameters{part}"),
-        PlanRow("nvme", "param", param_nbytes["nvme"], f"parameters{part}"),
-        *(
-            PlanRow(tier, "param_back", nbytes_of("param_back", tier), "parameters of the delayed update")
-            for tier in TIERS
+        PlanRow(tier="device", kind="param", nbytes=param_nbytes["device"], what=stay),
+        PlanRow(
+            tier="device",
+            kind="gradient_in_flight",
+            nbytes=gradients.in_flight_nbytes,
+            what=f"gradients on their way to {where}",
         ),
+        PlanRow(tier="host", kind="param", nbytes=param_nbytes["host"], what=f"parameters{part}"),
+        PlanRow(tier="nvme", kind="param", nbytes=param_nbytes["nvme"], what=f"parameters{part}"),
         *(
             PlanRow(
-                tier,
-                "gradient",
-                sum(gradients.nbytes(u) for u in trainable if tiers.gradients[u.index] == tier) * (2 if delayed else 1),
-                _gradient_text(gradients) + (", twice" if delayed else ""),
+                tier=tier,
+                kind="param_back",
+                nbytes=nbytes_of("param_back", tier),
+                what="parameters of the delayed update",
             )
             for tier in TIERS
         ),
         *(
             PlanRow(
-                tier,
-                "state",
-                sum(s.state_nbytes for s, own in zip(subgroups, tiers.state, strict=True) if own == tier),
-                f"master weights and optimizer state ({request.state.format})",
+                tier=tier,
+                kind="gradient",
+                nbytes=sum(gradients.nbytes(u) for u in trainable if tiers.gradients[u.index] == tier)
+                * (2 if delayed else 1),
+                what=_gradient_text(gradients) + (", twice" if delayed else ""),
+            )
+            for tier in TIERS
+        ),
+        *(
+            PlanRow(
+                tier=tier,
+                kind="state",
+                nbytes=sum(s.state_nbytes for s, own in zip(subgroups, tiers.state, strict=True) if own == tier),
+                what=f"master weights and optimizer state ({request.state.format})",
             )
             for tier in TIERS
         ),
         *_commit_rows(slots),
-        PlanRow("host", "staging_param", staging.params.total_nbytes, "parameter staging buffers"),
-        PlanRow("host", "staging_state", staging.state.total_nbytes, "optimizer staging buffers"),
-        PlanRow("host", "staging_gradient", staging.gradients.total_nbytes, "gradient staging buffer"),
-        PlanRow("host", "bucket", staging.buckets.total_nbytes, "buckets of gradients that ranks reduce"),
+        PlanRow(
+            tier="host", kind="staging_param", nbytes=staging.params.total_nbytes, what="parameter staging buffers"
+        ),
+        PlanRow(tier="host", kind="staging_state", nbytes=staging.state.total_nbytes, what="optimizer staging buffers"),
+        PlanRow(
+            tier="host", kind="staging_gradient", nbytes=staging.gradients.total_nbytes, what="gradient staging buffer"
+        ),
+        PlanRow(
+            tier="host",
+            kind="bucket",
+            nbytes=staging.buckets.total_nbytes,
+            what="buckets of gradients that ranks reduce",
+        ),
     ]
     room = request.limits.get("device", (NO_LIMIT, ""))[0] - sum(row.nbytes for row in rows if row.tier == "device")
     paged = [unit for unit in units if not tiers.is_resident(unit)]
     pager_limits = _pager_limits(paged, request.params, room)
     what = "paged parameters in use, fetched ahead or kept"
-    rows.insert(1, PlanRow("device", "param_window", pager_limits.live_nbytes, what))
+    rows.insert(1, PlanRow(tier="device", kind="param_window", nbytes=pager_limits.live_nbytes, what=what))
     return Plan(
         tiers=tiers,
         pager_limits=pager_limits,
@@ -235,7 +255,7 @@ def _commit_rows(slots: Iterable[PlannedSlot]) -> list[PlanRow]:
     """What in-place commits take on nvme besides one place of everything that rests there."""
     charges = [charge for slot in slots if slot.num_durable for charge in slot.charges]
     return [
-        PlanRow("nvme", kind, sum(nbytes for own, nbytes in charges if own == kind), what)
+        PlanRow(tier="nvme", kind=kind, nbytes=sum(nbytes for own, nbytes in charges if own == kind), what=what)
         for kind, what in (
             ("commit_param", "parameters, second slot for commits"),
             ("commit", "master weights and optimizer state, second slot for commits"),

@@ -168,7 +168,7 @@ def plan_gpt(config: Config, shape: GPTConfig) -> Plan:
     return make_plan(units, sizes, request)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DirectoryNeed:
     """`written_per_step`: on average, where two homes of the parameters are written in turn; commits included."""
 
@@ -194,9 +194,9 @@ def directory_needs(need: SwapNeed, zero: ZeroSection, save_every: int = 1) -> l
         weights = [1.0] * len(paths)
         sizes, parts = file_nbytes(total, weights), file_nbytes(per_step, weights)
         for index, path in enumerate(paths):
-            before = found.get(path, DirectoryNeed(path, 0, 0))
+            before = found.get(path, DirectoryNeed(path=path, nbytes=0, written_per_step=0))
             written = before.written_per_step + parts[index]
-            found[path] = DirectoryNeed(path, before.nbytes + sizes[index], written)
+            found[path] = DirectoryNeed(path=path, nbytes=before.nbytes + sizes[index], written_per_step=written)
     return list(found.values())
 
 

@@ -74,7 +74,7 @@ class RunInfo:
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Collected:
     """What a collection did with one run, and why. With `dry_run` nothing was removed, only decided."""
 
@@ -110,39 +110,41 @@ def collect_garbage(
         try:
             found.append(_collect(run, dry_run, committed, unknown))
         except FileNotFoundError:
-            found.append(Collected(run, False, "it was removed by another process"))
+            found.append(Collected(run=run, removed=False, reason="it was removed by another process"))
         except (OSError, StoreError) as error:
-            found.append(Collected(run, False, f"cannot be removed: {error_text(error)}"))
+            found.append(Collected(run=run, removed=False, reason=f"cannot be removed: {error_text(error)}"))
     return found
 
 
 def _collect(run: RunInfo, dry_run: bool, committed: bool, unknown: bool) -> Collected:
     """Raises OSError, StoreError."""
     if (refusal := _refusal(run, committed, unknown)) is not None:
-        return Collected(run, False, refusal)
+        return Collected(run=run, removed=False, reason=refusal)
     parent, name = run.path.parent.resolve(), run.path.name
     with opened_directory(parent) as parent_fd, opened_directory(name, parent_fd) as fd:
         status = os.fstat(fd)
         if status.st_uid != os.geteuid():
-            return Collected(run, False, f"belongs to user id {status.st_uid}")
+            return Collected(run=run, removed=False, reason=f"belongs to user id {status.st_uid}")
         if not run.pid and (strange := _strange_names(fd)):
-            return Collected(run, False, f"holds {strange[0]!a}, which no run makes; remove it by hand")
+            return Collected(
+                run=run, removed=False, reason=f"holds {strange[0]!a}, which no run makes; remove it by hand"
+            )
         if dry_run:
-            return Collected(run, True, run.reason)
+            return Collected(run=run, removed=True, reason=run.reason)
         lock = _take_lock(fd, status.st_uid, unknown)
         try:
             again = _inspect(run.path, name, parent_fd, locked=False)
             if (refusal := _refusal(again, committed, unknown)) is not None:
-                return Collected(run, False, refusal)
+                return Collected(run=run, removed=False, reason=refusal)
             remove_files(fd, keep=OWNER_NAME)
             unlink_missing_ok(OWNER_NAME, fd)
         except BlockingIOError:
-            return Collected(run, False, "another process took it over")
+            return Collected(run=run, removed=False, reason="another process took it over")
         finally:
             if lock >= 0:
                 os.close(lock)  # NFS and FUSE keep an open file in its directory under another name
         os.rmdir(name, dir_fd=parent_fd)
-    return Collected(run, True, run.reason)
+    return Collected(run=run, removed=True, reason=run.reason)
 
 
 def _take_lock(dir_fd: int, uid: int, unknown: bool) -> int:

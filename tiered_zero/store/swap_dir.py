@@ -41,7 +41,7 @@ logger = logging.getLogger("tiered_zero")
 
 
 @final
-@dataclass
+@dataclass(kw_only=True)
 class _Hold:
     """One directory of a run. `directory`, `lock`: descriptors of it and of its locked owner file; -1: not open.
 
@@ -103,7 +103,7 @@ class SwapDir:
         holds: list[_Hold] = []
         try:
             for path in map(Path, paths):
-                holds.append(hold := _Hold(path))
+                holds.append(hold := _Hold(path=path))
                 path.mkdir(mode=0o700)
                 hold.directory = open_directory(path)
                 _lock(hold, os.O_CREAT | os.O_EXCL)
@@ -128,7 +128,7 @@ class SwapDir:
         holds: list[_Hold] = []
         try:
             for name in owner.paths:
-                holds.append(hold := _Hold(Path(name)))
+                holds.append(hold := _Hold(path=Path(name)))
                 try:
                     hold.directory = _open_own(hold.path)
                     _lock(hold)

@@ -21,7 +21,7 @@ MAX_POINTS = 120
 Points = Sequence[tuple[float, float]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Series:
     """`style`: the colour's class. Points by rising x."""
 
@@ -30,7 +30,7 @@ class Series:
     points: Points
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Bar:
     """A span on a timeline. `row`: from the top. `start`, `end`: in the unit of the axis. `tip`: shown on hovering."""
 
@@ -94,7 +94,7 @@ class Plot:
 
 def line_chart(title: str, x_label: str, y_label: str, series: Sequence[Series], from_zero: bool = False) -> str:
     """One line each; a series of one point is a dot. Points that are not finite break the line."""
-    thinned = [Series(line.name, line.style, thin(line.points)) for line in series]
+    thinned = [Series(name=line.name, style=line.style, points=thin(line.points)) for line in series]
     ys = [y for line in thinned for _, y in line.points if math.isfinite(y)]
     if not ys:
         return NOT_RECORDED

@@ -59,7 +59,7 @@ class RunObserver:
         if self._trace is not None:
             self._trace.write(spans)
         if self._records and self._num_steps == TIMELINE_STEP:
-            self._log.add_timeline(Timeline(report.step, spans))
+            self._log.add_timeline(Timeline(step=report.step, spans=spans))
         self._keep_spans_for(self._num_steps + 1)
 
     def close(self) -> None:

@@ -83,7 +83,9 @@ def _figures(report: RunReport) -> str:
 
 def _loss(steps: Sequence[StepReport]) -> str:
     points = [(step.step, step.loss) for step in steps if step.loss is not None]
-    return _figure("Loss", line_chart("Loss by step", "step", "loss", [Series("loss", "forward", points)]))
+    return _figure(
+        "Loss", line_chart("Loss by step", "step", "loss", [Series(name="loss", style="forward", points=points)])
+    )
 
 
 def _speed(steps: Sequence[StepReport]) -> str:
@@ -91,7 +93,10 @@ def _speed(steps: Sequence[StepReport]) -> str:
     name = "Tokens/s" if counted else "Steps/s"
     points = [(step.step, (step.tokens if counted else 1) / step.wall_s) for step in steps if step.wall_s > 0]
     return _figure(
-        name, line_chart(f"{name} by step", "step", name.lower(), [Series(name, "step", points)], from_zero=True)
+        name,
+        line_chart(
+            f"{name} by step", "step", name.lower(), [Series(name=name, style="step", points=points)], from_zero=True
+        ),
     )
 
 
@@ -99,7 +104,9 @@ def _causes(steps: Sequence[StepReport]) -> str:
     names = known_first(CAUSES, (name for step in steps for name in step.seconds))
     scale, unit = _seconds_unit(max((step.wall_s for step in steps), default=0.0))
     layers = [
-        Series(name, style_of(name), [(step.step, step.seconds.get(name, 0.0) * scale) for step in steps])
+        Series(
+            name=name, style=style_of(name), points=[(step.step, step.seconds.get(name, 0.0) * scale) for step in steps]
+        )
         for name in names
     ]
     mean = {name: sum(step.seconds.get(name, 0.0) for step in steps) / len(steps) * scale for name in names}
@@ -112,7 +119,10 @@ def _memory(steps: Sequence[StepReport]) -> str:
     tiers = known_first(TIERS, (tier for step in steps for tier in step.tier_nbytes))
     totals = {tier: [(step.step, step.tier_nbytes.get(tier, 0)) for step in steps] for tier in tiers}
     scale, unit = _bytes_unit(max((nbytes for points in totals.values() for _, nbytes in points), default=0))
-    series = [Series(tier, style_of(tier), [(step, nbytes / scale) for step, nbytes in totals[tier]]) for tier in tiers]
+    series = [
+        Series(name=tier, style=style_of(tier), points=[(step, nbytes / scale) for step, nbytes in totals[tier]])
+        for tier in tiers
+    ]
     chart = line_chart("Bytes by tier: peak in each step", "step", unit, series, from_zero=True)
     return _figure("Bytes by tier", chart, legend([(style_of(tier), tier) for tier in tiers]), "Peak in each step.")
 
@@ -155,7 +165,7 @@ def draw_timeline(timeline: Timeline) -> str:
         moved = f", {format_nbytes(span.nbytes)}" if span.nbytes else ""
         style = style_of(_style_name(span))
         tip = f"{span.lane}: {span.name} ({span.kind}), {end - start:.3g} {unit}{moved}"
-        bars.append(Bar(rows.index(place), start, end, style, span.name, tip))
+        bars.append(Bar(row=rows.index(place), start=start, end=end, style=style, label=span.name, tip=tip))
     names = [name if index == 0 else f"{name} ({index + 1})" for name, index in rows]
     return timeline_chart("Timeline", unit, names, bars)
 

@@ -10,7 +10,7 @@ import logging
 import os
 import time
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ logger = logging.getLogger("tiered_zero")
 FORMAT_VERSION = 1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RunHeader(JsonRecord):
     """What is known before the first step. `planned_nbytes`: tier -> kind -> bytes. `facts`: any more, name -> text."""
 
@@ -39,23 +39,26 @@ class RunHeader(JsonRecord):
         return {tier: sum(kinds.values()) for tier, kinds in self.planned_nbytes.items()}
 
 
-@dataclass(frozen=True)
+_COLUMNS = tuple(field.name for field in fields(Span))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """The spans of one step, in perf_counter seconds."""
+    """The spans of one step, in perf_counter seconds; a row of its JSON has a span's fields in their order."""
 
     step: int
     spans: list[Span]
 
     def to_json(self) -> dict[str, Any]:
-        rows = [[span.lane, span.name, span.start_s, span.end_s, span.nbytes, span.kind] for span in self.spans]
-        return {"step": self.step, "spans": rows}
+        return {"step": self.step, "spans": [[getattr(span, name) for name in _COLUMNS] for span in self.spans]}
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Timeline:
-        return cls(int(values["step"]), [Span(*row) for row in values["spans"]])
+        spans = [Span(**dict(zip(_COLUMNS, row, strict=True))) for row in values["spans"]]
+        return cls(step=int(values["step"]), spans=spans)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Run:
     """A record read back. `footer` is None where the run did not end by itself."""
 
@@ -174,7 +177,7 @@ def read_run(path: str | os.PathLike[str]) -> Run:
             values = json.loads(line)
             record = values.pop("record")
             if record == "header":
-                run = Run(RunHeader.from_json(values))
+                run = Run(header=RunHeader.from_json(values))
             elif run is None:
                 raise StoreError("there is no header before it")
             elif record == "step":

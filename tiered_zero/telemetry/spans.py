@@ -22,7 +22,7 @@ def is_wait(kind: str) -> bool:
     return kind.startswith("wait_")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
     """`start_s`, `end_s`: time.perf_counter() seconds. `lane`: compute, gather, reduce, update, disk read, ..."""
 
@@ -34,7 +34,7 @@ class Span:
     kind: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Totals:
     """Sums over an interval, usually one step. See [Note: Lanes and kinds].
 
@@ -74,7 +74,7 @@ class Recorder:
         thread = threading.get_ident()
         with self._lock:
             outer = self._innermost(lambda frame: frame.thread == thread) or self._innermost_of(lane)
-            frame = _Frame(lane, time.perf_counter(), outer, thread)
+            frame = _Frame(lane=lane, start_s=time.perf_counter(), outer=outer, thread=thread)
             self._open.append(frame)
         arrived = 0
         try:
@@ -89,13 +89,13 @@ class Recorder:
     def add(self, lane: str, kind: str, name: str, start_s: float, end_s: float, nbytes: int = 0) -> None:
         """Record a span that has ended, of any thread. `nbytes`: those that arrived."""
         with self._lock:
-            self._add(_Frame(lane, start_s, self._innermost_of(lane)), kind, name, end_s, nbytes)
+            self._add(_Frame(lane=lane, start_s=start_s, outer=self._innermost_of(lane)), kind, name, end_s, nbytes)
 
     def take_totals(self) -> Totals:
         """Return the sums since the last call, and reset them."""
         with self._lock:
             busy_s = {lane: max(0.0, union.seconds() - self._idle_s[lane]) for lane, union in self._worked.items()}
-            totals = Totals(dict(self._causes), dict(self._nbytes), busy_s)
+            totals = Totals(causes=dict(self._causes), nbytes=dict(self._nbytes), busy_s=busy_s)
             self._reset()
         return totals
 
@@ -126,10 +126,12 @@ class Recorder:
         else:
             self._nbytes[lane] += nbytes
         if self.keep_spans:
-            self._spans.append(Span(lane, name or kind, frame.start_s, end_s, nbytes, kind))
+            self._spans.append(
+                Span(lane=lane, name=name or kind, start_s=frame.start_s, end_s=end_s, nbytes=nbytes, kind=kind)
+            )
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, kw_only=True)
 class _Frame:
     """A span that is still open. `outer`: the one around it. `inner_s`: what the spans inside it have taken."""
 

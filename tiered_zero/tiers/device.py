@@ -23,7 +23,7 @@ class DeviceTier(Tier):
 
     def reserve(self, name: str, nbytes: int, kind: str, *, num_durable: int = 0) -> Slot:
         self._ledger.charge(self.name, kind, nbytes)
-        slot = Slot(name, nbytes, kind)
+        slot = Slot(name=name, nbytes=nbytes, kind=kind)
         self._slots[name] = slot, torch.zeros(nbytes, dtype=torch.uint8, device=self._accelerator.device)
         return slot
 

@@ -24,7 +24,7 @@ class HostTier(Tier):
 
     def reserve(self, name: str, nbytes: int, kind: str, *, num_durable: int = 0) -> Slot:
         self._slots[name] = self._arena.take(nbytes, kind)
-        return Slot(name, nbytes, kind)
+        return Slot(name=name, nbytes=nbytes, kind=kind)
 
     def release(self, slot: Slot) -> None:
         self._slots.pop(slot.name).release()

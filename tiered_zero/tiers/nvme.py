@@ -68,7 +68,7 @@ class NvmeTier(Tier):
                 f"The recovered record {name!r} has {found.nbytes} bytes; expected {nbytes}. Its run had another "
                 "layout."
             )
-        slot = Slot(name, nbytes, kind)
+        slot = Slot(name=name, nbytes=nbytes, kind=kind)
         self._charged[name] = []
         self._charge(slot, max(1, num_durable) if found is None else len(found.offsets))
         self._records[name] = found or self.store.reserve(

@@ -65,7 +65,9 @@ class TierRack:
         stores: dict[tuple[str, ...], SwapStore] = {}
         engines: list[IOEngine] = []
         for paths, nbytes in nvme_needs(config, plan).items():
-            open_store = _StoreOpener(config, model_name, runtime.recorder, resources)
+            open_store = _StoreOpener(
+                config=config, model_name=model_name, recorder=runtime.recorder, resources=resources
+            )
             stores[paths], engine = open_store(paths, nbytes, (adopted or {}).get(paths))
             engines.append(engine)
         pin = zero.offload_param.pin_memory or zero.offload_optimizer.pin_memory
@@ -127,7 +129,7 @@ def nvme_needs(config: Config, plan: Plan) -> dict[tuple[str, ...], int]:
     return needs
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _StoreOpener:
     """Opens the stores of a run; `resources` closes them."""
 
@@ -170,7 +172,9 @@ class _StoreOpener:
         selection = select_engine(
             *directory.paths,
             prefer=settings.io_engine,
-            settings=IOSettings(aio.block_size, aio.queue_depth, aio.intra_op_parallelism),
+            settings=IOSettings(
+                block_size=aio.block_size, queue_depth=aio.queue_depth, intra_op_parallelism=aio.intra_op_parallelism
+            ),
             io_timeout_s=settings.io_timeout_s,
             io_uring=settings.io_uring is True,
         )

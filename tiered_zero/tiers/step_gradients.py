@@ -23,7 +23,7 @@ class UnitShare:
     on_device: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StepGradients:
     """Unit index -> its gradients. Filled by the driver, unit by unit, before the update reaches the unit."""
 

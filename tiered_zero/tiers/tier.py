@@ -31,7 +31,7 @@ class BufferView:
     memory: memoryview
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Slot:
     """A named region of a tier, of fixed size. `nbytes`: whole pages. `kind`: what the ledger counts it as."""
 

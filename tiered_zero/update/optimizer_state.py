@@ -244,7 +244,7 @@ class OptimizerState:
             state, hyper = layout.state(raw, piece, piece.start, piece.stop), groups[piece.group]
             if piece.index not in given:
                 master = layout.master(raw)[piece.start : piece.stop]
-                self._rule.init_state(Run(master, master, state, {}, hyper))
+                self._rule.init_state(Run(master=master, grad=master, state=state, scalars={}, hyper=hyper))
                 continue
             values = self._part(given[piece.index], state, piece)
             own = self._rule.import_state(values, state, hyper)

@@ -324,7 +324,7 @@ class StreamingStepper:
         master = self._shaped(first, work.layout.master(work.raw)[start:stop])
         state = work.layout.state(work.raw, first, start, stop)
         scalars = dict(self._scalars.get((work.subgroup.index, first.index), {}))
-        return Run(master, master, state, scalars, job.groups[first.group])
+        return Run(master=master, grad=master, state=state, scalars=scalars, hyper=job.groups[first.group])
 
     def _shaped(self, piece: ParamPiece, memory: torch.Tensor) -> torch.Tensor:
         """As the rule takes it: [n] of neighbouring parameters, or one whole parameter."""

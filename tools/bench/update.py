@@ -64,7 +64,7 @@ def make_runs(numel: int, num_runs: int, grad_dtype: torch.dtype = torch.bfloat1
         master, grad = torch.rand(length), torch.randn(length).to(grad_dtype)
         state = {name: torch.zeros(length) for name in ("exp_avg", "exp_avg_sq")}
         out = master.bfloat16() if grad_dtype is torch.bfloat16 else None
-        runs.append(Run(master, grad, state, {}, hyper, out))
+        runs.append(Run(master=master, grad=grad, state=state, scalars={}, hyper=hyper, out=out))
     return runs
 
 
