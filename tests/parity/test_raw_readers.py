@@ -24,6 +24,9 @@ OUTCOMES = dict(
 """The page's table: a call, and what it does to a parameter that is offloaded. Each is executed as it stands there."""
 
 
+SCRIPTED = "scripted(p)"
+WRAPPED = "torch.func.functionalize(torch.clone)(p)"
+"""torch's wrapper has the parameter's memory, and not the parameter."""
 WITHOUT_FRAMES = ("torch.func.grad(lambda w: w.square().sum() / 2)(p)", "torch.func.vjp(torch.clone, p)")
 
 
@@ -64,7 +67,7 @@ def read(call, p):
     elif isinstance(found, torch.Tensor) and found.is_nested:
         found = found.unbind()[0]
     found = torch.as_tensor(found).detach().reshape(p.shape).clone()
-    return found / 2 if call in ("p * 2", "Function.apply(p)", "scripted(p)") else found
+    return found / 2 if call in ("p * 2", "Function.apply(p)", SCRIPTED) else found
 
 
 class Reader(nn.Module):
@@ -112,12 +115,59 @@ def test_a_call_does_what_the_page_says(call, placement, swap_path):
             assert call in WITHOUT_FRAMES or torch.equal(read(call, param), expected)
         with torch.no_grad():
             if OUTCOMES[call] == "raises":
-                with pytest.raises(ParameterOffloadedError):
+                with pytest.raises(RuntimeError if call == SCRIPTED else ParameterOffloadedError) as raised:
                     read(call, param)
+                which = "a parameter" if call == WRAPPED else "parameter 'reader.weight'"
+                assert f"needs the bytes of {which}" in str(raised.value)
             elif OUTCOMES[call] == "NaN":
                 assert bool(read(call, param).isnan().all()), "never something that looks like a weight"
             else:
                 assert torch.equal(read(call, param), expected)
+
+
+class Borrower(nn.Module):
+    """Reads the weight of another module, which is not at hand in this one's forward."""
+
+    def __init__(self, call):
+        super().__init__()
+        self.owner, self.own = nn.Linear(4, 3, bias=False), nn.Linear(3, 5)
+        self.call, self.seen = call, None
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.seen = read(self.call, self.owner.weight)
+        return self.own(self.owner(x)).sum()
+
+
+RAISING = [call for call, outcome in OUTCOMES.items() if outcome == "raises" and call not in (*WITHOUT_FRAMES, WRAPPED)]
+
+
+@pytest.mark.filterwarnings(
+    "ignore:To copy construct", "ignore:torch.asarray", "ignore:The PyTorch API of nested", "ignore:.*jit.script.*"
+)
+@pytest.mark.parametrize("call", RAISING)
+def test_the_forward_of_another_module_gets_the_values(call, swap_path):
+    engine = tiered(Borrower(call), swap_path, ("cpu", "cpu"), adamw, runtime={"unit_size_cap": 1})
+    with engine:
+        for _ in range(2):
+            expected = engine.module.state_dict()["owner.weight"]
+            engine.backward(engine(torch.ones(2, 4)))
+            assert torch.equal(engine.module.seen, expected)
+            engine.step()
+
+
+def test_gradient_accumulators_stay_where_parameters_are_fetched_and_evicted(swap_path):
+    """A hook on the node, as DDP's, is one of the parameter for as long as the node is held."""
+    with tiered(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), swap_path, ("cpu", "cpu"), adamw) as engine:
+        weight = engine.module[0].weight
+        with tiered_zero.gathered(weight):
+            node = weight.view_as(weight).grad_fn.next_functions[0][0]
+        calls = []
+        node.register_hook(lambda *_: calls.append(1))
+        for step in range(3):
+            engine.backward(engine(torch.ones(2, 4)).sum())
+            engine.step()
+            assert len(calls) == step + 1
 
 
 class Viewer(nn.Module):

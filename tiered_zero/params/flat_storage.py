@@ -22,6 +22,7 @@ from torch import nn
 from tiered_zero.errors import ModelError
 from tiered_zero.hardware.huge_pages import PageRange
 from tiered_zero.layout.flat import Unit
+from tiered_zero.params.dispatch_key import keyed
 from tiered_zero.params.guarded_parameter import (
     ClosedEngine,
     FaultHandler,
@@ -90,8 +91,10 @@ class FlatStorage:
         self._bytes = self.flat.untyped_storage()
         self._words = self.flat.view(_WORDS.get(self.unit.itemsize, torch.int64))
         with torch._C.DisableTorchFunctionSubclass():
-            for entry, param in self._entries:
-                param.data = entry.param.view(self.flat[entry.start : entry.stop])
+            self._views = [entry.param.view(self.flat[entry.start : entry.stop]) for entry in self.unit.entries]
+            self._keyed_views = [keyed(view) for view in self._views]
+            for param, view in zip(self._params, self._views, strict=True):
+                param.data = view
         self._num_own_uses = torch._C._storage_Use_Count(self.key)
         if self._place is None:
             self._bytes.resize_(0)
@@ -149,8 +152,10 @@ class FlatStorage:
 
     def unguard(self) -> None:
         """Make the parameters plain, but for their `grad` while that is shown: the bytes are valid."""
-        for param, own in zip(self._params, self._classes, strict=True):
-            param.__class__ = resident_class(own) if self._shows_grads else own
+        with torch._C.DisableTorchFunctionSubclass():
+            for param, view, own in zip(self._params, self._views, self._classes, strict=True):
+                param.data = view
+                param.__class__ = resident_class(own) if self._shows_grads else own
         self.begin_watch()
 
     def begin_watch(self) -> None:
@@ -210,9 +215,11 @@ class FlatStorage:
         self.begin_watch()
 
     def guard(self) -> None:
-        """Make every parameter an OffloadedParameter: its bytes must not be read."""
-        for param in self._params:
-            param.__class__ = OffloadedParameter
+        """Make every parameter an OffloadedParameter: its bytes must not be read, in C++ neither."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for param, view in zip(self._params, self._keyed_views, strict=True):
+                param.__class__ = OffloadedParameter  # first: only such a parameter may have the key
+                param.data = view
 
     def show_grads(self) -> None:
         """Read `grad` of parameters from its home until `hide_grads`."""
@@ -245,9 +252,10 @@ class FlatStorage:
         if not self.is_full:
             self.orphan_params()
             return
-        for param, own in zip(self._params, self._classes, strict=True):
-            release_param(param, own)
-            param.data = param.data.clone()
+        with torch._C.DisableTorchFunctionSubclass():
+            for param, view, own in zip(self._params, self._views, self._classes, strict=True):
+                param.data = view.clone()
+                release_param(param, own)
 
     def orphan_params(self) -> None:
         """Cut the parameters off when the engine closes: they stay guarded, and hold nothing of the engine any more."""

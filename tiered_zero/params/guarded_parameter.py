@@ -1,7 +1,8 @@
 """The class of a parameter whose unit is not in use: it answers what needs no bytes; the rest it fetches or refuses.
 
 PyTorch itself does not notice a read of an empty storage (it crashes or returns garbage), so while a unit is not in use
-its parameters carry the class `OffloadedParameter`, whose `__torch_function__` stands between them and every operator.
+its parameters carry the class `OffloadedParameter`, whose `__torch_function__` stands between them and every operator;
+where C++ code reads them past that, a dispatch key does (params/dispatch_key.py).
 While the unit is in use they are plain `Parameter`s again and cost nothing.
 """
 
@@ -16,6 +17,8 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tiered_zero.errors import ParameterOffloadedError
+from tiered_zero.params import dispatch_key
+from tiered_zero.params.dispatch_key import without_key
 
 
 class FaultHandler(Protocol):
@@ -200,18 +203,17 @@ class OffloadedParameter(nn.Parameter):
         first = args[0] if args else None
         if isinstance(first, OffloadedParameter) and _keeps(func, first, args[1:], keywords):
             return None if func == _set_data else first
-        if not _is_metadata(func):
-            used = list(_parameters_in((args, keywords)))
-            for index, param in enumerate(used):
-                if not isinstance(param, OffloadedParameter):
-                    continue  # perhaps no more one: an earlier one's fault has fetched it too
+        if _is_metadata(func):
+            with torch._C.DisableTorchFunctionSubclass(), without_key():
+                return func(*args, **keywords)
+        if func not in (torch.autograd.grad, torch.autograd.backward):  # backward fetches what it needs
+            for param, used in _offloaded_in((args, keywords)):
                 handler: FaultHandler = _handlers[param]
                 if isinstance(handler, ClosedEngine) and handler.revive(param, func, args):
                     return param if func != _set_data else None
                 if func is torch.Tensor.detach and (copy := handler.copy_of(param)) is not None:
                     return copy
-                others = [p for p in used[:index] + used[index + 1 :] if handler_of(p) is handler]
-                handler.fault_in([param, *others], _name_of(func))
+                _fault_in(param, used, _name_of(func))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **keywords)
 
@@ -274,12 +276,45 @@ def _name_of(func: Any) -> str:
 
 
 def _is_metadata(func: Callable[..., Any]) -> bool:
-    if func in (torch.autograd.grad, torch.autograd.backward):
-        return True  # backward fetches what it needs
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
         return getattr(getattr(func, "__self__", None), "__name__", "data") not in _BYTE_PROPERTIES
     return name in _METADATA_METHODS
+
+
+def _fault_in(param: nn.Parameter, used: Sequence[nn.Parameter], function: str) -> None:
+    """Fetch `param`, together with those that are `used` with it."""
+    handler: FaultHandler = _handlers[param]
+    handler.fault_in([param, *(other for other in used if handler_of(other) is handler)], function)
+
+
+def _offloaded_in(values: Any) -> Iterator[tuple[nn.Parameter, list[nn.Parameter]]]:
+    """Each parameter among the arguments that is offloaded when its turn comes (an earlier one's fault may have fetched
+    it too), and the others."""
+    used = list(_parameters_in(values))
+    for index, param in enumerate(used):
+        if isinstance(param, OffloadedParameter):
+            yield param, used[:index] + used[index + 1 :]
+
+
+def _fetch_for_operator(operator: Any, args: Sequence[Any], keywords: Mapping[str, Any]) -> bool:
+    """For operators that C++ code calls. Whether the operator needs bytes; then they are there."""
+    name = operator.overloadpacket.__name__
+    if name in _METADATA_METHODS:
+        return False
+    found = False
+    for param, used in _offloaded_in((args, keywords)):
+        found = True
+        _fault_in(param, used, name)
+    if not found:  # but a tensor that C++ code has made of a parameter's memory
+        raise ParameterOffloadedError(
+            f"{name} needs the bytes of a parameter that is offloaded. Read it inside "
+            "`with tiered_zero.gathered(param):`, or from engine.module.state_dict()."
+        )
+    return True
+
+
+dispatch_key.register(_fetch_for_operator)
 
 
 def _parameters_in(value: Any) -> Iterator[nn.Parameter]:
