@@ -20,7 +20,7 @@ from tiered_zero.tiers.inventory import Inventory
 from tiered_zero.tiers.slots import read_slot, write_slot
 from tiered_zero.train_step import TrainStep
 from tiered_zero.update.masters import Masters
-from tiered_zero.update.param_shards import ParamShards
+from tiered_zero.update.optimizer_state import ParamShards
 
 _of_step: weakref.WeakKeyDictionary[TrainStep, weakref.ref[FullValues]] = weakref.WeakKeyDictionary()
 

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from tiered_zero.config.ranks import check_ranks
 from tiered_zero.config.schema import Config
 from tiered_zero.errors import ModelError, RankError
 from tiered_zero.hardware.collectives import Collectives, SingleRank, local_world_size
@@ -73,8 +72,7 @@ def specify_run(
     with the other ranks, which call this at the same time; the plans must agree (RankError).
     """
     ranks = collectives or SingleRank()
-    check_ranks(config, ranks.world_size)
-    _check_device(config, ranks.world_size)
+    _check_ranks(config, ranks.world_size)
     trains = optimizer is not None or config.optimizer is not None
     specs = list_params(model, lambda dtype: compute_dtype(config, dtype), trains)
     _check_params(specs, trains)
@@ -150,8 +148,18 @@ def specify_run(
     )
 
 
-def _check_device(config: Config, world_size: int) -> None:
-    if world_size > 1 and (device := find_device(config.tiered_zero.device)).type != "cpu":
+def _check_ranks(config: Config, world_size: int) -> None:
+    """Raise ModelError for what this version does not do with more ranks than one, each by its name."""
+    if world_size == 1:
+        return
+    zero, settings = config.zero_optimization, config.tiered_zero
+    if settings.update == "delayed" and zero.stage in (1, 2):
+        raise ModelError(
+            f"tiered_zero.update: expected auto or barrier at stage {zero.stage} with {world_size} ranks, which gather "
+            "each other's new parameters inside step(); found 'delayed'. Leave it out, or set zero_optimization.stage "
+            "to 0 or 3."
+        )
+    if (device := find_device(settings.device)).type != "cpu":
         raise ModelError(
             f"tiered_zero.device: expected cpu with {world_size} ranks, whose collectives run over gloo on CPU tensors "
             f"in this version; found {device}. Set it to cpu, or start one process."

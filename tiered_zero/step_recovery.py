@@ -24,7 +24,7 @@ from tiered_zero.params.pass_scope import PassScope
 from tiered_zero.params.visible_gradients import VisibleGradients
 from tiered_zero.step_counts import StepCounts
 from tiered_zero.telemetry.report import StepMeter
-from tiered_zero.update.param_groups import ParamGroupWatch
+from tiered_zero.update.handle import ParamGroupWatch
 from tiered_zero.update.policy import UpdatePolicy
 
 

@@ -12,8 +12,8 @@ import torch
 from tiered_zero.errors import ModelError
 from tiered_zero.native.update import UpdateKernel
 from tiered_zero.optim import kernel_rule, torch_bits
-from tiered_zero.optim.adam import AdamRule
 from tiered_zero.optim.kernel_rule import measure_copy_rate, open_kernel
+from tiered_zero.optim.native_rules import AdamRule
 from tiered_zero.optim.rule import Run
 from tiered_zero.optim.state_formats import join_master, split_master
 

@@ -9,9 +9,8 @@ import torch
 
 from tiered_zero.config import load
 from tiered_zero.errors import ConfigError
-from tiered_zero.optim.adam import AdamRule
 from tiered_zero.optim.from_config import ResolvedOptimizer, make_rule, resolve_optimizer
-from tiered_zero.optim.sgd_adagrad_lion import Lion
+from tiered_zero.optim.native_rules import AdamRule, Lion
 from tiered_zero.optim.torch_rule import TorchRule
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tiered_zero.optim.sgd_adagrad_lion import Lion
+from tiered_zero.optim.native_rules import Lion
 
 
 @pytest.mark.parametrize("maximize", [False, True])

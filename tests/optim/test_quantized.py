@@ -13,7 +13,7 @@ import torch
 from tiered_zero.layout.subgroups import QUANTIZED_BLOCK_NUMEL
 from tiered_zero.native.update import UpdateKernel
 from tiered_zero.optim import quantized, torch_bits
-from tiered_zero.optim.adam import AdamRule
+from tiered_zero.optim.native_rules import AdamRule
 from tiered_zero.optim.quantized import QuantizedAdam
 from tiered_zero.optim.rule import Run
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.support.units import make_unit
 from tiered_zero.layout.flat import Unit
 from tiered_zero.layout.subgroups import QUANTIZED_BLOCK_NUMEL, SubGroup, cut_subgroups
-from tiered_zero.optim.adam import AdamRule
+from tiered_zero.optim.native_rules import AdamRule
 from tiered_zero.optim.quantized import QuantizedAdam
 from tiered_zero.optim.rule import Run, StateField, UpdateRule
 from tiered_zero.optim.state_formats import RemainderMasters

@@ -12,10 +12,9 @@ from tests.fakes.wrong_root import build_wrong_root, plant_root
 from tests.support.native_build import UPDATE_SOURCE, compile_shared
 from tiered_zero.native.update import Flag, UpdateKernel
 from tiered_zero.optim import kernel_rule, torch_bits
-from tiered_zero.optim.adam import AdamRule
 from tiered_zero.optim.kernel_rule import NativeRule
+from tiered_zero.optim.native_rules import AdagradRule, AdamRule, LionRule, SgdRule
 from tiered_zero.optim.rule import Run
-from tiered_zero.optim.sgd_adagrad_lion import AdagradRule, LionRule, SgdRule
 from tiered_zero.optim.torch_bits import choose_root, find_torch_root
 
 HEADER = UPDATE_SOURCE.with_name("update_kernel.h")

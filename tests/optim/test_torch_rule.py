@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 
 from tiered_zero.errors import ModelError
 from tiered_zero.optim import torch_rule
+from tiered_zero.optim.native_rules import Lion
 from tiered_zero.optim.rule import Run
-from tiered_zero.optim.sgd_adagrad_lion import Lion
 from tiered_zero.optim.torch_rule import TorchRule
 
 STEPS = 6

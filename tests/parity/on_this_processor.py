@@ -17,10 +17,9 @@ from tests.support.models import ParityGPT, batch
 from tests.support.trainers import Plain, assert_same_bits, follow, tiered, train
 from tiered_zero.native import find_library
 from tiered_zero.native.update import UpdateKernel
-from tiered_zero.optim.adam import AdamRule
 from tiered_zero.optim.kernel_rule import NativeRule, open_kernel
+from tiered_zero.optim.native_rules import AdagradRule, AdamRule, Lion, LionRule, SgdRule
 from tiered_zero.optim.rule import Run
-from tiered_zero.optim.sgd_adagrad_lion import AdagradRule, Lion, LionRule, SgdRule
 from tiered_zero.optim.torch_bits import find_torch_root
 
 OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]] = {

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from tests.support.models import ParityGPT, batch, groups, matrices, named_weights
 from tests.support.trainers import FAR, Plain, assert_same_bits, follow, same_bits, tiered, train
-from tiered_zero.optim.sgd_adagrad_lion import Lion
+from tiered_zero.optim.native_rules import Lion
 from tiered_zero.optim.torch_rule import ELEMENTWISE, REFUSED
 
 OPTIONS: dict[type[Optimizer], list[dict[str, Any]]] = {

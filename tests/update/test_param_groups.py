@@ -17,7 +17,7 @@ import tiered_zero
 from tests.support.models import rows as batch
 from tests.support.trainers import Plain, assert_same_bits, follow, tiered
 from tiered_zero.errors import ModelError
-from tiered_zero.update.param_groups import ParamGroupWatch
+from tiered_zero.update.handle import ParamGroupWatch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

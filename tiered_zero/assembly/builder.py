@@ -42,11 +42,9 @@ from tiered_zero.teardown import Teardown, once
 from tiered_zero.telemetry.ledger import Ledger
 from tiered_zero.tiers.rack import TierRack, nvme_needs
 from tiered_zero.train_step import TrainStep
-from tiered_zero.update.handle import TieredOptimizer, make_scheduler
+from tiered_zero.update.handle import ParamGroupWatch, TieredOptimizer, make_scheduler, restored_on_error
 from tiered_zero.update.masters import Masters
-from tiered_zero.update.optimizer_state import OptimizerState
-from tiered_zero.update.param_groups import ParamGroupWatch, restored_on_error
-from tiered_zero.update.param_shards import ParamShards
+from tiered_zero.update.optimizer_state import OptimizerState, ParamShards
 from tiered_zero.update.stepper import StreamingStepper
 
 logger = logging.getLogger("tiered_zero")

@@ -46,7 +46,6 @@ from tiered_zero.checkpoint.shares import Share
 from tiered_zero.checkpoint.store_reader import StoreReader
 from tiered_zero.checkpoint.tag_writer import TagWriter
 from tiered_zero.checkpoint.written_by import differences
-from tiered_zero.config.ranks import idle_value
 from tiered_zero.config.schema import Config
 from tiered_zero.errors import ConfigError, StoreError
 from tiered_zero.hardware.agreement import agree
@@ -103,7 +102,8 @@ class Checkpoints:
         self._ranks = state.runtime.collectives
         self._is_alone = self._ranks.world_size == 1
         self._is_async = settings.async_save and self._is_alone
-        self._tag_validation = str(idle_value(config, "checkpoint.tag_validation", "Warn"))
+        tags = [key.value for key in config.explain() if key.path == "checkpoint.tag_validation"]
+        self._tag_validation = str(tags[0]) if tags else "Warn"
         self._commits = commits
         self.last_save = LastSave()
         self._locks: list[FileIO] = []

@@ -22,11 +22,10 @@ from tiered_zero.config.schema import OptimizerSection
 from tiered_zero.errors import ConfigError, ModelError
 from tiered_zero.layout.flat import ParamSpec
 from tiered_zero.native.update import UpdateKernel
-from tiered_zero.optim.adam import AdamRule
 from tiered_zero.optim.kernel_rule import open_kernel
+from tiered_zero.optim.native_rules import AdagradRule, AdamRule, Lion, LionRule, SgdRule
 from tiered_zero.optim.quantized import QuantizedAdam
 from tiered_zero.optim.rule import UpdateRule
-from tiered_zero.optim.sgd_adagrad_lion import AdagradRule, Lion, LionRule, SgdRule
 from tiered_zero.optim.torch_rule import REFUSED, TorchRule
 
 logger = logging.getLogger("tiered_zero")

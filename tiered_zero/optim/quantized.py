@@ -9,7 +9,7 @@ import torch
 
 from tiered_zero.layout.subgroups import QUANTIZED_BLOCK_NUMEL
 from tiered_zero.native.update import Moments, UpdateKernel
-from tiered_zero.optim.adam import AdamRule
+from tiered_zero.optim.native_rules import AdamRule
 from tiered_zero.optim.rule import Run, StateField, UpdateRule
 from tiered_zero.optim.state_formats import hash_noise
 

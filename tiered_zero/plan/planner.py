@@ -154,71 +154,42 @@ def make_plan(units: Sequence[Unit], subgroups: Sequence[SubGroupSize], request:
         return sum(slot.nbytes for slot in slots if (slot.kind, slot.tier) == (kind, tier))
 
     where = "host memory" if gradients.rank is None else "the ranks that keep them"
-    rows = [
-        PlanRow(tier="device", kind="param", nbytes=param_nbytes["device"], what=stay),
-        PlanRow(
-            tier="device",
-            kind="gradient_in_flight",
-            nbytes=gradients.in_flight_nbytes,
-            what=f"gradients on their way to {where}",
-        ),
-        PlanRow(tier="host", kind="param", nbytes=param_nbytes["host"], what=f"parameters{part}"),
-        PlanRow(tier="nvme", kind="param", nbytes=param_nbytes["nvme"], what=f"parameters{part}"),
-        *(
-            PlanRow(
-                tier=tier,
-                kind="param_back",
-                nbytes=nbytes_of("param_back", tier),
-                what="parameters of the delayed update",
-            )
-            for tier in TIERS
-        ),
-        *(
-            PlanRow(
-                tier=tier,
-                kind="gradient",
-                nbytes=sum(gradients.nbytes(u) for u in trainable if tiers.gradients[u.index] == tier)
-                * (2 if delayed else 1),
-                what=_gradient_text(gradients) + (", twice" if delayed else ""),
-            )
-            for tier in TIERS
-        ),
-        *(
-            PlanRow(
-                tier=tier,
-                kind="state",
-                nbytes=sum(s.state_nbytes for s, own in zip(subgroups, tiers.state, strict=True) if own == tier),
-                what=f"master weights and optimizer state ({request.state.format})",
-            )
-            for tier in TIERS
-        ),
+    parameters, of_step = f"parameters{part}", _gradient_text(gradients) + (", twice" if delayed else "")
+    state_text = f"master weights and optimizer state ({request.state.format})"
+    on_way = f"gradients on their way to {where}"
+    buckets = "buckets of gradients that ranks reduce"
+    gradient_nbytes = {
+        tier: sum(gradients.nbytes(unit) for unit in trainable if tiers.gradients[unit.index] == tier) for tier in TIERS
+    }
+    state_nbytes = {
+        tier: sum(s.state_nbytes for s, own in zip(subgroups, tiers.state, strict=True) if own == tier)
+        for tier in TIERS
+    }
+    table: list[tuple[str, str, int, str]] = [
+        ("device", "param", param_nbytes["device"], stay),
+        ("device", "gradient_in_flight", gradients.in_flight_nbytes, on_way),
+        *((tier, "param", param_nbytes[tier], parameters) for tier in ("host", "nvme")),
+        *((t, "param_back", nbytes_of("param_back", t), "parameters of the delayed update") for t in TIERS),
+        *((tier, "gradient", gradient_nbytes[tier] * (2 if delayed else 1), of_step) for tier in TIERS),
+        *((tier, "state", state_nbytes[tier], state_text) for tier in TIERS),
         *_commit_rows(slots),
-        PlanRow(
-            tier="host", kind="staging_param", nbytes=staging.params.total_nbytes, what="parameter staging buffers"
-        ),
-        PlanRow(tier="host", kind="staging_state", nbytes=staging.state.total_nbytes, what="optimizer staging buffers"),
-        PlanRow(
-            tier="host", kind="staging_gradient", nbytes=staging.gradients.total_nbytes, what="gradient staging buffer"
-        ),
-        PlanRow(
-            tier="host",
-            kind="bucket",
-            nbytes=staging.buckets.total_nbytes,
-            what="buckets of gradients that ranks reduce",
-        ),
+        ("host", "staging_param", staging.params.total_nbytes, "parameter staging buffers"),
+        ("host", "staging_state", staging.state.total_nbytes, "optimizer staging buffers"),
+        ("host", "staging_gradient", staging.gradients.total_nbytes, "gradient staging buffer"),
+        ("host", "bucket", staging.buckets.total_nbytes, buckets),
     ]
-    room = request.limits.get("device", (NO_LIMIT, ""))[0] - sum(row.nbytes for row in rows if row.tier == "device")
+    room = request.limits.get("device", (NO_LIMIT, ""))[0] - sum(n for tier, _, n, _ in table if tier == "device")
     paged = [unit for unit in units if not tiers.is_resident(unit)]
     pager_limits = _pager_limits(paged, request.params, room)
     what = "paged parameters in use, fetched ahead or kept"
-    rows.insert(1, PlanRow(tier="device", kind="param_window", nbytes=pager_limits.live_nbytes, what=what))
+    table.insert(1, ("device", "param_window", pager_limits.live_nbytes, what))
     return Plan(
         tiers=tiers,
         pager_limits=pager_limits,
         gradients=gradients,
         staging=staging,
         update_policy=update_policy,
-        rows=tuple(row for row in rows if row.nbytes),
+        rows=tuple(PlanRow(tier=tier, kind=kind, nbytes=n, what=what) for tier, kind, n, what in table if n),
         request=request,
     )
 
@@ -251,11 +222,11 @@ def _returned_nbytes(
     )
 
 
-def _commit_rows(slots: Iterable[PlannedSlot]) -> list[PlanRow]:
+def _commit_rows(slots: Iterable[PlannedSlot]) -> list[tuple[str, str, int, str]]:
     """What in-place commits take on nvme besides one place of everything that rests there."""
     charges = [charge for slot in slots if slot.num_durable for charge in slot.charges]
     return [
-        PlanRow(tier="nvme", kind=kind, nbytes=sum(nbytes for own, nbytes in charges if own == kind), what=what)
+        ("nvme", kind, sum(nbytes for own, nbytes in charges if own == kind), what)
         for kind, what in (
             ("commit_param", "parameters, second slot for commits"),
             ("commit", "master weights and optimizer state, second slot for commits"),

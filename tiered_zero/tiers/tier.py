@@ -53,8 +53,9 @@ class Tier(ABC):
     def reserve(self, name: str, nbytes: int, kind: str, *, num_durable: int = 0) -> Slot:
         """A new slot; its bytes are undefined until written. Raises BudgetError or StoreError when the tier is full.
 
-        `num_durable`: on nvme, if not 0, the slot takes part in the commits of its store, in so many places on disk: 2,
-        or 1 for what is written once. In memory nothing can be durable: other tiers ignore it.
+        `num_durable`: on nvme, if not 0, the slot takes part in the commits of its store, in so many places on disk; a
+        number, because what is written once needs 1, and everything else 2. In memory nothing can be durable: other
+        tiers ignore it.
         """
 
     @abstractmethod

@@ -1,20 +1,22 @@
-"""The optimizer state of a run in torch's format, read from and written to the tiers sub-group by sub-group."""
+"""The optimizer state of a run in torch's format, read from and written to the tiers sub-group by sub-group, and
+brought together where ranks have shards of it."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, final
 
 import torch
 from torch import nn
 
 from tiered_zero.errors import BudgetError, ModelError
 from tiered_zero.hardware.agreement import agree
-from tiered_zero.hardware.collectives import local_world_size
+from tiered_zero.hardware.collectives import Collectives, SingleRank, local_world_size
 from tiered_zero.hardware.probe import available_host_nbytes
 from tiered_zero.hardware.staging import StagingPool
+from tiered_zero.layout.flat import ParamSpec, Unit
 from tiered_zero.layout.subgroups import ParamPiece
 from tiered_zero.optim.optimizer_copy import same
 from tiered_zero.optim.rule import Run, UpdateRule
@@ -22,13 +24,72 @@ from tiered_zero.optim.state_layout import StateLayout
 from tiered_zero.sizes import format_nbytes
 from tiered_zero.tiers.inventory import Inventory
 from tiered_zero.tiers.slots import leased_slot
-from tiered_zero.update.param_shards import ParamShards
 from tiered_zero.update.stepper import StreamingStepper
 
 logger = logging.getLogger("tiered_zero")
 
+Result = TypeVar("Result")
+
 ParamState = dict[str, Any]
 """One parameter's state as `torch.optim.Optimizer.state` holds it: arrays in its shape, 0-d tensors, plain values."""
+
+
+@final
+class ParamShards:
+    """What the ranks have of the masters and state of the parameters in `units` that are `trained` (by name).
+
+    Where state is sharded every rank makes each call, in the same order, and waits for the others; else a rank may read
+    alone, and all of them change values together. Driver thread.
+    """
+
+    def __init__(
+        self, ranks: Collectives, units: Sequence[Unit], trained: Collection[str], *, is_sharded: bool
+    ) -> None:
+        self.trained = trained
+        self.is_sharded = is_sharded
+        self._ranks = ranks
+        self._places = {entry.param.name: (unit, entry) for unit in units for entry in unit.entries}
+
+    @property
+    def readers(self) -> Collectives:
+        """Those that take part in a read."""
+        return self._ranks if self.is_sharded else SingleRank()
+
+    def read(self, call: str, act: Callable[[], Result]) -> Result:
+        """Run `act` on the readers and return this rank's result; what it raises on one is raised on all."""
+        return _run(self.readers, call, act)
+
+    def change(self, call: str, act: Callable[[], Result]) -> Result:
+        """Run `act` on every rank and return this rank's result; what it raises on one is raised on all."""
+        return _run(self._ranks, call, act)
+
+    def spec(self, name: str) -> ParamSpec:
+        """Return the parameter of that name."""
+        return self._places[name][1].param
+
+    def gather(self, param: ParamSpec, flat: torch.Tensor) -> None:
+        """Fill `flat`, [numel] on the CPU in the order of the parameter's memory, with the readers' parts of it: this
+        rank's is there."""
+        if not self.is_sharded:
+            return
+        unit, entry = self._places[param.name]
+        for rank in range(self._ranks.world_size):
+            shard = unit.shard(rank)
+            start, stop = max(entry.start, shard.start), min(entry.stop, shard.stop)
+            if start < stop:
+                self._ranks.broadcast(flat[start - entry.start : stop - entry.start], rank, param.name)
+
+    def same(self, value: torch.Tensor) -> torch.Tensor:
+        """Return rank 0's `value`, fp32 on the CPU. It has one shape on all ranks."""
+        whole = value.detach().to("cpu", torch.float32, copy=True)
+        self._ranks.broadcast(whole, 0, "a value that is set")
+        return whole
+
+
+def _run(ranks: Collectives, call: str, act: Callable[[], Result]) -> Result:
+    own: list[Result] = []
+    agree(ranks, call, lambda: own.append(act()), encode=lambda _: None)
+    return own[0]
 
 
 @dataclass(eq=False, repr=False)

@@ -9,8 +9,8 @@ import torch
 
 from tiered_zero.native.update import UpdateKernel
 from tiered_zero.optim.kernel_rule import NativeRule
+from tiered_zero.optim.native_rules import AdagradRule, Lion, LionRule, SgdRule
 from tiered_zero.optim.rule import Run
-from tiered_zero.optim.sgd_adagrad_lion import AdagradRule, Lion, LionRule, SgdRule
 from tiered_zero.optim.torch_bits import find_torch_root
 
 SGD, ADAGRAD = (SgdRule, torch.optim.SGD), (AdagradRule, torch.optim.Adagrad)
