@@ -11,7 +11,7 @@ import pytest
 from tiered_zero.checkpoint.file_writer import WrittenFiles, join_files
 from tiered_zero.checkpoint.manifest import DataFile, Part, TensorEntry
 from tiered_zero.checkpoint.places import Place, PlacedPart, Places, RecordName, Source, join_places
-from tiered_zero.checkpoint.shares import CommitShare, Share, join_scalars
+from tiered_zero.checkpoint.shares import CommitShare, RankPart, Share, join_scalars
 from tiered_zero.errors import InternalError, StoreError
 
 
@@ -101,8 +101,6 @@ def test_shares_of_commits_travel_as_json() -> None:
         scalars={"a": {"step": 3}},
         driver={"loader": None},
         commit_id="c",
-        stores=[{"run_id": "x", "paths": ["/swap/x"]}],
-        layout="0",
-        initialized=[0, 2],
+        rank=RankPart(stores=[{"run_id": "x", "paths": ["/swap/x"]}], layout="0", initialized=[0, 2]),
     )
     assert CommitShare.decode(json.loads(json.dumps(share.encode()))) == share

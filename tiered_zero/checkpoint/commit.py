@@ -41,7 +41,7 @@ from tiered_zero.checkpoint.encode import encode
 from tiered_zero.checkpoint.manifest import TagManifest, TensorEntry
 from tiered_zero.checkpoint.places import PlaceTable, join_places, pack
 from tiered_zero.checkpoint.portable import RunState
-from tiered_zero.checkpoint.shares import CommitShare, join_scalars
+from tiered_zero.checkpoint.shares import CommitShare, RankPart, join_scalars
 from tiered_zero.errors import ModelError, StoreError
 from tiered_zero.hardware.agreement import agree
 from tiered_zero.io.engine import IOEngine
@@ -50,12 +50,6 @@ from tiered_zero.tiers.nvme import NvmeTier
 
 COMMIT_ID: Final = "commit_id"
 """In the metadata of all stores, and in the tag: drawn by rank 0. Two commits may be of one step."""
-
-METADATA_KEYS: Final = (COMMIT_ID, "checkpoint", "records", "places", "ranks")
-"""Of the metadata of a commit in the store that decides. "ranks": of each rank RANK_KEYS."""
-
-RANK_KEYS: Final = ("stores", "layout", "initialized")
-"""As of CommitShare."""
 
 DECIDED_BY: Final = "decided_by"
 """In the metadata of the other stores: run id and paths of the one that decides."""
@@ -121,9 +115,11 @@ class Commits:
             scalars={name: encode(dict(own), f"scalars of {name}") for name, own in state.scalars().items()},
             driver=driver,
             commit_id=commit_id,
-            stores=[_location(store) for store in self._stores],
-            layout=self._layout,
-            initialized=[layout.subgroup.index for layout in state.layouts if state.stepper.has_state(layout)],
+            rank=RankPart(
+                stores=[_location(store) for store in self._stores],
+                layout=self._layout,
+                initialized=[layout.subgroup.index for layout in state.layouts if state.stepper.has_state(layout)],
+            ),
         )
 
     def commit(self, manifest: TagManifest, shares: Sequence[CommitShare]) -> None:
@@ -144,7 +140,7 @@ class Commits:
     def prepare(self, manifest: TagManifest, shares: Sequence[CommitShare]) -> None:
         """Make the state durable beside the last commit; records rest from now on. Raises StoreError, with nothing
         changed."""
-        first = shares[0].stores[0]
+        first = shares[0].rank.stores[0]
         followed = {COMMIT_ID: shares[0].commit_id, DECIDED_BY: dict(first)}
         try:
             for store in reversed(self._stores):
@@ -182,7 +178,7 @@ def metadata_of(manifest: TagManifest, shares: Sequence[CommitShare]) -> dict[st
         for key, entry in share.tensors.items():
             if tensors.setdefault(key, entry) != entry:
                 raise StoreError(f"{key} is committed as two different tensors: {tensors[key]} and {entry}.")
-    places = join_places([(share.places, len(share.stores)) for share in shares])
+    places = join_places([(share.places, len(share.rank.stores)) for share in shares])
     for key, entry in tensors.items():
         parts = places.places[key].parts
         if (parts[0].start, parts[-1].stop) != (0, entry.numel):
@@ -190,5 +186,5 @@ def metadata_of(manifest: TagManifest, shares: Sequence[CommitShare]) -> dict[st
                 f"{key}: {entry.numel} elements were expected; found {parts[0].start} to {parts[-1].stop}."
             )
     whole = replace(manifest, tensors=tensors, scalars=join_scalars(shares))
-    ranks = [{key: getattr(share, key) for key in RANK_KEYS} for share in shares]
+    ranks = [vars(share.rank) for share in shares]
     return {COMMIT_ID: shares[0].commit_id, "checkpoint": whole.body(), **places.body(), "ranks": ranks}

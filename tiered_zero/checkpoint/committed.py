@@ -13,11 +13,12 @@ from typing import Any, final
 
 import xxhash
 
-from tiered_zero.checkpoint.commit import COMMIT_ID, DECIDED_BY, METADATA_KEYS, RANK_KEYS
+from tiered_zero.checkpoint.commit import COMMIT_ID, DECIDED_BY
 from tiered_zero.checkpoint.manifest import TagManifest, check_store_location
 from tiered_zero.checkpoint.places import Places
+from tiered_zero.checkpoint.shares import RankPart
 from tiered_zero.errors import CorruptionError, StoreError
-from tiered_zero.store.checked_json import Kinds, check_fields, check_kind
+from tiered_zero.store.checked_json import Kinds, check_fields, check_integers, kinds_of
 from tiered_zero.store.descriptors import error_text, open_of_owner
 from tiered_zero.store.manifest import MANIFEST_NAME, Manifest, Record, choose
 from tiered_zero.store.manifest import load as load_manifests
@@ -27,17 +28,6 @@ from tiered_zero.store.stripes import DataFiles, Stripes
 
 _NUM_CACHED = 8
 """Verified ranges, of at most 1 MiB, that are kept: neighbours in an array begin in the same one."""
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class RankPart:
-    """What one rank has committed. `stores`: run id and paths of each, that of the state first. `layout`: of
-    commit_layout; `initialized`: sub-groups that have state."""
-
-    stores: list[dict[str, Any]]
-    layout: str
-    initialized: list[int]
 
 
 @final
@@ -96,17 +86,15 @@ def _check_places(manifest: TagManifest, places: Places) -> None:
 
 
 _METADATA_KINDS: dict[str, Kinds] = {
-    **dict.fromkeys(METADATA_KEYS, dict),
-    **{COMMIT_ID: str, "records": list, "ranks": list},
-}
-_RANK_KINDS: dict[str, Kinds] = {**dict.fromkeys(RANK_KEYS, list), "layout": str}
+    COMMIT_ID: str, "checkpoint": dict, "records": list, "places": dict, "ranks": list,
+}  # fmt: skip
+_RANK_KINDS = kinds_of(RankPart)
 
 
 def _rank_part(item: Any) -> RankPart:
     """Raises ValueError."""
     fields = check_fields(item, _RANK_KINDS)
-    for index in fields["initialized"]:
-        check_kind("initialized", index, int)
+    check_integers("initialized", fields["initialized"])
     if not 1 <= len(fields["stores"]) <= 2:
         raise ValueError("stores: expected one or two of each rank")
     return RankPart(**{**fields, "stores": [check_store_location(store) for store in fields["stores"]]})

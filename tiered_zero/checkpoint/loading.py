@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -47,7 +48,7 @@ class _Loading:
     work: SubGroupWork
     masters: torch.Tensor | None = None
     stepped: Sequence[ParamPiece] = ()
-    conversions: Sequence[Callable[[], None]] = ()
+    conversions: Sequence[Callable[[], object]] = ()
     group: Group | None = None
 
 
@@ -208,11 +209,11 @@ class StateLoader:
 
     def _state_targets(
         self, layout: StateLayout, raw: torch.Tensor, stepped: Sequence[ParamPiece]
-    ) -> tuple[list[Target], list[Callable[[], None]]]:
+    ) -> tuple[list[Target], list[Callable[[], object]]]:
         """List targets for the state of pieces, and what converts it, once they are filled, from another format."""
         elementwise, tensors = self._state.rule.elementwise, self._manifest.tensors
         targets: list[Target] = []
-        conversions: list[Callable[[], None]] = []
+        conversions: list[Callable[[], object]] = []
         for piece in stepped:
             name = self._matched.params[piece.param.name].partition("/")[2]
             views = layout.state(raw, piece, piece.start, piece.stop)
@@ -237,13 +238,13 @@ class StateLoader:
                     scales = torch.empty(last - first, device=raw.device)
                     targets.append(self._target(key, start, codes, param))
                     targets.append(self._target(f"{scale}/{name}", first, scales))
-                    conversions.append(_decoding(codes, scales, floats))
+                    conversions.append(partial(decode, codes, scales, floats, None))
                 else:
                     targets.append(self._target(key, start, floats, param))
                 if own_coded:
-                    conversions.append(_encoding(view, views[scale], floats))
+                    conversions.append(partial(encode, view, views[scale], floats, None, None))
                 else:
-                    conversions.append(_copying(view, floats))
+                    conversions.append(partial(view.copy_, floats))
         return targets, conversions
 
     def _store_masters(self, layout: StateLayout, work: SubGroupWork, masters: torch.Tensor) -> None:
@@ -342,18 +343,3 @@ def _gaps(ranges: Sequence[tuple[int, int]], numel: int) -> list[tuple[int, int]
     """What disjoint `ranges`, in order, leave of [0, numel)."""
     edges = [0, *(edge for pair in ranges for edge in pair), numel]
     return [(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True) if start < stop]
-
-
-def _decoding(codes: torch.Tensor, scales: torch.Tensor, floats: torch.Tensor) -> Callable[[], None]:
-    return lambda: decode(codes, scales, floats, None)
-
-
-def _encoding(codes: torch.Tensor, scales: torch.Tensor, floats: torch.Tensor) -> Callable[[], None]:
-    return lambda: encode(codes, scales, floats, None, None)
-
-
-def _copying(target: torch.Tensor, floats: torch.Tensor) -> Callable[[], None]:
-    def convert() -> None:
-        target.copy_(floats)
-
-    return convert

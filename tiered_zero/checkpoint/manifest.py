@@ -11,8 +11,8 @@ import itertools
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple, final
 
@@ -21,9 +21,10 @@ import numpy
 from tiered_zero.errors import StoreError
 from tiered_zero.sizes import MIB, PAGE_NBYTES, format_nbytes
 from tiered_zero.store.checked_json import (
+    MOST_DIGEST,
     MOST_INTEGER,
-    Kinds,
     check_fields,
+    check_integers,
     check_kind,
     decode_checked,
     encode_checked,
@@ -168,15 +169,8 @@ class TagManifest:
 
     def _check(self) -> None:
         """Raises StoreError for what `decode` would refuse."""
-        body = self.body()
         try:
-            _manifest(
-                {**body, "tensors": {}, "files": [{**file, "digests": [*file["digests"]]} for file in body["files"]]}
-            )
-            for key, entry in self.tensors.items():
-                fields = {"shape": [*entry.shape], "order": None if entry.order is None else [*entry.order]}
-                _entry(_text("a tensor's key", key), {**vars(entry), "parts": [*entry.parts], **fields}, self.files)
-            _check_tensors(self.kind, self.tensors)
+            _manifest(self.body())
         except ValueError as error:
             raise StoreError(f"The manifest of {self.tag} could not be read back ({error}).") from error
 
@@ -198,13 +192,9 @@ class TagManifest:
             raise StoreError(f"{path} is not the manifest of a checkpoint ({error}).") from error
 
 
-_MANIFEST_KINDS: dict[str, Kinds] = {
-    **{"kind": str, "tag": str, "step": int, "written_by": dict, "files": list, "tensors": dict},
-    **{"scalars": dict, "driver": dict, "swap": (dict, type(None))},
-}
-_FILE_KINDS = kinds_of(DataFile)
-_ENTRY_KINDS: dict[str, Kinds] = {"dtype": str, "shape": list, "order": (list, type(None)), "parts": list}
-_WRITTEN_BY_KINDS = kinds_of(WrittenBy)
+_MANIFEST_KINDS, _FILE_KINDS, _ENTRY_KINDS, _WRITTEN_BY_KINDS = map(
+    kinds_of, (TagManifest, DataFile, TensorEntry, WrittenBy)
+)
 
 
 def _manifest(body: Any) -> TagManifest:
@@ -272,37 +262,34 @@ def _file(item: Any) -> DataFile:
         raise ValueError(f"files: expected a plain file name; found {name[:200]!a}")
     if nbytes <= 0 or nbytes % PAGE_NBYTES or len(digests) != -(-nbytes // CHUNK_NBYTES):
         raise ValueError(f"files: {name}: expected whole pages, and a checksum for each MiB")
-    for digest in digests:
-        if type(digest) is not int or not 0 <= digest < 1 << 64:
-            raise ValueError(f"files: {name}: expected checksums of 64 bits")
+    check_integers(f"files: {name}: checksums", digests, MOST_DIGEST)
     return DataFile(name=name, nbytes=nbytes, digests=tuple(digests))
 
 
 def _entry(key: str, item: Any, files: tuple[DataFile, ...]) -> TensorEntry:
     """Raises ValueError, naming the tensor."""
     try:
-        return _checked_entry(check_fields(item, _ENTRY_KINDS), files)
+        fields = check_fields(item, _ENTRY_KINDS)
+        if fields["dtype"] not in ITEMSIZES:
+            raise ValueError(f"dtype: expected one of {', '.join(sorted(ITEMSIZES))}; found {fields['dtype'][:80]!a}")
+        shape, order = fields["shape"], fields["order"]
+        check_integers("shape", shape, _MOST_NUMEL)
+        numel = 1
+        for size in shape:
+            numel *= max(size, 1)
+            if numel > _MOST_NUMEL:
+                raise ValueError(f"shape: expected at most {_MOST_NUMEL} elements")
+        if len(shape) > _MOST_DIMENSIONS:
+            raise ValueError(f"shape: expected at most {_MOST_DIMENSIONS} dimensions; found {len(shape)}")
+        if order is not None:
+            check_integers("order", order, _MOST_DIMENSIONS)
+            if sorted(order) != list(range(len(shape))):
+                raise ValueError("order: expected each dimension once")
+        entry = TensorEntry(dtype=fields["dtype"], shape=tuple(shape), order=None if order is None else tuple(order))
+        _check_parts(entry, _part_rows(fields["parts"]), files)
+        return replace(entry, parts=tuple(Part(*part) for part in fields["parts"]))
     except ValueError as error:
         raise ValueError(f"tensor {key[:200]!a}: {error}") from error
-
-
-def _checked_entry(fields: dict[str, Any], files: tuple[DataFile, ...]) -> TensorEntry:
-    if fields["dtype"] not in ITEMSIZES:
-        raise ValueError(f"dtype: expected one of {', '.join(sorted(ITEMSIZES))}; found {fields['dtype'][:80]!a}")
-    shape, order = fields["shape"], fields["order"]
-    numel = 1
-    for size in _integers("shape", shape, _MOST_NUMEL):
-        numel *= max(size, 1)
-        if numel > _MOST_NUMEL:
-            raise ValueError(f"shape: expected at most {_MOST_NUMEL} elements")
-    if len(shape) > _MOST_DIMENSIONS:
-        raise ValueError(f"shape: expected at most {_MOST_DIMENSIONS} dimensions; found {len(shape)}")
-    if order is not None and sorted(_integers("order", order, _MOST_DIMENSIONS)) != list(range(len(shape))):
-        raise ValueError("order: expected each dimension once")
-    entry = TensorEntry(dtype=fields["dtype"], shape=tuple(shape), order=None if order is None else tuple(order))
-    _check_parts(entry, _part_rows(fields["parts"]), files)
-    parts = tuple(Part(*item) for item in fields["parts"])
-    return TensorEntry(dtype=entry.dtype, shape=entry.shape, order=entry.order, parts=parts)
 
 
 def _part_rows(items: Sequence[Any]) -> numpy.ndarray[Any, numpy.dtype[numpy.int64]]:
@@ -337,15 +324,6 @@ def _check_parts(
     if outside.any():
         start, stop, index, offset = rows[outside.argmax()]
         raise ValueError(f"parts: {start} to {stop} at offset {offset} lie outside of {files[index].name}")
-
-
-def _integers(name: str, items: Iterable[Any], most: int) -> list[int]:
-    """Raises ValueError for anything but whole numbers from 0 to `most`."""
-    values = list(items)
-    for value in values:
-        if type(value) is not int or not 0 <= value <= most:
-            raise ValueError(f"{name}: expected whole numbers from 0 to {most}")
-    return values
 
 
 def _check_tensors(kind: str, tensors: Mapping[str, TensorEntry]) -> None:

@@ -20,14 +20,14 @@ from typing import Any, Final, NamedTuple, final
 import torch
 
 from tiered_zero.checkpoint.manifest import TensorEntry
-from tiered_zero.checkpoint.portable import RunState, buffer_key, field_range, master_key, memory_order, param_key
+from tiered_zero.checkpoint.portable import RunState, buffer_key, master_key, memory_order, param_key
 from tiered_zero.checkpoint.tensors import describe
 from tiered_zero.errors import StoreError
 from tiered_zero.layout.flat import PARAM_ALIGNMENT_NBYTES, FlatEntry, Unit
 from tiered_zero.layout.subgroups import ParamPiece, Segment
 from tiered_zero.optim.state_layout import StateLayout
 from tiered_zero.sizes import align_up
-from tiered_zero.store.checked_json import MOST_INTEGER, check_fields, check_kind
+from tiered_zero.store.checked_json import check_fields, check_integers, check_kind
 from tiered_zero.tiers.inventory import Home
 
 SOURCE_ITEMSIZES: Final = {"joined": (2, 2, 4), "rounded": (4,), "plain": (0,), "magnitude": (0,)}
@@ -132,7 +132,8 @@ def _place(key: str, item: Any, num_records: int, covers: bool) -> Place:
     num_sources = len(SOURCE_ITEMSIZES[form])
     for one in item[1:]:
         check_kind("places", one, list)
-        if len(one) != 2 + 2 * num_sources or any(type(n) is not int or not 0 <= n <= MOST_INTEGER for n in one):
+        check_integers("places", one)
+        if len(one) != 2 + 2 * num_sources:
             raise ValueError(f"places: {key[:200]!a}: expected start, stop and {num_sources} sources of each part")
         start, stop, *numbers = one
         if (start != end if covers else start < end) or stop <= start:
@@ -186,12 +187,10 @@ class PlaceTable:
                     before = (piece.start - segment.start) * segment.unit.itemsize
                     sources.insert(1, source(params, params.offset_of(segment) + before))
                 add(master_key(piece.param), "joined" if joined else "plain", piece.param_start, stop, *sources)
-                for array in layout.arrays_for(piece) if state.is_stepped(layout, piece) else ():
-                    start, stop = field_range(piece, array.field, state.rule.elementwise)
-                    first = piece.start // array.field.block_numel if array.piece is None else 0
-                    marked = joined and array.field.name == state.rule.unsigned_field
-                    at = source(home, array.offset + first * array.field.dtype.itemsize)
-                    add(f"{array.field.name}/{piece.param.name}", "magnitude" if marked else "plain", start, stop, at)
+            for array, own in state.array_ranges(layout, state.is_stepped):
+                marked = joined and array.field.name == state.rule.unsigned_field
+                at = source(home, array.offset + own.first * array.field.dtype.itemsize)
+                add(own.key, "magnitude" if marked else "plain", own.start, own.stop, at)
         own_units = {unit.index for unit in state.own_units}
         for unit in state.units:
             durable = self._copies.get(unit.index)

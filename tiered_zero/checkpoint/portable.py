@@ -153,9 +153,6 @@ class RunState:
             unit.index for unit in self.units if any(entry.param.name in self.trained for entry in unit.entries)
         )
 
-    def has_master(self, spec: ParamSpec) -> bool:
-        return spec.name in self.trained
-
     @cached_property
     def own_layouts(self) -> Sequence[StateLayout]:
         """The sub-groups that this rank saves: its own, or its part of what every rank has."""
@@ -193,7 +190,7 @@ class RunState:
         return [
             entry
             for entry in unit.entries
-            if entry.param.numel and not self.has_master(entry.param) and (with_frozen or entry.param.trainable)
+            if entry.param.numel and entry.param.name not in self.trained and (with_frozen or entry.param.trainable)
         ]
 
     def unmastered_on_device(self, with_frozen: bool = True) -> list[Unit]:
@@ -269,13 +266,19 @@ class RunState:
 
     def most_state_nbytes(self) -> int:
         """Bytes of the masters and state that this rank saves, once all of them are stepped."""
-        return sum(
-            4 * piece.numel
-            + sum(_numel(field_range(piece, field, self.rule.elementwise)) * field.dtype.itemsize for field in fields)
-            for layout in self.own_layouts
-            for piece in layout.subgroup.pieces
-            for fields in [layout.fields(piece)]
-        )
+        arrays = (one for layout in self.own_layouts for one in self.array_ranges(layout, lambda *_: True))
+        masters = sum(4 * piece.numel for layout in self.own_layouts for piece in layout.subgroup.pieces)
+        return masters + sum((own.stop - own.start) * array.field.dtype.itemsize for array, own in arrays)
+
+    def array_ranges(
+        self, layout: StateLayout, stepped: Callable[[StateLayout, ParamPiece], bool]
+    ) -> Iterator[tuple[StateArray, Range]]:
+        """Yield the state arrays of the pieces for which `stepped` says so, with what each holds of a parameter's."""
+        for piece in layout.subgroup.pieces:
+            for array in layout.arrays_for(piece) if stepped(layout, piece) else ():
+                start, stop = field_range(piece, array.field, self.rule.elementwise)
+                first = piece.start // array.field.block_numel if array.piece is None else 0
+                yield array, Range(key=f"{array.field.name}/{piece.param.name}", start=start, stop=stop, first=first)
 
     # -- a sub-group's slot --------------------------------------------------------------------------------------------
 
@@ -294,36 +297,27 @@ class RunState:
             for piece in subgroup.pieces
         )
         joined = layout.masters.needs_params
-        masters = layout.master(raw)
         arrays = [
             SlotArray(
                 ranges=master_ranges,
                 dtype=torch.float32,
                 numel=subgroup.numel,
-                read=self._joined_masters(layout, work) if joined else lambda first, stop: masters[first:stop],
+                read=self._joined_masters(layout, work) if joined else _reading(layout.master(raw)),
                 offset=0 if direct and not joined else None,
             )
         ]
-        ranges: dict[int, list[Range]] = {}
-        of_offset: dict[int, StateArray] = {}
-        for piece in subgroup.pieces:
-            for array in layout.arrays_for(piece) if snapshot.is_stepped(layout, piece) else ():
-                field = array.field
-                start, stop = field_range(piece, field, self.rule.elementwise)
-                first = piece.start // field.block_numel if self.rule.elementwise else 0
-                key = f"{field.name}/{piece.param.name}"
-                of_offset[array.offset] = array
-                ranges.setdefault(array.offset, []).append(Range(key=key, start=start, stop=stop, first=first))
-        for offset, own in sorted(ranges.items()):
-            field = of_offset[offset].field
-            values = raw[offset : offset + field.nbytes].view(field.dtype)
+        ranges: dict[StateArray, list[Range]] = {}
+        for array, part in self.array_ranges(layout, snapshot.is_stepped):
+            ranges.setdefault(array, []).append(part)
+        for array, own in sorted(ranges.items(), key=lambda item: item[0].offset):
+            field, offset = array.field, array.offset
             marked = joined and field.name == self.rule.unsigned_field
             arrays.append(
                 SlotArray(
                     ranges=tuple(own),
                     dtype=field.dtype,
                     numel=prod(field.shape),
-                    read=_magnitudes(values) if marked else _slices(values),
+                    read=_reading(raw[offset : offset + field.nbytes].view(field.dtype), marked),
                     offset=offset if direct and not marked else None,
                 )
             )
@@ -347,14 +341,6 @@ class RunState:
         return read
 
 
-def _numel(elements: tuple[int, int]) -> int:
-    return elements[1] - elements[0]
-
-
-def _slices(values: torch.Tensor) -> Callable[[int, int], torch.Tensor]:
-    return lambda first, stop: values[first:stop]
-
-
-def _magnitudes(values: torch.Tensor) -> Callable[[int, int], torch.Tensor]:
-    """The signs belong to the masters."""
-    return lambda first, stop: values[first:stop].abs()
+def _reading(values: torch.Tensor, marked: bool = False) -> Callable[[int, int], torch.Tensor]:
+    """`marked`: the signs belong to the masters."""
+    return lambda first, stop: values[first:stop].abs() if marked else values[first:stop]

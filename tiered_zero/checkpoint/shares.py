@@ -25,64 +25,67 @@ class Share:
     def encode(self) -> list[Any]:
         """As JSON."""
         files = [[file.name, file.nbytes, file.digests] for file in self.written.files]
-        tensors = {
-            key: [entry.dtype, entry.shape, entry.order, entry.parts] for key, entry in self.written.tensors.items()
-        }
-        return [files, tensors, self.scalars, self.driver]
+        return [files, _encode(self.written.tensors), self.scalars, self.driver]
 
     @classmethod
     def decode(cls, value: Sequence[Any]) -> Share:
         """What `encode` gave on another rank."""
-        files, tensors, scalars, driver = value
-        return cls(
-            written=WrittenFiles(
-                files=tuple(
-                    DataFile(name=name, nbytes=nbytes, digests=tuple(digests)) for name, nbytes, digests in files
-                ),
-                tensors={
-                    key: TensorEntry(
-                        dtype=dtype,
-                        shape=tuple(shape),
-                        order=None if order is None else tuple(order),
-                        parts=tuple(Part(*part) for part in parts),
-                    )
-                    for key, (dtype, shape, order, parts) in tensors.items()
-                },
-            ),
-            scalars=scalars,
-            driver=driver,
-        )
+        given, tensors, scalars, driver = value
+        files = tuple(DataFile(name=name, nbytes=nbytes, digests=tuple(digests)) for name, nbytes, digests in given)
+        return cls(written=WrittenFiles(files=files, tensors=_decode(tensors)), scalars=scalars, driver=driver)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class RankPart:
+    """What a commit says of one rank. `stores`: run id and paths of each, that of the state first. `layout`: of
+    commit_layout; `initialized`: its sub-groups that have state."""
+
+    stores: list[dict[str, Any]]
+    layout: str
+    initialized: list[int]
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class CommitShare:
     """One rank's part of an in-place commit. `tensors`: without parts, which `places` has; `scalars`, `driver`: as of
-    Share. `commit_id`: of the whole, on rank 0. `stores`: run id and paths of each of its stores, that of the state
-    first. `layout`: of commit_layout. `initialized`: its sub-groups that have state."""
+    Share. `commit_id`: of the whole, on rank 0."""
 
     tensors: Mapping[str, TensorEntry]
     places: Places
     scalars: Mapping[str, Any]
     driver: Mapping[str, Any]
     commit_id: str
-    stores: Sequence[Mapping[str, Any]]
-    layout: str
-    initialized: Sequence[int]
+    rank: RankPart
 
     def encode(self) -> dict[str, Any]:
         """As JSON."""
-        tensors = {key: [entry.dtype, entry.shape, entry.order] for key, entry in self.tensors.items()}
-        return {**vars(self), "tensors": tensors, "places": self.places.body()}
+        places = self.places.body()
+        return {**vars(self), "tensors": _encode(self.tensors), "places": places, "rank": vars(self.rank)}
 
     @classmethod
     def decode(cls, value: Mapping[str, Any]) -> CommitShare:
         """What `encode` gave on another rank."""
-        tensors = {
-            key: TensorEntry(dtype=dtype, shape=tuple(shape), order=None if order is None else tuple(order))
-            for key, (dtype, shape, order) in value["tensors"].items()
-        }
-        return cls(**{**value, "tensors": tensors, "places": Places.from_body(value["places"], covers=False)})
+        places = Places.from_body(value["places"], covers=False)
+        own = {"tensors": _decode(value["tensors"]), "places": places, "rank": RankPart(**value["rank"])}
+        return cls(**{**value, **own})
+
+
+def _encode(tensors: Mapping[str, TensorEntry]) -> dict[str, Any]:
+    return {key: [entry.dtype, entry.shape, entry.order, entry.parts] for key, entry in tensors.items()}
+
+
+def _decode(tensors: Mapping[str, Any]) -> dict[str, TensorEntry]:
+    return {
+        key: TensorEntry(
+            dtype=dtype,
+            shape=tuple(shape),
+            order=None if order is None else tuple(order),
+            parts=tuple(Part(*part) for part in parts),
+        )
+        for key, (dtype, shape, order, parts) in tensors.items()
+    }
 
 
 def join_scalars(shares: Sequence[Share | CommitShare]) -> dict[str, Any]:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Any, get_origin, get_type_hints
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 import xxhash
 
@@ -17,6 +19,8 @@ from tiered_zero.errors import StoreError
 
 MOST_INTEGER = 2**63 - 1
 """Offsets, sizes and steps are signed 64-bit integers."""
+
+MOST_DIGEST = 2**64 - 1
 
 Kinds = type | tuple[type, ...]
 
@@ -51,10 +55,19 @@ def decode_checked(data: bytes, path: Path, format_name: str, version: int) -> A
 
 
 def kinds_of(record: type) -> dict[str, Kinds]:
-    """What JSON has for each field of a dataclass: a list for a tuple, and a whole number may be a float."""
-    kinds: dict[type, Kinds] = {tuple: list, float: (float, int)}
-    hints = {name: get_origin(hint) or hint for name, hint in get_type_hints(record).items()}
-    return {name: kinds.get(hint, hint) for name, hint in hints.items()}
+    """What JSON has for each field of a dataclass: a list for a tuple (which passes too, of what was not JSON yet),
+    an object for a record, and a whole number may be a float."""
+    return {name: _kinds_of_hint(hint) for name, hint in get_type_hints(record).items()}
+
+
+def _kinds_of_hint(hint: Any) -> tuple[type, ...]:
+    kind = get_origin(hint) or hint
+    if kind is UnionType:
+        return tuple(one for each in get_args(hint) for one in _kinds_of_hint(each))
+    if is_dataclass(kind):
+        return (dict,)
+    others: dict[type, tuple[type, ...]] = {tuple: (list, tuple), float: (float, int)}
+    return others.get(kind, (kind,))
 
 
 def check_fields(values: Any, kinds: Mapping[str, Kinds]) -> dict[str, Any]:
@@ -82,3 +95,10 @@ def check_kind(name: str, value: Any, kind: Kinds) -> None:
         raise ValueError(f"{name}: expected a 64-bit integer; found a larger one")
     if type(value) is float and not math.isfinite(value):
         raise ValueError(f"{name}: expected a finite number; found {value}")
+
+
+def check_integers(name: str, values: Iterable[Any], most: int = MOST_INTEGER) -> None:
+    """Raises ValueError for anything but whole numbers from 0 to `most`."""
+    for value in values:
+        if type(value) is not int or not 0 <= value <= most:
+            raise ValueError(f"{name}: expected whole numbers from 0 to {most}")

@@ -19,8 +19,10 @@ from typing import Any, final
 from tiered_zero.errors import StoreError
 from tiered_zero.sizes import PAGE_NBYTES, align_up, format_nbytes
 from tiered_zero.store.checked_json import (
+    MOST_DIGEST,
     MOST_INTEGER,
     check_fields,
+    check_integers,
     check_kind,
     decode_checked,
     encode_checked,
@@ -140,10 +142,9 @@ _RECORD_KINDS = kinds_of(Record)
 def _record(item: Any) -> Record:
     fields = check_fields(item, _RECORD_KINDS)
     for name in ("shape", "offsets"):
-        for value in fields[name]:
-            check_kind(name, value, int)
+        check_integers(name, fields[name])
     offsets = tuple(fields["offsets"])
-    if fields["nbytes"] <= 0 or len(offsets) not in (1, 1 + fields["committed"]) or any(at < 0 for at in offsets):
+    if fields["nbytes"] <= 0 or len(offsets) not in (1, 1 + fields["committed"]):
         raise ValueError(f"record {fields['name'][:80]!a}: expected bytes, and one offset for each of its slots")
     if any(at % PAGE_NBYTES for at in offsets):
         raise ValueError(f"record {fields['name'][:80]!a}: expected offsets in whole pages")
@@ -159,13 +160,11 @@ def _ranges(record: Record, items: Any) -> list[Range]:
         if len(item) != 4:
             raise ValueError("ranges: expected start, end, slot and checksum of each")
         start, end, slot, checksum = item
-        for value in (start, end, slot):
-            check_kind("ranges", value, int)
-        if checksum is not None and not (type(checksum) is int and 0 <= checksum < 1 << 64):
-            raise ValueError("ranges: expected a checksum of 64 bits, or null")
+        check_integers("ranges", (start, end, slot))
+        check_integers("ranges: checksum", () if checksum is None else (checksum,), MOST_DIGEST)
         if not last <= start < end <= record.extent_nbytes or start % PAGE_NBYTES or end % PAGE_NBYTES:
             raise ValueError(f"ranges of {record.name[:80]!a}: {start} to {end} is out of order or outside of it")
-        if not 0 <= slot < len(record.offsets):
+        if slot >= len(record.offsets):
             raise ValueError(f"ranges of {record.name[:80]!a}: there is no slot {slot}")
         ranges.append(Range(start, end, slot, checksum))
         last = end
