@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import tiered_zero
 from tests.ranks.pool import RankPool
@@ -83,3 +84,48 @@ def test_first_gradients_may_be_of_other_units_on_each_rank(ranks: RankPool, how
     for each, expected in zip(found, ranks.run(tune, 2, "engine", num_layers), strict=True):
         assert each["norms"] == expected["norms"]
         assert differences(each["weights"], expected["weights"]) == []
+
+
+class Scaled(nn.Module):
+    """Autograd saves both weights themselves, not views of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.weight = nn.Parameter(torch.randn(HIDDEN, HIDDEN) / 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.relu(self.norm(x) @ self.weight)
+
+
+class Region(nn.Module):
+    """Blocks that backward computes again together, each in a unit of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.first = nn.Linear(HIDDEN, HIDDEN)
+        self.blocks = nn.ModuleList(Scaled() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(nn.Sequential(*self.blocks), self.first(x), use_reentrant=True).square().mean()  # type: ignore[no-any-return]
+
+
+def recompute(stage: int) -> dict[str, Any]:
+    """Three steps by `loss.backward()`, with room for few units."""
+    rank, config = rank_and_config("", stage=stage, offload_optimizer={"device": "none"})
+    config["zero_optimization"]["stage3_max_live_parameters"] = 3 * HIDDEN**2
+    model = Region()
+    engine, *_ = tiered_zero.initialize(model=model, optimizer=make_optimizer(model, "sgd"), config=config)
+    for step in range(3):
+        engine(torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(10 * step + rank))).backward()
+        engine.step()
+    weights = {name: value.clone() for name, value in engine.module.state_dict().items()}
+    engine.close()
+    return {"weights": weights, "norms": []}
+
+
+def test_what_a_reentrant_checkpoint_computes_again_may_be_evicted(ranks: RankPool) -> None:
+    found = ranks.run(recompute, 2, 3)
+    assert_all_ranks_agree(found)
+    assert differences(found[0]["weights"], ranks.run(recompute, 2, 0)[0]["weights"]) == []

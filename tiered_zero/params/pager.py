@@ -181,6 +181,7 @@ class Pager:
         for unit in units:
             self.acquire(unit)
             frame.held.append(self.units.by_index[unit.index])
+        self.saved_views.save_recomputed()
 
     @runs_outside_modes
     def exit_frame(self) -> None:
@@ -224,6 +225,7 @@ class Pager:
                 paged.num_users -= 1
         if self._frames:
             self._frames[-1].faulted += paged_units
+        self.saved_views.save_recomputed()
 
     def _refuse_if_offloaded(self, param: nn.Parameter, paged: PagedUnit, function: str) -> None:
         """Raise ParameterOffloadedError for a unit without bytes on the device. A resident one waits for its update."""

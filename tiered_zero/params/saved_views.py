@@ -71,6 +71,21 @@ class SavedViews:
         )
         return saved if inner is tensor else SavedWrapper(wrapper=tensor, view=inner.detach(), inner=saved)
 
+    def save_recomputed(self) -> None:
+        """In a backward, save by name also what is computed again, where no other hooks save it.
+
+        In one that the user has started past the engine none do, and autograd would save parameters themselves, whose
+        bytes go as their unit is evicted. The hooks stay until the node of the backward that runs has ended: autograd
+        then restores those of its thread."""
+        hooks = torch._C._autograd
+        if (
+            torch._C._current_graph_task_id() != -1
+            and torch.is_grad_enabled()
+            and hooks._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
+            and hooks._top_saved_tensors_default_hooks(True) is None
+        ):
+            hooks._push_saved_tensors_default_hooks(self.pack, self.unpack)
+
     @runs_outside_modes
     def unpack(self, saved: Saved) -> torch.Tensor:
         """Return what forward saved, fetched where it is needed: an entry point of [Note: Entry points].
