@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import logging
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -14,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from tiered_zero.checkpoint.checkpoints import Checkpoints
 from tiered_zero.checkpoint.driver import LoadParts
 from tiered_zero.checkpoint.ranks import write_together
 from tiered_zero.checkpoint.weights import (
@@ -26,30 +24,21 @@ from tiered_zero.checkpoint.weights import (
     write_model_config,
     write_weights,
 )
-from tiered_zero.engine_call import on_one_thread
+from tiered_zero.engine_call import Run, on_one_thread
 from tiered_zero.errors import ModelError
 from tiered_zero.full_values import get_grad, get_master, get_state, set_grad, set_master, set_state
 from tiered_zero.params.outside_modes import runs_outside_modes
-from tiered_zero.plan.planner import Plan
 from tiered_zero.sizes import parse_nbytes
 from tiered_zero.train_step import TrainStep
 
 logger = logging.getLogger("tiered_zero")
 
 
-class CheckpointCalls(ABC):
+class CheckpointCalls:
     """Mixed into Engine; holds no state. Driver thread; blocks."""
 
+    _run: Run
     _step: TrainStep
-    _checkpoints: Checkpoints
-
-    @property
-    @abstractmethod
-    def module(self) -> nn.Module: ...
-
-    @property
-    @abstractmethod
-    def plan(self) -> Plan: ...
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
@@ -81,7 +70,7 @@ class CheckpointCalls(ABC):
             step = self._step.counts.global_steps
             return step, f"global_step{step}" if tag is None else str(tag)
 
-        self._checkpoints.save(
+        self._run.checkpoints.save(
             save_dir,
             begin,
             client_state,
@@ -121,7 +110,7 @@ class CheckpointCalls(ABC):
             _directory("load_checkpoint", load_dir)
             self._step.check_between_steps("A checkpoint is loaded")
 
-        found = self._checkpoints.find(load_dir, None if tag is None else str(tag), begin)
+        found = self._run.checkpoints.find(load_dir, None if tag is None else str(tag), begin)
         if found is None:
             return None, {}
         parts = LoadParts(
@@ -130,12 +119,12 @@ class CheckpointCalls(ABC):
             module_only=load_module_only,
         )
         with self._step.failures.surfacing():
-            return str(found.path), self._checkpoints.load(found, parts, strict=load_module_strict)
+            return str(found.path), self._run.checkpoints.load(found, parts, strict=load_module_strict)
 
     @property
     def resumed(self) -> tuple[Path, dict[str, Any]] | None:
         """What tiered_zero.checkpoint.resume was, and the client_state that was saved there; None of a new run."""
-        return self._checkpoints.resumed
+        return self._run.checkpoints.resumed
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
@@ -157,7 +146,7 @@ class CheckpointCalls(ABC):
         writes; at stage 3 every rank calls this.
         """
         directory = _directory("save_16bit_model", save_dir)
-        ranks, is_sharded = self._step.runtime.collectives, self.plan.request.ranks.shards_params
+        ranks, is_sharded = self._step.runtime.collectives, self._run.plan.request.ranks.shards_params
         if ranks.rank > 0 and not is_sharded:
             return True  # rank 0 has the same weights
         name = save_filename
@@ -174,12 +163,12 @@ class CheckpointCalls(ABC):
         def unit_of(param: nn.Parameter) -> int:
             return units[param].unit.index
 
-        weights = model_weights(self.module, pager.copies.take, unit_of, exclude_frozen=exclude_frozen_parameters)
+        weights = model_weights(self._run.module, pager.copies.take, unit_of, exclude_frozen=exclude_frozen_parameters)
         max_nbytes = parse_nbytes(max_shard_size)
 
         def write(tensors: Sequence[WeightTensor]) -> None:
             write_weights(directory, tensors, max_shard_nbytes=max_nbytes, file_name=name)
-            write_model_config(self.module, directory)
+            write_model_config(self._run.module, directory)
 
         try:
             if is_sharded:
@@ -233,7 +222,7 @@ class CheckpointCalls(ABC):
             set_state(param, kind, value)
 
     def _named(self, name: str) -> nn.Parameter:
-        found = dict(self.module.named_parameters(remove_duplicate=False))
+        found = dict(self._run.module.named_parameters(remove_duplicate=False))
         if name not in found:
             near = difflib.get_close_matches(str(name), found, n=1)
             ask = f" Did you mean {near[0]!r}?" if near else ""

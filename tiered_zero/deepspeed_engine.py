@@ -13,13 +13,10 @@ from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any, TypeVar
 
-import torch
-from torch import nn
-
-from tiered_zero.config.schema import Config, OffloadOptimizerSection, OffloadParamSection
+from tiered_zero.config.schema import OffloadOptimizerSection, OffloadParamSection
+from tiered_zero.engine_call import Run
 from tiered_zero.errors import MissingNameError
 from tiered_zero.train_step import TrainStep
-from tiered_zero.update.handle import TieredOptimizer
 
 _Value = TypeVar("_Value")
 
@@ -54,7 +51,7 @@ def _reader(path: str, kind: type[_Value], text: str = "") -> Callable[[DeepSpee
     """Make the method that returns the config's value at `path`, of this `kind`."""
 
     def read(self: DeepSpeedNames) -> _Value:
-        value: _Value = attrgetter(path)(self.config)
+        value: _Value = attrgetter(path)(self._run.config)
         return value
 
     read.__doc__ = text or f"`{path}` of the config."
@@ -64,31 +61,8 @@ def _reader(path: str, kind: type[_Value], text: str = "") -> Callable[[DeepSpee
 class DeepSpeedNames(ABC):
     """Mixed into Engine; holds no state."""
 
+    _run: Run
     _step: TrainStep
-
-    @property
-    @abstractmethod
-    def global_steps(self) -> int: ...
-
-    @property
-    @abstractmethod
-    def module(self) -> nn.Module: ...
-
-    @property
-    @abstractmethod
-    def config(self) -> Config: ...
-
-    @property
-    @abstractmethod
-    def optimizer(self) -> TieredOptimizer: ...
-
-    @property
-    @abstractmethod
-    def device(self) -> torch.device: ...
-
-    @property
-    @abstractmethod
-    def loss_scale(self) -> float: ...
 
     @abstractmethod
     def close(self) -> None: ...
@@ -116,20 +90,20 @@ class DeepSpeedNames(ABC):
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
         """`module.state_dict()`: CPU tensors of real shape from any tier."""
-        state: dict[str, Any] = self.module.state_dict()
+        state: dict[str, Any] = self._run.module.state_dict()
         if exclude_frozen_parameters:
-            for name, param in self.module.named_parameters(remove_duplicate=False):
+            for name, param in self._run.module.named_parameters(remove_duplicate=False):
                 if not param.requires_grad:
                     state.pop(name, None)
         return state
 
     def load_module_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """Load `state_dict` into the module, and into its masters."""
-        self.module.load_state_dict(state_dict, strict=strict)
+        self._run.module.load_state_dict(state_dict, strict=strict)
 
     def set_lr(self, lr: float) -> None:
         """Set the learning rate of every param group."""
-        for group in self.optimizer.param_groups if self.optimizer else []:
+        for group in self._run.optimizer.param_groups if self._run.optimizer else []:
             group["lr"] = lr
 
     # -- questions -----------------------------------------------------------------------------------------------------
@@ -154,7 +128,7 @@ class DeepSpeedNames(ABC):
     @property
     def global_samples(self) -> int:
         """Samples of all optimizer steps so far."""
-        return self.global_steps * self.config.train_batch_size
+        return self._step.counts.global_steps * self._run.config.train_batch_size
 
     @property
     def local_rank(self) -> int:
@@ -188,23 +162,23 @@ class DeepSpeedNames(ABC):
 
     def get_lr(self) -> list[float]:
         """The learning rate of each param group."""
-        return [float(group["lr"]) for group in self.optimizer.param_groups] if self.optimizer else []
+        return [float(group["lr"]) for group in self._run.optimizer.param_groups] if self._run.optimizer else []
 
     def get_batch_info(self) -> tuple[int, int, int]:
         """(train batch, micro-batch, accumulation steps)."""
-        return self.config.batch
+        return self._run.config.batch
 
     def zero_optimization(self) -> bool:
         """Whether the stage is above 0."""
-        return self.config.zero_optimization.stage > 0
+        return self._run.config.zero_optimization.stage > 0
 
     def zero_optimization_partition_weights(self) -> bool:
         """Whether the stage is 3, at which each rank keeps its part of the parameters."""
-        return self.config.zero_optimization.stage == 3
+        return self._run.config.zero_optimization.stage == 3
 
     def zero_cpu_offload(self) -> bool:
         """Whether `offload_optimizer.device` is cpu."""
-        return self.config.zero_optimization.offload_optimizer.device == "cpu"
+        return self._run.config.zero_optimization.offload_optimizer.device == "cpu"
 
     def amp_enabled(self) -> bool:
         """False: there is no such thing here."""
@@ -214,31 +188,31 @@ class DeepSpeedNames(ABC):
 
     def steps_per_print(self) -> int | None:
         """Optimizer steps between two log lines; None: no lines."""
-        return self.config.steps_per_print
+        return self._run.config.steps_per_print
 
     def dynamic_loss_scale(self) -> bool:
         """Whether the loss scale follows overflows: fp16 without a fixed scale."""
-        return self.config.fp16.enabled and self.config.fp16.loss_scale == 0
+        return self._run.config.fp16.enabled and self._run.config.fp16.loss_scale == 0
 
     def optimizer_name(self) -> str | None:
         """As the config has it; None where the script passes the optimizer."""
-        return self.config.optimizer.type if self.config.optimizer else None
+        return self._run.config.optimizer.type if self._run.config.optimizer else None
 
     def optimizer_params(self) -> dict[str, Any] | None:
         """The optimizer's params in the config; None without one there."""
-        return dict(self.config.optimizer.params) if self.config.optimizer else None
+        return dict(self._run.config.optimizer.params) if self._run.config.optimizer else None
 
     def scheduler_name(self) -> str | None:
         """As the config has it; None without one there."""
-        return self.config.scheduler.type if self.config.scheduler else None
+        return self._run.config.scheduler.type if self._run.config.scheduler else None
 
     def scheduler_params(self) -> dict[str, Any] | None:
         """The scheduler's params in the config; None without one there."""
-        return dict(self.config.scheduler.params) if self.config.scheduler else None
+        return dict(self._run.config.scheduler.params) if self._run.config.scheduler else None
 
     def get_mom(self) -> list[Any]:
         """Momentum, or betas, of each param group."""
-        groups = self.optimizer.param_groups if self.optimizer else []
+        groups = self._run.optimizer.param_groups if self._run.optimizer else []
         key = "momentum" if any("momentum" in group for group in groups) else "betas"
         return [group.get(key) for group in groups]
 
@@ -246,7 +220,7 @@ class DeepSpeedNames(ABC):
         """What the engine does not have is the module's (as user code written for DeepSpeed expects)."""
         if name.startswith("_"):
             raise AttributeError(name)
-        module = self.module
+        module = self._run.module
         try:
             return getattr(module, name)
         except AttributeError as error:

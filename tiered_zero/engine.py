@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
-from tiered_zero.checkpoint.checkpoints import Checkpoints
 from tiered_zero.checkpoint_calls import CheckpointCalls
 from tiered_zero.config.schema import Config
 from tiered_zero.deepspeed_engine import DeepSpeedNames
-from tiered_zero.engine_call import count_tokens, end_unreferenced_run, on_one_thread
+from tiered_zero.engine_call import Run, count_tokens, end_unreferenced_run, on_one_thread
 from tiered_zero.errors import ModelError
 from tiered_zero.hardware.process import OwnProcess
 from tiered_zero.params.outside_modes import runs_outside_modes
@@ -23,20 +21,6 @@ from tiered_zero.teardown import Teardown
 from tiered_zero.telemetry.report import StepReport
 from tiered_zero.train_step import TrainStep
 from tiered_zero.update.handle import TieredOptimizer
-
-
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """What an engine trains, and with what. `optimizer`: None where it evaluates. `observers`: called with the report
-    of each optimizer step."""
-
-    module: nn.Module
-    config: Config
-    plan: Plan
-    optimizer: TieredOptimizer | None
-    lr_scheduler: Any
-    observers: Sequence[Callable[[StepReport], None]]
-    checkpoints: Checkpoints
 
 
 class Engine(CheckpointCalls, DeepSpeedNames):
@@ -50,7 +34,6 @@ class Engine(CheckpointCalls, DeepSpeedNames):
         """`resources`: closes everything, in order, when the engine ends."""
         self._run = run
         self._step = step
-        self._checkpoints = run.checkpoints
         self._resources = resources
         self._process = OwnProcess()
         self._end = weakref.finalize(self, end_unreferenced_run, self._process, resources)  # at exit too
@@ -208,7 +191,7 @@ class Engine(CheckpointCalls, DeepSpeedNames):
     def flush(self) -> None:
         """Return when every update so far is made, which reading weights does by itself, and every save is durable."""
         self._step.flush()
-        self._checkpoints.wait()
+        self._run.checkpoints.wait()
 
     @on_one_thread
     @runs_outside_modes

@@ -1,18 +1,39 @@
-"""How a call of the user enters an engine and leaves it, and how a run ends that no call ends."""
+"""What an engine runs, how a call of the user enters it and leaves it, and how a run ends that no call ends."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
+from torch import nn
 
+from tiered_zero.checkpoint.checkpoints import Checkpoints
+from tiered_zero.config.schema import Config
 from tiered_zero.errors import TieredZeroError
 from tiered_zero.hardware.process import OwnProcess
+from tiered_zero.plan.planner import Plan
 from tiered_zero.teardown import Teardown
+from tiered_zero.telemetry.report import StepReport
 from tiered_zero.train_step import TrainStep
+from tiered_zero.update.handle import TieredOptimizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What an engine trains, and with what. `optimizer`: None where it evaluates. `observers`: called with the report
+    of each optimizer step."""
+
+    module: nn.Module
+    config: Config
+    plan: Plan
+    optimizer: TieredOptimizer | None
+    lr_scheduler: Any
+    observers: Sequence[Callable[[StepReport], None]]
+    checkpoints: Checkpoints
 
 
 class HasStep(Protocol):

@@ -40,8 +40,21 @@ class Stepper:
                 job.unit_updates[index].complete()
 
 
+class Guard:
+    def __init__(self, log: list[str]) -> None:
+        self._log = log
+
+    def invalidate(self) -> None:
+        self._log.append("prepare")
+
+    def end_update(self) -> None:
+        self._log.append("end")
+
+
 class Gather:
     """Completes each gather once the next one is started, and lets the unit behind be written."""
+
+    units = UNITS
 
     def __init__(self, stepper: Stepper) -> None:
         self.stepper = stepper
@@ -69,11 +82,7 @@ def runtime() -> Iterator[Runtime]:
 
 def make_policy(runtime: Runtime, stepper: Any, log: list[str]) -> tuple[GatheringPolicy, Gather]:
     gather = Gather(stepper)
-    made = GatheringPolicy(
-        stepper, [{"lr": 1.0}], lambda: log.append("prepare"), lambda: log.append("end"), runtime=runtime, units=UNITS,
-        gather=gather,
-    )  # fmt: skip
-    return made, gather
+    return GatheringPolicy(stepper, [{"lr": 1.0}], Guard(log), runtime, gather), gather
 
 
 def gradients_of(units: Sequence[int]) -> StepGradients:

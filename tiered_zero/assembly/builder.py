@@ -19,7 +19,8 @@ from tiered_zero.checkpoint.resume import AdoptedValues, adopt, find_checkpoint
 from tiered_zero.checkpoint.written_by import written_by
 from tiered_zero.config.schema import Config
 from tiered_zero.data import TrainingLoader
-from tiered_zero.engine import Engine, Run
+from tiered_zero.engine import Engine
+from tiered_zero.engine_call import Run
 from tiered_zero.full_values import FullValues
 from tiered_zero.grads.overflow import OverflowGuard
 from tiered_zero.hardware.collectives import Collectives

@@ -132,10 +132,9 @@ def make_policy(
     units = list({s.unit.index: s.unit for layout in run_spec.layouts for s in layout.subgroup.segments}.values())
     choice = run_spec.plan.update_policy
     if choice.policy == "barrier":
-        ends = whole.guard.invalidate, whole.guard.end_update
-        if (gather := whole.gather) is None:
-            return BarrierPolicy(stepper, groups, *ends)
-        return GatheringPolicy(stepper, groups, *ends, runtime=runtime, units=gather.units, gather=gather)
+        if whole.gather is None:
+            return BarrierPolicy(stepper, groups, whole.guard)
+        return GatheringPolicy(stepper, groups, whole.guard, runtime, whole.gather)
     if choice.policy == "overlapped":
         open_eagerly = partial(EagerUpdate, run_spec.layouts, gradients.freeze)
         eagerly = open_eagerly if choice.optimizer_in_backward else None

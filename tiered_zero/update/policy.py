@@ -216,65 +216,63 @@ class UpdatePolicy(ABC):
             job.computed.complete()
 
 
-class BarrierPolicy(UpdatePolicy):
-    """Updates inside step(). `invalidate`: drops what the device holds of trainable units. `end_update`: is called once
-    resident units have their new values."""
+class WeightGuard(Protocol):
+    """Keeps compute from weights of before an update inside step()."""
 
-    def __init__(
-        self,
-        stepper: StreamingStepper,
-        groups: Sequence[dict[str, Any]],
-        invalidate: Callable[[], None],
-        end_update: Callable[[], None],
-    ) -> None:
+    def invalidate(self) -> None:
+        """Drop what the device holds of trainable units."""
+
+    def end_update(self) -> None:
+        """Take the values of resident units as new."""
+
+
+class BarrierPolicy(UpdatePolicy):
+    """Updates inside step()."""
+
+    def __init__(self, stepper: StreamingStepper, groups: Sequence[dict[str, Any]], guard: WeightGuard) -> None:
         super().__init__(stepper, groups)
-        self._invalidate = invalidate
-        self._end_update = end_update
+        self._guard = guard
 
     def prepare(self) -> None:
-        self._invalidate()
+        self._guard.invalidate()
 
     def apply(self, gradients: StepGradients, grad_scale: float) -> None:
         self.num_applied += 1
         self._step(self._job(gradients, grad_scale))
-        self._end_update()
+        self._guard.end_update()
 
     def flush(self) -> None:
         self.check()  # no update is under way between steps
 
 
 class UnitGather(Protocol):
-    """Makes whole units of the shards that ranks have updated. Driver thread."""
+    """Makes whole units of the shards that ranks have updated. `units`: those that the optimizer steps, in static
+    order, the same on every rank. Driver thread."""
+
+    units: Sequence[Unit]
 
     def start(self, unit: Unit) -> Transfer: ...
 
 
 class GatheringPolicy(BarrierPolicy):
-    """Updates this rank's shards inside step(), and gathers those of all ranks. See [Note: Update of shards].
-
-    `units`: those that the optimizer steps, in static order, the same on every rank.
-    """
+    """Updates this rank's shards inside step(), and gathers those of all ranks. See [Note: Update of shards]."""
 
     def __init__(
         self,
         stepper: StreamingStepper,
         groups: Sequence[dict[str, Any]],
-        invalidate: Callable[[], None],
-        end_update: Callable[[], None],
-        *,
+        guard: WeightGuard,
         runtime: Runtime,
-        units: Sequence[Unit],
         gather: UnitGather,
     ) -> None:
-        super().__init__(stepper, groups, invalidate, end_update)
+        super().__init__(stepper, groups, guard)
         self._runtime = runtime
-        self._units = units
         self._gather = gather
 
     def apply(self, gradients: StepGradients, grad_scale: float) -> None:
         self.num_applied += 1
         shares = gradients.shares  # of each unit, what is present on any rank
-        changed = [unit for unit in self._units if unit.index in shares and shares[unit.index].present]
+        changed = [unit for unit in self._gather.units if unit.index in shares and shares[unit.index].present]
         updates = {unit.index: UnitUpdate() for unit in changed}
         job = self._job(gradients, grad_scale, unit_updates=updates)
         accelerator, recorder = self._runtime.accelerator, self._runtime.recorder
@@ -289,4 +287,4 @@ class GatheringPolicy(BarrierPolicy):
             update.wait()  # raises its error, of which that of a unit comes
         with recorder.span("compute", "wait_param"):
             wait_all(gathers)
-        self._end_update()
+        self._guard.end_update()
