@@ -27,6 +27,8 @@ from tiered_zero.telemetry.report import StepMeter
 from tiered_zero.update.handle import ParamGroupWatch
 from tiered_zero.update.policy import UpdatePolicy
 
+CAUGHT = "an exception that its program has caught"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Movers:
@@ -110,14 +112,26 @@ class StepRecovery:
         if self.runtime.collectives.world_size > 1 and self.failures.error is None:
             self._latch(f"{what} raised {type(error).__name__}, which ends the run on all ranks")
 
+    @property
+    def _others_wait(self) -> bool:
+        """Whether a forward or backward past the engine, if it ends early, has made other collectives than the other
+        ranks make."""
+        return self._reducer is not None and (self._reducer.shards_params or self._reducer.is_open)
+
+    def own_backward_failed(self) -> None:
+        """A backward past the engine fails. The program may catch that, and never call the engine again: nothing is
+        known here of the error, which comes later. Any thread."""
+        if self._others_wait:
+            self.runtime.collectives.fail_unless_known(f"its backward past the engine was ended by {CAUGHT}")
+
     def _fail_ranks(self, error: BaseException | None) -> None:
         """End the run on all ranks where a forward or backward past the engine has ended early on this one, between
         collectives of it: the others wait there, and this rank's program goes on. `error`: None where the program has
         handled it by now, so that it is not known."""
-        reducer, name = self._reducer, self.phase.now.value
-        if reducer is None or not (reducer.shards_params or reducer.is_open):
+        name = self.phase.now.value
+        if not self._others_wait:
             return
-        text = "an exception that its program has caught" if error is None else f"{type(error).__name__}: {error}"
+        text = CAUGHT if error is None else f"{type(error).__name__}: {error}"
         self.runtime.collectives.fail(f"its {name} past the engine was ended by {text}")
         if self.failures.error is None:
             self._latch(f"a {name} past the engine was ended by {text}, which ends the run on all ranks")

@@ -50,7 +50,13 @@ class TrainStep(StepRecovery):
         counts = StepCounts(config.gradient_accumulation_steps)
         is_scaled = overflow.scaler is not None
         arrivals = GradientArrivals(
-            gradients, counts.num_micro_batches, is_scaled, self.unit_grads_complete, show, movers.reducer
+            gradients,
+            counts.num_micro_batches,
+            is_scaled,
+            self.unit_grads_complete,
+            show,
+            self.own_backward_failed,
+            movers.reducer,
         )
         super().__init__(movers, counts, overflow, arrivals)
         self._groups = movers.groups

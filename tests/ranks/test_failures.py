@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,44 @@ def test_a_caught_exception_past_the_engine_ends_the_run_on_all(
     why = caught if known else "an exception that its program has caught"
     assert why in refused
     assert f"Rank 1 failed, which ends the run on all 2 ranks: its {fails} past the engine was ended by {why}" in first
+
+
+def never_call_again(path: str, stage: int, fails: str) -> str:
+    """Rank 1 catches what its own second pass raises, and waits for rank 0 to hear of it. What rank 0 hears."""
+    rank, config = rank_and_config(path, stage=stage, offload_optimizer={"device": "none"}, reduce_bucket_size=4096)
+    torch.manual_seed(5)
+    model = Fragile(*(nn.Linear(64, 64) for _ in range(6)))
+    engine, *_ = tiered_zero.initialize(model=model, optimizer=make_optimizer(model, "sgd"), config=config)
+    heard = Path(f"{path}.heard")
+    start_s = time.monotonic()
+    text = ""
+    try:
+        for step in range(4):
+            model.fails = fails if rank == 1 and step == 1 else ""
+            loss = (model if fails == "forward" else engine)(torch.ones(5, 64))
+            loss.backward()
+            engine.step()
+    except MemoryError:
+        while not heard.exists() and time.monotonic() - start_s < config["tiered_zero"]["comm_timeout_s"]:
+            time.sleep(0.05)
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+        heard.touch()
+    finally:
+        with suppress(EngineFailedError):
+            engine.close()
+    return text
+
+
+@pytest.mark.parametrize(("stage", "fails"), [(2, "backward"), (3, "backward"), (3, "forward")])
+def test_others_hear_of_a_caught_exception_though_its_rank_calls_nothing_more(
+    ranks: RankPool, swap_path: Path, stage: int, fails: str
+) -> None:
+    why = "MemoryError: no room for an activation" if fails == "forward" else "an exception that its program has caught"
+    text, _ = ranks.run(never_call_again, 2, str(swap_path), stage, fails)
+    assert text.startswith(
+        f"RankError: Rank 1 failed, which ends the run on all 2 ranks: its {fails} past the engine was ended by {why}"
+    )
 
 
 @pytest.mark.parametrize("stage", [0, 1])

@@ -34,7 +34,7 @@ class GradientArrivals:
     made is taken as it is. Autograd's thread, while the driver waits.
 
     `_reducer`: of many ranks. `_on_unit_complete`: called once every gradient of a unit has come in a backward.
-    `_on_end`: called at the end of a backward that the engine did not start.
+    `_on_end`: called at the end of a backward that the engine did not start, `_on_failed` where it fails.
     """
 
     _store: GradientStore
@@ -42,6 +42,7 @@ class GradientArrivals:
     _scales_loss: bool
     _on_unit_complete: Callable[[Unit], None]
     _on_end: Callable[[], None]
+    _on_failed: Callable[[], None]
     _reducer: GradientReducer | None
     _waiting: list[nn.Parameter] = field(default_factory=list, init=False)
     """Parameters whose users' hooks may still run."""
@@ -104,7 +105,7 @@ class GradientArrivals:
         if self._is_engines or (self._ending is not None and self._ending() is not None):
             return
         end = partial(self._end)  # a new object, which nothing but autograd keeps
-        self._ending = weakref.ref(end)
+        self._ending = weakref.ref(end, lambda _: self._on_failed())  # called before the program can catch anything
         torch.autograd.Variable._execution_engine.queue_callback(end)
         if self._reducer is not None and self._reducer.shards_params and self._brings_gradients():
             self._begin_reduction(is_last=False)

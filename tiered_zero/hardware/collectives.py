@@ -78,6 +78,10 @@ class Collectives(Protocol):
     def fail(self, message: str) -> None:
         """End the run on every rank: the others raise RankError with `message`. Idempotent; raises nothing."""
 
+    def fail_unless_known(self, message: str) -> None:
+        """End the run on every rank as `fail` does, some seconds later, unless the program ends or calls by then: its
+        own message is better than `message`. For what may never call again. Any thread; raises nothing."""
+
     def close(self) -> None:
         """Free what this has created. Idempotent."""
 
@@ -227,6 +231,9 @@ class SingleRank:
         return [data]
 
     def fail(self, message: str) -> None:
+        """There is no other rank."""
+
+    def fail_unless_known(self, message: str) -> None:
         """There is no other rank."""
 
     def close(self) -> None:

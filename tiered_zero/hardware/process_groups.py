@@ -35,6 +35,9 @@ beside each other."""
 POLL_S = 0.5
 """A blocked wait looks in the store this often for the message of a rank that failed."""
 
+CAUGHT_S = 3.0
+"""What ends the program posts its message within so long; else the program has caught it."""
+
 LINGER_S = 5.0
 """A rank that closes its engine waits so long for the others to do the same: what they still receive then arrives."""
 
@@ -158,6 +161,7 @@ class ProcessGroups:
         self._lanes = {name: Lane(f"rank {name}", _launch) for name in GROUPS}
         self._phase = _Phase.OPEN
         self._why_closed = "its engine was closed"
+        self._caught: threading.Timer | None = None
 
     # -- collectives ---------------------------------------------------------------------------------------------------
 
@@ -331,6 +335,13 @@ class ProcessGroups:
         self.failures.post(message)
         self._close_groups()
 
+    def fail_unless_known(self, message: str) -> None:
+        """Post `message` in some seconds, unless one is posted by then. Any thread; raises nothing."""
+        if self._caught is None and self._phase is _Phase.OPEN:
+            self._caught = threading.Timer(CAUGHT_S, self.failures.post, [message])
+            self._caught.daemon = True
+            self._caught.start()
+
     def _check_open(self) -> None:
         if self.failures.found is not None:
             raise self.failures.found
@@ -357,6 +368,8 @@ class ProcessGroups:
                 have_others_closed = transfer.wait_at_most(LINGER_S)
         self._close_groups(join_lanes=have_others_closed)
         self._phase = _Phase.CLOSED
+        if self._caught is not None:
+            self._caught.cancel()
 
     def _close_groups(self, *, join_lanes: bool = False) -> None:
         """Close the groups, which frees a peer that is blocked in one of them at once. `join_lanes`: no lane of this
