@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Protocol, cast
 
@@ -111,7 +111,8 @@ def _gather_unit(access: WeightAccess, paged: PagedUnit, modify: bool, modifier_
         user = pager.begin_gather(paged)
         try:
             old = pager.offloaded_params.remember(paged.unit, paged.storage.flat) if modify else None
-            yield
+            with pager.changes.changing(paged) if modify else nullcontext():
+                yield
             if modify:
                 access.before_weights_write()
                 pager.changes.write_back(paged, old, modifier_rank)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import final
 
 import torch
 
-from tiered_zero.errors import ModelError
+from tiered_zero.errors import ModelError, RankError
+from tiered_zero.hardware.agreement import agree
 from tiered_zero.hardware.collectives import Collectives
 from tiered_zero.params.offloaded_params import OffloadedParams
 from tiered_zero.params.outside_modes import runs_outside_modes
@@ -48,6 +51,30 @@ class ParamChanges:
                 paged.storage.check_converted()
 
     # -- gathered --------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def changing(self, paged: PagedUnit) -> Iterator[None]:
+        """Run user code that changes the unit. Where it raises on some ranks and not on all, that ends the run: the
+        others would wait in `write_back`, and what was changed before is on each rank something else."""
+        try:
+            yield
+        except Exception as error:
+            with suppress(RankError):  # of a run that has ended: the block's own error says more
+                self._end_change(paged, f"{type(error).__name__}: {error}")
+            raise
+        except BaseException as interrupt:
+            self._ranks.fail(f"{type(interrupt).__name__} inside of gathered()")
+            raise
+        self._end_change(paged, "")
+
+    def _end_change(self, paged: PagedUnit, error: str) -> None:
+        found = agree(self._ranks, f"the end of gathered() of {paged.unit.name}", lambda: error)
+        failed = [rank for rank, text in enumerate(found) if text]
+        if failed and len(failed) < len(found):
+            message = f"the code inside of gathered() has raised on rank {failed[0]} alone: {found[failed[0]]}"
+            self._ranks.fail(message)
+            if not error:
+                raise RankError(f"Rank {failed[0]} failed, which ends the run on all {len(found)} ranks: {message}")
 
     @runs_outside_modes
     def write_back(self, paged: PagedUnit, old: torch.Tensor | None, modifier_rank: int = 0) -> None:
