@@ -62,18 +62,25 @@ def test_ranks_that_keep_sums_of_other_backwards_are_found(ranks: RankPool, swap
         assert "rank 1 runs backward 2 after step 0, with 0 sums of gradients" in text
 
 
-class Detour(torch.nn.Module):
-    """Three layers, a unit each; a rank may leave the second out."""
+class Layer(torch.nn.Linear):
+    def forward(self, x: torch.Tensor, trains: bool = True) -> torch.Tensor:
+        return torch.nn.functional.linear(x, self.weight if trains else self.weight.detach())
 
-    def __init__(self) -> None:
+
+class Detour(torch.nn.Module):
+    """Three layers, a unit each. A rank may leave the second out; or, where every rank gathers the same units
+    (`calls_all`), only its gradient."""
+
+    def __init__(self, calls_all: bool) -> None:
         super().__init__()
         torch.manual_seed(1)
-        self.layers = torch.nn.ModuleList(torch.nn.Linear(64, 64, bias=False) for _ in range(3))
+        self.layers = torch.nn.ModuleList(Layer(64, 64, bias=False) for _ in range(3))
+        self.calls_all = calls_all
 
     def forward(self, x: torch.Tensor, uses_all: bool) -> torch.Tensor:
         for index, layer in enumerate(self.layers):
-            if index != 1 or uses_all:
-                x = layer(x)
+            if index != 1 or uses_all or self.calls_all:
+                x = layer(x, index != 1 or uses_all)
         return x
 
 
@@ -89,7 +96,7 @@ def zero_gradients(path: str, stage: int, aborts: bool) -> dict[str, torch.Tenso
     config = small_config(path, stage, "none")
     del config["optimizer"]
     config["tiered_zero"]["unit_size_cap"] = 64 * 64 * 4
-    model = Detour()
+    model = Detour(stage == 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     engine, *_ = tiered_zero.initialize(model=model, optimizer=optimizer, config=config)
     try:
@@ -105,12 +112,12 @@ def zero_gradients(path: str, stage: int, aborts: bool) -> dict[str, torch.Tenso
 
 
 @pytest.mark.parametrize("aborts", [False, True])
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_zero_grad_leaves_nothing_of_a_unit_that_one_rank_used(
     ranks: RankPool, swap_path: Path, stage: int, aborts: bool
 ) -> None:
     """Of that layer the other rank has no gradient, but a shard of the sum."""
-    model = Detour()
+    model = Detour(stage == 3)
     expected = {name: value.clone() for name, value in model.state_dict().items()}
     averages = {name: torch.zeros_like(value) for name, value in expected.items()}
     for rank in range(2):
