@@ -20,7 +20,7 @@ from tests.support.models import LENGTH, VOCAB, ParityGPT
 from tiered_zero.checkpoint.directory import list_tags
 from tiered_zero.checkpoint.store_reader import StoreReader
 from tiered_zero.checkpoint.tag_writer import TagWriter
-from tiered_zero.errors import CorruptionError, StoreError, TieredZeroError, UntaggedCommitError
+from tiered_zero.errors import CorruptionError, EngineFailedError, StoreError, TieredZeroError, UntaggedCommitError
 from tiered_zero.store import manifest
 from tiered_zero.store.runs import collect_garbage, list_runs
 from tiered_zero.store.stripes import DATA_NAME
@@ -233,6 +233,37 @@ def test_training_goes_on_after_an_interrupt_between_prepare_and_confirm(
         train(engine, 1, tmp_path)
         saved = held_by(engine)
     with start(config(swap_path, {"in_place": True, "resume": str(tmp_path)}, state_format=state_format)) as engine:
+        assert engine.global_steps == 2
+        assert_equal(held_by(engine), saved)
+
+
+def test_an_interrupt_between_the_confirmations_of_two_stores_leaves_the_commit(
+    swap_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run ends, and the next one begins at what was decided."""
+    plain = SwapStore.confirm
+    confirmed: list[SwapStore] = []
+
+    def confirm(store: SwapStore) -> None:
+        if confirmed:
+            raise KeyboardInterrupt
+        confirmed.append(store)
+        plain(store)
+
+    (states := swap_path / "states").mkdir(mode=0o700)
+    own: Settings = {"update": "barrier", "state_format": "bf16_remainder", "states": states}
+    with start(config(swap_path, {"in_place": True}, **dict(own))) as engine:
+        train(engine, 1, tmp_path)
+        train(engine, 1)
+        saved = held_by(engine)
+        with monkeypatch.context() as patch:
+            patch.setattr(SwapStore, "confirm", confirm)
+            with pytest.raises(KeyboardInterrupt):
+                engine.save_checkpoint(tmp_path)
+        assert len(confirmed) == 1
+        with pytest.raises((StoreError, EngineFailedError)):
+            train(engine, 1, tmp_path)
+    with start(config(swap_path, {"in_place": True, "resume": str(tmp_path)}, **dict(own))) as engine:
         assert engine.global_steps == 2
         assert_equal(held_by(engine), saved)
 

@@ -20,6 +20,7 @@ from tiered_zero.checkpoint.tag_writer import TagWriter
 from tiered_zero.errors import EngineFailedError, RankError, StoreError, UntaggedCommitError
 from tiered_zero.hardware.process_groups import ProcessGroups
 from tiered_zero.store import manifest
+from tiered_zero.store.swap_store import SwapStore
 
 PLACE = Place(world=2, stage=3, device="nvme")
 
@@ -114,6 +115,54 @@ def fail_to_share(swap_path: str, save_dir: str) -> list[str]:
         Commits.share = plain  # type: ignore[method-assign]
     engine.close()
     return raised
+
+
+def two_stores(swap_path: str) -> Place:
+    """Parameters that are half of their masters, in a store beside that of the state."""
+    paths = [f"{swap_path}/{name}" for name in ("states", "params")]
+    for path in paths:
+        os.makedirs(path, 0o700, exist_ok=True)
+    section = {
+        "stage": 3,
+        "stage3_param_persistence_threshold": 0,
+        "offload_optimizer": {"device": "nvme", "nvme_path": paths[0]},
+        "offload_param": {"device": "nvme", "nvme_path": paths[1], "max_in_cpu": 0},
+    }
+    config = {"bf16": {"enabled": True}, "zero_optimization": section}
+    return Place(world=2, stage=3, config=config, runtime={"state_format": "bf16_remainder"})
+
+
+def interrupt_between_stores(swap_path: str, save_dir: str, failing: int) -> dict[str, Any]:
+    """Commit step 1; one rank is interrupted as it confirms its second store of step 2."""
+    engine = build(two_stores(swap_path), swap_path, checkpoint={"in_place": True})
+    train(engine, 0, 1)
+    engine.save_checkpoint(save_dir)
+    train(engine, 1, 2)
+    weights = weights_of(engine)
+    plain, confirmed = SwapStore.confirm, list[SwapStore]()
+
+    def confirm(store: SwapStore) -> None:
+        if confirmed and engine.global_rank == failing:
+            raise KeyboardInterrupt
+        confirmed.append(store)
+        plain(store)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SwapStore, "confirm", confirm)
+        with pytest.raises(KeyboardInterrupt if engine.global_rank == failing else RankError):
+            engine.save_checkpoint(save_dir)
+    engine.close()
+    assert len(confirmed) == (1 if engine.global_rank == failing else 2)
+    return weights
+
+
+def resume_two_stores(swap_path: str, save_dir: str) -> dict[str, Any]:
+    engine = build(two_stores(swap_path), swap_path, checkpoint={"in_place": True, "resume": save_dir})
+    found = {"first": engine.global_steps, "weights": weights_of(engine)}
+    train(engine, 2, 3)
+    engine.save_checkpoint(save_dir)
+    engine.close()
+    return found
 
 
 FAULTS: dict[str, tuple[Any, str, Callable[..., None]]] = {
@@ -244,6 +293,17 @@ def test_an_error_after_a_rank_has_answered_leaves_what_it_prepared(
     saved = tmp_path / "saved"
     assert ranks.run(fail_once_answered, 2, str(swap_path), str(saved)) == ["RankError", "Preempted"]
     check_resumed(ranks, expected, swap_path, saved, 2)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_interrupt_between_two_stores_of_a_rank_leaves_what_was_decided(
+    ranks: RankPool, tmp_path: Path, swap_path: Path, failing: int
+) -> None:
+    saved = tmp_path / "saved"
+    expected = ranks.run(interrupt_between_stores, 2, str(swap_path), str(saved), failing)
+    for own, found in zip(expected, ranks.run(resume_two_stores, 2, str(swap_path), str(saved)), strict=True):
+        assert found["first"] == 2
+        assert differences(found["weights"], own) == []
 
 
 def test_a_share_that_fails_is_raised_once(ranks: RankPool, tmp_path: Path, swap_path: Path) -> None:
