@@ -57,7 +57,7 @@ class FullValues:
             self.step.before_weights_read()
             return self._read_masters(unit)[entry.start : entry.stop].clone()
 
-        return entry.param.view(self._gathered(entry, self.shards.read("a master is read", read)))
+        return entry.param.view(self.shards.gather(entry.param, self.shards.read("a master is read", read)))
 
     def set_master(self, param: nn.Parameter, value: torch.Tensor) -> None:
         """The parameter becomes `value` rounded to its dtype."""
@@ -101,7 +101,7 @@ class FullValues:
 
         if not all(agree(self.shards.readers, "optimizer state is read", read)):
             return None
-        return entry.param.view(self._gathered(entry, found))
+        return entry.param.view(self.shards.gather(entry.param, found))
 
     def set_state(self, param: nn.Parameter, name: str, value: torch.Tensor) -> None:
         unit, entry = self._place(param)
@@ -126,11 +126,6 @@ class FullValues:
             new = (entry.param.view(part) if array.shape == entry.param.shape else part.view(array.shape)).to(array)
             array.copy_(torch.copysign(new, array) if layout.masters.needs_params and name == _MARKED else new)
             write_slot(self.inventory.home(layout.subgroup, "state"), 0, raw, self.staging)
-
-    def _gathered(self, entry: FlatEntry, flat: torch.Tensor) -> torch.Tensor:
-        """`flat`: [numel], with this rank's part of the parameter at least."""
-        self.shards.gather(entry.param, flat)
-        return flat
 
     def _place(self, param: nn.Parameter) -> tuple[Unit, FlatEntry]:
         paged = self.step.pager.units.by_param.get(param)

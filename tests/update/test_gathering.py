@@ -136,4 +136,4 @@ def test_a_failed_update_is_raised_and_nothing_behind_it_is_gathered(runtime: Ru
     with pytest.raises(OSError, match="the disk is full"):
         policy.apply(gradients_of(range(4)), 1.0)
     assert gather.started == [0, 1] and log == []
-    assert isinstance(policy.failure, OSError)
+    assert isinstance(policy.failures.error, OSError)

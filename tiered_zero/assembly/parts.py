@@ -17,8 +17,7 @@ from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.layout.buckets import Bucket, cut_buckets
 from tiered_zero.optim.kernel_rule import open_kernel
 from tiered_zero.params.pager import Pager
-from tiered_zero.params.shard_gather import ShardGather
-from tiered_zero.params.update_guard import UpdateGuard
+from tiered_zero.params.update_guard import ShardGather, UpdateGuard
 from tiered_zero.plan.request import RankRequest
 from tiered_zero.run_spec import RunSpec
 from tiered_zero.teardown import Teardown

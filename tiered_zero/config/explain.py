@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from pydantic import BaseModel
@@ -101,35 +101,32 @@ def _honoured(node: BaseModel, reading: Reading, prefix: str, keys: Mapping[str,
             arguments |= {auto: given for auto, given in reading.auto.items() if auto.startswith(f"{path}.")}
             for argument, given in arguments.items():
                 source: Source = "auto" if argument in reading.auto else "file"
-                yield KeyReport(path=argument, value=given, source=source, fate=Fate.HONOURED, effect=keys[path].why)
+                yield replace(_row(keys[path], given, source), path=argument)
         else:
             yield _live(keys[path], value, name in node.model_fields_set, reading)
 
 
 def _live(key: Key, value: Any, given: bool, reading: Reading) -> KeyReport:
-    written_as = reading.written_as(key.path) if given else ""
-    if written_as:
-        return KeyReport(
-            path=key.path, value=value, source="renamed", fate=key.fate, effect=f"{key.why} (written as {written_as})"
-        )
     source: Source = "file" if given else "default"
     if key.path in reading.auto:
         source = "auto"
     elif key.path in reading.derived:
         source = "derived"
-    return KeyReport(path=key.path, value=value, source=source, fate=key.fate, effect=key.why)
+    return _row(key, value, source, reading.written_as(key.path) if given else "")
 
 
 def _idle(key: Key, value: Any, reading: Reading) -> KeyReport:
-    written_as = reading.written_as(key.path)
-    why = key.why
     if key.fate is Fate.REFUSED:
-        why = f"{'switched off; on, it' if False in key.allowed else 'any other value'} is refused: {key.why}"
-    if written_as:
-        return KeyReport(
-            path=key.path, value=value, source="renamed", fate=Fate.NO_EFFECT, effect=f"{why} (written as {written_as})"
-        )
-    return KeyReport(path=key.path, value=value, source="file", fate=Fate.NO_EFFECT, effect=why)
+        what = "switched off; on, it" if False in key.allowed else "any other value"
+        key = replace(key, why=f"{what} is refused: {key.why}")
+    return _row(replace(key, fate=Fate.NO_EFFECT), value, "file", reading.written_as(key.path))
+
+
+def _row(key: Key, value: Any, source: Source, written_as: str = "") -> KeyReport:
+    effect = f"{key.why} (written as {written_as})" if written_as else key.why
+    return KeyReport(
+        path=key.path, value=value, source="renamed" if written_as else source, fate=key.fate, effect=effect
+    )
 
 
 def _inline(node: Any, definitions: Mapping[str, Any]) -> Any:

@@ -1,19 +1,23 @@
-"""Keep units from being used while the update changes them."""
+"""Keep units from being used while the update changes them, and make them whole after an update of shards."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import final
 
+import torch
+
 from tiered_zero.errors import ModelError
+from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.layout.flat import Unit
 from tiered_zero.params.param_changes import ParamChanges
 from tiered_zero.params.unit_cache import UnitCache
 from tiered_zero.params.unit_state import PagedUnit, UnitState, UnitTable, WeightState
 from tiered_zero.telemetry.spans import Recorder
 from tiered_zero.tiers.inventory import Home, Inventory, Owner
+from tiered_zero.transfer import Transfer, wait_all
 
 
 @final
@@ -140,3 +144,30 @@ class UpdateGuard:
                 (unit_update.written if until_written else unit_update.computed).wait()
         elif until_written:
             unit_update.written.wait()  # done: returns at once, or raises
+
+
+@final
+class ShardGather:
+    """Makes whole units of shards, in place: so weights are whole between steps, and one rank alone may evaluate or
+    save them. Driver thread.
+
+    A unit is gathered where it rests, without memory beside it however large it is. `units`: those that the optimizer
+    steps, in static order. `flat_of`: a unit's flat [P], on the device.
+    """
+
+    def __init__(self, runtime: Runtime, units: Sequence[Unit], flat_of: Callable[[Unit], torch.Tensor]) -> None:
+        self._collectives, self._recorder = runtime.collectives, runtime.recorder
+        self.units = units
+        self._flat_of = flat_of
+
+    def gather(self) -> None:
+        """Gather every unit: shards were changed otherwise than by a step. Blocks; raises RankError."""
+        with self._recorder.span("compute", "wait_param"):
+            wait_all([self.start(unit) for unit in self.units])
+
+    def start(self, unit: Unit) -> Transfer:
+        """Start to fill the unit with every rank's shard, of which this rank's has its new values."""
+        flat = self._flat_of(unit).data  # with a version counter of its own: views that autograd saved stay valid
+        shard = unit.shard(self._collectives.rank)
+        own, name = flat[shard.start : shard.stop], f"the parameters of {unit.name}"
+        return self._collectives.all_gather(flat, own, name, bounds=unit.bounds)

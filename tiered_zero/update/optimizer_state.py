@@ -67,17 +67,18 @@ class ParamShards:
         """Return the parameter of that name."""
         return self._places[name][1].param
 
-    def gather(self, param: ParamSpec, flat: torch.Tensor) -> None:
-        """Fill `flat`, [numel] on the CPU in the order of the parameter's memory, with the readers' parts of it: this
-        rank's is there."""
+    def gather(self, param: ParamSpec, flat: torch.Tensor) -> torch.Tensor:
+        """Fill `flat`, [numel] on the CPU in the order of the parameter's memory, with the readers' parts of it, and
+        return it: this rank's part is there."""
         if not self.is_sharded:
-            return
+            return flat
         unit, entry = self._places[param.name]
         for rank in range(self._ranks.world_size):
             shard = unit.shard(rank)
             start, stop = max(entry.start, shard.start), min(entry.stop, shard.stop)
             if start < stop:
                 self._ranks.broadcast(flat[start - entry.start : stop - entry.start], rank, param.name)
+        return flat
 
     def same(self, value: torch.Tensor) -> torch.Tensor:
         """Return rank 0's `value`, fp32 on the CPU. It has one shape on all ranks."""

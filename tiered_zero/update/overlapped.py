@@ -127,10 +127,11 @@ class OverlappedPolicy(UpdatePolicy):
 
     def latch(self, why: str) -> None:
         super().latch(why)
-        assert self.failure is not None
+        error = self.failures.error
+        assert error is not None
         for unit in self._units:  # also of a job that never came to its lane
             if (unit_update := self._inventory.last_update(unit)) is not None:
-                unit_update.fail(self.failure)
+                unit_update.fail(error)
 
     def check_untouched(self, act: str) -> None:
         if self._open is not None:
@@ -176,14 +177,14 @@ class OverlappedPolicy(UpdatePolicy):
         if self._started is not None:
             with self._runtime.recorder.span("compute", "wait_update"):
                 self._started.computed.wait()
-        if self._is_idle() or self.failure is not None:
+        if self._is_idle() or self.failures.error is not None:
             self.flush()
 
     def _add_unit_update(self, unit: Unit, job: UpdateJob) -> None:
         unit_update = job.unit_updates[unit.index] = UnitUpdate()
         self._inventory.set_last_update(unit, unit_update)
-        if self.failure is not None:  # the job ended before it could see this one
-            unit_update.fail(self.failure)
+        if (error := self.failures.error) is not None:  # the job ended before it could see this one
+            unit_update.fail(error)
 
     def _start(self, job: UpdateJob) -> None:
         while self._running and self._running[0].done():

@@ -68,10 +68,6 @@ class UpdatePolicy(ABC):
         """The live param groups."""
         return self._groups
 
-    @property
-    def failure(self) -> BaseException | None:
-        return self.failures.error
-
     @abstractmethod
     def prepare(self) -> None:
         """Finish the updates under way, and block compute from what is about to change: the step will be applied. May
@@ -181,7 +177,7 @@ class UpdatePolicy(ABC):
         return self._stepper.has_state(layout)
 
     def _prefetch(self) -> None:
-        if self._is_idle() and self.failure is None:
+        if self._is_idle() and self.failures.error is None:
             self._stepper.prefetch()
 
     def _is_idle(self) -> bool:
