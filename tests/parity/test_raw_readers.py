@@ -156,6 +156,21 @@ def test_the_forward_of_another_module_gets_the_values(call, swap_path):
             engine.step()
 
 
+@pytest.mark.filterwarnings("ignore:To copy construct")
+@pytest.mark.parametrize("placement", FAR)
+def test_parameters_come_and_go_in_inference_mode(placement, swap_path):
+    def build():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+    with tiered(build(), swap_path, placement, adamw, runtime={"unit_size_cap": 1}) as engine, torch.inference_mode():
+        assert torch.equal(engine(torch.ones(2, 4)), build()(torch.ones(2, 4)))
+        with pytest.raises(ParameterOffloadedError):
+            torch.tensor(engine.module[0].weight)
+        with tiered_zero.gathered(engine.module):
+            assert torch.equal(engine.module[0].weight, build()[0].weight)
+
+
 def test_gradient_accumulators_stay_where_parameters_are_fetched_and_evicted(swap_path):
     """A hook on the node, as DDP's, is one of the parameter for as long as the node is held."""
     with tiered(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), swap_path, ("cpu", "cpu"), adamw) as engine:

@@ -39,12 +39,15 @@ class _Keyed(torch.Tensor):
 def keyed(plain: torch.Tensor) -> torch.Tensor:
     """Return a tensor with the geometry and storage of `plain` and the key, to be assigned to `param.data`."""
     size, stride, offset = plain.size(), plain.stride(), plain.storage_offset()
-    wrapper: torch.Tensor = torch.Tensor._make_wrapper_subclass(
-        _Keyed, size, stride, offset, dtype=plain.dtype, device=plain.device, _extra_dispatch_keys=_KEYS
-    )
-    with torch._C._ExcludeDispatchKeyGuard(_WRAPPER_KEYS):
-        wrapper.set_(plain.untyped_storage(), offset, size, stride)
-    return wrapper
+    with torch.inference_mode(False):
+        wrapper: torch.Tensor = torch.Tensor._make_wrapper_subclass(
+            _Keyed, size, stride, offset, dtype=plain.dtype, device=plain.device, _extra_dispatch_keys=_KEYS
+        )
+        with torch._C._ExcludeDispatchKeyGuard(_WRAPPER_KEYS):
+            wrapper.set_(plain.untyped_storage(), offset, size, stride)
+        found = torch.empty(0, dtype=plain.dtype, device=plain.device)
+        found.data = wrapper  # all but the keys of Python, which inference mode would look at
+    return found
 
 
 @final

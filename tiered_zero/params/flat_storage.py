@@ -234,7 +234,7 @@ class FlatStorage:
             return
         self._shows_grads = False
         for param, own in zip(self._params, self._classes, strict=True):
-            if type(param) is not OffloadedParameter:
+            if not isinstance(param, OffloadedParameter):
                 param.__class__ = own
 
     @property

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from tiered_zero.errors import ModelError
 from tiered_zero.layout.flat import Unit
 from tiered_zero.params.gather import gather
-from tiered_zero.params.guarded_parameter import OffloadedParameter
+from tiered_zero.params.guarded_parameter import OffloadedParameter, set_keyed_alone
 from tiered_zero.params.outside_modes import runs_outside_modes
 from tiered_zero.params.pager import Pager
 from tiered_zero.params.pass_scope import PassScope
@@ -121,6 +121,8 @@ class ModuleHooks:
                 self._watch_direct_call(module)
         for module in modules.values():
             self._watch_state_dict(module)
+            if isinstance(module, (nn.MultiheadAttention, nn.TransformerEncoder, nn.TransformerEncoderLayer)):
+                self._watch_fused(module)
         for param in self._model.parameters():
             if param.requires_grad:
                 handle = param.register_post_accumulate_grad_hook(self._take)  # type: ignore[no-untyped-call]
@@ -183,6 +185,19 @@ class ModuleHooks:
                 events.post_forward()
 
         self._register(module, before, after)
+
+    def _watch_fused(self, module: nn.Module) -> None:
+        """See [Note: Fused attention]."""
+        params = tuple(module.parameters())
+
+        def before(module: nn.Module, _args: Any) -> None:
+            set_keyed_alone(params, not module.training)
+
+        def after(*_: Any) -> None:
+            set_keyed_alone(params, False)
+
+        self._handles.append(module.register_forward_pre_hook(_ForwardHook(self, before)))
+        self._handles.append(module.register_forward_hook(_ForwardHook(self, after), always_call=True))
 
     def _register(self, module: nn.Module, before: Callable[..., None], after: Callable[..., None]) -> None:
         """First of all pre-hooks, so that others find the parameters, and one that raises leaves a frame behind for
