@@ -13,12 +13,11 @@ import pytest
 import torch
 
 from tests.fakes.sync_io import SyncEngine, SyncFile
-from tests.support.tags import equal_bits, fields, load_tag, plain_save, save_tag
+from tests.support.tags import equal_bits, fields, load_tag, newest_complete, plain_save, save_tag
 from tiered_zero.checkpoint import save_directory, tag_writer
 from tiered_zero.checkpoint.directory import (
     find_tag,
     list_tags,
-    newest_complete,
     read_latest,
     read_manifest,
     verify,

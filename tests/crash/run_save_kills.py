@@ -18,8 +18,8 @@ from pathlib import Path
 
 import torch
 
-from tests.support.tags import equal_bits, load_tag, save_tag
-from tiered_zero.checkpoint.directory import find_tag, newest_complete
+from tests.support.tags import equal_bits, load_tag, newest_complete, save_tag
+from tiered_zero.checkpoint.directory import find_tag
 from tiered_zero.checkpoint.prune import prune
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 
+from tiered_zero.checkpoint.directory import TagInfo, list_tags
 from tiered_zero.checkpoint.manifest import TagManifest, WrittenBy
 from tiered_zero.checkpoint.storage import FileReader, FileWriter, our_errors
 from tiered_zero.checkpoint.store_reader import StoreReader
@@ -50,6 +51,10 @@ def save_tag(
         for key, tensor in tensors.items():
             writer.writer.write(key, tensor)
         return writer.publish(fields(step, **changes))
+
+
+def newest_complete(save_dir: Path) -> TagInfo | None:
+    return next((info for info in reversed(list_tags(save_dir)) if info.complete), None)
 
 
 def load_tag(tag_dir: Path, engine: IOEngine | None = None) -> dict[str, torch.Tensor]:

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from io import FileIO
 from pathlib import Path
-from typing import Any, Protocol, final
+from typing import Any, Protocol, TypeVar, final
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
@@ -54,6 +54,8 @@ from tiered_zero.transfer import Completion, Transfer
 from tiered_zero.update.policy import UpdatePolicy
 
 logger = logging.getLogger("tiered_zero")
+
+T = TypeVar("T")
 
 
 class WeightGuard(Protocol):
@@ -166,20 +168,24 @@ class Checkpoints:
             self.wait()
 
     def _write_share(self, save: QueuedSave, capture: Capture, ready: Transfer) -> Share:
-        """Return when this rank's part is durable: the driver joins it with the others, for an update lane makes no
-        collective."""
-        written: list[Share] = []
+        """Return when this rank's part is durable."""
 
-        def write() -> None:
+        def write() -> Share:
             share = self._write_at_cut(save.tag, capture, ready)
             save.tag.writer.wait_durable()
-            written.append(share)
+            return share
 
-        self._queue(save, partial(save.write, write))
+        return self._at_cut(save, write)
+
+    def _at_cut(self, save: QueuedSave, act: Callable[[], T]) -> T:
+        """Return what `act` makes of a save between two updates: the driver joins it with what the other ranks have
+        made, for an update lane makes no collective."""
+        made: list[T] = []
+        self._queue(save, partial(save.write, lambda: made.append(act())))
         self.wait()
-        if not written:
+        if not made:
             raise StoreError(f"Checkpoint {save.tag.tag} was not written: an update has failed before it.")
-        return written[0]
+        return made[0]
 
     def _commit(
         self, commits: Commits, save_dir: str | os.PathLike[str], wanted: Sequence[Wanted], capture: Capture
@@ -194,7 +200,7 @@ class Checkpoints:
             save_latest=capture.save_latest,
             runtime=self._state.runtime,
             queue=partial(self._queue, save),
-            wait=self.wait,
+            at_cut=partial(self._at_cut, save),
         ).run()
 
     def _queue(self, save: QueuedSave, job: Callable[[], None]) -> None:
@@ -286,8 +292,10 @@ class Checkpoints:
                 self.wait()
                 reader = open_reader(found, () if self._commits is None else self._commits.run_ids)
                 opened.enter_context(reader)
-                loads.append(self._check(reader, parts, strict))
-                return loads[0].reader.manifest
+                matched, driver = self._check(reader.manifest, parts, strict)
+                metadata = reader.read_metadata()
+                loads.append(_Load(reader=reader, matched=matched, driver=driver, metadata=metadata))
+                return reader.manifest
 
             def prepare() -> None:
                 self._policy.quiesce()
@@ -296,7 +304,9 @@ class Checkpoints:
             def read() -> None:
                 load = loads[0]
                 self._driver.restore(load.driver, parts)
-                self._read(load, StateLoader(self._state, load.reader.manifest, load.matched, self._policy.groups))
+                loader = StateLoader(self._state, load.reader.manifest, load.matched, self._policy.groups)
+                with torch.no_grad(), closing(loader.steps()) as steps:
+                    read_groups(load.reader, load.metadata, steps)
 
             check_together(self._ranks, check)
             load_together(self._ranks, prepare)
@@ -308,16 +318,15 @@ class Checkpoints:
                 raise
             return dict(loads[0].driver["client_state"])
 
-    def _check(self, reader: FileReader | StoreReader, parts: LoadParts, strict: bool) -> _Load:
-        """Check all of a checkpoint but the values."""
-        manifest = reader.manifest
+    def _check(self, manifest: TagManifest, parts: LoadParts, strict: bool = True) -> tuple[Matched, dict[str, Any]]:
+        """Check all of a checkpoint but the values. Returns what goes where, and the driver's state."""
         with_state = parts.optimizer_states and not parts.module_only and self._driver.optimizer is not None
         options = LoadOptions(strict=strict, with_state=with_state, convert=self._convert)
         matched = match(self._state, manifest, options)
         driver = self._driver.check(manifest.driver, parts, self._ranks)
         for line in differences(asdict(manifest.written_by), self._written_by) if with_state else ():
             logger.warning("%s", line)
-        return _Load(reader=reader, matched=matched, driver=driver, metadata=reader.read_metadata())
+        return matched, driver
 
     def adopt(self, adoption: Adoption, values: AdoptedValues) -> None:
         """Go on with the commit that the stores of this run were opened at. Raises ModelError and StoreError, on every
@@ -329,10 +338,7 @@ class Checkpoints:
     def _adopt(self, adoption: Adoption, values: AdoptedValues) -> None:
         assert self._commits is not None, "a run that adopts commits in place"
         state, manifest = self._state, adoption.manifest
-        matched = match(state, manifest, LoadOptions())
-        driver = self._driver.check(manifest.driver, ranks=self._ranks)
-        for line in differences(asdict(manifest.written_by), self._written_by):
-            logger.warning("%s", line)
+        matched, driver = self._check(manifest, LoadParts())
         self._commits.revert()
         for layout in state.layouts:
             if layout.subgroup.index in adoption.initialized:
@@ -345,10 +351,6 @@ class Checkpoints:
     def resume(self, found: FoundCheckpoint) -> None:
         """Load what the config says that the run goes on from. Raises as `load`."""
         self.resumed = found.path, self.load(found, LoadParts())
-
-    def _read(self, load: _Load, loader: StateLoader) -> None:
-        with torch.no_grad(), closing(loader.steps()) as steps:
-            read_groups(load.reader, load.metadata, steps)
 
 
 def check_async(config: Config, plan: Plan) -> None:

@@ -30,7 +30,7 @@ from tiered_zero.transfer import Transfer
 class InPlaceSave:
     """One save. `fields`: of TagManifest, with this rank's driver state, as `DriverState.capture` gives it.
 
-    `queue(job)`: runs a job that ends `save`, between two updates. `wait`: for its end; raises its error, once.
+    `queue(job)`: runs a job that ends `save`, between two updates. `at_cut(act)`: returns what is made there.
     """
 
     commits: Commits
@@ -39,7 +39,7 @@ class InPlaceSave:
     save_latest: bool
     runtime: Runtime
     queue: Callable[[Callable[[], None]], None]
-    wait: Callable[[], None]
+    at_cut: Callable[[Callable[[], CommitShare]], CommitShare]
 
     def run(self) -> None:
         """Queue it, with one rank; with many it is durable on return. Driver thread. Raises StoreError, TransferError,
@@ -66,12 +66,7 @@ class InPlaceSave:
         is_first = ranks.rank == 0
 
         def share() -> CommitShare:
-            found: list[CommitShare] = []
-            self.queue(partial(self.save.write, lambda: found.append(self._share(own_state(self.fields["driver"])))))
-            self.wait()
-            if not found:
-                raise StoreError(f"Checkpoint {self.save.tag.tag} was not committed: an update has failed before it.")
-            return found[0]
+            return self.at_cut(lambda: self._share(own_state(self.fields["driver"])))
 
         shares = agree(ranks, f"{SAVE}: what it commits", share, encode=CommitShare.encode, decode=CommitShare.decode)
 

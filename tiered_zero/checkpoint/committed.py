@@ -143,6 +143,13 @@ def find_missing(committed: Manifest) -> str:
     return ""
 
 
+def held_commit(tag: TagManifest) -> Manifest | None:
+    """What the run that a tag points to holds by now; None: nothing of it is there. Raises StoreError."""
+    assert tag.swap is not None, "a tag of an in-place commit"
+    committed, _ = load_manifests(Path(tag.swap["paths"][0]))
+    return committed if committed is not None and committed.run_id == tag.swap["run_id"] else None
+
+
 def is_committed(tag: TagManifest, committed: Manifest) -> bool:
     """Whether the store that a tag points to has `committed` what the tag was written for."""
     return tag.swap is not None and committed.is_state(tag.step, {COMMIT_ID: tag.swap[COMMIT_ID]})

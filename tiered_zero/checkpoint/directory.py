@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Final, final
 
 from tiered_zero.checkpoint.commit import COMMIT_ID
-from tiered_zero.checkpoint.committed import find_missing, is_committed
+from tiered_zero.checkpoint.committed import find_missing, held_commit, is_committed
 from tiered_zero.checkpoint.data_reader import DataReader
 from tiered_zero.checkpoint.manifest import MANIFEST_NAME, MOST_NBYTES, DataFile, TagManifest, WrittenBy
 from tiered_zero.checkpoint.save_directory import LATEST_NAME, OLD, TEMPORARY, check_tag, hidden_tag
 from tiered_zero.errors import StoreError
 from tiered_zero.io.select import select_reader
 from tiered_zero.sizes import MIB
-from tiered_zero.store import manifest as store_manifest
 from tiered_zero.store.descriptors import disk_nbytes, error_text, kind_text, open_directory, read_file
 from tiered_zero.store.owner import OWNER_NAME
 
@@ -98,19 +97,11 @@ def list_tags(save_dir: str | os.PathLike[str]) -> list[TagInfo]:
     found = [_inspect(path / name, tag) for name in names if (tag := _visible_tag(name, names)) is not None]
     infos = sorted((info for info in found if info is not None), key=_age)
     held = {info.commit_id: info.tag for info in infos if info.kind == "in_place" and info.complete}
-    return [_naming(info, held.get(info.held_id or "")) if info.is_superseded else info for info in infos]
-
-
-def _naming(info: TagInfo, newer: str | None) -> TagInfo:
-    """A superseded tag, with `newer`, the one of the commit that its run holds."""
-    if newer is None:
-        return info
-    return replace(info, reason=f"it was superseded by {newer}: an in-place commit holds one step. {_INDEPENDENT}")
-
-
-def newest_complete(save_dir: str | os.PathLike[str]) -> TagInfo | None:
-    """The newest whole tag: of the highest step, and of equals the last one written."""
-    return next((info for info in reversed(list_tags(save_dir)) if info.complete), None)
+    for index, info in enumerate(infos):
+        if info.is_superseded and (newer := held.get(info.held_id or "")) is not None:
+            reason = f"it was superseded by {newer}: an in-place commit holds one step. {_INDEPENDENT}"
+            infos[index] = replace(info, reason=reason)
+    return infos
 
 
 def read_latest(save_dir: str | os.PathLike[str]) -> str | None:
@@ -285,7 +276,7 @@ def _swap_problem(manifest: TagManifest) -> str:
     assert manifest.swap is not None
     first = Path(manifest.swap["paths"][0])
     try:
-        committed = _held(manifest)
+        committed = held_commit(manifest)
         if committed is None:
             return f"its state rested in {first}, which is gone"
         if is_committed(manifest, committed):
@@ -297,13 +288,6 @@ def _swap_problem(manifest: TagManifest) -> str:
         f"it was superseded: an in-place commit holds one step, and {first} is at step {committed.step}{again} by now. "
         f"Load that one. {_INDEPENDENT}"
     )
-
-
-def _held(manifest: TagManifest) -> store_manifest.Manifest | None:
-    """What the run of an in-place commit holds by now; None: nothing of it is there. Raises StoreError."""
-    assert manifest.swap is not None
-    committed, _ = store_manifest.load(Path(manifest.swap["paths"][0]))
-    return committed if committed is not None and committed.run_id == manifest.swap["run_id"] else None
 
 
 def _foreign(names: Sequence[str]) -> str:
@@ -342,33 +326,30 @@ def _visible_tag(name: str, names: Sequence[str]) -> str | None:
 
 def _inspect(path: Path, tag: str) -> TagInfo | None:
     """None for what is no checkpoint at all."""
+    info = TagInfo(tag=tag, path=path)
     try:
         if not stat.S_ISDIR(os.lstat(path).st_mode):
             return None
         with _opened(path) as fd:
-            names, nbytes = os.listdir(fd), disk_nbytes(fd)
-    except (OSError, StoreError) as error:
-        return TagInfo(tag=tag, path=path, reason=f"it cannot be read: {error_text(error)}")
-    if hidden_tag(TEMPORARY, path.name) is not None:
-        reason = "it is being written or removed, or its writer ended before it was done"
-        return TagInfo(tag=tag, path=path, nbytes=nbytes, reason=reason)
-    if MANIFEST_NAME not in names:
-        foreign = _foreign(names)
-        return TagInfo(tag=tag, path=path, nbytes=nbytes, reason=f"it is {foreign}") if foreign else None
-    try:
-        with _opened(path) as fd:
+            info = replace(info, nbytes=disk_nbytes(fd))
+            if hidden_tag(TEMPORARY, path.name) is not None:
+                return replace(info, reason="it is being written or removed, or its writer ended before it was done")
+            if MANIFEST_NAME not in (names := os.listdir(fd)):
+                return replace(info, reason=f"it is {foreign}") if (foreign := _foreign(names)) else None
             manifest = _read(fd, path)
             problem = _problem(fd, manifest)
-            return _info(tag, path, manifest, problem and f"it {problem}", nbytes)
+            return _info(tag, path, manifest, problem and f"it {problem}", info.nbytes)
+    except OSError as error:
+        return replace(info, reason=f"it cannot be read: {error_text(error)}")
     except StoreError as error:
-        return TagInfo(tag=tag, path=path, nbytes=nbytes, reason=str(error))
+        return replace(info, reason=str(error))
 
 
 def _info(tag: str, path: Path, manifest: TagManifest, reason: str = "", nbytes: int = 0) -> TagInfo:
     held_id = None
     if manifest.swap is not None:
         with suppress(StoreError):
-            held = _held(manifest)
+            held = held_commit(manifest)
             held_id = None if held is None else str(held.metadata.get(COMMIT_ID))
     return TagInfo(
         tag=tag,

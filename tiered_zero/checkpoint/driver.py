@@ -15,7 +15,6 @@ from torch import nn
 
 from tiered_zero.checkpoint.driver_fields import OWN_PARTS, check_counts, decode_state
 from tiered_zero.checkpoint.encode import encode
-from tiered_zero.checkpoint.extra_state import check_extra_states, extra_states, restore_extra_states
 from tiered_zero.checkpoint.schedules import (
     check_options,
     check_scheduler,
@@ -102,7 +101,7 @@ class DriverState:
             "lr_scheduler": scheduler_state(self.lr_scheduler),
             "random_states": random_states(),
             "loader": self.loader.state_dict() if self.loader is not None else None,
-            "modules": extra_states(self.module) if self.module is not None else {},
+            "modules": _extra_states(self.module) if self.module is not None else {},
             "client_state": _client_state(client_state),
         }
         return {name: encode(value, name) for name, value in state.items()}
@@ -117,7 +116,7 @@ class DriverState:
         parts = parts or LoadParts()
         state = decode_state(saved)
         num_ranks = _select_rank(state, ranks or SingleRank())
-        check_extra_states(state["modules"])
+        _check_extra_states(state["modules"])
         if parts.module_only:
             return state
         check_counts(state)
@@ -137,7 +136,7 @@ class DriverState:
         """Restore what `check` has returned; return the client_state. The caller has flushed the policy."""
         parts = parts or LoadParts()
         if self.module is not None:
-            restore_extra_states(self.module, state["modules"])
+            _restore_extra_states(self.module, state["modules"])
         if parts.module_only:
             return dict(state["client_state"])
         self.counts.load_state_dict(state["counts"])
@@ -187,6 +186,46 @@ class DriverState:
             loader.load_state_dict(saved)
         else:
             logger.warning("resumed: the checkpoint has no position in training_data, which begins anew")
+
+
+# -- what modules keep besides parameters and buffers, by torch's get_extra_state and set_extra_state ------------------
+
+
+def _extra_states(model: nn.Module) -> dict[str, Any]:
+    """List the extra state of every module that has some: by its path."""
+    return {
+        path: module.get_extra_state()
+        for path, module in model.named_modules()
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    }
+
+
+def _check_extra_states(saved: Any) -> None:
+    """Raises StoreError for what `_extra_states` never gives: `saved` was read from a file."""
+    if type(saved) is not dict or any(type(path) is not str for path in saved):
+        raise StoreError(f"The checkpoint's modules were expected to be states by path; found {saved!a:.200}.")
+
+
+def _restore_extra_states(model: nn.Module, saved: Mapping[str, Any]) -> None:
+    """Give modules what was saved of them; a module that has no such state, or of which none was saved, is warned of.
+    Raises ModelError."""
+    own = {
+        path: module
+        for path, module in model.named_modules()
+        if type(module).set_extra_state is not nn.Module.set_extra_state
+    }
+    for path, module in own.items():
+        if path not in saved:
+            logger.warning("resumed: the checkpoint has no extra state of module %r, which keeps its own", path)
+            continue
+        try:
+            module.set_extra_state(saved[path])
+        except Exception as error:
+            raise ModelError(
+                f"Module {path!r} does not take the extra state that was saved: {type(error).__name__}: {error}."
+            ) from error
+    for path in saved.keys() - own.keys():
+        logger.warning("resumed: the extra state of module %.200r is left out: there is none in this model", path)
 
 
 # -- what every rank has its own of ------------------------------------------------------------------------------------

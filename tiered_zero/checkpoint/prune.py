@@ -12,10 +12,9 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from tiered_zero.checkpoint.directory import TagInfo, list_tags, read_declared, read_latest
+from tiered_zero.checkpoint.directory import TagInfo, list_tags, read_latest
 from tiered_zero.checkpoint.save_directory import SaveDirectory
 from tiered_zero.errors import StoreError
-from tiered_zero.store import manifest as store_manifest
 
 logger = logging.getLogger("tiered_zero")
 
@@ -78,21 +77,13 @@ def _superseded(infos: Sequence[TagInfo]) -> set[str]:
 
     `infos`: oldest first. A swap directory that cannot be read, perhaps on a disk that is not mounted, supersedes none.
     """
-    pointers: dict[tuple[str, str], list[TagInfo]] = {}
+    pointers: dict[str, list[TagInfo]] = {}
     for info in infos:
-        if info.kind == "in_place" and (swap := read_declared(info.path).swap) is not None:
-            pointers.setdefault((swap["run_id"], swap["paths"][0]), []).append(info)
+        if info.kind == "in_place":
+            pointers.setdefault(info.run_id, []).append(info)
     found: set[str] = set()
-    for (run_id, first), own in pointers.items():
+    for own in pointers.values():
         old = [info.tag for info in own if not info.complete]
-        if old and _holds_commit(Path(first), run_id):
+        if all(info.held_id is not None for info in own):
             found.update(old if len(old) < len(own) else old[:-1])
     return found
-
-
-def _holds_commit(path: Path, run_id: str) -> bool:
-    try:
-        committed, _ = store_manifest.load(path)
-    except StoreError:
-        return False
-    return committed is not None and committed.run_id == run_id

@@ -18,7 +18,7 @@ import torch
 
 from tiered_zero.checkpoint.commit import COMMIT_ID
 from tiered_zero.checkpoint.commit_layout import committing_paths, run_fingerprint
-from tiered_zero.checkpoint.committed import Commit, is_committed, open_stores, read_metadata
+from tiered_zero.checkpoint.committed import Commit, held_commit, is_committed, open_stores, read_metadata
 from tiered_zero.checkpoint.copies import DurableCopies
 from tiered_zero.checkpoint.directory import find_tag, list_tags, read_declared, read_latest, tag_path
 from tiered_zero.checkpoint.file_reader import FileReader
@@ -35,7 +35,6 @@ from tiered_zero.optim.state_layout import StateLayout
 from tiered_zero.plan.planner import Plan
 from tiered_zero.plan.slots import PlannedSlot
 from tiered_zero.sizes import format_nbytes
-from tiered_zero.store.manifest import load as load_manifests
 from tiered_zero.store.owner import OWNER_NAME
 from tiered_zero.tiers.rack import AdoptedStore
 from tiered_zero.tiers.slots import read_slot
@@ -111,8 +110,8 @@ def _follow(path: Path, in_place_only: bool = False) -> FoundCheckpoint:
             raise StoreError(f"{path} is no in-place commit.")
         return FoundCheckpoint(path=path)
     first = Path(manifest.swap["paths"][0])
-    committed, _ = load_manifests(first)
-    if committed is None or committed.run_id != manifest.swap["run_id"]:
+    committed = held_commit(manifest)
+    if committed is None:
         raise StoreError(f"{path} cannot be loaded: its state rested in {first}, which is gone.")
     lines: tuple[str, ...] = ()
     if not is_committed(manifest, committed):

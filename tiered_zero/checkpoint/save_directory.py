@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Final, final
 
 from tiered_zero.errors import StoreError
-from tiered_zero.io.disk_file import errno_text
 from tiered_zero.sizes import format_nbytes
-from tiered_zero.store.descriptors import disk_nbytes, open_directory, open_file, read_file, remove_files
+from tiered_zero.store.descriptors import disk_nbytes, error_text, open_directory, open_file, read_file, remove_files
 from tiered_zero.store.durable import sync_directory, write_new_file
 
 logger = logging.getLogger("tiered_zero")
@@ -85,14 +84,7 @@ class SaveDirectory:
 
         `own_locks`: of a caller who has one directory at a time: what is in it was left by a save that an interrupt has
         ended before it could release it, and ends. It gets the new lock before that is held."""
-        try:
-            path = Path(os.path.realpath(save_dir))
-            _make_durably(path)
-            fd = open_directory(path)
-        except (OSError, ValueError) as error:  # ValueError: a path with a NUL
-            raise StoreError(
-                f"Checkpoints cannot be saved to {os.fspath(save_dir)!r}: {_text(error)}. Name a directory of your own."
-            ) from error
+        path, fd = _opened(save_dir, _make_durably, "Name a directory of your own.")
         try:
             return cls(path, fd, _locked(path, fd, [] if own_locks is None else own_locks))
         except BaseException:
@@ -102,14 +94,7 @@ class SaveDirectory:
     @classmethod
     def join(cls, save_dir: str | os.PathLike[str]) -> SaveDirectory:
         """Open one that rank 0 holds. Raises StoreError."""
-        try:
-            path = Path(os.path.realpath(save_dir))
-            return cls(path, open_directory(path), None)
-        except (OSError, ValueError) as error:
-            raise StoreError(
-                f"Checkpoints cannot be saved to {os.fspath(save_dir)!r}: {_text(error)}. Name a directory that all "
-                "ranks share."
-            ) from error
+        return cls(*_opened(save_dir, lambda path: None, "Name a directory that all ranks share."), None)
 
     def release(self) -> None:
         """Idempotent. The lock ends also where a forked child has inherited it."""
@@ -130,21 +115,18 @@ class SaveDirectory:
                 logger.warning(
                     "%s: checkpoint %s was being replaced when its writer ended; it is back.", self.path, tag
                 )
-        hidden = [name for name in sorted(os.listdir(self.fd)) if hidden_tag(TEMPORARY, name) or hidden_tag(OLD, name)]
+        tags = {name: hidden_tag(TEMPORARY, name) or hidden_tag(OLD, name) for name in sorted(os.listdir(self.fd))}
+        hidden = {name: tag for name, tag in tags.items() if tag}
         if hidden:
             os.fsync(self.fd)  # of a tag that was replaced the new one may not be durable
-        for name in hidden:
+        for name, tag in hidden.items():
             if hidden_tag(TEMPORARY, name) == LATEST_NAME:
                 os.unlink(name, dir_fd=self.fd)
-                continue
-            prefix = TEMPORARY if hidden_tag(TEMPORARY, name) else OLD
-            if (tag := hidden_tag(prefix, name)) and self._is_own_directory(name):
-                nbytes = self.try_remove(name)
-                if nbytes is not None:
-                    logger.warning(
-                        "%s: removed %s (%s), which a writer of checkpoint %s left when it ended.",
-                        *(self.path, name, format_nbytes(nbytes), tag),
-                    )
+            elif self._is_own_directory(name) and (nbytes := self.try_remove(name)) is not None:
+                logger.warning(
+                    "%s: removed %s (%s), which a writer of checkpoint %s left when it ended.",
+                    *(self.path, name, format_nbytes(nbytes), tag),
+                )
 
     def make_temporary(self, tag: str) -> str:
         """A new empty directory, mode 0700; its name. Raises OSError."""
@@ -188,8 +170,8 @@ class SaveDirectory:
         return replaced
 
     def finish(self, replaced: str | None, latest: str | None = None) -> None:
-        """Make a `rename` durable; what it has replaced is removed, or named in a warning. Raises OSError: then that is
-        still there.
+        """Make a `rename`, or `latest`, durable; what was replaced is removed, or named in a warning. Raises OSError:
+        then that is still there.
 
         `latest`: a file of `prepare_latest`, which becomes `latest` with the same sync. A crash may leave either of the
         two new: for tags that all point to one state, which outlives them.
@@ -223,7 +205,7 @@ class SaveDirectory:
         try:
             return self.remove(name)
         except OSError as error:
-            logger.warning("%s cannot be removed: %s. Remove it by hand.", self.path / name, _text(error))
+            logger.warning("%s cannot be removed: %s. Remove it by hand.", self.path / name, error_text(error))
             return None
 
     def prepare_latest(self, tag: str) -> str:
@@ -236,11 +218,6 @@ class SaveDirectory:
                 os.unlink(name, dir_fd=self.fd)
             raise
         return name
-
-    def publish_latest(self, name: str) -> None:
-        """Make `latest` what `prepare_latest` has written, durably. Raises OSError."""
-        os.rename(name, LATEST_NAME, src_dir_fd=self.fd, dst_dir_fd=self.fd)
-        os.fsync(self.fd)
 
     def _is_own_directory(self, name: str) -> bool:
         status = os.stat(name, dir_fd=self.fd, follow_symlinks=False)
@@ -258,6 +235,17 @@ def exchange(dir_fd: int, name: str, other: str) -> bool:
     if code in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
         return False
     raise OSError(code, os.strerror(code), name)
+
+
+def _opened(save_dir: str | os.PathLike[str], make: Callable[[Path], None], advice: str) -> tuple[Path, int]:
+    """The directory, once `make` has made what is missing, and its descriptor. Raises StoreError."""
+    try:
+        path = Path(os.path.realpath(save_dir))
+        make(path)
+        return path, open_directory(path)
+    except (OSError, ValueError) as error:  # ValueError: a path with a NUL
+        text = f"Checkpoints cannot be saved to {os.fspath(save_dir)!r}: {error_text(error)}. {advice}"
+        raise StoreError(text) from error
 
 
 def _make_durably(path: Path) -> None:
@@ -287,7 +275,7 @@ def _locked(path: Path, dir_fd: int, own_locks: list[FileIO]) -> FileIO:
         own_locks.append(lock)
     except OSError as error:
         raise StoreError(
-            f"Checkpoints cannot be saved to {path}: {_text(error)}. Name a directory of your own."
+            f"Checkpoints cannot be saved to {path}: {error_text(error)}. Name a directory of your own."
         ) from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -303,11 +291,6 @@ def _locked(path: Path, dir_fd: int, own_locks: list[FileIO]) -> FileIO:
     except OSError as error:
         lock.close()
         raise StoreError(
-            f"{path} cannot be locked: {_text(error)}. Name a directory on another file system."
+            f"{path} cannot be locked: {error_text(error)}. Name a directory on another file system."
         ) from error
     return lock
-
-
-def _text(error: Exception) -> str:
-    code = error.errno if isinstance(error, OSError) else None
-    return errno_text(code) if code else str(error)

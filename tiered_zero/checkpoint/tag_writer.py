@@ -158,7 +158,7 @@ class TagWriter:
             if no_latest is not None:
                 raise no_latest
             if self._latest is not None:
-                self._directory.publish_latest(self._latest)
+                self._directory.finish(None, self._latest)
                 self._latest = None
         except (OSError, ConfigError) as error:
             what = _store_error(self._directory.path, self.tag, error, self._needed_nbytes)
