@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,6 +61,20 @@ def train(engine: Engine, first: int, stop: int) -> list[float]:
         engine.backward(loss)
         engine.step()
     return losses
+
+
+@contextmanager
+def warnings_noted() -> Iterator[list[str]]:
+    """What the package warns of in the block."""
+    lines: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("tiered_zero")
+    logger.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
 
 
 def weights_of(engine: Engine) -> dict[str, torch.Tensor]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.ranks.pool import RankPool
-from tests.ranks.saving import Place, build, load, save, train, weights_of
+from tests.ranks.saving import Place, build, load, save, train, warnings_noted, weights_of
 from tests.ranks.training import differences
 from tests.support.tags import equal_bits, load_tag
 from tiered_zero.checkpoint import weights
@@ -76,15 +75,8 @@ def test_other_ranks_hold_the_same_values(
 
 def resume_noting(place: Place, swap_path: str, load_dir: str) -> tuple[str, list[str]]:
     """Begin a run at a checkpoint: which it is, and the warnings of this rank."""
-    lines: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("tiered_zero")
-    logger.addHandler(handler)
-    try:
+    with warnings_noted() as lines:
         engine = build(place, swap_path, checkpoint={"resume": load_dir})
-    finally:
-        logger.removeHandler(handler)
     assert engine.resumed is not None
     path = engine.resumed[0]
     engine.close()

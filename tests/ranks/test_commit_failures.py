@@ -246,22 +246,27 @@ def test_training_goes_on_after_one_rank_could_not_prepare(
     check_resumed(ranks, expected, swap_path, saved, 3)
 
 
-def test_a_commit_without_its_tag_is_known_on_all_ranks(
-    ranks: RankPool, expected: list[Any], tmp_path: Path, swap_path: Path
+@pytest.mark.parametrize(
+    ("fault", "text", "goes_on", "step"),
+    [
+        ("cannot tag", UntaggedCommitError.__name__, True, 3),
+        ("cannot decide", "The commit of step 2 failed", False, 1),
+    ],
+)
+def test_a_failure_of_rank_0_is_known_on_all_ranks(
+    ranks: RankPool,
+    expected: list[Any],
+    tmp_path: Path,
+    swap_path: Path,
+    fault: str,
+    text: str,
+    goes_on: bool,
+    step: int,
 ) -> None:
     saved = tmp_path / "saved"
-    for found in ranks.run(fail_in_commit, 2, str(swap_path), str(saved), "cannot tag", 0, True):
-        assert found["text"].startswith(UntaggedCommitError.__name__) and found["step"] == 2
-    check_resumed(ranks, expected, swap_path, saved, 3)
-
-
-def test_an_undecided_commit_ends_the_run(
-    ranks: RankPool, expected: list[Any], tmp_path: Path, swap_path: Path
-) -> None:
-    saved = tmp_path / "saved"
-    for found in ranks.run(fail_in_commit, 2, str(swap_path), str(saved), "cannot decide", 0, False):
-        assert "The commit of step 2 failed" in found["text"]
-    check_resumed(ranks, expected, swap_path, saved, 1)
+    for found in ranks.run(fail_in_commit, 2, str(swap_path), str(saved), fault, 0, goes_on):
+        assert text in found["text"] and found["step"] == (2 if fault == "cannot tag" else None)
+    check_resumed(ranks, expected, swap_path, saved, step)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from tests.ranks.pool import RankPool
-from tests.ranks.saving import Place, build, train, weights_of
+from tests.ranks.saving import Place, build, train, warnings_noted, weights_of
 from tests.ranks.training import differences
 from tests.support.tags import equal_bits, load_commit, load_tag
 from tiered_zero.checkpoint.directory import list_tags, read_declared
@@ -52,15 +51,8 @@ def go_on(
     place: Place, swap_path: str, load_dir: str, in_place: bool = True, more: int = 2, save_dir: str | None = None
 ) -> dict[str, Any]:
     """Begin a run at a commit; save the whole of it where asked, and go on."""
-    lines: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("tiered_zero")
-    logger.addHandler(handler)
-    try:
+    with warnings_noted() as lines:
         engine = build(place, swap_path, checkpoint={"in_place": in_place, "resume": load_dir})
-    finally:
-        logger.removeHandler(handler)
     assert engine.resumed is not None
     loaded, first = weights_of(engine), engine.global_steps
     if save_dir is not None:

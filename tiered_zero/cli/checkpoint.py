@@ -20,9 +20,9 @@ from tiered_zero.checkpoint.manifest import MANIFEST_NAME
 from tiered_zero.checkpoint.prune import prune
 from tiered_zero.checkpoint.resume import find_checkpoint, open_reader
 from tiered_zero.cli.listing import print_json, print_table, printable
-from tiered_zero.cli.options import DIRECTORY, JSON_OPTION, directory_argument
+from tiered_zero.cli.options import DIRECTORY, JSON_OPTION, directory_argument, parse_bytes
 from tiered_zero.errors import StoreError
-from tiered_zero.sizes import format_nbytes, parse_nbytes
+from tiered_zero.sizes import format_nbytes
 from tiered_zero.store.verify import verify_run
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -125,24 +125,20 @@ def _problems_in_place(info: TagInfo) -> list[str]:
 @click.argument("out", type=DIRECTORY)
 @click.option("--tag", help="Which checkpoint; default: the one that `latest` names, else the newest whole one.")
 @click.option("--dtype", type=click.Choice([*DTYPES]), default="fp32", show_default=True, help="Of parameters.")
-@click.option("--max-shard-size", default="5GB", show_default=True, help="Of a file, such as 500MB.")
+@click.option("--max-shard-size", callback=parse_bytes, default="5GB", show_default=True, help="Of a file: 500MB.")
 @JSON_OPTION
-def export(directory: Path, out: Path, tag: str | None, dtype: str, max_shard_size: str, as_json: bool) -> None:
+def export(directory: Path, out: Path, tag: str | None, dtype: str, max_shard_size: int, as_json: bool) -> None:
     """Write the weights of a checkpoint in DIRECTORY to OUT, as safetensors that plain torch and transformers load.
 
     fp32 weights are the masters; bf16 and fp16 ones are those rounded, as they were trained. The model is not built,
     and memory does not grow with it. Every byte read is checked.
     """
-    try:
-        max_shard_nbytes = parse_nbytes(max_shard_size)
-    except ValueError as error:
-        raise click.BadParameter(str(error), param_hint="--max-shard-size") from error
     found = find_checkpoint(directory, tag)
     for line in found.lines:
         click.echo(printable(line), err=True)
     with open_reader(found) as reader:
         info = reader.manifest
-        paths = export_weights(reader, out, DTYPES[dtype], max_shard_nbytes=max_shard_nbytes)
+        paths = export_weights(reader, out, DTYPES[dtype], max_shard_nbytes=max_shard_size)
     nbytes = sum(path.stat().st_size for path in paths)
     if as_json:
         files = [str(path) for path in paths]

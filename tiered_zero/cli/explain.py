@@ -12,7 +12,6 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from tiered_zero.config import KeyReport, load
-from tiered_zero.errors import ConfigError
 
 _STYLES = {"default": "dim", "auto": "yellow", "derived": "yellow", "renamed": "yellow", "file": "bold"}
 _TABLE_WIDTH = 140
@@ -26,10 +25,7 @@ _TABLE_WIDTH = 140
 @click.option("--world-size", default=1, show_default=True, type=click.IntRange(min=1), help="Data-parallel ranks.")
 def explain(config: str, changed: bool, as_json: bool, world_size: int) -> None:
     """Print each key of CONFIG and each default: its value, its source and its effect."""
-    try:
-        loaded = load(config, world_size=world_size)
-    except ConfigError as error:
-        raise click.ClickException(str(error)) from error
+    loaded = load(config, world_size=world_size)
     rows = [row for row in loaded.explain() if not changed or row.source not in ("default", "derived")]
     if as_json:
         click.echo(json.dumps({"keys": [asdict(row) for row in rows], "notices": loaded.notices}, indent=2))

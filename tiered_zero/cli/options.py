@@ -10,6 +10,7 @@ import click
 
 from tiered_zero.errors import ConfigError
 from tiered_zero.plan.gpt_shape import GPTConfig, gpt_of_size, parse_gpt
+from tiered_zero.sizes import parse_nbytes
 
 DEMO_MODEL = GPTConfig(layers=6, hidden=384, context=256)
 """10.8 million parameters: 151 MB with master weights and Adam state, some two minutes for DEMO_STEPS on 2 cores."""
@@ -17,6 +18,7 @@ DEMO_MODEL = GPTConfig(layers=6, hidden=384, context=256)
 DEMO_STEPS = 200
 
 T = TypeVar("T")
+Parsed = TypeVar("Parsed")
 
 CONFIG_FILE = click.Path(exists=True, dir_okay=False)
 DIRECTORY = click.Path(file_okay=False, path_type=Path)
@@ -34,8 +36,13 @@ def parse_size(ctx: click.Context, param: click.Parameter, value: float | None) 
     return None if value is None else _or_usage_error(gpt_of_size, value)
 
 
-def _or_usage_error(parse: Callable[[T], GPTConfig], value: T) -> GPTConfig:
+def parse_bytes(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
+    """Callback: 24GiB -> bytes."""
+    return None if value is None else _or_usage_error(parse_nbytes, value)
+
+
+def _or_usage_error(parse: Callable[[T], Parsed], value: T) -> Parsed:
     try:
         return parse(value)
-    except ConfigError as error:
+    except (ConfigError, ValueError) as error:
         raise click.BadParameter(str(error)) from error

@@ -8,14 +8,13 @@ import json
 import click
 
 from tiered_zero.cli.console import STDOUT
-from tiered_zero.cli.options import CONFIG_FILE, DEMO_MODEL, JSON_OPTION, parse_model, parse_size
+from tiered_zero.cli.options import CONFIG_FILE, DEMO_MODEL, JSON_OPTION, parse_bytes, parse_model, parse_size
 from tiered_zero.cli.tables import plan_table
 from tiered_zero.config import load
 from tiered_zero.demo.gpt import build_gpt
 from tiered_zero.errors import PlanError
 from tiered_zero.plan.gpt_shape import GPTConfig, num_parameters
 from tiered_zero.run_spec import specify_run
-from tiered_zero.sizes import parse_nbytes
 
 
 @click.command()
@@ -24,10 +23,16 @@ from tiered_zero.sizes import parse_nbytes
 @click.option("--params", "sized", type=float, callback=parse_size, metavar="7e9", help="A GPT of about that size.")
 @click.option(
     "--device-memory",
+    callback=parse_bytes,
     metavar="24GiB",
     help="Plan for a device of this size (default: what the GPU has free, or the config's limit).",
 )
-@click.option("--host-memory", metavar="64GiB", help="Plan for a host of this size (default: what is free here).")
+@click.option(
+    "--host-memory",
+    callback=parse_bytes,
+    metavar="64GiB",
+    help="Plan for a host of this size (default: what is free here).",
+)
 @JSON_OPTION
 @click.pass_context
 def plan(
@@ -35,8 +40,8 @@ def plan(
     config: str,
     model: GPTConfig | None,
     sized: GPTConfig | None,
-    device_memory: str | None,
-    host_memory: str | None,
+    device_memory: int | None,
+    host_memory: int | None,
     as_json: bool,
 ) -> None:
     """Show the bytes that a run of CONFIG needs on each tier. Allocates nothing.
@@ -47,8 +52,8 @@ def plan(
     if model and sized:
         raise click.UsageError("Give --model or --params, not both.")
     shape = model or sized or DEMO_MODEL
-    given = {"device": ("--device-memory", device_memory), "host": ("--host-memory", host_memory)}
-    limits = {tier: (_nbytes(text, option), option) for tier, (option, text) in given.items() if text is not None}
+    given = {"device": device_memory, "host": host_memory}
+    limits = {tier: (nbytes, f"--{tier}-memory") for tier, nbytes in given.items() if nbytes is not None}
     planned = specify_run(load(config), build_gpt(shape), limits=limits).plan
     try:
         planned.check()
@@ -68,10 +73,3 @@ def plan(
         if device_memory is None and planned.nbytes("device") > planned.limits.get("device", (1 << 62, ""))[0]:
             click.echo("To plan for another device, add for example --device-memory 24GiB.", err=True)
         ctx.exit(1)
-
-
-def _nbytes(text: str, option: str) -> int:
-    try:
-        return parse_nbytes(text)
-    except ValueError as error:
-        raise click.BadParameter(str(error), param_hint=option) from error

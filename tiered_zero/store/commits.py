@@ -33,14 +33,22 @@ class Commits:
     """
 
     def __init__(
-        self, directory: SwapDir, files: StripedFiles, table: RecordTable, latch: FailureLatch, state: Manifest | None
+        self,
+        directory: SwapDir,
+        files: StripedFiles,
+        table: RecordTable,
+        latch: FailureLatch,
+        state: Manifest | None,
+        is_hashed: bool,
     ) -> None:
-        """`state`: what was committed before, whose records enter the table. Raises StoreError."""
+        """`state`: what was committed before, whose records enter the table. `is_hashed`: every range that is committed
+        has a checksum; what a write has left of one is read for it. Raises StoreError."""
         self._directory = directory
         self._first = directory.paths[0]
         self._files = files
         self._table = table
         self._latch = latch
+        self._is_hashed = is_hashed
         self._prepared: Manifest | None = None
         self.step: int | None = None
         self.metadata: dict[str, Any] = {}
@@ -48,23 +56,30 @@ class Commits:
             table.adopt((record, state.ranges[record.name]) for record in state.records)
             self.step, self.metadata = state.step, state.metadata
 
-    def prepare(
-        self, step: int, metadata: Mapping[str, Any], *, capacity_nbytes: int, is_alone: bool, is_hashed: bool
-    ) -> None:
+    def commit(self, step: int, metadata: Mapping[str, Any]) -> None:
+        """Make `step` the committed state. Raises as `prepare` and `confirm`."""
+        try:
+            self.prepare(step, metadata, is_alone=True)
+            self.confirm()
+        except BaseException:
+            if self.is_undecided:  # an interrupt came between the two
+                self.cancel()
+            raise
+
+    def prepare(self, step: int, metadata: Mapping[str, Any], *, is_alone: bool) -> None:
         """Make `step` durable next to the last state. Raises StoreError, TransferError.
 
-        `capacity_nbytes`: of the files by now. `is_alone`: no other process or store needs to find what is prepared:
-        the manifest may become durable before the data, and its name not at all, until it is confirmed. `is_hashed`:
-        every range has a checksum; what a write has left of one is read for it.
+        `is_alone`: no other process or store needs to find what is prepared: the manifest may become durable before the
+        data, and its name not at all, until it is confirmed.
         """
         written = self._table.freeze(step)
         try:
-            if is_hashed:
+            if self._is_hashed:
                 written = [(record, self._hashed(record, ranges)) for record, ranges in written]
             state = Manifest(
                 run_id=self._directory.run_id,
                 step=step,
-                capacity_nbytes=capacity_nbytes,
+                capacity_nbytes=self._table.capacity_nbytes,
                 weights=self._files.stripes.weights,
                 metadata=dict(metadata),
                 records=tuple(record for record, _ in written),

@@ -61,6 +61,11 @@ class RecordTable:
         """Released since the last commit, which names them."""
         self._frozen: int | None = None
 
+    @property
+    def capacity_nbytes(self) -> int:
+        """In whole pages."""
+        return self._extents.capacity_nbytes
+
     def records(self) -> dict[str, Record]:
         with self._lock:
             return {name: state.record for name, state in self._states.items()}

@@ -15,7 +15,6 @@ from tiered_zero.errors import CorruptionError, StoreError, TransferError
 from tiered_zero.failure_latch import FailureLatch
 from tiered_zero.hardware.process import OwnProcess
 from tiered_zero.io.engine import IOEngine, IOTransfer
-from tiered_zero.sizes import PAGE_NBYTES, align_up
 from tiered_zero.store import manifest
 from tiered_zero.store.checksums import ChecksumMode, Checksums, first_mismatch, hashed, is_same
 from tiered_zero.store.commits import Commits
@@ -59,13 +58,12 @@ class SwapStore:
         StoreError when the disk is too small; the directory is removed then.
         """
         self._checksums = Checksums(checksums)
-        stripes = Stripes(weights or [1.0] * len(directory.paths))
+        stripes = Stripes(weights or (state.weights if state is not None else [1.0] * len(directory.paths)))
         if len(stripes.weights) != len(directory.paths):
             raise StoreError(f"{len(directory.paths)} swap paths need as many weights; found {list(weights)}.")
-        self.capacity_nbytes = align_up(capacity_nbytes, PAGE_NBYTES)
         self._process = OwnProcess("swap store", StoreError)
         self._directory = directory
-        self._table = RecordTable(self.capacity_nbytes)
+        self._table = RecordTable(capacity_nbytes)
         self._latch = FailureLatch()
         self._recorder = recorder
         self._count_lock = threading.Lock()
@@ -76,7 +74,7 @@ class SwapStore:
             open_files = StripedFiles.create if state is None else StripedFiles.open
             self._files = open_files(engine, directory.paths, stripes, self.capacity_nbytes)
             unfinished.callback(self._files.close)
-            self._commits = Commits(directory, self._files, self._table, self._latch, state)
+            self._commits = Commits(directory, self._files, self._table, self._latch, state, self._checksums.is_whole)
             self._hashing = Worker("tiered_zero-hash")
             unfinished.callback(self._hashing.close)
             self._finalizing = Worker("tiered_zero-finalize")
@@ -101,15 +99,8 @@ class SwapStore:
         """
         first = directory.paths[0]
         chosen, is_committed = manifest.choose(first, step, metadata)
-        store = cls(
-            directory,
-            engine,
-            capacity_nbytes=chosen.capacity_nbytes,
-            checksums=checksums,
-            weights=chosen.weights,
-            state=chosen,
-            recorder=recorder,
-        )
+        nbytes = chosen.capacity_nbytes
+        store = cls(directory, engine, capacity_nbytes=nbytes, checksums=checksums, state=chosen, recorder=recorder)
         try:
             if is_committed:
                 manifest.discard(first)
@@ -119,6 +110,11 @@ class SwapStore:
             store.close(remove=False)
             raise
         return store
+
+    @property
+    def capacity_nbytes(self) -> int:
+        """Bytes of the data files together, by now."""
+        return self._table.capacity_nbytes
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -240,13 +236,7 @@ class SwapStore:
         Returns when it survives power loss. Until then the last committed state does.
         """
         self._check()
-        try:
-            self._prepare(step, metadata, is_alone=True)
-            self.confirm()
-        except BaseException:
-            if self.is_undecided:  # an interrupt came between the two
-                self.cancel_prepared()
-            raise
+        self._commits.commit(step, metadata)
 
     def prepare(self, step: int, metadata: Mapping[str, Any]) -> None:
         """First half of `commit`: the new state is durable next to the last one; `recover` can open either.
@@ -255,7 +245,7 @@ class SwapStore:
         Raises StoreError while one of them is being written, and, with nothing changed, if the manifest does not fit.
         """
         self._check()
-        self._prepare(step, metadata, is_alone=False)
+        self._commits.prepare(step, metadata, is_alone=False)
 
     def confirm(self) -> None:
         """Second half of `commit`: the prepared state is the committed one; its predecessor's extents are reusable."""
@@ -352,28 +342,22 @@ class SwapStore:
         self._finalizing.submit(transfer.run)
         return transfer
 
-    def _prepare(self, step: int, metadata: Mapping[str, Any], *, is_alone: bool) -> None:
-        capacity_nbytes, is_hashed = self.capacity_nbytes, self._checksums.is_whole
-        self._commits.prepare(step, metadata, capacity_nbytes=capacity_nbytes, is_alone=is_alone, is_hashed=is_hashed)
-
     def _add_slot(self, record: Record) -> None:
         """Give a record that is written once the slot for other values than those of the last commit. Raises
         StoreError."""
-        if self._table.add_slot(record):
-            return
-        capacity_nbytes = self.capacity_nbytes + record.extent_nbytes
-        self._files.grow(capacity_nbytes)
-        self.capacity_nbytes = capacity_nbytes
-        self._table.grow(capacity_nbytes)
-        self._table.add_slot(record)
+        if not self._table.add_slot(record):
+            capacity_nbytes = self.capacity_nbytes + record.extent_nbytes
+            self._files.grow(capacity_nbytes)
+            self._table.grow(capacity_nbytes)
+            self._table.add_slot(record)
 
     def _end_read(
         self, record: Record, request: InFlight, into: memoryview, checks: list[Range], error: Exception | None
     ) -> None:
         if isinstance(error, TransferError):
             self._latch.set(error)
-        if error is None:
-            error = self._find_corruption(record, into, request.start, checks)
+        if error is None and (mismatch := first_mismatch(checks, into, request.start)) is not None:
+            error = self._corruption(record, *mismatch)
         self._table.end(record, request)
         if error is not None:
             raise error
@@ -390,12 +374,7 @@ class SwapStore:
         self._table.end(record, request, written)
         self._count(record, write=request.end - request.start)
 
-    def _find_corruption(
-        self, record: Record, into: memoryview, offset: int, checks: list[Range]
-    ) -> CorruptionError | None:
-        if (mismatch := first_mismatch(checks, into, offset)) is None:
-            return None
-        item, found = mismatch
+    def _corruption(self, record: Record, item: Range, found: int) -> CorruptionError:
         path, at = self._files.locate(record.offsets[item.slot] + item.start)
         return CorruptionError(
             f"Record {record.name!r}: bytes {item.start} to {item.end}, read from {path} at offset {at}, are not those "
@@ -411,8 +390,9 @@ class SwapStore:
 
     def _check(self) -> None:
         self._process.check()
-        self._latch.check(self._refusal_text)
-
-    def _refusal_text(self, error: BaseException) -> str:
-        resume_text = self._commits.resume_text()
-        return f"The swap store failed earlier and cannot be trusted any more: {error} Resume from {resume_text}."
+        self._latch.check(
+            lambda error: (
+                "The swap store failed earlier and cannot be trusted any more: "
+                f"{error} Resume from {self._commits.resume_text()}."
+            )
+        )
