@@ -11,12 +11,12 @@ import torch
 from tiered_zero.assembly.disk_space import check_disk_space
 from tiered_zero.assembly.homes import make_commits, make_copies, place_homes
 from tiered_zero.assembly.parts import make_gradients, make_observers, make_policy, whole_weights
+from tiered_zero.checkpoint.capture import written_by
 from tiered_zero.checkpoint.checkpoints import Checkpoints, check_async
 from tiered_zero.checkpoint.driver import DriverState
 from tiered_zero.checkpoint.portable import RunState
 from tiered_zero.checkpoint.ranks import find_together
 from tiered_zero.checkpoint.resume import AdoptedValues, adopt, find_checkpoint
-from tiered_zero.checkpoint.written_by import written_by
 from tiered_zero.config.schema import Config
 from tiered_zero.data import TrainingLoader
 from tiered_zero.engine import Engine

@@ -19,12 +19,27 @@ from tiered_zero.checkpoint.saving import Ranges, StateSaver
 from tiered_zero.checkpoint.shares import Share, join_scalars
 from tiered_zero.checkpoint.tag_writer import TagWriter
 from tiered_zero.checkpoint.tensors import describe
+from tiered_zero.config.schema import Config
+from tiered_zero.optim.rule import UpdateRule
 from tiered_zero.sizes import MIB
 from tiered_zero.transfer import Transfer
+from tiered_zero.version import __version__
 
 _MOST_COPIED_NBYTES = 64 * MIB
 """Of units with parameters that no update writes and that rest on the device, where a script can change them at any
 time, are copied at the call; a save of more returns when it is written."""
+
+
+def written_by(rule: UpdateRule, config: Config, world_size: int) -> dict[str, Any]:
+    """List what WrittenBy says of a run, but for the time."""
+    return {
+        "tiered_zero": __version__,
+        "torch": str(torch.__version__),
+        "kernel": rule.kernel.level if rule.kernel is not None else "torch",
+        "rule": rule.name,
+        "state_format": config.tiered_zero.state_format,
+        "world_size": world_size,
+    }
 
 
 @final

@@ -29,7 +29,7 @@ from tiered_zero.checkpoint.file_reader import FileReader
 from tiered_zero.checkpoint.last_save import LastSave, QueuedSave
 from tiered_zero.checkpoint.loading import StateLoader
 from tiered_zero.checkpoint.manifest import TagManifest
-from tiered_zero.checkpoint.matching import LoadOptions, Matched, match
+from tiered_zero.checkpoint.matching import LoadOptions, Matched, differences, match
 from tiered_zero.checkpoint.planner import read_groups
 from tiered_zero.checkpoint.portable import RunState
 from tiered_zero.checkpoint.ranks import (
@@ -45,7 +45,6 @@ from tiered_zero.checkpoint.resume import AdoptedValues, Adoption, FoundCheckpoi
 from tiered_zero.checkpoint.shares import Share
 from tiered_zero.checkpoint.store_reader import StoreReader
 from tiered_zero.checkpoint.tag_writer import TagWriter
-from tiered_zero.checkpoint.written_by import differences
 from tiered_zero.config.schema import Config
 from tiered_zero.errors import ConfigError, StoreError
 from tiered_zero.hardware.agreement import agree

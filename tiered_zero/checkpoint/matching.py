@@ -28,6 +28,16 @@ _CODES = {True: "int8", False: "uint8"}
 """Signed or not -> the dtype of 8-bit codes."""
 
 
+_FACTS = {
+    "tiered_zero": "tiered_zero",
+    "torch": "torch",
+    "kernel": "the update kernel's level",
+    "rule": "the update rule",
+    "world_size": "a number of ranks of",
+}
+"""What of WrittenBy may change bits, but for `state_format`."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
     """`strict`: every parameter and buffer is expected, and no other. `with_state`: take over optimizer state, else it
@@ -68,6 +78,17 @@ def match(state: RunState, manifest: TagManifest, options: LoadOptions) -> Match
     return Matched(params=params, states=states, buffers=buffers)
 
 
+def differences(written_by: Mapping[str, Any], now: Mapping[str, Any]) -> Sequence[str]:
+    """Compare the facts of the run that wrote a checkpoint with those of this run. Returns a line for each difference
+    from which bits may differ; `state_format` is the loader's matter."""
+    lines = []
+    for name, what in _FACTS.items():
+        then, here = written_by.get(name), now.get(name)
+        if then != here:
+            lines.append(f"the checkpoint was written with {what} {then}; this run has {here}: later steps may differ")
+    return lines
+
+
 def names_of(spec: ParamSpec) -> tuple[str, ...]:
     return (spec.name, *spec.aliases)
 
@@ -105,12 +126,16 @@ def _is_alias(state: RunState, name: str, named: set[str]) -> bool:
     return any(spec.name == name and not named.isdisjoint(spec.aliases) for spec in state.specs)
 
 
-def _check_value(key: str, entry: TensorEntry, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def _check_shape(key: str, entry: TensorEntry, shape: tuple[int, ...]) -> None:
     if entry.shape != shape:
         raise ModelError(
             f"{key} was expected to have shape {shape}, as in the model; the checkpoint has {entry.shape}. Load one of "
             "a model of this configuration."
         )
+
+
+def _check_value(key: str, entry: TensorEntry, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    _check_shape(key, entry, shape)
     found = torch_dtype(entry.dtype)
     if found.is_floating_point != dtype.is_floating_point or (not dtype.is_floating_point and found != dtype):
         raise ModelError(
@@ -201,11 +226,10 @@ class _StateMatcher:
             entry, own = tensors[f"{kind}/{name}"], fields[kind]
             spec = field_spec(piece.param, own, self._state.rule.elementwise)
             is_coded = f"{kind}_scale" in kinds
-            self._check_shape(f"{kind}/{name}", entry, spec.shape)
+            _check_shape(f"{kind}/{name}", entry, spec.shape)
             if is_coded:
-                self._check_shape(
-                    f"{kind}_scale/{name}", tensors[f"{kind}_scale/{name}"], (-(-piece.param.numel // _BLOCK),)
-                )
+                scale = f"{kind}_scale/{name}"
+                _check_shape(scale, tensors[scale], (-(-piece.param.numel // _BLOCK),))
             if entry.dtype == spec.dtype and is_coded == (f"{kind}_scale" in fields):
                 continue
             known = entry.dtype == _CODES.get(kind == "exp_avg") if is_coded else entry.dtype in _FLOATS
@@ -216,13 +240,6 @@ class _StateMatcher:
                 )
             num_rounded += spec.dtype != "float32"
         return num_rounded
-
-    def _check_shape(self, key: str, entry: TensorEntry, shape: tuple[int, ...]) -> None:
-        if entry.shape != shape:
-            raise ModelError(
-                f"{key} was expected to have shape {shape}; the checkpoint {self._manifest.tag} has {entry.shape}. "
-                "Load one of a model of this configuration."
-            )
 
 
 def _is_scale(kind: str, kinds: Iterable[str]) -> bool:

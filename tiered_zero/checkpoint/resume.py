@@ -86,11 +86,10 @@ def open_reader(found: FoundCheckpoint, own_runs: Container[str] = ()) -> FileRe
 
 def _latest_pointer(path: Path) -> FoundCheckpoint | None:
     """What `latest` names, where that is an in-place commit that is still there, at any step."""
-    try:
-        named = read_latest(path)
-        return None if named is None else _follow(tag_path(path, named), in_place_only=True)
-    except StoreError:
-        return None  # the search for a complete tag says what is wrong
+    with suppress(StoreError):  # the search for a complete tag says what is wrong
+        if (named := read_latest(path)) is not None and (found := _follow(tag_path(path, named))).swap is not None:
+            return found
+    return None
 
 
 def _any_pointer(path: Path) -> FoundCheckpoint | None:
@@ -98,16 +97,14 @@ def _any_pointer(path: Path) -> FoundCheckpoint | None:
     for info in reversed(list_tags(path)):
         if info.kind == "in_place":
             with suppress(StoreError):
-                return _follow(info.path, in_place_only=True)
+                return _follow(info.path)
     return None
 
 
-def _follow(path: Path, in_place_only: bool = False) -> FoundCheckpoint:
+def _follow(path: Path) -> FoundCheckpoint:
     """A tag, or the swap directory that it points to. Raises StoreError."""
     manifest = read_declared(path)
     if manifest.swap is None:
-        if in_place_only:
-            raise StoreError(f"{path} is no in-place commit.")
         return FoundCheckpoint(path=path)
     first = Path(manifest.swap["paths"][0])
     committed = held_commit(manifest)

@@ -18,7 +18,15 @@ from typing import Final, final
 
 from tiered_zero.errors import StoreError
 from tiered_zero.sizes import format_nbytes
-from tiered_zero.store.descriptors import disk_nbytes, error_text, open_directory, open_file, read_file, remove_files
+from tiered_zero.store.descriptors import (
+    disk_nbytes,
+    error_text,
+    open_directory,
+    open_file,
+    opened_directory,
+    read_file,
+    remove_files,
+)
 from tiered_zero.store.durable import sync_directory, write_new_file
 
 logger = logging.getLogger("tiered_zero")
@@ -191,12 +199,9 @@ class SaveDirectory:
 
     def remove(self, name: str) -> int:
         """Remove a directory of plain files; the disk bytes that it had. Raises OSError."""
-        fd = open_directory(name, self.fd)
-        try:
+        with opened_directory(name, self.fd) as fd:
             nbytes = disk_nbytes(fd)
             remove_files(fd, keep="")
-        finally:
-            os.close(fd)
         os.rmdir(name, dir_fd=self.fd)
         return nbytes
 
