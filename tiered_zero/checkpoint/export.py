@@ -35,11 +35,6 @@ def export_weights(
     Other parameters, and buffers, keep their dtype. Raises StoreError: no weights, a value that `dtype` cannot hold;
     CorruptionError for bytes that are not those written.
     """
-    return write_weights(out, list_weights(reader, dtype), max_shard_nbytes=max_shard_nbytes)
-
-
-def list_weights(reader: StorageReader, dtype: torch.dtype) -> list[WeightTensor]:
-    """List what `export_weights` writes."""
     metadata = reader.read_metadata()
     found: dict[str, WeightTensor] = {}
     for key, stored in metadata.state_dict_metadata.items():
@@ -55,7 +50,7 @@ def list_weights(reader: StorageReader, dtype: torch.dtype) -> list[WeightTensor
         )
     if not any(key.startswith((f"{MASTER}/", f"{PARAM}/")) for key in metadata.state_dict_metadata):
         raise StoreError("There are no weights in this checkpoint. Export another one.")
-    return list(found.values())
+    return write_weights(out, list(found.values()), max_shard_nbytes=max_shard_nbytes)
 
 
 def _read(reader: StorageReader, metadata: Metadata, key: str, dtype: torch.dtype) -> Iterator[torch.Tensor]:

@@ -123,7 +123,7 @@ class TagWriter:
         failure = None
         wrote = isinstance(error, OSError | ConfigError) and (_is_full(error) or self.name in str(error))
         if wrote and isinstance(error, Exception) and self._directory.fd >= 0:
-            failure = _store_error(self._directory.path, self.tag, error, self._needed_nbytes)
+            failure = self._store_error(error)
         self.discard()
         if failure is not None:
             raise failure from error
@@ -161,10 +161,9 @@ class TagWriter:
                 self._directory.finish(None, self._latest)
                 self._latest = None
         except (OSError, ConfigError) as error:
-            what = _store_error(self._directory.path, self.tag, error, self._needed_nbytes)
             if self.is_published:
-                what = StoreError(f"{self.path} is complete, but `latest` could not be written: {error}.")
-            raise what from error
+                raise StoreError(f"{self.path} is complete, but `latest` could not be written: {error}.") from error
+            raise self._store_error(error) from error
         finally:
             self.discard()
         return manifest
@@ -212,6 +211,9 @@ class TagWriter:
         except OSError as error:
             logger.warning("%s cannot be removed: %s", self._directory.path / self.name, error)
         self._directory.release()
+
+    def _store_error(self, error: Exception) -> StoreError:
+        return _store_error(self._directory.path, self.tag, error, self._needed_nbytes)
 
     def _write_manifest(self, manifest: TagManifest) -> None:
         """Write it to the temporary directory, and make both durable. Raises OSError, StoreError."""

@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
@@ -93,7 +94,7 @@ def model_weights(
         if tensor.dtype not in _DTYPES:
             raise ModelError(f"{name} is of dtype {tensor.dtype}, which safetensors does not know. Exclude or cast it.")
         found.append(
-            WeightTensor(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape), read=_reader(tensor, copy_of))
+            WeightTensor(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape), read=partial(_read, tensor, copy_of))
         )
     return found
 
@@ -105,13 +106,8 @@ def _rank(tensor: torch.Tensor, unit_of: Callable[[nn.Parameter], int]) -> tuple
     return (False, unit_of(tensor)) if isinstance(tensor, nn.Parameter) else (True, 0)
 
 
-def _reader(
-    tensor: torch.Tensor, copy_of: Callable[[nn.Parameter], torch.Tensor]
-) -> Callable[[], Iterator[torch.Tensor]]:
-    def read() -> Iterator[torch.Tensor]:
-        yield copy_of(tensor) if isinstance(tensor, nn.Parameter) else tensor.detach().to("cpu")
-
-    return read
+def _read(tensor: torch.Tensor, copy_of: Callable[[nn.Parameter], torch.Tensor]) -> Iterator[torch.Tensor]:
+    yield copy_of(tensor) if isinstance(tensor, nn.Parameter) else tensor.detach().to("cpu")
 
 
 def _named(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
