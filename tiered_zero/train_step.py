@@ -329,7 +329,8 @@ class TrainStep(StepRecovery):
         loss_scale, counts = self.overflow.loss_scale, self.counts
         if self._reducer is None:
             return check_gradients(self.gradients.norms(), loss_scale, self._clipping)
-        return self._reducer.check(counts.micro_steps, counts.global_steps, loss_scale, self._clipping)
+        values = self._groups.values()
+        return self._reducer.check(counts.micro_steps, counts.global_steps, loss_scale, self._clipping, values)
 
     def _update(self, optimizer: TieredOptimizer, lr_scheduler: Any, check: GradCheck) -> None:
         def apply() -> None:

@@ -194,9 +194,9 @@ def test_a_rank_with_whole_gradients_may_skip_a_batch(ranks: RankPool, swap_path
     assert "Rank 1 has closed its engine, or ended" in outcomes[0].value[0]
 
 
-def leave_a_step_out(path: str, how: str) -> str:
+def leave_a_step_out(path: str, how: str, stage: int = 1) -> str:
     """Rank 0 makes three steps, rank 1 two: it closes its engine, or makes a step() that rank 0 does not."""
-    rank, _, engine = begin_run(path)
+    rank, _, engine = begin_run(path, stage=stage)
     try:
         for step in range(3):
             if step == 2 and rank == 1 and how == "close":
@@ -223,6 +223,35 @@ def test_a_rank_that_closes_early_is_named(ranks: RankPool, swap_path: Path) -> 
     first, second = ranks.run(leave_a_step_out, 2, str(swap_path), "close")
     assert "Rank 1 has closed its engine, or ended, while this rank goes on with backward 1 after step 2" in first
     assert second == ""
+
+
+def test_a_rank_that_closes_while_another_gathers_is_named(ranks: RankPool, swap_path: Path) -> None:
+    first, second = ranks.run(leave_a_step_out, 2, str(swap_path), "close", 3)
+    assert first.startswith("Rank 1 failed") and "it has closed its engine, or ended, while others go on" in first
+    assert second == ""
+
+
+def train_at_own_rate(path: str, stage: int) -> str:
+    """Rank 1 changes a learning rate alone after its second step, as a scheduler does that follows its own loss."""
+    rank, _, engine = begin_run(path, stage=stage)
+    try:
+        for step in range(4):
+            engine.backward(engine(*micro_batches(Case(), step, rank, 2)[0]))
+            engine.step()
+            if step == 1 and rank == 1:
+                engine.optimizer.param_groups[0]["lr"] = 0.5
+    except RankError as error:
+        return f"{engine.global_steps}: {error}"
+    finally:
+        with suppress(EngineFailedError):
+            engine.close()
+    return ""
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_learning_rate_of_one_rank_alone_is_named(ranks: RankPool, swap_path: Path, stage: int) -> None:
+    for text in ranks.run(train_at_own_rate, 2, str(swap_path), stage):
+        assert text.startswith("2: ") and "lr of group 0 is 0.003 on rank 0, 0.5 on rank 1. Set it alike" in text
 
 
 class Endless(torch.utils.data.IterableDataset[int]):

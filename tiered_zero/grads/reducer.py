@@ -8,11 +8,13 @@ depends on when a gradient or a transfer is complete. Numbers: see [Note: Order 
 
 from __future__ import annotations
 
+import json
 import struct
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
+from zlib import crc32
 
 import torch
 
@@ -30,7 +32,7 @@ SQUARES_CHUNK_NUMEL = 1 << 18
 """Elements whose squares are summed at once in fp64: 2 MiB beside the gradients, and one order of sums anywhere."""
 
 _CALL = struct.Struct("<cqqq")
-_NORM = struct.Struct("<dq")
+_NORM = struct.Struct("<dqI")
 _NONE_BAD = -1
 
 
@@ -221,18 +223,26 @@ class GradientReducer:
 
     # -- in step() -----------------------------------------------------------------------------------------------------
 
-    def check(self, micro_steps: int, global_steps: int, loss_scale: float, max_norm: float) -> GradCheck:
+    def check(
+        self,
+        micro_steps: int,
+        global_steps: int,
+        loss_scale: float,
+        max_norm: float,
+        group_values: Sequence[Mapping[str, str]] = (),
+    ) -> GradCheck:
         """Reduce what is left of this step's gradients, and check them: every rank gets the same norm, factor and
         decision.
 
-        `micro_steps`, `global_steps`: what must be the same on every rank. Raises RankError where they differ.
+        `micro_steps`, `global_steps`, `group_values` (of each param group): what must be the same on every rank. Raises
+        RankError where they differ.
         """
         with self._runtime.recorder.span("compute", "reduce_ranks"):
             self._uses.note_late(self._units.values())
             self._reduce_all(self._agree_on_presence(micro_steps, global_steps))
             while self._under_way:
                 self._free.append(self._finish_oldest())
-            squares, bad = self._exchange_squares()
+            squares, bad = self._exchange_squares(json.dumps(group_values).encode())
         self._uses.end_step()
         self._num_backwards = 0
         self._num_steps += 1
@@ -412,9 +422,9 @@ class GradientReducer:
 
     # -- norm ----------------------------------------------------------------------------------------------------------
 
-    def _exchange_squares(self) -> tuple[float, int]:
+    def _exchange_squares(self, group_values: bytes) -> tuple[float, int]:
         """Return the sum of squares of the averaged gradients, added up in the order of ranks, and the first parameter
-        with one that is not finite."""
+        with one that is not finite. Raises RankError where the ranks have other `group_values`."""
         own, bad = 0.0, _NONE_BAD
         for each in self._units.values():
             for entry in each.unit.entries:
@@ -423,11 +433,12 @@ class GradientReducer:
                     own += squares
                     if not squares < float("inf"):
                         bad = entry.param.index if bad == _NONE_BAD else min(bad, entry.param.index)
-        found = [
-            _NORM.unpack(message) for message in self._collectives.exchange(_NORM.pack(own, bad), "the gradient norm")
-        ]
-        named = [index for _, index in found if index != _NONE_BAD]
-        return sum(squares for squares, _ in found), min(named, default=_NONE_BAD)
+        message = _NORM.pack(own, bad, crc32(group_values))
+        found = [_NORM.unpack(each) for each in self._collectives.exchange(message, "the gradient norm")]
+        if len({values for _, _, values in found}) > 1:
+            raise _other_values(self._collectives.exchange(group_values, "values of param groups"))
+        named = [index for _, index, _ in found if index != _NONE_BAD]
+        return sum(squares for squares, _, _ in found), min(named, default=_NONE_BAD)
 
     def _squares(self, gradients: UnitGradients, entry: FlatEntry) -> float:
         """Sum the squares of a parameter's gradient over this rank's shard, in fp64."""
@@ -446,3 +457,18 @@ def _text(found: tuple[bytes, int, int, int], counts: bool) -> str:
         return "makes another call, such as save_checkpoint()"
     where = f"is at step {number}, micro-batch {part}" if call == b"s" else f"runs backward {part} after step {number}"
     return f"{where}, with {num_sums} sums of gradients" if counts else where
+
+
+def _other_values(messages: Sequence[bytes]) -> RankError:
+    """`messages`: of each rank, JSON of the values of its param groups."""
+    ranks = [json.loads(message) for message in messages]
+    for index, groups in enumerate(zip(*ranks, strict=True)):
+        for name in groups[0]:
+            if len({group.get(name) for group in groups}) > 1:
+                texts = ", ".join(f"{group.get(name)} on rank {rank}" for rank, group in enumerate(groups))
+                return RankError(
+                    f"Every rank was expected to have the same values in optimizer.param_groups, as each updates its "
+                    f"part of the weights; {name} of group {index} is {texts}. Set it alike: a scheduler that follows "
+                    "a loss, as ReduceLROnPlateau does, needs that of all ranks, which engine.exchange() gives."
+                )
+    return RankError("Every rank was expected to have the same values in optimizer.param_groups; found others.")

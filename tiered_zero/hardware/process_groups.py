@@ -366,6 +366,8 @@ class ProcessGroups:
             with suppress(Exception):
                 transfer, _ = self._start_gather_bytes(_packed(_CLOSED, b""), "the end of the run")
                 have_others_closed = transfer.wait_at_most(LINGER_S)
+                if not have_others_closed:  # for those that wait in a gather
+                    self.failures.post("it has closed its engine, or ended, while others go on")
         self._close_groups(join_lanes=have_others_closed)
         self._phase = _Phase.CLOSED
         if self._caught is not None:

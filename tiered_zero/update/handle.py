@@ -256,7 +256,15 @@ class ParamGroupWatch:
         """`optimizers`: those that share one list of groups."""
         self._groups: list[dict[str, Any]] = optimizers[0].param_groups if optimizers else []
         self._params: list[list[nn.Parameter]] = [list(group["params"]) for group in self._groups]
+        self._names = sorted(optimizers[0].defaults) if optimizers else []
         self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
+
+    def values(self) -> list[dict[str, str]]:
+        """Describe the values of each group that the update reads, which every rank has alike."""
+        return [
+            {name: _describe(group[name]) for name in self._names if isinstance(group.get(name), _VALUES)}
+            for group in self._groups
+        ]
 
     def check(self) -> None:
         """Raise ModelError where the list or the parameters of a group were changed."""
@@ -281,6 +289,13 @@ class ParamGroupWatch:
                     "once. For a parameter that shall not be updated set requires_grad=False, or param.grad = None "
                     "before step()."
                 )
+
+
+_VALUES = (bool, int, float, str, tuple, list, Tensor)
+
+
+def _describe(value: Any) -> str:
+    return repr(value.tolist() if isinstance(value, Tensor) else value)
 
 
 @contextmanager
