@@ -23,6 +23,11 @@ from tiered_zero.store.transfers import Worker
 from tiered_zero.transfer import Completion, Transfer
 
 
+_MOST_AHEAD = 32
+"""Windows that are asked for ahead of the one that is yielded, where they need no buffer. They come back in order: with
+8 of them, as many as there are buffers, workers are idle behind a late one."""
+
+
 class Run(NamedTuple):
     """Bytes `[start, stop)` of the file number `file`."""
 
@@ -99,7 +104,7 @@ class DataReader:
         is_paused = has_ended = goes_on = False
         try:
             while not has_ended or ahead:
-                while not is_paused and len(ahead) < NUM_BUFFERS:
+                while not is_paused and len(ahead) < _MOST_AHEAD:
                     if following is None:
                         try:
                             following = next(wanted)
