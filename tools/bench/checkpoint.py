@@ -10,10 +10,11 @@ Cases, on one model of linear layers (fp32, AdamW: 12 bytes of state a parameter
 A disk's speed wanders: fio (direct=1, the best of its engines, block sizes and depths on this disk) is measured before
 and after each save and each load, which is held against the mean of the two. fio does what they do: it writes as many
 bytes once to a new file whose blocks are reserved, and syncs it; it reads the checkpoint's own file once. Each save has
-a tag of its own, and the one before is removed in a series of its own: where a file system discards what it frees, a
-removal takes longer than the save. What torch.load reads is dropped from the page cache before. A commit is held
-against the larger of 2% of the time to copy the state once (its bytes read and written, at fio's rate with both at
-once) and 1.5 times four syncs of a page each, measured right before it.
+a tag of its own, and no file is removed before the last round: a file system that discards what it frees does so while
+the next thing is measured, and takes up to a third of the disk's rate from it. A round takes four times the state on
+the disk, 6.5 GB by default. What torch.load reads is dropped from the page cache before. A commit is held against the
+larger of 2% of the time to copy the state once (its bytes read and written, at fio's rate with both at once) and 1.5
+times four syncs of a page each, measured right before it.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ class Disk:
     def __init__(self, directory: Path, nbytes: int, seconds: float, is_measured: bool) -> None:
         self._ways: dict[str, Way] = {}
         self._directory = directory
+        self._num_written = 0
         if not is_measured:
             return
         path = directory / "fio.bin"
@@ -82,13 +84,11 @@ class Disk:
         """Bytes/s of writing a new file once, until it is durable."""
         if not self._ways:
             return None
-        path = self._directory / "fio-new.bin"
+        self._num_written += 1
+        path = self._directory / f"fio-new-{self._num_written}.bin"
         with path.open("wb") as file:
             os.posix_fallocate(file.fileno(), 0, nbytes)
-        try:
-            return run_fio(str(path), nbytes, "write", self._ways["write"], "--end_fsync=1", "--fallocate=none") * 1e9
-        finally:
-            path.unlink()
+        return run_fio(str(path), nbytes, "write", self._ways["write"], "--end_fsync=1", "--fallocate=none") * 1e9
 
 
 @contextmanager
@@ -155,7 +155,7 @@ def drop_from_cache(path: Path) -> None:
 
 def measure_full(options: argparse.Namespace, directory: Path, disk: Disk, samples: Samples) -> dict[str, Any]:
     """Each round: save, torch.save, load, torch.load; the rates of fio around the first and the third."""
-    save_dir, plain = directory / "ck", directory / "plain.pt"
+    save_dir = directory / "ck"
     rates: dict[str, list[float]] = {"save": [], "load": []}
     nbytes = STATE_NBYTES_PER_PARAMETER * options.layers * options.hidden**2
     with open_engine(options, directory, "cpu") as engine:
@@ -168,27 +168,31 @@ def measure_full(options: argparse.Namespace, directory: Path, disk: Disk, sampl
             engine.save_checkpoint(save_dir, tag)
             engine.flush()
 
-        def torch_save() -> None:
+        def torch_save(plain: Path) -> None:
             torch.save(state, plain)
             sync(plain)
 
         def measure_round(tag: str) -> None:
             nonlocal nbytes
+            plain = directory / f"{tag}.pt"
             with around(lambda: disk.write_rate(nbytes), rates["save"]):
                 samples["save"].append(timed(lambda: save(tag)))
             (file,) = (save_dir / tag).glob("*.bin")
             nbytes = file.stat().st_size
-            samples["torch.save"].append(timed(torch_save))
+            samples["torch.save"].append(timed(lambda: torch_save(plain)))
             with around(lambda: disk.read_rate(file), rates["load"]):
                 samples["load"].append(timed(lambda: engine.load_checkpoint(save_dir, tag)))
             drop_from_cache(plain)
             samples["torch.load"].append(timed(lambda: torch.load(plain, weights_only=True)))
-            plain.unlink()
-            samples["removal of a checkpoint"].append(timed(lambda: shutil.rmtree(save_dir / tag)))
 
         engine.flush()
         for number in range(options.rounds):
             measure_round(f"round{number}")
+    for tag in save_dir.glob("round*"):
+        samples["removal of a checkpoint"].append(timed(lambda tag=tag: shutil.rmtree(tag)))  # type: ignore[misc]
+    for path in (*directory.glob("fio-new-*.bin"), *directory.glob("round*.pt")):
+        path.unlink()
+    os.sync()
     ratios = {}
     for name, own in rates.items():
         samples[f"fio {name}"] += [nbytes / rate for rate in own]
