@@ -22,7 +22,6 @@ from tiered_zero.store.checksums import digest
 from tiered_zero.store.transfers import Worker
 from tiered_zero.transfer import Completion, Transfer
 
-
 _MOST_AHEAD = 32
 """Windows that are asked for ahead of the one that is yielded, where they need no buffer. They come back in order: with
 8 of them, as many as there are buffers, workers are idle behind a late one."""
