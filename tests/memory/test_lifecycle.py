@@ -94,7 +94,7 @@ def raising(error: BaseException) -> Any:
 def test_initialize_that_fails_leaves_nothing(place, error, swap_path, monkeypatch, no_leaks):
     """Broken off at several places after the swap files were made, by an error and by the user."""
     targets = {
-        "birth": "tiered_zero.params.materialize.place_unit",
+        "birth": "tiered_zero.params.materialize.UnitPlacer.place",
         "gradients": "tiered_zero.assembly.parts.GradientStore",
         "hooks": "tiered_zero.assembly.builder.ModuleHooks",
     }

@@ -28,9 +28,10 @@ from tiered_zero.hardware.host_memory import trim_malloc
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.hardware.select import build_accelerator
 from tiered_zero.io.preflight import preflight_directory
+from tiered_zero.layout.flat import Unit
 from tiered_zero.params.driver_thread import CallPhase
 from tiered_zero.params.hooks import ModuleHooks
-from tiered_zero.params.materialize import Materializer, WeightFiles, materialize_model
+from tiered_zero.params.materialize import Materializer, UnitPlacer, WeightFiles, materialize_model
 from tiered_zero.params.offloaded_params import OffloadedParams
 from tiered_zero.params.pager import Pager
 from tiered_zero.params.pass_scope import PassScope
@@ -108,8 +109,8 @@ def _build(run_spec: RunSpec, lr_scheduler: Any, collectives: Collectives, loade
         settings = config.tiered_zero
         accelerator = build_accelerator(settings.device, settings.debug_poison, settings.debug_delay_seed)
         resources.add("lanes", accelerator.close)
-        for name in ("gather", "reduce", "update"):
-            accelerator.lane(name)  # a thread that cannot be started fails here, not in mid-run
+        for lane in ("gather", "reduce", "update"):
+            accelerator.lane(lane)  # a thread that cannot be started fails here, not in mid-run
         resources.add("ranks", collectives.close)
         recorder = collectives.recorder
         runtime = Runtime(accelerator=accelerator, ledger=ledger, recorder=recorder, collectives=collectives)
@@ -126,14 +127,8 @@ def _build(run_spec: RunSpec, lr_scheduler: Any, collectives: Collectives, loade
             logger.info("%s", plan.update_policy.text)
         tier_resources = Teardown()
         resources.add("tiers", tier_resources.close)
-        tiers = TierRack(
-            config,
-            plan,
-            runtime,
-            tier_resources,
-            model_name=type(run_spec.model).__name__,
-            adopted=taken_over,
-        )
+        name = type(run_spec.model).__name__
+        tiers = TierRack(config, plan, runtime, tier_resources, model_name=name, adopted=taken_over)
         inventory, copy_homes = place_homes(run_spec, tiers)
         masters = Masters(run_spec.layouts, inventory, tiers.state_staging)
         cuts = masters.cuts if masters.need_params else None
@@ -155,14 +150,11 @@ def _build(run_spec: RunSpec, lr_scheduler: Any, collectives: Collectives, loade
             resources.add("gradients", reducer.close)
         visible_gradients = VisibleGradients(gradients, collectives.world_size)
         resources.add("param.grad", visible_gradients.close)
-        stepper = StreamingStepper(
-            run_spec.layouts,
-            run_spec.rule,
-            inventory,
-            runtime,
-            tiers.state_staging,
-            lambda unit: pager.storage(unit).flat,
-        )
+
+        def flat_of(unit: Unit) -> torch.Tensor:
+            return pager.storage(unit).flat
+
+        stepper = StreamingStepper(run_spec.layouts, run_spec.rule, inventory, runtime, tiers.state_staging, flat_of)
         whole = whole_weights(run_spec, runtime, pager)
         policy = make_policy(run_spec, stepper, inventory, runtime, whole, gradients)
         resources.add("prefetch", policy.cancel_prefetch)
@@ -202,22 +194,14 @@ def _build(run_spec: RunSpec, lr_scheduler: Any, collectives: Collectives, loade
             runtime=runtime,
             state_staging=tiers.state_staging,
             param_staging=tiers.param_staging,
-            param_flat=lambda unit: pager.storage(unit).flat,
+            param_flat=flat_of,
         )
         copies = make_copies(run_spec, copy_homes, portable)
         adopted = AdoptedValues(state=portable, masters=masters, copies=copies) if adoption and copies else None
         materializer = Materializer(run_spec.model, weights, run_spec.specs)
-        materialize_model(
-            materializer,
-            run_spec.units,
-            run_spec.params_of,
-            pager,
-            step,
-            masters.store,
-            snapshot,
-            collectives,
-            None if adopted is None else adopted.flat,
-        )
+        resumed = None if adopted is None else adopted.flat
+        placer = UnitPlacer(pager=pager, handler=step, store_masters=masters.store, ranks=collectives, resumed=resumed)
+        materialize_model(materializer, run_spec.units, run_spec.params_of, placer, snapshot)
         materializer.move_buffers(accelerator.device, collectives)
         trainable = [unit for unit in run_spec.units if unit.trainable]
         visible_gradients.open(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
+
+from tiered_zero.cgroups import cgroup_folders, read_text
 
 PROC = Path("/proc")
 CGROUP = Path("/sys/fs/cgroup")
@@ -42,7 +44,7 @@ def available_host_nbytes(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
     """What can still be allocated before the kernel kills a process: the least of MemAvailable and every enclosing
     cgroup's limit minus its usage, where inactive page cache counts as free (the kernel drops it first)."""
     bounds = [_meminfo(proc).get("MemAvailable") or _physical_nbytes()]
-    for folder in _cgroup_folders(proc, cgroup):
+    for folder in cgroup_folders("memory", proc, cgroup):
         limit = _read_int(folder / "memory.max", folder / "memory.limit_in_bytes")
         usage = _read_int(folder / "memory.current", folder / "memory.usage_in_bytes")
         if limit is not None and usage is not None:
@@ -52,7 +54,7 @@ def available_host_nbytes(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
 
 def cgroup_memory_limit_nbytes(proc: Path = PROC, cgroup: Path = CGROUP) -> int | None:
     """The least limit of the enclosing cgroups; None where there is none."""
-    folders = _cgroup_folders(proc, cgroup)
+    folders = cgroup_folders("memory", proc, cgroup)
     limits = (_read_int(folder / "memory.max", folder / "memory.limit_in_bytes") for folder in folders)
     return min((limit for limit in limits if limit is not None), default=None)
 
@@ -70,24 +72,6 @@ def huge_pages(system: Path = SYSTEM) -> str | None:
     """
     words = read_text(system / "kernel" / "mm" / "transparent_hugepage" / "enabled").split()
     return next((word.strip("[]") for word in words if word.startswith("[")), None)
-
-
-def _cgroup_folders(proc: Path, cgroup: Path) -> Iterator[Path]:
-    """This process's cgroup and its ancestors, of v1's controller "memory" and of v2, as far as they are mounted here.
-
-    Inside a container the path of /proc/self/cgroup often lies outside the mount; its mounted ancestors still bind.
-    """
-    for line in read_text(proc / "self" / "cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            roots = [cgroup, cgroup / "unified"]
-        elif "memory" in controllers.split(","):
-            roots = [cgroup / controllers, cgroup / "memory"]
-        else:
-            continue
-        inside = Path(path.lstrip("/"))
-        for root in dict.fromkeys(roots):
-            yield from (folder for part in (inside, *inside.parents) if (folder := root / part).is_dir())
 
 
 def _inactive_file_nbytes(folder: Path) -> int:
@@ -109,11 +93,3 @@ def _read_int(*candidates: Path) -> int | None:
     """The first candidate that holds a number; None for "max" or where none is there."""
     texts = (read_text(path) for path in candidates)
     return next((int(text) for text in texts if text.isdigit()), None)
-
-
-def read_text(path: Path) -> str:
-    """The file's text without blanks around it; "" where it cannot be read."""
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""

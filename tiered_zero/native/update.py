@@ -6,10 +6,12 @@ import ctypes
 import enum
 import os
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, final
 
+from tiered_zero.cgroups import cgroup_folders, read_text
 from tiered_zero.errors import ConfigError
 from tiered_zero.native import declare, load, struct_fields
 
@@ -21,8 +23,6 @@ LEVELS = {"avx512": 2, "avx2": 1, "neon": 3, "scalar": 0}
 
 ADDRESSES_PER_RUN = 8
 """Numbers of one row of the table for `UpdateKernel.update`."""
-
-_CGROUPS = "sys/fs/cgroup"
 
 
 class Dtype(enum.IntEnum):
@@ -211,31 +211,10 @@ def available_cpus(environment: Mapping[str, str] = os.environ, root: Path = Pat
 
 def _cgroup_quota(root: Path) -> float:
     """The least CPU quota of this process's cgroups, in CPUs; infinite without one."""
-    quota = float("inf")
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return quota
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            base, names = root / _CGROUPS, ["cpu.max"]
-        elif "cpu" in controllers.split(","):
-            base, names = root / _CGROUPS / controllers, ["cpu.cfs_quota_us", "cpu.cfs_period_us"]
-        else:
-            continue
-        place = base / path.lstrip("/")
-        for directory in (place, *place.parents):
-            quota = min(quota, _read_quota(directory, names))
-            if directory == base:
-                break
-    return quota
-
-
-def _read_quota(directory: Path, names: Sequence[str]) -> float:
-    try:
-        words = [word for name in names for word in (directory / name).read_text().split()]
-        allowed, period = float(words[0]), float(words[1])
-    except (OSError, ValueError, IndexError):  # no such file, or "max"
-        return float("inf")
-    return allowed / period if allowed > 0 else float("inf")
+    quotas = [float("inf")]
+    for folder in cgroup_folders("cpu", root / "proc", root / "sys/fs/cgroup"):
+        v1 = (read_text(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
+        with suppress(ValueError):  # no such file, or "max"
+            allowed, period = map(float, read_text(folder / "cpu.max").split() or v1)
+            quotas += [allowed / period] if allowed > 0 else []
+    return min(quotas)

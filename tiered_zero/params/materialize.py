@@ -202,57 +202,56 @@ class Materializer:
             initialise(self._stand_in.get_submodule(".".join(parts[:depth])))
 
 
-def materialize_model(
-    materializer: Materializer,
-    units: Sequence[Unit],
-    params_of: Callable[[Unit], Sequence[nn.Parameter]],
-    pager: Pager,
-    handler: FaultHandler,
-    store_masters: Callable[[Unit, torch.Tensor], None],
-    snapshot: ModelSnapshot,
-    ranks: Collectives,
-    resumed: Callable[[Unit], torch.Tensor] | None = None,
-) -> None:
-    """Place every unit, module group by module group: fp32 values to the masters, rounded ones to the units' homes.
-    The values are those of rank 0.
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class UnitPlacer:
+    """Makes parameters views of their unit's flat: fp32 values go to the masters, rounded ones to the unit's home.
 
     `resumed(unit)`: [P] of a run that is gone on with, whose masters are there already: it replaces the model's values;
     of each rank its own part, at least.
     """
+
+    pager: Pager
+    handler: FaultHandler
+    store_masters: Callable[[Unit, torch.Tensor], None]
+    ranks: Collectives
+    resumed: Callable[[Unit], torch.Tensor] | None = None
+
+    def place(self, unit: Unit, params: Sequence[nn.Parameter]) -> None:
+        """Place a unit with the values that `params` have on rank 0, or those of the run that is gone on with."""
+        if self.resumed is not None:
+            flat = self.resumed(unit)
+        else:
+            flat = _flatten(unit, params, unit.dtype)
+            self.ranks.broadcast(flat, what=f"the values of {unit.name}")
+            if unit.trainable:
+                masters = _flatten(unit, params, torch.float32)
+                self.ranks.broadcast(masters, what=f"the masters of {unit.name}")
+                self.store_masters(unit, masters)
+                del masters
+        self.pager.adopt(unit, params, self.handler)
+        self.pager.store(unit, flat)
+
+
+def materialize_model(
+    materializer: Materializer,
+    units: Sequence[Unit],
+    params_of: Callable[[Unit], Sequence[nn.Parameter]],
+    placer: UnitPlacer,
+    snapshot: ModelSnapshot,
+) -> None:
+    """Place every unit, module group by module group."""
     materializer.fill_buffers()
     for prefix, group in groupby(units, key=lambda unit: unit.module):
         params = [(unit, params_of(unit)) for unit in group]
         materializer.fill(prefix, [param for _, own in params for param in own])
         for unit, own in params:
-            place_unit(unit, own, pager, handler, store_masters, ranks, resumed)
-            if pager.is_resident(unit):
+            placer.place(unit, own)
+            if placer.pager.is_resident(unit):
                 snapshot.release(own)
         del params, own
         trim_malloc()
     materializer.fill_buffers()  # also beside parameters that are all tied to another module's
-
-
-def place_unit(
-    unit: Unit,
-    params: Sequence[nn.Parameter],
-    pager: Pager,
-    handler: FaultHandler,
-    store_masters: Callable[[Unit, torch.Tensor], None],
-    ranks: Collectives,
-    resumed: Callable[[Unit], torch.Tensor] | None = None,
-) -> None:
-    """Make `params` views of the unit's flat, with the values that they have on rank 0, or those of a run that is gone
-    on with."""
-    flat = _flatten(unit, params, unit.dtype) if resumed is None else resumed(unit)
-    if resumed is None:
-        ranks.broadcast(flat, what=f"the values of {unit.name}")
-    if unit.trainable and resumed is None:
-        masters = _flatten(unit, params, torch.float32)
-        ranks.broadcast(masters, what=f"the masters of {unit.name}")
-        store_masters(unit, masters)
-        del masters
-    pager.adopt(unit, params, handler)
-    pager.store(unit, flat)
 
 
 def _flatten(unit: Unit, params: Sequence[nn.Parameter], dtype: torch.dtype) -> torch.Tensor:
