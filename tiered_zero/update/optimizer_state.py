@@ -99,7 +99,7 @@ class OptimizerState:
 
     fp32 masters are no part of it: they follow the parameters' values. A state format without loss, and a plain torch
     optimizer, give the same bits after any number of moves between them. `_params`: by name.
-    `_shards`: of the state; where each rank has parts of it only every rank calls `read`.
+    `shards`: of the state; where each rank has parts of it only every rank calls `read`.
     """
 
     _params: Mapping[str, nn.Parameter]
@@ -108,7 +108,7 @@ class OptimizerState:
     _stepper: StreamingStepper
     _inventory: Inventory
     _staging: StagingPool | None
-    _shards: ParamShards
+    shards: ParamShards
 
     def stepped(self) -> list[nn.Parameter]:
         """List the parameters that have state."""
@@ -133,7 +133,7 @@ class OptimizerState:
 
         `groups`: the live param groups. Raises BudgetError where the copies do not fit into free host memory.
         """
-        if self._shards.is_sharded:
+        if self.shards.is_sharded:
             found = self._read_sharded(groups, only)
         else:
             self._check_room(self._needed_nbytes(only))
@@ -168,7 +168,7 @@ class OptimizerState:
         self, groups: Sequence[Mapping[str, Any]], only: nn.Parameter | None
     ) -> dict[nn.Parameter, ParamState]:
         """Join the parts of all ranks, on each of them."""
-        shards, ranks, own = self._shards, self._shards.readers, dict[nn.Parameter, ParamState]()
+        shards, ranks, own = self.shards, self.shards.readers, dict[nn.Parameter, ParamState]()
         sizes = agree(ranks, "optimizer state is read", lambda: self._needed_nbytes(only))
         names = {param: name for name, param in self._params.items()}
 
@@ -232,10 +232,6 @@ class OptimizerState:
         if self._rule.elementwise:
             return 4 * piece.numel * sum(field.block_numel == 1 for field in fields)
         return sum(field.nbytes for field in fields)
-
-    def on_every_rank(self, call: str, act: Callable[[], None]) -> None:
-        """Run `act` on every rank; what it raises on one is raised on all."""
-        self._shards.change(call, act)
 
     # -- in ------------------------------------------------------------------------------------------------------------
 

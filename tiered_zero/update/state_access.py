@@ -101,9 +101,9 @@ class StateAccess(Mapping[nn.Parameter, ParamState]):
             state.check(states, groups)
             self._policy.quiesce()
 
-        state.on_every_rank("optimizer state is checked", check)
+        state.shards.change("optimizer state is checked", check)
         try:
-            state.on_every_rank("optimizer state is loaded", lambda: state.write(states, groups))
+            state.shards.change("optimizer state is loaded", lambda: state.write(states, groups))
         except BaseException as error:
             self._policy.failures.set(error)  # partly the old state, partly the new
             raise
