@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.support.tags import fields
 from tests.support.trainers import same_bits
 from tiered_zero.checkpoint import export as export_module
 from tiered_zero.checkpoint.export import export_weights
-from tiered_zero.checkpoint.manifest import WrittenBy
 from tiered_zero.checkpoint.storage import FileReader
 from tiered_zero.checkpoint.tag_writer import TagWriter
 from tiered_zero.errors import CorruptionError, StoreError
@@ -20,20 +19,11 @@ from tiered_zero.errors import CorruptionError, StoreError
 
 def write_tag(directory: Path, tensors: dict[str, torch.Tensor], step: int = 3) -> Path:
     """A tag of whole tensors by key; one that is not row-major keeps its order in memory."""
-    written_by = WrittenBy(
-        tiered_zero="1.0",
-        torch=str(torch.__version__),
-        kernel="avx2",
-        rule="AdamW",
-        state_format="fp32",
-        world_size=1,
-        created_s=time.time(),
-    )
     with TagWriter.begin(directory, f"global_step{step}") as tag:
         for key, tensor in tensors.items():
             order = sorted(range(tensor.dim()), key=lambda dim, own=tensor: -own.stride(dim))  # type: ignore[misc]
             tag.writer.write(key, tensor, None if tensor.is_contiguous() else order)
-        tag.publish({"step": step, "written_by": written_by})
+        tag.publish(fields(step))
         return tag.path
 
 

@@ -62,7 +62,7 @@ class Commit:
             num_stores = sum(len(rank.stores) for rank in ranks)
             if any(record.store >= num_stores for record in places.records):
                 raise ValueError("records: there is no such store")
-            manifest = TagManifest.from_body(fields["checkpoint"], path)
+            manifest = TagManifest.from_body(fields["checkpoint"])
             _check_places(manifest, places)
         return cls(path=path, commit_id=fields[COMMIT_ID], manifest=manifest, places=places, ranks=ranks)
 

@@ -178,18 +178,14 @@ class TagManifest:
     def decode(cls, data: bytes, path: Path) -> TagManifest:
         """Raises StoreError: no manifest, of another version, damaged, or one that no checkpoint has."""
         try:
-            body = decode_checked(data, path, FORMAT, VERSION)
+            return _manifest(decode_checked(data, path, FORMAT, VERSION))
         except ValueError as error:
             raise StoreError(f"{path} is not the manifest of a checkpoint ({error}).") from error
-        return cls.from_body(body, path)
 
     @classmethod
-    def from_body(cls, body: Any, path: Path) -> TagManifest:
-        """The manifest of JSON values that may be hostile. Raises StoreError."""
-        try:
-            return _manifest(body)
-        except ValueError as error:
-            raise StoreError(f"{path} is not the manifest of a checkpoint ({error}).") from error
+    def from_body(cls, body: Any) -> TagManifest:
+        """Of JSON values that may be hostile. Raises ValueError."""
+        return _manifest(body)
 
 
 _MANIFEST_KINDS, _FILE_KINDS, _ENTRY_KINDS, _WRITTEN_BY_KINDS = map(
@@ -222,7 +218,7 @@ def _manifest(body: Any) -> TagManifest:
         tensors=tensors,
         scalars={_text("a parameter's name", name): value for name, value in fields["scalars"].items()},
         driver=fields["driver"],
-        swap=None if fields["swap"] is None else _check_swap(fields["swap"]),
+        swap=None if fields["swap"] is None else check_store_location(fields["swap"], "commit_id"),
     )
 
 
@@ -234,9 +230,11 @@ def _text(name: str, text: str) -> str:
     return text
 
 
-def check_store_location(item: Any) -> dict[str, Any]:
-    """The run's id and the directories of a store. Raises ValueError."""
-    fields = check_fields(item, {"run_id": str, "paths": list})
+def check_store_location(item: Any, *more: str) -> dict[str, Any]:
+    """The run's id and the directories of a store, and `more` texts. Raises ValueError."""
+    fields = check_fields(item, {"run_id": str, "paths": list, **dict.fromkeys(more, str)})
+    for name in more:
+        _text(name, fields[name])
     for path in fields["paths"]:
         check_kind("paths", path, str)
         if not path.startswith("/") or "\0" in _text("paths", path) or os.path.normpath(path) != path:
@@ -244,15 +242,6 @@ def check_store_location(item: Any) -> dict[str, Any]:
     if not fields["paths"]:
         raise ValueError("paths: expected one or more")
     return fields
-
-
-def _check_swap(item: Any) -> dict[str, Any]:
-    """Raises ValueError."""
-    check_kind("swap", item, dict)
-    commit_id = item.get("commit_id")
-    check_kind("commit_id", commit_id, str)
-    location = check_store_location({key: value for key, value in item.items() if key != "commit_id"})
-    return {**location, "commit_id": _text("commit_id", commit_id)}
 
 
 def _file(item: Any) -> DataFile:
