@@ -17,8 +17,8 @@ from torch import nn
 from tests.support.tier_rig import make_runtime
 from tests.support.units import make_params, make_unit
 from tiered_zero.errors import ModelError
-from tiered_zero.grads.accumulator import SUM_CHUNK_NUMEL, GradientStore
-from tiered_zero.grads.in_flight import NUM_KEPT
+from tiered_zero.grads.accumulator import GradientStore
+from tiered_zero.grads.in_flight import NUM_KEPT, SUM_CHUNK_NUMEL
 from tiered_zero.grads.norms import GradNorm
 from tiered_zero.grads.unit_gradients import UnitGradients
 from tiered_zero.hardware.host_memory import HostArena
@@ -308,7 +308,7 @@ def test_reduced_gradients_reach_the_home_of_a_shard(on_device: bool, dtype: tor
     assert world.give(first, randn(100, dtype)) is None
     assert world.give(world.params[0][1], randn(60, dtype)) is unit
     assert runtime.ledger.by_kind()["device"]["gradient_in_flight"][0] == 160 * dtype.itemsize
-    taken = world.store.take_waiting(own)
+    taken = own.take_waiting()
     assert [len(values) for values in taken.values()] == [100, 60] and not own.waiting
     world.store.free_taken(taken)
     assert runtime.ledger.by_kind()["device"]["gradient_in_flight"][0] == 0

@@ -12,7 +12,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from tiered_zero.errors import ModelError
-from tiered_zero.grads.in_flight import InFlightGradients
+from tiered_zero.grads.in_flight import InFlightGradients, land
 from tiered_zero.grads.norms import GradNorm
 from tiered_zero.grads.unit_gradients import UnitGradients
 from tiered_zero.hardware.runtime import Runtime
@@ -27,9 +27,6 @@ logger = logging.getLogger("tiered_zero")
 
 GRAD_SLOT: Any = torch.Tensor.grad
 """The descriptor of autograd's own attribute, past the `grad` property of guarded parameters."""
-
-SUM_CHUNK_NUMEL = 1 << 15
-"""Sums on the reduce lane go in chunks of so many elements: few enough for torch to stay on the lane's one thread."""
 
 
 class GradientStore:
@@ -54,12 +51,11 @@ class GradientStore:
         self._units = {gradients.unit.index: gradients for gradients in units}
         self._storages = {storage for each in self._units.values() for storage in each.storages()}
         self._inventory = inventory
-        self._staging = staging
         self._norms = norms
         self._accelerator = runtime.accelerator
         self._recorder = runtime.recorder
         self._ledger = runtime.ledger
-        self._in_flight = InFlightGradients(runtime, in_flight_nbytes)
+        self._in_flight = InFlightGradients(runtime, in_flight_nbytes, staging, norms)
         self._extra_nbytes: Counter[str] = Counter()
         """Tier -> bytes that the plan does not hold, see `promote`."""
         self._measures_norms = True
@@ -83,7 +79,7 @@ class GradientStore:
             return None
         gradients, entry = place
         unit, index = gradients.unit, entry.param.index
-        _check_new(gradients, entry, grad)
+        gradients.check_new(entry, grad)
         if gradients.shard is None and not gradients.num_sums:
             self._store(gradients, entry, entry.param.flatten(grad))
         else:
@@ -103,15 +99,15 @@ class GradientStore:
         gradients.zeroed.discard(index)
         target = gradients.flat[entry.start : entry.stop]
         if not gradients.on_device:
-            self._send(gradients, entry.param, target, source, adds)
+            self._in_flight.send(gradients, entry.param, target, source, adds=adds, measures=self._measures_norms)
         elif adds:
             target.add_(source)
         else:
             target.copy_(source)
 
     def _keep_waiting(self, gradients: UnitGradients, entry: FlatEntry, source: torch.Tensor) -> None:
-        """Keep this rank's gradient [numel] on the device until a bucket takes it: `take_waiting`. Add it to one that
-        waits, in fp32."""
+        """Keep this rank's gradient [numel] on the device until a bucket takes it. Add it to one that waits, in
+        fp32."""
         waiting, index = gradients.waiting, entry.param.index
         if index in waiting:
             total = waiting[index].to(torch.float32) + source
@@ -121,14 +117,8 @@ class GradientStore:
         self._ledger.charge("device", "gradient_in_flight", source.nbytes)
         waiting[index] = source
 
-    def take_waiting(self, gradients: UnitGradients) -> dict[int, torch.Tensor]:
-        """Return the gradients of this rank that wait for a bucket, by parameter; `free_taken` follows."""
-        taken = dict(gradients.waiting)
-        gradients.waiting.clear()
-        return taken
-
     def free_taken(self, taken: Mapping[int, torch.Tensor]) -> None:
-        """Buckets have copied them."""
+        """Buckets have copied what they took of `UnitGradients.waiting`."""
         self._ledger.discharge("device", "gradient_in_flight", sum(source.nbytes for source in taken.values()))
 
     def receive(
@@ -147,15 +137,11 @@ class GradientStore:
             self.promote(gradients)
         target = gradients.flat[start - gradients.start :][: source.numel()]
 
-        def land() -> None:
+        def bring() -> None:
             with self._recorder.span("reduce", "receive", unit.name, source.nbytes):
-                for low in range(0, source.numel(), SUM_CHUNK_NUMEL):
-                    chunk, into = source[low : low + SUM_CHUNK_NUMEL], target[low : low + SUM_CHUNK_NUMEL]
-                    if divisor != 1.0:
-                        chunk.div_(divisor)
-                    into.add_(chunk) if adds else into.copy_(chunk)
+                land(source, target, adds=adds, divisor=divisor)
 
-        gradients.last = self._accelerator.lane("reduce").submit(land, after=[after], holds=[source], waits=False)
+        gradients.last = self._accelerator.lane("reduce").submit(bring, after=[after], holds=[source], waits=False)
         return gradients.last
 
     def show_sum(self, param: nn.Parameter) -> None:
@@ -168,7 +154,7 @@ class GradientStore:
         if grad is None or (place := self._place(param)) is None:
             return
         gradients, entry = place
-        _check_new(gradients, entry, grad)
+        gradients.check_new(entry, grad)
         gradients.store_assigned()
         if gradients.shard is not None or gradients.num_sums or not gradients.adds_to(entry.param.index):
             return
@@ -275,7 +261,7 @@ class GradientStore:
             return
         if value is gradients.shown.get(index):  # as in `param.grad *= 2`
             return
-        _check_new(gradients, entry, value)
+        gradients.check_new(entry, value)
         devices, dtypes = (param.device, gradients.flat.device), (gradients.unit.dtype, gradients.flat.dtype)
         if value.shape != entry.param.shape or value.dtype not in dtypes or value.device not in devices:
             raise ModelError(
@@ -374,44 +360,6 @@ class GradientStore:
             with self._recorder.span("compute", "wait_update", unit.name):
                 update.computed.wait()
 
-    def _send(
-        self, gradients: UnitGradients, spec: ParamSpec, target: torch.Tensor, source: torch.Tensor, adds: bool
-    ) -> None:
-        accelerator, nbytes, measures_norm = self._accelerator, source.nbytes, self._measures_norms
-        self._in_flight.make_room(nbytes)
-
-        def send() -> None:
-            with self._recorder.span("reduce", "reduce", spec.name, nbytes):
-                gradients.norms.pop(spec.index, None)
-                norm: torch.Tensor | None = None
-                if self._norms.fuses_copy(target, source):
-                    norm = self._norms.copy_with_norm(target, source, add=adds)
-                elif not adds and target.dtype == source.dtype:
-                    accelerator.copy(target, source, finish=measures_norm)
-                else:
-                    self._add(target, source, adds)
-                if measures_norm:
-                    gradients.norms[spec.index] = self._norms.of(target) if norm is None else norm
-
-        after = [accelerator.record_compute()]
-        event = accelerator.lane("reduce").submit(send, after=after, holds=[source], waits=False)
-        gradients.last = event
-        self._in_flight.add(event, source)
-
-    def _add(self, target: torch.Tensor, source: torch.Tensor, adds: bool) -> None:
-        """On the reduce lane: to host memory by way of a staging buffer, then into the fp32 sum."""
-        assert self._staging is not None, "sums in host memory are planned with a staging buffer"
-        step = self._staging.buffer_nbytes // source.element_size()
-        for start in range(0, source.numel(), step):
-            part = source[start : start + step]
-            with self._staging.lease(part.nbytes, "gradient", lane="reduce") as lease:
-                staged = lease.view(part.dtype, part.numel())
-                self._accelerator.copy(staged, part, finish=True)
-                for low in range(0, part.numel(), SUM_CHUNK_NUMEL):
-                    chunk = staged[low : low + SUM_CHUNK_NUMEL]
-                    into = target[start + low :][: chunk.numel()]
-                    into.add_(chunk) if adds else into.copy_(chunk)
-
     def promote(self, gradients: UnitGradients) -> None:
         """Turn the unit's flat to fp32, if it is not, for the second gradient of a parameter in a step planned without
         sums (several backwards): 16-bit sums would round."""
@@ -443,17 +391,3 @@ def _sum_nbytes(gradients: UnitGradients) -> int:
     if gradients.unit.dtype == torch.float32:
         return 0
     return 4 * gradients.flat.numel() * (1 if gradients.spare is None else 2)
-
-
-def _check_new(gradients: UnitGradients, entry: FlatEntry, grad: torch.Tensor) -> None:
-    if grad.layout is not torch.strided:
-        raise ModelError(
-            f"The gradient of {entry.param.name} is sparse; gradients are reduced as dense arrays. "
-            "Build the embedding with sparse=False."
-        )
-    if gradients.frozen:
-        raise ModelError(
-            f"{entry.param.name} gets a gradient although the update of this step has begun: without clipping and "
-            "overflow checks updates begin in backward, when every gradient of a unit has come once. "
-            'Set "tiered_zero": {"optimizer_in_backward": false} for loops with several backward passes in some steps.'
-        )

@@ -1,13 +1,21 @@
-"""The L2 norm of one gradient, with torch's bits, in the pass that brings it to its home where there is a kernel."""
+"""The L2 norm of one gradient, with torch's bits, in the pass that brings it to its home where there is a kernel; and
+the sum of squares of those of a rank's shards."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import final
 
 import torch
 
+from tiered_zero.grads.unit_gradients import UnitGradients
+from tiered_zero.layout.flat import FlatEntry
 from tiered_zero.native.update import CopyNormArgs, Dtype, UpdateKernel
 
+SQUARES_CHUNK_NUMEL = 1 << 18
+"""Elements whose squares are summed at once in fp64: 2 MiB beside the gradients, and one order of sums anywhere."""
+
+NONE_BAD = -1
 _DTYPES = {torch.float32: Dtype.FLOAT32, torch.bfloat16: Dtype.BFLOAT16, torch.float16: Dtype.FLOAT16}
 _fused_tails: dict[str, bool | None] = {}
 """Level of the kernel -> how ATen's vector_norm was compiled, or None where the kernel does not give its bits."""
@@ -65,3 +73,27 @@ def _find_fused_tail(kernel: UpdateKernel) -> bool | None:
         if all(norm == want for norm, want in zip(found, expected, strict=True)):
             return fused_tail
     return None
+
+
+def sum_squares(units: Iterable[UnitGradients], rank: int) -> tuple[float, int]:
+    """Return the sum of squares of the averaged gradients in this rank's shards, in fp64, and the index of the first
+    parameter with one that is not finite, else NONE_BAD."""
+    total, bad = 0.0, NONE_BAD
+    for each in units:
+        for entry in each.unit.entries:
+            if entry.param.index in each.present:
+                squares = _squares_of_shard(each, entry, rank)
+                total += squares
+                if not squares < float("inf"):
+                    bad = entry.param.index if bad == NONE_BAD else min(bad, entry.param.index)
+    return total, bad
+
+
+def _squares_of_shard(gradients: UnitGradients, entry: FlatEntry, rank: int) -> float:
+    shard = gradients.unit.shard(rank)
+    total, stop = 0.0, min(entry.stop, shard.stop)
+    for start in range(max(entry.start, shard.start), stop, SQUARES_CHUNK_NUMEL):
+        last = min(start + SQUARES_CHUNK_NUMEL, stop)
+        part = gradients.flat[start - gradients.start : last - gradients.start].double()
+        total += (part * part).sum().item()
+    return total

@@ -9,31 +9,23 @@ depends on when a gradient or a transfer is complete. Numbers: see [Note: Order 
 from __future__ import annotations
 
 import json
-import struct
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
-from zlib import crc32
 
 import torch
 
-from tiered_zero.errors import RankError
 from tiered_zero.grads.accumulator import GradientStore
 from tiered_zero.grads.check import GradCheck, check_squares
+from tiered_zero.grads.norms import sum_squares
+from tiered_zero.grads.rank_calls import RankCalls
 from tiered_zero.grads.unit_gradients import UnitGradients
 from tiered_zero.grads.unit_uses import UnitUses, UseMark
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.layout.buckets import Bucket
-from tiered_zero.layout.flat import FlatEntry, Unit
+from tiered_zero.layout.flat import Unit
 from tiered_zero.transfer import Transfer
-
-SQUARES_CHUNK_NUMEL = 1 << 18
-"""Elements whose squares are summed at once in fp64: 2 MiB beside the gradients, and one order of sums anywhere."""
-
-_CALL = struct.Struct("<cqqq")
-_NORM = struct.Struct("<dqI")
-_NONE_BAD = -1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,19 +98,17 @@ class GradientReducer:
         """Units that it reduces."""
         self._adding: frozenset[int] = frozenset()
         """Of those, units that earlier reductions of this step have sums of."""
-        self._taken: dict[int, dict[int, torch.Tensor]] = {}
-        """Unit -> this rank's gradients that buckets are filled from."""
+        self._sources: dict[int, Mapping[int, torch.Tensor]] = {}
+        """Unit -> this rank's gradients [numel] that its buckets are filled from, by parameter: what comes after the
+        first of them waits, and is of none."""
         self._uses = UnitUses()
-        self._packed: dict[int, frozenset[int]] = {}
-        """Unit -> parameters that this rank had a gradient of as its first bucket was packed: what comes between two of
-        its buckets waits, and is of none of them."""
         self._wide: frozenset[int] = frozenset()
         """Units that are reduced in fp32, as some rank has gradients of several backwards to add up."""
         self.is_open = False
         """Whether a backward that reduces has begun, and not ended."""
         self._waits = True
         """Whether buckets of this backward wait for memory."""
-        self._num_backwards = self._num_steps = 0
+        self._calls = RankCalls(self._collectives)
 
     def close(self) -> None:
         """Drop the memory of gradients and buckets."""
@@ -146,12 +136,11 @@ class GradientReducer:
         if self.is_open or not (self.is_sharded or (is_last and self._reduction.in_backward)):
             return
         self.is_open = self._waits = True
-        self._num_backwards += 1
         units = self._units.values()
         self._uses.note_late(units)
         flags = [self._uses.is_expected(index) for index in self._units]
         flags += [each.is_unreduced or (each.shard is None and each.holds_sums) for each in units]
-        either = self._agree(b"b", self._num_steps, self._num_backwards, flags)
+        either = self._calls.begin_backward(flags, self._num_sums)
         used = [index for index, is_used in zip(self._units, either, strict=False) if is_used]
         self._widen(has_more and not self.is_sharded for has_more in either[len(units) :])
         if self.is_sharded:  # each backward's gradients are averaged by themselves
@@ -190,12 +179,12 @@ class GradientReducer:
         """Drop the backward that was open: every rank does."""
         self._queue.clear()
         self._complete.clear()
-        self._taken.clear()
+        self._sources.clear()
         self._uses.abort()
         self.is_open = False
 
     def _is_complete(self, index: int) -> bool:
-        return index in self._taken or self._uses.is_complete(self._units[index])  # taken by an earlier bucket
+        return index in self._sources or self._uses.is_complete(self._units[index])  # taken by an earlier bucket
 
     def _take_next(self) -> None:
         """Take the gradients of the next bucket's units, however long it waits for memory then: which backward reduces
@@ -205,8 +194,8 @@ class GradientReducer:
 
     def _take(self, bucket: Bucket) -> None:
         for index in bucket.units & self._receiving:
-            if self._waits_apart(index) and index not in self._taken:
-                self._taken[index] = self._store.take_waiting(self._units[index])
+            if self._waits_apart(index) and index not in self._sources:
+                self._sources[index] = self._units[index].take_waiting()
 
     def _waits_apart(self, index: int) -> bool:
         """Whether buckets take what waits of the unit, rather than what its flat holds."""
@@ -242,11 +231,15 @@ class GradientReducer:
             self._reduce_all(self._agree_on_presence(micro_steps, global_steps))
             while self._under_way:
                 self._free.append(self._finish_oldest())
-            squares, bad = self._exchange_squares(json.dumps(group_values).encode())
+            own, bad = sum_squares(self._units.values(), self._collectives.rank)
+            squares, bad = self._calls.add_squares(own, bad, json.dumps(group_values).encode())
         self._uses.end_step()
-        self._num_backwards = 0
-        self._num_steps += 1
+        self._calls.end_step()
         return check_squares(squares, self._names.get(bad), loss_scale, max_norm)
+
+    @property
+    def _num_sums(self) -> int:
+        return sum(each.num_sums for each in self._units.values())
 
     def _agree_on_presence(self, micro_steps: int, global_steps: int) -> frozenset[int]:
         """Agree with the other ranks on which parameters have a gradient, and which units hold sums of several; return
@@ -256,7 +249,7 @@ class GradientReducer:
         units = self._units.values()
         flags += [each.is_unreduced for each in units]
         flags += [each.holds_sums for each in units]
-        either = self._agree(b"s", global_steps, micro_steps, flags)
+        either = self._calls.begin_step(global_steps, micro_steps, flags, self._num_sums)
         present = {entry.param.index for (_, entry), has in zip(entries, either, strict=False) if has}
         reduced = frozenset(i for i, has in zip(self._units, either[len(entries) :], strict=False) if has)
         self._widen(either[len(entries) + len(units) :])
@@ -275,27 +268,6 @@ class GradientReducer:
                 self._store.wait_update(each.unit)
                 each.flat.zero_()
         return reduced
-
-    def _agree(self, call: bytes, number: int, part: int, flags: Sequence[bool]) -> list[bool]:
-        """Exchange flags of this call; return which is set on any rank. Raises RankError where another rank makes
-        another call. `number`, `part`: of the step, and of the backward or micro-batch in it."""
-        bits = sum(flag << place for place, flag in enumerate(flags))
-        sums = sum(each.num_sums for each in self._units.values())
-        packed = bits.to_bytes((len(flags) + 7) // 8, "little")
-        what = f"step {number}" if call == b"s" else f"backward {part} after step {number}"
-        found = self._collectives.exchange(_CALL.pack(call, number, part, sums) + packed, what, kind="step or backward")
-        calls = [_CALL.unpack_from(message) for message in found]
-        if len(set(calls)) > 1 or len({len(message) for message in found}) > 1:
-            counts = len({call[:3] for call in calls}) == 1  # else where they are says enough
-            texts = ", ".join(f"rank {rank} {_text(call, counts)}" for rank, call in enumerate(calls))
-            raise RankError(
-                f"engine.backward() and engine.step() were expected in the same order on every rank; {texts}. Give "
-                "every rank the same number of batches (a distributed sampler does), and let none leave a step out."
-            )
-        either = 0
-        for message in found:
-            either |= int.from_bytes(message[_CALL.size :], "little")
-        return [bool(either >> place & 1) for place in range(len(flags))]
 
     # -- one bucket ----------------------------------------------------------------------------------------------------
 
@@ -352,47 +324,30 @@ class GradientReducer:
         return memory
 
     def _pack(self, bucket: Bucket, packed: torch.Tensor) -> None:
-        """Fill a bucket with this rank's gradients, divided by what they are to be divided by before their sum."""
+        """Fill a bucket with this rank's gradients, divided by what they are to be divided by before their sum, and
+        with zeros where it has none."""
         for part in bucket.parts:
-            each = self._units[part.unit.index]
-            if part.is_first:
-                self._packed[part.unit.index] = frozenset(each.present)
-            fill: Callable[[range, torch.Tensor], None] = self._copy_whole(each)
-            if self._waits_apart(part.unit.index):
-                fill = self._copy_waiting(each.unit, self._taken.get(part.unit.index, {}))
+            index, is_apart = part.unit.index, self._waits_apart(part.unit.index)
+            if part.is_first and index in self._receiving and not is_apart:
+                self._sources[index] = self._units[index].entries_present()
+            sources = self._sources.get(index, {})
             for span, start in zip(part.spans, part.starts, strict=True):
-                fill(span, packed[start : start + len(span)])
-            if part.is_last and (taken := self._taken.pop(part.unit.index, None)) is not None:
-                self._store.free_taken(taken)
+                self._fill(packed[start : start + len(span)], part.unit, span, sources)
+            if part.is_last and self._sources.pop(index, None) is not None and is_apart:
+                self._store.free_taken(sources)
 
-    def _copy_whole(self, each: UnitGradients) -> Callable[[range, torch.Tensor], None]:
-        has_gradient = each.unit.index in self._receiving
-
-        def fill(span: range, out: torch.Tensor) -> None:
-            if has_gradient:
-                self._divide(each.flat[span.start : span.stop], out)
-                for entry in each.unit.entries:
-                    if entry.param.index not in self._packed[each.unit.index]:  # what an earlier step has left
-                        out[max(entry.start - span.start, 0) : max(entry.stop - span.start, 0)].zero_()
-            else:
-                out.zero_()
-
-        return fill
-
-    def _copy_waiting(self, unit: Unit, taken: Mapping[int, torch.Tensor]) -> Callable[[range, torch.Tensor], None]:
-        def fill(span: range, out: torch.Tensor) -> None:
-            position = span.start
-            for entry in unit.entries:
-                first, stop = max(entry.start, span.start), min(entry.stop, span.stop)
-                if first >= stop or (source := taken.get(entry.param.index)) is None:
-                    continue
-                out[position - span.start : first - span.start].zero_()
-                values = source[first - entry.start : stop - entry.start]
-                self._divide(values, out[first - span.start : stop - span.start])
-                position = stop
-            out[position - span.start :].zero_()
-
-        return fill
+    def _fill(self, out: torch.Tensor, unit: Unit, span: range, sources: Mapping[int, torch.Tensor]) -> None:
+        """Fill `out` with elements `span` of the unit."""
+        position = span.start
+        for entry in unit.entries:
+            first, stop = max(entry.start, span.start), min(entry.stop, span.stop)
+            if first >= stop or (source := sources.get(entry.param.index)) is None:
+                continue
+            out[position - span.start : first - span.start].zero_()
+            values = source[first - entry.start : stop - entry.start]
+            self._divide(values, out[first - span.start : stop - span.start])
+            position = stop
+        out[position - span.start :].zero_()
 
     def _divide(self, values: torch.Tensor, out: torch.Tensor) -> None:
         """In the wider of the two dtypes."""
@@ -419,56 +374,3 @@ class GradientReducer:
                 )
             each.num_sums += part.is_first
         return done
-
-    # -- norm ----------------------------------------------------------------------------------------------------------
-
-    def _exchange_squares(self, group_values: bytes) -> tuple[float, int]:
-        """Return the sum of squares of the averaged gradients, added up in the order of ranks, and the first parameter
-        with one that is not finite. Raises RankError where the ranks have other `group_values`."""
-        own, bad = 0.0, _NONE_BAD
-        for each in self._units.values():
-            for entry in each.unit.entries:
-                if entry.param.index in each.present:
-                    squares = self._squares(each, entry)
-                    own += squares
-                    if not squares < float("inf"):
-                        bad = entry.param.index if bad == _NONE_BAD else min(bad, entry.param.index)
-        message = _NORM.pack(own, bad, crc32(group_values))
-        found = [_NORM.unpack(each) for each in self._collectives.exchange(message, "the gradient norm")]
-        if len({values for _, _, values in found}) > 1:
-            raise _other_values(self._collectives.exchange(group_values, "values of param groups"))
-        named = [index for _, index, _ in found if index != _NONE_BAD]
-        return sum(squares for squares, _, _ in found), min(named, default=_NONE_BAD)
-
-    def _squares(self, gradients: UnitGradients, entry: FlatEntry) -> float:
-        """Sum the squares of a parameter's gradient over this rank's shard, in fp64."""
-        shard = gradients.unit.shard(self._collectives.rank)
-        total, stop = 0.0, min(entry.stop, shard.stop)
-        for start in range(max(entry.start, shard.start), stop, SQUARES_CHUNK_NUMEL):
-            last = min(start + SQUARES_CHUNK_NUMEL, stop)
-            part = gradients.flat[start - gradients.start : last - gradients.start].double()
-            total += (part * part).sum().item()
-        return total
-
-
-def _text(found: tuple[bytes, int, int, int], counts: bool) -> str:
-    call, number, part, num_sums = found
-    if call == b"{":  # JSON of hardware/agreement.py
-        return "makes another call, such as save_checkpoint()"
-    where = f"is at step {number}, micro-batch {part}" if call == b"s" else f"runs backward {part} after step {number}"
-    return f"{where}, with {num_sums} sums of gradients" if counts else where
-
-
-def _other_values(messages: Sequence[bytes]) -> RankError:
-    """`messages`: of each rank, JSON of the values of its param groups."""
-    ranks = [json.loads(message) for message in messages]
-    for index, groups in enumerate(zip(*ranks, strict=True)):
-        for name in groups[0]:
-            if len({group.get(name) for group in groups}) > 1:
-                texts = ", ".join(f"{group.get(name)} on rank {rank}" for rank, group in enumerate(groups))
-                return RankError(
-                    f"Every rank was expected to have the same values in optimizer.param_groups, as each updates its "
-                    f"part of the weights; {name} of group {index} is {texts}. Set it alike: a scheduler that follows "
-                    "a loss, as ReduceLROnPlateau does, needs that of all ranks, which engine.exchange() gives."
-                )
-    return RankError("Every rank was expected to have the same values in optimizer.param_groups; found others.")

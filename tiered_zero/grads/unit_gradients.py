@@ -142,6 +142,30 @@ class UnitGradients:
                 self.shown[index] = self.view(entry)
         return self.shown[index]
 
+    def entries_present(self) -> dict[int, torch.Tensor]:
+        """View the [numel] of each gradient at its home, by parameter."""
+        present = (entry for entry in self.unit.entries if entry.param.index in self.present)
+        return {entry.param.index: self.flat[entry.start : entry.stop] for entry in present}
+
+    def take_waiting(self) -> dict[int, torch.Tensor]:
+        """Return this rank's gradients that wait for a bucket, by parameter; `GradientStore.free_taken` follows."""
+        taken, self.waiting = self.waiting, {}
+        return taken
+
+    def check_new(self, entry: FlatEntry, grad: torch.Tensor) -> None:
+        """Raise ModelError where the unit cannot take a gradient of the parameter."""
+        if grad.layout is not torch.strided:
+            raise ModelError(
+                f"The gradient of {entry.param.name} is sparse; gradients are reduced as dense arrays. "
+                "Build the embedding with sparse=False."
+            )
+        if self.frozen:
+            raise ModelError(
+                f"{entry.param.name} gets a gradient although the update of this step has begun: without clipping and "
+                "overflow checks updates begin in backward, when every gradient of a unit has come once. Set "
+                '"tiered_zero": {"optimizer_in_backward": false} for loops with several backward passes in some steps.'
+            )
+
     def assign(self, entry: FlatEntry, value: torch.Tensor) -> None:
         """Make `value` the gradient, in place of what was there."""
         self.remove(entry)
