@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 
 from tiered_zero.errors import ModelError, RankError
-from tiered_zero.hardware.process_groups import ProcessGroups, RankTraffic
+from tiered_zero.hardware.collective_transfer import RankTraffic
+from tiered_zero.hardware.process_groups import ProcessGroups
 from tiered_zero.telemetry.spans import Recorder
 from tiered_zero.transfer import COMPLETED, Transfer, wait_all
 

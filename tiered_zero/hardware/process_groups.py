@@ -6,10 +6,8 @@ import logging
 import struct
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum, auto
 from hashlib import sha256
@@ -21,7 +19,8 @@ import torch
 import torch.distributed as dist
 
 from tiered_zero.errors import RankError
-from tiered_zero.hardware.lanes import DeviceMarker, Lane, Work, runs_on_lane
+from tiered_zero.hardware.collective_transfer import CollectiveTransfer, RankTraffic, RankWaits
+from tiered_zero.hardware.lanes import DeviceMarker, Lane, Work
 from tiered_zero.hardware.rank_failures import RankFailures
 from tiered_zero.telemetry.spans import Recorder
 from tiered_zero.transfer import Transfer, wait_all
@@ -31,9 +30,6 @@ logger = logging.getLogger("tiered_zero")
 GROUPS = ("all_gather", "reduce_scatter", "control")
 """One process group and one lane each: collectives of one group run in the order of their calls, those of two groups
 beside each other."""
-
-POLL_S = 0.5
-"""A blocked wait looks in the store this often for the message of a rank that failed."""
 
 CAUGHT_S = 3.0
 """What ends the program posts its message within so long; else the program has caught it."""
@@ -63,16 +59,6 @@ class _Phase(Enum):
     CLOSED = auto()
 
 
-@dataclass(kw_only=True)
-class RankTraffic:
-    """Bytes of whole flats and buckets that this rank has handed to collectives so far: with W ranks (W - 1)/W of them
-    are another rank's. `waited_s`: seconds that the driver was blocked for other ranks."""
-
-    gathered_nbytes: int = 0
-    reduced_nbytes: int = 0
-    waited_s: float = 0.0
-
-
 def _wait_each(started: Iterable[Any]) -> None:
     """Wait until every one of `started`, works of torch.distributed, has left its memory; raise the first error."""
     errors: list[Exception] = []
@@ -85,55 +71,9 @@ def _wait_each(started: Iterable[Any]) -> None:
         raise errors[0]
 
 
-class CollectiveTransfer(Transfer):
-    """One collective under way. A wait ends early, with RankError, where another rank has failed."""
-
-    def __init__(self, groups: ProcessGroups, what: str) -> None:
-        self._groups = groups
-        self.what = what
-        self.error: BaseException | None = None
-        self._event = threading.Event()
-
-    def end(self, error: BaseException | None) -> None:
-        """Complete it. Called once, by the lane's thread."""
-        self.error = error
-        self._event.set()
-
-    def done(self) -> bool:
-        return self._event.is_set()
-
-    def wait_at_most(self, seconds: float) -> bool:
-        """Block until it is complete, well or badly, or the time is over; return whether it is."""
-        return self._event.wait(seconds)
-
-    def wait(self) -> None:
-        self._wait(lambda: False)
-
-    def wait_unless_gathering(self) -> bool:
-        """Wait; return False, before it is complete, where another rank waits in a gather."""
-        return self._wait(self._groups.failures.others_gather)
-
-    def _wait(self, gives_up: Callable[[], bool]) -> bool:
-        """Wait until it is complete, or `gives_up`, asked twice a second; return whether it is."""
-        start_s, failures, has_given_up = time.perf_counter(), self._groups.failures, False
-        if not self._event.wait(POLL_S):
-            failures.post_wait(self.what)
-            while not self._event.wait(POLL_S) and not (has_given_up := gives_up()):
-                failures.check()
-            if self.error is None:
-                failures.end_wait()
-        if not runs_on_lane():
-            end_s = time.perf_counter()
-            self._groups.traffic.waited_s += end_s - start_s
-            self._groups.recorder.add("compute", "wait_ranks", self.what, start_s, end_s)
-        if self.error is not None:
-            raise failures.explain(self.error, self.what)
-        return not has_given_up
-
-
 @final
 class ProcessGroups:
-    """Rank `rank` of `world_size`: collectives of CPU tensors over three gloo groups of its own.
+    """Rank `rank` of `world_size`: `Collectives` of CPU tensors over three gloo groups of its own.
 
     Driver thread, but for the lanes inside. A rank that fails calls `fail`: it posts its message to the store and
     closes its groups, and every other rank raises RankError with the message, at most seconds later. A rank that is
@@ -153,11 +93,12 @@ class ProcessGroups:
         self.timeout_s = timeout_s
         self.traffic = RankTraffic()
         self.recorder = Recorder()
-        store: Any = dist.distributed_c10d._get_default_store()
         timeout = timedelta(seconds=timeout_s)
         self._groups: dict[str, Any] = {name: dist.new_group(backend="gloo", timeout=timeout) for name in GROUPS}
-        store = dist.distributed_c10d.PrefixStore(f"tiered_zero/{_next_run(self._groups['control'])}", store)
+        run = f"tiered_zero/{_next_run(self._groups['control'])}"
+        store = dist.distributed_c10d.PrefixStore(run, dist.distributed_c10d._get_default_store())
         self.failures = RankFailures(store, self.rank, self.world_size, timeout_s)
+        self._waits = RankWaits(failures=self.failures, traffic=self.traffic, recorder=self.recorder)
         self._lanes = {name: Lane(f"rank {name}", _launch) for name in GROUPS}
         self._phase = _Phase.OPEN
         self._why_closed = "its engine was closed"
@@ -175,15 +116,7 @@ class ProcessGroups:
         order: str | None = None,
         bounds: Sequence[int] | None = None,
     ) -> Transfer:
-        """Start to fill `flat` [W * n] with every rank's `shard` [n], in rank order. `shard` may be its part of `flat`.
-        Both are this call's until the transfer is done. `bounds`: W+1 offsets of the shards, of any sizes; None: of one
-        size.
-
-        `after`: what fills `shard`; an error of it is this transfer's. `order`: what this call gathers, compared with
-        what the other ranks gather now; None: the order of calls is known to be the same. Raises RankError where they
-        differ, on every rank.
-
-        See [Note: Collectives by owner]. At most `gather_numel` elements are under way at once."""
+        """See [Note: Collectives by owner]. At most `gather_numel` elements are under way at once."""
         rows = self._rows(flat, shard, bounds)
         group = self._groups.get("all_gather")
         self.traffic.gathered_nbytes += flat.nbytes
@@ -229,9 +162,6 @@ class ProcessGroups:
         *,
         bounds: Sequence[int] | None = None,
     ) -> Transfer:
-        """Start to fill `out` [n] with the sum over ranks of part `rank` of their `bucket` [W * n]. Both are this
-        call's until the transfer is done; the bucket's content is undefined then. `bounds`: W+1 offsets of the parts,
-        of any sizes; None: of one size."""
         rows = self._rows(bucket, out, bounds)
         group = self._groups.get("reduce_scatter")
         self.traffic.reduced_nbytes += bucket.nbytes
@@ -247,8 +177,6 @@ class ProcessGroups:
         return self._submit("reduce_scatter", what, reduce, bucket.nbytes)
 
     def wait_reduced(self, reduction: Transfer) -> bool:
-        """Wait until a reduction of this rank is complete; return False, before, where another rank waits in a gather,
-        which this rank may have to join first."""
         assert isinstance(reduction, CollectiveTransfer), "reduce_scatter has returned it"
         return reduction.wait_unless_gathering()
 
@@ -262,7 +190,6 @@ class ProcessGroups:
         return rows
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0, what: str = "values") -> None:
-        """Fill `tensor` with that of rank `source`, of the same shape and dtype. Blocks."""
         if not tensor.numel():
             return
         group = self._groups.get("control")
@@ -273,8 +200,6 @@ class ProcessGroups:
             tensor.detach().copy_(values)
 
     def exchange(self, data: bytes, what: str = "messages", *, kind: str = "") -> list[bytes]:
-        """Return every rank's `data`, in rank order: what each gave, of any length. Blocks. `kind`: of call, where
-        `what` says more, as the number of a step. Raises RankError, on every rank, where kinds differ."""
         own = crc32((kind or what).encode()) | 1  # never _CLOSED
         found = self._gather_bytes(_packed(own, data), what)
         sizes, kinds = zip(*(_HEAD.unpack_from(message) for message in found), strict=True)
@@ -308,7 +233,7 @@ class ProcessGroups:
     ) -> CollectiveTransfer:
         """`nbytes`: that this rank hands over. `after`: what comes before, on which no time is counted."""
         self._check_open()
-        transfer = CollectiveTransfer(self, f"{name} of {what}")
+        transfer = CollectiveTransfer(self._waits, f"{name} of {what}")
         timed = nullcontext() if name == "control" else self.recorder.span(name, name, what, nbytes)
 
         def run() -> None:
@@ -327,8 +252,8 @@ class ProcessGroups:
     # -- failures ------------------------------------------------------------------------------------------------------
 
     def fail(self, message: str) -> None:
-        """End the run on every rank: post `message`, which they raise, and close the groups. Idempotent; raises
-        nothing. Called by the rank on which the first error is raised, and by those that it reaches."""
+        """Post `message`, which the others raise, and close the groups. Called by the rank on which the first error is
+        raised, and by those that it reaches."""
         if self._phase is not _Phase.OPEN:
             return
         self._phase, self._why_closed = _Phase.FAILED, message
@@ -336,11 +261,11 @@ class ProcessGroups:
         self._close_groups()
 
     def fail_unless_known(self, message: str) -> None:
-        """Post `message` in some seconds, unless one is posted by then. Any thread; raises nothing."""
         if self._caught is None and self._phase is _Phase.OPEN:
             self._caught = threading.Timer(CAUGHT_S, self.failures.post, [message])
             self._caught.daemon = True
-            self._caught.start()
+            with suppress(RuntimeError):  # the program ends, and posts its own message
+                self._caught.start()
 
     def _check_open(self) -> None:
         if self.failures.found is not None:
