@@ -90,7 +90,6 @@ class ProcessGroups:
         that a gather moves at once, at most."""
         self._gather_numel = gather_numel
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.timeout_s = timeout_s
         self.traffic = RankTraffic()
         self.recorder = Recorder()
         timeout = timedelta(seconds=timeout_s)
