@@ -17,8 +17,9 @@ from tiered_zero.config.schema import Config
 from tiered_zero.data import TrainingLoader
 from tiered_zero.engine import Engine
 from tiered_zero.errors import ConfigError, ModelError
-from tiered_zero.hardware.collectives import Collectives, open_collectives, world_size_here
+from tiered_zero.hardware.collectives import Collectives, open_collectives
 from tiered_zero.hardware.cores import bind_to_share
+from tiered_zero.hardware.launcher import world_size_here
 from tiered_zero.hardware.select import find_device
 from tiered_zero.run_spec import specify_run
 from tiered_zero.update.handle import TieredOptimizer

@@ -4,16 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tiered_zero.hardware.collectives import (
-    SingleRank,
-    barrier,
-    ensure_many,
-    get_rank,
-    get_world_size,
-    is_initialized,
-    local_rank,
-    world_size_here,
-)
+from tiered_zero.hardware.collectives import SingleRank, ensure_many
+from tiered_zero.hardware.launcher import barrier, get_rank, get_world_size, is_initialized, local_rank, world_size_here
 
 __all__ = ["barrier", "get_local_rank", "get_rank", "get_world_size", "init_distributed", "is_initialized"]
 

@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 
 from tiered_zero.config.schema import Config
 from tiered_zero.errors import ModelError, RankError
-from tiered_zero.hardware.collectives import Collectives, SingleRank, local_world_size
+from tiered_zero.hardware.collectives import Collectives, SingleRank
+from tiered_zero.hardware.launcher import local_world_size
 from tiered_zero.hardware.probe import available_device_nbytes, available_host_nbytes
 from tiered_zero.hardware.select import find_device, shares_cores
 from tiered_zero.layout.flat import ParamSpec, Unit

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from tiered_zero.errors import ModelError
-from tiered_zero.hardware.collectives import get_world_size
+from tiered_zero.hardware.launcher import get_world_size
 from tiered_zero.params.gather import gathered
 
 logger = logging.getLogger("tiered_zero")

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tiered_zero.errors import ModelError
-from tiered_zero.hardware import collectives
+from tiered_zero.hardware import launcher
 from tiered_zero.hardware.agreement import agree
 from tiered_zero.hardware.collectives import SingleRank
 
@@ -108,12 +108,12 @@ def test_gloo_takes_the_interface_that_leads_to_the_first_host(monkeypatch):
     for address, local in (("127.0.0.1", "1"), ("", "1"), ("127.0.0.1", "2")):
         for key, value in (("WORLD_SIZE", "2"), ("LOCAL_WORLD_SIZE", local), ("MASTER_ADDR", address)):
             monkeypatch.setenv(key, value)
-        with collectives._network_interface():
+        with launcher.network_interface():
             seen.append(os.environ.get("GLOO_SOCKET_IFNAME"))
         assert "GLOO_SOCKET_IFNAME" not in os.environ
     assert seen == ["lo", None, "lo"]
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
-    with collectives._network_interface():
+    with launcher.network_interface():
         assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
 
 

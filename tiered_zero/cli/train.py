@@ -26,7 +26,7 @@ from tiered_zero.demo.corpus import NUM_BYTE_VALUES, Corpus, read_corpus
 from tiered_zero.demo.gpt import build_gpt
 from tiered_zero.engine import Engine
 from tiered_zero.errors import NonFiniteError
-from tiered_zero.hardware.collectives import rank_here, world_size_here
+from tiered_zero.hardware.launcher import rank_here, world_size_here
 from tiered_zero.plan.gpt_shape import GPTConfig, num_parameters
 from tiered_zero.sizes import TIERS, format_nbytes
 from tiered_zero.stopping import INTERRUPTED, TERMINATED, stop_on_signals

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -294,12 +294,10 @@ class GradientStore:
         for gradients in self._units.values():
             gradients.earlier.clear()
 
-    def accumulators(self) -> Iterator[Any]:
-        """Yield the node of autograd that brings the gradient of each parameter that has one."""
+    def accumulators(self) -> list[Any]:
+        """List the node of autograd that brings the gradient of each parameter, where it gets one."""
         with torch._C.DisableTorchFunctionSubclass():
-            for param in self._params:
-                if param.requires_grad:
-                    yield get_gradient_edge(param).node
+            return [get_gradient_edge(param).node for param in self._params if param.requires_grad]
 
     # -- reading -----------------------------------------------------------------------------------------------------
 

@@ -6,26 +6,30 @@ import ctypes
 import functools
 import logging
 import os
-import socket
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Protocol, final
 
-import psutil
 import torch
 import torch.distributed as dist
 
 from tiered_zero.errors import ModelError, RankError
 from tiered_zero.hardware.collective_transfer import RankTraffic
+from tiered_zero.hardware.launcher import (
+    get_rank,
+    get_world_size,
+    is_initialized,
+    launched_number,
+    network_interface,
+    rank_here,
+    world_size_here,
+)
 from tiered_zero.hardware.process_groups import ProcessGroups
 from tiered_zero.telemetry.spans import Recorder
 from tiered_zero.transfer import COMPLETED, Transfer, wait_all
 
 logger = logging.getLogger("tiered_zero")
-
-_INTERFACE_KEY = "GLOO_SOCKET_IFNAME"
 
 
 class Collectives(Protocol):
@@ -103,7 +107,7 @@ def open_collectives(
         return single
     ensure_many(timeout_s, dist_init_required)
     try:
-        with _network_interface():
+        with network_interface():
             return ProcessGroups(timeout_s, gather_numel)
     except RuntimeError as error:
         raise RankError(
@@ -115,22 +119,6 @@ def open_collectives(
 def _comes_from_rank_0(record: logging.LogRecord) -> bool:
     """Let notices and warnings come from rank 0 alone, which are the same on every rank; errors from each."""
     return record.levelno >= logging.ERROR or rank_here() == 0
-
-
-def world_size_here() -> int:
-    """The ranks that a run in this process has: torch.distributed's, else the launcher's WORLD_SIZE, else 1."""
-    if is_initialized():
-        return dist.get_world_size()
-    launched = os.environ.get("WORLD_SIZE", "")
-    return int(launched) if launched.isdigit() else 1
-
-
-def rank_here() -> int:
-    """This process's rank: torch.distributed's, else the launcher's RANK, else 0."""
-    if is_initialized():
-        return dist.get_rank()
-    launched = os.environ.get("RANK", "")
-    return int(launched) if launched.isdigit() else 0
 
 
 def ensure_many(timeout_s: float, dist_init_required: bool | None = None) -> None:
@@ -149,29 +137,13 @@ def ensure_many(timeout_s: float, dist_init_required: bool | None = None) -> Non
             "torchrun --nproc-per-node N, or call torch.distributed.init_process_group() before initialize()."
         )
     try:
-        with _network_interface():
+        with network_interface():
             dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
     except (RuntimeError, ValueError, OSError) as error:
         raise RankError(
             f"rank {os.environ['RANK']}: the process group of {os.environ['WORLD_SIZE']} ranks cannot be made at "
             f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: {error}."
         ) from error
-
-
-def local_rank() -> int:
-    """This process's rank on its host: the launcher's LOCAL_RANK, else 0."""
-    text = os.environ.get("LOCAL_RANK", "")
-    return int(text) if text.isdigit() else 0
-
-
-def local_world_size() -> int:
-    """Ranks on this host: the launcher's LOCAL_WORLD_SIZE, else all of them."""
-    text = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return max(1, int(text)) if text.isdigit() else world_size_here()
-
-
-def _is_one_host() -> bool:
-    return world_size_here() in (1, local_world_size())
 
 
 @final
@@ -192,8 +164,7 @@ class SingleRank:
         It opens no connection: an in-memory store, the loopback interface. `dist_init_required=False` creates none; a
         group that exists is respected. Raises ModelError where more than one rank runs.
         """
-        launched = os.environ.get("WORLD_SIZE", "")
-        self._check_world_size("the launcher's WORLD_SIZE", int(launched) if launched.isdigit() else 1)
+        self._check_world_size("the launcher's WORLD_SIZE", launched_number("WORLD_SIZE", 1))
         if not dist.is_available():
             return
         if dist.is_initialized():
@@ -246,7 +217,7 @@ class SingleRank:
     def _create_group(self) -> None:
         hook = sys.excepthook
         try:
-            with _network_interface():
+            with network_interface():
                 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
         except (RuntimeError, ValueError, OSError) as error:
             logger.warning("no torch.distributed group was created, scripts that ask for a rank will fail: %s", error)
@@ -266,27 +237,6 @@ class SingleRank:
             )
 
 
-def is_initialized() -> bool:
-    """Whether torch.distributed has a process group."""
-    return dist.is_available() and dist.is_initialized()
-
-
-def get_rank() -> int:
-    """This process's rank; 0 without a process group."""
-    return dist.get_rank() if is_initialized() else 0
-
-
-def get_world_size() -> int:
-    """The number of ranks; 1 without a process group."""
-    return dist.get_world_size() if is_initialized() else 1
-
-
-def barrier() -> None:
-    """Wait for the other ranks of torch.distributed's group, if there are any."""
-    if get_world_size() > 1:
-        dist.barrier()
-
-
 @functools.cache
 def _keep_group_in_children() -> None:
     """Once a process. A forked child has none of gloo's threads, and the destructor of a group joins them."""
@@ -296,32 +246,3 @@ def _keep_group_in_children() -> None:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(dist.group.WORLD))
 
     os.register_at_fork(after_in_child=keep)
-
-
-@contextmanager
-def _network_interface() -> Iterator[None]:
-    """Have gloo take the interface by which the ranks reach each other: loopback where all are on this host, else the
-    one that has the route to MASTER_ADDR. It looks its interface up by a variable, else by the host's name, which may
-    not resolve, or may resolve to loopback. A variable that is set stays."""
-    before = os.environ.get(_INTERFACE_KEY)
-    names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")] if _is_one_host() else _routed()
-    if before is None and names:
-        os.environ[_INTERFACE_KEY] = names[0]
-    try:
-        yield
-    finally:
-        if before is None:
-            os.environ.pop(_INTERFACE_KEY, None)
-
-
-def _routed() -> list[str]:
-    """The interface with the address from which packets to MASTER_ADDR start; none where there is no route."""
-    try:
-        found = socket.getaddrinfo(os.environ.get("MASTER_ADDR", ""), 9, type=socket.SOCK_DGRAM)
-        family, kind, protocol, _, address = found[0]
-        with socket.socket(family, kind, protocol) as sender:
-            sender.connect(address)  # sends nothing
-            own = sender.getsockname()[0]
-    except (OSError, IndexError):
-        return []
-    return [name for name, addresses in psutil.net_if_addrs().items() if own in [each.address for each in addresses]]

@@ -13,7 +13,8 @@ from torch import nn
 
 from tiered_zero.errors import BudgetError, ModelError
 from tiered_zero.hardware.agreement import agree
-from tiered_zero.hardware.collectives import Collectives, SingleRank, local_world_size
+from tiered_zero.hardware.collectives import Collectives, SingleRank
+from tiered_zero.hardware.launcher import local_world_size
 from tiered_zero.hardware.probe import available_host_nbytes
 from tiered_zero.hardware.staging import StagingPool
 from tiered_zero.layout.flat import ParamSpec, Unit
