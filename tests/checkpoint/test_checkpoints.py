@@ -17,7 +17,7 @@ import tiered_zero
 from tests.support.inspection import differences, everything, ledger, stepper
 from tests.support.models import ParityGPT, batch
 from tests.support.trainers import tiered
-from tiered_zero.checkpoint import capture, data_files, written_by
+from tiered_zero.checkpoint import capture, data_files
 from tiered_zero.checkpoint.directory import list_tags, read_manifest
 from tiered_zero.checkpoint.save_directory import SaveDirectory
 from tiered_zero.errors import CorruptionError, EngineFailedError, ModelError, StoreError, TransferError
@@ -583,7 +583,7 @@ def test_the_ledger_does_not_move(placement: tuple[str, str], swap_path: Path, t
 def test_the_log_says_what_differs(
     saved: dict[str, Any], swap_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    monkeypatch.setattr(written_by, "__version__", "9.9.9")
+    monkeypatch.setattr(capture, "__version__", "9.9.9")
     with make(swap_path) as engine, caplog.at_level(logging.WARNING):
         engine.load_checkpoint(tmp_path / "saved")
         assert "this run has 9.9.9" in caplog.text
