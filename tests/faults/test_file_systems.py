@@ -11,6 +11,7 @@ from torch import nn
 
 from tests.faults.conftest import EnterRow
 from tests.faults.test_rot import punch
+from tests.store.test_runs import dead_run
 from tests.support.faulty_runs import (
     POLICIES,
     build,
@@ -26,6 +27,7 @@ from tests.support.file_systems import KINDS, fill, mounted, shut_down
 from tests.support.inspection import free_nbytes, store_of
 from tests.support.trainers import adamw, tiered
 from tiered_zero.errors import StoreError
+from tiered_zero.store.runs import collect_garbage
 
 pytestmark = [pytest.mark.usefixtures("no_leaks")]
 
@@ -60,6 +62,22 @@ def test_every_file_system_trains(disk: Path, enter_row: EnterRow, request: pyte
         enter_row(f"the swap directory lies on {kind}", policy, came)
     if kind == "ramfs":
         assert "buffered" in came
+
+
+@on(*KINDS)
+def test_a_run_whose_owner_has_ended_is_removed_where_one_machine_alone_can_hold_it(
+    disk: Path, enter_row: EnterRow, request: pytest.FixtureRequest
+) -> None:
+    kind = request.node.callspec.params["disk"]
+    with build(disk, "barrier"):
+        (item,) = collect_garbage(disk, committed=True, unknown=True)
+        assert item.run.state == "alive" and not item.removed
+    dead_run(disk)
+    (item,) = collect_garbage(disk)
+    assert (item.run.state, item.removed) == (("unknown", False) if kind == "fuse" else ("dead", True))
+    assert kind != "fuse" or collect_garbage(disk, unknown=True)[0].removed
+    assert list(disk.iterdir()) == []
+    enter_row("the owner of a run has ended", kind, f"swap gc: {item.run.state}")
 
 
 def test_a_file_system_without_o_direct(swap_path: Path, enter_row: EnterRow, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tiered_zero.errors import ConfigError, StoreError
-from tiered_zero.store import swap_dir
+from tiered_zero.store import descriptors, swap_dir
 from tiered_zero.store.owner import OWNER_NAME, read_owner
 from tiered_zero.store.runs import list_runs
 from tiered_zero.store.swap_dir import SwapDir
@@ -190,3 +190,57 @@ def test_open_refuses_what_is_no_run(swap_path: Path) -> None:
     (directory.paths[0] / OWNER_NAME).write_text("{}")
     with pytest.raises(StoreError, match="not a swap directory"):
         SwapDir.open(directory.paths[0])
+
+
+def test_a_directory_is_removed_when_a_network_file_system_has_seen_its_files_closed(
+    swap_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """FUSE keeps an unlinked file under another name until it hears of the close."""
+    directory = SwapDir.create([swap_path])
+    real_rmdir, waits = os.rmdir, []
+    hidden = directory.paths[0] / ".fuse_hidden0000000100000001"
+
+    def rmdir(path: Path, *, dir_fd: int | None = None) -> None:
+        if not waits:
+            hidden.touch()
+        real_rmdir(path, dir_fd=dir_fd)
+
+    def sleep(_seconds: float) -> None:
+        waits.append(1)
+        if len(waits) == 3:
+            hidden.unlink()
+
+    monkeypatch.setattr(os, "rmdir", rmdir)
+    monkeypatch.setattr(descriptors.time, "sleep", sleep)
+    directory.remove()
+    assert len(waits) == 3 and not caplog.messages and list(swap_path.iterdir()) == []
+
+
+def test_a_directory_with_foreign_files_is_left_without_a_wait(
+    swap_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (swap_path / "mine").touch()
+    monkeypatch.setattr(descriptors.time, "sleep", lambda _: pytest.fail("waited"))
+    with pytest.raises(OSError, match="not empty"):
+        descriptors.remove_directory(swap_path)
+
+
+def test_files_made_after_their_directory_was_opened_are_removed(
+    swap_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on btrfs, a descriptor lists what was there when it was made."""
+    real_open, real_listdir = os.open, os.listdir
+    listed: dict[int, list[str]] = {}
+
+    def open_and_list(path: str, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+        fd = real_open(path, flags, mode, dir_fd=dir_fd)
+        if flags & os.O_DIRECTORY:
+            listed[fd] = real_listdir(fd)
+        return fd
+
+    monkeypatch.setattr(os, "open", open_and_list)
+    monkeypatch.setattr(os, "listdir", lambda path: listed[path] if isinstance(path, int) else real_listdir(path))
+    directory = SwapDir.create([swap_path])
+    (directory.paths[0] / "data.bin").touch()
+    directory.remove()
+    assert not caplog.messages and real_listdir(swap_path) == []

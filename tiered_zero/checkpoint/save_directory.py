@@ -21,6 +21,7 @@ from tiered_zero.sizes import format_nbytes
 from tiered_zero.store.descriptors import (
     disk_nbytes,
     error_text,
+    names_in,
     open_directory,
     open_file,
     opened_directory,
@@ -114,7 +115,7 @@ class SaveDirectory:
 
     def restore(self) -> None:
         """Finish what a dead writer left: a replaced tag gets its name back, temporary directories are removed."""
-        names = sorted(os.listdir(self.fd))
+        names = sorted(names_in(self.fd))
         for name in names:
             tag = hidden_tag(OLD, name)
             if tag is not None and tag not in names and self._is_own_directory(name):
@@ -123,7 +124,7 @@ class SaveDirectory:
                 logger.warning(
                     "%s: checkpoint %s was being replaced when its writer ended; it is back.", self.path, tag
                 )
-        tags = {name: hidden_tag(TEMPORARY, name) or hidden_tag(OLD, name) for name in sorted(os.listdir(self.fd))}
+        tags = {name: hidden_tag(TEMPORARY, name) or hidden_tag(OLD, name) for name in sorted(names_in(self.fd))}
         hidden = {name: tag for name, tag in tags.items() if tag}
         if hidden:
             os.fsync(self.fd)  # of a tag that was replaced the new one may not be durable

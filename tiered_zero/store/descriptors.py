@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -87,10 +88,16 @@ def read_file(name: str | Path, dir_fd: int | None, *, uid: int, most_nbytes: in
         os.close(fd)
 
 
+def names_in(dir_fd: int) -> list[str]:
+    """The names in the directory, which is opened anew: btrfs lists those that were there when it was opened."""
+    with opened_directory(".", dir_fd) as fd:
+        return os.listdir(fd)
+
+
 def remove_files(dir_fd: int, keep: str) -> None:
     """Unlink everything in the directory but `keep` and directories that are not empty. Raises OSError at the end."""
     failure: OSError | None = None
-    for name in os.listdir(dir_fd):
+    for name in names_in(dir_fd):
         if name != keep:
             try:
                 _remove(name, dir_fd)
@@ -114,6 +121,26 @@ def _remove(name: str, dir_fd: int) -> None:
         raise
 
 
+def remove_directory(path: str | Path, dir_fd: int | None = None) -> None:
+    """Remove an empty directory, never a link. Raises OSError.
+
+    FUSE and NFS say later that a file was closed: until then one that was unlinked before stays under a hidden name. So
+    this waits for such names to go, at most a second."""
+    for _ in range(100):
+        try:
+            return os.rmdir(path, dir_fd=dir_fd)
+        except OSError as error:
+            if error.errno != errno.ENOTEMPTY or not _has_hidden_files_alone(path, dir_fd):
+                raise
+        time.sleep(0.01)
+    os.rmdir(path, dir_fd=dir_fd)
+
+
+def _has_hidden_files_alone(path: str | Path, dir_fd: int | None) -> bool:
+    with opened_directory(path, dir_fd) as fd:
+        return all(name.startswith((".fuse_hidden", ".nfs")) for name in names_in(fd))
+
+
 def unlink_missing_ok(name: str, dir_fd: int) -> None:
     with suppress(FileNotFoundError):
         os.unlink(name, dir_fd=dir_fd)
@@ -122,7 +149,7 @@ def unlink_missing_ok(name: str, dir_fd: int) -> None:
 def disk_nbytes(dir_fd: int) -> int:
     """Disk blocks that the entries of the directory take."""
     total = 0
-    for name in os.listdir(dir_fd):
+    for name in names_in(dir_fd):
         with suppress(FileNotFoundError):
             total += os.stat(name, dir_fd=dir_fd, follow_symlinks=False).st_blocks * 512
     return total

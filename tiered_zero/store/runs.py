@@ -22,8 +22,10 @@ from tiered_zero.store.descriptors import (
     disk_nbytes,
     error_text,
     kind_text,
+    names_in,
     open_file,
     opened_directory,
+    remove_directory,
     remove_files,
     unlink_missing_ok,
 )
@@ -143,7 +145,7 @@ def _collect(run: RunInfo, dry_run: bool, committed: bool, unknown: bool) -> Col
         finally:
             if lock >= 0:
                 os.close(lock)  # NFS and FUSE keep an open file in its directory under another name
-        os.rmdir(name, dir_fd=parent_fd)
+        remove_directory(name, parent_fd)
     return Collected(run=run, removed=True, reason=run.reason)
 
 
@@ -181,7 +183,7 @@ def _refusal(run: RunInfo, committed: bool, unknown: bool) -> str | None:
 
 def _strange_names(dir_fd: int) -> list[str]:
     """Names that no run makes: a directory with one and without an owner file is not ours to remove."""
-    return sorted(name for name in os.listdir(dir_fd) if name not in _RUN_FILES and not name.startswith(_PROBE_PREFIX))
+    return sorted(name for name in names_in(dir_fd) if name not in _RUN_FILES and not name.startswith(_PROBE_PREFIX))
 
 
 def _inspect(path: Path, name: str, parent_fd: int, locked: bool | None = None) -> RunInfo:

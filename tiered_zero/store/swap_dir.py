@@ -23,7 +23,13 @@ from typing import final
 
 from tiered_zero.errors import StoreError
 from tiered_zero.io.preflight import preflight_directory
-from tiered_zero.store.descriptors import open_directory, open_file, remove_files, unlink_missing_ok
+from tiered_zero.store.descriptors import (
+    open_directory,
+    open_file,
+    remove_directory,
+    remove_files,
+    unlink_missing_ok,
+)
 from tiered_zero.store.durable import sync_directory
 from tiered_zero.store.owner import (
     OWNER_NAME,
@@ -297,7 +303,7 @@ def _delete(hold: _Hold) -> None:
         unlink_missing_ok(OWNER_NAME, hold.directory)
     hold.close()
     with suppress(FileNotFoundError):
-        os.rmdir(hold.path)  # never of a link, and never of what is not empty
+        remove_directory(hold.path)
 
 
 _live: weakref.WeakSet[SwapDir] = weakref.WeakSet()
