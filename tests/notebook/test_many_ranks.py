@@ -26,13 +26,14 @@ FP16_HALF = 2.0**-11
 
 
 def write_configs(folder: Path) -> Iterator[str]:
-    """The notebook's files of stage 1 and of stage 3 with offload, and the first one at stage 2 and with offload."""
+    """The notebook's files of stage 1 and of stage 3 with offload, and the first one at stages 2 and 3 and with offload."""
     first = json.loads((CONFIGS / "notebook_zero1.json").read_text())
     yield str(CONFIGS / "notebook_zero1.json")
     yield str(CONFIGS / "notebook_offload.json")
     for name, section in {
         "zero1_offload": {"stage": 1, "offload_optimizer": {"device": "cpu"}},
         "zero2": {"stage": 2},
+        "zero3": {"stage": 3},
         "zero2_offload": {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True}},
     }.items():
         config = copy.deepcopy(first)
