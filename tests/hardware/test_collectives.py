@@ -11,7 +11,7 @@ import torch.distributed as dist
 from tiered_zero.errors import ModelError
 from tiered_zero.hardware import launcher
 from tiered_zero.hardware.agreement import agree
-from tiered_zero.hardware.collectives import SingleRank
+from tiered_zero.hardware.collectives import SingleRank, ensure_many
 
 
 @pytest.fixture(autouse=True)
@@ -77,6 +77,23 @@ def test_more_ranks_are_refused(monkeypatch):
     for required in (None, False, True):
         with pytest.raises(ModelError, match=r"one rank; the launcher's WORLD_SIZE has 2"):
             SingleRank().ensure_process_group(required)
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("world_size", "rank", "text"),
+    [
+        ("two", "0", "WORLD_SIZE was expected as a number of ranks, from 1; found 'two'"),
+        ("0", "0", "WORLD_SIZE was expected as a number of ranks, from 1; found '0'"),
+        ("2", "2", "RANK was expected from 0 to 1, as WORLD_SIZE is 2; found '2'"),
+        ("2", "-1", "RANK was expected from 0 to 1, as WORLD_SIZE is 2; found '-1'"),
+    ],
+)
+def test_a_wrong_environment_is_refused(monkeypatch, world_size, rank, text):
+    for key, value in (("WORLD_SIZE", world_size), ("RANK", rank), ("MASTER_ADDR", "::1"), ("MASTER_PORT", "1")):
+        monkeypatch.setenv(key, value)
+    with pytest.raises(ModelError, match=text):
+        ensure_many(1.0)
     assert not dist.is_initialized()
 
 

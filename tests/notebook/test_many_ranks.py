@@ -26,7 +26,7 @@ FP16_HALF = 2.0**-11
 
 
 def write_configs(folder: Path) -> Iterator[str]:
-    """The notebook's files of stage 1 and of stage 3 with offload, and the first one at stages 2 and 3 and with offload."""
+    """The notebook's files of stage 1 and of stage 3 with offload, and the first with other stages and offload."""
     first = json.loads((CONFIGS / "notebook_zero1.json").read_text())
     yield str(CONFIGS / "notebook_zero1.json")
     yield str(CONFIGS / "notebook_offload.json")

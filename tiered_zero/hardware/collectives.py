@@ -20,7 +20,7 @@ from tiered_zero.hardware.launcher import (
     get_rank,
     get_world_size,
     is_initialized,
-    launched_number,
+    launched_world_size,
     network_interface,
     rank_here,
     world_size_here,
@@ -136,13 +136,21 @@ def ensure_many(timeout_s: float, dist_init_required: bool | None = None) -> Non
             f"The launcher's WORLD_SIZE has {os.environ.get('WORLD_SIZE')} ranks, {found}. Start the script with "
             "torchrun --nproc-per-node N, or call torch.distributed.init_process_group() before initialize()."
         )
+    rank, world_size = os.environ["RANK"], world_size_here()
+    if not rank.isdecimal() or int(rank) >= world_size:
+        raise ModelError(
+            f"The environment variable RANK was expected from 0 to {world_size - 1}, as WORLD_SIZE is {world_size}; "
+            f"found {rank!r}. torchrun sets both."
+        )
     try:
         with network_interface():
             dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
     except (RuntimeError, ValueError, OSError) as error:
         raise RankError(
-            f"rank {os.environ['RANK']}: the process group of {os.environ['WORLD_SIZE']} ranks cannot be made at "
-            f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: {error}."
+            f"rank {rank}: the process group of {world_size} ranks cannot be made at {os.environ['MASTER_ADDR']}:"
+            f"{os.environ['MASTER_PORT']} (MASTER_ADDR, MASTER_PORT): {str(error).rstrip('.')}. Each rank needs a "
+            "process of its own, started at about the same time, and a free port of rank 0's host that all of them "
+            "reach."
         ) from error
 
 
@@ -164,7 +172,7 @@ class SingleRank:
         It opens no connection: an in-memory store, the loopback interface. `dist_init_required=False` creates none; a
         group that exists is respected. Raises ModelError where more than one rank runs.
         """
-        self._check_world_size("the launcher's WORLD_SIZE", launched_number("WORLD_SIZE", 1))
+        self._check_world_size("the launcher's WORLD_SIZE", launched_world_size())
         if not dist.is_available():
             return
         if dist.is_initialized():

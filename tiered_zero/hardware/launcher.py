@@ -10,6 +10,8 @@ from contextlib import contextmanager
 import psutil
 import torch.distributed as dist
 
+from tiered_zero.errors import ModelError
+
 _INTERFACE_KEY = "GLOO_SOCKET_IFNAME"
 
 
@@ -40,9 +42,20 @@ def launched_number(variable: str, default: int) -> int:
     return int(text) if text.isdigit() else default
 
 
+def launched_world_size() -> int:
+    """The launcher's WORLD_SIZE, else 1. Raises ModelError for what is no number of ranks."""
+    launched = os.environ.get("WORLD_SIZE", "") or "1"
+    if not launched.isdecimal() or int(launched) < 1:
+        raise ModelError(
+            f"The environment variable WORLD_SIZE was expected as a number of ranks, from 1; found {launched!r}. Start "
+            "the script with torchrun --nproc-per-node N, or unset the variable for one rank."
+        )
+    return int(launched)
+
+
 def world_size_here() -> int:
     """The ranks that a run in this process has: torch.distributed's, else the launcher's WORLD_SIZE, else 1."""
-    return get_world_size() if is_initialized() else launched_number("WORLD_SIZE", 1)
+    return get_world_size() if is_initialized() else launched_world_size()
 
 
 def rank_here() -> int:
