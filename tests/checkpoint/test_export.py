@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support.tags import fields
+from tests.support.tags import fields, written_by
 from tests.support.trainers import same_bits
 from tiered_zero.checkpoint import export as export_module
 from tiered_zero.checkpoint.export import export_weights
@@ -23,7 +24,9 @@ def write_tag(directory: Path, tensors: dict[str, torch.Tensor], step: int = 3) 
         for key, tensor in tensors.items():
             order = sorted(range(tensor.dim()), key=lambda dim, own=tensor: -own.stride(dim))  # type: ignore[misc]
             tag.writer.write(key, tensor, None if tensor.is_contiguous() else order)
-        tag.publish(fields(step))
+        tag.publish(
+            fields(step, written_by=written_by(tiered_zero="1.0", rule="AdamW", kernel="avx2", created_s=time.time()))
+        )
         return tag.path
 
 
