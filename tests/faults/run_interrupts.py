@@ -157,6 +157,8 @@ def _cannot_be_interrupted(frame: FrameType) -> bool:
     """CPython looks for signals as a call begins or ends and as a loop goes round: not between the end of a `with`
     block and the call of `__exit__`, nor while a finished call returns."""
     following = _instructions(frame.f_code).get(frame.f_lasti, [])
+    if following[:1] and following[0][0] == "SWAP":  # a `return` within the block: its value goes below __exit__
+        following = following[1:]
     return following[:3] == [("LOAD_CONST", None)] * 3 or following[:1] == [("RETURN_VALUE", None)]
 
 
