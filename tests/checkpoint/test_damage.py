@@ -168,4 +168,4 @@ def test_bytes_that_change_while_they_are_written_are_noticed_when_read(tmp_path
         writer.writer._parts["x"].append(manifest.Part(0, MIB, 0, 0))
         writer.publish(fields(1))
     assert len(verify(tmp_path / "a")) == 1
-    assert NUM_BUFFERS * BUFFER_NBYTES == 16 * MIB
+    assert NUM_BUFFERS * BUFFER_NBYTES == 24 * MIB

@@ -9,7 +9,7 @@ import pytest
 
 from tiered_zero.checkpoint import data_files
 from tiered_zero.checkpoint.data_files import BUFFER_NBYTES, NUM_BUFFERS, DataWriter
-from tiered_zero.checkpoint.data_reader import DataReader, Run, Wanted
+from tiered_zero.checkpoint.data_reader import DataReader, Run
 from tiered_zero.errors import CorruptionError
 from tiered_zero.io.engine import IOEngine
 from tiered_zero.io.select import select_engine
@@ -46,7 +46,7 @@ def written(swap_path: Path, engine: IOEngine, monkeypatch: pytest.MonkeyPatch):
 def read(reader: DataReader, contents: list[bytes], *ranges: Run) -> None:
     windows = reader.windows_of(ranges)
     found = list(windows)
-    for (window, memory), expected in zip(reader.read(map(Wanted, windows)), found, strict=True):
+    for (window, memory), expected in zip(reader.read(windows), found, strict=True):
         assert window == expected
         assert memory == contents[window.file][window.start : window.stop]
 
@@ -108,28 +108,20 @@ def test_damage_that_was_read_ahead_is_an_error_of_the_call_that_wants_it(writte
     read(reader, contents, Run(1, 0, SIZES[1]))
 
 
-def whole_pages(nbytes: int) -> memoryview:
-    return memoryview(map_memory(nbytes))
-
-
-def test_windows_go_to_buffers_and_to_memory_of_the_caller_in_any_mixture(written):
+def test_windows_come_in_their_order_whatever_pauses_and_repeats_there_are(written):
     reader, contents = written
     random = Random(1)
     windows = reader.windows_of(Run(file, 0, size) for file, size in enumerate(SIZES))
     for _ in range(20):
-        into = {window: whole_pages(window.stop - window.start) for window in windows if random.random() < 0.6}
-        wanted = [Wanted(window, into.get(window)) for window in windows]
-        pauses = sorted(random.sample(range(len(windows)), 2), reverse=True)
-        for pause in pauses:
+        wanted = [window for window in windows for _ in range(random.choice((1, 1, 2)))]  # of neighbouring groups
+        expected = [*wanted]
+        for pause in sorted(random.sample(range(len(wanted)), 2), reverse=True):
             wanted.insert(pause, None)
         found = []
         for window, memory in reader.read(wanted):
             found.append(window)
             assert memory == contents[window.file][window.start : window.stop]
-            if window in into and memory is into[window]:
-                assert window not in found[:-1]
-                memory[:] = bytes(len(memory))  # the caller's again: no later read of the window may give it
-        assert found == windows
+        assert found == expected
 
 
 def test_windows_are_asked_for_ahead_of_a_pause_and_not_across_it(written):
@@ -142,7 +134,7 @@ def test_windows_are_asked_for_ahead_of_a_pause_and_not_across_it(written):
             if window is windows[3]:
                 yield None
                 assert taken == windows[:3], "all before the pause were yielded, and are done with"
-            yield Wanted(window, whole_pages(window.stop - window.start))
+            yield window
 
     for window, _ in reader.read(wanted()):
         taken.append(window)
@@ -161,7 +153,7 @@ class HeldTransfer:
         self._finished.append(self._number)
 
 
-def test_a_reader_that_is_left_writes_to_no_memory_of_the_caller_any_more(written, monkeypatch):
+def test_a_reader_that_is_left_has_no_read_under_way_any_more(written, monkeypatch):
     reader, _ = written
     real, finished, begun = reader._engine, [], []
 
@@ -174,8 +166,7 @@ def test_a_reader_that_is_left_writes_to_no_memory_of_the_caller_any_more(writte
 
     monkeypatch.setattr(reader, "_engine", Engine())
     windows = reader.windows_of([Run(0, 0, SIZES[0])])
-    wanted = [Wanted(window, whole_pages(window.stop - window.start)) for window in windows]
-    with closing(reader.read(wanted)) as found:
+    with closing(reader.read(windows)) as found:
         next(found)
         assert len(begun) == len(windows) <= NUM_BUFFERS
     assert len(finished) == len(windows)

@@ -14,8 +14,6 @@ from torch import nn
 import tiered_zero
 from tests.support.models import ParityGPT, batch, rows
 from tests.support.trainers import tiered
-from tiered_zero.checkpoint.data_files import BUFFER_NBYTES
-from tiered_zero.checkpoint.data_reader import DataReader
 from tiered_zero.checkpoint.storage import FileReader, torch_dtype
 from tiered_zero.errors import ConfigError
 
@@ -330,40 +328,3 @@ def test_ties_between_two_parameters_stay(
             found = engine.peek(name)
             assert found is not None
             assert torch.equal(found, value), name
-
-
-def test_bytes_that_lie_in_memory_as_in_the_files_are_read_there(
-    swap_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And nowhere else: whole windows of sub-groups are not copied, and several sub-groups are on their way."""
-    straight: dict[str, list[bool]] = {}
-    read = DataReader.read
-
-    for placement in (("cpu", "cpu"), ("nvme", "nvme")):
-        windows = straight.setdefault("-".join(placement), [])
-
-        def counting(self: DataReader, wanted: Any, windows: list[bool] = windows) -> Any:
-            def counted() -> Any:
-                for one in wanted:
-                    if one is not None:
-                        nbytes = one.run.stop - one.run.start
-                        windows.extend([one.into is not None] * -(-nbytes // BUFFER_NBYTES))
-                    yield one
-
-            return read(self, counted())
-
-        torch.manual_seed(0)
-        model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(3)))
-        with tiered(model, swap_path, placement, zero={"sub_group_size": 1 << 19}) as engine:
-            engine.backward(engine(torch.ones(1, 1024)).square().mean())
-            engine.step()
-            engine.save_checkpoint(tmp_path, "-".join(placement))
-            saved = values(engine)
-            engine.backward(engine(torch.ones(1, 1024)).square().mean())
-            engine.step()
-            with monkeypatch.context() as patched:
-                patched.setattr(DataReader, "read", counting)
-                engine.load_checkpoint(tmp_path, "-".join(placement))
-            assert_same(saved, values(engine))
-    nbytes = 12 * 3 * 1024**2
-    assert straight == {name: [True] * (nbytes // BUFFER_NBYTES) for name in straight}

@@ -285,8 +285,8 @@ def test_memory_that_is_no_whole_page_is_refused(swap_path: Path) -> None:
 
 
 def test_the_writer_keeps_within_its_buffers(swap_path: Path) -> None:
-    """32 MiB through 16 MiB of staging: the memory is reused, and bytes on their way stay as they are."""
-    tensors = {f"t{index}": torch.full((1_000_003,), float(index)) for index in range(8)}
+    """48 MiB through 24 MiB of staging: the memory is reused, and bytes on their way stay as they are."""
+    tensors = {f"t{index}": torch.full((1_000_003,), float(index)) for index in range(12)}
     writer = FileWriter(swap_path)
     for key, tensor in tensors.items():
         writer.write(key, tensor)

@@ -1,7 +1,7 @@
 """Saves and loads stream: what they take besides the run's own memory is fixed, whatever the run holds.
 
-save   2 scratch buffers of 4 MiB; none of them grows with the state
-load   4 buffers of 4 MiB for the files, and for remainders one sub-group's masters in fp32
+save   8 scratch buffers of 1 MiB; none of them grows with the state
+load   12 buffers of 2 MiB for the files, and for remainders one sub-group's masters in fp32
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ NUM_LAYERS = 6
 STATE_NBYTES = 12 * NUM_LAYERS * WIDTH**2
 """72 MiB of masters and moments."""
 
-MOST_NBYTES = 36 * MIB
-"""The buffers above, 4 MiB of masters, and 12 for threads and torch's own: half of the state."""
+MOST_NBYTES = 40 * MIB
+"""A load's buffers, 4 MiB of masters, and 12 for threads and torch's own: little more than half of the state."""
 
 
 def resident(field: str) -> int:

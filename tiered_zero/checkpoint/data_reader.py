@@ -1,7 +1,8 @@
 """Data files of a tag, read back verified.
 
-By windows of whole chunks, each to where its bytes go, or to one of a few buffers; one thread compares checksums while
-the caller copies from buffers what was compared, and the next are read.
+By windows of whole chunks, each to one of a few buffers; one thread compares checksums while the caller copies from
+buffers what was compared, and the next are read. To read to where the bytes go in the end would save that copy, but
+takes 0.72 s for 1.6 GB, where buffers, which stay in the processor's cache, take 0.59 (fio, with 16 MiB of them: 0.52).
 """
 
 from __future__ import annotations
@@ -22,10 +23,6 @@ from tiered_zero.store.checksums import digest
 from tiered_zero.store.transfers import Worker
 from tiered_zero.transfer import Completion, Transfer
 
-_MOST_AHEAD = 32
-"""Windows that are asked for ahead of the one that is yielded, where they need no buffer. They come back in order: with
-8 of them, as many as there are buffers, workers are idle behind a late one."""
-
 
 class Run(NamedTuple):
     """Bytes `[start, stop)` of the file number `file`."""
@@ -35,17 +32,9 @@ class Run(NamedTuple):
     stop: int
 
 
-class Wanted(NamedTuple):
-    """A window to read. `into`: memory in whole pages that takes its bytes, and stays the reader's until it is yielded,
-    in place of a buffer; the window may then be several that follow each other."""
-
-    run: Run
-    into: memoryview | None = None
-
-
 @final
 class DataReader:
-    """Reads data files by windows, each to a buffer or to memory of the caller, verified. One thread drives it.
+    """Reads data files by windows, each to a buffer, verified. One thread drives it.
 
     The files were checked against the manifest before."""
 
@@ -66,13 +55,13 @@ class DataReader:
                 found[self._window(file, at)] = None
         return list(found)
 
-    def read(self, wanted: Iterable[Wanted | None]) -> Generator[tuple[Run, memoryview], None, None]:
-        """The bytes of each window that is wanted, in order; those in a buffer until the next one is asked for.
+    def read(self, wanted: Iterable[Run | None]) -> Generator[tuple[Run, memoryview], None, None]:
+        """The bytes of each window that is wanted, in order, until the next one is asked for.
 
         Windows are taken from `wanted`, and asked for, ahead of those that are yielded. None: what follows is not known
         until all that was wanted so far has been yielded. There, and at the end, what follows in the files is read
         ahead, where the windows before it went on from those of the time before. Raises CorruptionError for a checksum
-        that does not match, and TransferError. When it ends, or is closed, nothing writes to memory of the caller.
+        that does not match, and TransferError.
         """
         with closing(self._read(iter(wanted))) as windows:
             for window, memory, problems in windows:
@@ -87,23 +76,22 @@ class DataReader:
         found: list[str] = []
         for index, file in enumerate(self._manifest_files):
             try:
-                wanted = (Wanted(window) for window in self.windows_of([Run(index, 0, file.nbytes)]))
-                for _, _, problems in self._read(wanted):
+                for _, _, problems in self._read(iter(self.windows_of([Run(index, 0, file.nbytes)]))):
                     found += problems
             except OSError as error:
                 found.append(str(error))
         return found
 
-    def _read(self, wanted: Iterator[Wanted | None]) -> Generator[tuple[Run, memoryview, list[str]], None, None]:
+    def _read(self, wanted: Iterator[Run | None]) -> Generator[tuple[Run, memoryview, list[str]], None, None]:
         """Each window with its bytes, and what is wrong with them."""
         if self._worker is None:
             self._free, self._worker = staging_buffers(), Worker("tiered-zero-checkpoint-verify")
         ahead: deque[Run] = deque()
-        following: Wanted | None = None
+        following: Run | None = None
         is_paused = has_ended = goes_on = False
         try:
             while not has_ended or ahead:
-                while not is_paused and len(ahead) < _MOST_AHEAD:
+                while not is_paused and len(ahead) < NUM_BUFFERS:
                     if following is None:
                         try:
                             following = next(wanted)
@@ -113,8 +101,8 @@ class DataReader:
                     elif self._request(following, ahead):
                         if not ahead:  # the first after a pause
                             last = self._last
-                            goes_on = last is not None and following.run in (last, self._following(last))
-                        ahead.append(following.run)
+                            goes_on = last is not None and following in (last, self._following(last))
+                        ahead.append(following)
                         following = None
                     else:
                         break
@@ -125,49 +113,36 @@ class DataReader:
                     verified.compared.wait()
                     self._last = ahead[0]
                     yield ahead[0], verified.memory, verified.problems
-                    self._release(ahead.popleft(), ahead)
+                    ahead.popleft()
                 elif not has_ended:
                     is_paused = False
         finally:
-            while ahead:
-                _wait_quietly(self._windows[ahead[0]].compared)
-                self._release(ahead.popleft(), ahead)
+            for window in ahead:
+                _wait_quietly(self._windows[window].compared)
 
     def _read_ahead(self, ahead: Sequence[Run]) -> None:
         """Read what follows `ahead`, which has windows, to the buffers that are left."""
         kept = [*ahead]
-        while len(kept) < NUM_BUFFERS and (window := self._following(kept[-1])) and self._request(Wanted(window), kept):
+        while len(kept) < NUM_BUFFERS and (window := self._following(kept[-1])) and self._request(window, kept):
             kept.append(window)
 
-    def _request(self, wanted: Wanted, kept: Sequence[Run]) -> bool:
+    def _request(self, window: Run, kept: Sequence[Run]) -> bool:
         """Begin to read a window; False where all buffers are taken by windows that are `kept`."""
-        window, into = wanted
         if window in self._windows:
             return True
-        buffer: memoryview | None = None
-        if into is None:
-            if not self._free:
-                unused = (run for run, held in self._windows.items() if held.buffer is not None and run not in kept)
-                if (oldest := next(unused, None)) is None:
-                    return False
-                _wait_quietly(self._windows[oldest].compared)
-                evicted = self._windows.pop(oldest).buffer
-                assert evicted is not None, "it has one"
-                self._free.append(evicted)
-            buffer = self._free[-1]
-            into = buffer[: window.stop - window.start]
-        transfer = self._engine.read(self._file(window.file), window.start, into)
-        verified = self._windows[window] = _Verified(run=window, buffer=buffer, memory=into, transfer=transfer)
-        if buffer is not None:
-            self._free.pop()
+        if not self._free:
+            if (oldest := next((run for run in self._windows if run not in kept), None)) is None:
+                return False
+            _wait_quietly(self._windows[oldest].compared)
+            self._free.append(self._windows.pop(oldest).buffer)
+        buffer = self._free[-1]
+        memory = buffer[: window.stop - window.start]
+        transfer = self._engine.read(self._file(window.file), window.start, memory)
+        verified = self._windows[window] = _Verified(run=window, buffer=buffer, memory=memory, transfer=transfer)
+        self._free.pop()
         assert self._worker is not None, "made by the first read"
         self._worker.submit(partial(verified.compare, self._directory, self._manifest_files[window.file]))
         return True
-
-    def _release(self, window: Run, ahead: Sequence[Run]) -> None:
-        """Forget a window in the caller's memory, which may change now, unless it is wanted again at once."""
-        if self._windows[window].buffer is None and window not in ahead:
-            del self._windows[window]
 
     def _window(self, file: int, at: int) -> Run:
         return Run(file, at, min(at + BUFFER_NBYTES, self._manifest_files[file].nbytes))
@@ -199,11 +174,11 @@ class DataReader:
 @final
 @dataclass(eq=False, kw_only=True)
 class _Verified:
-    """A run that is being read and compared. `memory`: the part of `buffer` that it takes, or the caller's. `problems`:
-    chunks that are not as written, once `compared` is done."""
+    """A run that is being read and compared. `memory`: the part of `buffer` that it takes. `problems`: chunks that are
+    not as written, once `compared` is done."""
 
     run: Run
-    buffer: memoryview | None
+    buffer: memoryview
     memory: memoryview
     transfer: Transfer
     compared: Completion = field(default_factory=Completion)

@@ -1,8 +1,7 @@
 """Distributed Checkpoint's StorageReader over page-aligned data files.
 
 Items are read in the order of the files, within what the planner calls a group (`groups`) if it has any: whole chunks,
-verified, in large sequential reads, straight to where they go if they may and can. Of each other buffer what belongs to
-an item is copied to where the item goes.
+in large sequential reads to buffers, are verified, and what belongs to an item is copied to where the item goes.
 """
 
 from __future__ import annotations
@@ -13,26 +12,22 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import final
+from typing import NamedTuple, final
 
 import torch
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
 from tiered_zero.checkpoint.boxes import Box, boxes, flat_start, permuted
-from tiered_zero.checkpoint.data_reader import DataReader, Run, Wanted
+from tiered_zero.checkpoint.data_files import BLOCKS
+from tiered_zero.checkpoint.data_reader import DataReader, Run
 from tiered_zero.checkpoint.directory import read_manifest
 from tiered_zero.checkpoint.manifest import Part
-from tiered_zero.checkpoint.tag_reader import GroupPlanner, TagReader, item_groups
+from tiered_zero.checkpoint.tag_reader import TagReader, item_groups
 from tiered_zero.checkpoint.tensors import copy_values, torch_dtype
 from tiered_zero.errors import StoreError
-from tiered_zero.io.disk_file import memory_address
 from tiered_zero.io.engine import IOEngine
 from tiered_zero.io.select import select_reader
-from tiered_zero.sizes import MIB, PAGE_NBYTES
-
-_MOST_JOINED_NBYTES = 6 * MIB
-"""A run that goes to one memory ends once it has so many: 8 MiB are one request, with one turn of this thread."""
 
 
 @final
@@ -88,8 +83,7 @@ class FileReader(TagReader[Part]):
             self._engine = None
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read the items of a plan, group by group, each in the order of the files. Where memory of a GroupPlanner lies
-        as the file does, the bytes go there at once, and are verified there.
+        """Read the items of a plan, group by group, each in the order of the files.
 
         Raises CorruptionError, TransferError and StoreError.
         """
@@ -128,12 +122,12 @@ class FileReader(TagReader[Part]):
         to be committed before the next is asked for."""
         reads: deque[_GroupRead] = deque()
 
-        def wanted() -> Iterator[Wanted | None]:
+        def wanted() -> Iterator[Run | None]:
             for items in groups:
                 group = _GroupRead([self._place(item) for item in items], planner)
-                for one in group.wanted(self._data_reader().windows_of(group.runs) if group.runs else []):
+                for window in self._data_reader().windows_of(group.runs) if group.runs else ():
                     reads.append(group)
-                    yield one
+                    yield window
                 if not items:
                     yield None
 
@@ -147,67 +141,19 @@ class FileReader(TagReader[Part]):
     def _data_reader(self) -> DataReader:
         if self._reader is None:
             if self._engine is None:
-                self._engine = select_reader(*(self._directory / file.name for file in self.manifest.files)).engine
+                self._engine = select_reader(
+                    *(self._directory / file.name for file in self.manifest.files), settings=BLOCKS
+                ).engine
             self._reader = DataReader(self._directory, self.manifest.files, self._engine)
         return self._reader
 
 
-@final
-class _Filling:
-    """An item that is being read. `target`: the tensor that takes it, in memory order; `address`: where its first byte
-    goes; None where the target is not as the file is, byte for byte."""
+class _Filling(NamedTuple):
+    """An item that is being read. `target`: `tensor` in memory order."""
 
-    def __init__(self, placed: _Placed, tensor: torch.Tensor) -> None:
-        self.placed, self.tensor = placed, tensor
-        self.target = _memory_of(placed, tensor)
-        run, target = placed.run, self.target
-        is_plain = target.is_cpu and target.dtype == placed.dtype and target.is_contiguous()
-        self.address = target.data_ptr() if is_plain and target.nbytes == run.stop - run.start else None
-
-    def address_of(self, offset: int) -> int | None:
-        """Where byte `offset` of the file goes, or would go if it belonged to the item."""
-        return None if self.address is None else self.address + offset - self.placed.run.start
-
-
-@dataclass(kw_only=True)
-class _Span:
-    """Bytes of a file that go to memory as they are: to `storage`, from its byte `start` on."""
-
-    run: Run
-    storage: torch.UntypedStorage
-    start: int
-
-    def holds(self, run: Run) -> bool:
-        """Whether all bytes of `run` go to memory in whole pages."""
-        within = run.file == self.run.file and self.run.start <= run.start and run.stop <= self.run.stop
-        return within and (self.storage.data_ptr() + self._start_of(run)) % PAGE_NBYTES == 0
-
-    def memory_of(self, run: Run) -> memoryview:
-        """The memory of a run that it holds."""
-        nbytes = run.stop - run.start
-        raw = torch.empty(0, dtype=torch.uint8).set_(self.storage, self._start_of(run), (nbytes,), (1,))
-        memory: memoryview = raw.numpy().data
-        return memory
-
-    def _start_of(self, run: Run) -> int:
-        return self.start + run.start - self.run.start
-
-
-def _spans(fillings: Iterable[_Filling]) -> deque[_Span]:
-    """Join items that follow each other in a file and in memory."""
-    found: deque[_Span] = deque()
-    for filling in fillings:
-        if filling.address is None:
-            continue
-        run, storage = filling.placed.run, filling.target.untyped_storage()
-        start = filling.address - storage.data_ptr()
-        last = found[-1] if found else None
-        goes_on = last is not None and last.run[::2] == run[:2] and last.storage.data_ptr() == storage.data_ptr()
-        if last is not None and goes_on and last.start + run.start - last.run.start == start:
-            last.run = last.run._replace(stop=run.stop)
-        else:
-            found.append(_Span(run=run, storage=storage, start=start))
-    return found
+    placed: _Placed
+    tensor: torch.Tensor
+    target: torch.Tensor
 
 
 @final
@@ -215,43 +161,25 @@ class _GroupRead:
     """Items of one group, while their windows come in the order of the files."""
 
     def __init__(self, items: Sequence[_Placed], planner: LoadPlanner) -> None:
-        """Commit the items without elements. `planner`: a GroupPlanner has memory that may hold what is not verified
-        yet."""
+        """Commit the items without elements."""
         self._planner = planner
         self._active: list[_Filling] = []
         self._waiting: deque[_Filling] = deque()
         for placed in sorted(items, key=lambda item: item.run):
             tensor = planner.resolve_tensor(placed.item)
             if placed.window.numel:
-                self._waiting.append(_Filling(placed, tensor))
+                self._waiting.append(_Filling(placed, tensor, _memory_of(placed, tensor)))
             else:
                 planner.commit_tensor(placed.item, tensor)
         self.runs = [filling.placed.run for filling in self._waiting]
-        self._spans = _spans(self._waiting) if isinstance(planner, GroupPlanner) else deque[_Span]()
-
-    def wanted(self, windows: Sequence[Run]) -> Iterator[Wanted]:
-        """The windows, each with the memory where all its bytes go if there is such memory; neighbours that go to one
-        memory as one."""
-        at = 0
-        while at < len(windows):
-            run, at = windows[at], at + 1
-            while self._spans and (self._spans[0].run.file, self._spans[0].run.stop) <= (run.file, run.start):
-                self._spans.popleft()
-            span = self._spans[0] if self._spans and self._spans[0].holds(run) else None
-            while span is not None and at < len(windows) and span.holds(joined := run._replace(stop=windows[at].stop)):
-                if windows[at].start != run.stop or run.stop - run.start >= _MOST_JOINED_NBYTES:
-                    break
-                run, at = joined, at + 1
-            yield Wanted(run, None if span is None else span.memory_of(run))
 
     def take(self, run: Run, memory: memoryview) -> None:
-        """Copy to the items what belongs to them and is not there, and commit those that end in the window."""
+        """Copy to the items what belongs to them, and commit those that end in the window."""
         while self._waiting and self._waiting[0].placed.run < Run(run.file, run.stop, 0):
             self._active.append(self._waiting.popleft())
-        address, unfinished = memory_address(memory), []
+        unfinished = []
         for filling in self._active:
-            if filling.address_of(run.start) != address:
-                _copy_from_file(filling.placed, filling.target, run, memory)
+            _copy_from_file(filling.placed, filling.target, run, memory)
             if filling.placed.run.stop <= run.stop:
                 self._planner.commit_tensor(filling.placed.item, filling.tensor)
             else:

@@ -75,7 +75,7 @@ def find_checkpoint(directory: str | os.PathLike[str], tag: str | None = None) -
         if tag is None and (other := _any_pointer(path)) is not None:
             return other
         raise
-    found = _follow(info.path)
+    found = FoundCheckpoint(path=info.path) if info.kind == "full" else _follow(info.path)
     return FoundCheckpoint(path=found.path, swap=found.swap, lines=(*skipped, *found.lines))
 
 

@@ -1,7 +1,7 @@
 """What a run holds, on its way to a tag: sub-group by sub-group, reads of the next under writes of the last.
 
 Bytes that rest in host memory in the portable form are written from where they are. All others (joined masters, what
-rests on the device, buffers) pass through two scratch buffers of a fixed size; state on nvme through its own staging
+rests on the device, buffers) pass through a few scratch buffers of a fixed size; state on nvme through its own staging
 buffers.
 """
 
@@ -31,8 +31,8 @@ Ranges = Sequence[tuple[Range, int]]
 Append = Callable[[memoryview, Ranges], Transfer]
 """Writes an extent: whole pages of memory, which are the writer's until the transfer is done."""
 
-SCRATCH_NBYTES = 4 * MIB
-NUM_SCRATCH = 2
+SCRATCH_NBYTES = MIB
+NUM_SCRATCH = 8
 _MOST_WRITES = 32
 """That are in flight at once. Sub-groups in host memory need no buffer, which would bound them."""
 

@@ -102,13 +102,15 @@ def select_engine(
     raise ConfigError(f"no I/O engine works in {', '.join(paths)}: {tried}")
 
 
-def select_reader(*paths: str | os.PathLike[str], io_timeout_s: float = 60.0) -> Selection:
+def select_reader(
+    *paths: str | os.PathLike[str], settings: IOSettings | None = None, io_timeout_s: float = 60.0
+) -> Selection:
     """The best engine that reads the first page of every one of these files; nothing is written.
 
     Raises TransferError where none does: the error of buffered reads, which says most of the file.
     """
     failure, reasons = TransferError("there is no I/O engine here"), list[str]()
-    for name, engine, direct, alignment in _engines([*ENGINES], IOSettings(), io_timeout_s, reasons):
+    for name, engine, direct, alignment in _engines([*ENGINES], settings or IOSettings(), io_timeout_s, reasons):
         try:
             for path in paths:
                 _try_to_read(engine, os.fspath(path))
