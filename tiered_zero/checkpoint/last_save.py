@@ -90,7 +90,8 @@ class QueuedSave:
         except BaseException as error:
             if not self.tag.is_published:
                 logger.warning(
-                    "checkpoint %s was not written: %s came in its middle. Earlier checkpoints are as they were.",
+                    "checkpoint %s was not written: %s came in its middle. A load finds the last complete one, or a "
+                    "commit in place that was decided before that.",
                     self.tag.tag,
                     type(error).__name__,
                 )
