@@ -9,6 +9,7 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from tiered_zero.cli.explain import explain
+from tiered_zero.cli.main import main
 from tiered_zero.config import Config, load
 from tiered_zero.config.deepspeed_keys import Fate, table
 
@@ -154,6 +155,6 @@ class TestCommand:
     def test_errors(self, tmp_path: Path) -> None:
         path = tmp_path / "c.json"
         path.write_text('{"train_batch_size": 0}')
-        result = CliRunner().invoke(explain, [str(path)])
+        result = CliRunner().invoke(main, ["explain", str(path)])
         assert result.exit_code == 1
         assert "Error: train_batch_size: expected at least 1; found 0." in result.output

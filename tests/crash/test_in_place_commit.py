@@ -209,11 +209,11 @@ def check_every_crash(saves: Saves, root: Path, settings: dict[str, Any], resume
                 assert not returned
                 continue
             with state:
-                assert state.step in allowed, f"{where}: step {state.step}, expected one of {allowed}"
-                assert digest(state) == saves.digests[state.step - 1], where
-            check_tags(root, swap, state.step, returned, where)
+                assert state.manifest.step in allowed, f"{where}: step {state.manifest.step}, expected one of {allowed}"
+                assert digest(state) == saves.digests[state.manifest.step - 1], where
+            check_tags(root, swap, state.manifest.step, returned, where)
             if resume_every and returned and num_crashes % resume_every == 0:
-                check_resumed(saves, root, settings, state.step)
+                check_resumed(saves, root, settings, state.manifest.step)
     return num_crashes
 
 

@@ -90,8 +90,13 @@ def read_file(name: str | Path, dir_fd: int | None, *, uid: int, most_nbytes: in
 
 def names_in(dir_fd: int) -> list[str]:
     """The names in the directory, which is opened anew: btrfs lists those that were there when it was opened."""
-    with opened_directory(".", dir_fd) as fd:
-        return os.listdir(fd)
+    try:
+        with opened_directory(".", dir_fd) as fd:
+            return os.listdir(fd)
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+    return os.listdir(dir_fd)  # takes one descriptor where the other takes two
 
 
 def remove_files(dir_fd: int, keep: str) -> None:
