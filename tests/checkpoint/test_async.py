@@ -93,6 +93,7 @@ def test_an_update_waits_for_its_own_bytes_alone(
 
     def stop_and_send(self: saving.StateSaver, work: SubGroupWork) -> None:
         if work.subgroup.index == 2:
+            self._writes.wait_all()
             reached.set()
             assert gate.wait(60)
         send(self, work)

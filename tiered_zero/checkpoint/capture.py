@@ -5,15 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, final
 
 import torch
 
 from tiered_zero.checkpoint.driver import join_states, own_state
 from tiered_zero.checkpoint.encode import encode
+from tiered_zero.checkpoint.file_writer import FileWriter, Piece
 from tiered_zero.checkpoint.manifest import TensorEntry, WrittenBy
 from tiered_zero.checkpoint.portable import RunState, StateSnapshot, buffer_key
-from tiered_zero.checkpoint.saving import StateSaver
+from tiered_zero.checkpoint.saving import Ranges, StateSaver
 from tiered_zero.checkpoint.shares import Share, join_scalars
 from tiered_zero.checkpoint.tag_writer import TagWriter
 from tiered_zero.checkpoint.tensors import describe
@@ -96,7 +98,8 @@ class Capture:
         for key, spec in {**state.state_specs(snapshot.is_stepped), **self.specs}.items():
             tag.writer.declare(key, spec)
         with torch.no_grad():
-            StateSaver(state, snapshot, tag.writer, free).save(self.buffers, self.params, self.with_frozen)
+            saver = StateSaver(state, snapshot, partial(_append, tag.writer), free)
+            saver.save(self.buffers, self.params, self.with_frozen)
         return Share(
             written=tag.writer.finish_files(),
             scalars={name: encode(own, f"state of {name}") for name, own in snapshot.scalars.items()},
@@ -108,3 +111,7 @@ class Capture:
         driver = join_states(self.fields["driver"], [share.driver for share in shares])
         fields = {**self.fields, "driver": driver, "scalars": join_scalars(shares)}
         tag.publish(fields, save_latest=self.save_latest, written=[share.written for share in shares])
+
+
+def _append(writer: FileWriter, memory: memoryview, ranges: Ranges) -> Transfer:
+    return writer.append(memory, [Piece(own.key, own.start, own.stop, offset) for own, offset in ranges]).transfer

@@ -1,7 +1,7 @@
 """Distributed Checkpoint's StorageWriter over page-aligned data files.
 
-Tensors (`write`, or an item of a plan), or parts of them (`put`), are copied through fixed buffers: a tensor is flat
-ranges of elements in memory order, wherever they lie in the files. Memory in whole pages (`append`) is not copied.
+Memory in whole pages (`append`) is written without a copy, a tensor (`write`, or an item of a plan) is copied through
+fixed buffers. Either way a tensor is flat ranges of elements in memory order, wherever they lie in the files.
 """
 
 from __future__ import annotations
@@ -75,11 +75,6 @@ class FileWriter(StorageWriter):
         is done. Raises TransferError."""
         self._flush()
         return self._append(memory, pieces)
-
-    def put(self, key: str, start: int, values: torch.Tensor) -> None:
-        """Write elements of a declared tensor, from number `start` in memory order on, by copying. `values`: 1-D, of
-        its dtype, on any device. Raises TransferError."""
-        self._stage(key, self._entries[key].itemsize, start, values, 0, values.numel())
 
     def write(self, key: str, tensor: torch.Tensor, order: Sequence[int] | None = None) -> None:
         """Write a whole tensor, from any device, by copying. Raises TransferError, StoreError."""

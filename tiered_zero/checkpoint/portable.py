@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -34,6 +34,7 @@ from tiered_zero.layout.subgroups import ParamPiece
 from tiered_zero.optim.optimizer_copy import same
 from tiered_zero.optim.rule import StateField, UpdateRule
 from tiered_zero.optim.state_layout import StateArray, StateLayout
+from tiered_zero.sizes import PAGE_NBYTES
 from tiered_zero.tiers.inventory import Inventory
 from tiered_zero.update.stepper import StreamingStepper
 from tiered_zero.update.subgroup_io import SubGroupIO, SubGroupWork
@@ -66,12 +67,18 @@ class StateSnapshot:
         return (layout.subgroup.index, piece.index) in self.stepped
 
 
-class SlotArray(NamedTuple):
-    """An array of a sub-group's slot. `read(first, stop)`: elements in the portable form, 1-D, where they rest or a
-    copy."""
+@dataclass(frozen=True, kw_only=True)
+class SlotArray:
+    """An array of a sub-group's slot in the portable form.
 
-    ranges: Sequence[Range]
+    `read(first, stop)`: its elements, 1-D of `dtype`, where they rest or as a copy. `offset`: the array's first byte in
+    the slot, where the bytes there are the portable form; None where it has to be made."""
+
+    ranges: tuple[Range, ...]
+    dtype: torch.dtype
+    numel: int
     read: Callable[[int, int], torch.Tensor]
+    offset: int | None
 
 
 def memory_order(spec: ParamSpec) -> tuple[int, ...] | None:
@@ -275,29 +282,46 @@ class RunState:
 
     # -- a sub-group's slot --------------------------------------------------------------------------------------------
 
-    def slot_arrays(self, layout: StateLayout, work: SubGroupWork, snapshot: StateSnapshot) -> Iterator[SlotArray]:
-        """Yield masters and state of a sub-group that `io` has opened: in the order of the slot, each with the parts of
+    def slot_arrays(self, layout: StateLayout, work: SubGroupWork, snapshot: StateSnapshot) -> list[SlotArray]:
+        """List masters and state of a sub-group that `io` has opened: in the order of the slot, each with the parts of
         parameters that are saved."""
-        raw = work.raw
-        joined = layout.masters.needs_params
-        yield SlotArray(
-            [
-                Range(
-                    key=master_key(piece.param),
-                    start=piece.param_start,
-                    stop=piece.param_start + piece.numel,
-                    first=piece.start,
-                )
-                for piece in layout.subgroup.pieces
-            ],
-            self._joined_masters(layout, work) if joined else _reading(layout.master(raw)),
+        raw, subgroup = work.raw, layout.subgroup
+        direct = raw.is_cpu and raw.data_ptr() % PAGE_NBYTES == 0
+        master_ranges = tuple(
+            Range(
+                key=master_key(piece.param),
+                start=piece.param_start,
+                stop=piece.param_start + piece.numel,
+                first=piece.start,
+            )
+            for piece in subgroup.pieces
         )
+        joined = layout.masters.needs_params
+        arrays = [
+            SlotArray(
+                ranges=master_ranges,
+                dtype=torch.float32,
+                numel=subgroup.numel,
+                read=self._joined_masters(layout, work) if joined else _reading(layout.master(raw)),
+                offset=0 if direct and not joined else None,
+            )
+        ]
         ranges: dict[StateArray, list[Range]] = {}
         for array, part in self.array_ranges(layout, snapshot.is_stepped):
             ranges.setdefault(array, []).append(part)
         for array, own in sorted(ranges.items(), key=lambda item: item[0].offset):
-            values = raw[array.offset : array.offset + array.field.nbytes].view(array.field.dtype)
-            yield SlotArray(own, _reading(values, joined and array.field.name == self.rule.unsigned_field))
+            field, offset = array.field, array.offset
+            marked = joined and field.name == self.rule.unsigned_field
+            arrays.append(
+                SlotArray(
+                    ranges=tuple(own),
+                    dtype=field.dtype,
+                    numel=prod(field.shape),
+                    read=_reading(raw[offset : offset + field.nbytes].view(field.dtype), marked),
+                    offset=offset if direct and not marked else None,
+                )
+            )
+        return arrays
 
     def _joined_masters(self, layout: StateLayout, work: SubGroupWork) -> Callable[[int, int], torch.Tensor]:
         """Make masters of remainders, marks and parameters."""
