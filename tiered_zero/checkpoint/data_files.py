@@ -19,7 +19,7 @@ import xxhash
 from tiered_zero.checkpoint.manifest import CHUNK_NBYTES, DataFile
 from tiered_zero.errors import InternalError
 from tiered_zero.io.disk_file import memory_address
-from tiered_zero.io.engine import File, IOEngine, IOSettings
+from tiered_zero.io.engine import File, IOEngine
 from tiered_zero.io.select import select_engine
 from tiered_zero.mappings import map_memory
 from tiered_zero.sizes import GIB, MIB, PAGE_NBYTES, align_up
@@ -31,9 +31,6 @@ BUFFER_NBYTES: Final = 2 * MIB
 NUM_BUFFERS: Final = 12
 """Of a writer's staging memory, and of a reader's: 24 MiB, most of which are on their way at any time. A load took 11%
 longer with 8, and 9% with 16, which is more than a processor keeps near."""
-
-BLOCKS: Final = IOSettings(block_size=MIB)
-"""Of a system call. With 4 MiB, which suits training, a load or save ends later: what is behind a late block waits."""
 
 _MOST_FILE_NBYTES = 8 * GIB
 """A file takes no further extent where it would become larger than this."""
@@ -135,7 +132,7 @@ class DataWriter:
         if nbytes == 0 or nbytes % PAGE_NBYTES or memory_address(memory) % PAGE_NBYTES:
             raise InternalError(f"a data file takes whole pages; found {nbytes} bytes at {memory_address(memory):#x}")
         if self._engine is None:
-            self._engine = select_engine(self._directory, settings=BLOCKS).engine
+            self._engine = select_engine(self._directory).engine
         if self._worker is None:
             self._worker = Worker("tiered-zero-checkpoint-hash")
         file = self._file_for(self._engine, nbytes)

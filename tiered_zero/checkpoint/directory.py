@@ -12,8 +12,7 @@ from typing import Final, final
 
 from tiered_zero.checkpoint.commit import COMMIT_ID
 from tiered_zero.checkpoint.committed import find_missing, held_commit, is_committed
-from tiered_zero.checkpoint.data_files import BLOCKS
-from tiered_zero.checkpoint.data_reader import DataReader
+from tiered_zero.checkpoint.data_reader import READ_BLOCKS, DataReader
 from tiered_zero.checkpoint.manifest import MANIFEST_NAME, MOST_NBYTES, DataFile, TagManifest, WrittenBy
 from tiered_zero.checkpoint.save_directory import LATEST_NAME, OLD, TEMPORARY, check_tag, hidden_tag
 from tiered_zero.errors import StoreError
@@ -179,7 +178,7 @@ def verify(tag_dir: str | os.PathLike[str]) -> list[str]:
         manifest = read_manifest(path)
         if not manifest.files:
             return []
-        selection = select_reader(*(path / file.name for file in manifest.files), settings=BLOCKS)
+        selection = select_reader(*(path / file.name for file in manifest.files), settings=READ_BLOCKS)
     except (StoreError, OSError) as error:
         return [str(error)]
     reader = DataReader(path, manifest.files, selection.engine)

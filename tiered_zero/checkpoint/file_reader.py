@@ -19,8 +19,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
 from tiered_zero.checkpoint.boxes import Box, boxes, flat_start, permuted
-from tiered_zero.checkpoint.data_files import BLOCKS
-from tiered_zero.checkpoint.data_reader import DataReader, Run
+from tiered_zero.checkpoint.data_reader import READ_BLOCKS, DataReader, Run
 from tiered_zero.checkpoint.directory import read_manifest
 from tiered_zero.checkpoint.manifest import Part
 from tiered_zero.checkpoint.tag_reader import TagReader, item_groups
@@ -142,7 +141,7 @@ class FileReader(TagReader[Part]):
         if self._reader is None:
             if self._engine is None:
                 self._engine = select_reader(
-                    *(self._directory / file.name for file in self.manifest.files), settings=BLOCKS
+                    *(self._directory / file.name for file in self.manifest.files), settings=READ_BLOCKS
                 ).engine
             self._reader = DataReader(self._directory, self.manifest.files, self._engine)
         return self._reader
