@@ -290,6 +290,7 @@ class Checkpoints:
             def check() -> TagManifest:
                 self.wait()
                 reader = open_reader(found, () if self._commits is None else self._commits.run_ids)
+                opened.callback(reader.close)  # where the one below is interrupted
                 opened.enter_context(reader)
                 matched, driver = self._check(reader.manifest, parts, strict)
                 metadata = reader.read_metadata()

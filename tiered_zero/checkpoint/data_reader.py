@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple, final
 
@@ -21,8 +19,8 @@ from tiered_zero.errors import CorruptionError
 from tiered_zero.io.engine import File, IOEngine, IOSettings
 from tiered_zero.sizes import MIB
 from tiered_zero.store.checksums import digest
-from tiered_zero.store.transfers import Worker
-from tiered_zero.transfer import Completion, Transfer
+from tiered_zero.store.transfers import Once, Worker
+from tiered_zero.transfer import Transfer
 
 READ_BLOCKS: Final = IOSettings(block_size=MIB)
 """Of a system call. With 4 MiB, which suits training and saves beside it, a load ends later: windows come in order, and
@@ -115,7 +113,7 @@ class DataReader:
                     self._read_ahead(ahead)
                 if ahead:
                     verified = self._windows[ahead[0]]
-                    verified.compared.wait()
+                    verified.wait()
                     self._last = ahead[0]
                     yield ahead[0], verified.memory, verified.problems
                     ahead.popleft()
@@ -123,7 +121,7 @@ class DataReader:
                     is_paused = False
         finally:
             for window in ahead:
-                _wait_quietly(self._windows[window].compared)
+                _wait_quietly(self._windows[window])
 
     def _read_ahead(self, ahead: Sequence[Run]) -> None:
         """Read what follows `ahead`, which has windows, to the buffers that are left."""
@@ -138,15 +136,16 @@ class DataReader:
         if not self._free:
             if (oldest := next((run for run in self._windows if run not in kept), None)) is None:
                 return False
-            _wait_quietly(self._windows[oldest].compared)
+            _wait_quietly(self._windows[oldest])
             self._free.append(self._windows.pop(oldest).buffer)
-        buffer = self._free[-1]
+        buffer, file = self._free[-1], self._manifest_files[window.file]
         memory = buffer[: window.stop - window.start]
         transfer = self._engine.read(self._file(window.file), window.start, memory)
-        verified = self._windows[window] = _Verified(run=window, buffer=buffer, memory=memory, transfer=transfer)
+        verified = _Verified(window, buffer, memory, transfer, file, self._directory / file.name)
+        self._windows[window] = verified
         self._free.pop()
         assert self._worker is not None, "made by the first read"
-        self._worker.submit(partial(verified.compare, self._directory, self._manifest_files[window.file]))
+        self._worker.submit(verified.run)
         return True
 
     def _window(self, file: int, at: int) -> Run:
@@ -161,7 +160,7 @@ class DataReader:
     def close(self) -> None:
         """Idempotent."""
         for verified in self._windows.values():
-            _wait_quietly(verified.compared)
+            _wait_quietly(verified)
         self._windows, self._last = {}, None
         while self._files:
             self._files.popitem()[1].close()
@@ -177,34 +176,32 @@ class DataReader:
 
 
 @final
-@dataclass(eq=False, kw_only=True)
-class _Verified:
-    """A run that is being read and compared. `memory`: the part of `buffer` that it takes. `problems`: chunks that are
-    not as written, once `compared` is done."""
+class _Verified(Once):
+    """A window that is being read and compared: on the worker, or by the first wait, should that come before it.
 
-    run: Run
-    buffer: memoryview
-    memory: memoryview
-    transfer: Transfer
-    compared: Completion = field(default_factory=Completion)
-    problems: list[str] = field(default_factory=list)
+    `memory`: the part of `buffer` that it takes. `problems`: chunks that are not as written, once it is done."""
 
-    def compare(self, directory: Path, file: DataFile) -> None:
-        """On the worker: wait for the bytes, compare their checksums."""
-        try:
-            self.transfer.wait()
-            for at in range(0, len(self.memory), CHUNK_NBYTES):
-                chunk = self.memory[at : at + CHUNK_NBYTES]
-                expected, found = file.digests[(self.run.start + at) // CHUNK_NBYTES], digest(chunk)
-                if found != expected:
-                    self.problems.append(
-                        f"{directory / file.name}: the {len(chunk)} bytes at offset {self.run.start + at} are not "
-                        f"those written (xxh3 {expected:016x} expected, {found:016x} found)."
-                    )
-        except BaseException as error:  # it belongs to the reading thread
-            self.compared.fail(error)
-        else:
-            self.compared.complete()
+    def __init__(
+        self, window: Run, buffer: memoryview, memory: memoryview, transfer: Transfer, file: DataFile, path: Path
+    ) -> None:
+        super().__init__(self._compare)
+        self.buffer, self.memory = buffer, memory
+        self.problems: list[str] = []
+        self._start, self._transfer, self._file, self._path = window.start, transfer, file, path
+
+    def _compare(self) -> None:
+        """Wait for the bytes, compare their checksums."""
+        self._transfer.wait()
+        problems = []
+        for at in range(0, len(self.memory), CHUNK_NBYTES):
+            chunk = self.memory[at : at + CHUNK_NBYTES]
+            expected, found = self._file.digests[(self._start + at) // CHUNK_NBYTES], digest(chunk)
+            if found != expected:
+                problems.append(
+                    f"{self._path}: the {len(chunk)} bytes at offset {self._start + at} are not those written (xxh3 "
+                    f"{expected:016x} expected, {found:016x} found)."
+                )
+        self.problems = problems
 
 
 def _wait_quietly(transfer: Transfer) -> None:

@@ -66,14 +66,8 @@ class FileReader(TagReader[Part]):
         self.close()
 
     def close(self) -> None:
-        """Close the files, and the engine if it is the reader's own. Idempotent; a later read opens them again."""
-        try:
-            self._close()
-        except BaseException:  # an interrupt: threads and files stay open otherwise
-            self._close()
-            raise
-
-    def _close(self) -> None:
+        """Close the files, and the engine if it is the reader's own. Idempotent, so that it can be called again after
+        an interrupt; a later read opens them again."""
         if self._reader is not None:
             self._reader.close()
             self._reader = None
