@@ -80,13 +80,14 @@ class Case:
 
 @dataclass(frozen=True)
 class Batch:
-    """Cases of one `call` in runs of `config`: `count` places in the package, drawn by `seed`; 0: every place, each
-    time that it is executed. Which lines a call executes depends on the timing of threads: the draw ranks places by
-    their hash, so that a place more or less changes no other case."""
+    """Cases of one `call` in runs of `config`: `count` places in the package, drawn by `seed`; 0: every place, once, or
+    each time that it is executed (`every_time`). Which lines a call executes depends on the timing of threads: the draw
+    ranks places by their hash, so that a place more or less changes no other case."""
 
     config: str
     call: str
     count: int = 0
+    every_time: bool = False
     seed: int = 0
     kinds: tuple[str, ...] = ("interrupt",)
 
@@ -94,8 +95,10 @@ class Batch:
         """`places`: the lines that the call executes, in order."""
         times = Counter(places)
         ranked = sorted(times, key=lambda one: self._draw(one, 0).random())
-        drawn = [(one, 0) for one in ranked[: self.count]]
-        for place, nth in drawn or [(one, nth) for one in times for nth in range(1, times[one] + 1)]:
+        drawn = [(one, 0) for one in (ranked[: self.count] if self.count else times)]
+        if self.every_time:
+            drawn = [(one, nth) for one, _ in drawn for nth in range(1, times[one] + 1)]
+        for place, nth in drawn:
             draw = self._draw(place, nth)
             nth = nth or draw.randint(1, min(3, times[place]))
             # where updates begin in backward, a step that is dropped after that latches the engine

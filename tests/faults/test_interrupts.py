@@ -1,6 +1,8 @@
 """A call that is interrupted at any line costs its step, or latches the engine; it never hangs, and nothing is left.
 
-TIERED_ZERO_INTERRUPTS=40 draws so many lines of each call in every config; =all takes every line, every time (hours).
+TIERED_ZERO_INTERRUPTS=40 draws so many lines of each call in every config; =each takes every line, once (0.3 s a line,
+40 minutes a config: choose with -k "nvme and load_checkpoint"); =all takes every line, each time that it is executed
+(hours a call).
 """
 
 import json
@@ -65,7 +67,8 @@ if LONG:
     @pytest.mark.timeout(36_000)
     @pytest.mark.parametrize(("config", "call"), LONG_CASES)
     def test_all_calls(config: str, call: str, swap_path: Path) -> None:
-        check(run_batches(swap_path, [Batch(config, call, 0 if LONG == "all" else int(LONG), kinds=KINDS)]))
+        count = 0 if LONG in ("each", "all") else int(LONG)
+        check(run_batches(swap_path, [Batch(config, call, count, every_time=LONG == "all", kinds=KINDS)]))
 
 else:
 
