@@ -83,7 +83,7 @@ def step_table(record: dict[str, Any]) -> str:
             [
                 name,
                 f"{seconds:.2f}",
-                f"{record['ratios_to_plain'][name]:.2f}",
+                f"{record['ratios_to_plain'][name]:.2f}" if name in record["ratios_to_plain"] else "",
                 f"{max(bounds.values()):.2f} ({max(bounds, key=bounds.__getitem__)})" if bounds else "",
                 f"{record['ratios_to_bound'][name]:.2f}" if bounds else "",
                 f"{busy:.0%}" if busy else "",

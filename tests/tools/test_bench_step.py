@@ -54,6 +54,13 @@ def test_the_disks_bound_is_its_rate_at_the_cases_own_ratio_of_reads_and_writes(
         assert bounds["disk"] == (result["read_nbytes"] + result["written_nbytes"]) / result["disk_bytes_per_s"]
 
 
+def test_a_model_that_plain_pytorch_cannot_hold_is_measured_without_it(swap_path: Path) -> None:
+    record, _ = run_smoke(swap_path, "--no-plain", "--placements", "nvme/nvme")
+    assert list(record["samples"]) == ["compute", "nvme/nvme overlapped"]
+    assert record["ratios_to_plain"] == {}
+    assert record["ratios_to_bound"]["nvme/nvme overlapped"] > 0
+
+
 @pytest.mark.parametrize("arguments", [["--placements", "cpu"], ["--placements", "gpu/cpu"], ["--update", "never"]])
 def test_words_that_it_does_not_know_are_refused(arguments: list[str]) -> None:
     ran = bench(*arguments)

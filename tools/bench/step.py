@@ -290,7 +290,8 @@ def run_task(task: Task) -> Result:
 
 
 def list_tasks(options: argparse.Namespace, directory: str) -> list[Task]:
-    cases = [(case, "", CHECKSUMS[0]) for case in ("compute", "plain", "plain fp32")]
+    plain = () if options.no_plain else ("plain", "plain fp32")
+    cases = [(case, "", CHECKSUMS[0]) for case in ("compute", *plain)]
     cases += [
         (placement, update, checksums)
         for placement in options.placements
@@ -317,7 +318,7 @@ def show(results: Mapping[str, Result], bounds: Mapping[str, Mapping[str, float]
             f"{seconds:.3f}",
             f"{min(result.seconds):.3f}",
             f"{max(result.seconds):.3f}",
-            f"{ratios[name]:.2f}",
+            f"{ratios[name]:.2f}" if name in ratios else "",
             f"{bound_s:.3f} {resource}" if bound_s else "",
             f"{seconds / bound_s:.2f}" if bound_s else "",
             result.bound_by,
@@ -357,6 +358,9 @@ def parse_options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--checksums", type=names(CHECKSUMS), default=["all"], help=", ".join(CHECKSUMS))
     parser.add_argument("--dir", default=".", help="where the swap directory is made, and the disk measured")
     parser.add_argument("--out", help="append the record to this file of JSON lines")
+    parser.add_argument(
+        "--no-plain", action="store_true", help="without plain PyTorch, which takes 20 bytes a parameter"
+    )
     parser.add_argument("--smoke", action="store_true", help="seconds, on a tiny model: does it run?")
     parser.add_argument("--task", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -404,7 +408,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     triad = max(triads)
     seconds = {name: statistics.median(result.seconds) for name, result in results.items()}
     bound_s = {name: bound_of(result, seconds["compute"], triad) for name, result in results.items() if "/" in name}
-    ratios = {name: each / seconds["plain"] for name, each in seconds.items()}
+    ratios = {name: each / seconds["plain"] for name, each in seconds.items() if "plain" in seconds}
     show(results, bound_s, ratios)
     report = {
         "unit": "s",
