@@ -417,6 +417,11 @@ class TestPlacement:
         config = load_with(zero_optimization={"offload_param": {"nvme_path": given}})
         assert config.zero_optimization.offload_param.nvme_paths == expected
 
+    def test_a_tilde_in_nvme_path_is_the_home_directory(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("HOME", "/home/ada")
+        config = load_with(zero_optimization={"offload_param": {"nvme_path": "~/swap, /b/~"}})
+        assert config.zero_optimization.offload_param.nvme_paths == ("/home/ada/swap", "/b/~")
+
     def test_what_the_file_sets_differs_from_defaults(self) -> None:
         section = load_with(zero_optimization={"offload_param": {"buffer_count": 5}}).zero_optimization.offload_param
         assert section.model_fields_set == {"buffer_count"}

@@ -5,6 +5,7 @@ Each description says what the key does and in which unit; `tiered-zero explain`
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field, PrivateAttr, ValidationInfo, field_validator, model_validator
@@ -31,9 +32,9 @@ class _OffloadSection(SwitchedSection):
 
     @property
     def nvme_paths(self) -> tuple[str, ...]:
-        """The swap directories in the order given; empty where none is given."""
+        """The swap directories in the order given, with `~` as the home directory; empty where none is given."""
         given = self.nvme_path.split(",") if isinstance(self.nvme_path, str) else self.nvme_path or ()
-        return tuple(path.strip() for path in given if path.strip())
+        return tuple(os.path.expanduser(path.strip()) for path in given if path.strip())
 
 
 class OffloadParamSection(_OffloadSection):
