@@ -125,6 +125,10 @@ def specify_run(
         "update policy": plan.update_policy.policy,
         "tiered_zero.delay_start_step": str(config.tiered_zero.delay_start_step if plan.delayed else None),
         "tiered_zero.state_format": plan.request.state.format,
+        "tiered_zero.checkpoint.in_place": str(config.tiered_zero.checkpoint.in_place),
+        "tiered_zero.checkpoint.resume, given or null, of a directory that all hosts share": str(
+            config.tiered_zero.checkpoint.resume is None
+        ),
         "tiers of parameters": json.dumps(list(plan.tiers.params.items())),
     }
     _agree(ranks, config, units, group_of, facts)

@@ -15,6 +15,8 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +69,8 @@ def run_rank(
     engine.close()
 
 
-def fork(world_size: int, *arguments: Any) -> tuple[list[int], list[int]]:
-    """Start every rank. Returns their process ids and pipes."""
+def fork(world_size: int, run: Callable[[int], None]) -> tuple[list[int], list[int]]:
+    """Start every rank. Returns their process ids and pipes. `run`: gets the pipe to write to."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -82,7 +84,7 @@ def fork(world_size: int, *arguments: Any) -> tuple[list[int], list[int]]:
             os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
             status = 1
             try:
-                run_rank(write, *arguments)
+                run(write)
                 status = 0
             except (RankError, EngineFailedError):
                 status = 2  # another was killed
@@ -122,9 +124,11 @@ def main() -> None:
     num_kills, seed, world_size, stage = map(int, sys.argv[3:7])
     state_format = sys.argv[7]
     num_steps = 3 + STEPS_PER_KILL * num_kills
+    settings: dict[str, Any] = {"swap_path": swap_path, "save_dir": save_dir, "num_steps": num_steps}
+    settings |= {"stage": stage, "state_format": state_format}
     chance = random.Random(seed)
     torch.set_num_threads(1)
-    children, pipes = fork(world_size, swap_path, save_dir, num_steps, stage, state_format, -1)
+    children, pipes = fork(world_size, partial(run_rank, **settings, limit=-1))
     texts = [bytearray() for _ in pipes]
     for pipe, text in zip(pipes, texts, strict=True):
         read_until(pipe, time.monotonic() + 300, text)
@@ -134,7 +138,7 @@ def main() -> None:
     starts: list[dict[str, Any]] = []
     while True:
         limit = STEPS_PER_KILL if len(starts) < num_kills else num_steps
-        children, pipes = fork(world_size, swap_path, save_dir, num_steps, stage, state_format, limit)
+        children, pipes = fork(world_size, partial(run_rank, **settings, limit=limit))
         texts = [bytearray() for _ in pipes]
         victims = chance.choice([[0], [1], list(range(world_size))])
         in_start = chance.random() < 0.2

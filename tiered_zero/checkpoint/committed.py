@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Final, final
 
 import xxhash
 
@@ -25,6 +25,11 @@ from tiered_zero.store.manifest import load as load_manifests
 from tiered_zero.store.owner import OWNER_NAME, Owner, boot_id, read_owner, start_ticks
 from tiered_zero.store.ranges import Range
 from tiered_zero.store.stripes import DataFiles, Stripes
+
+ON_ITS_HOST: Final = (
+    "An in-place commit is gone on with by as many ranks as have made it, each on the host that has its part (torchrun "
+    "--node-rank), with tiered_zero.checkpoint.in_place and resume; where a disk is lost, name another checkpoint."
+)
 
 _NUM_CACHED = 8
 """Verified ranges, of at most 1 MiB, that are kept: neighbours in an array begin in the same one."""
@@ -163,7 +168,7 @@ def open_stores(
     found, step = [], commit.manifest.step
     for location in locations:
         paths = [Path(path) for path in location["paths"]]
-        owner = _owner_of(paths[0], step)
+        owner = owner_of(paths[0], f"of step {step} ")
         if (owner.run_id, owner.paths) != (location["run_id"], tuple(location["paths"])):
             raise StoreError(
                 f"{paths[0]} belongs to another run, or other directories, than the commit of step {step}."
@@ -175,15 +180,16 @@ def open_stores(
     return found
 
 
-def _owner_of(path: Path, step: int) -> Owner:
-    """Raises StoreError."""
+def owner_of(path: Path, which: str = "") -> Owner:
+    """The owner of the directory of a store. `which`: of a commit, as "of step 5 ". Raises StoreError where it is not
+    here."""
     try:
         return read_owner(path)
     except StoreError as error:
         raise StoreError(
-            f"A part of the commit of step {step} rests in {path}, which cannot be read here: {error} As many ranks as "
-            "have committed it, each on the host that has its part, go on with it (tiered_zero.checkpoint.in_place and "
-            "resume); for others save without in_place."
+            f"A part of the commit {which}rests in {path}, which cannot be read here: "
+            f"{error if os.path.lexists(path) else 'it is gone, or on another host.'} {ON_ITS_HOST} For other ranks "
+            "save without in_place."
         ) from error
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, final
 
 from tiered_zero.checkpoint.commit import COMMIT_ID
-from tiered_zero.checkpoint.committed import find_missing, held_commit, is_committed
+from tiered_zero.checkpoint.committed import ON_ITS_HOST, find_missing, held_commit, is_committed
 from tiered_zero.checkpoint.data_reader import READ_BLOCKS, DataReader
 from tiered_zero.checkpoint.manifest import MANIFEST_NAME, MOST_NBYTES, DataFile, TagManifest, WrittenBy
 from tiered_zero.checkpoint.save_directory import LATEST_NAME, OLD, TEMPORARY, check_tag, hidden_tag
@@ -140,15 +140,26 @@ def find_tag(load_dir: str | os.PathLike[str], tag: str | None = None) -> tuple[
         skipped.append(f"Skipped what {path / LATEST_NAME} names: {error}")
     if MANIFEST_NAME in _names(path):
         raise StoreError(f"{path} is one checkpoint. Name the directory that it is in, and {path.name!r} as the tag.")
-    infos = list_tags(path)
+    infos, others = list_tags(path), dict[str, list[str]]()
     for info in reversed(infos):
         if info.complete:
-            return info, skipped
+            return info, [*skipped, *_skipped(others)]
         if info.tag != named:  # else it is said above
-            skipped.append(f"Skipped {info.tag}: {info.reason.removesuffix('.')}.")
+            others.setdefault(info.reason.removesuffix("."), []).append(info.tag)
+    skipped += _skipped(others)
+    if any(info.kind == "in_place" and info.held_id is None for info in infos):
+        skipped.append(ON_ITS_HOST)
     if not infos and (problem := _foreign(_names(path))):
         raise StoreError(f"{path} is {problem}")
     raise StoreError(f"There is no complete checkpoint in {path}. {' '.join(skipped)}")
+
+
+def _skipped(tags: Mapping[str, Sequence[str]]) -> list[str]:
+    """One line for each reason, of its tags from the newest to the oldest."""
+    return [
+        f"Skipped {tags[0]}{f' and {len(tags) - 1} before it' if len(tags) > 1 else ''}: {reason}."
+        for reason, tags in tags.items()
+    ]
 
 
 def nothing_to_load(load_dir: str | os.PathLike[str]) -> str:
@@ -278,7 +289,7 @@ def _swap_problem(manifest: TagManifest) -> str:
     try:
         committed = held_commit(manifest)
         if committed is None:
-            return f"its state rested in {first}, which is gone"
+            return f"its state rested in {first}, which is gone, or on another host"
         if is_committed(manifest, committed):
             return find_missing(committed)
     except StoreError as error:

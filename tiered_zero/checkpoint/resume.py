@@ -109,7 +109,7 @@ def _follow(path: Path) -> FoundCheckpoint:
     first = Path(manifest.swap["paths"][0])
     committed = held_commit(manifest)
     if committed is None:
-        raise StoreError(f"{path} cannot be loaded: its state rested in {first}, which is gone.")
+        raise StoreError(f"{path} cannot be loaded: its state rested in {first}, which is gone, or on another host.")
     lines: tuple[str, ...] = ()
     if not is_committed(manifest, committed):
         again = " again" if committed.step == manifest.step else ""

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
 from tiered_zero.checkpoint.boxes import Box, flat_start, permuted, row_major_strides
-from tiered_zero.checkpoint.committed import Commit, CommittedFiles, open_stores, refused
+from tiered_zero.checkpoint.committed import Commit, CommittedFiles, open_stores, owner_of, refused
 from tiered_zero.checkpoint.manifest import TensorEntry
 from tiered_zero.checkpoint.places import SOURCE_ITEMSIZES, PlacedPart, RecordName, Source
 from tiered_zero.checkpoint.tag_reader import TagReader, item_groups
@@ -21,7 +21,6 @@ from tiered_zero.checkpoint.tensors import torch_dtype
 from tiered_zero.errors import StoreError
 from tiered_zero.optim.state_formats import join_master
 from tiered_zero.store.manifest import Record
-from tiered_zero.store.owner import read_owner
 
 
 @final
@@ -33,7 +32,7 @@ class StoreReader(TagReader[PlacedPart]):
         """`path`: any directory of the run. `own_runs`: ids of the stores of this run's ranks, which make no commit
         while this is open. Raises StoreError: nothing committed, damaged, not all of it here, or its owner lives
         (unless it is this run)."""
-        commit = Commit.read(Path(read_owner(Path(path)).paths[0]))
+        commit = Commit.read(Path(owner_of(Path(path)).paths[0]))
         super().__init__(commit.manifest, f"The commit of step {commit.manifest.step}")
         self.places = commit.places
         with ExitStack() as resources:

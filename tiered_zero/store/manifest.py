@@ -225,7 +225,11 @@ def choose(
     wanted = "a committed state" if step is None else f"the state of step {step}"
     steps = sorted({state.step for state in (committed, prepared) if state is not None})
     others = ", of other commits" if step in steps else ""
-    raise StoreError(f"{directory} does not hold {wanted}; it has the steps {steps}{others}.")
+    advice = (
+        " All parts of a commit are of one step: put the directory that is behind back as the commit left it, or go on "
+        "from another checkpoint."
+    )
+    raise StoreError(f"{directory} does not hold {wanted}; it has the steps {steps}{others}.{advice if steps else ''}")
 
 
 def load_at(dir_fd: int, directory: Path, uid: int) -> tuple[Manifest | None, Manifest | None]:

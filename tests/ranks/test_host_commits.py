@@ -1,0 +1,128 @@
+"""In-place commits on two hosts, each with a disk of its own: all go on with equal bits, or say what is to be done."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ranks import run_hosts
+
+ROOT = Path(__file__).parents[2]
+Starter = Callable[..., list[dict[str, Any]]]
+"""Starts all ranks, with fields of run_hosts.Start, and returns what each came to."""
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Popen[str]]:
+    """It imports once."""
+    errors = tmp_path_factory.mktemp("hosts") / "stderr.txt"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with errors.open("w") as stderr:
+        program = subprocess.Popen(
+            [sys.executable, "-m", run_hosts.__name__],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True, cwd=ROOT, env=environment,
+        )  # fmt: skip
+    with program:
+        yield program
+        assert program.stdin is not None
+        program.stdin.close()
+        assert program.wait(60) == 0, errors.read_text()[-4000:]
+
+
+@pytest.fixture
+def start(program: subprocess.Popen[str], swap_path: Path) -> Starter:
+    def starting(**asked: Any) -> list[dict[str, Any]]:
+        assert program.stdin is not None and program.stdout is not None
+        program.stdin.write(json.dumps({"directory": str(swap_path), **asked}) + "\n")
+        program.stdin.flush()
+        found: list[dict[str, Any]] = json.loads(program.stdout.readline())
+        return found
+
+    return starting
+
+
+def replace(path: Path, copy: Path) -> None:
+    shutil.rmtree(path)
+    copy.rename(path)
+
+
+def copy_of(path: Path, name: str) -> Path:
+    """A disk as it is."""
+    copy = path.with_name(name)
+    subprocess.run(["cp", "-a", str(path), str(copy)], check=True)
+    return copy
+
+
+def check(found: list[dict[str, Any]], first: int, expected: list[dict[str, Any]]) -> None:
+    """Every rank went on from step `first`, and ended with equal bits."""
+    assert [(own["status"], own["first"]) for own in found] == [(0, first)] * len(found), found
+    assert {(own["last"], own["digest"]) for own in found} == {(own["last"], own["digest"]) for own in expected}
+    assert len({own["digest"] for own in expected}) == 1
+
+
+@pytest.mark.parametrize(
+    ("world_size", "stage", "state_format"),
+    [
+        (2, 3, "fp32"),
+        pytest.param(4, 1, "fp32", marks=pytest.mark.slow),
+        pytest.param(4, 3, "bf16_remainder", marks=pytest.mark.slow),
+    ],
+)
+def test_hosts_go_on_with_equal_bits(start: Starter, world_size: int, stage: int, state_format: str) -> None:
+    place = {"world_size": world_size, "stage": stage, "state_format": state_format}
+    expected = start(disks=[2, 3], stop=3, saves=False, **place)
+    start(disks=[0, 1], stop=2, **place)
+    check(start(disks=[0, 1], stop=3, **place), 2, expected)
+
+
+def test_what_a_host_has_lost_is_said_and_nothing_is_changed(start: Starter, swap_path: Path) -> None:
+    """The hosts exchanged, one of them alone, a new disk, a run without in_place; then as it should be."""
+    expected = start(disks=[2, 3], stop=3, saves=False)
+    start(disks=[0, 1], stop=2)
+    part = r"A part of the commit (of step 2 )?rests in .* it is gone, or on another host"
+    for disks, in_place, text in (
+        ([1, 0], True, "its state rested in .*, which is gone, or on another host"),
+        ([0], True, part),
+        ([0, 5], True, part),
+        ([0, 1], False, part),
+    ):
+        for own in start(disks=disks, stop=3, in_place=in_place):
+            assert own["status"] != 0 and own["error"].startswith("StoreError") and re.search(text, own["error"])
+            assert "each on the host that has its part (torchrun --node-rank)" in own["error"]
+    check(start(disks=[0, 1], stop=3), 2, expected)
+
+
+@pytest.mark.parametrize("behind", [0, 1])
+def test_a_disk_of_an_earlier_commit_is_refused(start: Starter, swap_path: Path, behind: int) -> None:
+    start(disks=[0, 1], stop=1)
+    disk = swap_path / f"disk{behind}"
+    old = copy_of(disk, "old")
+    start(disks=[0, 1], stop=2)
+    new = copy_of(disk, "new")
+    replace(disk, old)
+    for own in start(disks=[0, 1], stop=3):
+        there, wanted = (2, 1) if behind == 0 else (1, 2)
+        assert f"does not hold the state of step {wanted}; it has the steps [{there}]" in own["error"]
+        assert "put the directory that is behind back as the commit left it" in own["error"]
+    replace(disk, new)
+    assert {own["first"] for own in start(disks=[0, 1], stop=3)} == {2}
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_save_directory_of_one_host_is_refused(start: Starter, swap_path: Path, in_place: bool) -> None:
+    for own in start(disks=[0, 1], stop=1, in_place=in_place, has_one_save_dir=False):
+        assert "is not the directory in which rank 0 has begun checkpoint global_step1" in own["error"]
+        assert "Name a directory that all hosts share" in own["error"]
+    start(disks=[0, 1], stop=1, in_place=in_place)
+    (swap_path / "saved").rename(swap_path / "saved1")
+    for own in start(disks=[0, 1], stop=2, in_place=in_place, has_one_save_dir=False):
+        assert "same tiered_zero.checkpoint.resume, given or null, of a directory that all hosts share" in own["error"]
