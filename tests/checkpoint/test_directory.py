@@ -186,7 +186,7 @@ def test_one_writer_at_a_time(tmp_path: Path) -> None:
 
 def test_a_lock_that_a_forked_child_inherited_ends_with_the_save(tmp_path: Path) -> None:
     with TagWriter.begin(tmp_path, "a") as writer:
-        inherited = os.dup(writer._directory._lock.fileno())
+        inherited = os.dup(writer._directory._lock)
         writer.publish(fields(1))
     save(tmp_path, "b", 2)
     os.close(inherited)

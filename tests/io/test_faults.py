@@ -104,10 +104,11 @@ def test_a_full_table_of_descriptors(build_engine: BuildEngine, swap_path: Path)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     num_open = max(map(int, os.listdir("/proc/self/fd"))) + 1
     resource.setrlimit(resource.RLIMIT_NOFILE, (num_open, limits[1]))
+    files = []  # what nobody holds is closed
     try:
         with pytest.raises(TransferError, match=r"EMFILE .*ulimit -n") as caught:
             for index in range(num_open + 1):
-                engine.open(str(swap_path / f"data{index}"), create=True)
+                files.append(engine.open(str(swap_path / f"data{index}"), create=True))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert caught.value.errno == errno.EMFILE

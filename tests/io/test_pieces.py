@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tiered_zero.descriptor import CLOSED
 from tiered_zero.errors import TransferError
 from tiered_zero.io.disk_file import DiskFile
 from tiered_zero.io.engine import Request
@@ -12,7 +13,7 @@ from tiered_zero.io.pieces import Progress
 
 
 def progress_over(path: Path, kind: str, nbytes: int, alignment: int) -> tuple[Progress, DiskFile]:
-    file = DiskFile(str(path), -1, alignment=alignment, direct=alignment > 1, drain=lambda _: True)
+    file = DiskFile(str(path), CLOSED, alignment=alignment, direct=alignment > 1, drain=lambda _: True)
     return Progress(Request(kind=kind, path=str(path), offset=0, nbytes=nbytes), file, 0, nbytes), file
 
 

@@ -227,7 +227,6 @@ def test_a_stall_is_raised_with_the_table_and_latches(build: Build, swap_path: P
     stuck.wait()  # it came in the end; the latch stays
     with pytest.raises(TransferError, match="made no progress"):
         engine.latch.check()
-    os.close(fd)
 
 
 def test_a_slow_disk_is_no_stall(build: Build, swap_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,7 +258,7 @@ def test_after_a_stall_closing_does_not_wait(build: Build, swap_path: Path, gate
     assert not gate.is_set(), "closed while the read is stuck: the gate opens on its own after 300 s"
     assert engine.in_flight()
     gate.set()
-    os.close(file.fd)
+    file._descriptor.close()
 
 
 def test_a_worker_survives_an_error_that_is_no_os_error(

@@ -1,5 +1,6 @@
 """Making, refusing, locking and removing a run's directories."""
 
+import fcntl
 import os
 import signal
 from pathlib import Path
@@ -26,6 +27,23 @@ def test_two_runs_on_one_path_are_apart_and_private(swap_path: Path) -> None:
     one.remove()
     assert [run.run_id for run in list_runs(swap_path)] == [two.run_id]
     del two
+    assert list(swap_path.iterdir()) == []
+
+
+def test_a_release_that_was_interrupted_is_carried_through_by_the_next(
+    swap_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = SwapDir.create([swap_path])
+    directory.keep()
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(fcntl, "flock", interrupt)
+        directory.release()
+    directory.release()
+    SwapDir.open(directory.paths[0]).remove()  # no descriptor holds the lock
     assert list(swap_path.iterdir()) == []
 
 

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
-from io import FileIO
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, final
 
@@ -46,6 +45,7 @@ from tiered_zero.checkpoint.shares import Share
 from tiered_zero.checkpoint.store_reader import StoreReader
 from tiered_zero.checkpoint.tag_writer import TagWriter
 from tiered_zero.config.schema import Config
+from tiered_zero.descriptor import Descriptor
 from tiered_zero.errors import ConfigError, StoreError
 from tiered_zero.hardware.agreement import agree
 from tiered_zero.plan.planner import Plan
@@ -107,7 +107,7 @@ class Checkpoints:
         self._tag_validation = str(tags[0]) if tags else "Warn"
         self._commits = commits
         self.last_save = LastSave()
-        self._locks: list[FileIO] = []
+        self._locks: list[Descriptor] = []
         self.resumed: tuple[Path, dict[str, Any]] | None = None
         """What the run was begun from, and its client_state."""
 

@@ -197,7 +197,7 @@ def _lock(path: Path, owner: Owner, resources: ExitStack, own_runs: Container[st
     """Keep other processes from adopting the directory while it is read. Raises StoreError where its owner lives."""
     try:
         fd = open_of_owner(path / OWNER_NAME)
-        resources.callback(os.close, fd)
+        resources.callback(fd.close)
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         if owner.run_id in own_runs or _is_this_process(owner):

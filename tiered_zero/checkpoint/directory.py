@@ -210,10 +210,8 @@ def _opened(path: Path) -> Iterator[int]:
         raise StoreError(f"There is no checkpoint {path}.") from None
     except (OSError, ValueError) as error:  # ValueError: a path with a NUL
         raise StoreError(f"{path} cannot be read: {_what_is_there(path, error)}.") from error
-    try:
+    with fd:
         yield fd
-    finally:
-        os.close(fd)
 
 
 def _what_is_there(path: Path, error: Exception) -> str:

@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from io import FileIO
 from pathlib import Path
 from typing import Any, final
 
@@ -23,6 +22,7 @@ from tiered_zero.checkpoint.resume import FoundCheckpoint
 from tiered_zero.checkpoint.shares import Share
 from tiered_zero.checkpoint.tag_writer import TagWriter
 from tiered_zero.checkpoint.weights import WeightTensor
+from tiered_zero.descriptor import Descriptor
 from tiered_zero.errors import ModelError, RankError, StoreError
 from tiered_zero.hardware.agreement import agree
 from tiered_zero.hardware.collectives import Collectives
@@ -70,7 +70,7 @@ def begin_tag(
     ranks: Collectives,
     save_dir: str | os.PathLike[str],
     wanted: Sequence[Wanted],
-    own_locks: list[FileIO],
+    own_locks: list[Descriptor],
     engine: IOEngine | None = None,
 ) -> TagWriter:
     """Begin the tag on rank 0, where space is checked for what all ranks write, and join it on the others. `engine`:

@@ -12,10 +12,10 @@ import secrets
 import stat
 from collections.abc import Callable
 from contextlib import suppress
-from io import FileIO
 from pathlib import Path
 from typing import Final, final
 
+from tiered_zero.descriptor import Descriptor
 from tiered_zero.errors import StoreError
 from tiered_zero.sizes import format_nbytes
 from tiered_zero.store.descriptors import (
@@ -24,7 +24,6 @@ from tiered_zero.store.descriptors import (
     names_in,
     open_directory,
     open_file,
-    opened_directory,
     read_file,
     remove_files,
 )
@@ -82,13 +81,13 @@ class SaveDirectory:
     next writer gives it its name back.
     """
 
-    def __init__(self, path: Path, fd: int, lock: FileIO | None) -> None:
+    def __init__(self, path: Path, fd: Descriptor, lock: Descriptor | None) -> None:
         """Use `open` or `join`."""
         self.path, self.fd = path, fd
         self._lock = lock
 
     @classmethod
-    def open(cls, save_dir: str | os.PathLike[str], own_locks: list[FileIO] | None = None) -> SaveDirectory:
+    def open(cls, save_dir: str | os.PathLike[str], own_locks: list[Descriptor] | None = None) -> SaveDirectory:
         """Make it with its parents (mode 0700) where it is missing; lock it. Raises StoreError.
 
         `own_locks`: of a caller who has one directory at a time: what is in it was left by a save that an interrupt has
@@ -97,7 +96,7 @@ class SaveDirectory:
         try:
             return cls(path, fd, _locked(path, fd, [] if own_locks is None else own_locks))
         except BaseException:
-            os.close(fd)
+            fd.close()
             raise
 
     @classmethod
@@ -107,11 +106,9 @@ class SaveDirectory:
 
     def release(self) -> None:
         """Idempotent. The lock ends also where a forked child has inherited it."""
-        fd, self.fd = self.fd, -1
-        if fd >= 0:
-            if self._lock is not None:
-                _unlock(self._lock)
-            os.close(fd)
+        if self._lock is not None:
+            _unlock(self._lock)
+        self.fd.close()
 
     def restore(self) -> None:
         """Finish what a dead writer left: a replaced tag gets its name back, temporary directories are removed."""
@@ -200,7 +197,7 @@ class SaveDirectory:
 
     def remove(self, name: str) -> int:
         """Remove a directory of plain files; the disk bytes that it had. Raises OSError."""
-        with opened_directory(name, self.fd) as fd:
+        with open_directory(name, self.fd) as fd:
             nbytes = disk_nbytes(fd)
             remove_files(fd, keep="")
         os.rmdir(name, dir_fd=self.fd)
@@ -243,8 +240,8 @@ def exchange(dir_fd: int, name: str, other: str) -> bool:
     raise OSError(code, os.strerror(code), name)
 
 
-def _opened(save_dir: str | os.PathLike[str], make: Callable[[Path], None], advice: str) -> tuple[Path, int]:
-    """The directory, once `make` has made what is missing, and its descriptor. Raises StoreError."""
+def _opened(save_dir: str | os.PathLike[str], make: Callable[[Path], None], advice: str) -> tuple[Path, Descriptor]:
+    """Open the directory, once `make` has made what is missing. Raises StoreError."""
     try:
         path = Path(os.path.realpath(save_dir))
         make(path)
@@ -263,7 +260,7 @@ def _make_durably(path: Path) -> None:
         sync_directory(place.parent)
 
 
-def _unlock(lock: FileIO) -> None:
+def _unlock(lock: Descriptor) -> None:
     """Idempotent."""
     if not lock.closed:
         with suppress(OSError):
@@ -271,13 +268,13 @@ def _unlock(lock: FileIO) -> None:
         lock.close()
 
 
-def _locked(path: Path, dir_fd: int, own_locks: list[FileIO]) -> FileIO:
+def _locked(path: Path, dir_fd: int, own_locks: list[Descriptor]) -> Descriptor:
     """The locked lock file. Raises StoreError."""
     while own_locks:
         _unlock(own_locks[-1])
         own_locks.pop()
     try:
-        lock = FileIO(open_file(LOCK_NAME, dir_fd, uid=os.geteuid(), flags=os.O_RDWR | os.O_CREAT), "r+")
+        lock = open_file(LOCK_NAME, dir_fd, uid=os.geteuid(), flags=os.O_RDWR | os.O_CREAT)
         own_locks.append(lock)
     except OSError as error:
         raise StoreError(
@@ -285,8 +282,8 @@ def _locked(path: Path, dir_fd: int, own_locks: list[FileIO]) -> FileIO:
         ) from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.ftruncate(lock.fileno(), 0)
-        os.pwrite(lock.fileno(), str(os.getpid()).encode(), 0)
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, str(os.getpid()).encode(), 0)
     except BlockingIOError as error:
         lock.close()
         owner = read_file(LOCK_NAME, dir_fd, uid=os.geteuid(), most_nbytes=100).decode("ascii", "replace")

@@ -7,18 +7,18 @@ import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from io import FileIO
 from pathlib import Path
 from typing import Any, final
 
 from tiered_zero.checkpoint.file_writer import FileWriter, WrittenFiles, join_files
 from tiered_zero.checkpoint.manifest import MANIFEST_NAME, TagManifest
 from tiered_zero.checkpoint.save_directory import SaveDirectory, check_tag
+from tiered_zero.descriptor import Descriptor
 from tiered_zero.errors import ConfigError, StoreError, TransferError
 from tiered_zero.io.disk_file import free_text
 from tiered_zero.io.engine import IOEngine
 from tiered_zero.sizes import MIB, format_nbytes
-from tiered_zero.store.descriptors import opened_directory
+from tiered_zero.store.descriptors import open_directory
 from tiered_zero.store.durable import write_new_file
 
 logger = logging.getLogger("tiered_zero")
@@ -55,7 +55,7 @@ class TagWriter:
         engine: IOEngine | None = None,
         needed_nbytes: int = 0,
         own_nbytes: int | None = None,
-        own_locks: list[FileIO] | None = None,
+        own_locks: list[Descriptor] | None = None,
     ) -> TagWriter:
         """Lock the save directory, clear what dead writers left there, check the space, make the temporary directory.
 
@@ -122,7 +122,7 @@ class TagWriter:
     def _end(self, error: BaseException | None) -> None:
         failure = None
         wrote = isinstance(error, OSError | ConfigError) and (_is_full(error) or self.name in str(error))
-        if wrote and isinstance(error, Exception) and self._directory.fd >= 0:
+        if wrote and isinstance(error, Exception) and not self._directory.fd.closed:
             failure = self._store_error(error)
         self.discard()
         if failure is not None:
@@ -202,10 +202,10 @@ class TagWriter:
         carried through by the next. A failure is logged."""
         try:
             self.writer.close()
-            if self._directory.fd >= 0 and not self._joins and not self.is_published:
+            if not self._directory.fd.closed and not self._joins and not self.is_published:
                 with suppress(FileNotFoundError):
                     self._directory.remove(self.name)
-            if self._directory.fd >= 0 and self._latest is not None:
+            if not self._directory.fd.closed and self._latest is not None:
                 with suppress(FileNotFoundError):
                     os.unlink(self._latest, dir_fd=self._directory.fd)
         except OSError as error:
@@ -218,7 +218,7 @@ class TagWriter:
     def _write_manifest(self, manifest: TagManifest) -> None:
         """Write it to the temporary directory, and make both durable. Raises OSError, StoreError."""
         data = manifest.encode()
-        with opened_directory(self.name, self._directory.fd) as fd:
+        with open_directory(self.name, self._directory.fd) as fd:
             write_new_file(MANIFEST_NAME, [data], fd)
             os.fsync(fd)
 

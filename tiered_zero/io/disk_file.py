@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable
 from typing import final
 
+from tiered_zero.descriptor import Descriptor
 from tiered_zero.errors import TransferError
 from tiered_zero.io.engine import File, Request
 from tiered_zero.native import struct_fields
@@ -103,13 +104,13 @@ def memory_address(view: memoryview) -> int:
     return address
 
 
-def open_descriptor(path: str, *, create: bool, writable: bool, direct: bool) -> int:
-    """A descriptor that no child inherits; a new file has mode 0600 and did not exist. Raises TransferError."""
+def open_descriptor(path: str, *, create: bool, writable: bool, direct: bool) -> Descriptor:
+    """Open a file that no child inherits; a new file has mode 0600 and did not exist. Raises TransferError."""
     flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_NOFOLLOW
     flags |= os.O_CREAT | os.O_EXCL if create else 0
     flags |= _O_DIRECT if direct else 0
     try:
-        return os.open(path, flags, 0o600)
+        return Descriptor(os.open(path, flags, 0o600))
     except OSError as error:
         raise file_error("create" if create else "open", path, error.errno or errno.EIO) from error
 
@@ -118,10 +119,12 @@ def open_descriptor(path: str, *, create: bool, writable: bool, direct: bool) ->
 class DiskFile(File):
     """One descriptor. `drain` waits until nothing of this file is in flight, and returns False where it is stuck."""
 
-    def __init__(self, path: str, fd: int, *, alignment: int, direct: bool, drain: Callable[[DiskFile], bool]) -> None:
+    def __init__(
+        self, path: str, fd: Descriptor, *, alignment: int, direct: bool, drain: Callable[[DiskFile], bool]
+    ) -> None:
         self.path, self.alignment = path, alignment
-        self.fd, self.direct = fd, direct
-        self._drain = drain
+        self.fd, self.direct = int(fd), direct
+        self._descriptor, self._drain = fd, drain
 
     def allocate(self, nbytes: int) -> None:
         try:
@@ -169,5 +172,5 @@ class DiskFile(File):
         """Idempotent. The descriptor of a stuck request is never closed: its number could be given to another file,
         which a late write would then land in."""
         if self.fd >= 0 and self._drain(self):
-            os.close(self.fd)
+            self._descriptor.close()
         self.fd = -1

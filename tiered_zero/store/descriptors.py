@@ -10,10 +10,10 @@ import errno
 import os
 import stat
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
+from tiered_zero.descriptor import Descriptor
 from tiered_zero.errors import StoreError
 from tiered_zero.io.disk_file import errno_text
 from tiered_zero.sizes import format_nbytes
@@ -35,24 +35,14 @@ def kind_text(mode: int) -> str:
     return _KINDS.get(stat.S_IFMT(mode), "of an unknown kind")
 
 
-def open_directory(path: str | Path, dir_fd: int | None = None) -> int:
-    """A descriptor of the directory. Raises OSError; a symbolic link as the last component is ENOTDIR or ELOOP."""
-    return os.open(path, os.O_RDONLY | os.O_DIRECTORY | _SAFE, dir_fd=dir_fd)
+def open_directory(path: str | Path, dir_fd: int | None = None) -> Descriptor:
+    """Open a directory. Raises OSError; a symbolic link as the last component is ENOTDIR or ELOOP."""
+    return Descriptor(os.open(path, os.O_RDONLY | os.O_DIRECTORY | _SAFE, dir_fd=dir_fd))
 
 
-@contextmanager
-def opened_directory(path: str | Path, dir_fd: int | None = None) -> Iterator[int]:
-    """`open_directory` for the length of a block."""
-    fd = open_directory(path, dir_fd)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
-
-
-def open_file(name: str | Path, dir_fd: int | None, *, uid: int, flags: int = os.O_RDONLY) -> int:
-    """A descriptor of the regular file `name` of user `uid`. Raises OSError, or StoreError for anything else."""
-    fd = os.open(name, flags | _SAFE, 0o600, dir_fd=dir_fd)
+def open_file(name: str | Path, dir_fd: int | None, *, uid: int, flags: int = os.O_RDONLY) -> Descriptor:
+    """Open the regular file `name` of user `uid`. Raises OSError, or StoreError for anything else."""
+    fd = Descriptor(os.open(name, flags | _SAFE, 0o600, dir_fd=dir_fd))
     try:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
@@ -60,21 +50,20 @@ def open_file(name: str | Path, dir_fd: int | None, *, uid: int, flags: int = os
         if status.st_uid != uid:
             raise StoreError(f"{name} belongs to user id {status.st_uid}; expected {uid}")
     except BaseException:
-        os.close(fd)
+        fd.close()
         raise
     return fd
 
 
-def open_of_owner(path: Path) -> int:
-    """A descriptor of the regular file `path`, of the user who owns its directory. Raises OSError, StoreError."""
-    with opened_directory(path.parent) as directory:
+def open_of_owner(path: Path) -> Descriptor:
+    """Open the regular file `path`, of the user who owns its directory. Raises OSError, StoreError."""
+    with open_directory(path.parent) as directory:
         return open_file(path.name, directory, uid=os.fstat(directory).st_uid)
 
 
 def read_file(name: str | Path, dir_fd: int | None, *, uid: int, most_nbytes: int) -> bytes:
     """The bytes of the regular file `name` of user `uid`. Raises OSError, or StoreError also where it is too large."""
-    fd = open_file(name, dir_fd, uid=uid)
-    try:
+    with open_file(name, dir_fd, uid=uid) as fd:
         size = os.fstat(fd).st_size
         if size > most_nbytes:
             raise StoreError(
@@ -84,14 +73,12 @@ def read_file(name: str | Path, dir_fd: int | None, *, uid: int, most_nbytes: in
         while len(data) < size and (more := os.read(fd, size - len(data))):
             data += more
         return bytes(data)
-    finally:
-        os.close(fd)
 
 
 def names_in(dir_fd: int) -> list[str]:
     """The names in the directory, which is opened anew: btrfs lists those that were there when it was opened."""
     try:
-        with opened_directory(".", dir_fd) as fd:
+        with open_directory(".", dir_fd) as fd:
             return os.listdir(fd)
     except OSError as error:
         if error.errno not in (errno.EMFILE, errno.ENFILE):
@@ -142,7 +129,7 @@ def remove_directory(path: str | Path, dir_fd: int | None = None) -> None:
 
 
 def _has_hidden_files_alone(path: str | Path, dir_fd: int | None) -> bool:
-    with opened_directory(path, dir_fd) as fd:
+    with open_directory(path, dir_fd) as fd:
         return all(name.startswith((".fuse_hidden", ".nfs")) for name in names_in(fd))
 
 

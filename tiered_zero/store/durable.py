@@ -6,6 +6,8 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
+from tiered_zero.descriptor import Descriptor
+
 
 def write_and_sync(fd: int, parts: Iterable[bytes | memoryview]) -> None:
     """Write `parts` one after another to the open file, then fsync it. Raises OSError."""
@@ -22,17 +24,11 @@ def write_new_file(path: str | Path, parts: Iterable[bytes | memoryview], dir_fd
     Raises OSError, FileExistsError too.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    fd = os.open(path, flags, 0o600, dir_fd=dir_fd)
-    try:
+    with Descriptor(os.open(path, flags, 0o600, dir_fd=dir_fd)) as fd:
         write_and_sync(fd, parts)
-    finally:
-        os.close(fd)
 
 
 def sync_directory(directory: Path) -> None:
     """Make the names durable that were created, renamed or removed in `directory`. Raises OSError."""
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+    with Descriptor(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as fd:
         os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, final
 
+from tiered_zero.descriptor import Descriptor
 from tiered_zero.errors import StoreError
 from tiered_zero.sizes import PAGE_NBYTES, align_up, format_nbytes
 from tiered_zero.store.checked_json import (
@@ -28,7 +29,7 @@ from tiered_zero.store.checked_json import (
     encode_checked,
     kinds_of,
 )
-from tiered_zero.store.descriptors import error_text, opened_directory, read_file
+from tiered_zero.store.descriptors import error_text, open_directory, read_file
 from tiered_zero.store.durable import sync_directory, write_and_sync
 from tiered_zero.store.ranges import Range
 
@@ -180,11 +181,8 @@ def prepare(directory: Path, data: bytes) -> None:
 def write_next(directory: Path, data: bytes) -> None:
     """Write the next manifest, and make its bytes durable, but not its name: `confirm` renames it. Raises OSError."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    fd = os.open(directory / NEXT_NAME, flags, 0o600)
-    try:
+    with Descriptor(os.open(directory / NEXT_NAME, flags, 0o600)) as fd:
         write_and_sync(fd, [data])
-    finally:
-        os.close(fd)
 
 
 def confirm(directory: Path) -> None:
@@ -204,7 +202,7 @@ def load(directory: Path) -> tuple[Manifest | None, Manifest | None]:
     """The committed and the prepared manifest. A torn prepared one counts as absent; a damaged committed one raises
     StoreError, as does a directory that cannot be read."""
     try:
-        with opened_directory(directory) as fd:
+        with open_directory(directory) as fd:
             return load_at(fd, directory, os.fstat(fd).st_uid)
     except FileNotFoundError:
         return None, None

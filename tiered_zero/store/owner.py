@@ -14,7 +14,7 @@ from typing import final
 
 from tiered_zero.errors import StoreError
 from tiered_zero.store.checked_json import check_fields, check_kind, decode_json, kinds_of
-from tiered_zero.store.descriptors import error_text, open_file, opened_directory, read_file
+from tiered_zero.store.descriptors import error_text, open_directory, open_file, read_file
 
 PREFIX = "tiered_zero-"
 OWNER_NAME = "owner.json"
@@ -70,7 +70,7 @@ def read_owner_at(dir_fd: int, uid: int) -> Owner:
 def read_owner(path: Path) -> Owner:
     """The owner of the run directory `path`; StoreError when it has none."""
     try:
-        with opened_directory(path) as fd:
+        with open_directory(path) as fd:
             return read_owner_at(fd, os.fstat(fd).st_uid)
     except (OSError, ValueError, StoreError) as error:  # ValueError: a path with a NUL
         raise StoreError(f"{path} is not a swap directory: its {OWNER_NAME} cannot be read ({error}).") from error
@@ -112,15 +112,12 @@ def is_locked(dir_fd: int, uid: int) -> bool:
     """Whether a process holds the run directory that is open at `dir_fd`. Raises OSError (ENOLCK: the file system has
     no locks), and StoreError where the owner file is not a regular file of user `uid`."""
     try:
-        fd = open_file(OWNER_NAME, dir_fd, uid=uid)
+        with open_file(OWNER_NAME, dir_fd, uid=uid) as fd:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: two that look do not see each other
     except FileNotFoundError:
         return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: two that look do not see each other
     except BlockingIOError:
         return True
-    finally:
-        os.close(fd)
     return False
 
 

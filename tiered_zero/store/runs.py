@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import final
 
+from tiered_zero.descriptor import CLOSED, Descriptor
 from tiered_zero.errors import StoreError
 from tiered_zero.io.preflight import filesystem_type, is_local
 from tiered_zero.store import manifest
@@ -23,8 +24,8 @@ from tiered_zero.store.descriptors import (
     error_text,
     kind_text,
     names_in,
+    open_directory,
     open_file,
-    opened_directory,
     remove_directory,
     remove_files,
     unlink_missing_ok,
@@ -89,7 +90,7 @@ def list_runs(parent: Path) -> list[RunInfo]:
     """The runs that have a directory under `parent`, oldest first. Changes nothing. Raises StoreError."""
     runs = []
     try:
-        with opened_directory(parent.resolve()) as fd:
+        with open_directory(parent.resolve()) as fd:
             for name in os.listdir(fd):
                 if name.startswith(PREFIX):
                     with suppress(FileNotFoundError):  # it may end while we look
@@ -123,7 +124,7 @@ def _collect(run: RunInfo, dry_run: bool, committed: bool, unknown: bool) -> Col
     if (refusal := _refusal(run, committed, unknown)) is not None:
         return Collected(run=run, removed=False, reason=refusal)
     parent, name = run.path.parent.resolve(), run.path.name
-    with opened_directory(parent) as parent_fd, opened_directory(name, parent_fd) as fd:
+    with open_directory(parent) as parent_fd, open_directory(name, parent_fd) as fd:
         status = os.fstat(fd)
         if status.st_uid != os.geteuid():
             return Collected(run=run, removed=False, reason=f"belongs to user id {status.st_uid}")
@@ -143,31 +144,30 @@ def _collect(run: RunInfo, dry_run: bool, committed: bool, unknown: bool) -> Col
         except BlockingIOError:
             return Collected(run=run, removed=False, reason="another process took it over")
         finally:
-            if lock >= 0:
-                os.close(lock)  # NFS and FUSE keep an open file in its directory under another name
+            lock.close()  # NFS and FUSE keep an open file in its directory under another name
         remove_directory(name, parent_fd)
     return Collected(run=run, removed=True, reason=run.reason)
 
 
-def _take_lock(dir_fd: int, uid: int, unknown: bool) -> int:
+def _take_lock(dir_fd: int, uid: int, unknown: bool) -> Descriptor:
     """The descriptor of the locked owner file, held to the end: no other process can take the run over. -1: there is no
     such file, or (with `unknown`) none that can be locked. Raises OSError, StoreError."""
     try:
         fd = open_file(OWNER_NAME, dir_fd, uid=uid, flags=os.O_RDWR)
     except FileNotFoundError:
-        return -1
+        return CLOSED
     except (OSError, StoreError):
         if unknown:
-            return -1
+            return CLOSED
         raise
     try:
         lock_fd(fd)
     except BaseException as error:
-        os.close(fd)
+        fd.close()
         if isinstance(error, BlockingIOError):
             raise StoreError("another process took it over") from None
         if isinstance(error, OSError) and unknown:
-            return -1
+            return CLOSED
         raise
     return fd
 
@@ -200,7 +200,7 @@ def _inspect(path: Path, name: str, parent_fd: int, locked: bool | None = None) 
     if not stat.S_ISDIR(status.st_mode):
         return run
     try:
-        with opened_directory(name, parent_fd) as fd:
+        with open_directory(name, parent_fd) as fd:
             return _inspect_open(run, fd, os.fstat(fd).st_uid, locked)
     except PermissionError:
         return replace(run, reason=f"belongs to user id {status.st_uid}")
@@ -240,7 +240,7 @@ def _committed_state(run: RunInfo, fd: int, uid: int) -> tuple[int | None, bool]
         if first == run.path:
             committed, prepared = manifest.load_at(fd, first, uid)
         else:
-            with opened_directory(first) as first_fd:
+            with open_directory(first) as first_fd:
                 committed, prepared = manifest.load_at(first_fd, first, uid)
     except (StoreError, OSError):
         return None, True

@@ -194,7 +194,7 @@ def _open_data(name: Path, resources: ExitStack) -> int | str:
         return "is missing"
     except (OSError, StoreError) as error:
         return f"cannot be opened ({error_text(error)})"
-    resources.callback(os.close, fd)
+    resources.callback(fd.close)
     with suppress(OSError):
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     return fd

@@ -21,6 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import final
 
+from tiered_zero.descriptor import CLOSED, Descriptor
 from tiered_zero.errors import StoreError
 from tiered_zero.io.preflight import preflight_directory
 from tiered_zero.store.descriptors import (
@@ -49,30 +50,27 @@ logger = logging.getLogger("tiered_zero")
 @final
 @dataclass(kw_only=True)
 class _Hold:
-    """One directory of a run. `directory`, `lock`: descriptors of it and of its locked owner file; -1: not open.
+    """One directory of a run. `directory`, `lock`: it and its locked owner file.
 
     Files are removed through `directory`: whatever stands under `path` by then is not touched.
     """
 
     path: Path
-    directory: int = -1
-    lock: int = -1
+    directory: Descriptor = CLOSED
+    lock: Descriptor = CLOSED
 
     def unlock(self) -> None:
         """End the lock, also of descriptors that a forked child has inherited. Idempotent."""
-        lock, self.lock = self.lock, -1
-        if lock >= 0:
+        if not self.lock.closed:
             with suppress(OSError):  # of a disk that is gone; it is closed all the same
-                fcntl.flock(lock, fcntl.LOCK_UN)
+                fcntl.flock(self.lock, fcntl.LOCK_UN)
             with suppress(OSError):
-                os.close(lock)
+                self.lock.close()
 
     def close(self) -> None:
         self.unlock()
-        directory, self.directory = self.directory, -1
-        if directory >= 0:
-            with suppress(OSError):
-                os.close(directory)
+        with suppress(OSError):
+            self.directory.close()
 
 
 @final
@@ -250,11 +248,11 @@ def _this_process(run_id: str, model: str, note: str, paths: tuple[str, ...]) ->
     )
 
 
-def _open_own(path: Path) -> int:
-    """A descriptor of the directory, which belongs to this user. Raises OSError, StoreError."""
+def _open_own(path: Path) -> Descriptor:
+    """Open a directory that belongs to this user. Raises OSError, StoreError."""
     fd = open_directory(path)
     if (uid := os.fstat(fd).st_uid) != os.geteuid():
-        os.close(fd)
+        fd.close()
         raise StoreError(f"The run's directory {path} belongs to user id {uid}; expected {os.geteuid()}.")
     return fd
 
@@ -292,11 +290,11 @@ def _delete(hold: _Hold) -> None:
 
     NFS and FUSE keep an open file in its directory under another name: all of them are closed before. Raises OSError.
     """
-    if hold.directory >= 0:
+    if not hold.directory.closed:
         try:
             remove_files(hold.directory, keep=OWNER_NAME)
         except OSError:  # the table of descriptors may have been full, and has room once the lock is closed
-            if hold.lock >= 0:
+            if not hold.lock.closed:
                 hold.unlock()
                 remove_files(hold.directory, keep=OWNER_NAME)
             # else it was full when the lock was to be made: nothing is in the directory yet, or rmdir fails

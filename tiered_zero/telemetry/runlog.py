@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from tiered_zero.descriptor import Descriptor
 from tiered_zero.errors import ConfigError, StoreError
 from tiered_zero.telemetry.report import JsonRecord, RunReport, RunTotals, StepReport
 from tiered_zero.telemetry.spans import Span
@@ -91,7 +92,7 @@ class PrivateFile:
         self._name, self._setting, self._cut_mark = os.fspath(path), setting, cut_mark.encode()
         self._nbytes = 0
         try:
-            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            self._fd = Descriptor(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600))
         except OSError as error:
             raise ConfigError(
                 f"{setting}: expected a file that can be written; {self._name}: {error.strerror}. "
@@ -100,7 +101,7 @@ class PrivateFile:
 
     @property
     def closed(self) -> bool:
-        return self._fd < 0
+        return self._fd.closed
 
     def write(self, text: str) -> None:
         """Hand the text to the system, so that it survives a kill. Raises nothing; nothing happens once closed."""
@@ -123,12 +124,10 @@ class PrivateFile:
 
     def close(self) -> None:
         """Idempotent. Logs a warning where the disk reports only now that it is full."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            try:
-                os.close(fd)
-            except OSError as error:
-                logger.warning("%s: %s may be cut: %s", self._setting, self._name, error.strerror or error)
+        try:
+            self._fd.close()
+        except OSError as error:
+            logger.warning("%s: %s may be cut: %s", self._setting, self._name, error.strerror or error)
 
 
 class RunLog:

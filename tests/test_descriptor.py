@@ -1,0 +1,55 @@
+"""Descriptors are closed once, and with their object."""
+
+import gc
+import os
+from pathlib import Path
+
+import pytest
+
+from tiered_zero.descriptor import CLOSED, Descriptor
+
+
+def is_open(number: int) -> bool:
+    try:
+        os.fstat(number)
+    except OSError:
+        return False
+    return True
+
+
+def test_the_end_of_a_block_closes(tmp_path: Path) -> None:
+    with Descriptor(os.open(tmp_path, os.O_RDONLY)) as fd:
+        assert is_open(fd)
+        assert not fd.closed
+    assert fd.closed
+    assert not is_open(fd)
+
+
+def test_a_number_that_is_used_again_is_not_closed_again(tmp_path: Path) -> None:
+    fd = Descriptor(os.open(tmp_path, os.O_RDONLY))
+    fd.close()
+    other = os.open(tmp_path, os.O_RDONLY)
+    assert other == fd
+    fd.close()
+    del fd
+    gc.collect()
+    assert is_open(other)
+    os.close(other)
+
+
+def test_what_an_interrupt_leaves_is_closed_with_the_object(tmp_path: Path) -> None:
+    def interrupted() -> None:
+        numbers.append(int(fd := Descriptor(os.open(tmp_path, os.O_RDONLY))))
+        assert is_open(fd)
+        raise KeyboardInterrupt
+
+    numbers: list[int] = []
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    gc.collect()
+    assert not is_open(numbers[0])
+
+
+def test_none_is_closed() -> None:
+    CLOSED.close()
+    assert CLOSED.closed

@@ -1,0 +1,46 @@
+"""Descriptors that are closed once, and do not stay open where an interrupt comes."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from typing import Final, final
+
+
+@final
+class Descriptor(int):
+    """An open descriptor of this process: `Descriptor(os.open(...))`, in one statement.
+
+    It is closed by `close`, by the end of a `with` block, or with the object: an interrupt between the statement that
+    opens and the one that closes leaves nothing open. An int, for the calls that take one; the object has to live as
+    long as they use it.
+    """
+
+    @property
+    def closed(self) -> bool:
+        return not self._left()
+
+    def close(self) -> None:
+        """Idempotent, so that it can be called again after an interrupt. Raises OSError."""
+        left = self._left()
+        while left:
+            os.close(left.pop())  # one statement: a number that is free again may be another file's
+
+    def __enter__(self) -> Descriptor:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        with suppress(OSError):  # nobody is there to be told
+            self.close()
+
+    def _left(self) -> list[int]:
+        """The number, until it is closed."""
+        left: list[int] = vars(self).setdefault("left", [int(self)] if self >= 0 else [])
+        return left
+
+
+CLOSED: Final = Descriptor(-1)
+"""Where none is open."""
