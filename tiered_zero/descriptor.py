@@ -33,7 +33,7 @@ class Descriptor(int):
         self.close()
 
     def __del__(self) -> None:
-        with suppress(OSError):  # nobody is there to be told
+        with suppress(OSError):  # a finalizer cannot raise it
             self.close()
 
     def _left(self) -> list[int]:

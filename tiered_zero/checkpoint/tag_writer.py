@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -43,6 +44,7 @@ class TagWriter:
         self.writer, self.tag, self.name = writer, tag, name
         self._directory, self._needed_nbytes, self._joins = directory, needed_nbytes, joins
         self._latest: str | None = None
+        self._pointing = threading.Lock()
         self.is_published = False
         """Whether it has its name."""
 
@@ -170,9 +172,11 @@ class TagWriter:
 
     def prepare_pointer(self, fields: Mapping[str, Any], *, save_latest: bool = True) -> None:
         """Write a tag without files of its own, as far as it can be made durable before its state is. Any thread,
-        beside the commit that it points to. Raises OSError, StoreError."""
-        self._write_manifest(TagManifest(**fields, tag=self.tag))
-        self._latest = self._directory.prepare_latest(self.tag) if save_latest else None
+        beside the commit that it points to; nothing, once it is discarded. Raises OSError, StoreError."""
+        with self._pointing:
+            if not self._directory.fd.closed:
+                self._write_manifest(TagManifest(**fields, tag=self.tag))
+                self._latest = self._directory.prepare_latest(self.tag) if save_latest else None
 
     def publish_pointer(self) -> None:
         """Give the prepared tag its name, and `latest` its value: the state is durable. Raises OSError,
@@ -199,7 +203,11 @@ class TagWriter:
 
     def discard(self) -> None:
         """Remove what was written, unless it was published; end the lock. Idempotent; one that was interrupted is
-        carried through by the next. A failure is logged."""
+        carried through by the next. A failure is logged. Waits for a `prepare_pointer` that has begun."""
+        with self._pointing:
+            self._discard()
+
+    def _discard(self) -> None:
         try:
             self.writer.close()
             if not self._directory.fd.closed and not self._joins and not self.is_published:
