@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import tiered_zero
+from tests.support.configs import zero_section
 from tests.support.trainers import assert_parity, tiered
 
 
@@ -178,6 +179,68 @@ def test_parameters_replaced_after_the_start_are_refused(
             module._parameters.update(params)
         engine.step()
         assert len(engine.module.state_dict()) == 6
+
+
+class Adapter(nn.Module):
+    """What a library for adapters puts around a layer."""
+
+    def __init__(self, inner: nn.Module, trainable: bool = True) -> None:
+        super().__init__()
+        self.inner = inner
+        self.scale = nn.Parameter(torch.ones(8), requires_grad=trainable)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) * self.scale
+
+
+def wrap(net: Net) -> None:
+    net.a = Adapter(net.a)  # type: ignore[assignment]
+
+
+def register(net: Net) -> None:
+    net.b.register_parameter("scale", nn.Parameter(torch.ones(8)))
+
+
+def register_a_module(net: Net) -> None:
+    net.out.add_module("head", nn.Linear(8, 8))
+
+
+def fill_a_name(net: Net) -> None:
+    net.out.spare = nn.Parameter(torch.ones(8))
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("add", [wrap, register, register_a_module, fill_a_name])
+def test_trainable_parameters_that_are_added_after_the_start_are_refused(
+    add: Callable[[Net], None], call: str, swap_path: Any
+) -> None:
+    net = Net()
+    net.out.register_parameter("spare", None)
+    with tiered(net, swap_path, make_optimizer=sgd) as engine:
+        engine.backward(engine(torch.ones(2, 8)))
+        add(engine.module)  # type: ignore[arg-type]
+        for _ in range(2):
+            with pytest.raises(tiered_zero.ModelError, match=r"(scale|weight|spare) was added to the model"):
+                CALLS[call](engine)
+
+
+def test_frozen_parameters_may_be_added_and_stay_frozen(swap_path: Any) -> None:
+    with tiered(Net(), swap_path, make_optimizer=sgd) as engine:
+        adapter = Adapter(engine.module.a, trainable=False)
+        engine.module.a = adapter
+        engine.backward(engine(torch.ones(2, 8)))
+        engine.step()
+        adapter.scale.requires_grad_(True)
+        with pytest.raises(tiered_zero.ModelError, match=r"a\.scale requires a gradient, but was frozen"):
+            engine(torch.ones(2, 8))
+
+
+def test_an_engine_that_evaluates_takes_new_parameters(swap_path: Any) -> None:
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero_section("cpu", "none", swap_path)}
+    with tiered_zero.initialize(model=Net(), config=config)[0] as engine:
+        expected = engine(torch.ones(2, 8))
+        engine.module.a = Adapter(engine.module.a)
+        assert torch.equal(engine(torch.ones(2, 8)), expected)
 
 
 def test_loading_by_assignment_is_refused(swap_path: Any) -> None:

@@ -167,7 +167,7 @@ def _build(run_spec: RunSpec, lr_scheduler: Any, collectives: Collectives, loade
         step = TrainStep(
             Movers(
                 pager=pager,
-                scope=PassScope(run_spec.model, pager),
+                scope=PassScope(run_spec.model, pager, run_spec.trains),
                 gradients=gradients,
                 visible_gradients=visible_gradients,
                 reducer=reducer,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from contextlib import contextmanager
 from typing import final
 
@@ -27,16 +27,16 @@ class PassScope:
     the engine. Driver thread.
     """
 
-    def __init__(self, model: nn.Module, pager: Pager) -> None:
+    def __init__(self, model: nn.Module, pager: Pager, trains: bool) -> None:
         self._model = model
         self._pager = pager
+        self._trains = trains
         self._slots = [
             (f"{path}.{name}".lstrip("."), module._parameters, name, param)
             for path, module in model.named_modules()
             for name, param in module._parameters.items()
-            if param is not None
         ]
-        self._children = self._list_children()
+        self._note_modules()
         self._frozen = {name: param for name, param in model.named_parameters() if not param.requires_grad}
         self.is_direct = False
         """Whether a module runs that was called directly, in thread `_opener`."""
@@ -71,21 +71,46 @@ class PassScope:
     # -- the model's parameters ------------------------------------------------------------------------------------
 
     def check_parameters(self) -> None:
-        """Raises ModelError where a parameter, or the module that has it, was replaced or removed. Called in each call
-        of the engine: compares pointers only."""
+        """Raises ModelError where a parameter, or the module that has it, was replaced or removed, or a trainable one
+        was added. Called in each call of the engine: compares pointers and counts only."""
+        is_changed = any(len(entries) != count for entries, count in self._counts)
         for full_name, params, name, param in self._slots:
             if params.get(name) is not param:
-                raise _replaced_error(full_name)
+                if param is not None:
+                    raise _replaced_error(full_name)
+                is_changed = True
         if any(children.get(name) is not child for children, name, child in self._children):
             held = {id(module._parameters) for module in self._model.modules()}
-            for full_name, params, _, _ in self._slots:
-                if id(params) not in held:  # fine where what replaces it has them too, as torch.compile's wrapper
-                    raise _replaced_error(full_name)
-            self._children = self._list_children()
+            for full_name, params, _, param in self._slots:
+                if param is not None and id(params) not in held:  # fine where what replaces it has them too,
+                    raise _replaced_error(full_name)  # as torch.compile's wrapper
+            is_changed = True
+        if is_changed:
+            self._check_added()
+            self._note_modules()
 
-    def _list_children(self) -> list[tuple[dict[str, nn.Module | None], str, nn.Module | None]]:
-        modules = [module._modules for module in self._model.modules()]
-        return [(children, name, child) for children in modules for name, child in children.items()]
+    def _check_added(self) -> None:
+        """Raises ModelError where a trainable parameter has joined the model; a frozen one must stay frozen."""
+        known = {id(param) for _, _, _, param in self._slots}
+        for name, param in self._model.named_parameters():
+            if id(param) in known:
+                continue
+            if not param.requires_grad:
+                self._frozen[name] = param
+            elif self._trains:
+                raise ModelError(
+                    f"Parameter {name} was added to the model after tiered_zero.initialize(): it has no optimizer "
+                    "state, and would be neither updated nor saved. Add it before initialize(), set "
+                    "requires_grad=False for it, or keep its module outside of the model."
+                )
+
+    def _note_modules(self) -> None:
+        """What `check_parameters` compares with: the children of each module, how many it has, and its parameters."""
+        modules = list(self._model.modules())
+        self._children = [(own._modules, name, child) for own in modules for name, child in own._modules.items()]
+        self._counts: list[tuple[Sized, int]] = [
+            (entries, len(entries)) for own in modules for entries in (own._modules, own._parameters)
+        ]
 
     # -- modules that are called directly ------------------------------------------------------------------------------
 
