@@ -141,7 +141,7 @@ def ranks_table(record: dict[str, Any]) -> str:
         payload, waited = result["payload"], result["waited"]
         body.append(
             [
-                f"{case} {result['update_policy']}".strip(),
+                f"{case} {result['update_policy'] or result.get('version', '')}".strip(),
                 f"{seconds:.3f}",
                 f"{ratio:.2f} (at most {record['bars'][case]:.2f})" if ratio else "",
                 "" if payload is None else f"{payload:.2f}",

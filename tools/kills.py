@@ -3,9 +3,9 @@
     python tools/kills.py --kills 300                  appends a record a round, at most 30 kills of one run
     python tools/kills.py --insert docs/faults.md      puts the table of all records between its markers
 
-Runs commit in place after each step: scripts under several update policies, state formats and placements, and
-`tiered-zero train --save --save-every 1 --resume`. A round that lost a step or ended with other bits is recorded as
-failed, and the exit code is 1. One process trains at a time.
+Runs commit in place after each step: scripts under several update policies, state formats and placements,
+`tiered-zero train --save --save-every 1 --resume`, and several ranks, of which one or all are killed. A round that lost
+a step or ended with other bits is recorded as failed, and the exit code is 1. One run trains at a time.
 """
 
 from __future__ import annotations
@@ -23,21 +23,22 @@ if __name__ == "__main__":  # an installed tiered_zero goes before the checkout'
     sys.path[:1] = []
     sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from tests.crash.kills import CASES, Killed, kill_command, kill_script
+from tests.crash.kills import CASES, RANK_CASES, Killed, kill_command, kill_ranks, kill_script
 from tools.bench.record import append_record
 
 RECORDS = Path(__file__).resolve().parent / "bench" / "records" / "kills.jsonl"
 BEGIN, END = "<!-- kills:begin -->", "<!-- kills:end -->"
 COMMAND = "tiered-zero train"
-ROUND = {COMMAND: 10}
+RANKS = {str(case): case for case in RANK_CASES}
+NAMES = [*map(", ".join, CASES), COMMAND, *RANKS]
+ROUND = {COMMAND: 10, **dict.fromkeys(RANKS, 15)}
 """Kills in one round; 30 where nothing is said."""
 
 
 def rounds(num_kills: int, seed: int) -> Iterator[tuple[str, int, int]]:
-    """Yield the case, the kills and the seed of each round, case by case in turn."""
-    names = [*map(", ".join, CASES), COMMAND]
+    """Yield the case, the kills and the seed of each round, case by case of NAMES in turn."""
     while num_kills > 0:
-        name = names[seed % len(names)]
+        name = NAMES[seed % len(NAMES)]
         kills = min(num_kills, ROUND.get(name, 30))
         yield name, kills, seed
         num_kills, seed = num_kills - kills, seed + 1
@@ -50,6 +51,8 @@ def kill(name: str, num_kills: int, seed: int, directory: Path) -> Killed:
         path.mkdir(mode=0o700)
     if name == COMMAND:
         return kill_command(scratch, swap_path, num_kills, seed)
+    if name in RANKS:
+        return kill_ranks(scratch, swap_path, RANKS[name], num_kills, seed)
     cases = {", ".join(case): case for case in CASES}
     return kill_script(scratch, swap_path, cases[name], num_kills, seed)
 
@@ -84,7 +87,7 @@ def insert(document: Path, path: Path) -> None:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=0, metavar="N")
-    parser.add_argument("--seed", type=int, default=0, help="of the first round")
+    parser.add_argument("--seed", type=int, default=0, help="of the first round, which it chooses")
     parser.add_argument("--dir", type=Path, help="where swap directories and checkpoints are made")
     parser.add_argument("--out", type=Path, default=RECORDS, metavar="RECORDS")
     parser.add_argument("--insert", type=Path, metavar="DOCUMENT")

@@ -26,6 +26,27 @@ CASES = [
 """Update policy, state format, and where parameters rest."""
 
 
+@dataclass(frozen=True)
+class RankCase:
+    """Ranks that are killed. `num_hosts`: each with a disk of its own."""
+
+    world_size: int
+    stage: int
+    state_format: str
+    num_hosts: int = 1
+
+    def __str__(self) -> str:
+        hosts = f" on {self.num_hosts} hosts" if self.num_hosts > 1 else ""
+        return f"{self.world_size} ranks{hosts}, stage {self.stage}, {self.state_format}"
+
+
+RANK_CASES = [
+    RankCase(2, 1, "fp32"),
+    RankCase(2, 3, "bf16_remainder", 2),
+    RankCase(4, 3, "fp32", 2),
+]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Killed:
     """What became of a run that was killed `num_kills` times. `num_in_save`: of these kills how many left names of a
@@ -72,18 +93,18 @@ def kill_script(directory: Path, swap_path: Path, case: tuple[str, str, str], nu
     )
 
 
-def kill_ranks(directory: Path, swap_path: Path, case: tuple[int, int, str], num_kills: int, seed: int) -> Killed:
+def kill_ranks(directory: Path, swap_path: Path, case: RankCase, num_kills: int, seed: int) -> Killed:
     """Kill one rank, or all, of a run that commits in place after each step. Raises AssertionError where a step is
-    lost, on other bits, and where ranks hold different steps. `case`: number of ranks, stage, state format."""
+    lost, on other bits, and where ranks hold different steps."""
     save_dir = directory / "saved"
     save_dir.mkdir(mode=0o700)
     program = [sys.executable, "-m", run_rank_commits.__name__, str(swap_path), str(save_dir), str(num_kills)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [*program, str(seed), *map(str, case)]
+    command = [*program, str(seed), str(case.world_size), str(case.stage), case.state_format, str(case.num_hosts)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    expected, starts, world_size = found["expected"], found["starts"], case[0]
+    expected, starts, world_size = found["expected"], found["starts"], case.world_size
     durable = 0
     for number, start in enumerate(starts):
         begun = {line["step"] for line in start["lines"] if "digest" in line and "ended" not in line}
@@ -96,7 +117,8 @@ def kill_ranks(directory: Path, swap_path: Path, case: tuple[int, int, str], num
             assert signal.SIGKILL in start["statuses"], done.stderr[-4000:]
     assert starts[-1]["statuses"] == [0] * world_size, done.stderr[-4000:]
     assert sum("ended" in line for line in starts[-1]["lines"]) == world_size
-    runs = [run for run in list_runs(swap_path) if run.step is not None]
+    disks = [swap_path / f"disk{host}" for host in range(case.num_hosts)]
+    runs = [run for disk in disks for run in list_runs(disk) if run.step is not None]
     assert [run.step for run in runs if run.step == durable] == [len(expected) - 1] * world_size
     return Killed(
         num_kills=len(starts) - 1,

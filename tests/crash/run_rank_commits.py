@@ -1,9 +1,10 @@
 """Run as a program: a run of several ranks with in-place commits, of which one or all are killed at random moments.
 
-    python run_rank_commits.py SWAP_PATH SAVE_DIR NUM_KILLS SEED WORLD_SIZE STAGE STATE_FORMAT
+    python run_rank_commits.py SWAP_PATH SAVE_DIR NUM_KILLS SEED WORLD_SIZE STAGE STATE_FORMAT NUM_HOSTS
 
-The ranks are forked after the imports, go on from SAVE_DIR if there is a checkpoint, and commit after each step. Prints
-one line of JSON as run_commits.py does, with the lines of all ranks of one start together.
+Each host has its own disk, SWAP_PATH/disk{number}, and cannot see the others' (support/hosts.py). The ranks are forked
+after the imports, go on from SAVE_DIR if there is a checkpoint, and commit after each step. Prints one line of JSON as
+run_commits.py does, with the lines of all ranks of one start together.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import torch
 
 import tiered_zero
 from tests.crash.run_commits import STEPS_PER_KILL, config, digest, read_until, take_step
+from tests.support.hosts import enter_host
 from tests.support.models import ParityGPT
 from tiered_zero.errors import EngineFailedError, RankError
 
@@ -45,15 +47,26 @@ def start(swap_path: Path, stage: int, state_format: str, checkpoint: dict[str, 
 
 
 def run_rank(
-    pipe: int, swap_path: Path, save_dir: Path, num_steps: int, stage: int, state_format: str, limit: int
+    pipe: int,
+    swap_path: Path,
+    save_dir: Path,
+    num_steps: int,
+    stage: int,
+    state_format: str,
+    num_hosts: int,
+    limit: int,
 ) -> None:
     """`limit`: after so many steps it waits to be killed; less than 0: it never saves."""
 
     def say(**fields: object) -> None:
         os.write(pipe, (json.dumps(fields) + "\n").encode())
 
+    per_host = int(os.environ["WORLD_SIZE"]) // num_hosts
+    host, local_rank = divmod(int(os.environ["RANK"]), per_host)
+    os.environ.update({"LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(per_host)})
+    (nvme,) = enter_host(swap_path, {"nvme": f"disk{host}"}, ["nvme"])
     resume = {"resume": str(save_dir)} if (save_dir / "latest").exists() else {}
-    engine = start(swap_path, stage, state_format, {"in_place": True, **resume} if limit >= 0 else {})
+    engine = start(nvme, stage, state_format, {"in_place": True, **resume} if limit >= 0 else {})
     say(step=engine.global_steps, digest=digest(engine))
     first = engine.global_steps
     for step in range(first, num_steps):
@@ -122,10 +135,10 @@ def lines_of(pipe: int, text: bytearray) -> list[dict[str, Any]]:
 def main() -> None:
     swap_path, save_dir = Path(sys.argv[1]), Path(sys.argv[2])
     num_kills, seed, world_size, stage = map(int, sys.argv[3:7])
-    state_format = sys.argv[7]
+    state_format, num_hosts = sys.argv[7], int(sys.argv[8])
     num_steps = 3 + STEPS_PER_KILL * num_kills
     settings: dict[str, Any] = {"swap_path": swap_path, "save_dir": save_dir, "num_steps": num_steps}
-    settings |= {"stage": stage, "state_format": state_format}
+    settings |= {"stage": stage, "state_format": state_format, "num_hosts": num_hosts}
     chance = random.Random(seed)
     torch.set_num_threads(1)
     children, pipes = fork(world_size, partial(run_rank, **settings, limit=-1))
@@ -156,7 +169,7 @@ def main() -> None:
                 os.kill(children[victim], signal.SIGKILL)
         statuses = end(children)
         lines = [line for one in zip(pipes, texts, strict=True) for line in lines_of(*one)]
-        in_save = bool([*save_dir.glob(".tmp-*"), *swap_path.glob("*/manifest.next")])
+        in_save = bool([*save_dir.glob(".tmp-*"), *swap_path.glob("*/*/manifest.next")])
         starts.append({"lines": lines, "ended": ended, "statuses": statuses, "in_save": in_save})
         if ended:
             break

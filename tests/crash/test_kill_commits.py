@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.crash.kills import CASES, kill_command, kill_ranks, kill_script
+from tests.crash.kills import CASES, RANK_CASES, RankCase, kill_command, kill_ranks, kill_script
 
 
 @pytest.mark.slow
@@ -29,11 +29,11 @@ def test_three_hundred_kills(tmp_path: Path, swap_path: Path, seed: int) -> None
 
 
 def test_four_kills_of_ranks(tmp_path: Path, swap_path: Path) -> None:
-    assert kill_ranks(tmp_path, swap_path, (2, 3, "fp32"), 4, 1).num_kills == 4
+    assert kill_ranks(tmp_path, swap_path, RankCase(2, 3, "fp32", 2), 4, 1).num_kills == 4
 
 
 @pytest.mark.thorough
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("case", [(2, 1, "fp32"), (2, 3, "bf16_remainder"), (4, 3, "fp32")], ids=str)
-def test_thirty_kills_of_ranks(tmp_path: Path, swap_path: Path, case: tuple[int, int, str]) -> None:
+@pytest.mark.parametrize("case", RANK_CASES, ids=str)
+def test_thirty_kills_of_ranks(tmp_path: Path, swap_path: Path, case: RankCase) -> None:
     assert kill_ranks(tmp_path, swap_path, case, 30, 2).num_kills == 30

@@ -45,7 +45,19 @@ def test_deepspeed_is_left_out_where_it_is_not_installed(tmp_path: Path) -> None
     assert ran.returncode == 0, ran.stderr
     has_it = importlib.util.find_spec("deepspeed") is not None
     assert list(json.loads(out.read_text())["samples"]) == ["compute", *(["DeepSpeed 2"] if has_it else [])]
-    assert ("DeepSpeed 2 is left out: this Python has no package deepspeed" in ran.stdout) == (not has_it)
+    assert (f"DeepSpeed 2 is left out: {sys.executable} has no package deepspeed" in ran.stdout) == (not has_it)
+
+
+@pytest.mark.slow
+def test_deepspeed_runs_in_another_python(tmp_path: Path) -> None:
+    """One that has no such package, nor any other, is asked, and not this one."""
+    other, asked = tmp_path / "python", tmp_path / "asked"
+    other.write_text(f"#!/bin/sh\necho $PYTHONPATH:$PATH > {asked}\nexit 1\n")
+    other.chmod(0o700)
+    ran = bench("--smoke", "--cases", "DeepSpeed 1", "--deepspeed", str(other))
+    assert ran.returncode == 0, ran.stderr
+    assert f"DeepSpeed 1 is left out: {other} has no package deepspeed" in ran.stdout
+    assert asked.read_text().startswith(f":{tmp_path}:"), "its own programs, and not this one's packages"
 
 
 def test_a_case_that_it_does_not_know_is_refused() -> None:

@@ -7,7 +7,8 @@ In fp32 over gloo on CPUs, one thread a rank, each case under a torchrun of its 
   DDP + ZeRO       DistributedDataParallel, torch's ZeroRedundancyOptimizer over AdamW
   FSDP2            fully_shard on each block and the root: reduce_dtype fp32, reshard_after_forward
   FSDP2 offload    the same with CPUOffloadPolicy(pin_memory=False)
-  DeepSpeed S      DeepSpeed at ZeRO stage S over torch's AdamW, on its CPU accelerator, where it is installed
+  DeepSpeed S      DeepSpeed at ZeRO stage S over torch's AdamW, on its CPU accelerator, where it is installed: in this
+                   Python, or in that of --deepspeed, whose torch it then runs on
   stage S P/O      tiered_zero at ZeRO stage S, parameters on P, masters and state on O (device, cpu)
 Every case clips the global norm of gradients to 1. Stages 1 and 2 are held against DDP + ZeRO, stage 3 on the device
 against FSDP2, and stage 3 on cpu against FSDP2 offload. "payload" is what one rank hands to collectives in a step, in
@@ -17,7 +18,6 @@ fp32 elements for each parameter, as the engine counts it: with W ranks (W - 1)/
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import statistics
@@ -66,10 +66,12 @@ class Task:
 @dataclass
 class Result:
     """`seconds`: each measured step. `payload`: elements a step that a rank hands to collectives, for each parameter;
-    None where nobody counts. `waited`: the share of rank 0's time in which it waited for the others."""
+    None where nobody counts. `version`: of DeepSpeed, and of the torch below it. `waited`: the share of rank 0's time
+    in which it waited for the others."""
 
     num_parameters: int = 0
     update_policy: str = ""
+    version: str = ""
     seconds: list[float] = field(default_factory=list)
     payload: float | None = None
     waited: float | None = None
@@ -153,6 +155,7 @@ def prepare_deepspeed(task: Task, model: Any, batches: list[torch.Tensor], resul
     os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
 
+    result.version = f"{deepspeed.__version__}, torch {torch.__version__}"
     deepspeed.init_distributed(dist_backend="gloo")
     config = {
         "train_micro_batch_size_per_gpu": 1,
@@ -221,14 +224,29 @@ def make_config(task: Task) -> dict[str, Any]:
 # -- all of it ---------------------------------------------------------------------------------------------------------
 
 
-def run_task(task: Task, num_ranks: int) -> Result:
-    """Under torchrun; its errors are shown where it fails."""
+def has_deepspeed(python: str) -> bool:
+    """Whether the interpreter `python` has the package."""
+    code = "import importlib.util, sys; sys.exit(importlib.util.find_spec('deepspeed') is None)"
+    return subprocess.run([python, "-c", code], env=environment_of(python), capture_output=True).returncode == 0
+
+
+def environment_of(python: str) -> dict[str, str]:
+    """This process's, one thread a rank; of another interpreter without this one's packages, and with its programs
+    first, such as the ninja by which DeepSpeed builds its operations."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if python != sys.executable:
+        environment["PATH"] = os.pathsep.join([os.path.dirname(os.path.abspath(python)), environment.get("PATH", "")])
+        environment.pop("PYTHONPATH", None)
+    return environment
+
+
+def run_task(task: Task, num_ranks: int, python: str) -> Result:
+    """Under the torchrun of an interpreter; its errors are shown where it fails."""
     with tempfile.TemporaryDirectory(prefix="bench-ranks-") as folder:
         out = Path(folder) / "result.json"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+        command = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
         command += [str(Path(__file__).resolve()), "--task", json.dumps(vars(task)), "--task-out", str(out)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        done = subprocess.run(command, capture_output=True, text=True, env=environment_of(python))
         if done.returncode != 0 or not out.exists():
             raise SystemExit(f"{task.case}: exit status {done.returncode}\n{done.stdout}\n{done.stderr}")
         return Result(**json.loads(out.read_text()))
@@ -248,7 +266,7 @@ def show(results: Mapping[str, Result], ratios: Mapping[str, float]) -> None:
     for case, result in results.items():
         base = base_of(case)
         table.add_row(
-            f"{case} {result.update_policy}".strip(),
+            f"{case} {result.update_policy or result.version}".strip(),
             f"{statistics.median(result.seconds):.3f}",
             f"{min(result.seconds):.3f}",
             f"{max(result.seconds):.3f}",
@@ -275,9 +293,12 @@ def parse_options(arguments: list[str] | None) -> argparse.Namespace:
         default=[
             *("DDP + ZeRO", "stage 1 device/device", "stage 2 device/device", "stage 2 device/cpu"),
             *("FSDP2", "stage 3 device/device", "FSDP2 offload", "stage 3 cpu/cpu"),
-            *DEEPSPEED[1:],
+            *DEEPSPEED,
         ],
         help="separated by commas; compute comes besides",
+    )
+    parser.add_argument(
+        "--deepspeed", metavar="PYTHON", default=sys.executable, help="the interpreter that DeepSpeed's cases run in"
     )
     parser.add_argument("--out", help="append the record to this file of JSON lines")
     parser.add_argument("--smoke", action="store_true", help="seconds, on a tiny model: does it run?")
@@ -303,13 +324,14 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     from tools.bench.record import append_record
 
     shape = (options.model, options.tokens, options.accumulation, options.steps)
-    missing = [case for case in options.cases if case in DEEPSPEED and not importlib.util.find_spec("deepspeed")]
+    missing = [case for case in options.cases if case in DEEPSPEED]
+    missing = [] if missing and has_deepspeed(options.deepspeed) else missing
     for case in missing:
-        print(f"{case} is left out: this Python has no package deepspeed")
+        print(f"{case} is left out: {options.deepspeed} has no package deepspeed (--deepspeed PYTHON names another)")
     cases = dict.fromkeys(["compute", *(case for case in options.cases if case not in missing)])
     results: dict[str, Result] = {}
     for task in [Task(case, *shape) for case in cases] * options.rounds:
-        found = run_task(task, options.ranks)
+        found = run_task(task, options.ranks, options.deepspeed if task.case in DEEPSPEED else sys.executable)
         found.seconds = (results[task.case].seconds if task.case in results else []) + found.seconds
         results[task.case] = found
     seconds = {case: statistics.median(result.seconds) for case, result in results.items()}
@@ -323,7 +345,9 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         "results": {name: {k: v for k, v in vars(each).items() if k != "seconds"} for name, each in results.items()},
     }
     if options.out:
-        named = {key: value for key, value in vars(options).items() if key not in ("out", "task", "task_out")}
+        named = {
+            key: value for key, value in vars(options).items() if key not in ("out", "task", "task_out", "deepspeed")
+        }
         samples = {case: result.seconds for case, result in results.items()}
         append_record(options.out, "ranks", named, samples, {"compute_s": seconds["compute"]}, **report)
     return report
