@@ -1,6 +1,7 @@
 """What every engine owes: the contract of io/engine.py, on real files, direct and buffered."""
 
 import errno
+import gc
 import os
 import random
 import threading
@@ -11,6 +12,8 @@ import pytest
 
 from tests.io.conftest import BuildEngine, pages
 from tiered_zero.errors import TransferError
+from tiered_zero.io.engine import IOSettings
+from tiered_zero.io.select import BUILDERS
 
 PATTERN = bytes(random.Random(1).randbytes(4099))  # a prime length: no two pages look the same
 
@@ -239,3 +242,22 @@ def test_a_forked_process_has_no_workers_and_raises(
             engine.sync(file)
     engine.sync(file).wait()
     file.close()
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_an_engine_that_is_dropped_ends_its_threads(engine_name: str, swap_path: Path, reads: bool) -> None:
+    if engine_name == "aiofiles":
+        pytest.skip("its event loop holds the engine until it is closed")
+    before = set(os.listdir("/proc/self/task"))
+    (swap_path / "data").write_bytes(bytes(1 << 20))
+    engine = BUILDERS[engine_name](direct=False, alignment=1, settings=IOSettings(), io_timeout_s=60.0)
+    assert set(os.listdir("/proc/self/task")) - before
+    if reads:
+        file = engine.open(str(swap_path / "data"))
+        engine.read(file, 0, pages(1 << 20))
+        del file
+    del engine
+    deadline_s = time.monotonic() + 60
+    while gc.collect() >= 0 and set(os.listdir("/proc/self/task")) - before and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert not set(os.listdir("/proc/self/task")) - before

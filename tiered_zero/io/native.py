@@ -162,13 +162,15 @@ class NativeEngine(DiskEngine):
         self._lock = threading.Lock()
         self._registered: list[memoryview] = []
         self.io_uring = io_uring
+        self._open_pools = [self.pool]
+        # before its threads start: an interrupt may leave the engine without an owner. It runs once no transfer holds
+        # the engine: a thread may be about to ask the pool for one
+        weakref.finalize(self, _end_pool, os.getpid(), self.library, self.pool, self._open_pools).atexit = False
         open_pool = self.library.open_ring if io_uring else self.library.open_pool
         code = open_pool(settings.num_workers, settings.block_nbytes, ctypes.byref(self.pool))
         if code:
             no_threads = f"its {settings.num_workers} threads cannot be started: {errno_text(code)}"
             raise ConfigError(_why_no_ring(code) if io_uring else no_threads)
-        self._open_pools = [self.pool]
-        self._free: weakref.finalize[[ctypes.c_void_p], NativeEngine] | None = None
 
     def register(self, memory: memoryview) -> str:
         """A ring has the kernel pin the memory once, where RLIMIT_MEMLOCK or CAP_IPC_LOCK allow."""
@@ -223,7 +225,11 @@ class NativeEngine(DiskEngine):
             self.library.close_pool(self._open_pools.pop(), not idle)
         if idle:
             self._registered.clear()
-            if self._free is None:
-                # With the last transfer, which holds its engine: a thread may be about to ask the pool for one.
-                self._free = weakref.finalize(self, self.library.free_pool, self.pool)
-            self._free.atexit = False
+
+
+def _end_pool(pid: int, library: _Library, pool: ctypes.c_void_p, still_open: list[ctypes.c_void_p]) -> None:
+    """Free a pool that no engine has any more, where it was opened in this process."""
+    if pool and os.getpid() == pid:
+        while still_open:
+            library.close_pool(still_open.pop(), 0)
+        library.free_pool(pool)

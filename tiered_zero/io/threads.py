@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import threading
 import time
+import weakref
+from collections.abc import Callable
 from queue import SimpleQueue
 from typing import final
 
@@ -31,17 +33,18 @@ class ThreadsEngine(PieceEngine):
             raise ConfigError("this platform has no preadv and pwritev")
         super().__init__(direct=direct, alignment=alignment, settings=settings, io_timeout_s=io_timeout_s)
         self._queue = PieceQueue()  # under the engine's lock
-        self._calls: SimpleQueue[bool] = SimpleQueue()  # True for each piece that was put there, False to end a worker
+        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()  # one for each piece, None to end a worker
+        # an interrupt may leave the engine without an owner: its workers do not hold it
+        weakref.finalize(self, _end_workers, self._calls, settings.num_workers).atexit = False
         self._workers = [
-            threading.Thread(target=self._work, name=f"tiered-zero-io-{index}", daemon=True)
+            threading.Thread(target=_work, args=(self._calls,), name=f"tiered-zero-io-{index}", daemon=True)
             for index in range(settings.num_workers)
         ]
         try:
             for worker in self._workers:
                 worker.start()
         except RuntimeError as error:  # ulimit -u or -v
-            for _ in self._workers:
-                self._calls.put(False)
+            _end_workers(self._calls, len(self._workers))
             raise ConfigError(
                 f"its {settings.num_workers} threads cannot be started: {error}; raise ulimit -u or ulimit -v"
             ) from error
@@ -53,11 +56,7 @@ class ThreadsEngine(PieceEngine):
 
     def _enqueue(self, piece: IOPiece) -> None:
         self._queue.put(piece)
-        self._calls.put(True)
-
-    def _work(self) -> None:
-        while self._calls.get():
-            self._run()  # no name here holds on to a finished piece, and with it to its memory
+        self._calls.put(self._run)
 
     def _run(self) -> None:
         with self._lock:
@@ -71,10 +70,20 @@ class ThreadsEngine(PieceEngine):
         self.end(piece, error)
 
     def _stop(self, idle: bool) -> None:
-        for _ in self._workers:
-            self._calls.put(False)
+        _end_workers(self._calls, len(self._workers))
         for worker in self._workers if idle else ():
             worker.join()
+
+
+def _work(calls: SimpleQueue[Callable[[], None] | None]) -> None:
+    while (run := calls.get()) is not None:
+        run()  # no name here holds on to a finished piece, and with it to its memory
+        del run
+
+
+def _end_workers(calls: SimpleQueue[Callable[[], None] | None], count: int) -> None:
+    for _ in range(count):
+        calls.put(None)
 
 
 def _carry_out(piece: IOPiece) -> None:
