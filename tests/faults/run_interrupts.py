@@ -60,8 +60,10 @@ CONFIGS: dict[str, tuple[str, float, dict[str, Any]]] = {
 """(tier of parameters and state, clipping, the tiered_zero section); those without clipping begin to update in backward
 where the policy is overlapped."""
 
-CALLS = ("initialize", "forward", "backward", "step", "zero_grad", "abort_step", "gathered", "modify", "state_dict",
-         "flush", "save_checkpoint", "load_checkpoint", "close")  # fmt: skip
+CALLS = (
+    "initialize", "forward", "backward", "step", "zero_grad", "abort_step", "gathered", "modify", "state_dict",
+    "optimizer_state_dict", "save_16bit_model", "flush", "save_checkpoint", "load_checkpoint", "close",
+)  # fmt: skip
 KINDS: dict[str, type[BaseException]] = {"interrupt": KeyboardInterrupt, "memory": MemoryError}
 
 
@@ -300,6 +302,12 @@ class Run:
         with self.breaking("state_dict"):
             if self.case.call == "state_dict":
                 engine.module.state_dict()
+        with self.breaking("optimizer_state_dict"):
+            if self.case.call == "optimizer_state_dict":
+                engine.optimizer.state_dict()
+        with self.breaking("save_16bit_model"):
+            if self.case.call == "save_16bit_model":
+                engine.save_16bit_model(self.folder)
         if self.case.call in ("flush", "close"):  # both wait for it
             engine.save_checkpoint(self.folder)
         with self.breaking("flush"):
@@ -372,7 +380,7 @@ class Run:
         once or by repeating it. `reveals`: the call may have made the last update visible, if it is one of those that
         do. A load that was broken off has changed nothing, or everything."""
         case = self.case
-        reveals &= case.call in ("gathered", "modify", "state_dict", "flush", "step", "save_checkpoint")
+        reveals &= case.call not in ("forward", "backward", "zero_grad", "abort_step")
         for revealed in (False, True) if reveals or case.call == "load_checkpoint" else (False,):
             for changed in (False, True) if case.call in ("modify", "load_checkpoint") else (False,):
                 reference = self.reference_before()
@@ -507,6 +515,7 @@ def run(case: Case, swap_path: Path) -> dict[str, Any]:
 
 
 def main() -> None:
+    faulthandler.enable()
     torch.set_num_threads(1)
     swap_path, numbers = Path(sys.argv[1]), itertools.count()
     # half of the time of a case: what an engine measures at its start, and garbage of what was imported
