@@ -61,6 +61,12 @@ def test_another_view_is_noticed() -> None:
         assert storage.is_viewed
         del view
         assert not storage.is_viewed
+    view = params[0].detach()
+    storage.guard()
+    assert storage.is_viewed
+    del view
+    assert not storage.is_viewed
+    storage.unguard()
     summed = (params[0] * 1.0).sum()
     assert not storage.is_viewed, "a result is no view"
     del summed

@@ -19,7 +19,9 @@ from tiered_zero.errors import ParameterOffloadedError
 
 PAGE = ROOT / "docs/troubleshooting.md"
 OUTCOMES = dict(
-    re.findall(r"^\| `([^`]*)`[^|]*\| (raises|NaN|gives a copy) \|$", PAGE.read_text("utf-8"), re.MULTILINE)
+    re.findall(
+        r"^\| `([^`]*)`[^|]*\| (raises|raises, in torch|gives a copy) \|$", PAGE.read_text("utf-8"), re.MULTILINE
+    )
 )
 """The page's table: a call, and what it does to a parameter that is offloaded. Each is executed as it stands there."""
 
@@ -27,6 +29,14 @@ OUTCOMES = dict(
 SCRIPTED = "scripted(p)"
 WRAPPED = "torch.func.functionalize(torch.clone)(p)"
 """torch's wrapper has the parameter's memory, and not the parameter."""
+BY_TORCH = tuple(call for call, outcome in OUTCOMES.items() if outcome == "raises, in torch")
+"""They take the address and call no operator: the error is torch's, and no forward fetches for them."""
+MESSAGES = {
+    SCRIPTED: (RuntimeError, "needs the bytes of parameter 'reader.weight'"),
+    WRAPPED: (ParameterOffloadedError, "needs the bytes of a parameter that is offloaded"),
+    **dict.fromkeys(BY_TORCH, (RuntimeError, "Cannot access data pointer of Tensor")),
+}
+"""Where the error is another than of most."""
 WITHOUT_FRAMES = ("torch.func.grad(lambda w: w.square().sum() / 2)(p)", "torch.func.vjp(torch.clone, p)")
 
 
@@ -92,7 +102,7 @@ class Model(nn.Module):
 
 
 def test_the_table_is_read():
-    assert {*OUTCOMES.values()} == {"raises", "NaN", "gives a copy"}
+    assert {*OUTCOMES.values()} == {"raises", "raises, in torch", "gives a copy"}
     rows = PAGE.read_text("utf-8").split("| call | elsewhere |")[1].strip().splitlines()[1:]
     assert len(rows) == len(OUTCOMES) == 29
 
@@ -114,15 +124,24 @@ def test_a_call_does_what_the_page_says(call, placement, swap_path):
         with tiered_zero.gathered(param), torch.no_grad():
             assert call in WITHOUT_FRAMES or torch.equal(read(call, param), expected)
         with torch.no_grad():
-            if OUTCOMES[call] == "raises":
-                with pytest.raises(RuntimeError if call == SCRIPTED else ParameterOffloadedError) as raised:
-                    read(call, param)
-                which = "a parameter" if call == WRAPPED else "parameter 'reader.weight'"
-                assert f"needs the bytes of {which}" in str(raised.value)
-            elif OUTCOMES[call] == "NaN":
-                assert bool(read(call, param).isnan().all()), "never something that looks like a weight"
-            else:
+            error, message = MESSAGES.get(
+                call, (ParameterOffloadedError, "needs the bytes of parameter 'reader.weight'")
+            )
+            if OUTCOMES[call] == "gives a copy":
                 assert torch.equal(read(call, param), expected)
+            else:
+                with pytest.raises(error, match=re.escape(message)):
+                    read(call, param)
+    with torch.no_grad(), pytest.raises(error):  # its engine is closed
+        read(call, param)
+
+
+@pytest.mark.parametrize("read_address", [torch.Tensor.data_ptr, torch._C._to_dlpack_versioned])
+def test_the_address_is_refused_past_every_class(read_address, swap_path):
+    engine = tiered(nn.Linear(4, 4), swap_path, ("cpu", "cpu"), adamw)
+    expected = pytest.raises(RuntimeError, match="Cannot access data pointer of Tensor")
+    with engine, torch._C.DisableTorchFunctionSubclass(), expected:
+        read_address(engine.module.weight)
 
 
 class Borrower(nn.Module):

@@ -6,8 +6,9 @@ from its disk. Here each unit keeps its own addresses, without memory behind the
 (mremap(2), which moves an entry of the page table, not bytes), and unmapped again into a store of such pages. So it is
 never fragmented, and the disk can write to it directly, for it begins at a page.
 
-Addresses without memory of their own show NaN (all bits set, -1 in whole numbers). Code that takes a tensor's address
-past Python (`torch.tensor(parameter)`, DLPack, TorchScript) meets those, and not zeros that look like weights.
+Addresses without memory of their own show NaN (all bits set, -1 in whole numbers). Code that reads
+a tensor past every guard (at a constant address in C++, as `torch.jit.save` does) meets those, and not zeros that look
+like weights.
 """
 
 from __future__ import annotations
@@ -105,7 +106,8 @@ class HugePagePool:
 
 @final
 class PageRange:
-    """A unit's addresses, empty at first. `tensor`: [nbytes] uint8; `memory`: the same as whole pages.
+    """A unit's addresses, empty at first. `tensor`: [nbytes] uint8; `alias`: the same with a storage of its own;
+    `memory`: the same as whole pages.
 
     What is in them is undefined after `fill` until something is written, and NaN before it and after `empty`. The
     mapping ends with its last view.
@@ -118,7 +120,9 @@ class PageRange:
         start = -_address(mapping) % HUGE_PAGE_NBYTES
         self._address_of_first = _address(mapping) + start
         self.memory = memoryview(mapping)[start : start + self._nbytes]
-        self.tensor = torch.frombuffer(mapping, dtype=torch.uint8, offset=start, count=nbytes)
+        self.tensor, self.alias = (
+            torch.frombuffer(mapping, dtype=torch.uint8, offset=start, count=nbytes) for _ in range(2)
+        )
         self.is_full = False
         pool.show_nans(self._address_of_first, self._nbytes)
 

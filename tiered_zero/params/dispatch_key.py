@@ -3,8 +3,9 @@
 `torch.tensor(param)`, `Tensor.set_`, TorchScript and the like take a tensor past `__torch_function__`. Each then calls
 an operator, and the dispatcher looks at the tensor's keys first. A parameter that is offloaded carries a key for which
 torch has no kernels (it keeps it for its own tests), and the kernel registered here brings the bytes, or raises.
-`param.data = keyed` gives it the key and `param.data = plain` takes it away, 0.3 us each: hooks, version counter and
-storage stay, and operators on a parameter in use cost what they always cost.
+DLPack calls no operator, it takes the address: so the storage of such a parameter is marked, and torch raises.
+`param.data = keyed` gives it the key and that storage, `param.data = plain` takes both away, 0.3 us each: hooks and
+version counter stay, and operators on a parameter in use cost what they always cost.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ class _Keyed(torch.Tensor):
 
 
 def keyed(plain: torch.Tensor) -> torch.Tensor:
-    """Return a tensor with the geometry and storage of `plain` and the key, to be assigned to `param.data`."""
+    """Return a tensor with the geometry and storage of `plain` and the key, to be assigned to `param.data`.
+
+    From then on torch raises RuntimeError where the address of that storage is asked for."""
     size, stride, offset = plain.size(), plain.stride(), plain.storage_offset()
     with torch.inference_mode(False):
         wrapper: torch.Tensor = torch.Tensor._make_wrapper_subclass(
@@ -47,6 +50,7 @@ def keyed(plain: torch.Tensor) -> torch.Tensor:
             wrapper.set_(plain.untyped_storage(), offset, size, stride)
         found = torch.empty(0, dtype=plain.dtype, device=plain.device)
         found.data = wrapper  # all but the keys of Python, which inference mode would look at
+    torch._C._set_throw_on_mutable_data_ptr(found)
     return found
 
 

@@ -2,6 +2,7 @@
 
 The parameters of a unit are views of `flat`. `storage.resize_(0)` frees the memory while every view keeps its shape,
 dtype and place in autograd's graphs; a later `resize_` and copy brings the bytes back under the same views.
+While they are guarded the parameters are views of a second storage, whose address torch refuses.
 On the CPU device the storage is a range of huge pages (hardware/huge_pages.py): it stays, and its memory is unmapped.
 
 [Note: Writes through .data]
@@ -84,20 +85,36 @@ class FlatStorage:
 
     def _take_storage(self) -> None:
         """Put all parameters on a new storage, which is empty."""
-        if self._place is not None:
-            self.flat = self._place.tensor.view(self.unit.dtype)
-        else:
-            self.flat = torch.empty(self.unit.numel, dtype=self.unit.dtype, device=self._device)
+        guarded = self._new_flat(None if self._place is None else self._place.alias)
+        self._keyed_views = [keyed(view) for view in self._views_of(guarded)]
+        self._guarded_bytes = guarded.untyped_storage()
+        if self._place is None:
+            self._guarded_bytes.resize_(0)  # before the next one takes as much
+        self.flat = self._new_flat(None if self._place is None else self._place.tensor)
         self._bytes = self.flat.untyped_storage()
         self._words = self.flat.view(_WORDS.get(self.unit.itemsize, torch.int64))
         with torch._C.DisableTorchFunctionSubclass():
-            self._views = [entry.param.view(self.flat[entry.start : entry.stop]) for entry in self.unit.entries]
-            self._keyed_views = [keyed(view) for view in self._views]
+            self._views = self._views_of(self.flat)
             for param, view in zip(self._params, self._views, strict=True):
                 param.data = view
-        self._num_own_uses = torch._C._storage_Use_Count(self.key)
+        del guarded
+        self._num_own_uses = self._num_uses
         if self._place is None:
             self._bytes.resize_(0)
+
+    def _new_flat(self, memory: torch.Tensor | None) -> torch.Tensor:
+        if memory is not None:
+            return memory.view(self.unit.dtype)
+        return torch.empty(self.unit.numel, dtype=self.unit.dtype, device=self._device)
+
+    def _views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        return [entry.param.view(flat[entry.start : entry.stop]) for entry in self.unit.entries]
+
+    @property
+    def _num_uses(self) -> int:
+        """Of both storages, for parameters move from one to the other."""
+        count = torch._C._storage_Use_Count
+        return int(count(self.key)) + int(count(self._guarded_bytes._cdata))
 
     @property
     def is_viewed(self) -> bool:
@@ -107,7 +124,7 @@ class FlatStorage:
         Hooks for saved tensors get a frozen parameter itself, not a view of it, and may return it to a node in
         backward, which then reads its memory past the guard. torch.utils.checkpoint does, for what it has computed
         again. Only the parameter's references in Python show it, so these are counted before its module runs."""
-        if torch._C._storage_Use_Count(self.key) > self._num_own_uses:
+        if self._num_uses > self._num_own_uses:
             return True
         return not self.unit.trainable and any(map(operator.gt, self._count_references(), self._num_references))
 
@@ -144,6 +161,7 @@ class FlatStorage:
             self._bytes.resize_(0)
         else:
             self._take_storage()
+            self.guard()
 
     def blank(self) -> None:
         """Overwrite the values: NaN in every float type. Views that other code has kept then show none, rather than
