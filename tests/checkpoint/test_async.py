@@ -15,7 +15,7 @@ import tiered_zero
 from tests.support.inspection import differences, everything, layouts, policy
 from tests.support.models import ParityGPT, batch
 from tests.support.trainers import tiered
-from tiered_zero.checkpoint import data_files, saving
+from tiered_zero.checkpoint import data_files, hashing, saving
 from tiered_zero.checkpoint.directory import list_tags
 from tiered_zero.errors import ConfigError, TransferError
 from tiered_zero.update.subgroup_io import SubGroupWork
@@ -220,19 +220,19 @@ def test_parameters_without_a_master_are_those_of_the_call(
     change: str, params: str, swap_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are written last, when every sub-group may be updated again."""
-    send, hash_slowly = saving.StateSaver._send_params, data_files._OpenFile.hash
+    send, hash_slowly = saving.StateSaver._send_params, hashing.FileHash.add
 
     def wait_and_send(self: saving.StateSaver, *args: Any) -> None:
         time.sleep(0.1)
         send(self, *args)
 
-    def wait_and_hash(self: data_files._OpenFile, memory: memoryview) -> None:
+    def wait_and_hash(self: hashing.FileHash, memory: memoryview) -> None:
         time.sleep(0.1)
         hash_slowly(self, memory)
 
     with monkeypatch.context() as patched, _mixed(swap_path, params, 0, **BESIDE, debug_poison=True) as engine:
         patched.setattr(saving.StateSaver, "_send_params", wait_and_send)
-        patched.setattr(data_files._OpenFile, "hash", wait_and_hash)
+        patched.setattr(hashing.FileHash, "add", wait_and_hash)
         expected = {name: value.clone() for name, value in engine.module.state_dict().items()}
         engine.save_checkpoint(tmp_path)
         if change == "step":

@@ -12,7 +12,7 @@ Never.  No pickle; no master and no state as a whole in memory, for they move th
                      driver: all that is not a tensor; values: that as JSON
     a tag            manifest; save_directory: lock, rename; tag_writer: begin, publish, discard;
                      directory: list, find, verify; prune
-    its data files   data_files: bytes and checksums | file_writer, file_reader over them, tensors
+    its data files   data_files: bytes | hashing: their checksums | file_writer, file_reader over them, tensors
     in-place commit  written: commit_save: with its tag, by one rank or many | commit: make this rank's durable
                      copies: of what rests in memory, beside it | commit_layout: a hash of where each byte lies
                      read: committed: another run's, as files | places: which bytes of its records are which tensor

@@ -25,7 +25,7 @@ from tiered_zero.checkpoint.commit_save import InPlaceSave
 from tiered_zero.checkpoint.directory import nothing_to_load
 from tiered_zero.checkpoint.driver import DriverState, LoadParts
 from tiered_zero.checkpoint.file_reader import FileReader
-from tiered_zero.checkpoint.last_save import LastSave, QueuedSave
+from tiered_zero.checkpoint.last_save import LastSave, QueuedSave, SaveRead
 from tiered_zero.checkpoint.loading import StateLoader
 from tiered_zero.checkpoint.manifest import TagManifest
 from tiered_zero.checkpoint.matching import LoadOptions, Matched, differences, match
@@ -49,7 +49,7 @@ from tiered_zero.descriptor import Descriptor
 from tiered_zero.errors import ConfigError, StoreError
 from tiered_zero.hardware.agreement import agree
 from tiered_zero.plan.planner import Plan
-from tiered_zero.transfer import Completion, Transfer
+from tiered_zero.transfer import Transfer
 from tiered_zero.update.policy import UpdatePolicy
 
 logger = logging.getLogger("tiered_zero")
@@ -228,7 +228,7 @@ class Checkpoints:
 
     def _begin_async(self, save: QueuedSave, capture: Capture, ready: Transfer) -> None:
         """Write it on a lane of its own: the next update waits for each sub-group's bytes alone."""
-        held, read = {layout.subgroup.index: Completion() for layout in self._state.layouts}, Completion()
+        held, read = {layout.subgroup.index: SaveRead(save) for layout in self._state.layouts}, SaveRead(save)
 
         def free(subgroup: int) -> None:
             held[subgroup].complete()
@@ -245,6 +245,7 @@ class Checkpoints:
                     free(subgroup)
                 read.complete()
 
+        save.tag.writer.yield_to_training()
         try:
             snapshot = self._state.snapshot()
             self._state.stepper.hold(held, read)

@@ -1,31 +1,27 @@
 """Data files of a tag, appended through an I/O engine with a checksum for each MiB. data_reader.py reads them.
 
-The caller's memory goes to the file without a copy, several MiB at a time, while one thread computes checksums
-in the order of the file. Blocks are reserved when a file is made, so that a full disk is an error early, and so that
-direct writes need not change the file's size, which Linux does one at a time.
+The caller's memory goes to the file without a copy, several MiB at a time, while a thread computes checksums
+(hashing.py). Blocks are reserved when a file is made, so that a full disk is an error early, and so that direct writes
+need not change the file's size, which Linux does one at a time.
 """
 
 from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, NamedTuple, final
 
-import xxhash
-
-from tiered_zero.checkpoint.manifest import CHUNK_NBYTES, DataFile
+from tiered_zero.checkpoint.hashing import FileHash, Hasher
+from tiered_zero.checkpoint.manifest import DataFile
 from tiered_zero.errors import InternalError
 from tiered_zero.io.disk_file import memory_address
 from tiered_zero.io.engine import File, IOEngine
 from tiered_zero.io.select import select_engine
 from tiered_zero.mappings import map_memory
 from tiered_zero.sizes import GIB, MIB, PAGE_NBYTES, align_up
-from tiered_zero.store.checksums import digest
-from tiered_zero.store.transfers import Worker
-from tiered_zero.transfer import Completion, Transfer, wait_all
+from tiered_zero.transfer import Transfer, wait_all
 
 BUFFER_NBYTES: Final = 2 * MIB
 NUM_BUFFERS: Final = 12
@@ -67,37 +63,13 @@ class Appended(NamedTuple):
 @final
 @dataclass(eq=False, kw_only=True)
 class _OpenFile:
-    """A data file that is being written. `nbytes`: appended so far; `reserved_nbytes`: blocks that it has.
-
-    `digests`, `hashing` belong to the hashing thread until it is idle.
-    """
+    """A data file that is being written. `nbytes`: appended so far; `reserved_nbytes`: blocks that it has."""
 
     name: str
     file: File
     nbytes: int = 0
     reserved_nbytes: int = 0
-    digests: list[int] = field(default_factory=list)
-    hashing: xxhash.xxh3_64 = field(default_factory=xxhash.xxh3_64)
-    hashed_nbytes: int = 0
-
-    def hash(self, memory: memoryview) -> None:
-        """Take in the next bytes of the file."""
-        start = 0
-        while start < len(memory):
-            stop = min(len(memory), start + CHUNK_NBYTES - self.hashed_nbytes % CHUNK_NBYTES)
-            if stop - start == CHUNK_NBYTES:
-                self.digests.append(digest(memory[start:stop]))
-            else:
-                self.hashing.update(memory[start:stop])
-                if (self.hashed_nbytes + stop - start) % CHUNK_NBYTES == 0:
-                    self.end_chunk()
-            self.hashed_nbytes += stop - start
-            start = stop
-
-    def end_chunk(self) -> None:
-        """Enter the checksum of the chunk that was begun."""
-        self.digests.append(self.hashing.intdigest())
-        self.hashing.reset()
+    hash: FileHash = field(default_factory=FileHash)
 
 
 @final
@@ -114,12 +86,23 @@ class DataWriter:
         self._left_nbytes = needed_nbytes
         self._files: list[_OpenFile] = []
         self._transfers: deque[Transfer] = deque()
-        self._worker: Worker | None = None
+        self._is_patient = False
+        self._hasher: Hasher | None = None
 
     @property
     def nbytes(self) -> int:
         """Appended so far, in all files."""
         return sum(file.nbytes for file in self._files)
+
+    def yield_to_training(self) -> None:
+        """Take what training leaves of the processors, until `hurry`. Before the first `append`."""
+        self._is_patient = True
+
+    def hurry(self) -> None:
+        """Yield no longer: something waits for what is written. Any thread; idempotent."""
+        self._is_patient = False
+        if self._hasher is not None:
+            self._hasher.hurry()
 
     def append(self, memory: memoryview) -> Appended:
         """Write whole pages, at an address in whole pages, behind what was appended before.
@@ -133,16 +116,16 @@ class DataWriter:
             raise InternalError(f"a data file takes whole pages; found {nbytes} bytes at {memory_address(memory):#x}")
         if self._engine is None:
             self._engine = select_engine(self._directory).engine
-        if self._worker is None:
-            self._worker = Worker("tiered-zero-checkpoint-hash")
+        if self._hasher is None:
+            self._hasher = Hasher(is_patient=self._is_patient)
+            if not self._is_patient:  # `hurry` may have come before there was a hasher
+                self._hasher.hurry()
         file = self._file_for(self._engine, nbytes)
         offset = file.nbytes
         file.nbytes += nbytes
         self._left_nbytes = max(0, self._left_nbytes - nbytes)
         written = self._engine.write(file.file, offset, memory)
-        hashed = Completion()
-        self._worker.submit(_hash_job(file, memory, hashed))
-        transfer = _Joined(written, hashed)
+        transfer = _Joined(written, self._hasher.submit(file.hash, memory))
         while self._transfers and self._transfers[0].done():
             self._transfers.popleft().wait()
         self._transfers.append(transfer)
@@ -156,9 +139,8 @@ class DataWriter:
         for file in self._files:
             if file.reserved_nbytes != file.nbytes:
                 os.truncate(file.file.path, file.nbytes)
-            if file.nbytes % CHUNK_NBYTES:
-                file.end_chunk()
-            finished.append(DataFile(name=file.name, nbytes=file.nbytes, digests=tuple(file.digests)))
+            file.hash.end()
+            finished.append(DataFile(name=file.name, nbytes=file.nbytes, digests=tuple(file.hash.digests)))
             assert self._engine is not None, "it opened the file"
             self._transfers.append(self._engine.sync(file.file))
         return tuple(finished)
@@ -174,8 +156,8 @@ class DataWriter:
         that was interrupted is carried through by the next."""
         for file in self._files:
             file.file.close()
-        if self._worker is not None:
-            self._worker.close()
+        if self._hasher is not None:
+            self._hasher.close()
         if self._own_engine and self._engine is not None:
             self._engine.close()
 
@@ -191,15 +173,3 @@ class DataWriter:
             file.file.allocate(reserved_nbytes)
             file.reserved_nbytes = reserved_nbytes
         return file
-
-
-def _hash_job(file: _OpenFile, memory: memoryview, hashed: Completion) -> Callable[[], None]:
-    def run() -> None:
-        try:
-            file.hash(memory)
-        except BaseException as error:  # the thread goes on; the transfer has the error
-            hashed.fail(error)
-        else:
-            hashed.complete()
-
-    return run

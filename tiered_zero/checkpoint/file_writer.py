@@ -70,6 +70,14 @@ class FileWriter(StorageWriter):
             raise StoreError(f"{key} is written as two different tensors: {self._entries[key]} and {entry}.")
         self._parts.setdefault(key, [])
 
+    def yield_to_training(self) -> None:
+        """Take what training leaves of the processors, until `hurry`. Before anything is written."""
+        self._data.yield_to_training()
+
+    def hurry(self) -> None:
+        """Yield no longer: something waits for what is written. Any thread; idempotent."""
+        self._data.hurry()
+
     def append(self, memory: memoryview, pieces: Iterable[Piece] = ()) -> Appended:
         """Write whole pages without a copy; `pieces`: of declared tensors. The memory stays as it is until the transfer
         is done. Raises TransferError."""

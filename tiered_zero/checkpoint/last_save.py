@@ -11,7 +11,7 @@ from typing import final
 
 from tiered_zero.checkpoint.tag_writer import TagWriter
 from tiered_zero.hardware.lanes import runs_on_lane
-from tiered_zero.transfer import Completion
+from tiered_zero.transfer import Completion, Transfer
 
 logger = logging.getLogger("tiered_zero")
 
@@ -98,9 +98,14 @@ class QueuedSave:
             raise
         self.end.complete()
 
+    def hurry(self) -> None:
+        """Say that something waits for it, so that it yields to nothing any more. Any thread; idempotent."""
+        self.tag.writer.hurry()
+
     def wait(self) -> None:
         """Return when it is ended. Raises the error of its write; that of an update before it is logged, for the engine
         raises it."""
+        self.hurry()
         if self._phase is _Phase.QUEUED:
             try:
                 self.cut.wait()
@@ -114,6 +119,27 @@ class QueuedSave:
             self.tag.discard()  # which may have been interrupted
         if self._phase in (_Phase.QUEUED, _Phase.ON_LANE) or self.end.done():
             self.end.wait()
+
+
+@final
+class SaveRead(Transfer):
+    """The end of what a save reads, all of it or a sub-group's bytes: who waits for it hurries the save."""
+
+    def __init__(self, save: QueuedSave) -> None:
+        self._save: QueuedSave | None = save
+        self._read = Completion()
+
+    def complete(self) -> None:
+        self._read.complete()
+        self._save = None  # this may be kept until the next save
+
+    def done(self) -> bool:
+        return self._read.done()
+
+    def wait(self) -> None:
+        if (save := self._save) is not None:
+            save.hurry()
+        self._read.wait()
 
 
 @final
