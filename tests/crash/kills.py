@@ -114,8 +114,8 @@ def kill_ranks(directory: Path, swap_path: Path, case: RankCase, num_kills: int,
                 assert line["digest"] == expected[line["step"]], f"other bits at step {line['step']} ({seed=})"
             durable = max(durable, line.get("durable", 0))
         if number < num_kills:
-            assert signal.SIGKILL in start["statuses"], done.stderr[-4000:]
-    assert starts[-1]["statuses"] == [0] * world_size, done.stderr[-4000:]
+            assert signal.SIGKILL in start["statuses"], f"{start} ({number=}, {seed=})\n{done.stderr[-4000:]}"
+    assert starts[-1]["statuses"] == [0] * world_size, f"{starts[-1]} ({seed=})\n{done.stderr[-4000:]}"
     assert sum("ended" in line for line in starts[-1]["lines"]) == world_size
     disks = [swap_path / f"disk{host}" for host in range(case.num_hosts)]
     runs = [run for disk in disks for run in list_runs(disk) if run.step is not None]

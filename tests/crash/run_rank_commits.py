@@ -27,15 +27,15 @@ import tiered_zero
 from tests.crash.run_commits import STEPS_PER_KILL, config, digest, read_until, take_step
 from tests.support.hosts import enter_host
 from tests.support.models import ParityGPT
-from tiered_zero.errors import EngineFailedError, RankError
+from tiered_zero.errors import EngineFailedError, RankError, TieredZeroError
 
-MOST_S = 60.0
+MOST_S = 90.0
 """In which the ranks that were not killed have ended."""
 
 
 def start(swap_path: Path, stage: int, state_format: str, checkpoint: dict[str, Any]) -> tiered_zero.Engine:
     settings = config(swap_path, "auto", state_format, checkpoint)
-    settings["tiered_zero"]["comm_timeout_s"] = 20
+    settings["tiered_zero"]["comm_timeout_s"] = 30
     if stage < 3:
         settings["zero_optimization"] = {
             "stage": stage,
@@ -99,8 +99,9 @@ def fork(world_size: int, run: Callable[[int], None]) -> tuple[list[int], list[i
             try:
                 run(write)
                 status = 0
-            except (RankError, EngineFailedError):
-                status = 2  # another was killed
+            except TieredZeroError as error:
+                os.write(write, (json.dumps({"error": f"{type(error).__name__}: {error}"}) + "\n").encode())
+                status = 2 if isinstance(error, (RankError, EngineFailedError)) else 1  # another was killed
             finally:
                 sys.stderr.flush()
                 os._exit(status)

@@ -21,7 +21,6 @@ import torch
 from tests.crash.run_commits import digest, take_step
 from tests.crash.run_rank_commits import end, fork, lines_of, start
 from tests.support.hosts import enter_host
-from tiered_zero.errors import TieredZeroError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,18 +53,14 @@ def run_rank(pipe: int, asked: Start) -> None:
     own = {"nvme": f"disk{disk}"} if asked.has_one_save_dir else {"nvme": f"disk{disk}", "saved": f"saved{disk}"}
     swap_path, save_dir = enter_host(Path(asked.directory), own, ("nvme", "saved"))
     resume = {"resume": str(save_dir)} if (save_dir / "latest").exists() else {}
-    try:
-        engine = start(swap_path, asked.stage, asked.state_format, {"in_place": asked.in_place, **resume})
-        say(first=engine.global_steps, digest=digest(engine))
-        for step in range(engine.global_steps, asked.stop):
-            take_step(engine, step)
-            if asked.saves:
-                engine.save_checkpoint(save_dir)
-        say(last=engine.global_steps, digest=digest(engine))
-        engine.close()
-    except TieredZeroError as error:
-        say(error=f"{type(error).__name__}: {error}")
-        raise
+    engine = start(swap_path, asked.stage, asked.state_format, {"in_place": asked.in_place, **resume})
+    say(first=engine.global_steps, digest=digest(engine))
+    for step in range(engine.global_steps, asked.stop):
+        take_step(engine, step)
+        if asked.saves:
+            engine.save_checkpoint(save_dir)
+    say(last=engine.global_steps, digest=digest(engine))
+    engine.close()
 
 
 def answer(asked: Start) -> list[dict[str, Any]]:
