@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.crash import run_commits, run_rank_commits
+from tiered_zero.store.manifest import load
 from tiered_zero.store.runs import list_runs
 
 ROOT = Path(__file__).parents[2]
@@ -116,10 +117,11 @@ def kill_ranks(directory: Path, swap_path: Path, case: RankCase, num_kills: int,
         if number < num_kills:
             assert signal.SIGKILL in start["statuses"], f"{start} ({number=}, {seed=})\n{done.stderr[-4000:]}"
     assert starts[-1]["statuses"] == [0] * world_size, f"{starts[-1]} ({seed=})\n{done.stderr[-4000:]}"
-    assert sum("ended" in line for line in starts[-1]["lines"]) == world_size
-    disks = [swap_path / f"disk{host}" for host in range(case.num_hosts)]
-    runs = [run for disk in disks for run in list_runs(disk) if run.step is not None]
-    assert [run.step for run in runs if run.step == durable] == [len(expected) - 1] * world_size
+    assert sum("ended" in line for line in starts[-1]["lines"]) == world_size, f"{starts[-1]} ({seed=})"
+    runs = [run.path for host in range(case.num_hosts) for run in list_runs(swap_path / f"disk{host}")]
+    steps = [manifest.step for path in runs if (manifest := load(path)[0]) is not None]
+    last = [step for step in steps if step == durable]
+    assert last == [len(expected) - 1] * world_size, f"other commits at the end: {steps} ({seed=})"
     return Killed(
         num_kills=len(starts) - 1,
         num_in_save=sum(start["in_save"] for start in starts),
