@@ -104,6 +104,39 @@ def test_a_call_that_is_interrupted_as_it_begins_leaves_the_step_out(
     assert all(torch.equal(value, found[1][1][name]) for name, value in found[0][1].items())
 
 
+def test_a_backward_that_is_interrupted_as_it_returns_is_left_out(
+    swap_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its gradients were added to those of the batch that the caller repeats."""
+    config = {
+        "train_batch_size": 2,
+        "gradient_clipping": 0.5,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": str(swap_path)}},
+        "tiered_zero": {"device": "cpu"},
+    }
+    backward = TrainStep.backward
+
+    def made_and_interrupted(step: TrainStep, *args: Any) -> None:
+        backward(step, *args)
+        raise KeyboardInterrupt
+
+    x, found = torch.randn(2, 64, generator=torch.Generator().manual_seed(1)), []
+    for interrupted in (False, True):
+        torch.manual_seed(0)
+        with tiered_zero.initialize(model=nn.Linear(64, 64), config=config)[0] as engine:
+            for step in range(3):
+                if interrupted and step == 1:
+                    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                        patch.setattr(TrainStep, "backward", made_and_interrupted)
+                        engine.backward(engine(x).pow(2).mean())
+                engine.backward(engine(x).pow(2).mean())
+                engine.step()
+            found.append((engine.get_global_grad_norm(), engine.module.state_dict()))
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(value, found[1][1][name]) for name, value in found[0][1].items())
+
+
 def _raise_once(method: Any) -> Any:
     left = [MemoryError()]
 

@@ -55,7 +55,8 @@ def on_one_thread(method: _Method[_Engine, _Arguments, _Result]) -> _Method[_Eng
 
     @wraps(method)
     def entered(self: _Engine, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-        has_returned, num_before = False, self._step.counts.micro_steps
+        counts = self._step.counts
+        has_returned, num_before, backwards_before = False, counts.micro_steps, counts.num_backwards
         try:
             with self._step.pager.driver.entered(f"engine.{method.__name__}()"):
                 if method.__name__ != "peek":  # which looks at what is there
@@ -65,10 +66,12 @@ def on_one_thread(method: _Method[_Engine, _Arguments, _Result]) -> _Method[_Eng
                 has_returned = True
             return result
         except BaseException as error:
-            not_begun = self._step.counts.micro_steps == num_before and not isinstance(error, TieredZeroError)
+            not_begun = counts.micro_steps == num_before and not isinstance(error, TieredZeroError)
             drops = method.__name__ in ("step", "abort_step")
             drops |= method.__name__ == "zero_grad" and self._step.zero_grad_drops
-            if (method.__name__ == "backward" and has_returned) or (drops and not_begun and not has_returned):
+            # one that failed is dropped, and counted no more
+            was_made = has_returned or counts.num_backwards > backwards_before
+            if (method.__name__ == "backward" and was_made) or (drops and not_begun and not has_returned):
                 self._step.drop_interrupted()
             raise
 

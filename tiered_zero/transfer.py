@@ -55,6 +55,17 @@ COMPLETED: Final = Completion()
 COMPLETED.complete()
 
 
+def wait_quietly(transfer: Transfer) -> None:
+    """Wait until a transfer is over, and drop its error. A MemoryError of the wait itself is raised: the transfer may
+    still use its memory."""
+    try:
+        transfer.wait()
+    except Exception as error:
+        if isinstance(error, MemoryError) and not transfer.done():
+            raise
+        error.__traceback__ = None  # its frames hold the memory
+
+
 def wait_all(transfers: Iterable[Transfer | None]) -> None:
     """Wait for all of them, then raise the first error: none of them uses its memory any more."""
     first: Exception | None = None
@@ -64,5 +75,7 @@ def wait_all(transfers: Iterable[Transfer | None]) -> None:
                 transfer.wait()
         except Exception as error:
             first = first or error
+            if isinstance(error, MemoryError) and transfer is not None and not transfer.done():
+                wait_quietly(transfer)  # the error is of the wait
     if first is not None:
         raise first

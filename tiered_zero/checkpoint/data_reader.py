@@ -20,7 +20,7 @@ from tiered_zero.io.engine import File, IOEngine, IOSettings
 from tiered_zero.sizes import MIB
 from tiered_zero.store.checksums import digest
 from tiered_zero.store.transfers import Once, Worker
-from tiered_zero.transfer import Transfer
+from tiered_zero.transfer import Transfer, wait_all, wait_quietly
 
 READ_BLOCKS: Final = IOSettings(block_size=MIB)
 """Of a system call. With 4 MiB, which suits training and saves beside it, a load ends later: windows come in order, and
@@ -121,7 +121,7 @@ class DataReader:
                     is_paused = False
         finally:
             for window in ahead:
-                _wait_quietly(self._windows[window])
+                wait_quietly(self._windows[window])
 
     def _read_ahead(self, ahead: Sequence[Run]) -> None:
         """Read what follows `ahead`, which has windows, to the buffers that are left."""
@@ -136,7 +136,7 @@ class DataReader:
         if not self._free:
             if (oldest := next((run for run in self._windows if run not in kept), None)) is None:
                 return False
-            _wait_quietly(self._windows[oldest])
+            wait_quietly(self._windows[oldest])
             self._free.append(self._windows.pop(oldest).buffer)
         buffer, file = self._free[-1], self._manifest_files[window.file]
         memory = buffer[: window.stop - window.start]
@@ -160,7 +160,7 @@ class DataReader:
     def close(self) -> None:
         """Idempotent."""
         for verified in self._windows.values():
-            _wait_quietly(verified)
+            wait_quietly(verified)
         self._windows, self._last = {}, None
         while self._files:
             self._files.popitem()[1].close()
@@ -191,7 +191,7 @@ class _Verified(Once):
 
     def _compare(self) -> None:
         """Wait for the bytes, compare their checksums."""
-        self._transfer.wait()
+        wait_all([self._transfer])  # then the memory is not used any more, whatever was raised
         problems = []
         for at in range(0, len(self.memory), CHUNK_NBYTES):
             chunk = self.memory[at : at + CHUNK_NBYTES]
@@ -202,11 +202,3 @@ class _Verified(Once):
                     f"{expected:016x} expected, {found:016x} found)."
                 )
         self.problems = problems
-
-
-def _wait_quietly(transfer: Transfer) -> None:
-    """Wait until the memory is not used any more; another error is on its way already."""
-    try:
-        transfer.wait()
-    except Exception as error:
-        error.__traceback__ = None

@@ -231,6 +231,8 @@ class UnitCache:
             try:
                 self._accelerator.wait_on_compute(paged.fetch)
             except Exception:
+                if not paged.fetch.done():  # of the wait itself, such as a MemoryError
+                    raise
                 has_arrived = False  # a read that is stuck may write later
         is_stale = paged.weights is WeightState.STALE
         paged.change(UnitState.OFFLOADED, WeightState.CURRENT if is_stale else None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -16,7 +16,7 @@ from tiered_zero.optim.state_layout import StateLayout
 from tiered_zero.tiers.inventory import Inventory
 from tiered_zero.tiers.tier import BufferView, as_bytes
 from tiered_zero.tiers.unit_update import UnitUpdate
-from tiered_zero.transfer import Transfer
+from tiered_zero.transfer import Transfer, wait_quietly
 
 
 @dataclass(kw_only=True)
@@ -229,11 +229,14 @@ class SubGroupIO:
         """Release the buffers of works that are not needed, once all transfers that use them have ended."""
         for work in works:
             for event in (*work.reads, *work.writes):
-                with suppress(Exception):
-                    self.wait(event, work)
+                with self._span(work):
+                    wait_quietly(event)
             if work.lease is not None:
                 work.lease.release()
 
     def wait(self, event: Transfer, work: SubGroupWork) -> None:
-        with self._runtime.recorder.span("update", "wait_state", f"sub-group {work.subgroup.index}"):
+        with self._span(work):
             event.wait()
+
+    def _span(self, work: SubGroupWork) -> AbstractContextManager[None]:
+        return self._runtime.recorder.span("update", "wait_state", f"sub-group {work.subgroup.index}")
