@@ -16,8 +16,8 @@ from tests.support.tags import Tensors, equal_bits, fields, load_tag, plain_load
 from tiered_zero.checkpoint import data_files, manifest
 from tiered_zero.checkpoint.data_files import BUFFER_NBYTES, NUM_BUFFERS
 from tiered_zero.checkpoint.directory import find_tag, list_tags, verify
-from tiered_zero.checkpoint.manifest import MANIFEST_NAME
 from tiered_zero.checkpoint.storage import FileReader
+from tiered_zero.checkpoint.tag_manifest import MANIFEST_NAME
 from tiered_zero.checkpoint.tag_writer import TagWriter
 from tiered_zero.checkpoint.tensors import describe
 from tiered_zero.errors import CorruptionError, StoreError

@@ -18,7 +18,7 @@ from tests.support.inspection import differences, everything
 from tiered_zero.checkpoint import hashing
 from tiered_zero.checkpoint.directory import list_tags
 from tiered_zero.checkpoint.hashing import FileHash, Hasher
-from tiered_zero.checkpoint.manifest import CHUNK_NBYTES
+from tiered_zero.checkpoint.tag_manifest import CHUNK_NBYTES
 from tiered_zero.sizes import PAGE_NBYTES
 
 pytestmark = pytest.mark.usefixtures("one_thread")

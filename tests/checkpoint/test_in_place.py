@@ -22,10 +22,10 @@ from tiered_zero.checkpoint.store_reader import StoreReader
 from tiered_zero.checkpoint.tag_writer import TagWriter
 from tiered_zero.errors import CorruptionError, EngineFailedError, StoreError, TieredZeroError, UntaggedCommitError
 from tiered_zero.store import manifest
-from tiered_zero.store.commits import Commits
 from tiered_zero.store.runs import collect_garbage, list_runs
 from tiered_zero.store.stripes import DATA_NAME
 from tiered_zero.store.swap_store import SwapStore
+from tiered_zero.store.two_phase_commit import TwoPhaseCommit
 
 Settings = dict[str, Any]
 
@@ -222,13 +222,13 @@ def test_weights_that_were_loaded_beside_their_state_are_committed_with_checksum
 def test_training_goes_on_after_an_interrupt_between_prepare_and_confirm(
     swap_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state_format: str
 ) -> None:
-    def interrupt(_: Commits) -> None:
+    def interrupt(_: TwoPhaseCommit) -> None:
         raise KeyboardInterrupt
 
     with start(config(swap_path, {"in_place": True}, update="barrier", state_format=state_format)) as engine:
         train(engine, 1, tmp_path)
         with monkeypatch.context() as patch:
-            patch.setattr(Commits, "confirm", interrupt)
+            patch.setattr(TwoPhaseCommit, "confirm", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 engine.save_checkpoint(tmp_path)
         train(engine, 1, tmp_path)

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from tiered_zero.checkpoint.file_writer import WrittenFiles, join_files
-from tiered_zero.checkpoint.manifest import DataFile, Part, TensorEntry
 from tiered_zero.checkpoint.places import Place, PlacedPart, Places, RecordName, Source, join_places
 from tiered_zero.checkpoint.shares import CommitShare, RankPart, Share, join_scalars
+from tiered_zero.checkpoint.tag_manifest import DataFile, Part, TensorEntry
 from tiered_zero.errors import InternalError, StoreError
 
 

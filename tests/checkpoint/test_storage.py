@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from tests.support.tags import equal_bits, fields, load_tag, plain_load, plain_save, save_tag
 from tiered_zero.checkpoint import data_files
 from tiered_zero.checkpoint.boxes import Box, boxes
-from tiered_zero.checkpoint.manifest import ITEMSIZES
 from tiered_zero.checkpoint.storage import FileReader, FileWriter, Piece
+from tiered_zero.checkpoint.tag_manifest import ITEMSIZES
 from tiered_zero.checkpoint.tag_writer import TagWriter
 from tiered_zero.checkpoint.tensors import describe
 from tiered_zero.errors import InternalError, StoreError

@@ -11,9 +11,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from tiered_zero.checkpoint.directory import TagInfo, list_tags
-from tiered_zero.checkpoint.manifest import TagManifest, WrittenBy
 from tiered_zero.checkpoint.storage import FileReader, FileWriter, our_errors
 from tiered_zero.checkpoint.store_reader import StoreReader
+from tiered_zero.checkpoint.tag_manifest import TagManifest, WrittenBy
 from tiered_zero.checkpoint.tag_writer import TagWriter
 from tiered_zero.io.engine import IOEngine
 

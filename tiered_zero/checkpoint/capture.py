@@ -13,10 +13,10 @@ import torch
 from tiered_zero.checkpoint.driver import join_states, own_state
 from tiered_zero.checkpoint.encode import encode
 from tiered_zero.checkpoint.file_writer import FileWriter, Piece
-from tiered_zero.checkpoint.manifest import TensorEntry, WrittenBy
 from tiered_zero.checkpoint.portable import RunState, StateSnapshot, buffer_key
 from tiered_zero.checkpoint.saving import Ranges, StateSaver
 from tiered_zero.checkpoint.shares import Share, join_scalars
+from tiered_zero.checkpoint.tag_manifest import TensorEntry, WrittenBy
 from tiered_zero.checkpoint.tag_writer import TagWriter
 from tiered_zero.checkpoint.tensors import describe
 from tiered_zero.config.schema import Config

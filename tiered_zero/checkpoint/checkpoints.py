@@ -27,7 +27,6 @@ from tiered_zero.checkpoint.driver import DriverState, LoadParts
 from tiered_zero.checkpoint.file_reader import FileReader
 from tiered_zero.checkpoint.last_save import LastSave, QueuedSave, SaveRead
 from tiered_zero.checkpoint.loading import StateLoader
-from tiered_zero.checkpoint.manifest import TagManifest
 from tiered_zero.checkpoint.matching import LoadOptions, Matched, differences, match
 from tiered_zero.checkpoint.planner import read_groups
 from tiered_zero.checkpoint.portable import RunState
@@ -43,6 +42,7 @@ from tiered_zero.checkpoint.ranks import (
 from tiered_zero.checkpoint.resume import AdoptedValues, Adoption, FoundCheckpoint, find_checkpoint, open_reader
 from tiered_zero.checkpoint.shares import Share
 from tiered_zero.checkpoint.store_reader import StoreReader
+from tiered_zero.checkpoint.tag_manifest import TagManifest
 from tiered_zero.checkpoint.tag_writer import TagWriter
 from tiered_zero.config.schema import Config
 from tiered_zero.descriptor import Descriptor

@@ -38,10 +38,10 @@ import torch
 
 from tiered_zero.checkpoint.copies import DurableCopies
 from tiered_zero.checkpoint.encode import encode
-from tiered_zero.checkpoint.manifest import TagManifest, TensorEntry
 from tiered_zero.checkpoint.places import PlaceTable, join_places, pack
 from tiered_zero.checkpoint.portable import RunState
 from tiered_zero.checkpoint.shares import CommitShare, RankPart, join_scalars
+from tiered_zero.checkpoint.tag_manifest import TagManifest, TensorEntry
 from tiered_zero.errors import ModelError, StoreError
 from tiered_zero.hardware.agreement import agree
 from tiered_zero.io.engine import IOEngine

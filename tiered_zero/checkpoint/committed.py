@@ -14,9 +14,9 @@ from typing import Any, Final, final
 import xxhash
 
 from tiered_zero.checkpoint.commit import COMMIT_ID, DECIDED_BY
-from tiered_zero.checkpoint.manifest import TagManifest, check_store_location
 from tiered_zero.checkpoint.places import Places
 from tiered_zero.checkpoint.shares import RankPart
+from tiered_zero.checkpoint.tag_manifest import TagManifest, check_store_location
 from tiered_zero.errors import CorruptionError, StoreError
 from tiered_zero.store.checked_json import Kinds, check_fields, check_integers, kinds_of
 from tiered_zero.store.descriptors import error_text, open_of_owner

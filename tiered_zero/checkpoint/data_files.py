@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final, NamedTuple, final
 
 from tiered_zero.checkpoint.hashing import FileHash, Hasher
-from tiered_zero.checkpoint.manifest import DataFile
+from tiered_zero.checkpoint.tag_manifest import DataFile
 from tiered_zero.errors import InternalError
 from tiered_zero.io.disk_file import memory_address
 from tiered_zero.io.engine import File, IOEngine

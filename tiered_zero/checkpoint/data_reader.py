@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final, NamedTuple, final
 
 from tiered_zero.checkpoint.data_files import BUFFER_NBYTES, NUM_BUFFERS, staging_buffers
-from tiered_zero.checkpoint.manifest import CHUNK_NBYTES, DataFile
+from tiered_zero.checkpoint.tag_manifest import CHUNK_NBYTES, DataFile
 from tiered_zero.errors import CorruptionError
 from tiered_zero.io.engine import File, IOEngine, IOSettings
 from tiered_zero.sizes import MIB

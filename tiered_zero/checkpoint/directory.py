@@ -13,8 +13,8 @@ from typing import Final, final
 from tiered_zero.checkpoint.commit import COMMIT_ID
 from tiered_zero.checkpoint.committed import ON_ITS_HOST, find_missing, held_commit, is_committed
 from tiered_zero.checkpoint.data_reader import READ_BLOCKS, DataReader
-from tiered_zero.checkpoint.manifest import MANIFEST_NAME, MOST_NBYTES, DataFile, TagManifest, WrittenBy
 from tiered_zero.checkpoint.save_directory import LATEST_NAME, OLD, TEMPORARY, check_tag, hidden_tag
+from tiered_zero.checkpoint.tag_manifest import MANIFEST_NAME, MOST_NBYTES, DataFile, TagManifest, WrittenBy
 from tiered_zero.errors import StoreError
 from tiered_zero.io.select import select_reader
 from tiered_zero.sizes import MIB

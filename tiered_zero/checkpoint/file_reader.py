@@ -21,7 +21,7 @@ from torch.futures import Future
 from tiered_zero.checkpoint.boxes import Box, boxes, flat_start, permuted
 from tiered_zero.checkpoint.data_reader import READ_BLOCKS, DataReader, Run
 from tiered_zero.checkpoint.directory import read_manifest
-from tiered_zero.checkpoint.manifest import Part
+from tiered_zero.checkpoint.tag_manifest import Part
 from tiered_zero.checkpoint.tag_reader import TagReader, item_groups
 from tiered_zero.checkpoint.tensors import copy_values, torch_dtype
 from tiered_zero.errors import StoreError

@@ -21,7 +21,7 @@ from torch.futures import Future
 
 from tiered_zero.checkpoint.boxes import Box, flat_runs, permuted
 from tiered_zero.checkpoint.data_files import Appended, DataWriter, staging_buffers
-from tiered_zero.checkpoint.manifest import DataFile, Part, TensorEntry
+from tiered_zero.checkpoint.tag_manifest import DataFile, Part, TensorEntry
 from tiered_zero.checkpoint.tensors import copy_flat, describe, dtype_name
 from tiered_zero.errors import StoreError
 from tiered_zero.io.engine import IOEngine

@@ -19,7 +19,7 @@ from typing import final
 
 import xxhash
 
-from tiered_zero.checkpoint.manifest import CHUNK_NBYTES
+from tiered_zero.checkpoint.tag_manifest import CHUNK_NBYTES
 from tiered_zero.store.checksums import digest
 from tiered_zero.store.transfers import Worker
 from tiered_zero.transfer import Completion, Transfer

@@ -15,10 +15,10 @@ from typing import Any, final
 
 import torch
 
-from tiered_zero.checkpoint.manifest import TagManifest
 from tiered_zero.checkpoint.matching import Matched
 from tiered_zero.checkpoint.planner import Group, Target
 from tiered_zero.checkpoint.portable import RunState, field_range, field_spec, in_memory_order, memory_order
+from tiered_zero.checkpoint.tag_manifest import TagManifest
 from tiered_zero.checkpoint.tensors import copy_values
 from tiered_zero.errors import InternalError
 from tiered_zero.layout.flat import ParamSpec, Unit

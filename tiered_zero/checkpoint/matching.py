@@ -10,8 +10,8 @@ from typing import Any, final
 import torch
 
 from tiered_zero.checkpoint.decode import decode
-from tiered_zero.checkpoint.manifest import TagManifest, TensorEntry
 from tiered_zero.checkpoint.portable import MASTER, PARAM, VALUE_KINDS, RunState, buffer_key, field_spec
+from tiered_zero.checkpoint.tag_manifest import TagManifest, TensorEntry
 from tiered_zero.checkpoint.tensors import torch_dtype
 from tiered_zero.errors import ConfigError, ModelError, StoreError
 from tiered_zero.layout.flat import ParamSpec

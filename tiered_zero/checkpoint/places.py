@@ -19,8 +19,8 @@ from typing import Any, Final, NamedTuple, final
 
 import torch
 
-from tiered_zero.checkpoint.manifest import TensorEntry
 from tiered_zero.checkpoint.portable import RunState, buffer_key, master_key, memory_order, param_key
+from tiered_zero.checkpoint.tag_manifest import TensorEntry
 from tiered_zero.checkpoint.tensors import describe
 from tiered_zero.errors import StoreError
 from tiered_zero.layout.flat import PARAM_ALIGNMENT_NBYTES, FlatEntry, Unit

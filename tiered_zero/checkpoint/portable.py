@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tiered_zero.checkpoint.manifest import TensorEntry
+from tiered_zero.checkpoint.tag_manifest import TensorEntry
 from tiered_zero.checkpoint.tensors import describe
 from tiered_zero.errors import InternalError
 from tiered_zero.hardware.runtime import Runtime

@@ -22,10 +22,10 @@ from tiered_zero.checkpoint.committed import Commit, held_commit, is_committed, 
 from tiered_zero.checkpoint.copies import DurableCopies
 from tiered_zero.checkpoint.directory import find_tag, list_tags, read_declared, read_latest, tag_path
 from tiered_zero.checkpoint.file_reader import FileReader
-from tiered_zero.checkpoint.manifest import MANIFEST_NAME, TagManifest
 from tiered_zero.checkpoint.places import pack
 from tiered_zero.checkpoint.portable import RunState
 from tiered_zero.checkpoint.store_reader import StoreReader
+from tiered_zero.checkpoint.tag_manifest import MANIFEST_NAME, TagManifest
 from tiered_zero.config.schema import Config
 from tiered_zero.errors import StoreError
 from tiered_zero.hardware.agreement import agree

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from tiered_zero.checkpoint.file_writer import WrittenFiles
-from tiered_zero.checkpoint.manifest import DataFile, Part, TensorEntry
 from tiered_zero.checkpoint.places import Places
+from tiered_zero.checkpoint.tag_manifest import DataFile, Part, TensorEntry
 from tiered_zero.errors import InternalError
 
 

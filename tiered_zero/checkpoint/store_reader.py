@@ -14,8 +14,8 @@ from torch.futures import Future
 
 from tiered_zero.checkpoint.boxes import Box, flat_start, permuted, row_major_strides
 from tiered_zero.checkpoint.committed import Commit, CommittedFiles, open_stores, owner_of, refused
-from tiered_zero.checkpoint.manifest import TensorEntry
 from tiered_zero.checkpoint.places import SOURCE_ITEMSIZES, PlacedPart, RecordName, Source
+from tiered_zero.checkpoint.tag_manifest import TensorEntry
 from tiered_zero.checkpoint.tag_reader import TagReader, item_groups
 from tiered_zero.checkpoint.tensors import torch_dtype
 from tiered_zero.errors import StoreError

@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 
 from tiered_zero.checkpoint.boxes import Box, boxes, unpermuted
-from tiered_zero.checkpoint.manifest import Part, TagManifest, TensorEntry
 from tiered_zero.checkpoint.places import PlacedPart
+from tiered_zero.checkpoint.tag_manifest import Part, TagManifest, TensorEntry
 from tiered_zero.checkpoint.tensors import torch_dtype
 from tiered_zero.errors import StoreError
 

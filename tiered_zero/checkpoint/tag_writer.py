@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, final
 
 from tiered_zero.checkpoint.file_writer import FileWriter, WrittenFiles, join_files
-from tiered_zero.checkpoint.manifest import MANIFEST_NAME, TagManifest
 from tiered_zero.checkpoint.save_directory import SaveDirectory, check_tag
+from tiered_zero.checkpoint.tag_manifest import MANIFEST_NAME, TagManifest
 from tiered_zero.descriptor import Descriptor
 from tiered_zero.errors import ConfigError, StoreError, TransferError
 from tiered_zero.io.disk_file import free_text

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from tiered_zero.checkpoint.boxes import Box, boxes
-from tiered_zero.checkpoint.manifest import ITEMSIZES, TensorEntry
+from tiered_zero.checkpoint.tag_manifest import ITEMSIZES, TensorEntry
 from tiered_zero.errors import StoreError
 
 _STEP_NUMEL = 1 << 15

@@ -16,9 +16,9 @@ from tiered_zero.checkpoint.commit import COMMIT_ID
 from tiered_zero.checkpoint.committed import Commit
 from tiered_zero.checkpoint.directory import TagInfo, list_tags, read_latest, read_manifest, verify
 from tiered_zero.checkpoint.export import export_weights
-from tiered_zero.checkpoint.manifest import MANIFEST_NAME
 from tiered_zero.checkpoint.prune import prune
 from tiered_zero.checkpoint.resume import find_checkpoint, open_reader
+from tiered_zero.checkpoint.tag_manifest import MANIFEST_NAME
 from tiered_zero.cli.listing import print_json, print_table, printable
 from tiered_zero.cli.options import DIRECTORY, JSON_OPTION, directory_argument, parse_bytes
 from tiered_zero.errors import StoreError

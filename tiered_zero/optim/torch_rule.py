@@ -140,12 +140,9 @@ class TorchRule(UpdateRule):
             self._refuse_options(run.hyper, run.master.device)
         with torch.no_grad():
             for run in runs:
-                if self.elementwise:
-                    for piece in _pieces(run):
-                        self._step(piece)
-                    run.scalars = piece.scalars
-                else:
-                    self._step(run)
+                for piece in _pieces(run) if self.elementwise else (run,):
+                    self._step(piece)
+                run.scalars = piece.scalars
 
     def first_state(self, shape: tuple[int, ...], hyper: Mapping[str, Any]) -> State:
         """Return the state that the constructor creates, as Adagrad's does; nothing for all others."""

@@ -17,13 +17,13 @@ from tiered_zero.hardware.process import OwnProcess
 from tiered_zero.io.engine import IOEngine, IOTransfer
 from tiered_zero.store import manifest
 from tiered_zero.store.checksums import ChecksumMode, Checksums, first_mismatch, hashed, is_same
-from tiered_zero.store.commits import Commits
 from tiered_zero.store.manifest import Manifest, Record
 from tiered_zero.store.ranges import Range, join
 from tiered_zero.store.records import InFlight, RecordTable
 from tiered_zero.store.stripes import PieceRequest, StripedFiles, Stripes
 from tiered_zero.store.swap_dir import SwapDir
 from tiered_zero.store.transfers import Once, StoreTransfer, Worker
+from tiered_zero.store.two_phase_commit import TwoPhaseCommit
 from tiered_zero.store.verify import Broken, find_broken
 from tiered_zero.telemetry.spans import Recorder
 from tiered_zero.transfer import COMPLETED, Transfer
@@ -74,7 +74,9 @@ class SwapStore:
             open_files = StripedFiles.create if state is None else StripedFiles.open
             self._files = open_files(engine, directory.paths, stripes, self.capacity_nbytes)
             unfinished.callback(self._files.close)
-            self._commits = Commits(directory, self._files, self._table, self._latch, state, self._checksums.is_whole)
+            self._commits = TwoPhaseCommit(
+                directory, self._files, self._table, self._latch, state, self._checksums.is_whole
+            )
             self._hashing = Worker("tiered_zero-hash")
             unfinished.callback(self._hashing.close)
             self._finalizing = Worker("tiered_zero-finalize")

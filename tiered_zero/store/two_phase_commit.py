@@ -1,4 +1,4 @@
-"""Commits of a swap store in two phases, and what is kept where one of them fails."""
+"""The two-phase commit of a swap store, and what is kept where one of them fails."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TRANSIENT = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE)
 
 
 @final
-class Commits:
+class TwoPhaseCommit:
     """The durable states of one store: the committed one, and one that is prepared. Driven by the store's thread.
 
     Data before manifest, manifest before its name, and no extent that the durable manifest names is written until the

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.tags import written_by
-from tiered_zero.checkpoint import manifest
-from tiered_zero.checkpoint.manifest import DataFile, Part, TagManifest, TensorEntry
+from tiered_zero.checkpoint import tag_manifest
+from tiered_zero.checkpoint.tag_manifest import DataFile, Part, TagManifest, TensorEntry
 from tiered_zero.errors import StoreError
 from tiered_zero.sizes import MIB
 from tiered_zero.store.checked_json import encode_checked
@@ -60,7 +60,7 @@ def body() -> dict[str, Any]:
 
 
 def decode(changed: Any) -> TagManifest:
-    return TagManifest.decode(encode_checked(manifest.FORMAT, manifest.VERSION, changed), PATH)
+    return TagManifest.decode(encode_checked(tag_manifest.FORMAT, tag_manifest.VERSION, changed), PATH)
 
 
 @pytest.mark.parametrize("state", [WHOLE, POINTER], ids=["full", "in place"])
