@@ -182,20 +182,29 @@ def _agree(
     zero = {"offload_param": path, "offload_optimizer": path}
     own: dict[str, Any] = {"tiered_zero": True, "aio": True, "zero_optimization": zero}
     described = {
-        "config": config.model_dump_json(exclude=own),
+        **_config_values(config.model_dump(mode="json", exclude=own)),
         "parameters": "\n".join(f"{unit.name} {unit.bounds} {unit.entries}" for unit in units),
         "param groups": json.dumps(dict(group_of)),
         **facts,
     }
-    digests = [hashlib.sha256(text.encode()).hexdigest()[:16] for text in described.values()]
-    found = [message.decode().split() for message in ranks.exchange(" ".join(digests).encode(), "the plan")]
-    for place, what in enumerate(described):
-        others = [rank for rank, theirs in enumerate(found) if theirs[place] != found[0][place]]
+    digests = {what: hashlib.sha256(text.encode()).hexdigest()[:16] for what, text in described.items()}
+    found = [json.loads(message) for message in ranks.exchange(json.dumps(digests).encode(), "the plan")]
+    for what in dict.fromkeys(what for theirs in found for what in theirs):
+        others = [rank for rank, theirs in enumerate(found) if theirs.get(what) != found[0].get(what)]
         if others:
             raise RankError(
                 f"Every rank was expected to bring the same {what}; found another on rank {others[0]} than on rank 0. "
                 "Build the model, the optimizer and the config in the same way on all of them."
             )
+
+
+def _config_values(config: Mapping[str, Any]) -> dict[str, str]:
+    """By key: each value as text, those of a section as `section.key`."""
+    values: dict[str, str] = {}
+    for name, value in config.items():
+        entries = {f"{name}.{key}": entry for key, entry in value.items()} if isinstance(value, dict) else {name: value}
+        values |= {key: json.dumps(entry, sort_keys=True) for key, entry in entries.items()}
+    return values
 
 
 def _with_common_window(plan: Plan, ranks: Collectives) -> Plan:

@@ -308,7 +308,7 @@ def initialize(path: str, change: str) -> str:
         ("rule", "ModelError: Adafactor steps whole parameters, and at stage 3 each of 2 ranks has a part"),
         ("batch", "ConfigError: train_batch_size: expected train_micro_batch_size_per_gpu x "),
         ("model", "RankError: Every rank was expected to bring the same parameters; found another on rank 1"),
-        ("config", "RankError: Every rank was expected to bring the same config; found another on rank 1"),
+        ("config", "RankError: Every rank was expected to bring the same gradient_clipping; found another on"),
         ("format", "RankError: Every rank was expected to bring the same tiered_zero.state_format; found another on"),
         (
             "delay",
