@@ -11,7 +11,7 @@ import torch.distributed as dist
 from tiered_zero.errors import ModelError
 from tiered_zero.hardware import launcher
 from tiered_zero.hardware.agreement import agree
-from tiered_zero.hardware.collectives import SingleRank, ensure_many
+from tiered_zero.hardware.collectives import SingleRank, ensure_many, open_collectives
 
 
 @pytest.fixture(autouse=True)
@@ -118,6 +118,19 @@ def test_a_failure_is_one_line_and_no_more(monkeypatch, caplog):
     assert "no interface" in record.getMessage()
     assert "GLOO_SOCKET_IFNAME" not in os.environ
     collectives.close()
+
+
+def test_an_interrupt_as_the_group_is_made_leaves_none(monkeypatch):
+    make = dist.init_process_group
+
+    def interrupt_after(*args, **kwargs):
+        make(*args, **kwargs)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(dist, "init_process_group", interrupt_after)
+    with pytest.raises(KeyboardInterrupt):
+        open_collectives(1.0)
+    assert not dist.is_initialized()
 
 
 def test_gloo_takes_the_interface_that_leads_to_the_first_host(monkeypatch):

@@ -103,7 +103,11 @@ def open_collectives(
     logger.addFilter(_comes_from_rank_0)
     if world_size_here() == 1:
         single = SingleRank()
-        single.ensure_process_group(dist_init_required)
+        try:
+            single.ensure_process_group(dist_init_required)
+        except BaseException:  # an interrupt, once the group is there
+            single.close()
+            raise
         return single
     ensure_many(timeout_s, dist_init_required)
     try:
@@ -224,13 +228,14 @@ class SingleRank:
 
     def _create_group(self) -> None:
         hook = sys.excepthook
+        self._owns_group = True  # before it is there: an interrupt may come as soon as it is
         try:
             with network_interface():
                 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
         except (RuntimeError, ValueError, OSError) as error:
+            self._owns_group = False
             logger.warning("no torch.distributed group was created, scripts that ask for a rank will fail: %s", error)
         else:
-            self._owns_group = True
             _keep_group_in_children()
             logger.debug("torch.distributed: made a process group of one rank, without a connection")
         finally:
