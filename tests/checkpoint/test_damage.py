@@ -13,7 +13,7 @@ import torch
 
 from tests.fakes.sync_io import SyncEngine
 from tests.support.tags import Tensors, equal_bits, fields, load_tag, plain_load, save_tag
-from tiered_zero.checkpoint import data_files, manifest
+from tiered_zero.checkpoint import data_files, tag_manifest
 from tiered_zero.checkpoint.data_files import BUFFER_NBYTES, NUM_BUFFERS
 from tiered_zero.checkpoint.directory import find_tag, list_tags, verify
 from tiered_zero.checkpoint.storage import FileReader
@@ -121,7 +121,7 @@ def test_hostile_manifests_beside_real_files(tag: Path) -> None:
         {"tensors": {"x": {"dtype": "int8", "shape": [huge], "order": None, "parts": [[0, huge, 0, 0]]}}},
         {"files": []},
     ):
-        (tag / MANIFEST_NAME).write_bytes(encode_checked(manifest.FORMAT, manifest.VERSION, body | changes))
+        (tag / MANIFEST_NAME).write_bytes(encode_checked(tag_manifest.FORMAT, tag_manifest.VERSION, body | changes))
         assert not check(tag)
         assert not list_tags(tag.parent)[0].complete or verify(tag) != []
     with pytest.raises(StoreError):
@@ -165,7 +165,7 @@ def test_bytes_that_change_while_they_are_written_are_noticed_when_read(tmp_path
         memory[5] = 1
         engine.release()
         appended.transfer.wait()
-        writer.writer._parts["x"].append(manifest.Part(0, MIB, 0, 0))
+        writer.writer._parts["x"].append(tag_manifest.Part(0, MIB, 0, 0))
         writer.publish(fields(1))
     assert len(verify(tmp_path / "a")) == 1
     assert NUM_BUFFERS * BUFFER_NBYTES == 24 * MIB

@@ -41,7 +41,7 @@ def tensor_nbytes() -> int:
     found = [t for t in gc.get_objects() if type(t) in kinds]
     with torch._C.DisableTorchFunctionSubclass():  # parameters of a closed engine refuse it
         storages = [t.untyped_storage() for t in found if t.layout is torch.strided]  # no engine makes others
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
 def one_life(swap_path: Path, placement: tuple[str, str]) -> None:
