@@ -3,7 +3,8 @@
     python tools/benchmark_tables.py            # rewrite the page between its markers
     python tools/benchmark_tables.py --check    # exit 1 where the page differs from the records
 
-The last record of each name in records/*.jsonl counts; of a step's, the last for each number of tokens and clipping.
+The last record of each name in records/*.jsonl counts; of a step's, the last for each model, number of tokens and
+clipping.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ RAN_AS_BARRIER = ("cpu/cpu overlapped", "device/cpu overlapped", "cpu/device ove
 
 
 def last_records() -> dict[tuple[Any, ...], dict[str, Any]]:
-    """(name, tokens, clipping, or micro-batches of ranks) -> record."""
+    """(name, model, tokens, clipping, or micro-batches of ranks) -> record."""
     records = {}
     for path in sorted(RECORDS.glob("*.jsonl")):
         for line in path.read_text().splitlines():
@@ -38,13 +39,13 @@ def last_records() -> dict[tuple[Any, ...], dict[str, Any]]:
                 continue  # of a page of its own
             arguments = record["arguments"]
             kind = arguments.get("clip", arguments.get("accumulation", 0.0))
-            records[record["name"], arguments.get("tokens", 0), kind] = record
+            records[record["name"], arguments.get("model", ""), arguments.get("tokens", 0), kind] = record
     return records
 
 
 def headline(records: dict[tuple[Any, ...], dict[str, Any]]) -> str:
-    """One sentence on a step with everything on NVMe, of the last record at 64 tokens without clipping."""
-    record, row = records["step", 64, 0.0], "nvme/nvme overlapped"
+    """One sentence on a step with everything on NVMe, of the last record of 1.3B without clipping."""
+    record, row = records["step", "gpt2-1.3b", 64, 0.0], "nvme/nvme overlapped"
     bounds = record["bounds_s"][row]
     return (
         f"A step of {record['arguments']['model']} in bf16 with everything on NVMe, 64 tokens, on "
