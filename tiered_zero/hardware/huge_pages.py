@@ -6,9 +6,8 @@ from its disk. Here each unit keeps its own addresses, without memory behind the
 (mremap(2), which moves an entry of the page table, not bytes), and unmapped again into a store of such pages. So it is
 never fragmented, and the disk can write to it directly, for it begins at a page.
 
-Addresses without memory of their own show NaN (all bits set, -1 in whole numbers). Code that reads
-a tensor past every guard (at a constant address in C++, as `torch.jit.save` does) meets those, and not zeros that look
-like weights.
+Addresses without memory of their own show NaN (all bits set, -1 in whole numbers). Code that reads a tensor past every
+guard (at a constant address in C++, as `torch.jit.save` does) meets those, and not zeros that look like weights.
 """
 
 from __future__ import annotations

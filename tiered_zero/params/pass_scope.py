@@ -82,8 +82,9 @@ class PassScope:
         if any(children.get(name) is not child for children, name, child in self._children):
             held = {id(module._parameters) for module in self._model.modules()}
             for full_name, params, _, param in self._slots:
-                if param is not None and id(params) not in held:  # fine where what replaces it has them too,
-                    raise _replaced_error(full_name)  # as torch.compile's wrapper
+                # fine where what replaces the module has them too, as torch.compile's wrapper
+                if param is not None and id(params) not in held:
+                    raise _replaced_error(full_name)
             is_changed = True
         if is_changed:
             self._check_added()
