@@ -152,8 +152,9 @@ def ranks_table(record: dict[str, Any]) -> str:
     title = (
         f"A step of {arguments['model']} on {arguments['ranks']} ranks over gloo, fp32, {arguments['tokens']} tokens"
     )
-    title += f" each, {arguments['accumulation']} micro-batches a step, clipping 1"
-    columns = ["case", "s", "of torch's own", "payload, elements a parameter", "waited for others"]
+    count = arguments["accumulation"]
+    title += f" each, {count} micro-batch{'es' * (count > 1)} per step, clipping 1"
+    columns = ["case", "s", "of torch's own", "payload, elements per parameter", "waited for others"]
     return head(record, title) + "\n" + rows(columns, body)
 
 
