@@ -17,7 +17,7 @@ from tiered_zero.config.schema import Config
 from tiered_zero.data import TrainingLoader
 from tiered_zero.engine import Engine
 from tiered_zero.errors import ConfigError, ModelError
-from tiered_zero.hardware.collectives import Collectives, open_collectives
+from tiered_zero.hardware.collectives import Collectives, make_collectives
 from tiered_zero.hardware.cores import bind_to_share
 from tiered_zero.hardware.launcher import world_size_here
 from tiered_zero.hardware.select import find_device
@@ -69,8 +69,9 @@ def initialize(
         raise ConfigError(f"config: {os.fspath(config)} is not a file.")
     settings = load(config, args, world_size_here())
     gather_numel = settings.zero_optimization.allgather_bucket_size
-    collectives = open_collectives(settings.tiered_zero.comm_timeout_s, dist_init_required, gather_numel)
+    collectives = make_collectives(settings.tiered_zero.comm_timeout_s, dist_init_required, gather_numel)
     try:
+        collectives.open()
         bind_to_share(collectives, find_device(settings.tiered_zero.device))
         run_spec = specify_run(settings, model, optimizer, model_parameters, collectives=collectives)
         loader = None

@@ -29,7 +29,7 @@ def init_distributed(
     if world_size_here() > 1:
         ensure_many(timeout.total_seconds() if timeout is not None else 1800.0, dist_init_required)
     else:
-        SingleRank().ensure_process_group(dist_init_required)
+        SingleRank(dist_init_required).open()
 
 
 def get_local_rank() -> int:

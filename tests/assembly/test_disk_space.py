@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import RankPool, open_collectives
 from tiered_zero.assembly.disk_space import check_disk_space
 from tiered_zero.errors import StoreError
-from tiered_zero.hardware.collectives import SingleRank, open_collectives
+from tiered_zero.hardware.collectives import SingleRank
 
 
 def check(path: str, share: float) -> str:

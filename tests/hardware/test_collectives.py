@@ -8,10 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import tiered_zero
 from tiered_zero.errors import ModelError
 from tiered_zero.hardware import launcher
 from tiered_zero.hardware.agreement import agree
-from tiered_zero.hardware.collectives import SingleRank, ensure_many, open_collectives
+from tiered_zero.hardware.collectives import SingleRank, ensure_many
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +30,7 @@ def test_scripts_that_ask_for_their_rank_go_on(caplog):
     caplog.set_level(logging.INFO, "tiered_zero")
     hook = sys.excepthook
     collectives = SingleRank()
-    collectives.ensure_process_group()
+    collectives.open()
     assert not caplog.records, "nothing that a user has to know"
     assert sys.excepthook is hook, "a traceback of one rank has no [rank0] before it"
     assert (dist.get_rank(), dist.get_world_size()) == (0, 1) == (collectives.rank, collectives.world_size)
@@ -45,23 +46,23 @@ def test_scripts_that_ask_for_their_rank_go_on(caplog):
 def test_it_can_be_made_again_and_the_users_interface_stays(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     for _ in range(2):
-        collectives = SingleRank()
-        collectives.ensure_process_group(True)
+        collectives = SingleRank(True)
+        collectives.open()
         assert dist.is_initialized() and os.environ["GLOO_SOCKET_IFNAME"] == "lo"
         collectives.close()
 
 
 def test_not_required_creates_none():
-    collectives = SingleRank()
-    collectives.ensure_process_group(dist_init_required=False)
+    collectives = SingleRank(dist_init_required=False)
+    collectives.open()
     assert not dist.is_initialized()
     collectives.close()
 
 
 def test_an_existing_group_is_respected_and_left():
     first, second = SingleRank(), SingleRank()
-    first.ensure_process_group()
-    second.ensure_process_group()
+    first.open()
+    second.open()
     second.close()
     assert dist.is_initialized()
     first.close()
@@ -71,12 +72,12 @@ def test_more_ranks_are_refused(monkeypatch):
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: 4)
     with pytest.raises(ModelError, match=r"one rank; torch.distributed's group has 4"):
-        SingleRank().ensure_process_group()
+        SingleRank().open()
     monkeypatch.undo()
     monkeypatch.setenv("WORLD_SIZE", "2")
     for required in (None, False, True):
         with pytest.raises(ModelError, match=r"one rank; the launcher's WORLD_SIZE has 2"):
-            SingleRank().ensure_process_group(required)
+            SingleRank(required).open()
     assert not dist.is_initialized()
 
 
@@ -101,7 +102,7 @@ def test_one_rank_of_a_launcher_is_fine(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv("RANK", "0")
     collectives = SingleRank()
-    collectives.ensure_process_group()
+    collectives.open()
     assert dist.is_initialized()
     collectives.close()
 
@@ -113,23 +114,34 @@ def test_a_failure_is_one_line_and_no_more(monkeypatch, caplog):
     monkeypatch.setattr(dist, "init_process_group", refuse)
     collectives = SingleRank()
     with caplog.at_level(logging.WARNING, "tiered_zero"):
-        collectives.ensure_process_group()
+        collectives.open()
     [record] = caplog.records
     assert "no interface" in record.getMessage()
     assert "GLOO_SOCKET_IFNAME" not in os.environ
     collectives.close()
 
 
-def test_an_interrupt_as_the_group_is_made_leaves_none(monkeypatch):
-    make = dist.init_process_group
+@pytest.mark.parametrize("num_lines", range(12))
+def test_an_interrupt_once_the_group_is_there_leaves_none(num_lines):
+    """At each of the first lines of `initialize` behind the one that makes it."""
+    left = num_lines
 
-    def interrupt_after(*args, **kwargs):
-        make(*args, **kwargs)
-        raise KeyboardInterrupt
+    def trace(frame, event, _argument):
+        nonlocal left
+        if event == "line" and "tiered_zero" in frame.f_code.co_filename and dist.is_initialized():
+            left -= 1
+            if left < 0:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return trace
 
-    monkeypatch.setattr(dist, "init_process_group", interrupt_after)
-    with pytest.raises(KeyboardInterrupt):
-        open_collectives(1.0)
+    model = torch.nn.Linear(2, 2)
+    sys.settrace(trace)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            tiered_zero.initialize(model=model, config={"train_batch_size": 1})
+    finally:
+        sys.settrace(None)
     assert not dist.is_initialized()
 
 

@@ -17,9 +17,18 @@ from typing import Any
 
 import torch.distributed as dist
 
+from tiered_zero.hardware.collectives import Collectives, make_collectives
+
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 150.0
 """A case that takes longer is killed, and fails with what its ranks have written."""
+
+
+def open_collectives(timeout_s: float, **settings: Any) -> Collectives:
+    """Make and open the collectives of this process's ranks."""
+    ranks = make_collectives(timeout_s, **settings)
+    ranks.open()
+    return ranks
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from tests.memory.child import resident_nbytes
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import RankPool, open_collectives
 from tiered_zero.errors import RankError
-from tiered_zero.hardware.collectives import Collectives, SingleRank, open_collectives
+from tiered_zero.hardware.collectives import Collectives, SingleRank
 from tiered_zero.hardware.lanes import Lane
 from tiered_zero.hardware.process_groups import ProcessGroups
 from tiered_zero.transfer import wait_all

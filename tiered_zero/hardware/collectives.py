@@ -17,8 +17,6 @@ import torch.distributed as dist
 from tiered_zero.errors import ModelError, RankError
 from tiered_zero.hardware.collective_transfer import RankTraffic
 from tiered_zero.hardware.launcher import (
-    get_rank,
-    get_world_size,
     is_initialized,
     launched_world_size,
     network_interface,
@@ -87,14 +85,19 @@ class Collectives(Protocol):
         """End the run on every rank as `fail` does, some seconds later, unless the program ends or calls by then: its
         own message is better than `message`. For what may never call again. Any thread; raises nothing."""
 
+    def open(self) -> None:
+        """Connect to the other ranks. Once, before any other call; every rank calls it at the same time. `close` ends
+        what it has begun where it raises. Raises ModelError and RankError."""
+
     def close(self) -> None:
         """Free what this has created. Idempotent."""
 
 
-def open_collectives(
+def make_collectives(
     timeout_s: float, dist_init_required: bool | None = None, gather_numel: int = 1 << 62
 ) -> Collectives:
-    """Join the ranks that the launcher has started, or that torch.distributed has: one, or many.
+    """Return the collectives of the ranks that the launcher has started, or that torch.distributed has: one, or many.
+    They are still to be opened, by a caller that closes them where an interrupt comes.
 
     Every rank calls it at the same time. `timeout_s`: after which a rank that does not answer is an error.
     `dist_init_required`: False initializes no process group. `gather_numel`: elements that a gather moves at once, at
@@ -102,22 +105,9 @@ def open_collectives(
     """
     logger.addFilter(_comes_from_rank_0)
     if world_size_here() == 1:
-        single = SingleRank()
-        try:
-            single.ensure_process_group(dist_init_required)
-        except BaseException:  # an interrupt, once the group is there
-            single.close()
-            raise
-        return single
+        return SingleRank(dist_init_required)
     ensure_many(timeout_s, dist_init_required)
-    try:
-        with network_interface():
-            return ProcessGroups(timeout_s, gather_numel)
-    except RuntimeError as error:
-        raise RankError(
-            f"rank {get_rank()} of {get_world_size()} cannot connect to the others: {error}. Every rank calls "
-            "tiered_zero.initialize() once, in the same order."
-        ) from error
+    return ProcessGroups(timeout_s, gather_numel)
 
 
 def _comes_from_rank_0(record: logging.LogRecord) -> bool:
@@ -165,23 +155,25 @@ class SingleRank:
     rank = 0
     world_size = 1
 
-    def __init__(self) -> None:
+    def __init__(self, dist_init_required: bool | None = None) -> None:
+        """`dist_init_required`: False lets `open` create no group."""
         self.traffic = RankTraffic()
         self.recorder = Recorder()
+        self._dist_init_required = dist_init_required
         self._owns_group = False
 
-    def ensure_process_group(self, dist_init_required: bool | None = None) -> None:
+    def open(self) -> None:
         """Let scripts that ask torch.distributed for a rank go on: create a private one-rank group if there is none.
 
-        It opens no connection: an in-memory store, the loopback interface. `dist_init_required=False` creates none; a
-        group that exists is respected. Raises ModelError where more than one rank runs.
+        It opens no connection: an in-memory store, the loopback interface. A group that exists is respected. Raises
+        ModelError where more than one rank runs.
         """
         self._check_world_size("the launcher's WORLD_SIZE", launched_world_size())
         if not dist.is_available():
             return
         if dist.is_initialized():
             self._check_world_size("torch.distributed's group", dist.get_world_size())
-        elif dist_init_required is not False:
+        elif self._dist_init_required is not False:
             self._create_group()
 
     def all_gather(

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from tiered_zero.errors import RankError
 from tiered_zero.hardware.collective_transfer import CollectiveTransfer, RankTraffic, RankWaits
 from tiered_zero.hardware.lanes import DeviceMarker, Lane, Work
+from tiered_zero.hardware.launcher import network_interface
 from tiered_zero.hardware.rank_failures import RankFailures
 from tiered_zero.telemetry.spans import Recorder
 from tiered_zero.transfer import Transfer, wait_all
@@ -54,6 +55,7 @@ calls that differ have as much room."""
 class _Phase(Enum):
     """Of this rank's groups. FAILED: this rank has posted its failure, and starts no collective any more."""
 
+    NEW = auto()
     OPEN = auto()
     FAILED = auto()
     CLOSED = auto()
@@ -86,22 +88,36 @@ class ProcessGroups:
     """
 
     def __init__(self, timeout_s: float, gather_numel: int) -> None:
-        """torch.distributed is initialized; every rank makes this object at the same time. `gather_numel`: elements
-        that a gather moves at once, at most."""
+        """torch.distributed is initialized. `gather_numel`: elements that a gather moves at once, at most."""
+        self._timeout_s = timeout_s
         self._gather_numel = gather_numel
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.traffic = RankTraffic()
         self.recorder = Recorder()
-        timeout = timedelta(seconds=timeout_s)
-        self._groups: dict[str, Any] = {name: dist.new_group(backend="gloo", timeout=timeout) for name in GROUPS}
-        run = f"tiered_zero/{_next_run(self._groups['control'])}"
-        store = dist.distributed_c10d.PrefixStore(run, dist.distributed_c10d._get_default_store())
-        self.failures = RankFailures(store, self.rank, self.world_size, timeout_s)
-        self._waits = RankWaits(failures=self.failures, traffic=self.traffic, recorder=self.recorder)
-        self._lanes = {name: Lane(f"rank {name}", _launch) for name in GROUPS}
-        self._phase = _Phase.OPEN
+        self._groups: dict[str, Any] = {}
+        self._lanes: dict[str, Lane] = {}
+        self._phase = _Phase.NEW
         self._why_closed = "its engine was closed"
         self._caught: threading.Timer | None = None
+
+    def open(self) -> None:
+        try:
+            with network_interface():
+                for name in GROUPS:
+                    timeout = timedelta(seconds=self._timeout_s)
+                    self._groups[name] = dist.new_group(backend="gloo", timeout=timeout)
+            run = f"tiered_zero/{_next_run(self._groups['control'])}"
+        except RuntimeError as error:
+            raise RankError(
+                f"rank {self.rank} of {self.world_size} cannot connect to the others: {error}. Every rank calls "
+                "tiered_zero.initialize() once, in the same order."
+            ) from error
+        store = dist.distributed_c10d.PrefixStore(run, dist.distributed_c10d._get_default_store())
+        self.failures = RankFailures(store, self.rank, self.world_size, self._timeout_s)
+        self._waits = RankWaits(failures=self.failures, traffic=self.traffic, recorder=self.recorder)
+        self._phase = _Phase.OPEN  # from now on `fail` reaches the others
+        for name in GROUPS:
+            self._lanes[name] = Lane(f"rank {name}", _launch)
 
     # -- collectives ---------------------------------------------------------------------------------------------------
 
@@ -285,7 +301,7 @@ class ProcessGroups:
             self.fail(f"{type(uncaught).__name__}: {uncaught}")
         if self._phase is _Phase.FAILED and self.failures.found is None:
             self.failures.wait_known(LINGER_S)
-        have_others_closed = False
+        have_others_closed = self._phase is _Phase.NEW  # no collective has been started
         if self._phase is _Phase.OPEN and self.failures.found is None:
             with suppress(Exception):
                 transfer, _ = self._start_gather_bytes(_packed(_CLOSED, b""), "the end of the run")
