@@ -246,8 +246,6 @@ def test_a_forked_process_has_no_workers_and_raises(
 
 @pytest.mark.parametrize("reads", [False, True])
 def test_an_engine_that_is_dropped_ends_its_threads(engine_name: str, swap_path: Path, reads: bool) -> None:
-    if engine_name == "aiofiles":
-        pytest.skip("its event loop holds the engine until it is closed")
     before = set(os.listdir("/proc/self/task"))
     (swap_path / "data").write_bytes(bytes(1 << 20))
     engine = BUILDERS[engine_name](direct=False, alignment=1, settings=IOSettings(), io_timeout_s=60.0)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import os
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, final
@@ -37,14 +39,10 @@ class AiofilesEngine(PieceEngine):
         self._executor = ThreadPoolExecutor(settings.num_workers, thread_name_prefix="tiered-zero-aiofiles")
         self._ending: asyncio.Task[None] | None = None
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run_loop, name="tiered-zero-aiofiles-loop", daemon=True)
+        self._thread = threading.Thread(target=_run, args=(self._loop,), name="tiered-zero-aiofiles-loop", daemon=True)
+        # an interrupt may leave the engine without an owner: its thread does not hold it. It runs once no request does
+        weakref.finalize(self, _stop_loop, os.getpid(), self._loop).atexit = False
         self._thread.start()
-
-    def _run_loop(self) -> None:
-        try:
-            self._loop.run_forever()
-        finally:
-            self._loop.close()
 
     def _piece_nbytes(self, nbytes: int) -> int:
         return self.settings.block_nbytes * self.settings.queue_depth
@@ -119,3 +117,17 @@ class AiofilesEngine(PieceEngine):
         if pieces:
             await asyncio.wait(pieces)
         self._loop.stop()
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    try:
+        loop.run_forever()
+    finally:
+        loop.close()
+
+
+def _stop_loop(pid: int, loop: asyncio.AbstractEventLoop) -> None:
+    """End the loop of an engine that is no more, in the process that has its thread. The executor ends its own."""
+    if os.getpid() == pid and not loop.is_closed():
+        with suppress(RuntimeError):  # it is closed now
+            loop.call_soon_threadsafe(loop.stop)
