@@ -153,20 +153,26 @@ class Breaker:
         return self._trace
 
 
+_NO_SIGNAL = ([("RETURN_VALUE", None)], [("NOP", None)])
+
+
 @functools.cache
 def _instructions(code: CodeType) -> dict[int, list[tuple[str, object]]]:
-    """Offset of an instruction -> it and the next three, with their arguments."""
-    found = [i for i in dis.get_instructions(code) if i.opname not in ("NOP", "CACHE", "RESUME")]
-    return {i.offset: [(j.opname, j.argval) for j in found[at : at + 4]] for at, i in enumerate(found)}
+    """Offset of an instruction -> it and the next three, with their arguments, without NOPs."""
+    found = [i for i in dis.get_instructions(code) if i.opname not in ("CACHE", "RESUME")]
+    real = [i for i in found if i.opname != "NOP"]
+    following = {i.offset: [(j.opname, j.argval) for j in real[at : at + 4]] for at, i in enumerate(real)}
+    return {i.offset: following.get(i.offset, [("NOP", None)]) for i in found}
 
 
 def _cannot_be_interrupted(frame: FrameType) -> bool:
     """CPython looks for signals as a call begins or ends and as a loop goes round: not between the end of a `with`
-    block and the call of `__exit__`, nor while a finished call returns."""
+    block and the call of `__exit__`, nor while a finished call returns, nor at a `try`, which may lie outside of what
+    the blocks around it catch."""
     following = _instructions(frame.f_code).get(frame.f_lasti, [])
     if following[:1] and following[0][0] == "SWAP":  # a `return` within the block: its value goes below __exit__
         following = following[1:]
-    return following[:3] == [("LOAD_CONST", None)] * 3 or following[:1] == [("RETURN_VALUE", None)]
+    return following[:3] == [("LOAD_CONST", None)] * 3 or following[:1] in _NO_SIGNAL
 
 
 def build_model() -> nn.Module:
@@ -518,9 +524,9 @@ def main() -> None:
     faulthandler.enable()
     torch.set_num_threads(1)
     swap_path, numbers = Path(sys.argv[1]), itertools.count()
-    # half of the time of a case: what an engine measures at its start, and garbage of what was imported
+    # most of the time of a case: what an engine measures at its start, what the disk does, garbage of what was imported
     kernel_rule._PROBE_NUMEL, kernel_rule.measure_copy_rate.__defaults__ = 1 << 14, (1 << 14,)
-    gc.freeze()
+    os.fsync = os.fdatasync = lambda _fd: None
 
     def run_in_own_folder(case: Case) -> dict[str, Any]:
         (own := swap_path / str(next(numbers))).mkdir()
@@ -528,6 +534,8 @@ def main() -> None:
 
     for line in sys.stdin:
         batch = Batch(**json.loads(line))
+        run_in_own_folder(Case(batch.config, batch.call))  # imports what it needs
+        gc.freeze()
         unbroken = run_in_own_folder(Case(batch.config, batch.call))
         places = unbroken.pop("places")
         for result in itertools.chain([unbroken], map(run_in_own_folder, batch.cases(places))):
