@@ -432,6 +432,34 @@ def test_memory_stays_while_a_transfer_still_writes_it(monkeypatch: pytest.Monke
     world.use(0)
 
 
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+def test_an_error_of_the_wait_for_a_prefetch_is_not_the_prefetchs_own(
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prefetch goes on: its unit stays, with its memory, until a wait ends with it."""
+    world = World([1, 1], prefetch=1)
+    world.pager.phase.now = Phase.FORWARD
+    for _ in range(2):
+        world.use(0, 1)
+    world.tier.latency = 100
+    world.use(0)
+    accelerator = world.runtime.accelerator
+    wait = accelerator.wait_on_compute
+
+    def interrupted(event: Transfer) -> None:
+        monkeypatch.setattr(accelerator, "wait_on_compute", wait)
+        raise error
+
+    monkeypatch.setattr(accelerator, "wait_on_compute", interrupted)
+    with pytest.raises(error):
+        world.pager.updates.invalidate()
+    assert (world.state(1), world.live_pages) == (UnitState.FETCHING, 1)
+    world.pager.updates.invalidate()
+    assert (world.state(1), world.live_pages) == (UnitState.OFFLOADED, 0)
+    assert world.tier.log[-1] == ("fetch done", "u1")
+    world.use(1)
+
+
 def test_close_keeps_what_lives_on_the_device_and_ends_the_rest() -> None:
     world = World([1, 1], resident=[0])
     world.pager.close()
