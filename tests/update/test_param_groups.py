@@ -64,6 +64,8 @@ CHANGES: dict[str, tuple[Change, str]] = {
         lambda o: setattr(o, "param_groups", [{**group, "lr": 0.0} for group in o.param_groups]),
         "replaced by another list",
     ),
+    "fused": (lambda o: o.param_groups[1].update(fused=True), "Group 1 .*fused=False.* found fused=True"),
+    "differentiable": (lambda o: o.param_groups[0].update(differentiable=True), "found differentiable=True"),
 }
 
 

@@ -246,7 +246,8 @@ class TieredOptimizer(Optimizer):
 
 @final
 class ParamGroupWatch:
-    """Refuses what would be lost: a new list of groups, and groups with other parameters than at the start.
+    """Refuses what would be lost: a new list of groups, and groups with other parameters than at the start, or with
+    another choice of torch's code.
 
     Values of a group are read at each step; which parameters it has is laid out once. The optimizers may be garbage
     before the engine. Driver thread, at each call: compares pointers only.
@@ -256,6 +257,7 @@ class ParamGroupWatch:
         """`optimizers`: those that share one list of groups."""
         self._groups: list[dict[str, Any]] = optimizers[0].param_groups if optimizers else []
         self._params: list[list[nn.Parameter]] = [list(group["params"]) for group in self._groups]
+        self._chosen = [[bool(group.get(option)) for option in _CODE_OPTIONS] for group in self._groups]
         self._names = sorted(optimizers[0].defaults) if optimizers else []
         self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
 
@@ -267,7 +269,7 @@ class ParamGroupWatch:
         ]
 
     def check(self) -> None:
-        """Raise ModelError where the list or the parameters of a group were changed."""
+        """Raise ModelError where the list, the parameters of a group or its choice of code were changed."""
         owners = [owner for ref in self._optimizers if (owner := ref()) is not None]
         if any(owner.param_groups is not self._groups for owner in owners):
             raise ModelError(
@@ -289,8 +291,17 @@ class ParamGroupWatch:
                     "once. For a parameter that shall not be updated set requires_grad=False, or param.grad = None "
                     "before step()."
                 )
+            for option, chosen in zip(_CODE_OPTIONS, self._chosen[index], strict=True):
+                if bool(group.get(option)) != chosen:
+                    raise ModelError(
+                        f"Group {index} of optimizer.param_groups was expected to have {option}={chosen}, as when the "
+                        f"run started; found {option}={group.get(option)}. It says by which code updates are made, "
+                        "which is chosen once. Put it back, or give it to the optimizer before initialize()."
+                    )
 
 
+_CODE_OPTIONS = ("fused", "capturable", "differentiable")
+"""Without foreach, which has the bits of the for-loop form."""
 _VALUES = (bool, int, float, str, tuple, list, Tensor)
 
 
