@@ -348,7 +348,6 @@ def test_level_does_not_change_bits(library: Path) -> None:
         {"grad": torch.zeros(10, dtype=torch.float64)},
         {"out": torch.zeros(10, dtype=torch.int64)},
         {"master": torch.zeros(10, dtype=torch.int16)},
-        {"state": {"exp_avg": torch.zeros(10)}},
         {"state": {"exp_avg": torch.zeros(10), "exp_avg_sq": torch.zeros(10, dtype=torch.bfloat16)}},
     ],
 )
@@ -361,6 +360,15 @@ def test_a_run_that_does_not_fit_is_refused_before_any_write(kernel: UpdateKerne
     with pytest.raises(ModelError, match="expected to be contiguous arrays"):
         rule.update([good, bad])
     assert torch.equal(good.master, torch.ones(10)) and good.scalars == {}
+
+
+def test_an_option_that_needs_more_state_than_was_planned_is_refused_by_name(kernel: UpdateKernel) -> None:
+    rule = AdamRule(decoupled=True, kernel=kernel)
+    run = make_run(rule, torch.ones(10), {})
+    run.grad, run.hyper = torch.ones(10), {"amsgrad": True}
+    with pytest.raises(ModelError, match=r"max_exp_avg_sq.* amsgrad .* before initialize"):
+        rule.update([run])
+    assert torch.equal(run.master, torch.ones(10)) and run.scalars == {}
 
 
 def test_state_bytes(kernel: UpdateKernel) -> None:

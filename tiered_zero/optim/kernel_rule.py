@@ -229,9 +229,11 @@ class NativeRule(UpdateRule):
         try:
             hyper.grad_type, hyper.master_type = _DTYPES[first.grad.dtype], _MASTER_DTYPES[first.master.dtype]
             hyper.out_type = Dtype.FLOAT32 if first.out is None else _DTYPES[first.out.dtype]
-            states = [[run.state[name] for run in runs] for name in self._array_names(values)]
         except KeyError:
             raise _misfit(runs) from None
+        names = self._array_names(values)
+        self._reference.refuse_unplanned(set(names) - first.state.keys(), first.state)
+        states = [[run.state[name] for run in runs] for name in names]
         hyper.state_type, hyper.grad_scale = _DTYPES[self.state_dtype], first.grad_scale
         if first.grad.dtype is torch.float32:
             hyper.flags |= self._root_flag

@@ -155,7 +155,7 @@ class TorchRule(UpdateRule):
         fields = {found.name: found for found in self.state_fields(shape, hyper)}
         arrays = {name: values[name] for name in fields if isinstance(values.get(name), torch.Tensor)}
         rest, _ = self._split({name: value for name, value in values.items() if name not in arrays})
-        self._refuse_unplanned(rest, fields)
+        self.refuse_unplanned(rest, fields)
         for name, array in arrays.items():
             if tuple(array.shape) != fields[name].shape:
                 raise ModelError(
@@ -217,7 +217,7 @@ class TorchRule(UpdateRule):
                 self._write_back(name, arrays.pop(name), home)
             else:
                 run.scalars.setdefault(name, _ABSENT)
-        self._refuse_unplanned(arrays, run.state)
+        self.refuse_unplanned(arrays, run.state)
         if not run.scalars:
             run.scalars = {_INITIALIZED: True}
         self._write_back("parameter", leaf, run.master)
@@ -357,11 +357,12 @@ class TorchRule(UpdateRule):
                 "optimizer."
             )
 
-    def _refuse_unplanned(self, arrays: Collection[str], planned: Collection[str]) -> None:
+    def refuse_unplanned(self, arrays: Collection[str], planned: Collection[str]) -> None:
+        """Raise ModelError if there are `arrays`, beside the `planned` ones, of a param group's options set too late."""
         if arrays:
             raise ModelError(
-                f"{self.name} was planned with the state arrays {sorted(planned)}; it has {sorted(arrays)} besides. "
-                "Set the option that needs them (momentum, amsgrad ...) before training starts."
+                f"{self.name} was planned with the state arrays {sorted(planned)}; it needs {sorted(arrays)} "
+                "besides. Give it the option that needs them (momentum, amsgrad ...) before initialize()."
             )
 
     def _refuse_options(self, hyper: Mapping[str, Any], device: torch.device | None = None) -> None:
