@@ -80,6 +80,8 @@ class TrainStep(StepRecovery):
         is_direct = self.pager.is_called_directly()
         if is_direct:
             self._recover_between_calls()
+            if not torch.is_grad_enabled() or (self.scope.is_root(module) and not module.training):
+                self.policy.prepare_evaluation()
             self.scope.begin_direct(module)
             self._handled = id(sys.exc_info()[1])
         if is_direct or self.scope.is_root(module):

@@ -263,6 +263,21 @@ class Functional(Stack):
         return F.cross_entropy(F.linear(x, self.tokens.weight).flatten(0, 1), targets.flatten())
 
 
+@pytest.mark.parametrize("placement", [("none", "cpu"), ("nvme", "nvme")], ids="-".join)
+@pytest.mark.parametrize("way", ["no_grad", "eval", "submodule"])
+def test_a_module_called_directly_to_evaluate_has_the_delayed_update(way, placement, swap_path):
+    """As frameworks validate; its weights are those of state_dict()."""
+    with tiered(Stack(), swap_path, placement, runtime={"update": "delayed", "delay_start_step": 0}) as engine:
+        train(engine, batch, steps=3)
+        engine.train(way != "eval")
+        with nullcontext() if way == "eval" else torch.no_grad():
+            found = engine.module.norm(torch.ones(HIDDEN)) if way == "submodule" else engine.module(*batch(9))
+        plain = Stack()
+        plain.load_state_dict(engine.module.state_dict())
+        expected = plain.norm(torch.ones(HIDDEN)) if way == "submodule" else plain(*batch(9))
+        assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("zero", TIGHT)
 def test_functions_in_place_of_modules(zero, swap_path):
     assert_parity(lambda: Functional(8), lambda own: train(own, batch), swap_path, zero=zero)
