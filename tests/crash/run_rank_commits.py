@@ -126,6 +126,14 @@ def end(children: list[int]) -> list[int]:
     return [statuses[child] for child in children]
 
 
+def wait_for_steps(pipe: int, text: bytearray, num_steps: int) -> float:
+    """Read until the rank has made so many steps, or has ended; return the seconds of the last one with its save."""
+    seen_s = [time.monotonic()]
+    while len(seen_s) < num_steps + 2 and not read_until(pipe, time.monotonic() + 0.01, text):
+        seen_s += [time.monotonic()] * (text.count(b"\n") + 1 - len(seen_s))
+    return seen_s[-1] - seen_s[-2] if len(seen_s) > 1 else 0.0
+
+
 def lines_of(pipe: int, text: bytearray) -> list[dict[str, Any]]:
     while data := os.read(pipe, 1 << 16):
         text += data
@@ -161,11 +169,8 @@ def main() -> None:
             for pipe, text in zip(pipes, texts, strict=True):
                 read_until(pipe, time.monotonic() + 300, text)
         else:
-            while (
-                not in_start and b"\n" not in texts[0] and not read_until(pipes[0], time.monotonic() + 0.01, texts[0])
-            ):
-                pass  # it goes on: kill it in one of its next steps
-            time.sleep(chance.uniform(0, 1.0 if in_start else 0.5))
+            longest_s = 1.0 if in_start else wait_for_steps(pipes[0], texts[0], chance.randrange(1, STEPS_PER_KILL))
+            time.sleep(chance.uniform(0, longest_s))  # it goes on: kill it in its next step, or in the save of that
             for victim in victims:
                 os.kill(children[victim], signal.SIGKILL)
         statuses = end(children)
