@@ -72,7 +72,9 @@ def test_a_compiled_model_has_the_bits_of_the_compiled_plain_one(head, swap_path
         engine = tiered(Tiny(head), swap_path, clipping=0.5)
         num_units = len(units(engine))
         assert_same_bits(expected, follow(script, engine))
-        assert 0 < len(graphs) <= num_units, "one graph per unit, and no recompilation"
+        assert len(graphs) <= num_units, "one graph per unit, and no recompilation"
+        # 2.11 compiles nothing of a module whose loop has a graph break, as that over hooked blocks
+        assert graphs or torch.__version__ < "2.12"
     finally:
         torch._dynamo.reset()
 
