@@ -13,10 +13,10 @@ WIDTH = 16
 
 
 class Encoder(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, nests: bool = True, **options: Any) -> None:
         super().__init__()
-        layer = nn.TransformerEncoderLayer(WIDTH, 2, 32, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 2)
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, 32, batch_first=True, **options)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=nests)
         self.attention = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
 
     def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
@@ -25,9 +25,9 @@ class Encoder(nn.Module):
         return found
 
 
-def build() -> nn.Module:
+def build(**options: Any) -> nn.Module:
     torch.manual_seed(0)
-    return Encoder()
+    return Encoder(**options)
 
 
 def look(trainer: Any) -> list[Tensor]:
@@ -61,3 +61,29 @@ def test_evaluation_of_padded_batches_has_plain_pytorchs_bits(
     found = follow(look, engine := tiered(build(), swap_path, placement, adamw, runtime={"unit_size_cap": cap}))
     assert_same_bits(expected, found)
     assert "KeyedParameter" not in {type(param).__name__ for param in engine.module.parameters()}
+
+
+FUSED: list[dict[str, Any]] = [{"nests": False}, {"nests": False, "norm_first": True}, {"nests": False, "bias": False}]
+
+
+@pytest.mark.parametrize("options", FUSED, ids=str)
+@pytest.mark.parametrize("placement", [("nvme", "nvme"), ("none", "none")], ids="-".join)
+def test_evaluation_without_nested_tensors_takes_the_fused_layer(
+    placement: tuple[str, str], options: dict[str, Any], swap_path: Path
+) -> None:
+    expected = follow(look, Plain(build(**options), adamw))
+    engine = tiered(build(**options), swap_path, placement, adamw, runtime={"unit_size_cap": 2000})
+    assert_same_bits(expected, follow(look, engine))
+    for module in engine.module.modules():
+        assert type(module._forward_hooks) is type(nn.Identity()._forward_hooks) and not module._forward_hooks
+
+
+def test_a_hook_of_the_programs_own_turns_the_fused_layer_off_as_in_plain_pytorch(swap_path: Path) -> None:
+    def with_hook(trainer: Any) -> list[Tensor]:
+        handle = trainer.module.encoder.layers[0].linear1.register_forward_hook(lambda *_: None)
+        seen = look(trainer)
+        handle.remove()
+        return seen + look(trainer)
+
+    expected = follow(with_hook, Plain(build(nests=False), adamw))
+    assert_same_bits(expected, follow(with_hook, tiered(build(nests=False), swap_path, ("nvme", "nvme"), adamw)))

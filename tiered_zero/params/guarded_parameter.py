@@ -258,7 +258,7 @@ class KeyedParameter(OffloadedParameter):
     [Note: Fused attention]
     In evaluation torch's attention takes fused kernels, with other last bits, and for padded batches nested tensors,
     with zeros at the padding; but not where a parameter that it is about to read, also of a module inside, has a
-    `__torch_function__`. So parameters have none while such a module runs."""
+    `__torch_function__`. So parameters have none while such a module runs, and our forward hooks are not counted."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 

@@ -6,7 +6,7 @@ Nothing here computes. Hooks call `TrainStep` where a forward begins or ends; se
 from __future__ import annotations
 
 import inspect
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
@@ -72,6 +72,38 @@ class _ForwardHook(_Hook):
         )
 
 
+class _UncountedHooks(OrderedDict[int, Any]):
+    """The forward hooks of a module, of which `len` counts those of the program alone: torch's encoder layer leaves its
+    fused kernel where a module of it has any. See [Note: Fused attention]."""
+
+    def __init__(self, hooks: dict[int, Any]) -> None:
+        super().__init__(hooks)
+        self._hooks = hooks
+        self._num_others = sum(not isinstance(hook, _Hook) for hook in hooks.values())
+
+    def __len__(self) -> int:
+        return self._num_others
+
+    def __bool__(self) -> bool:
+        return True
+
+    def counted(self) -> dict[int, Any]:
+        """Return the table itself, with what the forward itself has registered."""
+        self._hooks.update((key, hook) for key, hook in self.items() if key not in self._hooks)
+        return self._hooks
+
+
+def _count_hooks(module: nn.Module, counted: bool) -> None:
+    """Let torch count our forward hooks of `module` and all inside it, or not. Handles keep the table itself."""
+    for inner in module.modules():
+        for name in ("_forward_hooks", "_forward_pre_hooks"):
+            table = vars(inner)[name]
+            if counted and isinstance(table, _UncountedHooks):
+                vars(inner)[name] = table.counted()
+            elif not counted and table and not isinstance(table, _UncountedHooks):
+                vars(inner)[name] = _UncountedHooks(table)
+
+
 def _hide_from_compiler() -> None:
     """torch.compile neither compiles what runs between the graphs of a module, or while autograd saves for it, nor
     what that calls. Unlike torch.compiler.disable this costs nothing per call."""
@@ -133,6 +165,7 @@ class ModuleHooks:
         self._is_partial = False
 
     def remove(self) -> None:
+        _count_hooks(self._model, counted=True)  # an interrupted forward may have left it so
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -189,12 +222,17 @@ class ModuleHooks:
     def _watch_fused(self, module: nn.Module) -> None:
         """See [Note: Fused attention]."""
         params = tuple(module.parameters())
+        is_layer = isinstance(module, nn.TransformerEncoderLayer)
 
         def before(module: nn.Module, _args: Any) -> None:
             set_keyed_alone(params, not module.training)
+            if is_layer:
+                _count_hooks(module, counted=module.training)
 
-        def after(*_: Any) -> None:
+        def after(module: nn.Module, *_: Any) -> None:
             set_keyed_alone(params, False)
+            if is_layer:
+                _count_hooks(module, counted=True)
 
         self._handles.append(module.register_forward_pre_hook(_ForwardHook(self, before)))
         self._handles.append(module.register_forward_hook(_ForwardHook(self, after), always_call=True))
