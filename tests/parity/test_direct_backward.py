@@ -142,3 +142,21 @@ def test_nothing_is_left_of_a_backward_that_an_own_hook_broke_off(
             param.register_post_accumulate_grad_hook(hook)
         runs.append(follow(script, engine))
     assert_same_bits(*runs)
+
+
+@places
+def test_a_gradient_with_a_graph_is_refused_and_training_goes_on(place: tuple[str, str], swap_path: Path) -> None:
+    """A penalty on `param.grad`, beside another loss, would lose its gradient without a word."""
+
+    def script(breaks: bool) -> Callable[[Any], list[Any]]:
+        def train_on(engine: Any) -> list[Any]:
+            if breaks:
+                with pytest.raises(ModelError, match=r"create_graph=True.* torch\.autograd\.grad"):
+                    engine(torch.ones(4, 8)).square().mean().backward(create_graph=True)
+                engine.zero_grad()
+                assert all(param.grad is None for param in engine.module.parameters())
+            return train(BEGINS["engine.backward"], 1)(engine)
+
+        return train_on
+
+    assert_same_bits(*(follow(script(breaks), build(swap_path, place, clipping=1.0)) for breaks in (False, True)))

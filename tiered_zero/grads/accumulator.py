@@ -80,6 +80,12 @@ class GradientStore:
         gradients, entry = place
         unit, index = gradients.unit, entry.param.index
         gradients.check_new(entry, grad)
+        if grad.requires_grad:
+            raise ModelError(
+                f"The gradient of {entry.param.name} came with a graph, as backward(create_graph=True) makes; where "
+                "it rests it has none, so a penalty on param.grad would have no gradient. Compute such gradients by "
+                "torch.autograd.grad(loss, params, create_graph=True), and add the penalty to the loss."
+            )
         if gradients.shard is None and not gradients.num_sums:
             self._store(gradients, entry, entry.param.flatten(grad))
         else:
