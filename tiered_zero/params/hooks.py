@@ -88,7 +88,7 @@ class _UncountedHooks(OrderedDict[int, Any]):
         return True
 
     def counted(self) -> dict[int, Any]:
-        """Return the table itself, with what the forward itself has registered."""
+        """Return the module's table, with what the forward has registered."""
         self._hooks.update((key, hook) for key, hook in self.items() if key not in self._hooks)
         return self._hooks
 
