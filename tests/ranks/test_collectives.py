@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ import torch
 from tests.memory.child import resident_nbytes
 from tests.ranks.pool import RankPool, open_collectives
 from tiered_zero.errors import RankError
-from tiered_zero.hardware.collectives import Collectives, SingleRank
+from tiered_zero.hardware import process_groups
+from tiered_zero.hardware.collectives import Collectives, SingleRank, make_collectives
 from tiered_zero.hardware.lanes import Lane
 from tiered_zero.hardware.process_groups import ProcessGroups
 from tiered_zero.transfer import wait_all
@@ -298,6 +300,31 @@ def run_twice() -> list[int]:
 
 def test_the_failure_of_one_run_is_not_the_next_ones(ranks: RankPool) -> None:
     assert ranks.run(run_twice, 2) == [[2, 2], [2, 2]]
+
+
+def interrupt_as_it_opens() -> tuple[list[int], int]:
+    """How many groups this process has before, after an opening that an interrupt ends, and after its close; and how
+    many ranks answer in the next."""
+    next_run, found = process_groups._next_run, []
+    ranks = make_collectives(20.0)
+
+    def interrupted(group: Any) -> int:
+        raise KeyboardInterrupt
+
+    for act in (None, ranks.open, ranks.close):
+        process_groups._next_run = interrupted
+        with suppress(KeyboardInterrupt):
+            act() if act else None
+        process_groups._next_run = next_run
+        found.append(len(torch.distributed.distributed_c10d._world.pg_map))
+    group = open_collectives(20.0)
+    answers = len(group.exchange(b"x"))
+    group.close()
+    return found, answers
+
+
+def test_an_opening_that_is_interrupted_leaves_no_group(ranks: RankPool) -> None:
+    assert ranks.run(interrupt_as_it_opens, 2) == [([1, 4, 1], 2)] * 2
 
 
 def test_one_rank_changes_no_bit() -> None:
