@@ -84,9 +84,9 @@ def network_interface() -> Iterator[None]:
     not resolve, or may resolve to loopback. A variable that is set stays."""
     before = os.environ.get(_INTERFACE_KEY)
     names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")] if _is_one_host() else _routed()
-    if before is None and names:
-        os.environ[_INTERFACE_KEY] = names[0]
     try:
+        if before is None and names:
+            os.environ[_INTERFACE_KEY] = names[0]
         yield
     finally:
         if before is None:
