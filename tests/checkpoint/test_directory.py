@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.fakes.sync_io import SyncEngine, SyncFile
-from tests.faults.run_interrupts import Breaker
+from tests.faults.breaker import Breaker
 from tests.support.tags import equal_bits, fields, load_tag, newest_complete, plain_save, save_tag
 from tiered_zero.checkpoint import save_directory, tag_writer
 from tiered_zero.checkpoint.directory import (

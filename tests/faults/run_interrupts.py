@@ -6,9 +6,7 @@ Prints a line of JSON for each case: the case, what came of it ("outcome"), and 
 hangs ends the program with the stacks of all threads on stderr.
 """
 
-import dis
 import faulthandler
-import functools
 import gc
 import hashlib
 import itertools
@@ -24,7 +22,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -32,6 +29,7 @@ import torch._dynamo  # what the first optimizer would import, within the time o
 from torch import Tensor, nn
 
 import tiered_zero
+from tests.faults.breaker import Breaker
 from tests.faults.leftovers import held, left_in_saves, left_in_swap
 from tests.support.inspection import fetched_nbytes, is_idle, units_in_use
 from tests.support.trainers import tiered
@@ -39,7 +37,6 @@ from tiered_zero.errors import EngineFailedError, TieredZeroError
 from tiered_zero.optim import kernel_rule
 
 HANG_S = 40.0
-PACKAGE = str(Path(tiered_zero.__file__).parent) + os.sep
 WIDTH = 12
 NUM_BEFORE, NUM_AFTER = 2, 3
 """Steps before and after the one that is broken off."""
@@ -80,6 +77,8 @@ class Case:
     nth: int = 1
     aborts: bool = False
     repeats: bool = True
+    at_calls: bool = False
+    """`place` is one where a call returns ("file:line.offset"): see `Breaker`."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +93,7 @@ class Batch:
     every_time: bool = False
     seed: int = 0
     kinds: tuple[str, ...] = ("interrupt",)
+    at_calls: bool = False
 
     def cases(self, places: list[str]) -> Iterator[Case]:
         """`places`: the lines that the call executes, in order."""
@@ -107,7 +107,8 @@ class Batch:
             nth = nth or draw.randint(1, min(3, times[place]))
             # where updates begin in backward, a step that is dropped after that latches the engine
             aborts = draw.random() < 0.3 and not begins_in_backward(self.config)
-            yield Case(self.config, self.call, draw.choice(self.kinds), place, nth, aborts, draw.random() < 0.6)
+            kind, repeats = draw.choice(self.kinds), draw.random() < 0.6
+            yield Case(self.config, self.call, kind, place, nth, aborts, repeats, self.at_calls)
 
     def _draw(self, place: str, nth: int) -> random.Random:
         return random.Random(f"{self.seed}/{self.config}/{self.call}/{place}/{nth}")
@@ -116,63 +117,6 @@ class Batch:
 def begins_in_backward(config: str) -> bool:
     _, clipping, runtime = CONFIGS[config]
     return runtime["update"] == "overlapped" and not clipping
-
-
-class Breaker:
-    """Lists the lines of the package that the calling thread executes, and raises at one of them, the `nth` time that
-    `place` is executed; "": at any place; `nth` 0: not at all."""
-
-    def __init__(self, error: type[BaseException], place: str, nth: int) -> None:
-        self._error = error
-        self._place = place
-        self._left = nth
-        self._has_begun = False
-        """Whether the call is past the first lines of its entry point (`on_one_thread`). An exception there is one
-        between two calls: the user drops the step before the batch is repeated, or gets an error that says so."""
-        self.where = ""
-        self.places: list[str] = []
-
-    def __enter__(self) -> None:
-        sys.settrace(self._trace)
-
-    def __exit__(self, *_: object) -> None:
-        sys.settrace(None)
-
-    def _trace(self, frame: FrameType, event: str, _argument: Any) -> Any:
-        if not frame.f_code.co_filename.startswith(PACKAGE):
-            return None
-        self._has_begun |= frame.f_code.co_name != "entered"
-        if event == "line" and self._has_begun and not _cannot_be_interrupted(frame):
-            place = f"{frame.f_code.co_filename[len(PACKAGE) :]}:{frame.f_lineno}"
-            self.places.append(place)
-            self._left -= self._place in ("", place)
-            if self._left == 0 and self._place in ("", place):
-                sys.settrace(None)
-                self.where = place
-                raise self._error
-        return self._trace
-
-
-_NO_SIGNAL = ([("RETURN_VALUE", None)], [("NOP", None)])
-
-
-@functools.cache
-def _instructions(code: CodeType) -> dict[int, list[tuple[str, object]]]:
-    """Offset of an instruction -> it and the next three, with their arguments, without NOPs."""
-    found = [i for i in dis.get_instructions(code) if i.opname not in ("CACHE", "RESUME")]
-    real = [i for i in found if i.opname != "NOP"]
-    following = {i.offset: [(j.opname, j.argval) for j in real[at : at + 4]] for at, i in enumerate(real)}
-    return {i.offset: following.get(i.offset, [("NOP", None)]) for i in found}
-
-
-def _cannot_be_interrupted(frame: FrameType) -> bool:
-    """CPython looks for signals as a call begins or ends and as a loop goes round: not between the end of a `with`
-    block and the call of `__exit__`, nor while a finished call returns, nor at a `try`, which may lie outside of what
-    the blocks around it catch."""
-    following = _instructions(frame.f_code).get(frame.f_lasti, [])
-    if following[:1] and following[0][0] == "SWAP":  # a `return` within the block: its value goes below __exit__
-        following = following[1:]
-    return following[:3] == [("LOAD_CONST", None)] * 3 or following[:1] in _NO_SIGNAL
 
 
 def build_model() -> nn.Module:
@@ -255,7 +199,7 @@ class Run:
         self.swap_path = swap_path
         self.folder = swap_path.with_suffix(".saved")
         """For checkpoints."""
-        self.breaker = Breaker(KINDS[case.kind], case.place, case.nth if case.place else 0)
+        self.breaker = Breaker(KINDS[case.kind], case.place, case.nth if case.place else 0, at_calls=case.at_calls)
         self.losses: list[float] = []
         self.engine: tiered_zero.Engine | None = None
 
@@ -534,9 +478,10 @@ def main() -> None:
 
     for line in sys.stdin:
         batch = Batch(**json.loads(line))
-        run_in_own_folder(Case(batch.config, batch.call))  # imports what it needs
+        plain = Case(batch.config, batch.call, at_calls=batch.at_calls)
+        run_in_own_folder(plain)  # imports what it needs
         gc.freeze()
-        unbroken = run_in_own_folder(Case(batch.config, batch.call))
+        unbroken = run_in_own_folder(plain)
         places = unbroken.pop("places")
         for result in itertools.chain([unbroken], map(run_in_own_folder, batch.cases(places))):
             print(json.dumps(result), flush=True)

@@ -2,7 +2,7 @@
 
 TIERED_ZERO_INTERRUPTS=40 draws so many lines of each call in every config; =each takes every line, once (0.3 s a line,
 40 minutes a config: choose with -k "nvme and load_checkpoint"); =all takes every line, each time that it is executed
-(hours a call).
+(hours a call); =calls takes every place behind a call of a C function, whose result an interrupt loses.
 """
 
 import json
@@ -67,8 +67,9 @@ if LONG:
     @pytest.mark.timeout(36_000)
     @pytest.mark.parametrize(("config", "call"), LONG_CASES)
     def test_all_calls(config: str, call: str, swap_path: Path) -> None:
-        count = 0 if LONG in ("each", "all") else int(LONG)
-        check(run_batches(swap_path, [Batch(config, call, count, every_time=LONG == "all", kinds=KINDS)]))
+        count = 0 if LONG in ("each", "all", "calls") else int(LONG)
+        batch = Batch(config, call, count, every_time=LONG == "all", kinds=KINDS, at_calls=LONG == "calls")
+        check(run_batches(swap_path, [batch]))
 
 else:
 
