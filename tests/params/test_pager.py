@@ -460,6 +460,22 @@ def test_an_error_of_the_wait_for_a_prefetch_is_not_the_prefetchs_own(
     world.use(1)
 
 
+def test_an_interrupted_eviction_is_found_behind_those_of_other_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C as the first of two gathered units is counted out: the second is evicted as well."""
+    world = World([1, 1])
+    discharge = world.runtime.ledger.discharge
+
+    def interrupted(*_: object) -> None:
+        monkeypatch.setattr(world.runtime.ledger, "discharge", discharge)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), tiered_zero.gathered([params[0] for params in world.params]):
+        monkeypatch.setattr(world.runtime.ledger, "discharge", interrupted)
+    assert world.pager.was_interrupted
+    world.pager.abort()
+    assert not world.pager.was_interrupted and world.live_pages == 0
+
+
 def test_close_keeps_what_lives_on_the_device_and_ends_the_rest() -> None:
     world = World([1, 1], resident=[0])
     world.pager.close()

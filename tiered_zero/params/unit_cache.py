@@ -83,7 +83,8 @@ class UnitCache:
         self._has_warned = False
         self.is_closed = False
         self.is_moving = False
-        """Whether device memory is allocated or freed now; stays where that is interrupted, until `recount`."""
+        """Whether device memory is allocated or freed now; stays where that is interrupted, until `recount`: also over
+        the moves of other units before that, as where several gathers end."""
 
     @property
     def needs_drain(self) -> bool:
@@ -120,15 +121,17 @@ class UnitCache:
         if paged.is_kept:
             self._kept_nbytes -= unit.nbytes
         if not storage.is_full:
-            self.is_moving = True
+            was_moving, self.is_moving = self.is_moving, True
             self._ledger.charge("device", "param_window", unit.nbytes)
             try:
                 storage.fill()
-            except BaseException:
+            except BaseException as error:
                 self._ledger.discharge("device", "param_window", unit.nbytes)
+                if isinstance(error, torch.OutOfMemoryError):
+                    self.is_moving = was_moving
                 raise
             self._live_nbytes += unit.nbytes
-            self.is_moving = False
+            self.is_moving = was_moving
         self.touch(paged)
         paged.change(UnitState.FETCHING)
         try:
@@ -240,7 +243,7 @@ class UnitCache:
         if storage.is_viewed:
             self._kept_nbytes += 0 if was_kept else paged.unit.nbytes
             return
-        self.is_moving = True
+        was_moving, self.is_moving = self.is_moving, True
         self._kept_nbytes -= paged.unit.nbytes if was_kept else 0
         self._accelerator.poison(storage.flat)
         key = storage.key
@@ -249,7 +252,7 @@ class UnitCache:
             self._units.renew_storages()
         self._live_nbytes -= paged.unit.nbytes
         self._ledger.discharge("device", "param_window", paged.unit.nbytes)
-        self.is_moving = False
+        self.is_moving = was_moving
 
     def _evictable(self) -> list[PagedUnit]:
         """Least recently used first."""
