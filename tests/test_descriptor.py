@@ -2,11 +2,13 @@
 
 import gc
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from tiered_zero.descriptor import CLOSED, Descriptor
+from tests.faults.breaker import Breaker
+from tiered_zero.descriptor import CLOSED, opened
 
 
 def is_open(number: int) -> bool:
@@ -18,7 +20,7 @@ def is_open(number: int) -> bool:
 
 
 def test_the_end_of_a_block_closes(tmp_path: Path) -> None:
-    with Descriptor(os.open(tmp_path, os.O_RDONLY)) as fd:
+    with opened(tmp_path, os.O_RDONLY) as fd:
         assert is_open(fd)
         assert not fd.closed
     assert fd.closed
@@ -26,7 +28,7 @@ def test_the_end_of_a_block_closes(tmp_path: Path) -> None:
 
 
 def test_a_number_that_is_used_again_is_not_closed_again(tmp_path: Path) -> None:
-    fd = Descriptor(os.open(tmp_path, os.O_RDONLY))
+    fd = opened(tmp_path, os.O_RDONLY)
     fd.close()
     other = os.open(tmp_path, os.O_RDONLY)
     assert other == fd
@@ -39,7 +41,7 @@ def test_a_number_that_is_used_again_is_not_closed_again(tmp_path: Path) -> None
 
 def test_what_an_interrupt_leaves_is_closed_with_the_object(tmp_path: Path) -> None:
     def interrupted() -> None:
-        numbers.append(int(fd := Descriptor(os.open(tmp_path, os.O_RDONLY))))
+        numbers.append(int(fd := opened(tmp_path, os.O_RDONLY)))
         assert is_open(fd)
         raise KeyboardInterrupt
 
@@ -48,6 +50,19 @@ def test_what_an_interrupt_leaves_is_closed_with_the_object(tmp_path: Path) -> N
         interrupted()
     gc.collect()
     assert not is_open(numbers[0])
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of a finalizer
+def test_an_interrupt_behind_any_call_leaves_none_open(tmp_path: Path) -> None:
+    before = os.listdir("/proc/self/fd")
+    for number in range(1, 100):
+        breaker = Breaker(KeyboardInterrupt, "", number, at_calls=True)
+        with suppress(KeyboardInterrupt), breaker, opened(tmp_path, os.O_RDONLY) as fd:
+            fd.close()
+        assert os.listdir("/proc/self/fd") == before, f"interrupted at {breaker.where}"
+        if not breaker.where:
+            break
+    assert 2 < number < 99
 
 
 def test_none_is_closed() -> None:

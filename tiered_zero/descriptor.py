@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
+from functools import partial
 from typing import Final, final
 
 
 @final
 class Descriptor(int):
-    """An open descriptor of this process: `Descriptor(os.open(...))`, in one statement.
+    """An open descriptor of this process, from `opened`.
 
     It is closed by `close`, by the end of a `with` block, or with the object: an interrupt between the statement that
     opens and the one that closes leaves nothing open. An int, for the calls that take one; the object has to live as
@@ -23,8 +24,8 @@ class Descriptor(int):
     def close(self) -> None:
         """Idempotent, so that it can be called again after an interrupt. Raises OSError."""
         left = self._left()
-        while left:
-            os.close(left.pop())  # one statement: a number that is free again may be another file's
+        # one call: no signal comes between the two, and a number that is free again may be another file's
+        any(map(os.close, map(left.pop, [0] * len(left))))
 
     def __enter__(self) -> Descriptor:
         return self
@@ -40,6 +41,13 @@ class Descriptor(int):
         """The number, until it is closed."""
         left: list[int] = vars(self).setdefault("left", [int(self)] if self >= 0 else [])
         return left
+
+
+def opened(path: str | os.PathLike[str], flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> Descriptor:
+    """Open as os.open does. Raises OSError.
+
+    CPython looks for signals behind a call: unpacking an iterator is none, so that the number has its owner at once."""
+    return Descriptor(*map(partial(os.open, flags=flags, mode=mode, dir_fd=dir_fd), [path]))
 
 
 CLOSED: Final = Descriptor(-1)

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable
 from typing import final
 
-from tiered_zero.descriptor import Descriptor
+from tiered_zero.descriptor import Descriptor, opened
 from tiered_zero.errors import TransferError
 from tiered_zero.io.engine import File, Request
 from tiered_zero.native import struct_fields
@@ -110,7 +110,7 @@ def open_descriptor(path: str, *, create: bool, writable: bool, direct: bool) ->
     flags |= os.O_CREAT | os.O_EXCL if create else 0
     flags |= _O_DIRECT if direct else 0
     try:
-        return Descriptor(os.open(path, flags, 0o600))
+        return opened(path, flags, 0o600)
     except OSError as error:
         raise file_error("create" if create else "open", path, error.errno or errno.EIO) from error
 

@@ -13,7 +13,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from tiered_zero.descriptor import Descriptor
+from tiered_zero.descriptor import Descriptor, opened
 from tiered_zero.errors import StoreError
 from tiered_zero.io.disk_file import errno_text
 from tiered_zero.sizes import format_nbytes
@@ -37,12 +37,12 @@ def kind_text(mode: int) -> str:
 
 def open_directory(path: str | Path, dir_fd: int | None = None) -> Descriptor:
     """Open a directory. Raises OSError; a symbolic link as the last component is ENOTDIR or ELOOP."""
-    return Descriptor(os.open(path, os.O_RDONLY | os.O_DIRECTORY | _SAFE, dir_fd=dir_fd))
+    return opened(path, os.O_RDONLY | os.O_DIRECTORY | _SAFE, dir_fd=dir_fd)
 
 
 def open_file(name: str | Path, dir_fd: int | None, *, uid: int, flags: int = os.O_RDONLY) -> Descriptor:
     """Open the regular file `name` of user `uid`. Raises OSError, or StoreError for anything else."""
-    fd = Descriptor(os.open(name, flags | _SAFE, 0o600, dir_fd=dir_fd))
+    fd = opened(name, flags | _SAFE, 0o600, dir_fd=dir_fd)
     try:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):

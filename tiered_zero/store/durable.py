@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from tiered_zero.descriptor import Descriptor
+from tiered_zero.descriptor import opened
 
 
 def write_and_sync(fd: int, parts: Iterable[bytes | memoryview]) -> None:
@@ -24,11 +24,11 @@ def write_new_file(path: str | Path, parts: Iterable[bytes | memoryview], dir_fd
     Raises OSError, FileExistsError too.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    with Descriptor(os.open(path, flags, 0o600, dir_fd=dir_fd)) as fd:
+    with opened(path, flags, 0o600, dir_fd=dir_fd) as fd:
         write_and_sync(fd, parts)
 
 
 def sync_directory(directory: Path) -> None:
     """Make the names durable that were created, renamed or removed in `directory`. Raises OSError."""
-    with Descriptor(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as fd:
+    with opened(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC) as fd:
         os.fsync(fd)

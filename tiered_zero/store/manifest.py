@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, final
 
-from tiered_zero.descriptor import Descriptor
+from tiered_zero.descriptor import opened
 from tiered_zero.errors import StoreError
 from tiered_zero.sizes import PAGE_NBYTES, align_up, format_nbytes
 from tiered_zero.store.checked_json import (
@@ -181,7 +181,7 @@ def prepare(directory: Path, data: bytes) -> None:
 def write_next(directory: Path, data: bytes) -> None:
     """Write the next manifest, and make its bytes durable, but not its name: `confirm` renames it. Raises OSError."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    with Descriptor(os.open(directory / NEXT_NAME, flags, 0o600)) as fd:
+    with opened(directory / NEXT_NAME, flags, 0o600) as fd:
         write_and_sync(fd, [data])
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from tiered_zero.descriptor import Descriptor
+from tiered_zero.descriptor import opened
 from tiered_zero.errors import ConfigError, StoreError
 from tiered_zero.telemetry.report import JsonRecord, RunReport, RunTotals, StepReport
 from tiered_zero.telemetry.spans import Span
@@ -92,7 +92,7 @@ class PrivateFile:
         self._name, self._setting, self._cut_mark = os.fspath(path), setting, cut_mark.encode()
         self._nbytes = 0
         try:
-            self._fd = Descriptor(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600))
+            self._fd = opened(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise ConfigError(
                 f"{setting}: expected a file that can be written; {self._name}: {error.strerror}. "
