@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
 import tiered_zero
@@ -71,6 +72,35 @@ def test_changes_by_hand_are_those_of_whole_weights(ranks: RankPool, swap_path: 
     for name, file in json.loads(index.read_text())["weight_map"].items():
         assert torch.equal(load_file(index.parent / file)[name], whole[0]["weights"][name]), name
     assert [path.name for path in swap_path.iterdir()] == ["weights"]
+
+
+def load_with_little_room(path: str) -> dict[str, Any]:
+    """There is room for few units, and gloo lets go of none that it has broadcast."""
+    lazy = {"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0, "stage3_max_live_parameters": 0}
+    rank, config = rank_and_config(path, stage=3, offload_param={"device": "cpu"}, **lazy)
+    model: Any = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine, *_ = tiered_zero.initialize(model=model, optimizer=optimizer, config=config)
+    weights = {name: value + 1 + rank for name, value in model.state_dict().items()}
+    held, broadcast = [], dist.broadcast
+
+    def broadcast_and_hold(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        held.append(tensor)
+        return broadcast(tensor, *args, **kwargs)
+
+    with patch.object(dist, "broadcast", broadcast_and_hold):
+        model.load_state_dict(weights)
+    assert len(held) >= 8, "those of gathers too"
+    found = {"loaded": weights, "weights": dict(model.state_dict())}
+    engine.close()
+    return found
+
+
+def test_loading_takes_no_more_room_than_a_block(ranks: RankPool, swap_path: Path) -> None:
+    """What gloo's threads still hold of a unit counts as no view of it: its memory is free for the next one."""
+    first, second = ranks.run(load_with_little_room, 2, str(swap_path))
+    assert differences(first["weights"], first["loaded"]) == [], "rank 0's, on every rank"
+    assert differences(first["weights"], second["weights"]) == []
 
 
 def start_on_meta(path: str) -> dict[str, Any]:

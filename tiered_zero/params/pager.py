@@ -56,7 +56,7 @@ class Pager:
         self.driver = DriverThread()
         self._frames: list[Frame] = []
         self.units = UnitTable()
-        self.changes = ParamChanges(self.units, offloaded_params, runtime.collectives)
+        self.changes = ParamChanges(self.units, offloaded_params, runtime)
         self._cache = UnitCache(runtime, inventory, limits, self.units, self.changes)
         self.updates = UpdateGuard(self.units, self._cache, self.changes, inventory, runtime.recorder, self._frames)
         self.saved_views = SavedViews(self.units, self._fault_in_saved)

@@ -10,7 +10,7 @@ import torch
 
 from tiered_zero.errors import ModelError, RankError
 from tiered_zero.hardware.agreement import agree
-from tiered_zero.hardware.collectives import Collectives
+from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.params.offloaded_params import OffloadedParams
 from tiered_zero.params.outside_modes import runs_outside_modes
 from tiered_zero.params.unit_state import PagedUnit, UnitState, UnitTable, WeightState
@@ -20,9 +20,10 @@ from tiered_zero.params.unit_state import PagedUnit, UnitState, UnitTable, Weigh
 class ParamChanges:
     """Finds changes on the device that the homes do not have. Driver thread. See [Note: Writes through .data]."""
 
-    def __init__(self, units: UnitTable, offloaded_params: OffloadedParams, ranks: Collectives) -> None:
+    def __init__(self, units: UnitTable, offloaded_params: OffloadedParams, runtime: Runtime) -> None:
         self._units = units
-        self._ranks = ranks
+        self._accelerator = runtime.accelerator
+        self._ranks = runtime.collectives
         self._offloaded_params = offloaded_params
         self._refusal: ModelError | None = None
 
@@ -62,6 +63,9 @@ class ParamChanges:
             with suppress(RankError):  # of a run that has ended: the block's own error says more
                 self._end_change(paged, f"{type(error).__name__}: {error}")
             raise
+        except GeneratorExit:  # the block was dropped, as torch drops those of a load_state_dict() that an error ends
+            self._ranks.fail("an error ended gathered() or load_state_dict(); its own output says which")
+            raise
         except BaseException as interrupt:
             self._ranks.fail(f"{type(interrupt).__name__} inside of gathered()")
             raise
@@ -85,7 +89,8 @@ class ParamChanges:
         paged.storage.reattach(keep=True)
         try:
             if self._ranks.world_size > 1:
-                self._ranks.broadcast(paged.storage.flat.data, modifier_rank, f"changed values of {paged.unit.name}")
+                flat = self._accelerator.alias(paged.storage.flat)  # gloo's threads let go of it later
+                self._ranks.broadcast(flat, modifier_rank, f"changed values of {paged.unit.name}")
                 paged.storage.begin_watch()
             self._offloaded_params.change(paged.unit, paged.storage.flat, old)
         except BaseException:
