@@ -93,3 +93,20 @@ def test_log_lines_go_to_stderr_once_each(command) -> None:  # type: ignore[no-u
     for _ in range(2):
         result = CliRunner().invoke(main, ["probe"])
         assert (result.stdout, result.stderr) == ("", "taken [as it is] 1\nwarning: watch out\n")
+
+
+def test_ctrl_c_while_commands_are_imported_is_130() -> None:
+    code = """
+import sys
+from tiered_zero import __main__
+
+class Interrupting:
+    def find_spec(self, name, *_):
+        if name == "rich.console":
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Interrupting())
+__main__.main()
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", "Interrupted.\n")
