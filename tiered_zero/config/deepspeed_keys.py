@@ -121,7 +121,7 @@ REFUSED_OPTIMIZERS: Mapping[str, str] = {
 
 _ONE_RANK = "one rank has nothing to gather or to reduce; of many, units and reduce_bucket_size decide"
 _MONITOR = "no monitors here; engine.step_report and tiered_zero.report have the numbers"
-_PARALLEL = "one rank: the model is not split"
+_PARALLEL = "every rank takes a part of the batch; no module is split over ranks"
 _MOVES = "units, the recorded order and stage3_max_live_parameters decide when parameters move"
 _CHECKPOINT = "checkpoints are written by every rank, in their own format"
 _TAGS = "one rank: no other tag could differ; of many ranks rank 0's is taken, with a warning, or Fail refuses"
@@ -268,7 +268,7 @@ OTHERS: tuple[Key, ...] = (
     _refused("zero_optimization.zero_quantized_nontrainable_weights", "it quantizes weights on their way"),
     _refused("zero_optimization.zero_quantized_gradients", "it quantizes gradients on their way"),
     _refused("zero_optimization.zeropp_loco_param", "it corrects quantized gradients, which are not here", False, {}),
-    _refused("zero_optimization.mics_shard_size", "MiCS sharding needs ranks; leave it out", -1, 0),
+    _refused("zero_optimization.mics_shard_size", "units are sharded over all ranks; leave it out", -1, 0),
     _refused("zero_optimization.zenflow", "it updates some gradients late; leave it out"),
     _refused("zero_optimization.offload_optimizer.super_offload", "its roll-back changes numbers; leave it out"),
     _refused("optimizer.params.max_grad_norm", "DeepSpeed refuses it too; set gradient_clipping at the top level"),
