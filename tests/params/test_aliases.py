@@ -13,6 +13,7 @@ from torch import nn
 import tiered_zero
 from tests.support.configs import zero_section
 from tests.support.trainers import assert_parity, tiered
+from tiered_zero.params.pass_scope import PassScope
 
 
 class Net(nn.Module):
@@ -232,6 +233,32 @@ def test_frozen_parameters_may_be_added_and_stay_frozen(swap_path: Any) -> None:
         engine.step()
         adapter.scale.requires_grad_(True)
         with pytest.raises(tiered_zero.ModelError, match=r"a\.scale requires a gradient, but was frozen"):
+            engine(torch.ones(2, 8))
+
+
+def test_a_frozen_parameter_in_an_empty_place_is_checked_once(swap_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each later call compares pointers only; what takes its place is checked again."""
+    net = Net()
+    net.out.register_parameter("spare", None)
+    checks: list[PassScope] = []
+    check_added = PassScope._check_added
+    monkeypatch.setattr(PassScope, "_check_added", lambda scope: (checks.append(scope), check_added(scope)))
+    with tiered(net, swap_path, make_optimizer=sgd) as engine:
+        engine.module.out.spare = nn.Parameter(torch.ones(8), requires_grad=False)
+        for _ in range(3):
+            engine(torch.ones(2, 8))
+        assert len(checks) == 1
+        engine.module.out.spare = nn.Parameter(torch.ones(8))
+        with pytest.raises(tiered_zero.ModelError, match=r"out\.spare was added to the model"):
+            engine(torch.ones(2, 8))
+
+
+def test_what_replaces_an_added_parameter_is_checked(swap_path: Any) -> None:
+    with tiered(Net(), swap_path, make_optimizer=sgd) as engine:
+        engine.module.a = adapter = Adapter(engine.module.a, trainable=False)
+        engine(torch.ones(2, 8))
+        adapter.scale = nn.Parameter(torch.ones_like(adapter.scale))
+        with pytest.raises(tiered_zero.ModelError, match=r"a\.scale was added to the model"):
             engine(torch.ones(2, 8))
 
 

@@ -35,6 +35,7 @@ class PassScope:
             (f"{path}.{name}".lstrip("."), module._parameters, name, param)
             for path, module in model.named_modules()
             for name, param in module._parameters.items()
+            if param is not None
         ]
         self._note_modules()
         self._frozen = {name: param for name, param in model.named_parameters() if not param.requires_grad}
@@ -76,14 +77,13 @@ class PassScope:
         is_changed = any(len(entries) != count for entries, count in self._counts)
         for full_name, params, name, param in self._slots:
             if params.get(name) is not param:
-                if param is not None:
-                    raise _replaced_error(full_name)
-                is_changed = True
+                raise _replaced_error(full_name)
+        is_changed |= any(params.get(name) is not other for params, name, other in self._others)
         if any(children.get(name) is not child for children, name, child in self._children):
             held = {id(module._parameters) for module in self._model.modules()}
-            for full_name, params, _, param in self._slots:
+            for full_name, params, _, _ in self._slots:
                 # fine where what replaces the module has them too, as torch.compile's wrapper
-                if param is not None and id(params) not in held:
+                if id(params) not in held:
                     raise _replaced_error(full_name)
             is_changed = True
         if is_changed:
@@ -106,11 +106,19 @@ class PassScope:
                 )
 
     def _note_modules(self) -> None:
-        """What `check_parameters` compares with: the children of each module, how many it has, and its parameters."""
+        """What `check_parameters` compares with: the children of each module, how many it has, and what the model has
+        besides the parameters that it began with: frozen ones that were added, and None."""
         modules = list(self._model.modules())
         self._children = [(own._modules, name, child) for own in modules for name, child in own._modules.items()]
         self._counts: list[tuple[Sized, int]] = [
             (entries, len(entries)) for own in modules for entries in (own._modules, own._parameters)
+        ]
+        first = {(id(params), name) for _, params, name, _ in self._slots}
+        self._others = [
+            (own._parameters, name, param)
+            for own in modules
+            for name, param in own._parameters.items()
+            if (id(own._parameters), name) not in first
         ]
 
     # -- modules that are called directly ------------------------------------------------------------------------------
