@@ -43,7 +43,7 @@ class Descriptor(int):
         return left
 
 
-def opened(path: str | os.PathLike[str], flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> Descriptor:
+def opened(path: str | os.PathLike[str], flags: int, mode: int = 0o600, *, dir_fd: int | None = None) -> Descriptor:
     """Open as os.open does. Raises OSError.
 
     CPython looks for signals behind a call: unpacking an iterator is none, so that the number has its owner at once."""
