@@ -1,4 +1,4 @@
-"""`tiered-zero` and `python -m tiered_zero`: the command group, imported where Ctrl-C is already answered in one line."""
+"""`tiered-zero` and `python -m tiered_zero`: the commands, imported where Ctrl-C is already answered in one line."""
 
 import sys
 
