@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import Dataset, IterableDataset
 
@@ -61,6 +62,11 @@ def initialize(
         )
     if not isinstance(model, nn.Module):
         raise ModelError(f"initialize(model=...) takes a torch.nn.Module; found {type(model).__name__}.")
+    if isinstance(model, DistributedDataParallel) and world_size_here() > 1:
+        raise ModelError(
+            "initialize(model=...) takes the module inside of DistributedDataParallel: pass model.module. The engine "
+            "averages the gradients of all ranks itself."
+        )
     if config is not None and config_params is not None:
         raise ConfigError("config, config_params: expected one of the two; found both. Leave config_params out.")
     config = config_params if config is None else config

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import tiered_zero
@@ -129,3 +130,32 @@ def test_what_a_reentrant_checkpoint_computes_again_may_be_evicted(ranks: RankPo
     found = ranks.run(recompute, 2, 3)
     assert_all_ranks_agree(found)
     assert differences(found[0]["weights"], ranks.run(recompute, 2, 0)[0]["weights"]) == []
+
+
+def wrap(stage: int, wraps_engine: bool) -> str:
+    """Return the error of a loop that leaves DistributedDataParallel in."""
+    _, config = rank_and_config("", stage=stage, offload_optimizer={"device": "none"})
+    model: Any = Tuned(1)
+    try:
+        if not wraps_engine:
+            tiered_zero.init_distributed()
+            model = DistributedDataParallel(model)
+        engine, *_ = tiered_zero.initialize(model=model, optimizer=make_optimizer(model, "sgd"), config=config)
+        with engine:
+            wrapped = DistributedDataParallel(engine.module)
+            engine.backward(wrapped(torch.ones(5, HIDDEN), True))
+            engine.step()
+    except tiered_zero.ModelError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_data_parallel_around_the_engine_is_refused(ranks: RankPool, stage: int) -> None:
+    for error in ranks.run(wrap, 2, stage, True):
+        assert "averages the gradients of all ranks: leave DistributedDataParallel out" in error
+
+
+def test_a_model_inside_of_data_parallel_is_refused(ranks: RankPool) -> None:
+    for error in ranks.run(wrap, 2, 1, False):
+        assert "pass model.module. The engine averages the gradients of all ranks itself." in error

@@ -21,8 +21,8 @@ _HIDDEN_BY_SCALE = (
     "gradients, train in bf16 or fp32."
 )
 _HIDDEN_BY_RANKS = (
-    "it is this rank's own until step(), which averages the gradients of all ranks. To clip, set gradient_clipping; "
-    "engine.get_global_grad_norm() has the norm after step()."
+    "it is this rank's own until step(), which averages the gradients of all ranks: leave DistributedDataParallel out. "
+    "To clip, set gradient_clipping; engine.get_global_grad_norm() has the norm after step()."
 )
 
 
