@@ -67,8 +67,13 @@ def test_async_beside_in_place_is_reported() -> None:
 
 
 def test_deepspeeds_section_is_reported_with_reasons() -> None:
-    loaded = load_with(checkpoint={"tag_validation": "Fail", "load_universal": True})
-    rows = {row.path: row for row in loaded.explain() if row.path.startswith("checkpoint.")}
-    assert {row.fate for row in rows.values()} == {Fate.NO_EFFECT}
-    assert "no other tag" in rows["checkpoint.tag_validation"].effect
-    assert any("checkpoint.tag_validation, checkpoint.load_universal" in notice for notice in loaded.notices)
+    loaded = load_with(checkpoint={"tag_validation": "FAIL", "load_universal": True})
+    assert loaded.checkpoint.tag_validation == "Fail"
+    fates = {row.path: row.fate for row in loaded.explain() if row.path.startswith("checkpoint.")}
+    assert fates == {"checkpoint.tag_validation": Fate.HONOURED, "checkpoint.load_universal": Fate.NO_EFFECT}
+    assert any(notice.endswith("why): checkpoint.load_universal") for notice in loaded.notices)
+
+
+def test_another_tag_validation_is_refused() -> None:
+    text = refused(checkpoint={"tag_validation": "maybe"})
+    assert text.startswith("checkpoint.tag_validation: expected 'Warn', 'Fail' or 'Ignore'; found 'Maybe'")

@@ -1,4 +1,4 @@
-"""Weights that users change on many ranks, and training data that `initialize` splits."""
+"""Weights that users change on many ranks, training data that `initialize` splits, and a bucket that is cut."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tiered_zero
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import RankPool, open_collectives
 from tests.ranks.training import (
     Case,
     begin_run,
@@ -19,6 +19,8 @@ from tests.ranks.training import (
     micro_batches,
     rank_and_config,
 )
+from tiered_zero.config.load import load
+from tiered_zero.run_spec import planning_notices, specify_run
 
 
 def change_weights(path: str, stage: int) -> dict[str, Any]:
@@ -99,3 +101,22 @@ def load_data(path: str) -> list[int]:
 
 def test_training_data_is_split(ranks: RankPool, swap_path: Path) -> None:
     assert ranks.run(load_data, 2, str(swap_path)) == [[0, 2, 4, 6, 8], [1, 3, 5, 7, 9]]
+
+
+def notices(path: str, reduce_bucket_size: int) -> list[str]:
+    rank, config = rank_and_config(path, reduce_bucket_size=reduce_bucket_size)
+    collectives = open_collectives(10.0)
+    try:
+        model = build_model(rank)
+        return planning_notices(
+            specify_run(load(config, None, 2), model, make_optimizer(model, "adamw"), collectives=collectives)
+        )
+    finally:
+        collectives.close()
+
+
+def test_a_bucket_that_is_cut_is_said(ranks: RankPool, swap_path: Path) -> None:
+    said = "zero_optimization.reduce_bucket_size: 100000000 is a limit; buckets have 4194304 elements"
+    assert ranks.run(notices, 2, str(swap_path), 10**8) == [[said]] * 2
+    for size in (4096, 500_000_000):  # the second is DeepSpeed's default
+        assert ranks.run(notices, 2, str(swap_path), size) == [[], []]

@@ -103,8 +103,7 @@ class Checkpoints:
         self._ranks = state.runtime.collectives
         self._is_alone = self._ranks.world_size == 1
         self._is_async = settings.async_save and self._is_alone
-        tags = [key.value for key in config.explain() if key.path == "checkpoint.tag_validation"]
-        self._tag_validation = str(tags[0]) if tags else "Warn"
+        self._tag_validation = config.checkpoint.tag_validation
         self._commits = commits
         self.last_save = LastSave()
         self._locks: list[Descriptor] = []

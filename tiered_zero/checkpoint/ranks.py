@@ -57,9 +57,9 @@ def agree_on_save(ranks: Collectives, ask: Callable[[], Wanted], tag_validation:
                 f"{dict(first.arguments)}."
             )
     tags = [own.tag for own in wanted]
-    if len(set(tags)) > 1 and tag_validation.lower() != "ignore":
+    if len(set(tags)) > 1 and tag_validation != "Ignore":
         text = f"save_checkpoint(tag=...) was expected to be the same on every rank; found {tags}"
-        if tag_validation.lower() == "fail":
+        if tag_validation == "Fail":
             raise ModelError(f"{text}, and checkpoint.tag_validation is Fail. Give the same tag on all of them.")
         if ranks.rank == 0:
             logger.warning("%s: rank 0's is taken", text)

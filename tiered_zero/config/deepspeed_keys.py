@@ -124,7 +124,6 @@ _MONITOR = "no monitors here; engine.step_report and tiered_zero.report have the
 _PARALLEL = "every rank takes a part of the batch; no module is split over ranks"
 _MOVES = "units, the recorded order and stage3_max_live_parameters decide when parameters move"
 _CHECKPOINT = "checkpoints are written by every rank, in their own format"
-_TAGS = "one rank: no other tag could differ; of many ranks rank 0's is taken, with a warning, or Fail refuses"
 _DS_ONLY = "steers a part of DeepSpeed that does not exist here"
 _STATES = "tiered_zero.state_format says how master weights and optimizer state are kept"
 
@@ -189,7 +188,6 @@ OTHERS: tuple[Key, ...] = (
     *_no_effect("", "only a model that asks for it reads it", sparse_attention={}, eigenvalue={}, vocabulary_size=None),
     *_no_effect("", "compile the model's blocks with torch.compile", compile={}, graph_harvesting=False),
     *_no_effect("", _CHECKPOINT, nebula={}, datastates_ckpt=None),
-    *_no_effect("checkpoint.", _TAGS, tag_validation="Warn"),
     *_no_effect("checkpoint.", "every checkpoint loads on any layout", load_universal=False),
     *_no_effect("checkpoint.", _CHECKPOINT, use_node_local_storage=False),
     *_no_effect("checkpoint.", _CHECKPOINT, parallel_write={}, checkpoint_serialization=True, writer={}),

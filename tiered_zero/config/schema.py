@@ -22,6 +22,10 @@ def _steps_per_print(value: Any) -> int | None:
     return None if value in (None, float("inf")) else whole(value)
 
 
+def _capitalized(value: Any) -> Any:
+    return value.capitalize() if isinstance(value, str) else value
+
+
 Device = Literal["none", "cpu", "nvme"]
 _PATH_LIST = "one directory, several separated by commas, or a list; used where device is nvme"
 
@@ -161,6 +165,16 @@ class AioSection(Section):
     intra_op_parallelism: Whole = Field(1, ge=1, description="I/O threads")
 
 
+class TagSection(Section):
+    """DeepSpeed's section `checkpoint`; `tiered_zero.checkpoint` has the settings of checkpoints."""
+
+    tag_validation: Annotated[Literal["Warn", "Fail", "Ignore"], BeforeValidator(_capitalized)] = Field(
+        "Warn",
+        description="what becomes of tags that many ranks give differently: rank 0's is taken, with a warning or "
+        "without one (Ignore), or the save is an error (Fail)",
+    )
+
+
 class OptimizerSection(Section):
     """The optimizer, where the script passes none."""
 
@@ -227,6 +241,7 @@ class Config(Section):
     scheduler: SchedulerSection | None = None
     zero_optimization: ZeroSection = ZeroSection()
     aio: AioSection = AioSection()
+    checkpoint: TagSection = TagSection()
     tiered_zero: RuntimeSection = RuntimeSection()
 
     _reading: explaining.Reading = PrivateAttr(default_factory=explaining.Reading)
