@@ -18,6 +18,7 @@ from tests.fakes.crash_disk import Operation, fates
 from tests.fakes.crash_tree import CrashTree, RecordingTree, lay_out
 from tests.fakes.sync_io import SyncEngine
 from tests.support.tags import equal_bits, load_tag, save_tag
+from tiered_zero import descriptor
 from tiered_zero.checkpoint import data_files, directory, save_directory, tag_writer
 from tiered_zero.checkpoint.directory import find_tag, list_tags
 from tiered_zero.checkpoint.prune import prune
@@ -48,7 +49,7 @@ def run(path: Path, monkeypatch: pytest.MonkeyPatch, can_exchange: bool) -> tupl
     """Saves under new names, over an old name twice, in two data files, and a prune."""
     log: list[Operation] = []
     tree = RecordingTree(log)
-    for module in (save_directory, tag_writer, data_files, descriptors, directory, durable):
+    for module in (save_directory, tag_writer, data_files, descriptors, directory, durable, descriptor):
         monkeypatch.setattr(module, "os", tree)
     exchange = save_directory.exchange if can_exchange else lambda *names: False
     monkeypatch.setattr(save_directory, "exchange", lambda *names: tree.exchange(*names, exchange))

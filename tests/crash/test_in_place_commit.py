@@ -22,6 +22,7 @@ import tiered_zero
 from tests.fakes.crash_disk import Choice, Operation, fates
 from tests.fakes.crash_tree import CrashTree, RecordingTree, lay_out
 from tests.fakes.sync_io import SyncEngine
+from tiered_zero import descriptor
 from tiered_zero.checkpoint import data_files, directory, save_directory, tag_writer
 from tiered_zero.checkpoint.directory import list_tags
 from tiered_zero.checkpoint.places import SOURCE_ITEMSIZES
@@ -118,7 +119,7 @@ def record(root: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
     saves = Saves([], [], [], [], [], [], [])
     log = saves.log
     tree = RecordingTree(log)
-    for module in (manifest, durable, save_directory, tag_writer, data_files, descriptors, directory):
+    for module in (manifest, durable, descriptor, save_directory, tag_writer, data_files, descriptors, directory):
         monkeypatch.setattr(module, "os", tree)
     exchange = save_directory.exchange
     monkeypatch.setattr(save_directory, "exchange", lambda *names: tree.exchange(*names, exchange))

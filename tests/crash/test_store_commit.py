@@ -14,6 +14,7 @@ import pytest
 
 from tests.fakes.crash_disk import CrashDisk, Operation, RecordingOS, fates
 from tests.fakes.sync_io import SyncEngine
+from tiered_zero import descriptor
 from tiered_zero.errors import StoreError
 from tiered_zero.store import checksums, durable, manifest, records
 from tiered_zero.store.owner import OWNER_NAME
@@ -52,7 +53,7 @@ def run(path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Op
     random = Random(seed)
     log: list[Operation] = []
     recording = RecordingOS(log)
-    for module in (manifest, durable):
+    for module in (manifest, durable, descriptor):
         monkeypatch.setattr(module, "os", recording)
     monkeypatch.setattr(checksums, "CHUNK_NBYTES", 2 * PAGE)
     engine = SyncEngine(operations=log)

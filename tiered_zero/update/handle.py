@@ -150,13 +150,14 @@ class TieredOptimizer(Optimizer):
 
     def load_group_options(self, options: Sequence[Mapping[str, Any]]) -> None:
         """Set the values of the param groups, in place: schedulers and the engine see one list, and a learning rate
-        that is a tensor stays that tensor. Values that a group has and `options` lack stay."""
+        that is a tensor stays that tensor. Values that a group has and `options` lack stay, and so does the choice of
+        torch's code: a checkpoint may be of a run that chose other."""
         for group, new in zip(self.param_groups, self._completed_options(options), strict=True):
             for name, value in new.items():
                 own = group.get(name)
                 if isinstance(own, Tensor) and isinstance(value, Tensor) and own.shape == value.shape:
                     own.copy_(value)
-                elif name != "params":
+                elif name not in ("params", *_CODE_OPTIONS):
                     group[name] = value
 
     def _completed_options(self, options: Any) -> list[dict[str, Any]]:
