@@ -309,7 +309,7 @@ def planning_notices(run_spec: RunSpec) -> list[str]:
     numel = sub_group_numel(given)
     if numel != given < 1_000_000_000:  # DeepSpeed's default asks for nothing, here and below
         lines.append(f"zero_optimization.sub_group_size: {given} is a limit; sub-groups are cut at {numel} elements")
-    if ranks.world_size > 1 and ranks.bucket_numel < zero.reduce_bucket_size < 500_000_000:
+    if ranks.world_size > 1 and ranks.bucket_numel < zero.reduce_bucket_size != 500_000_000:
         lines.append(
             f"zero_optimization.reduce_bucket_size: {zero.reduce_bucket_size} is a limit; buckets have "
             f"{ranks.bucket_numel} elements"
