@@ -70,11 +70,9 @@ def test_one_line_each_with_a_word_for_its_colour(swap_path: Path) -> None:
         assert line.split()[0] in (GOOD, POOR, BAD) and line[5:].startswith(name)
 
 
-@pytest.mark.parametrize(
-    ("compiler", "fix"), [(True, "install tiered_zero again"), (False, "install gcc or clang, then")]
-)
+@pytest.mark.parametrize("compiler", [True, False])
 def test_native_libraries_that_are_missing(
-    swap_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiler: bool, fix: str
+    swap_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiler: bool
 ) -> None:
     monkeypatch.setenv(LIBRARY_DIR_VARIABLE, str(tmp_path))
     (tmp_path / "cc").symlink_to(sys.executable)  # it knows --version
@@ -82,8 +80,8 @@ def test_native_libraries_that_are_missing(
     monkeypatch.delenv("CC", raising=False)
     found = examine(swap_path)
     for name in ("engine native", "update kernel"):
-        assert found[name]["state"] == BAD and "was not built" in found[name]["found"]
-        assert found[name]["fix"].startswith(fix)
+        assert found[name]["state"] == BAD and str(tmp_path) in found[name]["found"]
+        assert found[name]["fix"] == f"unset {LIBRARY_DIR_VARIABLE}"
     assert found["C compiler"]["state"] == (GOOD if compiler else BAD)
     assert ("Python 3" in found["C compiler"]["found"]) == compiler
 

@@ -22,7 +22,7 @@ from tiered_zero.cli.console import STDOUT
 from tiered_zero.errors import ConfigError, TieredZeroError
 from tiered_zero.io.preflight import filesystem_type, filesystem_warnings, preflight_directory
 from tiered_zero.io.select import ENGINES, Selection, select_engine
-from tiered_zero.native import find_library
+from tiered_zero.native import find_library, why_missing
 from tiered_zero.native.update import UpdateKernel, available_cpus
 from tiered_zero.sizes import GIB, MIB, format_nbytes
 
@@ -101,7 +101,7 @@ def _engines(directory: Path) -> Iterator[Finding]:
     ring = Finding("io_uring", BAD, "only the native engine uses it, see above")
     for name in ENGINES:
         if name == "native" and find_library("_direct_io") is None:
-            yield Finding("engine native", BAD, "its library was not built", _build_fix())
+            yield _missing("engine native", "_direct_io")
             continue
         try:
             selection = select_engine(directory, prefer=name)
@@ -181,8 +181,9 @@ def _find_compiler() -> str | None:
     return next((found for name in names if name and (found := shutil.which(name.split()[0]))), None)
 
 
-def _build_fix() -> str:
-    return f"{'' if _find_compiler() else 'install gcc or clang, then '}install tiered_zero again"
+def _missing(name: str, stem: str, instead: str = "") -> Finding:
+    reason, fix = why_missing(stem)
+    return Finding(name, BAD, f"no library: {reason}{instead}", fix)
 
 
 def _compiler() -> Iterator[Finding]:
@@ -190,7 +191,8 @@ def _compiler() -> Iterator[Finding]:
     if path is None:
         built = find_library("_direct_io") is not None and find_library("_update") is not None
         found = "none found" + ("; the native libraries are built, so that none is needed" if built else "")
-        yield Finding("C compiler", GOOD if built else BAD, found, "" if built else _build_fix())
+        fix = "" if built else "install gcc or clang, then tiered_zero again"
+        yield Finding("C compiler", GOOD if built else BAD, found, fix)
         return
     asked = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10, check=False)
     version = (asked.stdout or asked.stderr).partition("\n")[0]
@@ -200,7 +202,7 @@ def _compiler() -> Iterator[Finding]:
 def _kernel() -> Iterator[Finding]:
     path = find_library("_update")
     if path is None:
-        yield Finding("update kernel", BAD, "its library was not built; torch's own operations are used", _build_fix())
+        yield _missing("update kernel", "_update", "; torch's own operations are used")
         return
     kernel = UpdateKernel(path)
     try:

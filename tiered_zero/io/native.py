@@ -15,7 +15,7 @@ from tiered_zero.errors import ConfigError
 from tiered_zero.io.disk_engine import DiskEngine, DiskTransfer
 from tiered_zero.io.disk_file import DiskFile, end_of_file_error, errno_text, memory_address, transfer_error
 from tiered_zero.io.engine import IOSettings, Request
-from tiered_zero.native import LIBRARY_DIR_VARIABLE, declare, find_library, load, struct_fields
+from tiered_zero.native import declare, find_library, load, struct_fields, why_missing
 from tiered_zero.sizes import format_nbytes
 
 _KINDS: Final = {"read": 0, "write": 1, "sync": 2}
@@ -67,10 +67,7 @@ def load_library(path: Path | None = None) -> _Library:
     """Raises ConfigError with the reason where there is no native engine."""
     found = path or find_library("_direct_io")
     if found is None:
-        raise ConfigError(
-            "its library was not built, for want of a C compiler at install (or "
-            f"{LIBRARY_DIR_VARIABLE} points elsewhere); install a C compiler, then tiered_zero again"
-        )
+        raise ConfigError("its library is missing: {}; to have it: {}".format(*why_missing("_direct_io")))
     try:
         return _Library(found)
     except (OSError, AttributeError) as error:

@@ -1,7 +1,7 @@
 """The C kernels, each a plain shared object bound with ctypes.
 
 Promise: everything here is optional. Where no C compiler was at hand at install, `find_library` returns None and the
-caller takes its Python path and says so once.
+caller takes its Python path and says so once, with what `why_missing` says.
 Owner: the file that binds a kernel owns its argument types; C code includes neither Python.h nor torch headers, so
 that one object serves every Python and every torch, and ctypes releases the GIL around each call.
 Never: a kernel keeps no global state, starts no thread that outlives its handle, and prints nothing.
@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Iterator
+from contextlib import suppress
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any
@@ -25,24 +27,67 @@ LIBRARY_DIR_VARIABLE = "TIERED_ZERO_NATIVE_DIR"
 
 
 def find_library(stem: str) -> Path | None:
-    """The shared object that the build made for `stem` ("_direct_io", "_update"), or None where there is none."""
-    directory = Path(os.environ.get(LIBRARY_DIR_VARIABLE) or Path(__file__).parent)
-    for suffix in (*EXTENSION_SUFFIXES, ".so", ".dylib"):
-        candidate = directory / f"{stem}{suffix}"
-        if candidate.is_file():
-            return candidate
-    return None
+    """The shared object that the build made for `stem` ("_direct_io", "_update"), or None where there is none.
+
+    A source tree in the working directory shadows the installed package, and has no libraries: those of the installed
+    one are taken where they were built from the same C sources.
+    """
+    if own := _library_in(_own_directory(), stem):
+        return own
+    return next((path for path, version in _installed_libraries(stem) if version == VERSION), None)
+
+
+def why_missing(stem: str) -> tuple[str, str]:
+    """Say why `find_library(stem)` returns None, and what to do about it."""
+    if directory := os.environ.get(LIBRARY_DIR_VARIABLE):
+        return f"{LIBRARY_DIR_VARIABLE} is {directory}, which has no {stem}", f"unset {LIBRARY_DIR_VARIABLE}"
+    for _, version in _installed_libraries(stem):
+        return (
+            f"the source tree in {_PACKAGE.parent} shadows the installed package, whose library was built from version "
+            f"{version} of the C sources, not {VERSION}",
+            "run from another directory, or install this source (pip install .)",
+        )
+    if (_PACKAGE.parent / "setup.py").is_file():
+        return f"it was not built in the source tree {_PACKAGE.parent}", "python setup.py build_ext --inplace, there"
+    return "no C compiler worked when tiered_zero was installed", "install gcc or clang, then tiered_zero again"
+
+
+_PACKAGE = Path(__file__).parent.parent
+
+
+def _own_directory() -> Path:
+    return Path(os.environ.get(LIBRARY_DIR_VARIABLE) or Path(__file__).parent)
+
+
+def _library_in(directory: Path, stem: str) -> Path | None:
+    paths = (directory / f"{stem}{suffix}" for suffix in (*EXTENSION_SUFFIXES, ".so", ".dylib"))
+    return next(filter(Path.is_file, paths), None)
+
+
+def _installed_libraries(stem: str) -> Iterator[tuple[Path, int | str]]:
+    """Yield those of installed distributions, and their versions, unless the environment names a directory."""
+    if os.environ.get(LIBRARY_DIR_VARIABLE):
+        return
+    from importlib.metadata import distributions
+
+    for distribution in distributions(name="tiered-zero"):
+        if path := _library_in(Path(str(distribution.locate_file("tiered_zero/native"))), stem):
+            with suppress(OSError):  # no library
+                yield path, _version_of(ctypes.CDLL(str(path)))
 
 
 def load(path: Path) -> ctypes.CDLL:
     """Raises OSError where `path` is no library, ConfigError where it was built from other C sources than VERSION's."""
     library = ctypes.CDLL(str(path))
-    found = library.tz_version() if hasattr(library, "tz_version") else "none"
-    if found != VERSION:
+    if (found := _version_of(library)) != VERSION:
         raise ConfigError(
             f"{path}: version {VERSION} of the C sources was expected; found {found}; rebuild: pip install ."
         )
     return library
+
+
+def _version_of(library: ctypes.CDLL) -> int | str:
+    return library.tz_version() if hasattr(library, "tz_version") else "none"
 
 
 def declare(function: Any, result: Any, *arguments: Any) -> Any:

@@ -18,7 +18,7 @@ import torch
 from torch.optim import Optimizer
 
 from tiered_zero.errors import ModelError
-from tiered_zero.native import find_library
+from tiered_zero.native import find_library, why_missing
 from tiered_zero.native.update import ADDRESSES_PER_RUN, Dtype, Flag, Hyper, UpdateKernel
 from tiered_zero.optim.rule import Run, StateField, UpdateRule
 from tiered_zero.optim.state_formats import join_master, round_randomly, split_master
@@ -41,11 +41,6 @@ _DTYPE = attrgetter("dtype")
 _IS_CPU = attrgetter("is_cpu")
 _torch_bits: dict[Hashable, bool] = {}
 """Whether a rule on a kernel has torch's bits: found once per process."""
-
-MISSING = (
-    "The native library _update is missing: no C compiler worked when tiered_zero was installed, or the library was "
-    "switched off (TIERED_ZERO_NATIVE_DIR). Install gcc or clang and reinstall tiered_zero."
-)
 
 _ROUNDS_OTHERWISE = (
     "The native kernel rounds otherwise than this torch does on this processor, so fp32 gradients take torch's own "
@@ -174,7 +169,7 @@ class NativeRule(UpdateRule):
             "threads": kernel.num_threads if kernel else torch.get_num_threads(),
             "params_per_s": self.measure_rate(),
             "torch_bits": self.torch_bits,
-            "reason": MISSING if not kernel else None if self.torch_bits else _ROUNDS_OTHERWISE,
+            "reason": missing_kernel() if not kernel else None if self.torch_bits else _ROUNDS_OTHERWISE,
         }
 
     def announce(self) -> None:
@@ -182,7 +177,7 @@ class NativeRule(UpdateRule):
         report = self.report()
         where = f"{report['isa']}, {report['threads']} threads, {report['params_per_s'] / 1e9:.3g} G parameters/s"
         if not self.kernel:
-            _LOG.warning("%s runs on torch's own operations (%s). %s", self.name, where, MISSING)
+            _LOG.warning("%s runs on torch's own operations (%s). %s", self.name, where, missing_kernel())
             return
         _LOG.info("%s runs on the native kernel (%s).", self.name, where)
         if not self.torch_bits:
@@ -343,6 +338,12 @@ def open_kernel(level: str | None = None, num_threads: int | None = None) -> Upd
     machine does not run."""
     path = find_library("_update")
     return None if path is None else UpdateKernel(path, level, num_threads, find_torch_root())
+
+
+def missing_kernel() -> str:
+    """Say why there is no kernel, and what to do about it."""
+    reason, fix = why_missing("_update")
+    return f"The native library _update is missing: {reason}. To have it: {fix}."
 
 
 def flags_of(**chosen: Any) -> Flag:
