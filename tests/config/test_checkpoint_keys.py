@@ -51,7 +51,7 @@ def test_the_name_of_the_field_is_no_key() -> None:
         (with_checkpoint({"stage": 2}), "offload_optimizer.device 'none'"),
         (with_checkpoint({"stage": 2, "offload_optimizer": {**NVME["offload_optimizer"], "ratio": 0.5}}), "ratio 0.5"),
         (with_checkpoint(state_limits={"host": "1GiB"}), "tiered_zero.state_limits.host"),
-        (with_checkpoint(checksums="sample"), "found 'sample'"),
+        (with_checkpoint(checksums="off"), "found 'off'"),
     ],
 )
 def test_a_commit_needs_all_state_on_nvme_and_every_checksum(sections: dict[str, Any], found: str) -> None:

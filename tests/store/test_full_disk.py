@@ -16,7 +16,7 @@ import pytest
 from tiered_zero.errors import StoreError
 from tiered_zero.io.select import select_engine
 from tiered_zero.sizes import MIB
-from tiered_zero.store.arrays import open_store
+from tiered_zero.store.runs import list_runs
 from tiered_zero.store.swap_dir import SwapDir
 from tiered_zero.store.swap_store import SwapStore
 
@@ -85,6 +85,9 @@ def test_a_started_store_never_runs_out_and_a_commit_that_does_can_be_repeated(s
     (small_disk / "junk").unlink()
     store.commit(3, {})
     store.close(remove=False)
-    with open_store(small_disk) as arrays:
-        assert (arrays.step, arrays.get("a")) == (3, b"y" * (8 * MIB))
+    (run,) = list_runs(small_disk)
+    store = SwapStore.recover(SwapDir.open(run.path), engine)
+    store.read(store.records()["a"], memory).wait()
+    assert (store.step, bytes(memory)) == (3, b"y" * (8 * MIB))
+    store.close()
     engine.close()

@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 
 from tests.fakes.sync_io import SyncEngine
 from tiered_zero.errors import TieredZeroError
-from tiered_zero.store import open_store
 from tiered_zero.store.manifest import MANIFEST_NAME, NEXT_NAME, Manifest, Record
 from tiered_zero.store.owner import OWNER_NAME, PREFIX, Owner
 from tiered_zero.store.ranges import Range
@@ -105,7 +104,6 @@ def check(parent: Path) -> None:
     for act in (
         lambda: verify_run([Path(path) for path in run.paths]),
         lambda: recover(run.path),
-        lambda: open_store(parent, engine=SyncEngine()).close(),
     ):
         with suppress(TieredZeroError):
             act()

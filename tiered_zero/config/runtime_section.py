@@ -87,7 +87,7 @@ class RuntimeSection(Section):
     comm_timeout_s: Number = Field(
         1800.0, gt=0, description="seconds after which a rank that does not answer the others is an error"
     )
-    checksums: Literal["off", "sample", "all"] = Field("all", description="which swapped chunks are verified when read")
+    checksums: Literal["off", "all"] = Field("all", description="whether swapped bytes are verified when read")
     update: Literal["auto", "barrier", "overlapped", "delayed"] = Field(
         "auto",
         description="when the update runs: inside step() (barrier), during the next forward (overlapped; exact), or "

@@ -16,14 +16,10 @@ slot out until bytes that a commit holds are changed: then it is taken, and the 
 
 What checksums cover. A write is cut at chunk borders (1 MiB from the record's start) into ranges, each with its own
 xxh3-64 (26 GB/s a core here, zlib.crc32 2.2). A read verifies every range that lies whole inside it. Not verified:
-a range read only in part, the rest of a range of which a part was rewritten, and with `sample` fifteen chunks of
-sixteen. `SwapStore.nbytes("unverified")` counts these bytes; read in the borders in which you wrote and it stays 0.
+a range read only in part, and the rest of a range of which a part was rewritten. `SwapStore.nbytes("unverified")` counts these bytes; read in the borders in which you wrote and it stays 0.
 A range that was never written cannot be read at all.
-
-Without the training engine: `open_store(path)` keeps named arrays for any program; see arrays.py.
 """
 
-from tiered_zero.store.arrays import ArrayStore, open_store
 from tiered_zero.store.manifest import Record
 from tiered_zero.store.runs import RunInfo, collect_garbage, list_runs
 from tiered_zero.store.swap_dir import SwapDir
@@ -31,7 +27,6 @@ from tiered_zero.store.swap_store import SwapStore
 from tiered_zero.store.verify import Broken
 
 __all__ = [
-    "ArrayStore",
     "Broken",
     "Record",
     "RunInfo",
@@ -39,5 +34,4 @@ __all__ = [
     "SwapStore",
     "collect_garbage",
     "list_runs",
-    "open_store",
 ]

@@ -14,10 +14,7 @@ from tiered_zero.store.ranges import Range, cut
 CHUNK_NBYTES = MIB
 """A write is checksummed in pieces that end at multiples of this, counted from the record's start."""
 
-_SAMPLE = 16
-"""With checksums "sample" one chunk of so many has one."""
-
-ChecksumMode = Literal["all", "sample", "off"]
+ChecksumMode = Literal["all", "off"]
 
 digest: Callable[[bytes | bytearray | memoryview], int] = xxhash.xxh3_64_intdigest
 """xxh3-64 of one range; releases the GIL."""
@@ -25,32 +22,25 @@ digest: Callable[[bytes | bytearray | memoryview], int] = xxhash.xxh3_64_intdige
 
 @final
 class Checksums:
-    """Which pieces of writes get a checksum. One thread; the functions below run on any."""
+    """Whether the pieces of writes get a checksum. Any thread."""
 
     def __init__(self, mode: ChecksumMode) -> None:
         """Raises StoreError for another mode."""
-        if mode not in ("all", "sample", "off"):
-            raise StoreError(f"checksums must be all, sample or off; found {mode!r}.")
-        self.is_off, self.is_whole = mode == "off", mode == "all"
-        self._every = _SAMPLE if mode == "sample" else 1
-        self._num_chunks = 0
+        if mode not in ("all", "off"):
+            raise StoreError(f"checksums must be all or off; found {mode!r}.")
+        self.is_off = mode == "off"
 
-    def cut(self, runs: Iterable[Range]) -> list[tuple[Range, bool]]:
-        """Cut what is written at chunk borders. Returns the pieces, each with whether it gets a checksum."""
-        return [(piece, self._is_hashed()) for run in runs for piece in cut(run, CHUNK_NBYTES)]
+    def cut(self, runs: Iterable[Range]) -> list[Range]:
+        """Cut what is written at chunk borders."""
+        return [piece for run in runs for piece in cut(run, CHUNK_NBYTES)]
+
+    def hashed(self, pieces: Sequence[Range], data: memoryview, offset: int) -> list[Range]:
+        """Give the pieces their checksums, unless those are off. `data` begins at byte `offset` of the record."""
+        return [piece if self.is_off else piece._replace(digest=_digest_of(piece, data, offset)) for piece in pieces]
 
     def verifiable(self, ranges: Iterable[Range], start: int, end: int) -> list[Range]:
         """List the ranges that a read of `[start, end)` is checked by: those with a checksum that lie whole in it."""
         return [r for r in ranges if r.digest is not None and start <= r.start and r.end <= end and not self.is_off]
-
-    def _is_hashed(self) -> bool:
-        self._num_chunks += 1
-        return not self.is_off and (self._num_chunks - 1) % self._every == 0
-
-
-def hashed(pieces: Iterable[tuple[Range, bool]], data: memoryview, offset: int) -> list[Range]:
-    """Give the pieces of `cut` their checksums. `data` begins at the record's byte `offset`."""
-    return [piece._replace(digest=_digest_of(piece, data, offset)) if wanted else piece for piece, wanted in pieces]
 
 
 def first_mismatch(ranges: Iterable[Range], data: memoryview, offset: int) -> tuple[Range, int] | None:

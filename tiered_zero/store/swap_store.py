@@ -16,7 +16,7 @@ from tiered_zero.failure_latch import FailureLatch
 from tiered_zero.hardware.process import OwnProcess
 from tiered_zero.io.engine import IOEngine, IOTransfer
 from tiered_zero.store import manifest
-from tiered_zero.store.checksums import ChecksumMode, Checksums, first_mismatch, hashed, is_same
+from tiered_zero.store.checksums import ChecksumMode, Checksums, first_mismatch, is_same
 from tiered_zero.store.manifest import Manifest, Record
 from tiered_zero.store.ranges import Range, join
 from tiered_zero.store.records import InFlight, RecordTable
@@ -75,7 +75,7 @@ class SwapStore:
             self._files = open_files(engine, directory.paths, stripes, self.capacity_nbytes)
             unfinished.callback(self._files.close)
             self._commits = TwoPhaseCommit(
-                directory, self._files, self._table, self._latch, state, self._checksums.is_whole
+                directory, self._files, self._table, self._latch, state, not self._checksums.is_off
             )
             self._hashing = Worker("tiered_zero-hash")
             unfinished.callback(self._hashing.close)
@@ -218,7 +218,9 @@ class SwapStore:
             written: list[Range] = []
 
             def compute() -> None:
-                written[:] = hashed(pieces, data, offset)  # whole or nothing: an interrupt has the work done again
+                written[:] = self._checksums.hashed(
+                    pieces, data, offset
+                )  # whole or nothing: an interrupt has the work done again
 
             hashing = Once(compute)
             finalize = partial(self._end_write, record, request, hashing, written)
