@@ -16,7 +16,8 @@ slot out until bytes that a commit holds are changed: then it is taken, and the 
 
 What checksums cover. A write is cut at chunk borders (1 MiB from the record's start) into ranges, each with its own
 xxh3-64 (26 GB/s a core here, zlib.crc32 2.2). A read verifies every range that lies whole inside it. Not verified:
-a range read only in part, and the rest of a range of which a part was rewritten. `SwapStore.nbytes("unverified")` counts these bytes; read in the borders in which you wrote and it stays 0.
+a range read only in part, and the rest of a range of which a part was rewritten. `SwapStore.nbytes("unverified")`
+counts these bytes; read in the borders in which you wrote and it stays 0.
 A range that was never written cannot be read at all.
 """
 
