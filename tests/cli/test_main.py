@@ -38,6 +38,36 @@ def test_help_lists_every_command_and_imports_none() -> None:
     assert shown.splitlines()[-1] == "[]"
 
 
+def test_no_help_imports_torch() -> None:
+    """Of every command and subcommand, in one process in which torch cannot be imported."""
+    code = """
+import sys
+import click
+from tiered_zero.cli.main import main
+
+class Refusing:
+    def find_spec(self, name, *_):
+        assert name.partition(".")[0] != "torch", "torch is imported"
+
+def shown(command, path):
+    try:
+        main([*path, "--help"], standalone_mode=False)
+    except click.exceptions.Exit as ended:
+        assert ended.exit_code == 0
+    for name in getattr(command, "commands", ()) or (command.list_commands(None) if command is main else ()):
+        shown(command.get_command(None, name), [*path, name])
+
+sys.meta_path.insert(0, Refusing())
+shown(main, [])
+print(len(sys.modules))
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    *text, num_modules = result.stdout.splitlines()
+    assert sum(line.startswith("Usage: ") for line in text) == 1 + len(COMMANDS) + 5 + 4 + 1  # swap, checkpoint, bench
+    assert int(num_modules) < 700, "torch alone is more than a thousand"
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_can_be_loaded(name: str) -> None:
     result = CliRunner().invoke(main, [name, "--help"])

@@ -16,13 +16,14 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
-from tiered_zero.cli import train as command
+from tiered_zero.cli import training as command
 from tiered_zero.cli.main import main
+from tiered_zero.cli.options import DEMO_MODEL, DEMO_STEPS
 from tiered_zero.config import load
 from tiered_zero.config.json_file import read_json
 from tiered_zero.demo.gpt import build_gpt
 from tiered_zero.errors import EngineFailedError
-from tiered_zero.plan.gpt_shape import GPTConfig
+from tiered_zero.plan.gpt_shape import GPTConfig, num_parameters
 from tiered_zero.run_spec import specify_run
 from tiered_zero.sizes import format_nbytes
 from tiered_zero.telemetry.report import StepReport, build_step_report
@@ -285,11 +286,11 @@ def test_the_shipped_configs_load_without_a_notice(name: str) -> None:
     config = load(read_json(CONFIGS / name))
     assert config.notices == ()
     assert config.scheduler is not None
-    assert config.scheduler.params["total_num_steps"] == command.DEMO_STEPS, "the demo's schedule ends with the demo"
+    assert config.scheduler.params["total_num_steps"] == DEMO_STEPS, "the demo's schedule ends with the demo"
 
 
 def test_the_demo_does_not_fit_the_device_budget_of_its_config() -> None:
     """Compute weights, master weights and two moments: 2 + 3 * 4 bytes a parameter."""
     limit = load(read_json(CONFIGS / "gpt_nvme.json")).tiered_zero.device_memory_limit
     assert limit is not None
-    assert command.num_parameters(command.DEMO_MODEL) * (2 + 3 * 4) > 4 * limit
+    assert num_parameters(DEMO_MODEL) * (2 + 3 * 4) > 4 * limit

@@ -7,17 +7,11 @@ import time
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
-import torch
 from rich.text import Text
 
-from tiered_zero.checkpoint.commit import COMMIT_ID
-from tiered_zero.checkpoint.committed import Commit
-from tiered_zero.checkpoint.directory import TagInfo, list_tags, read_latest, read_manifest, verify
-from tiered_zero.checkpoint.export import export_weights
-from tiered_zero.checkpoint.prune import prune
-from tiered_zero.checkpoint.resume import find_checkpoint, open_reader
 from tiered_zero.checkpoint.tag_manifest import MANIFEST_NAME
 from tiered_zero.cli.listing import print_json, print_table, printable
 from tiered_zero.cli.options import DIRECTORY, JSON_OPTION, directory_argument, parse_bytes
@@ -25,7 +19,11 @@ from tiered_zero.errors import StoreError
 from tiered_zero.sizes import format_nbytes
 from tiered_zero.store.verify import verify_run
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+if TYPE_CHECKING:
+    from tiered_zero.checkpoint.directory import TagInfo
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+"""Option -> torch's name. torch is imported by the functions that need it, for --help does not."""
 
 
 @click.group("checkpoint")
@@ -73,6 +71,8 @@ def verify_command(directory: Path, as_json: bool) -> None:
     Passed over, and no failure: a save that is under way or was cut off, and an in-place commit whose run has committed
     a later step since.
     """
+    from tiered_zero.checkpoint.directory import verify
+
     problems: dict[str, list[str]] = {}
     passed_over: dict[str, str] = {}
     tags = _tags(directory)
@@ -107,6 +107,10 @@ def _span(tags: Sequence[str]) -> str:
 
 def _problems_in_place(info: TagInfo) -> list[str]:
     """What is wrong with the state that an in-place commit points to, in the stores of all ranks."""
+    from tiered_zero.checkpoint.commit import COMMIT_ID
+    from tiered_zero.checkpoint.committed import Commit
+    from tiered_zero.checkpoint.directory import read_manifest
+
     swap = read_manifest(info.path).swap
     if swap is None:
         return []
@@ -133,12 +137,17 @@ def export(directory: Path, out: Path, tag: str | None, dtype: str, max_shard_si
     fp32 weights are the masters; bf16 and fp16 ones are those rounded, as they were trained. The model is not built,
     and memory does not grow with it. Every byte read is checked.
     """
+    import torch
+
+    from tiered_zero.checkpoint.export import export_weights
+    from tiered_zero.checkpoint.resume import find_checkpoint, open_reader
+
     found = find_checkpoint(directory, tag)
     for line in found.lines:
         click.echo(printable(line), err=True)
     with open_reader(found) as reader:
         info = reader.manifest
-        paths = export_weights(reader, out, DTYPES[dtype], max_shard_nbytes=max_shard_size)
+        paths = export_weights(reader, out, getattr(torch, DTYPES[dtype]), max_shard_nbytes=max_shard_size)
     nbytes = sum(path.stat().st_size for path in paths)
     if as_json:
         files = [str(path) for path in paths]
@@ -159,6 +168,8 @@ def prune_command(directory: Path, as_json: bool, keep: int, dry_run: bool) -> N
 
     Swap directories stay, and so does what is damaged: look at it with `ls`.
     """
+    from tiered_zero.checkpoint.prune import prune
+
     removed = prune(directory, keep, dry_run=dry_run)
     nbytes = sum(info.nbytes for info in removed)
     if as_json:
@@ -176,6 +187,8 @@ def _state(info: TagInfo) -> Text:
 
 def _tags(directory: Path) -> list[TagInfo]:
     """Of a directory of checkpoints, or of one checkpoint."""
+    from tiered_zero.checkpoint.directory import list_tags
+
     if (directory / MANIFEST_NAME).exists():
         path = Path(os.path.realpath(directory))
         return [info for info in list_tags(path.parent) if info.tag == path.name]
@@ -183,6 +196,8 @@ def _tags(directory: Path) -> list[TagInfo]:
 
 
 def _latest(directory: Path) -> str | None:
+    from tiered_zero.checkpoint.directory import read_latest
+
     try:
         return read_latest(directory)
     except StoreError as error:

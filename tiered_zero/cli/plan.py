@@ -11,10 +11,8 @@ from tiered_zero.cli.console import STDOUT
 from tiered_zero.cli.options import CONFIG_FILE, DEMO_MODEL, JSON_OPTION, parse_bytes, parse_model, parse_size
 from tiered_zero.cli.tables import plan_table
 from tiered_zero.config import load
-from tiered_zero.demo.gpt import build_gpt
 from tiered_zero.errors import PlanError
 from tiered_zero.plan.gpt_shape import GPTConfig, num_parameters
-from tiered_zero.run_spec import specify_run
 
 
 @click.command()
@@ -51,6 +49,9 @@ def plan(
     """
     if model and sized:
         raise click.UsageError("Give --model or --params, not both.")
+    from tiered_zero.demo.gpt import build_gpt  # not for --help: torch takes seconds
+    from tiered_zero.run_spec import specify_run
+
     shape = model or sized or DEMO_MODEL
     given = {"device": device_memory, "host": host_memory}
     limits = {tier: (nbytes, f"--{tier}-memory") for tier, nbytes in given.items() if nbytes is not None}
