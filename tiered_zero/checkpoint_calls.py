@@ -92,7 +92,8 @@ class CheckpointCalls:
         custom_load_fn: Callable[..., Any] | None = None,
     ) -> tuple[str | None, dict[str, Any]]:
         """Go on from `load_dir/tag`; without a tag from what `latest` names, or else the newest complete checkpoint.
-        Returns its path and client_state; (None, {}), with a warning, where there is no checkpoint at all.
+        Returns its path and client_state; (None, {}), with a warning, where `load_dir` is missing or empty. Anything
+        else in it that is no checkpoint of ours is refused (StoreError), so that no run begins at step 0 by mistake.
 
         Masters take the saved fp32 values, and parameters those rounded, whatever else is loaded. Optimizer state
         starts anew with `load_module_only`, which leaves counts, schedule and random numbers as they are, and without

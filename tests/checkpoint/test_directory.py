@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from tests.fakes.sync_io import SyncEngine, SyncFile
 from tests.faults.breaker import Breaker
@@ -21,6 +22,7 @@ from tiered_zero.checkpoint import save_directory, tag_writer
 from tiered_zero.checkpoint.directory import (
     find_tag,
     list_tags,
+    nothing_to_load,
     read_latest,
     read_manifest,
     verify,
@@ -32,6 +34,7 @@ from tiered_zero.checkpoint.tag_manifest import MANIFEST_NAME
 from tiered_zero.checkpoint.tag_writer import TagWriter
 from tiered_zero.errors import StoreError, TransferError
 from tiered_zero.io.select import select_engine
+from tiered_zero.store.owner import OWNER_NAME
 from tiered_zero.store.swap_dir import SwapDir
 from tiered_zero.store.swap_store import SwapStore
 
@@ -308,9 +311,50 @@ def test_foreign_checkpoints_are_refused_as_what_they_are(tmp_path: Path, kind: 
         assert message in infos[0].reason
         with pytest.raises(StoreError, match=message):
             find_tag(tmp_path / "t")
+    assert nothing_to_load(tmp_path / "t") == ""
     (tmp_path / "file").write_bytes(b"PK\x03\x04")
     with pytest.raises(StoreError, match=r"it is a file, perhaps of torch\.save"):
         find_tag(tmp_path, "file")
+
+
+@pytest.mark.parametrize("name", ["runs/", "train.log", "latest", ".metadata", "__0_0.distcp", ".old-a-0123456789ab/"])
+def test_a_directory_with_anything_else_is_no_new_start(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir() if name.endswith("/") else (tmp_path / name).touch()
+    assert nothing_to_load(tmp_path) == ""
+    with pytest.raises(StoreError, match=f"{tmp_path}.*({name.strip('/')}|pickle)"):
+        find_tag(tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_checkpoint_of_torch_distributed_is_no_new_start(tmp_path: Path) -> None:
+    dcp.save({"weight": torch.ones(2)}, checkpoint_id=tmp_path, no_dist=True)
+    assert nothing_to_load(tmp_path) == ""
+    with pytest.raises(
+        StoreError, match=r"is a checkpoint of torch\.distributed\.checkpoint's own format.*Load it with"
+    ):
+        find_tag(tmp_path)
+
+
+def test_what_systems_and_killed_runs_leave_is_a_new_start(tmp_path: Path) -> None:
+    assert nothing_to_load(tmp_path / "none") == "it does not exist"
+    for name in ("lost+found", ".snapshot"):
+        (tmp_path / name).mkdir()
+    run = tmp_path / "tiered_zero-20260101-000000-1-0123"
+    run.mkdir()
+    for name in (OWNER_NAME, "data.bin"):
+        (run / name).touch()
+    assert nothing_to_load(tmp_path) == "it is empty" and list_tags(tmp_path) == []
+    (tmp_path / ".tmp-global_step1-0123456789ab").mkdir()
+    assert nothing_to_load(tmp_path) == "its first save was not completed"
+    with pytest.raises(StoreError, match=r"perhaps of torch\.save"):
+        nothing_to_load(run / "data.bin")
+
+
+def test_a_checkpoint_without_its_manifest_is_named_as_that(tmp_path: Path) -> None:
+    save(tmp_path, "a", 1)
+    (tmp_path / "a" / MANIFEST_NAME).unlink()
+    with pytest.raises(StoreError, match=r"a is a checkpoint that has lost its manifest\.json"):
+        find_tag(tmp_path, "a")
 
 
 def link_tag(path: Path) -> None:

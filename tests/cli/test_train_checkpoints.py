@@ -143,6 +143,14 @@ def test_a_new_run_beside_checkpoints_of_another_is_said(swap_path: Path, monkey
     assert "of another run" not in train(*task, "--resume").stderr
 
 
+def test_a_directory_of_something_else_is_no_new_start(swap_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(swap_path)
+    Path("ck").mkdir()
+    Path("ck/__0_0.distcp").touch()
+    result = train(str(CONFIGS / "gpt_cpu.json"), *SMALL[:2], "--steps", 1, "--save", "ck", "--resume")
+    assert result.exit_code == 1 and "ck is a checkpoint of torch.distributed.checkpoint's" in result.stderr
+
+
 def test_a_damaged_checkpoint_is_skipped_and_said(swap_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(swap_path)
     task = (str(CONFIGS / "gpt_cpu.json"), *SMALL[:2], "--save", "ck", "--save-every", 2, "--resume")

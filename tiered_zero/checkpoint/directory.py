@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -21,6 +22,8 @@ from tiered_zero.sizes import MIB
 from tiered_zero.store.descriptors import disk_nbytes, error_text, kind_text, open_directory, read_file
 from tiered_zero.store.owner import OWNER_NAME
 
+_DATA_FILE: Final = re.compile(r"data-\d{5}-\d{5}\.bin")
+_DCP_METADATA: Final = ".metadata"
 _INDEPENDENT: Final = "To keep a step, load it into a run without in_place and save there, or `export` its weights"
 
 _PLAIN_MANIFEST_NBYTES: Final = 32 * MIB
@@ -149,9 +152,16 @@ def find_tag(load_dir: str | os.PathLike[str], tag: str | None = None) -> tuple[
     skipped += _skipped(others)
     if any(info.kind == "in_place" and info.held_id is None for info in infos):
         skipped.append(ON_ITS_HOST)
-    if not infos and (problem := _foreign(_names(path))):
+    names = _content(path)
+    if infos or LATEST_NAME in names:
+        raise StoreError(f"There is no complete checkpoint in {path}. {' '.join(skipped)}")
+    if problem := _foreign(names):
         raise StoreError(f"{path} is {problem}")
-    raise StoreError(f"There is no complete checkpoint in {path}. {' '.join(skipped)}")
+    listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    raise StoreError(
+        f"Expected checkpoints of save_checkpoint in {path}; found {listed or 'nothing'}. Name the directory that "
+        "holds them, or, to begin at step 0, one that is empty or does not exist."
+    )
 
 
 def _skipped(tags: Mapping[str, Sequence[str]]) -> list[str]:
@@ -163,14 +173,27 @@ def _skipped(tags: Mapping[str, Sequence[str]]) -> list[str]:
 
 
 def nothing_to_load(load_dir: str | os.PathLike[str]) -> str:
-    """Why a run that goes on from `load_dir` begins at step 0; empty: there is something to load, or to refuse."""
+    """Say why a run that resumes from `load_dir` begins at step 0; "" where there is something to load or to refuse.
+
+    Only a directory that is missing or empty is a new start, or one whose first save was never completed. Raises
+    StoreError where it cannot be read.
+    """
     path = Path(load_dir)
     if not os.path.lexists(path):
         return "it does not exist"
-    names = _names(path)
-    if MANIFEST_NAME in names or OWNER_NAME in names or list_tags(path):
-        return ""
-    return f"it is {foreign.removesuffix('.')}" if (foreign := _foreign(names)) else "it has none"
+    names = _content(path)
+    if not names:
+        return "it is empty"
+    unfinished = all(hidden_tag(TEMPORARY, name) is not None for name in names)
+    return "its first save was not completed" if unfinished else ""
+
+
+def _content(path: Path) -> list[str]:
+    """Names in `path`, without what a new run may find there: hidden files, lost+found of a disk, runs' swap
+    directories."""
+    shown = (TEMPORARY, OLD, _DCP_METADATA)
+    names = [name for name in _names(path) if name != "lost+found" and (name[0] != "." or name.startswith(shown))]
+    return [name for name in names if not os.path.lexists(path / name / OWNER_NAME)]
 
 
 def _others(path: Path) -> str:
@@ -301,7 +324,9 @@ def _swap_problem(manifest: TagManifest) -> str:
 
 def _foreign(names: Sequence[str]) -> str:
     """What other program's checkpoint has these files, and what to do; empty: none that is known."""
-    if ".metadata" in names or any(name.endswith(".distcp") for name in names):
+    if any(_DATA_FILE.fullmatch(name) for name in names):
+        return f"a checkpoint that has lost its {MANIFEST_NAME}, without which its data cannot be read. Take another."
+    if _DCP_METADATA in names or any(name.endswith(".distcp") for name in names):
         return (
             "a checkpoint of torch.distributed.checkpoint's own format, whose metadata is a pickle: reading it could "
             "run code. Load it with the program that wrote it, and pass its values to load_state_dict."
@@ -344,6 +369,8 @@ def _inspect(path: Path, tag: str) -> TagInfo | None:
             if hidden_tag(TEMPORARY, path.name) is not None:
                 return replace(info, reason="it is being written or removed, or its writer ended before it was done")
             if MANIFEST_NAME not in (names := os.listdir(fd)):
+                if OWNER_NAME in names:
+                    return None
                 return replace(info, reason=f"it is {foreign}") if (foreign := _foreign(names)) else None
             manifest = _read(fd, path)
             problem = _problem(fd, manifest)

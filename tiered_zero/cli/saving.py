@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, final
 
-from tiered_zero.checkpoint.directory import list_tags
+from tiered_zero.checkpoint.directory import list_tags, nothing_to_load
 from tiered_zero.checkpoint.driver_fields import read_client_state
 from tiered_zero.checkpoint.resume import find_checkpoint, open_reader
 from tiered_zero.engine import Engine
@@ -199,10 +199,7 @@ def warn_of_others(directory: Path) -> None:
 
 
 def _has_checkpoint(directory: Path) -> bool:
-    """Whether a save has ever been completed in `directory`; say so where none has. Raises StoreError."""
-    tags = list_tags(directory) if directory.exists() else []
-    if any(info.path.name == info.tag for info in tags):
-        return True
-    unfinished = "".join(f" ({info.tag}: {info.reason})" for info in tags)
-    logger.info("no checkpoint in %s yet%s: starting at step 0", directory, unfinished)
-    return False
+    """Whether `directory` holds something to load or to refuse; log why not. Raises StoreError."""
+    if why := nothing_to_load(directory):
+        logger.info("no checkpoint in %s yet (%s): starting at step 0", directory, why)
+    return not why
