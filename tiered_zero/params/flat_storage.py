@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import operator
 import sys
+from bisect import bisect_right
 from collections.abc import Sequence
 
 import torch
@@ -70,6 +71,7 @@ class FlatStorage:
         self._device = device
         self._params = tuple(params)
         self._entries = tuple(zip(unit.entries, params, strict=True))
+        self._starts = [entry.start * unit.itemsize for entry in unit.entries]
         self._classes = tuple(type(param) for param in params)
         self._versions = [0] * len(self._params)
         self._shows_grads = False
@@ -264,6 +266,10 @@ class FlatStorage:
         """The saved view with this geometry (in elements of `dtype`), on the bytes as they are now."""
         flat = self.flat if dtype == self.unit.dtype else self.flat.view(dtype)
         return flat.as_strided(size, stride, offset)
+
+    def param_at(self, offset_nbytes: int) -> nn.Parameter:
+        """The parameter that has the byte at this offset into the flat."""
+        return self._params[bisect_right(self._starts, offset_nbytes) - 1]
 
     def detach_params(self) -> None:
         """Release the parameters when the engine closes: those with bytes keep a copy, the others stay guarded."""

@@ -13,8 +13,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from tiered_zero.errors import ModelError
 from tiered_zero.params.guarded_parameter import ClosedEngine, handler_of
+from tiered_zero.params.outside_modes import runs_outside_modes
 from tiered_zero.params.pager import Pager
-from tiered_zero.params.saved_views import Saved
+from tiered_zero.params.saved_views import Saved, load_tensor, save_tensor
 from tiered_zero.params.unit_state import PagedUnit
 
 
@@ -66,19 +67,20 @@ def _pagers(params: Iterable[nn.Parameter]) -> list[Pager]:
 _PagerAndSaved = tuple[Pager | None, Saved]
 
 
+@runs_outside_modes
 def _pack(pagers: Sequence[Pager], tensor: torch.Tensor) -> _PagerAndSaved:
     for pager in pagers:
-        if (saved := pager.saved_views.pack(tensor)) is not tensor:
+        if (saved := pager.saved_views.pack_view(tensor)) is not None:
             return pager, saved
-    return None, tensor
+    return None, save_tensor(tensor)
 
 
 def _unpack(found: _PagerAndSaved) -> torch.Tensor:
     pager, saved = found
     if pager is not None:
         return pager.saved_views.unpack(saved)
-    assert isinstance(saved, torch.Tensor)
-    return saved
+    assert isinstance(saved, tuple)
+    return load_tensor(saved)
 
 
 @contextmanager

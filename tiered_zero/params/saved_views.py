@@ -1,4 +1,10 @@
-"""What autograd saves of a unit for backward: which unit, not the address of its bytes."""
+"""Save a unit's views for backward by name (which unit, which version) instead of by address.
+
+[Note: Versions of saved tensors]
+Under saved-tensor hooks autograd compares no version counters, and keeps what `pack` returns as it is. So `pack` notes
+the counter of all that it saves, and `unpack` compares it and raises as torch does. A tensor that has a graph is saved
+detached: a node that holds its own output would keep itself, and the graph behind it, alive for ever.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +22,11 @@ from tiered_zero.params.unit_state import UnitTable
 @dataclass(frozen=True, kw_only=True)
 class SavedView:
     """What autograd keeps instead of a view of a flat: which unit in which version, and the view's geometry in
-    elements."""
+    elements. `counter`: the version counter of the parameter, which changes in place move."""
 
     unit_index: int
     version: int
+    counter: int
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
@@ -36,7 +43,10 @@ class SavedWrapper:
     inner: SavedView
 
 
-Saved = torch.Tensor | SavedView | SavedWrapper
+SavedTensor = tuple[torch.Tensor, int]
+"""Any other tensor, and its version counter: see [Note: Versions of saved tensors]."""
+
+Saved = SavedTensor | SavedView | SavedWrapper
 
 
 @final
@@ -51,25 +61,33 @@ class SavedViews:
 
     @runs_outside_modes
     def pack(self, tensor: torch.Tensor) -> Saved:
-        """Save a view of a unit's flat by name, anything else as it is."""
+        """Save a view of a unit's flat by name, anything else with its version counter."""
+        return self.pack_view(tensor) or save_tensor(tensor)
+
+    def pack_view(self, tensor: torch.Tensor) -> SavedView | SavedWrapper | None:
+        """Save a view of a unit's flat by name; return None for anything else."""
         inner = tensor
         while torch._C._functorch.is_functorch_wrapped_tensor(inner):
             inner = torch._C._functorch.get_unwrapped(inner)
         with torch._C.DisableTorchFunctionSubclass():
-            key = inner.untyped_storage()._cdata
-        paged = self._units.by_storage.get(key)
-        if paged is None:
-            return tensor
-        size, stride, offset = tuple(inner.size()), inner.stride(), int(inner.storage_offset())
-        saved = SavedView(
-            unit_index=paged.unit.index,
-            version=paged.version,
-            size=size,
-            stride=stride,
-            offset=offset,
-            dtype=inner.dtype,
-        )
-        return saved if inner is tensor else SavedWrapper(wrapper=tensor, view=inner.detach(), inner=saved)
+            try:
+                key = inner.untyped_storage()._cdata
+            except NotImplementedError:  # sparse tensors have none
+                return None
+            paged = self._units.by_storage.get(key)
+            if paged is None:
+                return None
+            size, stride, offset = tuple(inner.size()), inner.stride(), int(inner.storage_offset())
+            saved = SavedView(
+                unit_index=paged.unit.index,
+                version=paged.version,
+                counter=paged.storage.param_at(offset * inner.itemsize)._version,
+                size=size,
+                stride=stride,
+                offset=offset,
+                dtype=inner.dtype,
+            )
+            return saved if inner is tensor else SavedWrapper(wrapper=tensor, view=inner.detach(), inner=saved)
 
     def save_recomputed(self) -> None:
         """In a backward, save by name also what is computed again, where no other hooks save it.
@@ -90,12 +108,50 @@ class SavedViews:
     def unpack(self, saved: Saved) -> torch.Tensor:
         """Return what forward saved, fetched where it is needed: an entry point of [Note: Entry points].
 
-        Weights that have changed since raise ModelError, where PyTorch raises RuntimeError by its version counters,
-        which do not see the update's writes."""
+        Raises RuntimeError, as torch does, for what was changed in place since, and ModelError for weights that a step
+        or `gathered` has changed: no counter of torch moves then."""
+        if isinstance(saved, tuple):
+            return load_tensor(saved)
         if isinstance(saved, SavedWrapper):
             self.unpack(saved.inner)
             return saved.wrapper
-        if not isinstance(saved, SavedView):
-            return saved
         storage = self._fault_in_saved(saved.unit_index, saved.version)
-        return storage.view(saved.size, saved.stride, saved.offset, saved.dtype)
+        view = storage.view(saved.size, saved.stride, saved.offset, saved.dtype)
+        with torch._C.DisableTorchFunctionSubclass():
+            counter = storage.param_at(saved.offset * view.itemsize)._version
+        if counter != saved.counter:
+            raise _changed_in_place(view, counter, saved.counter)
+        return view
+
+
+def save_tensor(tensor: torch.Tensor) -> SavedTensor:
+    """Pack a tensor that is no unit's: without its graph, which autograd gives back to it."""
+    with torch._C.DisableTorchFunctionSubclass():
+        counter = tensor._version
+        if tensor.is_leaf or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            return tensor, counter
+        return tensor.detach(), counter
+
+
+def load_tensor(saved: SavedTensor) -> torch.Tensor:
+    """Unpack what `save_tensor` has packed. Raises RuntimeError, as torch does, where it was changed in place since."""
+    tensor, expected = saved
+    with torch._C.DisableTorchFunctionSubclass():
+        found = tensor._version
+    if found != expected:
+        raise _changed_in_place(tensor, found, expected)
+    return tensor
+
+
+def _changed_in_place(tensor: torch.Tensor, found: int, expected: int) -> RuntimeError:
+    """torch's own error. It also names the node that computed the tensor; here it is the one that needs it."""
+    with torch._C.DisableTorchFunctionSubclass():
+        kind, shape = tensor.type(), list(tensor.shape)
+    node = torch._C._current_autograd_node()
+    needed = f", which {node.name()} needs," if node is not None else ""
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"[{kind} {shape}]{needed} is at version {found}; expected version {expected} instead. Hint: enable anomaly "
+        "detection to find the operation that failed to compute its gradient, with "
+        "torch.autograd.set_detect_anomaly(True)."
+    )
