@@ -185,14 +185,20 @@ class UnitGradients:
         return index in self.present and index not in self.zeroed
 
     def store_assigned(self) -> None:
-        """Copy the tensors that users assigned into the flat."""
+        """Copy the tensors that users assigned into the flat.
+
+        torch sums the norm of a tensor in the order of its memory, which the copy does not keep: where it differs the
+        norm is that of the user's own tensor."""
         if not self.assigned:
             return
         self.wait_transfers()
         for entry in self.unit.entries:
             if (index := entry.param.index) in self.assigned:
-                self.view(entry).copy_(self.shown.pop(index).detach())
+                value, view = self.shown.pop(index).detach(), self.view(entry)
+                view.copy_(value)
                 self.norms.pop(index, None)
+                if value.stride() != view.stride():
+                    self.norms[index] = torch.linalg.vector_norm(value, 2, dtype=torch.float32)
                 self.assigned.discard(index)
 
     def set_zero(self) -> None:
