@@ -228,7 +228,9 @@ class TestFullValues:
                     assert torch.equal(master.bfloat16(), engine.module.state_dict()[_name(model, ours)])
                 else:
                     assert torch.equal(master, theirs) and torch.equal(average, optimizer.state[theirs]["exp_avg"])
-            with pytest.raises(ModelError, match="Expected optimizer state 'exp_avg' or 'exp_avg_sq'; found 'x'"):
+            with pytest.raises(
+                ModelError, match="Expected optimizer state 'exp_avg' or 'exp_avg_sq' or 'step'; found 'x'"
+            ):
                 safe_get_full_optimizer_state(model.first.weight, "x")
 
     @PLACEMENTS

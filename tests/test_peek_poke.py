@@ -81,15 +81,26 @@ def test_state_is_set_as_its_format_can_hold_it(state_format: str, placement: tu
         run_steps(engine, 1)
         master = engine.peek("0.weight")
         value = torch.linspace(0, 1, 128).view(16, 8)
-        for name in ("exp_avg", "exp_avg_sq"):
-            if state_format == "lossy_8bit_moments":
-                with pytest.raises(ModelError, match=f"{name} is kept in 8 bits"):
-                    engine.poke("0.weight", name, value)
-                continue
+        for name, other in (("exp_avg", "exp_avg_sq"), ("exp_avg_sq", "exp_avg")):
+            untouched = [engine.peek("0.weight", other), engine.peek("0.bias", name), engine.peek("2.weight", name)]
             engine.poke("0.weight", name, value)
             kept = value.bfloat16().float() if state_format == "lossy_bf16_moments" else value
             found = engine.peek("0.weight", name)
-            assert found is not None and torch.equal(found, kept)
+            assert found is not None
+            if state_format == "lossy_8bit_moments":  # half a code: 0.5 / 127 of a square, 0.5 / 255 of a fourth power
+                assert torch.allclose(found, value, rtol=0, atol=0.008)
+                engine.poke("0.weight", name, found)
+                kept, found = found, engine.peek("0.weight", name)
+            assert torch.equal(found, kept)
+            for before, after in zip(
+                untouched,
+                [engine.peek("0.weight", other), engine.peek("0.bias", name), engine.peek("2.weight", name)],
+                strict=True,
+            ):
+                assert same_bits(after, before)
+        assert torch.equal(engine.peek("0.weight", "step"), torch.tensor(1.0))
+        with pytest.raises(ModelError, match="Expected optimizer state 'exp_avg' or 'exp_avg_sq'; found 'step'"):
+            engine.poke("0.weight", "step", torch.tensor(5.0))
         assert same_bits(engine.peek("0.weight"), master), "its marks are in the signs of exp_avg_sq"
 
 
@@ -135,7 +146,9 @@ def test_names(swap_path: Path) -> None:
         assert torch.equal(engine.module.state_dict()["tokens.weight"], torch.ones(VOCAB, HIDDEN))
         with pytest.raises(ModelError, match=r"found 'norm\.wieght'\. Did you mean 'norm\.weight'\?"):
             engine.peek("norm.wieght")
-        with pytest.raises(ModelError, match="Expected optimizer state 'exp_avg' or 'exp_avg_sq'; found 'momentum'"):
+        with pytest.raises(
+            ModelError, match="Expected optimizer state 'exp_avg' or 'exp_avg_sq' or 'step'; found 'momentum'"
+        ):
             engine.peek("norm.weight", "momentum")
         assert engine.peek("scale") is None and engine.peek("scale", "exp_avg") is None
         with pytest.raises(ModelError, match="scale is not trained"):

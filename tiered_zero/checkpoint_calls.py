@@ -193,8 +193,8 @@ class CheckpointCalls:
 
     @on_one_thread
     def peek(self, name: str, kind: str = "master") -> torch.Tensor | None:
-        """Read one value of the parameter `name`, as `module.named_parameters()` calls it: fp32, a copy on the CPU, in
-        the parameter's shape, from any tier.
+        """Read one value of the parameter `name`, as `module.named_parameters()` calls it: a copy on the CPU, from any
+        tier. Masters and gradients are fp32 in the parameter's shape; state has torch's dtype and shape.
 
         `kind`: "master", "grad" (between backward and `step()`), or state as torch's optimizer calls it, such as
         "exp_avg". None for what there is not: of a frozen parameter, before the first step, without a gradient. Raises

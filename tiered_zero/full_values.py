@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from tiered_zero.errors import ModelError
-from tiered_zero.hardware.agreement import agree
-from tiered_zero.hardware.staging import StagingPool
 from tiered_zero.layout.flat import FlatEntry, Unit
-from tiered_zero.layout.subgroups import ParamPiece
-from tiered_zero.optim.state_layout import StateLayout
 from tiered_zero.params.gather import access_of, gathered
-from tiered_zero.tiers.inventory import Inventory
-from tiered_zero.tiers.slots import read_slot, write_slot
 from tiered_zero.train_step import TrainStep
 from tiered_zero.update.masters import Masters
-from tiered_zero.update.optimizer_state import ParamShards
+from tiered_zero.update.optimizer_state import OptimizerState, check_name
+from tiered_zero.update.param_shards import ParamShards
 
 _of_step: weakref.WeakKeyDictionary[TrainStep, weakref.ref[FullValues]] = weakref.WeakKeyDictionary()
 
@@ -29,17 +25,20 @@ _of_step: weakref.WeakKeyDictionary[TrainStep, weakref.ref[FullValues]] = weakre
 class FullValues:
     """Between steps, on the driver thread; blocks. Reads and writes whole sub-groups: not for every step.
 
-    Tensors are fp32 on the CPU, copies, in the parameter's shape. None stands for what the run does not have: the
-    parameter is frozen, or in no param group, or no update has made its state yet. With many ranks every call is
-    collective where masters and state are sharded.
+    Masters are fp32 copies on the CPU in the parameter's shape; state is as torch's optimizer has it. None stands for
+    what the run does not have: the parameter is frozen, or in no param group, or no update has made its state yet. With
+    many ranks every call is collective where masters and state are sharded.
     """
 
     step: TrainStep
-    layouts: Sequence[StateLayout]
     masters: Masters
-    inventory: Inventory
-    staging: StagingPool | None
-    shards: ParamShards
+    state: OptimizerState
+    groups: Sequence[Mapping[str, Any]]
+    """The live param groups."""
+
+    @property
+    def shards(self) -> ParamShards:
+        return self.state.shards
 
     def register(self) -> None:
         """Let `full_values_of` find this, as long as it is referenced."""
@@ -81,65 +80,38 @@ class FullValues:
 
     def read_state(self, param: nn.Parameter, name: str) -> torch.Tensor | None:
         """`name`: as torch's optimizer calls it, such as "exp_avg"."""
-        unit, entry = self._place(param)
+        _, entry = self._place(param)
         if entry.param.name not in self.shards.trained:
             return None
-        found = torch.zeros(entry.param.numel)
-
-        def read() -> bool:
-            self.step.before_weights_read()
-            pieces = list(self._pieces(unit, entry))
-            if not all(self.step.policy.has_state(layout) for layout, _ in pieces):
-                return False
-            for layout, piece in pieces:
-                array = self._array(layout, piece, name, self._read(layout))
-                array = entry.param.flatten(array) if array.shape == entry.param.shape else array.reshape(-1)
-                marked = layout.masters.needs_params and array.dtype == layout.masters.dtypes[1]
-                stop = piece.param_start + piece.numel
-                found[piece.param_start : stop] = array.abs() if marked and name == _MARKED else array
-            return True
-
-        if not all(agree(self.shards.readers, "optimizer state is read", read)):
+        self.shards.read("optimizer state is read", self.step.before_weights_read)
+        values = self.state.read(self.groups, only=param).get(param)
+        if values is None:
             return None
-        return entry.param.view(self.shards.gather(entry.param, found))
+        check_name(name, [own for own, value in values.items() if isinstance(value, torch.Tensor)])
+        return cast("torch.Tensor", values[name])
 
     def set_state(self, param: nn.Parameter, name: str, value: torch.Tensor) -> None:
-        unit, entry = self._place(param)
-        pieces = list(self._pieces(unit, entry))
+        """Set the state as its format can hold it."""
+        _, entry = self._place(param)
 
         def check() -> None:
-            self._check_shape(entry, value)
+            _check_tensor(value)
+            if entry.param.name not in self.shards.trained:
+                raise ModelError(f"{entry.param.name} is not trained: it has no optimizer state.")
             self.step.before_weights_write()
-            if entry.param.name not in self.shards.trained or not all(
-                self.step.policy.has_state(layout) for layout, _ in pieces
-            ):
-                raise ModelError(f"{entry.param.name} has no optimizer state before its first step. Set it after that.")
-            for layout, piece in pieces:
-                self._array(layout, piece, name, self._read(layout))
 
         self.shards.change("optimizer state is set", check)
-        value = self.shards.same(value)
-        for layout, piece in pieces:
-            raw = self._read(layout)
-            array = self._array(layout, piece, name, raw)
-            part = entry.param.flatten(value.detach())[piece.param_start : piece.param_start + piece.numel]
-            new = (entry.param.view(part) if array.shape == entry.param.shape else part.view(array.shape)).to(array)
-            array.copy_(torch.copysign(new, array) if layout.masters.needs_params and name == _MARKED else new)
-            write_slot(self.inventory.home(layout.subgroup, "state"), 0, raw, self.staging)
+        new = self.shards.same(value, self.state.check_tensor(param, name, value))
+        try:
+            self.shards.change("optimizer state is set", lambda: self.state.set_tensor(param, name, new, self.groups))
+        except BaseException as error:
+            self.step.policy.failures.set(error)  # partly the old state, partly the new
+            raise
 
     def _place(self, param: nn.Parameter) -> tuple[Unit, FlatEntry]:
         paged = self.step.pager.units.by_param.get(param)
         assert paged is not None, "the pager has gathered this parameter"
         return paged.unit, paged.unit.entries[paged.params[param]]
-
-    def _pieces(self, unit: Unit, entry: FlatEntry) -> Iterator[tuple[StateLayout, ParamPiece]]:
-        for layout in self.layouts:
-            for segment in layout.subgroup.segments:
-                if segment.unit.index == unit.index:
-                    yield from ((layout, piece) for piece in segment.pieces if piece.param.index == entry.param.index)
-
-    def _read(self, layout: StateLayout) -> torch.Tensor:
-        return read_slot(self.inventory.home(layout.subgroup, "state"), 0, layout.nbytes, self.staging)
 
     def _read_masters(self, unit: Unit) -> torch.Tensor:
         params = None
@@ -152,16 +124,6 @@ class FullValues:
             )
         return self.masters.read(unit, params)
 
-    def _array(self, layout: StateLayout, piece: ParamPiece, name: str, raw: torch.Tensor) -> torch.Tensor:
-        arrays = layout.state(raw, piece, piece.start, piece.stop)
-        if name not in arrays:
-            raise ModelError(
-                f"Expected optimizer state {' or '.join(map(repr, sorted(arrays))) or 'of any name'}; found {name!r}."
-            )
-        if arrays[name].dtype in (torch.uint8, torch.int8):
-            raise ModelError(f"{name} is kept in 8 bits (tiered_zero.state_format). Read it with state_format fp32.")
-        return arrays[name]
-
     @staticmethod
     def _check_shape(entry: FlatEntry, value: torch.Tensor) -> None:
         _check_tensor(value)
@@ -169,10 +131,6 @@ class FullValues:
             raise ModelError(
                 f"Expected shape {entry.param.shape}, that of {entry.param.name}; found {tuple(value.shape)}."
             )
-
-
-_MARKED = "exp_avg_sq"
-"""[Note: bf16 and remainder] The state whose signs are not its own."""
 
 
 def full_values_of(param: nn.Parameter) -> FullValues | None:

@@ -7,10 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
+import tiered_zero
+from tests.parity.test_optimizer_state import assert_same_state, assert_same_weights
 from tests.ranks.pool import RankPool
 from tests.ranks.saving import Place, build, train, weights_of
+from tests.ranks.training import rank_and_config
 from tests.support.tags import equal_bits
+from tests.support.trainers import same_bits
 from tiered_zero.errors import BudgetError, ModelError
 from tiered_zero.update import optimizer_state
 
@@ -115,3 +121,93 @@ def test_an_error_of_one_rank_is_raised_on_all(ranks: RankPool, swap_path: Path)
     assert first[0].startswith("Rank 1: The optimizer state was expected to fit into free host memory")
     assert second[0].startswith("The optimizer state was expected to fit")
     assert first[1] == f"Rank 1: {second[1]}"
+
+
+class Counted(Optimizer):
+    """A user's own: each parameter's state is two numbers, a count of signs and a step, all of their own shapes."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in (param for param in group["params"] if param.grad is not None):
+                state = self.state[param]
+                if not state:
+                    state.update(seen=torch.zeros(2), signs=torch.zeros(1, 3, dtype=torch.int64), step=0)
+                state["step"] += 1
+                state["seen"] += torch.stack([param.grad.sum().abs(), param.grad.abs().max()])
+                state["signs"] += torch.stack([(param.grad.sign() == sign).sum() for sign in (-1, 0, 1)])
+                param.sub_(param.grad * group["lr"] / (1 + state["seen"][1] * state["signs"].sum()))
+
+
+class ScaledNet(nn.Module):
+    """Matrices, a vector, and a parameter without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(6, 24), nn.Linear(24, 5, bias=False)
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return (self.second(self.first(rows).tanh()) * self.scale).square().mean()
+
+
+def make_whole_rule(name: str, model: nn.Module) -> Optimizer:
+    if name == "Muon":
+        return torch.optim.Muon([param for param in model.parameters() if param.dim() == 2], lr=0.05)
+    if name == "AdamW-fused":
+        return torch.optim.AdamW(model.parameters(), lr=0.05, fused=True)
+    return {"Adafactor": torch.optim.Adafactor, "Counted": Counted}[name](model.parameters(), lr=0.05)
+
+
+def follow_whole_rule(name: str, swap_path: str, **zero: Any) -> None:
+    """An engine and plain torch on the same batches: every tensor of state is read, set, loaded, and gone on from."""
+    plain, model = ScaledNet(), ScaledNet()
+    rank, config = rank_and_config(swap_path, **zero)
+    reference = make_whole_rule(name, plain)
+    optimizer = make_whole_rule(name, model)
+    engine, optimizer, *_ = tiered_zero.initialize(model=model, optimizer=optimizer, config=config)
+
+    def step_both(number: int) -> None:
+        rows = torch.randn(4, 6, generator=torch.Generator().manual_seed(number))
+        engine.backward(engine(rows))
+        engine.step()
+        reference.zero_grad()
+        plain(rows).backward()
+        reference.step()
+        assert_same_weights(plain, engine.module)
+
+    step_both(0)
+    step_both(1)
+    before = optimizer.state_dict()
+    assert_same_state(reference.state_dict(), before)
+    for weight, param in plain.named_parameters():
+        for key, value in reference.state.get(param, {}).items():
+            if not isinstance(value, torch.Tensor):
+                continue
+            found = engine.peek(weight, key)
+            assert found is not None and same_bits(found, value), (weight, key)
+            if key != "step":
+                reference.state[param][key] = value + 2
+                engine.poke(weight, key, value + 2 + rank)  # rank 0's counts
+                with pytest.raises(ModelError, match=rf"Expected shape .* that of {key} of {weight}; found \(7, 1\)"):
+                    engine.poke(weight, key, torch.ones(7, 1))
+    assert_same_state(reference.state_dict(), optimizer.state_dict())
+    step_both(2)
+    reference.load_state_dict(before)
+    for values in reference.state.values():
+        values.update({key: value.long() for key, value in values.items() if key == "signs"})  # torch makes it fp32
+    optimizer.load_state_dict(before)
+    step_both(3)
+    assert_same_state(reference.state_dict(), optimizer.state_dict())
+    engine.close()
+
+
+@pytest.mark.parametrize(("world", "stage"), [(1, 3), (2, 0), (2, 1), (2, 2)])
+@pytest.mark.parametrize("name", ["Adafactor", "Counted", "Muon", "AdamW-fused"])
+def test_state_has_its_own_shapes(ranks: RankPool, swap_path: Path, name: str, world: int, stage: int) -> None:
+    """Of a rule that steps whole parameters: each is whole on one rank, and its state need not have its shape."""
+    ranks.run(follow_whole_rule, world, name, str(swap_path), stage=stage)

@@ -46,7 +46,8 @@ from tiered_zero.tiers.rack import TierRack, nvme_needs
 from tiered_zero.train_step import TrainStep
 from tiered_zero.update.handle import ParamGroupWatch, TieredOptimizer, make_scheduler, restored_on_error
 from tiered_zero.update.masters import Masters
-from tiered_zero.update.optimizer_state import OptimizerState, ParamShards
+from tiered_zero.update.optimizer_state import OptimizerState
+from tiered_zero.update.param_shards import ParamShards
 from tiered_zero.update.stepper import StreamingStepper
 
 logger = logging.getLogger("tiered_zero")
@@ -220,14 +221,7 @@ def _build(run_spec: RunSpec, lr_scheduler: Any, collectives: Collectives, loade
         if adoption is None:
             state.check(run_spec.source.state, run_spec.source.param_groups)
             state.write(run_spec.source.state, run_spec.source.param_groups)
-        values = FullValues(
-            step=step,
-            layouts=run_spec.layouts,
-            masters=masters,
-            inventory=inventory,
-            staging=tiers.state_staging,
-            shards=shards,
-        )
+        values = FullValues(step=step, masters=masters, state=state, groups=run_spec.source.param_groups)
         resources.add("full values", values.unregister)  # `values` lives as long as `resources` refer to it
         values.register()
         driver = DriverState(

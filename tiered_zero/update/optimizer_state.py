@@ -4,20 +4,21 @@ brought together where ranks have shards of it."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar, final
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from tiered_zero.errors import BudgetError, ModelError
 from tiered_zero.hardware.agreement import agree
-from tiered_zero.hardware.collectives import Collectives, SingleRank
 from tiered_zero.hardware.launcher import local_world_size
 from tiered_zero.hardware.probe import available_host_nbytes
 from tiered_zero.hardware.staging import StagingPool
-from tiered_zero.layout.flat import ParamSpec, Unit
+from tiered_zero.layout.flat import ParamSpec
 from tiered_zero.layout.subgroups import ParamPiece
 from tiered_zero.optim.optimizer_copy import same
 from tiered_zero.optim.rule import Run, UpdateRule
@@ -25,73 +26,13 @@ from tiered_zero.optim.state_layout import StateLayout
 from tiered_zero.sizes import format_nbytes
 from tiered_zero.tiers.inventory import Inventory
 from tiered_zero.tiers.slots import leased_slot
+from tiered_zero.update.param_shards import ParamShards
 from tiered_zero.update.stepper import StreamingStepper
 
 logger = logging.getLogger("tiered_zero")
 
-Result = TypeVar("Result")
-
 ParamState = dict[str, Any]
-"""One parameter's state as `torch.optim.Optimizer.state` holds it: arrays in its shape, 0-d tensors, plain values."""
-
-
-@final
-class ParamShards:
-    """What the ranks have of the masters and state of the parameters in `units` that are `trained` (by name).
-
-    Where state is sharded every rank makes each call, in the same order, and waits for the others; else a rank may read
-    alone, and all of them change values together. Driver thread.
-    """
-
-    def __init__(
-        self, ranks: Collectives, units: Sequence[Unit], trained: Collection[str], *, is_sharded: bool
-    ) -> None:
-        self.trained = trained
-        self.is_sharded = is_sharded
-        self._ranks = ranks
-        self._places = {entry.param.name: (unit, entry) for unit in units for entry in unit.entries}
-
-    @property
-    def readers(self) -> Collectives:
-        """Those that take part in a read."""
-        return self._ranks if self.is_sharded else SingleRank()
-
-    def read(self, call: str, act: Callable[[], Result]) -> Result:
-        """Run `act` on the readers and return this rank's result; what it raises on one is raised on all."""
-        return _run(self.readers, call, act)
-
-    def change(self, call: str, act: Callable[[], Result]) -> Result:
-        """Run `act` on every rank and return this rank's result; what it raises on one is raised on all."""
-        return _run(self._ranks, call, act)
-
-    def spec(self, name: str) -> ParamSpec:
-        """Return the parameter of that name."""
-        return self._places[name][1].param
-
-    def gather(self, param: ParamSpec, flat: torch.Tensor) -> torch.Tensor:
-        """Fill `flat`, [numel] on the CPU in the order of the parameter's memory, with the readers' parts of it, and
-        return it: this rank's part is there."""
-        if not self.is_sharded:
-            return flat
-        unit, entry = self._places[param.name]
-        for rank in range(self._ranks.world_size):
-            shard = unit.shard(rank)
-            start, stop = max(entry.start, shard.start), min(entry.stop, shard.stop)
-            if start < stop:
-                self._ranks.broadcast(flat[start - entry.start : stop - entry.start], rank, param.name)
-        return flat
-
-    def same(self, value: torch.Tensor) -> torch.Tensor:
-        """Return rank 0's `value`, fp32 on the CPU. It has one shape on all ranks."""
-        whole = value.detach().to("cpu", torch.float32, copy=True)
-        self._ranks.broadcast(whole, 0, "a value that is set")
-        return whole
-
-
-def _run(ranks: Collectives, call: str, act: Callable[[], Result]) -> Result:
-    own: list[Result] = []
-    agree(ranks, call, lambda: own.append(act()), encode=lambda _: None)
-    return own[0]
+"""One parameter's state as `torch.optim.Optimizer.state` holds it: arrays of any shape, 0-d tensors, plain values."""
 
 
 @dataclass(eq=False, repr=False)
@@ -130,7 +71,7 @@ class OptimizerState:
     def read(
         self, groups: Sequence[Mapping[str, Any]], only: nn.Parameter | None = None
     ) -> dict[nn.Parameter, ParamState]:
-        """Copy the state of every parameter that has any, or of one: fp32 on the CPU, in the parameters' own shapes.
+        """Copy the state of every parameter that has any, or of one: on the CPU, fp32 where its format has fewer bits.
 
         `groups`: the live param groups. Raises BudgetError where the copies do not fit into free host memory.
         """
@@ -178,33 +119,41 @@ class OptimizerState:
             own.update(self._read_own(groups, only))
             return {names[param]: _described(values) for param, values in own.items()}
 
-        described: dict[str, dict[str, Any]] = {}
-        for of_rank in agree(ranks, "optimizer state is copied", read):
-            described = {**of_rank, **described}
+        described: dict[str, tuple[int, dict[str, Any]]] = {}
+        for rank, of_rank in enumerate(agree(ranks, "optimizer state is copied", read)):
+            for name, forms in of_rank.items():
+                described.setdefault(name, (rank, forms))
         found: dict[nn.Parameter, ParamState] = {}
-        for name in self._params:
-            if name not in described:
-                continue
-            param, spec = self._params[name], shards.spec(name)
-            values = found[param] = {}
-            for key, (kind, value) in described[name].items():
-                if kind != "array":
-                    values[key] = value if kind == "value" else torch.tensor(value, dtype=getattr(torch, kind))
-                    continue
-                array = own.get(param, {}).get(key)
-                if array is None:
-                    array = spec.view(torch.empty(spec.numel, dtype=getattr(torch, value)))
-                shards.gather(spec, spec.flatten(array))
-                values[key] = array
+        for name, param in self._params.items():
+            if name in described:
+                rank, forms = described[name]
+                values, spec = own.get(param, {}), shards.spec(name)
+                found[param] = {key: self._joined(spec, values.get(key), form, rank) for key, form in forms.items()}
         return found
 
+    def _joined(self, param: ParamSpec, own: torch.Tensor | None, form: Sequence[Any], rank: int) -> Any:
+        """Return one value of a parameter's state as all readers have it. `own`: what this rank has of an array.
+        `form`: from `_described`, on `rank`, which has the whole of an array unless the rule is elementwise."""
+        kind, value, *rest = form
+        if kind != "array":
+            return value if kind == "value" else torch.tensor(value, dtype=getattr(torch, kind))
+        dtype, shape = getattr(torch, value), tuple(rest[0])
+        in_param_order = shape == param.shape
+        array = own
+        if array is None:
+            array = torch.empty(math.prod(shape), dtype=dtype)
+            array = param.view(array) if in_param_order else array.view(shape)
+        memory = param.flatten(array) if in_param_order else array.view(-1)
+        if self._rule.elementwise:
+            self.shards.gather(param, memory)
+        else:
+            self.shards.readers.broadcast(memory, rank, param.name)
+        return array
+
     def _export(self, layout: StateLayout, piece: ParamPiece, raw: torch.Tensor, values: ParamState) -> None:
+        """Copy a piece's state from `raw`, its sub-group's slot, to its place in `values`."""
         state = layout.state(raw, piece, piece.start, piece.stop)
-        if layout.masters.needs_params:
-            for name in state.keys() & {self._rule.unsigned_field}:
-                state[name] = state[name].abs()  # its signs belong to the masters
-        exported = self._rule.export_state(state, self._stepper.scalars(layout.subgroup, piece))
-        for name, value in exported.items():
+        for name, value in self._exported(layout, piece, state).items():
             if not isinstance(value, torch.Tensor) or name not in state:
                 values[name] = value
             elif not self._rule.elementwise:
@@ -213,6 +162,13 @@ class OptimizerState:
                 if name not in values:
                     values[name] = piece.param.view(torch.empty(piece.param.numel, dtype=value.dtype))
                 piece.param.flatten(values[name])[piece.param_start : piece.param_start + piece.numel].copy_(value)
+
+    def _exported(self, layout: StateLayout, piece: ParamPiece, state: dict[str, torch.Tensor]) -> ParamState:
+        """Return what torch's optimizer holds for the piece: arrays may be memory of `state`."""
+        if layout.masters.needs_params:
+            for name in state.keys() & {self._rule.unsigned_field}:
+                state[name] = state[name].abs()  # its signs belong to the masters
+        return self._rule.export_state(state, self._stepper.scalars(layout.subgroup, piece))
 
     def _needed_nbytes(self, only: nn.Parameter | None) -> int:
         """Of the copies of what this rank has."""
@@ -293,26 +249,75 @@ class OptimizerState:
         groups: Sequence[Mapping[str, Any]],
     ) -> tuple[dict[int, dict[str, Any]], int]:
         """Fill a sub-group's slot. Returns piece index -> scalars, and how many arrays were rounded."""
-        marks = layout.marks(raw)
-        signs = None if marks is None else marks.signbit()
-        raw[layout.state_start : layout.nbytes].zero_()
         scalars: dict[int, dict[str, Any]] = {}
         last: dict[str, Any] = {}
         num_rounded = 0
-        for piece in layout.subgroup.pieces:
-            state, hyper = layout.state(raw, piece, piece.start, piece.stop), groups[piece.group]
-            if piece.index not in given:
-                master = layout.master(raw)[piece.start : piece.stop]
-                self._rule.init_state(Run(master=master, grad=master, state=state, scalars={}, hyper=hyper))
-                continue
-            values = self._part(given[piece.index], state, piece)
-            own = self._rule.import_state(values, state, hyper)
-            last = last if same(last, own) else own  # neighbours of one history are stepped together
-            scalars[piece.index] = last
-            num_rounded += self._num_rounded(state, last, values)
-        if marks is not None and signs is not None:
-            marks.copy_(torch.where(signs, -marks.abs(), marks.abs()))
+        with _marks_kept(layout, raw):
+            raw[layout.state_start : layout.nbytes].zero_()
+            for piece in layout.subgroup.pieces:
+                state, hyper = layout.state(raw, piece, piece.start, piece.stop), groups[piece.group]
+                if piece.index not in given:
+                    master = layout.master(raw)[piece.start : piece.stop]
+                    self._rule.init_state(Run(master=master, grad=master, state=state, scalars={}, hyper=hyper))
+                    continue
+                values = self._part(given[piece.index], state, piece)
+                own = self._rule.import_state(values, state, hyper)
+                last = last if same(last, own) else own  # neighbours of one history are stepped together
+                scalars[piece.index] = last
+                num_rounded += self._num_rounded(state, last, values)
         return scalars, num_rounded
+
+    def check_tensor(self, param: nn.Parameter, name: str, value: torch.Tensor) -> torch.dtype:
+        """Return the dtype of the tensor `name` of a parameter's state, which `set_tensor` can replace by `value`.
+
+        Every rank calls it. Raises ModelError where there is none, or one of another shape."""
+        spec = next(self.shards.spec(own) for own, held in self._params.items() if held is param)
+        described = self.shards.each("optimizer state is set", lambda: (self._forms(param), list(value.shape)))
+        forms = next((found for found, _ in described if found), {})
+        if not forms:
+            raise ModelError(f"{spec.name} has no optimizer state before its first step. Set it after that.")
+        tensors = {own: (form[1], tuple(form[2])) for own, form in forms.items() if form[0] == "array"}
+        if not spec.shape:  # a rule of whole parameters keeps arrays of their shape as it keeps its counters
+            tensors |= {own: (kind, ()) for own, (kind, *_) in forms.items() if kind not in ("array", "value")}
+        check_name(name, tensors.keys() - {"step"})
+        dtype, expected = tensors[name]
+        if other := [shape for _, shape in described if tuple(shape) != expected]:
+            raise ModelError(f"Expected shape {expected}, that of {name} of {spec.name}; found {tuple(other[0])}.")
+        return cast("torch.dtype", getattr(torch, dtype))
+
+    def _forms(self, param: nn.Parameter) -> dict[str, list[Any]]:
+        """Describe the parameter's state as `_described` does; nothing where this rank has no part of it."""
+        for layout in self._layouts:
+            for piece in self._stepped(layout, param):
+                home = self._inventory.home(layout.subgroup, "state")
+                with leased_slot(home, self._staging, slice(0, layout.nbytes)) as raw:
+                    state = layout.state(raw, piece, piece.start, piece.stop)
+                    forms = _described(self._exported(layout, piece, state))
+                whole = {
+                    name: ["array", forms[name][1], list(piece.param.shape)] for name in forms.keys() & state.keys()
+                }
+                return {**forms, **whole} if self._rule.elementwise else forms
+        return {}
+
+    def set_tensor(
+        self, param: nn.Parameter, name: str, value: torch.Tensor, groups: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Replace one tensor of a parameter's state, as far as this rank has it.
+
+        `value`: of the whole, as `check_tensor` has passed it."""
+        for layout in self._layouts:
+            subgroup, whole = layout.subgroup, slice(0, layout.nbytes)
+            if not (pieces := self._stepped(layout, param)):
+                continue
+            scalars = {piece.index: self._stepper.scalars(subgroup, piece) for piece in self._stepped(layout)}
+            home = self._inventory.home(subgroup, "state")
+            with leased_slot(home, self._staging, whole, whole) as raw, _marks_kept(layout, raw):
+                for piece in pieces:
+                    state, own = layout.state(raw, piece, piece.start, piece.stop), scalars[piece.index]
+                    values = self._rule.export_state(state, own) | self._part({name: value}, state, piece)
+                    new = self._rule.import_state(values, state, groups[piece.group])
+                    scalars[piece.index] = own if same(own, new) else new
+            self._stepper.replace_scalars(subgroup, scalars)
 
     def _num_rounded(
         self, state: Mapping[str, torch.Tensor], scalars: Mapping[str, Any], values: Mapping[str, Any]
@@ -335,6 +340,28 @@ class OptimizerState:
         return part
 
 
+@contextmanager
+def _marks_kept(layout: StateLayout, raw: torch.Tensor) -> Iterator[None]:
+    """Take the marks of masters out of the state's signs for as long as it is changed ([Note: bf16 and remainder])."""
+    marks = layout.marks(raw)
+    if marks is None:
+        yield
+        return
+    signs = marks.signbit()
+    marks.abs_()
+    try:
+        yield
+    finally:
+        marks.copy_(torch.where(signs, -marks.abs(), marks.abs()))
+
+
+def check_name(name: str, known: Collection[str]) -> None:
+    """Raise ModelError unless a parameter's state has a tensor `name`."""
+    if name not in known:
+        expected = " or ".join(map(repr, sorted(known))) or "of no name, as this rule keeps none,"
+        raise ModelError(f"Expected optimizer state {expected}; found {name!r}.")
+
+
 def _described(values: ParamState) -> dict[str, list[Any]]:
     """Each value as JSON: what an array is, or the value itself."""
     found: dict[str, list[Any]] = {}
@@ -343,5 +370,5 @@ def _described(values: ParamState) -> dict[str, list[Any]]:
             found[name] = ["value", value]
         else:
             dtype = str(value.dtype).removeprefix("torch.")
-            found[name] = [dtype, value.item()] if value.dim() == 0 else ["array", dtype]
+            found[name] = [dtype, value.item()] if value.dim() == 0 else ["array", dtype, list(value.shape)]
     return found

@@ -49,7 +49,7 @@ class StreamingStepper:
         self._io = SubGroupIO(inventory, runtime, staging, device_flat)
         self._prefetcher = Prefetcher(self._io, self._open_nowait)
         self._retire_lane = runtime.accelerator.lane("retire") if staging is not None else None
-        self._scalars: dict[tuple[int, int], dict[str, Any]] = {}
+        self._scalars: dict[tuple[int, int], Mapping[str, Any]] = {}
         self._initialized: set[int] = set()
         """Sub-groups whose homes hold state besides their masters."""
         self._ending = threading.Event()
@@ -72,7 +72,7 @@ class StreamingStepper:
         """Return the piece's `Run.scalars`; empty before its first step."""
         return self._scalars.get((subgroup.index, piece.index), {})
 
-    def replace_scalars(self, subgroup: SubGroup, scalars: Mapping[int, dict[str, Any]]) -> None:
+    def replace_scalars(self, subgroup: SubGroup, scalars: Mapping[int, Mapping[str, Any]]) -> None:
         """Replace the scalars once the sub-group's state was written to its home by hand. `scalars`: piece index -> its
         scalars; pieces without any start anew. Neighbours that share an object are stepped together."""
         for piece in subgroup.pieces:
