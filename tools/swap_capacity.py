@@ -7,7 +7,7 @@ and pydantic, and runs from the checkout or as one file:
 
     python tools/swap_capacity.py --build-zipapp swap_capacity.pyz
     scp swap_capacity.pyz host:
-    ssh host python3 swap_capacity.pyz config.json --params 7e9
+    ssh host python3 swap_capacity.pyz config.json --params 7B
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def main() -> int:
     parser.add_argument("config", nargs="?", help="the DeepSpeed-style JSON")
     model = parser.add_mutually_exclusive_group()
     model.add_argument("--model", metavar="gpt:...", help="such as gpt:layers=24,hidden=2048")
-    model.add_argument("--params", type=float, metavar="7e9", help="a GPT of about that size")
+    model.add_argument("--params", metavar="7B", help="a GPT of about that size")
     parser.add_argument("--tbw", type=float, metavar="TB", help="what one drive is rated to take, in 10**12 bytes")
     parser.add_argument("--step-seconds", type=float, metavar="S", help="measured time of a step")
     parser.add_argument(
@@ -58,11 +58,11 @@ def main() -> int:
         sys.path.insert(0, str(ROOT))
     from tiered_zero.config.load import load
     from tiered_zero.errors import ConfigError
-    from tiered_zero.plan.gpt_shape import gpt_of_size, parse_gpt
+    from tiered_zero.plan.gpt_shape import gpt_of_size, parse_count, parse_gpt
     from tiered_zero.plan.swap_capacity import SwapNeed, capacity_lines, capacity_report, plan_gpt
 
     try:
-        shape = gpt_of_size(options.params) if options.model is None else parse_gpt(options.model)
+        shape = gpt_of_size(parse_count(options.params)) if options.model is None else parse_gpt(options.model)
         config = load(options.config)
         need = SwapNeed.of(plan_gpt(config, shape))
     except ConfigError as error:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -13,6 +15,7 @@ from click.testing import CliRunner
 from tiered_zero.cli.main import main
 from tiered_zero.cli.options import DEMO_MODEL
 from tiered_zero.cli.tables import plan_table
+from tiered_zero.plan import swap_capacity
 from tiered_zero.plan.gpt_shape import num_parameters
 from tiered_zero.plan.planner import Plan, PlanRow
 
@@ -54,13 +57,22 @@ def test_state_is_counted_on_each_of_its_tiers(tmp_path: Path) -> None:
     assert code == 1 and "state_limits.nvme), 1 bytes too little" in found["problem"]
 
 
+@pytest.fixture
+def large_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every directory has 1 TiB free."""
+    monkeypatch.setattr(swap_capacity, "_look", lambda path: (os.stat("."), True, 1 << 40))
+
+
+@pytest.mark.usefixtures("large_disk")
 def test_seven_billion_parameters_are_planned_without_memory_for_them() -> None:
-    code, values = plan_json(CONFIG, "--params", "7e9")
+    code, values = plan_json(CONFIG, "--params", "7B")
+    assert "vocab=128256,context=8192" in values["model"], "as real models of that size have"
     assert values["num_parameters"] == pytest.approx(7e9, rel=0.02)
     assert state_nbytes(values) == pytest.approx(12 * values["num_parameters"], rel=0.01)
     assert code == 1 and "device memory; 16.0 MiB is allowed" in values["problem"]
 
 
+@pytest.mark.usefixtures("large_disk")
 def test_another_machine_is_planned_for_by_option() -> None:
     code, values = plan_json(CONFIG, "--params", "7e9", "--device-memory", "24GiB", "--host-memory", "64GiB")
     assert (code, values["problem"]) == (0, None)
@@ -70,6 +82,73 @@ def test_another_machine_is_planned_for_by_option() -> None:
     assert "add for example --device-memory 24GiB" in result.stderr
     wrong = CliRunner().invoke(main, ["plan", CONFIG, "--device-memory", "much"])
     assert wrong.exit_code == 2 and "'much' is no size" in wrong.stderr
+
+
+def write(path: Path, **changed: Any) -> str:
+    """The demo's config with other top-level keys; None leaves one out."""
+    values = {**json.loads(Path(CONFIG).read_text()), **changed}
+    path.write_text(json.dumps({key: value for key, value in values.items() if value is not None}))
+    return str(path)
+
+
+def test_without_an_optimizer_an_evaluation_is_planned_and_the_first_line_says_so(tmp_path: Path) -> None:
+    config = write(tmp_path / "config.json", optimizer=None, scheduler=None)
+    shown = CliRunner().invoke(main, ["plan", config])
+    assert shown.exit_code == 0 and shown.stdout.startswith("No optimizer is named: this is the plan of an evaluation.")
+    assert "--optimizer AdamW" in shown.stdout.splitlines()[0]
+    assert not plan_json(config)[1]["trains"] and state_nbytes(plan_json(config)[1]) == 0
+    trained = plan_json(config, "--optimizer", "AdamW")[1]
+    assert trained["trains"] and state_nbytes(trained) == state_nbytes(plan_json(CONFIG)[1])
+
+
+def test_the_disk_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = plan_json(CONFIG)[1]
+    (directory,), (drive,) = values["directories"], values["drives"]
+    needed = sum(row["nbytes"] for row in values["rows"] if row["tier"] == "nvme")
+    assert directory["path"] == "swap" and directory["nbytes"] == drive["nbytes"] == needed
+    for free_nbytes, code in ((needed, 0), (needed - 1, 1)):
+        monkeypatch.setattr(swap_capacity, "_look", lambda path: (os.stat("."), False, free_nbytes))  # noqa: B023
+        shown = CliRunner().invoke(main, ["plan", CONFIG])
+        assert shown.exit_code == code and "nvme_path swap: 144.8 MiB of" in shown.stdout
+        assert "(it does not exist yet)" in shown.stdout
+        assert ("The plan needs 144.8 MiB in swap; 144.8 MiB are free there." in shown.stderr) == bool(code)
+
+
+def test_ranks_share_the_host_and_the_state(tmp_path: Path) -> None:
+    config = write(tmp_path / "config.json", tiered_zero={"device": "cpu", "device_memory_limit": "16MiB"})
+    alone, both = (plan_json(config, "--ranks", ranks, "--host-memory", "8GiB")[1] for ranks in ("1", "2"))
+    assert state_nbytes(both) == pytest.approx(state_nbytes(alone) / 2, rel=0.01)
+    assert both["directories"][0]["nbytes"] == pytest.approx(alone["directories"][0]["nbytes"], rel=0.01)
+    shown = CliRunner().invoke(main, ["plan", config, "--ranks", "2", "--host-memory", "8GiB"])
+    assert "Rank 0 of 2" in shown.stdout and "4.0 GiB (--host-memory for 2 ranks)" in shown.stdout
+
+
+def test_a_model_of_a_hugging_face_config_is_planned(tmp_path: Path) -> None:
+    values = {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 100, "n_positions": 32}
+    (tmp_path / "config.json").write_text(json.dumps({**values, "architectures": ["GPT2LMHeadModel"]}))
+    for path in (tmp_path, tmp_path / "config.json"):
+        assert plan_json(CONFIG, "--model-config", str(path))[1]["num_parameters"] == 2 * 49984 + 132 * 64 + 128
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "none"}))
+    shown = CliRunner().invoke(main, ["plan", CONFIG, "--model-config", str(tmp_path)])
+    assert shown.exit_code == 1 and "model_type: expected one that transformers" in shown.stderr
+
+
+def test_a_model_of_ones_own_is_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    Path("own_models.py").write_text(
+        "import torch\ndef build(): return torch.nn.Linear(300, 200)\ndef wrong(): return 3\n"
+        "def reads(): return torch.nn.Linear(1, 1).weight.item()\n"
+    )
+    assert plan_json(CONFIG, "--model", "own_models:build")[1]["num_parameters"] == 300 * 200 + 200
+    for name, message in (
+        ("own_models:wrong", "expected it to return a torch.nn.Module; found int"),
+        ("own_models:reads", "cannot be built on the meta device"),
+        ("own_models:absent", "has no attribute 'absent'"),
+        ("absent:build", "No module named 'absent'"),
+    ):
+        shown = CliRunner().invoke(main, ["plan", CONFIG, "--model", name])
+        assert shown.exit_code == 1 and message in shown.stderr
 
 
 def test_the_plan_names_its_update_policy() -> None:
@@ -106,9 +185,10 @@ def test_tiers_come_fastest_first_with_their_sums_and_limits() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--model", "gpt", "--params", "1e9"], "not both"),
+        (["--model", "gpt", "--params", "1e9"], "Give one of"),
         (["--params", "7"], "at least 1e6 parameters"),
-        (["--params", "many"], "not a valid float"),
+        (["--params", "many"], "no number of parameters; write 7B"),
+        (["--model", "bert"], "expected gpt:layers=24,hidden=2048 or module:function; found 'bert'"),
         (["--model", "gpt:layer=2"], "no setting 'layer'"),
     ],
 )

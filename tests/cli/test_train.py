@@ -228,6 +228,7 @@ def test_an_error_in_mid_run_closes_the_engine_and_is_one_message(run) -> None: 
     [
         (["absent.json"], 2, "does not exist"),
         (["bad.json"], 1, "Did you mean"),
+        (["none.json"], 1, "optimizer: expected one in none.json, to train with; found none"),
         (["good.json", "--steps", "0"], 2, "--steps"),
         (["good.json", "--model", "gpt:vocab=100"], 2, "vocab must be at least 256"),
         (["good.json", "--model", "gpt:hidden=x"], 2, "whole number"),
@@ -237,6 +238,7 @@ def test_an_error_in_mid_run_closes_the_engine_and_is_one_message(run) -> None: 
 def test_bad_input_is_refused_before_anything_is_made(run, arguments, code: int, message: str) -> None:  # type: ignore[no-untyped-def]
     write_config(Path("good.json"))
     write_config(Path("bad.json"), zero_optimisation={"stage": 3})
+    write_config(Path("none.json"), optimizer=None)
     before = sorted(os.listdir())
     result, engine = run(*arguments)
     assert (result.exit_code, engine) == (code, None)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tiered_zero.demo.gpt import GPT, INIT_STD, build_gpt
 from tiered_zero.errors import ConfigError
-from tiered_zero.plan.gpt_shape import GPTConfig, gpt_of_size, num_parameters, parse_gpt
+from tiered_zero.plan.gpt_shape import GPTConfig, gpt_of_size, num_parameters, parse_count, parse_gpt
 
 SMALL = GPTConfig(layers=2, hidden=32, heads=4, vocab=50, context=16)
 
@@ -91,6 +91,14 @@ def test_seven_billion_has_the_usual_shape() -> None:
     config = gpt_of_size(7e9)
     assert num_parameters(config) == pytest.approx(7e9, rel=0.02)
     assert 28 <= config.layers <= 36 and 3840 <= config.hidden <= 4608
+    assert (config.vocab, config.context, config.tied) == (128256, 8192, False)
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("7B", 7e9), ("1.3b", 1.3e9), ("350M", 350e6), ("2T", 2e12), ("7e9", 7e9), (" 7_000k", 7e6)]
+)
+def test_a_number_of_parameters_is_written_in_short(text: str, count: float) -> None:
+    assert parse_count(text) == pytest.approx(count)
 
 
 @pytest.mark.parametrize("size", [0, -1, 999_999, math.nan, math.inf])

@@ -6,7 +6,7 @@ import json
 
 import click
 
-from tiered_zero.cli.options import parse_model, parse_size
+from tiered_zero.cli.options import parse_model, size_option
 from tiered_zero.config import Config, load
 from tiered_zero.plan.gpt_shape import GPTConfig
 from tiered_zero.plan.swap_capacity import SwapNeed, capacity_lines, capacity_report, plan_gpt, state_arrays
@@ -17,7 +17,7 @@ POSITIVE = click.FloatRange(min=0, min_open=True)
 @click.command("capacity", short_help="Show the bytes that a run would need.")
 @click.argument("config", type=click.Path(exists=True, dir_okay=False))
 @click.option("--model", callback=parse_model, metavar="gpt:...", help="Such as gpt:layers=24,hidden=2048.")
-@click.option("--params", "sized", type=float, callback=parse_size, metavar="7e9", help="A GPT of that size.")
+@size_option
 @click.option("--tbw", type=POSITIVE, metavar="TB", help="What one drive is rated to take, in 10**12 bytes.")
 @click.option("--step-seconds", type=POSITIVE, metavar="S", help="Measured time of a step.")
 @click.option(

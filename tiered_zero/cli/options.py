@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -9,7 +10,7 @@ from typing import TypeVar
 import click
 
 from tiered_zero.errors import ConfigError
-from tiered_zero.plan.gpt_shape import GPTConfig, gpt_of_size, parse_gpt
+from tiered_zero.plan.gpt_shape import GPTConfig, gpt_of_size, parse_count, parse_gpt
 from tiered_zero.sizes import parse_nbytes
 
 DEMO_MODEL = GPTConfig(layers=6, hidden=384, context=256)
@@ -31,9 +32,23 @@ def parse_model(ctx: click.Context, param: click.Parameter, value: str | None) -
     return None if value is None else _or_usage_error(parse_gpt, value)
 
 
-def parse_size(ctx: click.Context, param: click.Parameter, value: float | None) -> GPTConfig | None:
-    """Callback: 7e9 -> a GPT of about that many parameters."""
-    return None if value is None else _or_usage_error(gpt_of_size, value)
+def parse_source(ctx: click.Context, param: click.Parameter, value: str | None) -> GPTConfig | str | None:
+    """Callback: gpt:layers=24 -> GPTConfig; module:function stays."""
+    if value is None or value.partition(":")[0] == "gpt":
+        return parse_model(ctx, param, value)
+    if not re.fullmatch(r"[\w.]+:\w+", value):
+        raise click.BadParameter(f"expected gpt:layers=24,hidden=2048 or module:function; found {value!r}")
+    return value
+
+
+def parse_size(ctx: click.Context, param: click.Parameter, value: str | None) -> GPTConfig | None:
+    """Callback: 7B, 7e9 -> a GPT of about that many parameters."""
+    return None if value is None else _or_usage_error(lambda text: gpt_of_size(parse_count(text)), value)
+
+
+size_option = click.option(
+    "--params", "sized", callback=parse_size, metavar="7B", help="A GPT of about that size, with a usual vocabulary."
+)
 
 
 def parse_bytes(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:

@@ -4,21 +4,50 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from tiered_zero.cli.console import STDOUT
-from tiered_zero.cli.options import CONFIG_FILE, DEMO_MODEL, JSON_OPTION, parse_bytes, parse_model, parse_size
+from tiered_zero.cli.options import CONFIG_FILE, DEMO_MODEL, JSON_OPTION, parse_bytes, parse_source, size_option
 from tiered_zero.cli.tables import plan_table
 from tiered_zero.config import load
+from tiered_zero.config.json_file import read_json
 from tiered_zero.errors import PlanError
-from tiered_zero.plan.gpt_shape import GPTConfig, num_parameters
+from tiered_zero.plan.gpt_shape import GPTConfig
+from tiered_zero.plan.swap_capacity import SwapNeed, directory_needs, look_at_drives
+from tiered_zero.sizes import format_nbytes
+
+if TYPE_CHECKING:
+    from tiered_zero.plan.planner import Plan
+
+_EVALUATES = (
+    "No optimizer is named: this is the plan of an evaluation. To plan training add --optimizer AdamW, or name one in "
+    "the config."
+)
+_ACTIVATIONS = "Activations are in no plan: the model, the batch and activation checkpointing decide what they take."
 
 
 @click.command()
 @click.argument("config", type=CONFIG_FILE)
-@click.option("--model", callback=parse_model, metavar="gpt:...", help=f"Default {DEMO_MODEL}.")
-@click.option("--params", "sized", type=float, callback=parse_size, metavar="7e9", help="A GPT of about that size.")
+@click.option(
+    "--model",
+    "source",
+    callback=parse_source,
+    metavar="gpt:...|MODULE:FUNCTION",
+    help=f"The built-in GPT (default {DEMO_MODEL}), or a function of yours that returns a model.",
+)
+@size_option
+@click.option(
+    "--model-config",
+    type=click.Path(exists=True, path_type=Path),
+    metavar="config.json",
+    help="A Hugging Face model, from its config (needs transformers, and no network).",
+)
+@click.option("--optimizer", metavar="AdamW", help="Plan with this optimizer in place of the config's.")
+@click.option("--ranks", type=click.IntRange(min=1), default=1, show_default=True, help="Processes on this host.")
 @click.option(
     "--device-memory",
     callback=parse_bytes,
@@ -35,42 +64,87 @@ from tiered_zero.plan.gpt_shape import GPTConfig, num_parameters
 @click.pass_context
 def plan(
     ctx: click.Context,
+    /,
     config: str,
-    model: GPTConfig | None,
+    source: GPTConfig | str | None,
     sized: GPTConfig | None,
+    model_config: Path | None,
+    optimizer: str | None,
+    ranks: int,
     device_memory: int | None,
     host_memory: int | None,
     as_json: bool,
 ) -> None:
     """Show the bytes that a run of CONFIG needs on each tier. Allocates nothing.
 
-    Exit code 1, with the table and the reason, where it does not fit: into this machine, the limits in CONFIG, or the
-    sizes given by option.
+    Exit code 1, with the table and the reason, where it does not fit: into this machine and its disks, the limits in
+    CONFIG, or the sizes given by option.
     """
-    if model and sized:
-        raise click.UsageError("Give --model or --params, not both.")
-    from tiered_zero.demo.gpt import build_gpt  # not for --help: torch takes seconds
-    from tiered_zero.run_spec import specify_run
+    given = [chosen for chosen in (source, sized, model_config) if chosen is not None]
+    if len(given) > 1:
+        raise click.UsageError("Give one of --model, --params and --model-config.")
+    chosen = given[0] if given else DEMO_MODEL
+    settings = read_json(config)
+    if optimizer is not None:
+        settings["optimizer"] = {"type": optimizer}
+    # Not imported for --help: torch takes seconds.
+    from tiered_zero.cli.planned_run import build_planned, count_parameters, specify_planned
 
-    shape = model or sized or DEMO_MODEL
-    given = {"device": device_memory, "host": host_memory}
-    limits = {tier: (nbytes, f"--{tier}-memory") for tier, nbytes in given.items() if nbytes is not None}
-    planned = specify_run(load(config), build_gpt(shape), limits=limits).plan
-    try:
-        planned.check()
-        problem = None
-    except PlanError as error:
-        problem = str(error)
+    loaded = load(settings, world_size=ranks)
+    model = build_planned(chosen)
+    run = specify_planned(loaded, model, ranks, device_memory, host_memory)
+    needs = directory_needs(SwapNeed.of(run.plan), loaded.zero_optimization)
+    directories, drives = look_at_drives(dataclasses.replace(need, nbytes=ranks * need.nbytes) for need in needs)
+    problems = [*_problems(run.plan, drives)]
     if as_json:
-        facts = {"model": str(shape), "num_parameters": num_parameters(shape), "problem": problem}
-        policy = dataclasses.asdict(planned.update_policy)
-        click.echo(json.dumps({**facts, "update_policy": policy, "rows": planned.table()}))
+        facts = {
+            "model": str(chosen),
+            "num_parameters": count_parameters(model),
+            "trains": run.trains,
+            "ranks": ranks,
+            "problem": "\n".join(problems) or None,
+            "update_policy": dataclasses.asdict(run.plan.update_policy),
+            "rows": run.plan.table(),
+            "directories": directories,
+            "drives": drives,
+        }
+        click.echo(json.dumps(facts))
     else:
-        STDOUT.print(f"{num_parameters(shape):,} parameters: {shape}", highlight=False)
-        STDOUT.print(plan_table(planned))
-        STDOUT.print(planned.update_policy.text, highlight=False)
-    if problem:
+        if not run.trains:
+            click.echo(_EVALUATES)
+        click.echo(f"{count_parameters(model):,} parameters: {chosen}")
+        if ranks > 1:
+            click.echo(f"Rank 0 of {ranks} on one host; the others need the same, or a little less.")
+        STDOUT.print(plan_table(run.plan))
+        for line in _directory_lines(directories, drives):
+            click.echo(line)
+        click.echo(run.plan.update_policy.text)
+        click.echo(_ACTIVATIONS)
+    for problem in problems:
         click.echo(f"Error: {problem.partition(chr(10))[0]}", err=True)
-        if device_memory is None and planned.nbytes("device") > planned.limits.get("device", (1 << 62, ""))[0]:
+    if problems:
+        if device_memory is None and run.plan.nbytes("device") > run.plan.limits.get("device", (1 << 62, ""))[0]:
             click.echo("To plan for another device, add for example --device-memory 24GiB.", err=True)
         ctx.exit(1)
+
+
+def _problems(plan: Plan, drives: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield what does not fit: into memory, and onto disks."""
+    try:
+        plan.check()
+    except PlanError as error:
+        yield str(error)
+    for drive in drives:
+        if not drive["fits"]:
+            yield (
+                f"The plan needs {format_nbytes(drive['nbytes'])} in {', '.join(drive['directories'])}; "
+                f"{format_nbytes(drive['free_nbytes'])} are free there. Free space, or name another disk in nvme_path."
+            )
+
+
+def _directory_lines(directories: Sequence[Mapping[str, Any]], drives: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    free = {path: drive["free_nbytes"] for drive in drives for path in drive["directories"]}
+    for row in directories:
+        exists = "" if row["exists"] else " (it does not exist yet)"
+        path = row["path"]
+        yield f"nvme_path {path}: {format_nbytes(row['nbytes'])} of {format_nbytes(free[path])} that are free{exists}"

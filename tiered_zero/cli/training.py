@@ -25,7 +25,7 @@ from tiered_zero.config.json_file import read_json
 from tiered_zero.demo.corpus import NUM_BYTE_VALUES, Corpus, read_corpus
 from tiered_zero.demo.gpt import build_gpt
 from tiered_zero.engine import Engine
-from tiered_zero.errors import NonFiniteError
+from tiered_zero.errors import ConfigError, NonFiniteError
 from tiered_zero.hardware.launcher import rank_here, world_size_here
 from tiered_zero.plan.gpt_shape import GPTConfig, num_parameters
 from tiered_zero.sizes import TIERS, format_nbytes
@@ -77,6 +77,11 @@ class Training:
         settings = overlay(read_json(options.config), options.batch, {"trace": options.trace, "report": options.report})
         self._rank, self._world_size = rank_here(), world_size_here()
         resolved = load(settings, world_size=self._world_size)
+        if resolved.optimizer is None:
+            raise ConfigError(
+                f"optimizer: expected one in {options.config}, to train with; found none. Add for example "
+                '"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}.'
+            )
         self._corpus = corpus = read_corpus(options.data)
         corpus.check(model.context)
         logger.info("%s parameters, %s; text: %s", f"{num_parameters(model):,}", model, corpus.source)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
@@ -99,14 +100,43 @@ def num_parameters(config: GPTConfig) -> int:
     return config.layers * block + embeddings + 2 * hidden
 
 
+_FAMILIES = (
+    (0.0, GPTConfig(vocab=256, context=256)),  # bytes, as the demo reads them
+    (5e7, GPTConfig(vocab=50257, context=1024)),  # GPT-2
+    (3e9, GPTConfig(vocab=128256, context=8192, tied=False)),  # Llama 3
+)
+"""Parameters from which on a model has the vocabulary, the context and the head of a family. The embeddings decide how
+much is paged at once."""
+
+
 def gpt_of_size(num_wanted: float) -> GPTConfig:
-    """A GPT of about that many parameters with the usual proportion, hidden = 128 * layers. Raises ConfigError."""
+    """A GPT of about that many parameters with the usual proportion, hidden = 128 * layers, and the vocabulary and
+    context of real models of that size. Raises ConfigError."""
     if not 1e6 <= num_wanted < math.inf:
         raise ConfigError(f"A model planned by its size has at least 1e6 parameters, not {num_wanted:g}.")
-    hidden = max(HEAD_SIZE, round((num_wanted * 128 / 12) ** (1 / 3) / HEAD_SIZE) * HEAD_SIZE)
-    one = GPTConfig(layers=1, hidden=hidden)
-    per_block = num_parameters(replace(one, layers=2)) - num_parameters(one)
-    return replace(one, layers=max(1, round((num_wanted - num_parameters(one)) / per_block) + 1))
+    family = [config for least, config in _FAMILIES if num_wanted >= least][-1]
+    best = None
+    for hidden in itertools.count(HEAD_SIZE, HEAD_SIZE):  # the wider, the fewer layers are left of the size
+        one = replace(family, layers=1, hidden=hidden, heads=0)
+        per_block = num_parameters(replace(one, layers=2)) - num_parameters(one)
+        layers = round((num_wanted - num_parameters(one)) / per_block) + 1
+        if best is not None and layers < hidden / 128:
+            return best
+        best = replace(one, layers=max(1, layers))
+    raise AssertionError("count() has no end")
+
+
+_MULTIPLES = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
+
+
+def parse_count(text: str) -> float:
+    """'7B', '350M' or '7e9' -> the number. Raises ConfigError."""
+    stripped = text.strip().lower().replace("_", "")
+    multiple = _MULTIPLES.get(stripped[-1:], 1.0)
+    try:
+        return float(stripped[:-1] if multiple > 1 else stripped) * multiple
+    except ValueError:
+        raise ConfigError(f"{text!r} is no number of parameters; write 7B, 350M or 7e9.") from None
 
 
 def parse_gpt(text: str) -> GPTConfig:

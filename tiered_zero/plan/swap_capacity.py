@@ -213,18 +213,8 @@ def capacity_report(
     `tbw`: TB (10**12 bytes) that one drive is rated to take; each file system counts as one drive. `save_every`:
     steps from one in-place commit to the next. The store's own bookkeeping, a few KiB a file, is not in these bytes.
     """
-    drives: dict[int, dict[str, Any]] = {}
-    directories = []
-    for directory in directory_needs(need, config.zero_optimization, save_every):
-        status, exists, free_nbytes = _look(directory.path)
-        row = {"path": directory.path, "exists": exists, "nbytes": directory.nbytes}
-        directories.append({**row, "written_nbytes_per_step": directory.written_per_step})
-        drive = drives.setdefault(status.st_dev, {"directories": [], "nbytes": 0, "free_nbytes": free_nbytes})
-        drive["directories"].append(directory.path)
-        drive["nbytes"] += directory.nbytes
-        drive["written_nbytes_per_step"] = drive.get("written_nbytes_per_step", 0) + directory.written_per_step
-    for drive in drives.values():
-        drive["fits"] = drive["nbytes"] <= drive["free_nbytes"]
+    directories, drives = look_at_drives(directory_needs(need, config.zero_optimization, save_every))
+    for drive in drives:
         written = drive["written_nbytes_per_step"]
         if step_s is not None:
             drive["tb_per_day"] = written * 86400 / step_s / 1e12
@@ -243,10 +233,28 @@ def capacity_report(
         "tbw": tbw,
         "step_seconds": step_s,
         "directories": directories,
-        "drives": list(drives.values()),
-        "fits": all(drive["fits"] for drive in drives.values()),
+        "drives": drives,
+        "fits": all(drive["fits"] for drive in drives),
         "notes": [] if config.optimizer else [_NO_OPTIMIZER],
     }
+
+
+def look_at_drives(needs: Iterable[DirectoryNeed]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Look at the directories, as rows, and at the file systems that they lie on: what is needed there, what is free,
+    and whether it fits."""
+    directories = []
+    drives: dict[int, dict[str, Any]] = {}
+    for need in needs:
+        status, exists, free_nbytes = _look(need.path)
+        row = {"path": need.path, "exists": exists, "nbytes": need.nbytes}
+        directories.append({**row, "written_nbytes_per_step": need.written_per_step})
+        empty = {"directories": [], "nbytes": 0, "free_nbytes": free_nbytes, "written_nbytes_per_step": 0}
+        drive = drives.setdefault(status.st_dev, empty)
+        drive["directories"].append(need.path)
+        drive["nbytes"] += need.nbytes
+        drive["fits"] = drive["nbytes"] <= drive["free_nbytes"]
+        drive["written_nbytes_per_step"] += need.written_per_step
+    return directories, list(drives.values())
 
 
 def _look(path: str) -> tuple[os.stat_result, bool, int]:

@@ -1,0 +1,109 @@
+"""What `tiered-zero plan` plans: a model, built on the `meta` device, where it takes no memory, and its ranks."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from tiered_zero.config.json_file import read_json
+from tiered_zero.config.schema import Config
+from tiered_zero.demo.gpt import build_gpt
+from tiered_zero.errors import ConfigError
+from tiered_zero.hardware.collectives import Collectives
+from tiered_zero.hardware.probe import available_host_nbytes
+from tiered_zero.plan.gpt_shape import GPTConfig
+from tiered_zero.plan.request import NO_LIMIT
+from tiered_zero.run_spec import RunSpec, specify_run
+
+
+def build_planned(source: GPTConfig | Path | str) -> nn.Module:
+    """Build the built-in GPT of a shape, the model of a Hugging Face config.json, or what `module:function` returns.
+
+    Raises ConfigError where it cannot be built.
+    """
+    if isinstance(source, GPTConfig):
+        return build_gpt(source)
+    try:
+        with torch.device("meta"):
+            return _of_hugging_face(source) if isinstance(source, Path) else _of_function(source)
+    except ConfigError:
+        raise
+    except Exception as error:  # of foreign code
+        raise ConfigError(
+            f"The model {source} cannot be built on the meta device: {type(error).__name__}: {error}"
+        ) from error
+
+
+class _PlannedRanks:
+    """Rank 0 of ranks that do not run: the others say what it says."""
+
+    rank = 0
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+
+    def exchange(self, data: bytes, what: str = "", *, kind: str = "") -> list[bytes]:
+        return [data] * self.world_size
+
+
+def specify_planned(
+    config: Config, model: nn.Module, ranks: int, device_nbytes: int | None, host_nbytes: int | None
+) -> RunSpec:
+    """Specify the run of rank 0. `device_nbytes`, `host_nbytes`: of the machine to plan for; None: of this one. The
+    ranks of a host share its memory."""
+    limits = {} if device_nbytes is None else {"device": (device_nbytes, "--device-memory")}
+    if host_nbytes is not None:
+        limits["host"] = (host_nbytes // ranks, "--host-memory" + f" for {ranks} ranks" * (ranks > 1))
+    elif ranks > 1 and (part := available_host_nbytes() // ranks) < (config.tiered_zero.host_memory_limit or NO_LIMIT):
+        limits["host"] = (part, f"the part of each of {ranks} ranks in what this machine and its cgroup have free")
+    return specify_run(config, model, limits=limits, collectives=cast(Collectives, _PlannedRanks(ranks)))
+
+
+def count_parameters(model: nn.Module) -> int:
+    """Tied weights count once."""
+    return sum(param.numel() for param in model.parameters())
+
+
+def _of_hugging_face(path: Path) -> nn.Module:
+    """Build the first of the config's architectures, from its numbers alone: nothing is downloaded."""
+    values = read_json(path / "config.json" if path.is_dir() else path)
+    try:
+        import transformers
+    except ImportError as error:
+        raise ConfigError(
+            f"--model-config needs transformers, which knows the models ({error}). Install it, or give --model "
+            "module:function."
+        ) from error
+    known = transformers.CONFIG_MAPPING
+    if values.get("model_type") not in known:
+        raise ConfigError(
+            f"{path}: model_type: expected one that transformers {transformers.__version__} has; found "
+            f"{values.get('model_type')!r}. Give --model module:function for a model of your own."
+        )
+    config = known[values["model_type"]].from_dict(values)
+    names = values.get("architectures") or ()
+    found: Any = next((getattr(transformers, name) for name in names if hasattr(transformers, name)), None)
+    build: Any = found or transformers.AutoModelForCausalLM.from_config
+    model: nn.Module = build(config)
+    return model
+
+
+def _of_function(target: str) -> nn.Module:
+    """Call `module:function`, with the working directory first on the path, as `python -m` has it."""
+    module, _, name = target.partition(":")
+    sys.path.insert(0, "")
+    try:
+        function = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"--model {target}: expected a function that returns a model; {error}.") from error
+    finally:
+        sys.path.remove("")
+    model = function()
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"--model {target}: expected it to return a torch.nn.Module; found {type(model).__name__}.")
+    return model
