@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import save_on_cpu
+from torch.autograd.graph import allow_mutation_on_saved_tensors, save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import tiered_zero
@@ -294,3 +294,71 @@ def test_a_graph_that_nothing_holds_is_freed(place: str, swap_path: Path) -> Non
         y = module(x)
         del x, y
         assert alive() is None
+
+
+# -- hooks of the program around a call --------------------------------------------------------------------------------
+
+
+def in_save_on_cpu(trainer: Any, x: Tensor) -> Tensor:
+    with save_on_cpu():
+        loss: Tensor = trainer(x).square().sum()
+    return loss
+
+
+def in_save_on_cpu_directly(trainer: Any, x: Tensor) -> Tensor:
+    with save_on_cpu():
+        return direct(trainer, x)
+
+
+def in_a_checkpoint(trainer: Any, x: Tensor) -> Tensor:
+    loss: Tensor = checkpoint(trainer, x, use_reentrant=False).square().sum()
+    return loss
+
+
+def blocks_in_checkpoints(trainer: Any, x: Tensor) -> Tensor:
+    for block in (trainer.module.a, nn.Tanh(), trainer.module.b):
+        x = checkpoint(block, x, use_reentrant=False)
+    return x.square().sum()
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    "use", [in_save_on_cpu, in_save_on_cpu_directly, in_a_checkpoint, blocks_in_checkpoints], ids=lambda u: u.__name__
+)
+@pytest.mark.parametrize("function", [change_an_output, change_a_part_in_place, differentiate_forward])
+def test_hooks_around_a_call_have_their_effect(function: Forward, use: Use, place: str, swap_path: Path) -> None:
+    expected = outcome(Plain(Net(function), sgd), use, own=True)
+    assert_same(expected, outcome(tiered(Net(function), swap_path, PLACES[place], sgd), use, own=True))
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_what_is_saved_may_be_changed_where_the_program_allows_it(place: str, swap_path: Path) -> None:
+    with allow_mutation_on_saved_tensors():
+        expected = outcome(Plain(Net(change_an_output), sgd))
+        assert_same(expected, outcome(tiered(Net(change_an_output), swap_path, PLACES[place], sgd)))
+
+
+def test_hooks_around_a_call_get_all_but_weights(swap_path: Path) -> None:
+    counts = []
+    for trainer in (Plain(Net(change_a_part_in_place)), tiered(Net(change_a_part_in_place), swap_path)):
+        saved: list[Tensor] = []
+        with saved_tensors_hooks(lambda tensor, saved=saved: saved.append(tensor) or tensor, lambda tensor: tensor):
+            trainer(torch.ones(3, 4, requires_grad=True))
+        counts.append(len(saved))
+    counts[0] -= 2  # the weights of `a` and `b`
+    assert counts[0] == counts[1] > 0
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("use", [in_a_checkpoint, blocks_in_checkpoints], ids=lambda u: u.__name__)
+def test_a_checkpoint_around_a_call_computes_again(use: Use, place: str, swap_path: Path) -> None:
+    counts = []
+    for trainer in (
+        Plain(Net(change_a_part_in_place)),
+        tiered(Net(change_a_part_in_place), swap_path, PLACES[place]),
+    ):
+        calls: list[int] = []
+        trainer.module.b.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
+        use(trainer, torch.ones(3, 4)).backward()
+        counts.append(len(calls))
+    assert counts == [2, 2]

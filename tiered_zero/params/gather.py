@@ -13,7 +13,6 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from tiered_zero.errors import ModelError
 from tiered_zero.params.guarded_parameter import ClosedEngine, handler_of
-from tiered_zero.params.outside_modes import runs_outside_modes
 from tiered_zero.params.pager import Pager
 from tiered_zero.params.saved_views import Saved, load_tensor, save_tensor
 from tiered_zero.params.unit_state import PagedUnit
@@ -67,7 +66,6 @@ def _pagers(params: Iterable[nn.Parameter]) -> list[Pager]:
 _PagerAndSaved = tuple[Pager | None, Saved]
 
 
-@runs_outside_modes
 def _pack(pagers: Sequence[Pager], tensor: torch.Tensor) -> _PagerAndSaved:
     for pager in pagers:
         if (saved := pager.saved_views.pack_view(tensor)) is not None:

@@ -22,7 +22,7 @@ from tiered_zero.params.guarded_parameter import OffloadedParameter, set_keyed_a
 from tiered_zero.params.outside_modes import runs_outside_modes
 from tiered_zero.params.pager import Pager
 from tiered_zero.params.pass_scope import PassScope
-from tiered_zero.params.saved_views import SavedViews
+from tiered_zero.params.saved_views import SAVED_TENSOR_HOOKS
 
 
 class ForwardEvents(Protocol):
@@ -112,7 +112,7 @@ def _hide_from_compiler() -> None:
     from torch._C._dynamo.eval_frame import set_code_exec_strategy
 
     skip = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)
-    for function in (_Hook.__call__, SavedViews.pack, SavedViews.unpack, OffloadedParameter.__torch_function__):
+    for function in (_Hook.__call__, *SAVED_TENSOR_HOOKS, OffloadedParameter.__torch_function__):
         for code in {function.__code__, inspect.unwrap(function).__code__}:
             set_code_exec_strategy(code, skip)
 

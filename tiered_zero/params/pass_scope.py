@@ -67,7 +67,8 @@ class PassScope:
                 raise ModelError(_NO_TRANSFORM) from error
             raise
         finally:
-            saving.__exit__()
+            if saving is not None:
+                saving.__exit__()
 
     # -- the model's parameters ------------------------------------------------------------------------------------
 
@@ -169,15 +170,18 @@ class PassScope:
     def _is_saving(self) -> bool:
         """Whether our hooks for saved tensors are the top of this thread's."""
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        return hooks is not None and hooks[0] == self._pager.saved_views.pack
+        return hooks is not None and self._pager.saved_views.is_own(hooks[0])
 
-    def _start_saving(self) -> saved_tensors_hooks:
+    def _start_saving(self) -> saved_tensors_hooks | None:
         """Check what must hold of the model when the outermost forward or a backward begins; then save by name."""
         self._check_frozen()
         self._pager.changes.check_converted()
         if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
             raise ModelError(_NO_TRANSFORM)
-        saving = saved_tensors_hooks(self._pager.saved_views.pack, self._pager.saved_views.unpack)
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if (hooks := self._pager.saved_views.hooks_inside(outer)) is None:
+            return None
+        saving = saved_tensors_hooks(*hooks)
         saving.__enter__()
         return saving
 

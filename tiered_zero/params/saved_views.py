@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 import torch
 
@@ -46,7 +46,18 @@ class SavedWrapper:
 SavedTensor = tuple[torch.Tensor, int]
 """Any other tensor, and its version counter: see [Note: Versions of saved tensors]."""
 
-Saved = SavedTensor | SavedView | SavedWrapper
+
+@dataclass(frozen=True, kw_only=True)
+class SavedByProgram:
+    """What the hooks of the program return for any other tensor, where it has set some around the engine's call."""
+
+    packed: Any
+    unpack: Callable[[Any], Any]
+
+
+Saved = SavedTensor | SavedView | SavedWrapper | SavedByProgram
+Pack = Callable[[torch.Tensor], Any]
+Unpack = Callable[[Any], Any]
 
 
 @final
@@ -59,11 +70,11 @@ class SavedViews:
         self._units = units
         self._fault_in_saved = fault_in_saved
 
-    @runs_outside_modes
     def pack(self, tensor: torch.Tensor) -> Saved:
         """Save a view of a unit's flat by name, anything else with its version counter."""
         return self.pack_view(tensor) or save_tensor(tensor)
 
+    @runs_outside_modes
     def pack_view(self, tensor: torch.Tensor) -> SavedView | SavedWrapper | None:
         """Save a view of a unit's flat by name; return None for anything else."""
         inner = tensor
@@ -89,6 +100,20 @@ class SavedViews:
             )
             return saved if inner is tensor else SavedWrapper(wrapper=tensor, view=inner.detach(), inner=saved)
 
+    def hooks_inside(self, outer: tuple[Pack, Unpack] | None) -> tuple[Pack, Unpack] | None:
+        """The hooks to set inside of those that autograd calls now: `outer` get what is no unit's, as save_on_cpu().
+
+        None where those of a checkpoint get all: it counts what is saved, weights too, and what is computed again runs
+        without the engine's call around it."""
+        if outer is None or self.is_own(outer[0]):
+            return self.pack, self.unpack
+        if outer[0].__module__ == "torch.utils.checkpoint":
+            return None
+        return _PackInside(self, outer), self.unpack
+
+    def is_own(self, pack: Pack) -> bool:
+        return pack == self.pack or (isinstance(pack, _PackInside) and pack.views is self)
+
     def save_recomputed(self) -> None:
         """In a backward, save by name also what is computed again, where no other hooks save it.
 
@@ -104,7 +129,6 @@ class SavedViews:
         ):
             hooks._push_saved_tensors_default_hooks(self.pack, self.unpack)
 
-    @runs_outside_modes
     def unpack(self, saved: Saved) -> torch.Tensor:
         """Return what forward saved, fetched where it is needed: an entry point of [Note: Entry points].
 
@@ -112,9 +136,16 @@ class SavedViews:
         or `gathered` has changed: no counter of torch moves then."""
         if isinstance(saved, tuple):
             return load_tensor(saved)
+        if isinstance(saved, SavedByProgram):
+            found: torch.Tensor = saved.unpack(saved.packed)
+            return found
         if isinstance(saved, SavedWrapper):
-            self.unpack(saved.inner)
+            self._unpack_view(saved.inner)
             return saved.wrapper
+        return self._unpack_view(saved)
+
+    @runs_outside_modes
+    def _unpack_view(self, saved: SavedView) -> torch.Tensor:
         storage = self._fault_in_saved(saved.unit_index, saved.version)
         view = storage.view(saved.size, saved.stride, saved.offset, saved.dtype)
         with torch._C.DisableTorchFunctionSubclass():
@@ -124,6 +155,20 @@ class SavedViews:
         return view
 
 
+@final
+class _PackInside:
+    """Saves views of units by name, and all else by the hooks of the program."""
+
+    def __init__(self, views: SavedViews, outer: tuple[Pack, Unpack]) -> None:
+        self.views = views
+        self._outer = outer
+
+    def __call__(self, tensor: torch.Tensor) -> Saved:
+        pack, unpack = self._outer
+        return self.views.pack_view(tensor) or SavedByProgram(packed=pack(tensor), unpack=unpack)
+
+
+@runs_outside_modes
 def save_tensor(tensor: torch.Tensor) -> SavedTensor:
     """Pack a tensor that is no unit's: without its graph, which autograd gives back to it."""
     with torch._C.DisableTorchFunctionSubclass():
@@ -155,3 +200,7 @@ def _changed_in_place(tensor: torch.Tensor, found: int, expected: int) -> Runtim
         "detection to find the operation that failed to compute its gradient, with "
         "torch.autograd.set_detect_anomaly(True)."
     )
+
+
+SAVED_TENSOR_HOOKS = SavedViews.pack, SavedViews.unpack, _PackInside.__call__
+"""What autograd calls, on the way of a compiled module too."""
