@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Protocol, cast
 
@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from tiered_zero.errors import ModelError
 from tiered_zero.params.guarded_parameter import ClosedEngine, handler_of
 from tiered_zero.params.pager import Pager
-from tiered_zero.params.saved_views import Saved, load_tensor, save_tensor
+from tiered_zero.params.saved_views import Saved, SavedViews
 from tiered_zero.params.unit_state import PagedUnit
 
 
@@ -36,7 +36,7 @@ def gathered(
         params = list(target.parameters())
     else:
         params = [target] if isinstance(target, nn.Parameter) else list(target)
-    with gather(params, modify, modifier_rank), saved_tensors_hooks(partial(_pack, _pagers(params)), _unpack):
+    with gather(params, modify, modifier_rank), _saving_views(params):
         yield
 
 
@@ -58,27 +58,22 @@ def access_of(param: nn.Parameter) -> WeightAccess | None:
     return None if handler is None or isinstance(handler, ClosedEngine) else cast(WeightAccess, handler)
 
 
-def _pagers(params: Iterable[nn.Parameter]) -> list[Pager]:
-    found = {id(access): access.pager for param in params if (access := access_of(param)) is not None}
-    return list(found.values())
+def _saving_views(params: Iterable[nn.Parameter]) -> AbstractContextManager[object]:
+    """Let autograd save views of the units of any engine by name."""
+    found = {id(access): access.pager.saved_views for param in params if (access := access_of(param)) is not None}
+    return saved_tensors_hooks(partial(_pack, list(found.values())), _unpack) if found else nullcontext()
 
 
-_PagerAndSaved = tuple[Pager | None, Saved]
+def _pack(engines: Sequence[SavedViews], tensor: torch.Tensor) -> tuple[SavedViews, Saved]:
+    for views in engines:
+        if not isinstance(saved := views.pack(tensor), tuple):
+            break
+    return views, saved
 
 
-def _pack(pagers: Sequence[Pager], tensor: torch.Tensor) -> _PagerAndSaved:
-    for pager in pagers:
-        if (saved := pager.saved_views.pack_view(tensor)) is not None:
-            return pager, saved
-    return None, save_tensor(tensor)
-
-
-def _unpack(found: _PagerAndSaved) -> torch.Tensor:
-    pager, saved = found
-    if pager is not None:
-        return pager.saved_views.unpack(saved)
-    assert isinstance(saved, tuple)
-    return load_tensor(saved)
+def _unpack(found: tuple[SavedViews, Saved]) -> torch.Tensor:
+    views, saved = found
+    return views.unpack(saved)
 
 
 @contextmanager

@@ -70,13 +70,9 @@ class SavedViews:
         self._units = units
         self._fault_in_saved = fault_in_saved
 
-    def pack(self, tensor: torch.Tensor) -> Saved:
-        """Save a view of a unit's flat by name, anything else with its version counter."""
-        return self.pack_view(tensor) or save_tensor(tensor)
-
     @runs_outside_modes
-    def pack_view(self, tensor: torch.Tensor) -> SavedView | SavedWrapper | None:
-        """Save a view of a unit's flat by name; return None for anything else."""
+    def pack(self, tensor: torch.Tensor) -> SavedTensor | SavedView | SavedWrapper:
+        """Save a view of a unit's flat by name, anything else with its version counter."""
         inner = tensor
         while torch._C._functorch.is_functorch_wrapped_tensor(inner):
             inner = torch._C._functorch.get_unwrapped(inner)
@@ -84,10 +80,11 @@ class SavedViews:
             try:
                 key = inner.untyped_storage()._cdata
             except NotImplementedError:  # sparse tensors have none
-                return None
+                key = 0
             paged = self._units.by_storage.get(key)
             if paged is None:
-                return None
+                keeps_no_node = tensor.is_leaf or inner is not tensor  # a transform's wrapper cannot be made anew
+                return tensor if keeps_no_node else tensor.detach(), tensor._version
             size, stride, offset = tuple(inner.size()), inner.stride(), int(inner.storage_offset())
             saved = SavedView(
                 unit_index=paged.unit.index,
@@ -103,11 +100,11 @@ class SavedViews:
     def hooks_inside(self, outer: tuple[Pack, Unpack] | None) -> tuple[Pack, Unpack] | None:
         """The hooks to set inside of those that autograd calls now: `outer` get what is no unit's, as save_on_cpu().
 
-        None where those of a checkpoint get all: it counts what is saved, weights too, and what is computed again runs
-        without the engine's call around it."""
-        if outer is None or self.is_own(outer[0]):
+        None where these are set already, and where those of a checkpoint get all: it counts what is saved, weights too,
+        and what it computes again runs without the engine's call around it."""
+        if outer is None:
             return self.pack, self.unpack
-        if outer[0].__module__ == "torch.utils.checkpoint":
+        if self.is_own(outer[0]) or getattr(outer[0], "__module__", "") == "torch.utils.checkpoint":
             return None
         return _PackInside(self, outer), self.unpack
 
@@ -135,7 +132,12 @@ class SavedViews:
         Raises RuntimeError, as torch does, for what was changed in place since, and ModelError for weights that a step
         or `gathered` has changed: no counter of torch moves then."""
         if isinstance(saved, tuple):
-            return load_tensor(saved)
+            tensor, expected = saved
+            with torch._C.DisableTorchFunctionSubclass():
+                counter = tensor._version
+            if counter != expected:
+                raise _changed_in_place(tensor, counter, expected)
+            return tensor
         if isinstance(saved, SavedByProgram):
             found: torch.Tensor = saved.unpack(saved.packed)
             return found
@@ -164,28 +166,8 @@ class _PackInside:
         self._outer = outer
 
     def __call__(self, tensor: torch.Tensor) -> Saved:
-        pack, unpack = self._outer
-        return self.views.pack_view(tensor) or SavedByProgram(packed=pack(tensor), unpack=unpack)
-
-
-@runs_outside_modes
-def save_tensor(tensor: torch.Tensor) -> SavedTensor:
-    """Pack a tensor that is no unit's: without its graph, which autograd gives back to it."""
-    with torch._C.DisableTorchFunctionSubclass():
-        counter = tensor._version
-        if tensor.is_leaf or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-            return tensor, counter
-        return tensor.detach(), counter
-
-
-def load_tensor(saved: SavedTensor) -> torch.Tensor:
-    """Unpack what `save_tensor` has packed. Raises RuntimeError, as torch does, where it was changed in place since."""
-    tensor, expected = saved
-    with torch._C.DisableTorchFunctionSubclass():
-        found = tensor._version
-    if found != expected:
-        raise _changed_in_place(tensor, found, expected)
-    return tensor
+        saved, (pack, unpack) = self.views.pack(tensor), self._outer
+        return SavedByProgram(packed=pack(tensor), unpack=unpack) if isinstance(saved, tuple) else saved
 
 
 def _changed_in_place(tensor: torch.Tensor, found: int, expected: int) -> RuntimeError:
