@@ -196,9 +196,9 @@ class CheckpointCalls:
         """Read one value of the parameter `name`, as `module.named_parameters()` calls it: a copy on the CPU, from any
         tier. Masters and gradients are fp32 in the parameter's shape; state has torch's dtype and shape.
 
-        `kind`: "master", "grad" (between backward and `step()`), or state as torch's optimizer calls it, such as
-        "exp_avg". None for what there is not: of a frozen parameter, before the first step, without a gradient. Raises
-        ModelError. Waits for every update and reads whole sub-groups: not for every step. Where masters and state are
+        `kind`: "master", "grad" (between backward and `step()`, without the loss scale), or state as torch's optimizer
+        calls it, such as "exp_avg". None for what there is not: of a frozen parameter, before the first step, without
+        a gradient. Raises ModelError. Waits for every update and reads whole sub-groups: not for every step. Where masters and state are
         sharded (many ranks, stage 1 and up) every rank calls this.
         """
         param = self._named(name)

@@ -223,7 +223,7 @@ class StepRecovery:
     def _drop_gradients(self) -> None:
         self.arrivals.reset()
         self.visible_gradients.hide()
-        self.visible_gradients.set_hidden(self.overflow.loss_scale)
+        self.visible_gradients.set_hidden()
         self.gradients.discard()
 
 

@@ -68,7 +68,7 @@ class TrainStep(StepRecovery):
         """Whether autograd records the outermost forward; reentrant checkpoints inside of it stop that for a while."""
         self._handled = 0
         """The id of the exception that the program handled as it called a module directly."""
-        self.visible_gradients.set_hidden(self.overflow.loss_scale)
+        self.visible_gradients.set_hidden()
 
     # -- module hooks, on the driver thread or in a recomputation in backward ------------------------------------------
 
@@ -217,7 +217,7 @@ class TrainStep(StepRecovery):
             self.gradients.begin_backward(is_last=boundary and self._reducer is None)
             step_follows = self.counts.begin_backward(retain_graph) and boundary
             self.phase.step_follows = boundary  # the same on every rank, which `retain_graph` need not be
-            self.visible_gradients.set_hidden(self.overflow.loss_scale, step_follows and self._optimizer_in_backward)
+            self.visible_gradients.set_hidden(step_follows and self._optimizer_in_backward)
             backward = self.arrivals.engine_backward(is_last=boundary, frees_graph=not retain_graph)
             with self.scope.saving_views(), backward:
                 if step_follows and self.counts.global_steps:
@@ -295,7 +295,7 @@ class TrainStep(StepRecovery):
                 self.arrivals.reset()
                 self.gradients.zero()
                 self.visible_gradients.show()
-                self.visible_gradients.set_hidden(self.overflow.loss_scale)
+                self.visible_gradients.set_hidden()
             self.counts.num_backwards = 0
             self.meter.losses.clear()
 

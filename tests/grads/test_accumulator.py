@@ -18,8 +18,9 @@ from tests.support.tier_rig import make_runtime
 from tests.support.units import make_params, make_unit
 from tiered_zero.errors import ModelError
 from tiered_zero.grads.accumulator import GradientStore
-from tiered_zero.grads.in_flight import NUM_KEPT, SUM_CHUNK_NUMEL
+from tiered_zero.grads.in_flight import NUM_KEPT, SUM_CHUNK_NUMEL, InFlightGradients
 from tiered_zero.grads.norms import GradNorm
+from tiered_zero.grads.overflow import OverflowGuard
 from tiered_zero.grads.unit_gradients import UnitGradients
 from tiered_zero.hardware.host_memory import HostArena
 from tiered_zero.hardware.runtime import Runtime
@@ -70,7 +71,9 @@ class World:
         arena = HostArena(MIB, self.runtime.accelerator, False, self.runtime.ledger)
         staging = StagingPool(arena, 8192, 1, "staging", self.runtime.recorder, 5.0)
         norms = GradNorm(None)
-        self.store = GradientStore(members, homes, self.inventory, self.runtime, in_flight, staging, norms)
+        transfers = InFlightGradients(self.runtime, in_flight, staging, norms)
+        overflow = OverflowGuard(None, checks=False)
+        self.store = GradientStore(members, homes, self.inventory, self.runtime, transfers, norms, overflow)
 
     def give(self, param: nn.Parameter, grad: torch.Tensor) -> Unit | None:
         param.grad = grad

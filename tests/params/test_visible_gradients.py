@@ -183,20 +183,99 @@ def test_a_parameter_of_a_users_class_stays_one(swap_path: Path) -> None:
     assert type(model.weight) is OwnParameter
 
 
-def test_fp16_gradients_are_hidden_while_they_are_scaled(swap_path: Path) -> None:
-    with build(swap_path, "cpu", fp16={"enabled": True, "loss_scale": 1}) as engine:
-        engine.backward(engine(torch.ones(4, 8, dtype=torch.float16)).square().mean())
-        assert engine.module[2].weight.grad.norm() > 0
-    with build(swap_path, "cpu", fp16={"enabled": True, "loss_scale": 128}) as engine:
+SCALE = 2.0**16
+"""One in fp16 times this is not finite."""
+
+
+def half_backward(engine: tiered_zero.Engine, number: int = 0) -> None:
+    rows = torch.linspace(-1, 1, 32).view(4, 8) / 64 + number / 8
+    engine.backward(engine(rows.half()).float().square().mean() / 64)
+
+
+def masters(engine: tiered_zero.Engine) -> dict[str, torch.Tensor]:
+    found = {name: engine.peek(name) for name, param in engine.module.named_parameters() if param.requires_grad}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+@places
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_loss_scale_is_not_seen(device: str, threshold: int, steps: int, swap_path: Path) -> None:
+    """Reading changes no bit of the update; what is shown is the gradient without the scale, in fp32."""
+    ends = []
+    for reads in (False, True):
+        options: dict[str, Any] = {"steps": steps, "gradient_clipping": 1e-3}
+        with build(swap_path, device, threshold, fp16={"enabled": True, "loss_scale": SCALE}, **options) as engine:
+            for number in range(4):
+                half_backward(engine, number)
+                for name, param in engine.module.named_parameters() if reads else ():
+                    if param.requires_grad:
+                        grad = param.grad
+                        assert grad is param.grad and grad.dtype == torch.float32 and 0 < grad.norm() < 1
+                        assert torch.equal(engine.peek(name, "grad"), grad)
+                engine.step()
+            ends.append(masters(engine))
+            if reads:
+                with pytest.raises(ModelError, match=r"read as parameter\.grad in an earlier step"):
+                    grad.norm()
+    assert all(torch.equal(value, ends[1][name]) for name, value in ends[0].items())
+
+
+@places
+@pytest.mark.parametrize("by_hand", ["in place", "clipped", "numpy", "assigned", "assigned half", "poked", "added up"])
+def test_gradients_without_the_scale_are_taken(device: str, threshold: int, by_hand: str, swap_path: Path) -> None:
+    steps = 2 if by_hand == "added up" else 1
+    fp16 = {"enabled": True, "loss_scale": SCALE}
+    with build(swap_path, device, threshold, steps=steps, gradient_clipping=0.0, fp16=fp16) as engine:
         weight = engine.module[2].weight
-        engine.backward(engine(torch.ones(4, 8, dtype=torch.float16)).square().mean())
-        for use in (lambda: weight.grad, lambda: nn.utils.clip_grad_norm_(engine.module.parameters(), 1.0)):
-            with pytest.raises(ModelError, match=r"multiplied by the loss scale.*gradient_clipping"):
-                use()
-        engine.zero_grad()
-        with pytest.raises(ModelError, match="multiplied by the loss scale"):
-            weight.grad = torch.ones(8, 8, dtype=torch.float16)
+        plain = nn.Parameter(engine.peek("2.weight"))
+        optimizer = torch.optim.AdamW([plain], **{**ADAMW["params"], "weight_decay": 0.0})
+        for number in range(3):
+            half_backward(engine, number)
+            plain.grad = weight.grad.clone()
+            if by_hand == "in place":
+                weight.grad.mul_(3)
+                plain.grad.mul_(3)
+            elif by_hand == "clipped":
+                nn.utils.clip_grad_norm_([weight], 1e-4)
+                nn.utils.clip_grad_norm_([plain], 1e-4)
+            elif by_hand == "numpy":
+                weight.grad.detach().numpy()[1, 2] = 7
+                plain.grad[1, 2] = 7
+            elif by_hand == "poked":
+                engine.poke("2.weight", "grad", plain.grad.fill_(100.0))
+                assert torch.equal(engine.peek("2.weight", "grad"), plain.grad)
+            elif by_hand == "added up":
+                weight.grad.mul_(3)
+                plain.grad.mul_(3)
+                engine.step()
+                half_backward(engine, number + 1)
+                more = weight.grad - plain.grad
+                assert more.norm() > 0
+                plain.grad += more
+            else:
+                dtype = torch.half if by_hand == "assigned half" else torch.float32
+                given = engine.module[0].weight.grad.to(dtype) if number % 2 else torch.ones(8, 8, dtype=dtype)
+                weight.grad = given
+                plain.grad = given.float().clone()
+            assert torch.equal(weight.grad.float(), plain.grad)
+            engine.step()
+            optimizer.step()
+            assert engine.was_step_applied() and torch.equal(engine.peek("2.weight"), plain)
+
+
+def test_zeros_and_overflows_under_a_loss_scale(swap_path: Path) -> None:
+    with build(swap_path, "cpu", fp16={"enabled": True, "loss_scale": SCALE}) as engine:
+        weight, before = engine.module[2].weight, masters(engine)
+        half_backward(engine)
+        grad = weight.grad
+        engine.zero_grad(set_to_none=False)
+        assert weight.grad is grad and not grad.any()
+        engine.abort_step()
+        engine.backward(engine(torch.full((4, 8), 60.0).half()).float().square().mean() * 1e4)
+        assert not weight.grad.isfinite().all()
         engine.step()
+        assert not engine.was_step_applied()
+        assert all(torch.equal(value, before[name]) for name, value in masters(engine).items())
 
 
 def test_a_step_without_backward_is_warned_of_once(swap_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -145,7 +145,8 @@ def _build(run_spec: RunSpec, lr_scheduler: Any, collectives: Collectives, loade
             lambda: step.arrivals.notice_backward(),
         )
         resources.add("pager", pager.close)
-        gradients, reducer = make_gradients(run_spec, tiers, inventory, runtime)
+        overflow = OverflowGuard.from_config(config)
+        gradients, reducer = make_gradients(run_spec, tiers, inventory, runtime, overflow)
         resources.add("gradients", gradients.close)
         if reducer is not None:
             resources.add("gradients", reducer.close)
@@ -180,7 +181,7 @@ def _build(run_spec: RunSpec, lr_scheduler: Any, collectives: Collectives, loade
             config,
             plan.update_policy,
             trains=run_spec.trains,
-            overflow=OverflowGuard.from_config(config),
+            overflow=overflow,
         )
         portable = RunState(
             module=run_spec.model,

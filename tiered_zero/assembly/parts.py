@@ -10,7 +10,9 @@ import torch
 
 from tiered_zero.config.schema import Config
 from tiered_zero.grads.accumulator import GradientStore
+from tiered_zero.grads.in_flight import InFlightGradients
 from tiered_zero.grads.norms import GradNorm
+from tiered_zero.grads.overflow import OverflowGuard
 from tiered_zero.grads.reducer import GradientReducer, Reduction
 from tiered_zero.grads.unit_gradients import UnitGradients
 from tiered_zero.hardware.runtime import Runtime
@@ -33,7 +35,7 @@ from tiered_zero.update.stepper import StreamingStepper
 
 
 def make_gradients(
-    run_spec: RunSpec, tiers: TierRack, inventory: Inventory, runtime: Runtime
+    run_spec: RunSpec, tiers: TierRack, inventory: Inventory, runtime: Runtime, overflow: OverflowGuard
 ) -> tuple[GradientStore, GradientReducer | None]:
     plan = run_spec.plan
     trainable = [unit for unit in run_spec.units if unit.trainable]
@@ -55,9 +57,8 @@ def make_gradients(
         for param, entry in zip(run_spec.params_of(unit), unit.entries, strict=True)
     }
     norms = GradNorm(run_spec.rule.kernel or open_kernel())
-    store = GradientStore(
-        entries, units, inventory, runtime, plan.gradients.in_flight_nbytes, tiers.gradient_staging, norms
-    )
+    in_flight = InFlightGradients(runtime, plan.gradients.in_flight_nbytes, tiers.gradient_staging, norms)
+    store = GradientStore(entries, units, inventory, runtime, in_flight, norms, overflow)
     if runtime.collectives.world_size == 1:
         return store, None
     size, ranks = plan.staging.buckets, plan.request.ranks

@@ -14,9 +14,9 @@ from torch.autograd.graph import get_gradient_edge
 from tiered_zero.errors import ModelError
 from tiered_zero.grads.in_flight import InFlightGradients, land
 from tiered_zero.grads.norms import GradNorm
+from tiered_zero.grads.overflow import OverflowGuard
 from tiered_zero.grads.unit_gradients import UnitGradients
 from tiered_zero.hardware.runtime import Runtime
-from tiered_zero.hardware.staging import StagingPool
 from tiered_zero.layout.flat import FlatEntry, ParamSpec, Unit
 from tiered_zero.sizes import format_nbytes
 from tiered_zero.tiers.inventory import Inventory
@@ -27,6 +27,16 @@ logger = logging.getLogger("tiered_zero")
 
 GRAD_SLOT: Any = torch.Tensor.grad
 """The descriptor of autograd's own attribute, past the `grad` property of guarded parameters."""
+
+
+_SECOND_BACKWARD = (
+    "backward() called again before step(): gradients accumulate in fp32 (%s). If unintended, call engine.step() or "
+    "engine.zero_grad()."
+)
+_CHANGED = (
+    "A gradient was changed between backward() and step(): fp16 may not hold it times the loss scale, so gradients "
+    "rest in fp32 from now on (%s)."
+)
 
 
 class GradientStore:
@@ -42,11 +52,11 @@ class GradientStore:
         units: Iterable[UnitGradients],
         inventory: Inventory,
         runtime: Runtime,
-        in_flight_nbytes: int,
-        staging: StagingPool | None,
+        in_flight: InFlightGradients,
         norms: GradNorm,
+        overflow: OverflowGuard,
     ) -> None:
-        """`in_flight_nbytes`: gradients that may wait on the device for their transfer."""
+        """`overflow`: has the loss scale, which multiplies gradients at their homes."""
         self._params = dict(params)
         self._units = {gradients.unit.index: gradients for gradients in units}
         self._storages = {storage for each in self._units.values() for storage in each.storages()}
@@ -55,7 +65,8 @@ class GradientStore:
         self._accelerator = runtime.accelerator
         self._recorder = runtime.recorder
         self._ledger = runtime.ledger
-        self._in_flight = InFlightGradients(runtime, in_flight_nbytes, staging, norms)
+        self._in_flight = in_flight
+        self._overflow = overflow
         self._extra_nbytes: Counter[str] = Counter()
         """Tier -> bytes that the plan does not hold, see `promote`."""
         self._measures_norms = True
@@ -98,7 +109,7 @@ class GradientStore:
         """Bring a gradient [numel] to its home, which holds whole units."""
         index = entry.param.index
         self.wait_update(gradients.unit)
-        gradients.store_assigned()
+        self._store_shown(gradients)
         adds = gradients.adds_to(index)
         if adds:
             self.promote(gradients)
@@ -161,7 +172,7 @@ class GradientStore:
             return
         gradients, entry = place
         gradients.check_new(entry, grad)
-        gradients.store_assigned()
+        self._store_shown(gradients)
         if gradients.shard is not None or gradients.num_sums or not gradients.adds_to(entry.param.index):
             return
         self.promote(gradients)
@@ -194,7 +205,7 @@ class GradientStore:
     def freeze(self, unit: Unit, into: StepGradients) -> None:
         """Detach one unit's gradients for an update that begins in backward: later ones of this step are refused."""
         gradients = self._units[unit.index]
-        gradients.store_assigned()
+        self._store_shown(gradients)
         gradients.expire_views()
         into.shares[unit.index] = gradients.share()
         gradients.frozen = True
@@ -243,18 +254,20 @@ class GradientStore:
 
     def read(self, param: nn.Parameter) -> torch.Tensor | None:
         """Return `param.grad` between backward and step(): a live view of the gradient's home, to be read and changed
-        in place. Waits until it is there. Raises ModelError while hidden. Driver thread."""
+        in place. Under a loss scale it is a copy in fp32 without that factor; changes of it count as well. Waits until
+        the gradient is there. Raises ModelError while hidden. Driver thread."""
         if (place := self._place(param)) is None or place[1].param.index not in place[0].present:
             return None
         self._refuse_if_hidden(place[1])
-        return place[0].show(place[1])
+        return place[0].show(place[1], self._overflow.loss_scale)
 
     def assign(self, param: nn.Parameter, value: torch.Tensor | None) -> None:
         """Do `param.grad = value`; None drops the gradient. The tensor itself is the gradient until the next
         backward or step() copies it to its home.
 
-        `value`: of the parameter's shape, of the dtype and on the device of the parameter or of the gradient's home.
-        Raises ModelError for others, and while hidden. Driver thread."""
+        `value`: of the parameter's shape, of the dtype and on the device of the parameter or of the gradient's home; or
+        fp32 where there is a loss scale, by which it is not multiplied. Raises ModelError for others, and while hidden.
+        Driver thread."""
         if (place := self._place(param)) is None:
             return
         gradients, entry = place
@@ -268,7 +281,10 @@ class GradientStore:
         if value is gradients.shown.get(index):  # as in `param.grad *= 2`
             return
         gradients.check_new(entry, value)
-        devices, dtypes = (param.device, gradients.flat.device), (gradients.unit.dtype, gradients.flat.dtype)
+        devices, dtypes = (param.device, gradients.flat.device), [gradients.unit.dtype, gradients.flat.dtype]
+        if self._overflow.loss_scale != 1.0:
+            dtypes.append(torch.float32)
+            value = value.detach()  # it may be the copy of another gradient, which ends before this one
         if value.shape != entry.param.shape or value.dtype not in dtypes or value.device not in devices:
             raise ModelError(
                 f"A gradient of shape {tuple(entry.param.shape)}, {gradients.unit.dtype}, on {param.device} was "
@@ -285,7 +301,7 @@ class GradientStore:
         for param, grad in self._take_unstored():
             self.assign(param, grad)
         for gradients in self._units.values():
-            gradients.store_assigned()
+            self._store_shown(gradients)
 
     def zero(self) -> None:
         """Set gradients to 0 instead of None, also those of earlier steps since they were last set to None."""
@@ -338,6 +354,16 @@ class GradientStore:
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
+    def _store_shown(self, gradients: UnitGradients) -> None:
+        """Copy home the gradients of a unit that users assigned, and, under a loss scale, those that they changed."""
+        scale = self._overflow.loss_scale
+        if scale == 1.0:
+            gradients.store_assigned()
+        elif changed := gradients.take_changed(scale):
+            self.promote(gradients, _CHANGED)
+            for entry, value in changed:
+                gradients.replace(entry, value.to(torch.float32) * scale)
+
     def _take_unstored(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
         """Take the gradients that are in autograd's own attribute, which no hook has moved to their homes."""
         with torch._C.DisableTorchFunctionSubclass():
@@ -364,9 +390,9 @@ class GradientStore:
             with self._recorder.span("compute", "wait_update", unit.name):
                 update.computed.wait()
 
-    def promote(self, gradients: UnitGradients) -> None:
-        """Turn the unit's flat to fp32, if it is not, for the second gradient of a parameter in a step planned without
-        sums (several backwards): 16-bit sums would round."""
+    def promote(self, gradients: UnitGradients, why: str = _SECOND_BACKWARD) -> None:
+        """Turn the unit's flat to fp32, if it is not: for the second gradient of a parameter in a step planned without
+        sums (several backwards), as 16-bit sums would round. `why`: the warning of any other cause."""
         if gradients.flat.dtype == torch.float32:
             return
         tier = gradients.tier_name
@@ -376,8 +402,7 @@ class GradientStore:
             for each in self._units.values():
                 more[each.tier_name] += _sum_nbytes(each)
             logger.warning(
-                "backward() called again before step(): gradients accumulate in fp32 (%s). If unintended, call "
-                "engine.step() or engine.zero_grad().",
+                why,
                 ", ".join(f"+{format_nbytes(extra)} on {where}" for where, extra in more.items()),
             )
         self._ledger.charge(tier, "gradient_sums", nbytes)

@@ -37,8 +37,9 @@ class UnitGradients:
     All sets and dicts are of parameter indices. `present`: parameters with a gradient in this step. `arrived`: those of
     this backward. `norms`: of gradients that were measured as they arrived. `last`: the event of the one that left the
     device last. `frozen`: their update has begun. `spare`: a second flat, where the update of one step runs under the
-    backward of the next. `shown`: what users got as `param.grad`: a view of the flat in the parameter's shape, or, for
-    those in `assigned`, the user's own tensor, which `store_assigned` copies into the flat. `zeroed`: present, with
+    backward of the next. `shown`: what users got as `param.grad`: a view of the flat in the parameter's shape; under a
+    loss scale a copy without it; or, for those in `assigned`, the user's own tensor, which `store_assigned` copies into
+    the flat. `zeroed`: present, with
     value 0 and nothing to add to. `earlier`: had a gradient since zero_grad() last set gradients to None.
 
     `shard`: with many ranks, where each keeps the sums of its own shard only: which elements of the unit's flat `flat`
@@ -132,15 +133,35 @@ class UnitGradients:
         """View one parameter's gradient at its home, in the parameter's shape."""
         return entry.param.view(self.flat[entry.start : entry.stop])
 
-    def show(self, entry: FlatEntry) -> torch.Tensor:
+    def show(self, entry: FlatEntry, loss_scale: float) -> torch.Tensor:
         """Return what `param.grad` is, the same object until the step ends; the gradient is present."""
         index = entry.param.index
         if index not in self.assigned:
             self.wait_transfers()
             self.zeroed.discard(index)
             if index not in self.shown:
-                self.shown[index] = self.view(entry)
+                self.shown[index] = self.view(entry) if loss_scale == 1.0 else self._unscaled(entry, loss_scale)
         return self.shown[index]
+
+    def _unscaled(self, entry: FlatEntry, loss_scale: float) -> torch.Tensor:
+        return self.view(entry).to(torch.float32, copy=True).mul_(1 / loss_scale)
+
+    def take_changed(self, loss_scale: float) -> list[tuple[FlatEntry, torch.Tensor]]:
+        """End what users hold as `param.grad` under a loss scale; return what they assigned or changed, without it."""
+        if not self.shown:
+            return []
+        self.wait_transfers()
+        found: list[tuple[FlatEntry, torch.Tensor]] = []
+        for entry in self.unit.entries:
+            if (index := entry.param.index) not in self.shown:
+                continue
+            value, is_assigned = self.shown.pop(index), index in self.assigned
+            if is_assigned or not _same_bits(value, self._unscaled(entry, loss_scale)):
+                found.append((entry, value.detach()))
+            self.assigned.discard(index)
+            if not is_assigned:
+                value.__class__ = ExpiredGradient
+        return found
 
     def entries_present(self) -> dict[int, torch.Tensor]:
         """View the [numel] of each gradient at its home, by parameter."""
@@ -194,12 +215,16 @@ class UnitGradients:
         self.wait_transfers()
         for entry in self.unit.entries:
             if (index := entry.param.index) in self.assigned:
-                value, view = self.shown.pop(index).detach(), self.view(entry)
-                view.copy_(value)
-                self.norms.pop(index, None)
-                if value.stride() != view.stride():
-                    self.norms[index] = torch.linalg.vector_norm(value, 2, dtype=torch.float32)
+                self.replace(entry, self.shown.pop(index).detach())
                 self.assigned.discard(index)
+
+    def replace(self, entry: FlatEntry, value: torch.Tensor) -> None:
+        """Copy `value`, in the parameter's shape, to the gradient's home."""
+        view = self.view(entry)
+        view.copy_(value)
+        self.norms.pop(entry.param.index, None)
+        if value.stride() != view.stride():
+            self.norms[entry.param.index] = torch.linalg.vector_norm(value, 2, dtype=torch.float32)
 
     def set_zero(self) -> None:
         """Set every gradient since `zero_grad()` last set gradients to None to 0."""
@@ -212,8 +237,11 @@ class UnitGradients:
             return
         for entry in self.unit.entries:
             if (index := entry.param.index) in self.present:
-                (self.shown[index] if index in self.assigned else self.view(entry)).zero_()
-                if index not in self.shown:
+                if index not in self.assigned:
+                    self.view(entry).zero_()
+                if index in self.shown:
+                    self.shown[index].zero_()
+                else:
                     self.zeroed.add(index)
         self.norms.clear()
 
@@ -223,6 +251,11 @@ class UnitGradients:
             view = self.shown.pop(index, None)
             if view is not None and index not in self.assigned:
                 view.__class__ = ExpiredGradient
+
+
+def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Compare fp32 tensors; a NaN equals itself."""
+    return torch.equal(left.view(torch.int32), right.view(torch.int32))
 
 
 def _zero_padding(flat: torch.Tensor, unit: Unit) -> None:

@@ -15,11 +15,6 @@ _HIDDEN_BY_UPDATE = (
     '{"optimizer_in_backward": false} to read and change gradients until step(). To clip, set gradient_clipping; '
     "engine.get_global_grad_norm() has the norm after step()."
 )
-_HIDDEN_BY_SCALE = (
-    "it is multiplied by the loss scale of fp16 until step(). To clip, set gradient_clipping; "
-    "engine.get_global_grad_norm() has the norm after step(); engine.zero_grad() drops gradients. To read or change "
-    "gradients, train in bf16 or fp32."
-)
 _HIDDEN_BY_RANKS = (
     "it is this rank's own until step(), which averages the gradients of all ranks: leave DistributedDataParallel out. "
     "To clip, set gradient_clipping; engine.get_global_grad_norm() has the norm after step()."
@@ -48,13 +43,13 @@ class VisibleGradients:
         for param in params:
             set_gradient_home(param, self._home)
 
-    def set_hidden(self, loss_scale: float, updates_in_backward: bool = False) -> None:
-        """Refuse to read or assign gradients until step(), where an update or the loss scale changes them.
+    def set_hidden(self, updates_in_backward: bool = False) -> None:
+        """Refuse to read or assign gradients until step(), where an update or other ranks change them.
 
         `updates_in_backward`: the same in every step, though the first step's update never begins in backward.
         """
-        by_scale = _HIDDEN_BY_SCALE if loss_scale != 1.0 else _HIDDEN_BY_RANKS if self._num_ranks > 1 else None
-        self._home.set_hidden(_HIDDEN_BY_UPDATE if updates_in_backward else by_scale)
+        by_ranks = _HIDDEN_BY_RANKS if self._num_ranks > 1 else None
+        self._home.set_hidden(_HIDDEN_BY_UPDATE if updates_in_backward else by_ranks)
 
     def show(self) -> None:
         """Show gradients, if there are any: a forward or a backward has ended."""
