@@ -198,8 +198,8 @@ class CheckpointCalls:
 
         `kind`: "master", "grad" (between backward and `step()`, without the loss scale), or state as torch's optimizer
         calls it, such as "exp_avg". None for what there is not: of a frozen parameter, before the first step, without
-        a gradient. Raises ModelError. Waits for every update and reads whole sub-groups: not for every step. Where masters and state are
-        sharded (many ranks, stage 1 and up) every rank calls this.
+        a gradient. Raises ModelError. Waits for every update and reads whole sub-groups: not for every step. Where
+        masters and state are sharded (many ranks, stage 1 and up) every rank calls this.
         """
         param = self._named(name)
         if kind == "master":
