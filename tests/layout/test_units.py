@@ -149,6 +149,44 @@ def test_many_ranks_gather_a_block_with_all_its_experts() -> None:
     assert together == ["embed", "blocks.0", "blocks.1"]
 
 
+def test_many_ranks_gather_a_block_that_is_a_list_itself() -> None:
+    """A Sequential of blocks runs all of them, on every rank."""
+    experts = nn.ModuleList(nn.ModuleList(nn.Linear(8, 8) for _ in range(3)) for _ in range(2))
+    stages = nn.ModuleList(nn.Sequential(*(Block() for _ in range(3))) for _ in range(2))
+    model = nn.ModuleDict({"experts": experts, "stages": stages})
+    together = [unit.module for unit in units_of(model, world_size=2)]
+    assert together == ["experts.0", "experts.1", *(f"stages.{i}.{j}" for i in range(2) for j in range(3))]
+    assert [unit.module for unit in units_of(model)][:6] == [f"experts.{i}.{j}" for i in range(2) for j in range(3)]
+
+
+class Parts(nn.Module):
+    """A block with seven parts in a list, small or large ones."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(64)
+        self.query = nn.Linear(64, width)
+        self.parts = nn.ModuleList(nn.Linear(64, width) for _ in range(7))
+        self.gate = nn.Parameter(torch.ones(64))
+
+
+def test_small_parts_of_a_block_move_together() -> None:
+    def blocks(num: int, **rules: int) -> list[Unit]:
+        return units_of(nn.ModuleList(Parts(256) for _ in range(num)), **rules)
+
+    assert [unit.module for unit in blocks(96)] == [f"{index}" for index in range(96)], "all of a small block"
+    large = blocks(4)
+    assert names_of(large)[:2] == [["0.gate", "0.norm.weight", "0.norm.bias"], ["0.query.weight", "0.query.bias"]]
+    assert [unit.module for unit in large[:9]] == ["0", "0.query", *(f"0.parts.{index}" for index in range(7))]
+    vectors, *matrices = blocks(4, persistence_numel=256)[:9]
+    assert (vectors.module, vectors.params_numel, vectors.persistent) == ("0", 64 * 3 + 256 * 8, True)
+    assert not any(unit.persistent for unit in matrices)
+    some = blocks(16)
+    most = sum(param.numel() for param in Parts(256).parameters()) * 16 // 64
+    assert all(unit.params_numel <= most for unit in some), "what a batch does not use is small"
+    assert [unit.module for unit in some[:8]] == ["0", *(f"0.parts.{index}" for index in range(7))]
+
+
 def test_parameters_of_a_descended_module_are_its_own_unit() -> None:
     model = Stack()
     model.scale = nn.Parameter(torch.ones(()))

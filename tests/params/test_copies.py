@@ -98,3 +98,22 @@ def test_a_copied_parameter_reads_its_unit_once(swap_path, monkeypatch):
             weight.zero_()
         assert not copy.deepcopy(weight).any(), "what is kept of the last copy is not stale"
         assert weight.shape == (HIDDEN, HIDDEN)
+
+
+class Routed(nn.Module):
+    """Its norms are one unit, with the experts between them."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.LayerNorm(32)
+        self.experts = nn.ModuleList(nn.Linear(32, 64) for _ in range(3))
+        self.last = nn.LayerNorm(64)
+
+
+def test_a_copied_block_reads_its_small_parts_once(swap_path, monkeypatch):
+    with tiered(nn.ModuleList(Routed() for _ in range(4)), swap_path) as engine:
+        offloaded_params, reads = pager(engine).offloaded_params, []
+        read = offloaded_params.read
+        monkeypatch.setattr(offloaded_params, "read", lambda unit: reads.append(unit.module) or read(unit))
+        copy.deepcopy(engine.module[1])
+    assert reads == ["1", "1.experts.0", "1.experts.1", "1.experts.2"]

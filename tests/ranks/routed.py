@@ -34,10 +34,13 @@ class Routed(nn.Module):
 
 
 class RoutedModel(nn.Module):
-    def __init__(self, recomputes: bool | str, num_blocks: int = 4) -> None:
+    """`lists`: a block is a list of experts, which has no forward."""
+
+    def __init__(self, recomputes: bool | str, num_blocks: int = 4, lists: bool = False) -> None:
         super().__init__()
         self.first = nn.Linear(8, HIDDEN)
-        self.blocks = nn.ModuleList(Routed() for _ in range(num_blocks))
+        blocks = (Routed() for _ in range(num_blocks))
+        self.blocks = nn.ModuleList(block.experts if lists else block for block in blocks)
         self.last = nn.Linear(HIDDEN, 4)
         self.recomputes = recomputes
 
@@ -45,7 +48,9 @@ class RoutedModel(nn.Module):
         x = self.first(x)
         for number, block in enumerate(self.blocks):
             chosen = (which + number) % 3
-            if self.recomputes:
+            if isinstance(block, nn.ModuleList):
+                x = x + block[chosen](x).tanh()
+            elif self.recomputes:
                 x = checkpoint(block, x, chosen, use_reentrant=self.recomputes == "reentrant")
             else:
                 x = block(x, chosen)
@@ -56,7 +61,8 @@ class RoutedModel(nn.Module):
 class Run:
     """`routes`: rank 0 chooses other experts in each step, the other ranks the same ones. `forwards`: before one
     backward. `recomputes`: backward computes each block again, "reentrant" in a backward inside of it. `own`: the
-    script calls loss.backward(). `delays`: transfers are late, by other times on each rank."""
+    script calls loss.backward(). `delays`: transfers are late, by other times on each rank. `lists`: of blocks without
+    a forward."""
 
     zero: Mapping[str, Any] = field(default_factory=dict)
     runtime: Mapping[str, Any] = field(default_factory=dict)
@@ -69,6 +75,7 @@ class Run:
     num_blocks: int = 4
     steps: int = 3
     delays: bool = False
+    lists: bool = False
 
 
 def _loss(model: Any, run: Run, step: int, rank: int) -> Tensor:
@@ -86,7 +93,7 @@ def _loss(model: Any, run: Run, step: int, rank: int) -> Tensor:
 
 def _build(run: Run) -> tuple[RoutedModel, torch.optim.Optimizer]:
     torch.manual_seed(5)
-    model = RoutedModel(run.recomputes, run.num_blocks)
+    model = RoutedModel(run.recomputes, run.num_blocks, run.lists)
     return model, torch.optim.AdamW(model.parameters(), lr=3e-3)
 
 

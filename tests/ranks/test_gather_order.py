@@ -46,6 +46,7 @@ HOST = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu
         Run(zero={**NVME, "stage3_max_live_parameters": 0}, delays=True),
         Run(zero=NVME, delays=True, recomputes=True, runtime={"update": "overlapped"}),
         Run(zero=HOST, routes=False, forwards=2),
+        Run(zero={**NVME, "stage3_max_live_parameters": 0}, delays=True, lists=True),
     ],
 )
 def test_experts_differ_by_rank(ranks: RankPool, swap_path: Path, run: Run) -> None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 from tiered_zero.layout.flat import FlatEntry, ParamSpec, Unit, equal_bounds, place_by_rank, place_params
 
 MAX_UNIT_NUMEL = 1 << 28
 """A quarter of a billion elements: half a GiB in 16 bit, far past the size at which any link is at full rate."""
+
+SMALL_NUMEL = 1 << 20
+"""Small parts of a block move together, up to so many elements and a 64th of the model: 2 MiB in 16 bit take as long on
+PCIe as the calls that a unit of its own costs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +40,8 @@ class UnitRules:
 class ModuleSpec:
     """One module of a tree. `params`: places in the list of ParamSpecs of the parameters that it owns itself.
 
-    `is_stack`: holds blocks, or experts, that run one by one. `is_list`: a stack that holds them by number.
+    `is_stack`: holds blocks, or experts, that run one by one. `is_list`: a stack that holds them by number. `runs`: has
+    a forward, unlike ModuleList and ModuleDict, whose user may run some of what they hold.
     """
 
     name: str = ""
@@ -43,6 +49,7 @@ class ModuleSpec:
     children: tuple[ModuleSpec, ...] = ()
     is_stack: bool = False
     is_list: bool = False
+    runs: bool = True
 
     @cached_property
     def all_params(self) -> tuple[int, ...]:
@@ -55,20 +62,70 @@ class ModuleSpec:
         return self.is_stack or any(child.holds_stack for child in self.children)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Kind:
+    """What the parameters of a unit have in common."""
+
+    dtype: Any
+    trainable: bool
+    persistent: bool
+
+
+@dataclass(kw_only=True)
+class _Part:
+    """Parameters that become a unit, or join one. `module`: whose forward uses them. `block`: the module that small
+    parts join; None: they stay apart."""
+
+    module: str
+    block: str | None
+    kind: _Kind
+    params: list[ParamSpec]
+
+    @property
+    def numel(self) -> int:
+        return sum(param.numel for param in self.params)
+
+
 def find_units(root: ModuleSpec, specs: Sequence[ParamSpec], rules: UnitRules) -> list[Unit]:
     """Cut the tree into groups and each group into units by dtype, `requires_grad` and persistence.
 
     The walk descends while a module holds a stack of blocks or is larger than the cap; what it stops at becomes a
-    group; parameters that a descended module owns itself become a group of that module. A tied parameter belongs to the
-    first group that meets it. Order: that of the walk, which is the order of use in most models.
+    group; parameters that a descended module owns itself become a group of that module. Small parts of one block join.
+    A tied parameter belongs to the first group that meets it. Order: that of the walk, which is the order of use in
+    most models.
     """
     total = sum(spec.numel for spec in specs)
     cap = rules.size_cap_numel or min(MAX_UNIT_NUMEL, max(1, total // 4))
-    placed: set[int] = set()
+    parts = _join_small(_cut_parts(root, specs, cap, rules), min(SMALL_NUMEL, cap, total // 64))
     units: list[Unit] = []
+    for part in parts:
+        kind = part.kind
+        words = [part.module or "<root>", str(kind.dtype).removeprefix("torch.")]
+        words += [] if kind.trainable else ["frozen"]
+        words += ["persistent"] if kind.persistent else []
+        entries, bounds = _place(part.params, kind.dtype.itemsize, rules)
+        if entries[-1].stop == 0:  # only empty parameters: nothing rests anywhere, nothing moves
+            continue
+        units.append(
+            Unit(
+                index=len(units),
+                name=":".join(words),
+                module=part.module,
+                dtype=kind.dtype,
+                trainable=kind.trainable,
+                persistent=kind.persistent,
+                entries=entries,
+                bounds=bounds,
+            )
+        )
+    return units
+
+
+def _cut_parts(root: ModuleSpec, specs: Sequence[ParamSpec], cap: int, rules: UnitRules) -> Iterator[_Part]:
+    placed: set[int] = set()
     persistent_numel = 0
-    for module, params in _walk(root, specs, cap, rules.world_size > 1):
-        groups: dict[tuple[Any, bool, bool], list[ParamSpec]] = {}
+    for module, params, block in _walk(root, specs, cap, rules.world_size > 1):
+        groups: dict[_Kind, list[ParamSpec]] = {}
         for index in params:
             if index in placed:
                 continue
@@ -79,27 +136,27 @@ def find_units(root: ModuleSpec, specs: Sequence[ParamSpec], rules: UnitRules) -
                 and persistent_numel + spec.numel <= rules.max_persistent_numel
             )
             persistent_numel += spec.numel if persistent else 0
-            groups.setdefault((spec.dtype, spec.trainable, persistent), []).append(spec)
-        for (dtype, trainable, persistent), members in groups.items():
-            parts = [module or "<root>", str(dtype).removeprefix("torch.")]
-            parts += [] if trainable else ["frozen"]
-            parts += ["persistent"] if persistent else []
-            entries, bounds = _place(members, dtype.itemsize, rules)
-            if entries[-1].stop == 0:  # only empty parameters: nothing rests anywhere, nothing moves
-                continue
-            units.append(
-                Unit(
-                    index=len(units),
-                    name=":".join(parts),
-                    module=module,
-                    dtype=dtype,
-                    trainable=trainable,
-                    persistent=persistent,
-                    entries=entries,
-                    bounds=bounds,
-                )
-            )
-    return units
+            kind = _Kind(dtype=spec.dtype, trainable=spec.trainable, persistent=persistent)
+            groups.setdefault(kind, []).append(spec)
+        for kind, members in groups.items():
+            yield _Part(module=module, block=block, kind=kind, params=members)
+
+
+def _join_small(parts: Iterable[_Part], most_numel: int) -> list[_Part]:
+    """Join parts of one block and one kind, in the place of the first, while they have `most_numel` elements together:
+    what a batch does not use, as some experts, is fetched up to this size only."""
+    joined: list[_Part] = []
+    open_parts: dict[tuple[str, _Kind], _Part] = {}
+    for part in parts:
+        first = None if part.block is None else open_parts.get((part.block, part.kind))
+        if first is not None and part.block is not None and first.numel + part.numel <= most_numel:
+            first.module = part.block
+            first.params += part.params
+            continue
+        joined.append(part)
+        if part.block is not None and part.numel < most_numel and first is None:
+            open_parts[part.block, part.kind] = part
+    return joined
 
 
 def _place(
@@ -112,16 +169,31 @@ def _place(
 
 
 def _walk(
-    module: ModuleSpec, specs: Sequence[ParamSpec], cap: int, whole_blocks: bool, in_list: bool = False
-) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """(name of the module, its parameters) of each group. `whole_blocks`: end at a block of a list (`in_list`) that
-    holds stacks itself."""
+    module: ModuleSpec, specs: Sequence[ParamSpec], cap: int, whole_blocks: bool, above: tuple[ModuleSpec, ...] = ()
+) -> Iterator[tuple[str, tuple[int, ...], str | None]]:
+    """(name of the module, its parameters, the block that they are a part of) of each group.
+
+    `whole_blocks`: end at a block of a list that holds stacks, also where it is one itself, unless it runs all of it in
+    order. `above`: the modules around `module`, the root first.
+    """
     numel = sum(specs[index].numel for index in module.all_params)
-    is_whole = whole_blocks and in_list and module.holds_stack and not module.is_stack
+    in_list = any(outer.is_list for outer in above)
+    is_whole = whole_blocks and in_list and module.holds_stack and not (module.is_stack and module.runs)
     if not module.children or is_whole or (numel <= cap and not module.holds_stack):
-        yield module.name, module.all_params
+        yield module.name, module.all_params, _block(above)
         return
+    above = (*above, module)
     if module.params:
-        yield module.name, module.params
+        yield module.name, module.params, _block(above)
     for child in module.children:
-        yield from _walk(child, specs, cap, whole_blocks, in_list or module.is_list)
+        yield from _walk(child, specs, cap, whole_blocks, above)
+
+
+def _block(above: Sequence[ModuleSpec]) -> str | None:
+    """The innermost of these modules that is a block of a list, runs, and holds a stack for which it is cut."""
+    blocks = [
+        module.name
+        for outer, module in pairwise(above)
+        if outer.is_list and module.runs and module.holds_stack and not module.is_stack
+    ]
+    return blocks[-1] if blocks else None

@@ -61,6 +61,7 @@ def module_tree(model: nn.Module, specs: Mapping[nn.Parameter, ParamSpec], name:
         ),
         is_stack=_is_stack(model),
         is_list=_is_stack(model) and not isinstance(model, nn.ModuleDict),
+        runs=not isinstance(model, (nn.ModuleList, nn.ModuleDict)),
     )
 
 

@@ -13,11 +13,12 @@ from tiered_zero.errors import BudgetError
 from tiered_zero.hardware.collectives import Collectives
 from tiered_zero.hardware.launcher import local_world_size
 from tiered_zero.hardware.probe import available_host_nbytes
+from tiered_zero.layout.flat import Unit
 from tiered_zero.params.driver_thread import DriverThread
 from tiered_zero.params.offloaded_params import OffloadedParams
 from tiered_zero.params.outside_modes import runs_outside_modes
 from tiered_zero.params.unit_cache import UnitCache
-from tiered_zero.params.unit_state import UnitState, UnitTable
+from tiered_zero.params.unit_state import PagedUnit, UnitState, UnitTable
 from tiered_zero.sizes import format_nbytes
 
 
@@ -33,8 +34,9 @@ class ParamCopies:
     _units: UnitTable
     _cache: UnitCache
     _by_param: dict[nn.Parameter, torch.Tensor] = field(default_factory=dict, init=False)
-    _last: tuple[int, int, torch.Tensor] | None = field(default=None, init=False)
-    """Until the next frame: the unit read last, its version and its flat."""
+    _last: list[tuple[Unit, int, torch.Tensor]] = field(default_factory=list, init=False)
+    """Until the next frame: the unit read last, its version and its flat; before it those of the modules around its
+    own, whose parameters come between others."""
     _depth: int = field(default=0, init=False)
 
     @property
@@ -81,7 +83,7 @@ class ParamCopies:
             self._driver.leave()
         self._depth = 0
         self._by_param.clear()
-        self._last = None
+        self._last.clear()
 
     @runs_outside_modes
     def take(self, param: nn.Parameter) -> torch.Tensor:
@@ -90,20 +92,24 @@ class ParamCopies:
         if param in self._by_param:
             return self._by_param[param]
         paged = self._units.by_param[param]
-        if paged.state is UnitState.IN_USE or paged.is_resident:
-            flat = paged.storage.flat
-        else:
-            self._cache.check_open(paged)
-            key = paged.unit.index, paged.version
-            if self._last is None or self._last[:2] != key:
-                try:
-                    self._last = *key, self._offloaded_params.read(paged.unit)
-                except BaseException:
-                    self.end()
-                    raise
-            flat = self._last[2]
+        flat = paged.storage.flat if paged.state is UnitState.IN_USE or paged.is_resident else self._read(paged)
         entry = paged.unit.entries[paged.params[param]]
         value = entry.param.view(flat[entry.start : entry.stop]).to("cpu", copy=True)
         if self._depth:
             self._by_param[param] = value
         return value
+
+    def _read(self, paged: PagedUnit) -> torch.Tensor:
+        """Return the flat of an offloaded unit, from the last reads where it is the same."""
+        self._cache.check_open(paged)
+        for unit, version, flat in self._last:
+            if unit is paged.unit and version == paged.version:
+                return flat
+        try:
+            flat = self._offloaded_params.read(paged.unit)
+        except BaseException:
+            self.end()
+            raise
+        around = [each for each in self._last if f"{paged.unit.module}.".startswith(f"{each[0].module}.")]
+        self._last = [*around, (paged.unit, paged.version, flat)]
+        return flat

@@ -77,7 +77,7 @@ def describe_gpt(config: GPTConfig, dtype: Any) -> tuple[ModuleSpec, list[ParamS
         for index in range(config.layers)
     ]
     has_many = config.layers > 1
-    stack = ModuleSpec(name="blocks", children=tuple(blocks), is_stack=has_many, is_list=has_many)
+    stack = ModuleSpec(name="blocks", children=tuple(blocks), is_stack=has_many, is_list=has_many, runs=False)
     norm = leaf("norm", (h,), (h,))
     last = ModuleSpec(name="head", params=tokens.params) if config.tied else leaf("head", (config.vocab, h))
     return ModuleSpec(children=(tokens, positions, stack, norm, last)), specs
