@@ -9,6 +9,7 @@ from tiered_zero.errors import PlanError
 from tiered_zero.layout.buckets import cut_buckets
 from tiered_zero.layout.flat import Unit
 from tiered_zero.plan.placement import Placement, place
+from tiered_zero.plan.remedies import how_to_fit
 from tiered_zero.plan.request import NO_LIMIT, Limits, LookAhead, ParamRequest, PlanRequest, RankRequest, SubGroupSize
 from tiered_zero.plan.slots import PlannedSlot, list_slots
 from tiered_zero.plan.staging import Staging, size_staging
@@ -33,23 +34,26 @@ class PlanRow:
 class PagerLimits:
     """`live_nbytes`: planned bytes of paged units on the device at once. `most_live_nbytes`: as many as the config
     allows, where code uses more units at the same time than a forward of nested modules does (a checkpointed region of
-    many blocks, `gathered`).
+    many blocks, `gathered`). `one_module`: the largest unit is the parameters of one, which no size cap cuts.
     """
 
     live_nbytes: int
     most_live_nbytes: int = 0
+    one_module: bool = False
     look_ahead: LookAhead = field(default_factory=LookAhead)
 
 
 @dataclass(frozen=True, kw_only=True)
 class GradientPlan:
     """`sums`: fp32 sums over micro-batches rest at home, else values in the parameter's dtype. `in_flight_nbytes`: on
-    their way to the host, or to the other ranks, at once. `rank`: whose shards are kept; None: whole units.
+    their way to the host, or to the other ranks, at once. `rank`: whose shards are kept; None: whole units. `itemsize`:
+    of the parameters.
     """
 
     sums: bool
     in_flight_nbytes: int
     rank: int | None = None
+    itemsize: int = 4
 
     def nbytes(self, unit: Unit) -> int:
         """Bytes of a unit's gradients at their home."""
@@ -113,11 +117,9 @@ class Plan:
             needed = self.nbytes(tier)
             if needed <= limit:
                 continue
-            largest = max((row for row in self.rows if row.tier == tier), key=lambda row: row.nbytes)
             raise PlanError(
                 f"The plan needs {format_nbytes(needed)} of {tier} memory; {format_nbytes(limit)} is allowed "
-                f"({source}). "
-                f"Largest: {largest.what} {format_nbytes(largest.nbytes)}. {_advice(tier, largest.kind)}\n{self.text}"
+                f"({source}). {how_to_fit(self, tier)}\n{self.text}"
             )
         for tier, most in self.request.state.limits.items():
             needed = self.nbytes(tier, "state") + self.nbytes(tier, "commit")
@@ -142,6 +144,7 @@ def make_plan(units: Sequence[Unit], subgroups: Sequence[SubGroupSize], request:
         sums=sums,
         in_flight_nbytes=max([returned, *(unit.nbytes for unit in to_host), _waiting_nbytes(trainable, request.ranks)]),
         rank=request.ranks.rank if request.ranks.shards_gradients else None,
+        itemsize=max((unit.itemsize for unit in trainable), default=4),
     )
     staging = size_staging(units, subgroups, tiers, request)
     homes = [(tiers.params[unit.index], tiers.home_nbytes(unit)) for unit in units]
@@ -252,7 +255,13 @@ def _pager_limits(paged: Sequence[Unit], request: ParamRequest, room_nbytes: int
     allowed = request.max_live_numel * max(unit.itemsize for unit in paged)
     live = max(_total(chain), min(window, allowed, room_nbytes))
     most_live = max(live, min(_total(paged), room_nbytes, allowed))
-    return PagerLimits(live_nbytes=live, most_live_nbytes=most_live, look_ahead=request.look_ahead)
+    modules = {entry.param.name.rpartition(".")[0] for entry in max(chain, key=lambda unit: unit.nbytes).entries}
+    return PagerLimits(
+        live_nbytes=live,
+        most_live_nbytes=most_live,
+        one_module=len(modules) == 1,
+        look_ahead=request.look_ahead,
+    )
 
 
 def _contains(outer: str, inner: str) -> bool:
@@ -261,25 +270,3 @@ def _contains(outer: str, inner: str) -> bool:
 
 def _total(units: Iterable[Unit]) -> int:
     return sum(unit.nbytes for unit in units)
-
-
-def _advice(tier: str, kind: str) -> str:
-    if kind == "staging_state":
-        return (
-            "Set zero_optimization.offload_optimizer.buffer_count to 3, then lower sub_group_size; or raise "
-            "tiered_zero.host_memory_limit."
-        )
-    if kind == "staging_param":
-        return "Lower zero_optimization.offload_param.buffer_count or buffer_size."
-    if tier == "device" and kind == "param":
-        return (
-            "Offload more (offload_param), or lower zero_optimization.stage3_param_persistence_threshold where "
-            "small parameters stay."
-        )
-    if tier == "device" and kind in ("param_window", "gradient_in_flight"):
-        return "Lower tiered_zero.unit_size_cap, or raise tiered_zero.device_memory_limit."
-    if tier == "device":
-        return "Offload more (offload_param, offload_optimizer), or raise tiered_zero.device_memory_limit."
-    if tier == "host":
-        return "Move it to nvme (offload_param, offload_optimizer, max_in_cpu), or raise tiered_zero.host_memory_limit."
-    return "Free space there, or name a larger disk in nvme_path."

@@ -1,0 +1,109 @@
+"""What is said of a plan that does not fit: settings that act on it, and none that does not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.plan.test_planner import SIZES, K, request, some_units, subgroup
+from tests.support.units import make_unit
+from tiered_zero.plan.planner import Plan, make_plan
+from tiered_zero.plan.remedies import how_to_fit
+from tiered_zero.sizes import MIB
+
+
+def planned(param_tier: str, state_tier: str, tier: str, short: int = 1, **fields: Any) -> Plan:
+    """A plan that is `short` bytes too large for `tier`."""
+    sizes = fields.pop("sizes", SIZES)
+    free = make_plan(some_units(), sizes, request(param_tier, state_tier, **fields))
+    limits = {tier: (free.nbytes(tier) - short, "tiered_zero.host_memory_limit")}
+    return replace(free, request=replace(free.request, limits=limits))
+
+
+LARGE_STATE = [subgroup(MIB, {0: 4 * K})]
+LARGE_PARAMS = [subgroup(K, {})]
+
+
+@pytest.mark.parametrize(
+    ("plan", "tier", "advice"),
+    [
+        (planned("device", "host", "device"), "device", "Offload parameters (zero_optimization.offload_param"),
+        (planned("host", "device", "device"), "device", "Offload the optimizer (zero_optimization.offload_optimizer)"),
+        (planned("host", "host", "device", ratio=0.5), "device", "Raise zero_optimization.offload_optimizer.ratio"),
+        (
+            planned("host", "nvme", "device", state_limits={"device": MIB}),
+            "device",
+            "Lower tiered_zero.state_limits.device",
+        ),
+        (planned("host", "host", "host", sizes=LARGE_STATE), "host", "Set zero_optimization.offload_optimizer.device"),
+        (planned("host", "device", "host"), "host", "Set zero_optimization.offload_param.device to nvme"),
+        (
+            planned("nvme", "device", "host", sizes=[], max_host_numel=11 * K, num_buffers=1, buffer_numel=9 * K),
+            "host",
+            "Lower zero_optimization.offload_param.max_in_cpu",
+        ),
+        (
+            planned("host", "nvme", "host", sizes=LARGE_STATE, state_limits={"host": MIB}),
+            "host",
+            "Lower tiered_zero.state_limits.host",
+        ),
+        (
+            planned("device", "nvme", "host", sizes=LARGE_STATE * 9, num_buffers=9),
+            "host",
+            "Set zero_optimization.offload_optimizer.buffer_count to 3",
+        ),
+        (
+            planned("device", "nvme", "host", sizes=LARGE_STATE * 9, num_buffers=3),
+            "host",
+            "Lower zero_optimization.sub_group_size",
+        ),
+        (planned("nvme", "device", "host"), "host", "Lower zero_optimization.offload_param.buffer_count"),
+    ],
+)
+def test_the_setting_that_acts_is_named(plan: Plan, tier: str, advice: str) -> None:
+    text = how_to_fit(plan, tier)
+    assert f". {advice}" in text and text.endswith("or raise tiered_zero.host_memory_limit."), text
+
+
+def test_gradients_are_not_said_to_be_moved() -> None:
+    """They rest in host memory wherever the optimizer is offloaded."""
+    plan = planned("device", "nvme", "host", sizes=LARGE_PARAMS, num_buffers=1)
+    text = how_to_fit(plan, "host")
+    assert "Largest: gradients 352.0 KiB, which rest nowhere else. " in text and "nvme" not in text, text
+    sums = planned("device", "nvme", "host", sizes=LARGE_PARAMS, sums_gradients=True)
+    assert "Set gradient_accumulation_steps to 1, which needs no fp32 sums; or raise" in how_to_fit(sums, "host")
+    twice = planned("device", "nvme", "host", sizes=LARGE_PARAMS, update="delayed")
+    assert "Set tiered_zero.update to overlapped, which holds gradients once" in how_to_fit(twice, "host")
+
+
+def test_several_settings_are_named_until_they_suffice_and_what_they_lack_is_said() -> None:
+    plan = planned("host", "host", "host", short=400 * K, sizes=[subgroup(400 * K, {})])
+    assert "nvme and set" not in how_to_fit(plan, "host")
+    plan = planned("host", "host", "host", short=402 * K, sizes=[subgroup(400 * K, {})])
+    assert (
+        "Set zero_optimization.offload_optimizer.device to nvme and set zero_optimization.offload_param.device to nvme"
+        in how_to_fit(plan, "host")
+    )
+    plan = planned("host", "device", "host", short=47 * K, sizes=[])
+    assert "memory_limit: no other setting frees the 376.0 KiB that are missing." in how_to_fit(plan, "host")
+
+
+def test_a_machine_is_named_where_no_setting_limits_it() -> None:
+    plan = planned("host", "device", "host")
+    limits = {"host": (plan.request.limits["host"][0], "what this machine and its cgroup have free")}
+    plan = replace(plan, request=replace(plan.request, limits=limits))
+    assert how_to_fit(plan, "host").endswith("or take a machine with more host memory.")
+
+
+def test_a_unit_of_one_module_is_not_said_to_be_cut() -> None:
+    unit = make_unit(0, [9 * K], torch.bfloat16)
+    one = make_plan([unit], [], request(limits={"device": (1, "tiered_zero.device_memory_limit")}))
+    pager_limits = replace(one.pager_limits, one_module=False)
+    assert "Lower tiered_zero.unit_size_cap; or raise" in how_to_fit(replace(one, pager_limits=pager_limits), "device")
+    assert how_to_fit(one, "device") == (
+        "Largest: paged parameters in use, fetched ahead or kept 144.0 KiB, which rest nowhere else. Raise "
+        "tiered_zero.device_memory_limit: no other setting frees the 288.0 KiB that are missing."
+    )

@@ -1,0 +1,83 @@
+"""What a user can change about a plan: how one that does not fit would fit, and which settings have room to change.
+
+A setting is named only where the plan shows that it acts: what already rests on nvme is not said to be moved there.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tiered_zero.plan.staging import NUM_STATE_STAGING
+from tiered_zero.sizes import format_nbytes
+
+if TYPE_CHECKING:
+    from tiered_zero.plan.planner import Plan, PlanRow
+
+
+def how_to_fit(plan: Plan, tier: str) -> str:
+    """Name the largest row of a tier that is too small, and the settings that free what is missing, largest first."""
+    limit_nbytes, source = plan.limits[tier]
+    missing_nbytes = plan.nbytes(tier) - limit_nbytes
+    rows = sorted((row for row in plan.rows if row.tier == tier), key=lambda row: -row.nbytes)
+    changes: dict[str, None] = {}
+    freed_nbytes = 0
+    for row in rows:
+        change, share = _change(plan, row)
+        if change and freed_nbytes < missing_nbytes:
+            changes[change] = None
+            freed_nbytes += int(row.nbytes * share)
+    largest = f"Largest: {rows[0].what} {format_nbytes(rows[0].nbytes)}"
+    largest += "" if _change(plan, rows[0])[0] else ", which rest nowhere else"
+    more = f"raise {source}" if source.startswith(("tiered_zero.", "--")) else f"take a machine with more {tier} memory"
+    if freed_nbytes < missing_nbytes:
+        missing = f"no other setting frees the {format_nbytes(missing_nbytes)} that are missing"
+        return f"{largest}. {_sentence(f'{more}: {missing}')}"
+    way = " and ".join(changes)
+    return f"{largest}. {_sentence(f'{way}; or {more}')}"
+
+
+def _sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}."
+
+
+def _change(plan: Plan, row: PlanRow) -> tuple[str, float]:
+    """(what frees a row's bytes, or a part of them; that part), or ("", 0) where nothing does."""
+    params, state, ranks = plan.request.params, plan.request.state, plan.request.ranks
+    kind = row.kind
+    if kind == "param" and row.tier == "device":
+        if params.tier == "device":
+            return "offload parameters (zero_optimization.offload_param, at stage 3)", 1.0
+        if ranks.world_size == 1:
+            return "lower zero_optimization.stage3_param_persistence_threshold", 1.0
+    if kind == "param" and row.tier == "host":
+        lower = "lower zero_optimization.offload_param.max_in_cpu"
+        return lower if params.tier == "nvme" else "set zero_optimization.offload_param.device to nvme", 1.0
+    if kind == "gradient_in_flight" and ranks.shards_gradients:
+        return "lower zero_optimization.reduce_bucket_size", 1.0
+    if kind in ("param_window", "gradient_in_flight") and not plan.pager_limits.one_module:
+        return "lower tiered_zero.unit_size_cap", 1.0
+    if kind in ("state", "gradient") and row.tier == "device":
+        if state.tier == "device":
+            return "offload the optimizer (zero_optimization.offload_optimizer)", 1.0
+        lower = "lower tiered_zero.state_limits.device"
+        return lower if "device" in state.limits else "raise zero_optimization.offload_optimizer.ratio", 1.0
+    if kind == "state" and row.tier == "host":
+        lower = "lower tiered_zero.state_limits.host"
+        return lower if state.tier == "nvme" else "set zero_optimization.offload_optimizer.device to nvme", 1.0
+    if kind == "gradient" and plan.delayed:
+        return "set tiered_zero.update to overlapped, which holds gradients once", 0.5
+    if kind == "gradient" and plan.gradients.sums and plan.gradients.itemsize < 4:
+        return "set gradient_accumulation_steps to 1, which needs no fp32 sums", 0.5
+    if kind == "param_back":
+        return "set tiered_zero.update to overlapped", 1.0
+    if kind == "staging_state":
+        if (count := plan.staging.state.count) > NUM_STATE_STAGING:
+            name = "zero_optimization.offload_optimizer.buffer_count"
+            return f"set {name} to {NUM_STATE_STAGING}", 1 - NUM_STATE_STAGING / count
+        return "lower zero_optimization.sub_group_size", 1.0
+    if kind == "staging_param":
+        lowered = "buffer_count" if plan.staging.params.count > 1 else "buffer_size"
+        return f"lower zero_optimization.offload_param.{lowered}", 1.0
+    if kind == "bucket":
+        return "lower zero_optimization.reduce_bucket_size", 1.0
+    return "", 0.0
