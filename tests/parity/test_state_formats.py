@@ -182,3 +182,41 @@ def test_parameters_read_by_the_update_are_verified(swap_path: Path) -> None:
                 engine.module.tokens.weight[0] += 0.5
         engine.flush()
         assert unverified_nbytes(engine, "param") == 0
+
+
+class OddShapes(torch.nn.Module):
+    """Parameters without dimensions, without elements, and of one element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = torch.nn.Linear(5, 7)
+        self.scale, self.one = torch.nn.Parameter(torch.tensor(0.7)), torch.nn.Parameter(torch.ones(1))
+        self.empty, self.none = torch.nn.Parameter(torch.zeros(0, 4)), torch.nn.Parameter(torch.zeros(0))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        loss = (self.first(rows.to(self.one.dtype)) * self.scale * self.one).float().square().mean()
+        return loss + self.empty.float().sum() + self.none.float().sum()
+
+
+@pytest.mark.parametrize("state_format", ["fp32", "bf16_remainder", *LOSSY])
+def test_odd_shapes_have_state_in_every_format(state_format: str, swap_path: Path) -> None:
+    """On the device, where torch's own code steps, and far from it; state is loaded back, and training goes on."""
+
+    def script(engine: Any) -> list[Any]:
+        seen: list[Any] = []
+        for number in range(3):
+            engine.backward(engine(torch.linspace(-1, 1, 20).view(4, 5) + number))
+            engine.step()
+            state = engine.optimizer.state_dict()
+            engine.optimizer.load_state_dict(state)
+            seen += [engine.peek("scale"), engine.peek("scale", "exp_avg_sq"), engine.peek("one", "exp_avg")]
+            assert engine.peek("empty") is None and engine.peek("none", "exp_avg") is None
+            assert [state["state"][0]["exp_avg"].shape, state["state"][1]["exp_avg"].shape] == [(), (1,)]
+        return seen
+
+    runtime = {"state_format": state_format}
+    plain = follow(script, tiered(OddShapes(), swap_path, ("none", "none"), runtime=runtime, **BF16))
+    for placement in (("cpu", "cpu"), ("nvme", "nvme")):
+        engine = tiered(OddShapes(), swap_path, placement, runtime=runtime, **BF16)
+        assert_same_bits(plain, follow(script, engine))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any, final
 
 import torch
@@ -51,7 +52,7 @@ class QuantizedAdam(UpdateRule):
 
     def state_fields(self, shape: tuple[int, ...], hyper: Mapping[str, Any]) -> list[StateField]:
         names = [field.name for field in self._inner.state_fields(shape, hyper)]
-        scales = (-(-shape[0] // QUANTIZED_BLOCK_NUMEL),)
+        scales = (-(-prod(shape) // QUANTIZED_BLOCK_NUMEL),)
         return [StateField(name=name, shape=shape, dtype=_dtype(name)) for name in names] + [
             StateField(name=_scale(name), shape=scales, dtype=torch.float32, block_numel=QUANTIZED_BLOCK_NUMEL)
             for name in names
