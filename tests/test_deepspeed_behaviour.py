@@ -111,6 +111,33 @@ def test_gradients_are_divided_by_the_accumulation_steps_by_default() -> None:
     assert norms[1] == pytest.approx(4 * norms[0])
 
 
+@pytest.mark.parametrize("zero", [{}, OFFLOADED], ids=["resident", "cpu"])
+def test_adam_without_bias_correction_has_the_bits_of_its_formula(zero: dict[str, Any], tmp_path: Path) -> None:
+    params = {"lr": 0.01, "weight_decay": 0.1, "bias_correction": False}
+    config = {**CONFIG, "optimizer": {"type": "AdamW", "params": params}, "zero_optimization": zero}
+    model, plain = make_model(), make_model()
+    moments = {name: (torch.zeros_like(weight), torch.zeros_like(weight)) for name, weight in plain.named_parameters()}
+    for part in range(2):  # the second goes on from what the first has saved
+        with tiered_zero.initialize(model=model, config=config)[0] as engine:
+            if part:
+                assert engine.load_checkpoint(tmp_path)[0] is not None
+            for step in range(2):
+                engine.backward(engine(batch(2 * part + step)).square().mean())
+                engine.step()
+                plain.zero_grad()
+                plain(batch(2 * part + step)).square().mean().backward()
+                with torch.no_grad():
+                    for name, weight in plain.named_parameters():
+                        exp_avg, exp_avg_sq = moments[name]
+                        exp_avg.lerp_(weight.grad, 1 - 0.9)
+                        exp_avg_sq.mul_(0.999).addcmul_(weight.grad, weight.grad, value=1 - 0.999)
+                        weight.mul_(1 - 0.01 * 0.1).addcdiv_(exp_avg, exp_avg_sq.sqrt().add_(1e-8), value=-0.01)
+            engine.save_checkpoint(tmp_path)
+            found = engine.module.state_dict()
+        model = make_model()
+    assert all(torch.equal(found[name], weight) for name, weight in plain.state_dict().items())
+
+
 def test_questions() -> None:
     with build(zero_optimization=OFFLOADED, scheduler={"type": "WarmupLR"}) as engine:
         assert (engine.zero_optimization_stage(), engine.zero_optimization(), engine.zero_cpu_offload()) == (

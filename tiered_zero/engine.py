@@ -12,7 +12,7 @@ from torch import nn
 from tiered_zero.checkpoint_calls import CheckpointCalls
 from tiered_zero.config.schema import Config
 from tiered_zero.deepspeed_engine import DeepSpeedNames
-from tiered_zero.engine_call import Run, count_tokens, end_unreferenced_run, on_one_thread
+from tiered_zero.engine_call import Run, count_tokens, end_unreferenced_run, halved, on_one_thread
 from tiered_zero.errors import ModelError
 from tiered_zero.hardware.process import OwnProcess
 from tiered_zero.params.outside_modes import runs_outside_modes
@@ -60,6 +60,8 @@ class Engine(CheckpointCalls, DeepSpeedNames):
     @on_one_thread
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward, its parameters paged in as they are used."""
+        fp16 = self._run.config.fp16
+        args = halved(args) if fp16.enabled and fp16.auto_cast else args
         return self._step.forward(self._run.module, args, kwargs, count_tokens(args, kwargs))
 
     @on_one_thread

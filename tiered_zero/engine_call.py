@@ -93,3 +93,14 @@ def count_tokens(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
     """Elements of `input_ids`, or of the first argument, if they are whole numbers; else 0."""
     ids = kwargs.get("input_ids", args[0] if args else None)
     return ids.numel() if isinstance(ids, torch.Tensor) and ids.dtype in (torch.int64, torch.int32) else 0
+
+
+def halved(values: Any) -> Any:
+    """Cast floating point tensors in lists, tuples and dicts to float16, as DeepSpeed does for fp16.auto_cast."""
+    if isinstance(values, torch.Tensor):
+        return values.half() if values.is_floating_point() else values
+    if isinstance(values, tuple) and hasattr(values, "_fields"):  # a named tuple takes its fields one by one
+        return type(values)(*map(halved, values))
+    if type(values) in (list, tuple):
+        return type(values)(map(halved, values))
+    return {name: halved(value) for name, value in values.items()} if type(values) is dict else values

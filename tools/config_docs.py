@@ -23,7 +23,9 @@ _HEAD = """# The config
 One JSON file, shaped as DeepSpeed's (0.19), with its names and its defaults. Every key of it is honoured, read under
 another name, accepted without effect, or refused because ignoring it would change numbers; an unknown key is an error
 that names the nearest one. `tiered-zero explain CONFIG` prints value, source and effect of each key of a file. Any key
-may also be `"auto"`, which is its default.
+may also be `"auto"`, which is its default, or what a trainer (Transformers, Accelerate) fills in before it hands the
+config over: batch sizes that are all `"auto"` are its to fill. A key that begins with `_` is a comment. A dotted key at
+the top level, as `"zero_optimization.reduce_bucket_size"`, is not read, as in DeepSpeed, with a notice.
 """
 
 

@@ -71,7 +71,7 @@ def test_deepspeeds_section_is_reported_with_reasons() -> None:
     assert loaded.checkpoint.tag_validation == "Fail"
     fates = {row.path: row.fate for row in loaded.explain() if row.path.startswith("checkpoint.")}
     assert fates == {"checkpoint.tag_validation": Fate.HONOURED, "checkpoint.load_universal": Fate.NO_EFFECT}
-    assert any(notice.endswith("why): checkpoint.load_universal") for notice in loaded.notices)
+    assert not any("load_universal" in notice for notice in loaded.notices), "every checkpoint is one"
 
 
 def test_another_tag_validation_is_refused() -> None:

@@ -113,6 +113,27 @@ def test_has_the_bits_of_torch(kernel: UpdateKernel, decoupled: bool, foreach: b
         assert same_bits(array, optimizer.state[parameter][name]), name
 
 
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_without_bias_correction(kernel: UpdateKernel, decoupled: bool, native: bool) -> None:
+    rule = AdamRule(decoupled=decoupled, kernel=kernel if native else None)
+    master, exp_avg, exp_avg_sq = wild(4099, 2.0), torch.zeros(4099), torch.zeros(4099)
+    run = make_run(rule, master.clone(), {"lr": 1e-2, "weight_decay": 0.1, "bias_correction": False})
+    for _ in range(4):
+        grad = wild(4099)
+        run.grad = grad.clone()
+        rule.update([run])
+        if decoupled:
+            master.mul_(1 - 1e-2 * 0.1)
+        else:
+            grad.add_(master, alpha=0.1)
+        exp_avg.lerp_(grad, 1 - 0.9)
+        exp_avg_sq.mul_(0.999).addcmul_(grad, grad, value=1 - 0.999)
+        master.addcdiv_(exp_avg, exp_avg_sq.sqrt().add_(1e-8), value=-1e-2)
+        assert same_bits(run.master, master) and same_bits(run.state["exp_avg"], exp_avg)
+    assert rule.export_state(run.state, run.scalars)["step"] == 4
+
+
 @pytest.mark.parametrize("numel", [0, 1, 2, 15, 16, 17, 63, 64, 65, 255, 256, 257, 4097])
 def test_bits_do_not_depend_on_the_size(kernel: UpdateKernel, numel: int) -> None:
     rule = AdamRule(decoupled=True, kernel=kernel)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tiered_zero.config import load
-from tiered_zero.errors import ConfigError
-from tiered_zero.optim.from_config import ResolvedOptimizer, make_rule, resolve_optimizer
+from tiered_zero.errors import ConfigError, ModelError
+from tiered_zero.optim.from_config import ResolvedOptimizer, make_optimizer, make_rule, resolve_optimizer
 from tiered_zero.optim.native_rules import AdamRule, Lion
 from tiered_zero.optim.torch_rule import TorchRule
 
@@ -91,6 +91,20 @@ def test_options_that_only_torchs_own_code_covers_keep_torchs_rule() -> None:
     assert resolve("SGD", {"momentum": 0.9, "nesterov": True}).defaults["nesterov"] is True
 
 
+def test_without_bias_correction() -> None:
+    params = {"bias_correction": False}
+    section = load({"train_batch_size": 1, "optimizer": {"type": "Adam", "params": params}}).optimizer
+    source = make_optimizer(section, torch.nn.Linear(1, 1), None, None)
+    rule = make_rule(source)
+    assert isinstance(rule, AdamRule) and source.param_groups[0]["bias_correction"] is False
+    rule.close()
+    source.param_groups[0]["fused"] = True
+    with pytest.raises(ConfigError, match=r"optimizer\.params\.bias_correction: expected true with fused"):
+        make_rule(source)
+    with pytest.raises(ModelError, match="bias_correction False, which torch's Adam"):
+        make_optimizer(None, torch.nn.Linear(1, 1), source, None)
+
+
 @pytest.mark.parametrize(
     ("name", "params", "words"),
     [
@@ -111,8 +125,8 @@ def test_options_that_only_torchs_own_code_covers_keep_torchs_rule() -> None:
         (" lamb ", {}, "no LAMB"),
         ("SGD", {"set_grad_none": True}, "optimizer.params.set_grad_none"),
         ("Adam", {"set_grad_none": False}, "optimizer.params.set_grad_none must be true"),
-        ("SGD", {"bias_correction": False}, "optimizer.params.bias_correction: expected true"),
-        ("Adam", {"bias_correction": False}, "optimizer.params.bias_correction: expected true"),
+        ("SGD", {"bias_correction": False}, "'bias_correction' is no parameter of SGD"),
+        ("Adam", {"bias_correction": "no"}, "optimizer.params.bias_correction must be true or false"),
         ("Lion", {"fp32_optimizer_states": False}, "optimizer.params.fp32_optimizer_states: expected true"),
         ("Adam", {"adam_w_mode": "yes"}, "optimizer.params.adam_w_mode must be true or false"),
         ("Adam", {"lr": "fast"}, "optimizer.params.lr must be a finite number; found 'fast'"),

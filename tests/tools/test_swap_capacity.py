@@ -93,9 +93,9 @@ def test_one_file_is_enough(tmp_path: Path) -> None:
     ("config", "options", "message"),
     [
         (
-            {"zero_optimization": {"offload_param": {"device": "nvme", "nvme_path": "a"}}},
+            {"zero_optimization": {"stage": 4}},
             (),
-            "expected stage 3 with it",
+            "zero_optimization.stage: expected 0, 1, 2 or 3",
         ),
         (
             {"zero_optimization": {"offload_optimizer": {"device": "nvme"}}},

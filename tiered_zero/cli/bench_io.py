@@ -136,7 +136,7 @@ def io(directory: Path, seconds: float, model: GPTConfig | None, config: str | N
         raise click.UsageError("--config goes with --model.")
     begun_s = time.perf_counter()
     click.echo(f"Measuring {directory} for at most {seconds:g} s.", err=True)
-    need = None if model is None else swap_need(load(config) if config else _all_on_nvme(), model)
+    need = None if model is None else swap_need(load(config, to_train=False) if config else _all_on_nvme(), model)
     report = measure_directory(directory, begun_s + seconds * (1 - _END_SHARE))
     report["seconds"] = time.perf_counter() - begun_s
     report["floor"] = None if need is None or model is None else _floor(str(model), need, report["best"])

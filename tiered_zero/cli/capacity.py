@@ -47,7 +47,7 @@ def capacity(
     shape = model or sized
     if shape is None or (model and sized):
         raise click.UsageError("Give one of --model and --params.")
-    loaded = load(config)
+    loaded = load(config, to_train=False)
     report = capacity_report(loaded, shape, swap_need(loaded, shape), tbw, step_seconds, save_every)
     click.echo(json.dumps(report) if as_json else "\n".join(capacity_lines(report)))
     if not report["fits"]:

@@ -25,7 +25,7 @@ _TABLE_WIDTH = 140
 @click.option("--world-size", default=1, show_default=True, type=click.IntRange(min=1), help="Data-parallel ranks.")
 def explain(config: str, changed: bool, as_json: bool, world_size: int) -> None:
     """Print each key of CONFIG and each default: its value, its source and its effect."""
-    loaded = load(config, world_size=world_size)
+    loaded = load(config, world_size=world_size, to_train=False)
     rows = [row for row in loaded.explain() if not changed or row.source not in ("default", "derived")]
     if as_json:
         click.echo(json.dumps({"keys": [asdict(row) for row in rows], "notices": loaded.notices}, indent=2))

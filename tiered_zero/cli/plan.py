@@ -90,7 +90,7 @@ def plan(
     # Not imported for --help: torch takes seconds.
     from tiered_zero.cli.planned_run import build_planned, count_parameters, specify_planned
 
-    loaded = load(settings, world_size=ranks)
+    loaded = load(settings, world_size=ranks, to_train=False)
     model = build_planned(chosen)
     run = specify_planned(loaded, model, ranks, device_memory, host_memory)
     needs = directory_needs(SwapNeed.of(run.plan), loaded.zero_optimization)

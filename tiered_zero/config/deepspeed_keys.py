@@ -34,8 +34,9 @@ class Key:
     """One key. `why` is the effect, or the reason that there is none, or the reason of the refusal.
 
     `default`: DeepSpeed's value when the key is absent; a key without effect must have its type. `to`: the path that a
-    renamed key is read as. `quiet`: a spelling that DeepSpeed itself holds equal, not worth a notice. `allowed`: the
-    only values that a refused key takes, besides None and "auto"; a section (its default is a dict) may also be off.
+    renamed key is read as. `quiet`: not worth a notice: a spelling that DeepSpeed itself holds equal, or a key without
+    effect because what it asks for holds in any case. `allowed`: the only values that a refused key takes, besides None
+    and "auto"; a section (its default is a dict) may also be off.
     """
 
     path: str
@@ -80,7 +81,9 @@ SCHEDULERS: Mapping[str, Mapping[str, Any]] = {
 }
 """DeepSpeed's own schedules and the defaults of their parameters; any other type is one of torch.optim.lr_scheduler."""
 
-OPTIMIZER_ARGUMENTS = tuple("lr betas eps weight_decay momentum amsgrad nesterov adam_w_mode torch_adam".split())
+OPTIMIZER_ARGUMENTS = tuple(
+    "lr betas eps weight_decay momentum amsgrad nesterov adam_w_mode torch_adam bias_correction".split()
+)
 OTHER_WORDS: Mapping[str, str] = {
     "learning_rate": "lr",
     "beta": "betas",
@@ -128,10 +131,16 @@ _DS_ONLY = "steers a part of DeepSpeed that does not exist here"
 _STATES = "tiered_zero.state_format says how master weights and optimizer state are kept"
 
 
-def _no_effect(section: str, why: str, **defaults: Any) -> list[Key]:
+def _no_effect(section: str, why: str, *, quiet: bool = False, **defaults: Any) -> list[Key]:
     return [
-        Key(path=section + name, fate=Fate.NO_EFFECT, why=why, default=default) for name, default in defaults.items()
+        Key(path=section + name, fate=Fate.NO_EFFECT, why=why, default=default, quiet=quiet)
+        for name, default in defaults.items()
     ]
+
+
+def _satisfied(section: str, why: str, **defaults: Any) -> list[Key]:
+    """Keys without effect because what they ask for holds in any case."""
+    return _no_effect(section, why, quiet=True, **defaults)
 
 
 def _refused(path: str, why: str, *allowed: Any) -> Key:
@@ -175,8 +184,9 @@ OTHERS: tuple[Key, ...] = (
     *_no_effect("", _ONE_RANK, disable_allgather=False, sparse_gradients=False),
     *_no_effect("", _ONE_RANK, seq_parallel_communication_data_type="fp32", seq_parallel_comm_data_type="fp32"),
     *_no_effect("", _ONE_RANK, allgather_size=None, comms_logger={}),
-    *_no_effect("", "any torch optimizer is accepted", zero_allow_untested_optimizer=False),
-    *_no_effect("", "the optimizer that you name is the one that runs", zero_force_ds_cpu_optimizer=True),
+    *_no_effect("", "DeepSpeed reads no section of this name", comms_config={}, monitor_config={}),
+    *_satisfied("", "any torch optimizer is accepted", zero_allow_untested_optimizer=False),
+    *_satisfied("", "the optimizer that you name is the one that runs", zero_force_ds_cpu_optimizer=True),
     *_no_effect("", _MONITOR, flops_profiler={}, tensorboard={}, wandb={}, csv_monitor={}, comet={}, timers={}),
     *_no_effect("", _MONITOR, wall_clock_breakdown=False),
     *_no_effect("", "engine.memory_report() and the plan have the bytes", memory_breakdown=False),
@@ -188,7 +198,7 @@ OTHERS: tuple[Key, ...] = (
     *_no_effect("", "only a model that asks for it reads it", sparse_attention={}, eigenvalue={}, vocabulary_size=None),
     *_no_effect("", "compile the model's blocks with torch.compile", compile={}, graph_harvesting=False),
     *_no_effect("", _CHECKPOINT, nebula={}, datastates_ckpt=None),
-    *_no_effect("checkpoint.", "every checkpoint loads on any layout", load_universal=False),
+    *_satisfied("checkpoint.", "every checkpoint loads on any layout", load_universal=False),
     *_no_effect("checkpoint.", _CHECKPOINT, use_node_local_storage=False),
     *_no_effect("checkpoint.", _CHECKPOINT, parallel_write={}, checkpoint_serialization=True, writer={}),
     *_no_effect(
@@ -213,7 +223,7 @@ OTHERS: tuple[Key, ...] = (
         "zero_optimization.", "many ranks always reduce-scatter; stage 0 gathers the sums", reduce_scatter=True
     ),
     *_no_effect("zero_optimization.", _ONE_RANK, use_multi_rank_bucket_allreduce=True, allgather_partitions=True),
-    *_no_effect(
+    *_satisfied(
         "zero_optimization.", "every rank copies its own shard of every unit in any case", round_robin_gradients=False
     ),
     *_no_effect("zero_optimization.", _ONE_RANK, zero_hpz_partition_size=1),
@@ -223,7 +233,7 @@ OTHERS: tuple[Key, ...] = (
     *_no_effect("zero_optimization.", _MOVES, log_trace_cache_warnings=False),
     *_no_effect("zero_optimization.", "tiered_zero.unit_size_cap decides", stage3_module_granularity_threshold=0),
     *_no_effect("zero_optimization.", "modules of any kind are paged, without a list", leaf_module={}),
-    *_no_effect(
+    *_satisfied(
         "zero_optimization.",
         "state_dict() always gives whole weights",
         stage3_gather_16bit_weights_on_model_save=False,
@@ -233,15 +243,15 @@ OTHERS: tuple[Key, ...] = (
     *_no_effect("zero_optimization.", "an unused parameter is left alone, as in torch", ignore_unused_parameters=True),
     *_no_effect("zero_optimization.", _DS_ONLY, memory_efficient_linear=True, override_module_apply=True),
     *_no_effect("zero_optimization.", _DS_ONLY, grad_hooks=True, save_muon_momentum_buffer_in_memory=False),
-    *_no_effect("zero_optimization.", "checks are always on", enable_sanity_checks=False),
+    *_satisfied("zero_optimization.", "checks are always on", enable_sanity_checks=False),
     *_no_effect("zero_optimization.", "set pin_memory in offload_optimizer", cpu_offload_use_pin_memory=None),
-    *_no_effect(
+    *_satisfied(
         "zero_optimization.offload_optimizer.",
         "buffer_count decides how far reads run ahead and writes behind",
         pipeline_read=False,
         pipeline_write=False,
     ),
-    *_no_effect("zero_optimization.offload_optimizer.", "state is initialized in its place", fast_init=False),
+    *_satisfied("zero_optimization.offload_optimizer.", "state is initialized in its place", fast_init=False),
     *_no_effect("zero_optimization.offload_optimizer.", "threads follow affinity and cgroup", cpuadam_cores_perc=0.8),
     # Refused: ignoring these would change numbers.
     *_refused_sections("apex mixed precision is not here; use bf16 or fp16", "amp"),
@@ -257,7 +267,6 @@ OTHERS: tuple[Key, ...] = (
     _refused("data_types.grad_accum_dtype", "gradients are summed in fp32; write fp32", "fp32", "float32"),
     _refused("data_types.param_dtype", "bf16.enabled or fp16.enabled say it"),
     _refused("data_types.buffer_dtype", "buffers keep their dtype"),
-    _refused("fp16.auto_cast", "inputs keep their dtype; cast them before calling the engine"),
     _refused("fp16.fp16_master_weights_and_grads", _STATES),
     _refused("bf16.bf16_master_weights_and_grads", _STATES),
     _refused("bf16.bf16_optimizer_states", _STATES),
@@ -271,7 +280,6 @@ OTHERS: tuple[Key, ...] = (
     _refused("zero_optimization.offload_optimizer.super_offload", "its roll-back changes numbers; leave it out"),
     _refused("optimizer.params.max_grad_norm", "DeepSpeed refuses it too; set gradient_clipping at the top level"),
     _refused("optimizer.params.fp32_optimizer_states", _STATES, True),
-    _refused("optimizer.params.bias_correction", "Adam is corrected for its start here; write true", True),
 )
 
 
@@ -317,11 +325,14 @@ def asks_for_something(key: Key, value: Any) -> bool:
 
 
 def _switched_on(section: Mapping[str, Any]) -> bool:
-    """True where any `enabled` inside is true; without a word `enabled`, where the section holds anything."""
-    inner = [value for value in section.values() if isinstance(value, dict)]
+    """Whether `enabled` is true; without it, whether any value inside is something else than false or empty."""
+    off = (False, None, "auto", "false")
     if "enabled" in section:
-        return section["enabled"] not in (False, None, "auto", "false") and bool(section["enabled"])
-    return any(_switched_on(value) for value in inner) if inner else bool(section)
+        return section["enabled"] not in off and bool(section["enabled"])
+    return any(
+        _switched_on(value) if isinstance(value, dict) else value not in off and bool(value)
+        for value in section.values()
+    )
 
 
 def has_type_of_default(key: Key, value: Any) -> bool:

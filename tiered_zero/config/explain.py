@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from tiered_zero.config.deepspeed_keys import Fate, Key, asks_for_something, table
 
 Source = Literal["file", "default", "auto", "derived", "renamed"]
+FILLED = "the trainer that reads the file fills it: Transformers, Accelerate, Lightning"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +33,10 @@ class Reading:
     """Path that said "auto" -> the value that it became."""
     derived: set[str] = field(default_factory=set)
     """Batch sizes that follow from the others."""
-    without_effect: dict[str, Any] = field(default_factory=dict)
-    """Path -> value of the keys that the file holds and that do nothing."""
+    unfilled: set[str] = field(default_factory=set)
+    """Paths that say "auto" and have no default: a trainer fills them before a run."""
+    idle: list[tuple[Key, Any]] = field(default_factory=list)
+    """The keys that the file holds and that do nothing, with their values."""
     renamed: dict[str, str] = field(default_factory=dict)
     """Path as understood -> path as written."""
     notices: list[str] = field(default_factory=list)
@@ -48,20 +51,24 @@ def reports(config: BaseModel, reading: Reading) -> list[KeyReport]:
     """Every honoured key, then every key of the file that has no effect."""
     keys = table(type(config))
     rows = list(_honoured(config, reading, "", keys))
-    rows += [_idle(keys[path], value, reading) for path, value in reading.without_effect.items()]
+    rows += [_idle(key, value, reading) for key, value in reading.idle]
     return rows
 
 
 def notices(reading: Reading, keys: Mapping[str, Key]) -> tuple[str, ...]:
     """The lines to log once at start: at most one a kind, and only for what the file says and a default does not."""
     renamed = [f"{old} -> {new}" for new, old in reading.renamed.items() if not keys[old].quiet]
-    resolved = [f"{path} = {value}" for path, value in reading.auto.items()]
-    idle = [path for path, value in reading.without_effect.items() if asks_for_something(keys[path], value)]
+    resolved = [f"{path} = {value}" for path, value in reading.auto.items() if path not in reading.unfilled]
+    idle = [key.path for key, value in reading.idle if not key.quiet and asks_for_something(key, value)]
     lines = []
     if renamed:
         lines.append(f"config: read under another name: {', '.join(renamed)}")
     if resolved:
         lines.append(f'config: "auto" resolved: {", ".join(resolved)}')
+    if reading.unfilled:
+        lines.append(
+            f'config: "auto" is left to the trainer that reads the file: {", ".join(sorted(reading.unfilled))}'
+        )
     if idle:
         lines.append(f"config: accepted without effect (tiered-zero explain says why): {', '.join(idle)}")
     return (*lines, *(f"config: {line}" for line in reading.notices))
@@ -101,32 +108,33 @@ def _honoured(node: BaseModel, reading: Reading, prefix: str, keys: Mapping[str,
             arguments |= {auto: given for auto, given in reading.auto.items() if auto.startswith(f"{path}.")}
             for argument, given in arguments.items():
                 source: Source = "auto" if argument in reading.auto else "file"
-                yield replace(_row(keys[path], given, source), path=argument)
+                key = replace(keys[path], path=argument)
+                yield _live(key, given, True, reading) if argument in reading.unfilled else _row(key, given, source)
         else:
             yield _live(keys[path], value, name in node.model_fields_set, reading)
 
 
 def _live(key: Key, value: Any, given: bool, reading: Reading) -> KeyReport:
-    source: Source = "file" if given else "default"
-    if key.path in reading.auto:
-        source = "auto"
-    elif key.path in reading.derived:
-        source = "derived"
-    return _row(key, value, source, reading.written_as(key.path) if given else "")
+    is_auto = key.path in reading.auto
+    written_as = reading.written_as(key.path) if given or is_auto else ""
+    if key.path in reading.unfilled:
+        return _row(replace(key, why=f"{key.why} ({FILLED})"), "auto", "auto")
+    if is_auto or key.path in reading.derived:
+        return _row(key, value, "auto" if is_auto else "derived", written_as)
+    return _row(key, value, "renamed" if written_as else "file" if given else "default", written_as)
 
 
 def _idle(key: Key, value: Any, reading: Reading) -> KeyReport:
     if key.fate is Fate.REFUSED:
         what = "switched off; on, it" if False in key.allowed else "any other value"
         key = replace(key, why=f"{what} is refused: {key.why}")
-    return _row(replace(key, fate=Fate.NO_EFFECT), value, "file", reading.written_as(key.path))
+    written_as = reading.written_as(key.path)
+    return _row(replace(key, fate=Fate.NO_EFFECT), value, "renamed" if written_as else "file", written_as)
 
 
 def _row(key: Key, value: Any, source: Source, written_as: str = "") -> KeyReport:
     effect = f"{key.why} (written as {written_as})" if written_as else key.why
-    return KeyReport(
-        path=key.path, value=value, source="renamed" if written_as else source, fate=key.fate, effect=effect
-    )
+    return KeyReport(path=key.path, value=value, source=source, fate=key.fate, effect=effect)
 
 
 def _inline(node: Any, definitions: Mapping[str, Any]) -> Any:

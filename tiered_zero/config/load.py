@@ -16,7 +16,6 @@ from tiered_zero.config.deepspeed_keys import (
     OPTIMIZER_ARGUMENTS,
     OPTIMIZERS,
     OTHER_WORDS,
-    OTHERS,
     REFUSED_OPTIMIZERS,
     REQUIRED,
     SCHEDULERS,
@@ -28,6 +27,7 @@ from tiered_zero.config.deepspeed_keys import (
 )
 from tiered_zero.config.explain import Reading
 from tiered_zero.config.json_file import read_json
+from tiered_zero.config.names import idle_key, named_tree
 from tiered_zero.config.schema import Config
 from tiered_zero.config.values import number_or_same, shown, switch, whole
 from tiered_zero.errors import ConfigError
@@ -38,15 +38,20 @@ _HONOURED_SECTIONS |= {path.rpartition(".")[0] for path in _HONOURED_SECTIONS}
 _SECTIONS = _HONOURED_SECTIONS | {path.rpartition(".")[0] for path in _KEYS}
 _ARGUMENTS = [f"optimizer.params.{name}" for name in OPTIMIZER_ARGUMENTS]
 _ARGUMENTS += [f"scheduler.params.{name}" for kind in SCHEDULERS.values() for name in kind]
-_MAX_DEPTH = 64
-_MAX_BITS = 1024
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
-def load(config: Mapping[str, Any] | str | os.PathLike[str] | None, args: object = None, world_size: int = 1) -> Config:
+def load(
+    config: Mapping[str, Any] | str | os.PathLike[str] | None,
+    args: object = None,
+    world_size: int = 1,
+    *,
+    to_train: bool = True,
+) -> Config:
     """Read `config` (a dict, or the path of a JSON file) or the file that `args.deepspeed_config` names.
 
-    `world_size`: data-parallel ranks, for the batch sizes. Touches nothing but that file. Raises ConfigError.
+    `world_size`: data-parallel ranks, for the batch sizes. `to_train`: False to look at a file whose "auto" a trainer
+    fills later; its batch is one sample then. Touches nothing but that file. Raises ConfigError.
     """
     named = getattr(args, "deepspeed_config", None)
     if (config is None) == (named is None):
@@ -56,79 +61,18 @@ def load(config: Mapping[str, Any] | str | os.PathLike[str] | None, args: object
     given = read_json(given) if isinstance(given, (str, os.PathLike)) else given
     if not isinstance(given, Mapping):
         raise ConfigError(f"config: expected a dict or the path of a JSON file; found {type(given).__name__}.")
-    tree = _plain(given, "")
     reading = Reading()
-    _rename(tree, reading)
-    values = _sort(tree, "", reading)
-    values.update(_batch(values, world_size, reading))
+    values = _sort(named_tree(given, _KEYS.keys() | _SECTIONS, reading), "", reading)
+    _drop_offload_param(values, reading)
+    values.update(_batch(values, world_size, reading, to_train))
     _check_optimizer(values.get("optimizer"))
-    _check_scheduler(values.get("scheduler"), reading)
+    _check_scheduler(values.get("scheduler"), reading, to_train)
     try:
         result = Config.model_validate(values, context=reading.notices)
     except ValidationError as error:
         raise ConfigError(_describe(error)) from None
     _finish(result, reading)
     return result
-
-
-def _plain(node: Any, path: str, depth: int = 0) -> Any:
-    """A copy of plain dicts and lists, which the steps below change at will.
-
-    Raises ConfigError on what no key takes.
-    """
-    if depth > _MAX_DEPTH:
-        raise ConfigError(f"{path[:80]}...: expected at most {_MAX_DEPTH} objects one inside another. Flatten it.")
-    if isinstance(node, Mapping):
-        for name in node:
-            if not isinstance(name, str):
-                raise ConfigError(f"{path}{shown(name)}: expected a string as key; found {type(name).__name__}.")
-        return {name: _plain(value, f"{path}{name}.", depth + 1) for name, value in node.items()}
-    if isinstance(node, int) and node.bit_length() > _MAX_BITS:
-        raise ConfigError(f"{path.rstrip('.')}: expected a number that a float can hold; found {shown(node)}.")
-    return [_plain(item, path, depth + 1) for item in node] if isinstance(node, (list, tuple)) else node
-
-
-# Renaming.
-
-
-def _rename(tree: dict[str, Any], reading: Reading) -> None:
-    if isinstance(tree.get("zero_optimization"), bool):
-        stage = int(tree["zero_optimization"])
-        reading.notices.append(f"zero_optimization: {bool(stage)} (deprecated) read as stage {stage}")
-        tree["zero_optimization"] = {"stage": stage}
-    for key in OTHERS:
-        if key.fate is Fate.RENAMED:
-            _rename_one(tree, key, reading)
-
-
-def _rename_one(tree: dict[str, Any], key: Key, reading: Reading) -> None:
-    *sections, name = key.path.split(".")
-    node: Any = tree
-    for section in sections:
-        node = node.get(section) if isinstance(node, dict) else None
-    if not isinstance(node, dict) or name not in node:
-        return
-    value = node.pop(name)
-    if name in ("cpu_offload", "cpu_offload_param"):
-        if not isinstance(value, bool) and value not in (None, "auto"):
-            raise ConfigError(f"{key.path}: expected true or false; found {shown(value)}. Use {key.to} instead.")
-        if value is not True:
-            reading.without_effect[key.path] = value
-            return
-        value = {"device": "cpu"}
-    *sections, name = key.to.split(".")
-    target = tree
-    for section in sections:
-        if not isinstance(target.get(section), dict):
-            target[section] = {}
-        target = target[section]
-    found = target.get(name)
-    if found is not None and found != value and str(found) != str(value):  # 4 and "4" are one value
-        raise ConfigError(
-            f"{key.path}, {key.to}: expected one value; found {shown(value)} and {shown(found)}. Keep {key.to}."
-        )
-    target[name] = value
-    reading.renamed.setdefault(key.to, key.path)
 
 
 # Fates.
@@ -160,6 +104,21 @@ def _sort(node: dict[str, Any], prefix: str, reading: Reading) -> dict[str, Any]
     return values
 
 
+def _drop_offload_param(values: dict[str, Any], reading: Reading) -> None:
+    """Drop offload_param below stage 3, where DeepSpeed does not read it."""
+    zero = values.get("zero_optimization", {})
+    section = zero.get("offload_param", {})
+    try:
+        below = whole(zero.get("stage", 0)) in (0, 1, 2)
+    except ValueError:
+        return  # the schema says what is wrong
+    if below and (device := section.get("device", "none")) != "none":
+        del zero["offload_param"]
+        path, why = "zero_optimization.offload_param", "parameters stay on the device below stage 3, as in DeepSpeed"
+        reading.idle += [(idle_key(f"{path}.{name}", why, quiet=True), value) for name, value in section.items()]
+        reading.notices.append(f"{path}.device {shown(device)} without effect: {why}; stage 3 pages them")
+
+
 def _take_idle(key: Key, value: Any, reading: Reading, off: bool = False) -> None:
     """`off`: the section around the key is, so that in DeepSpeed too the key does nothing."""
     if key.fate is Fate.REFUSED and not off and asks_for_something(key, value):
@@ -168,7 +127,7 @@ def _take_idle(key: Key, value: Any, reading: Reading, off: bool = False) -> Non
     if key.fate is Fate.NO_EFFECT and value != "auto" and not has_type_of_default(key, value):
         expected = type(key.default).__name__
         raise ConfigError(f"{key.path}: expected a value such as {key.default!r} ({expected}); found {shown(value)}.")
-    reading.without_effect[key.path] = value
+    reading.idle.append((key, value))
 
 
 def _sort_params(path: str, params: Any, reading: Reading) -> dict[str, Any]:
@@ -210,7 +169,7 @@ def _nearest(path: str) -> str:
 # Batch sizes.
 
 
-def _batch(values: dict[str, Any], world_size: int, reading: Reading) -> dict[str, int]:
+def _batch(values: dict[str, Any], world_size: int, reading: Reading, to_train: bool) -> dict[str, int]:
     """The batch triangle: train = micro * accumulation * ranks, from any of them that suffice."""
     given: dict[str, int | None] = {}
     for name in _BATCH:
@@ -223,10 +182,16 @@ def _batch(values: dict[str, Any], world_size: int, reading: Reading) -> dict[st
     train, micro, steps = (given[name] for name in _BATCH)
     ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
     if train is None and micro is None:
-        raise ConfigError(
-            "train_batch_size, train_micro_batch_size_per_gpu: expected a number for at least one of them, from which "
-            '"auto" finds the others; found neither. Write the samples per optimizer step, or the samples per forward.'
-        )
+        unfilled = {name for name in _BATCH if name in reading.auto}
+        if to_train or not unfilled - {_BATCH[2]}:
+            found = f'"auto" for {", ".join(sorted(unfilled))}' if unfilled else "neither"
+            raise ConfigError(
+                "train_batch_size, train_micro_batch_size_per_gpu: expected a number for at least one of them, from "
+                f'which "auto" finds the others; found {found}. Write the samples per optimizer step, or the samples '
+                "per forward; a trainer (Transformers, Accelerate) fills them in."
+            )
+        reading.unfilled |= unfilled
+        micro = 1
     if steps is None:
         steps = 1 if train is None or micro is None else max(1, train // (micro * world_size))
     if micro is None:
@@ -258,7 +223,7 @@ def _check_optimizer(section: dict[str, Any] | None) -> None:
         )
 
 
-def _check_scheduler(section: dict[str, Any] | None, reading: Reading) -> None:
+def _check_scheduler(section: dict[str, Any] | None, reading: Reading, to_train: bool) -> None:
     """Names and types of the arguments of DeepSpeed's own schedules; torch's check their own when they are built."""
     known = SCHEDULERS.get(section["type"]) if section and isinstance(section.get("type"), str) else None
     if section is None or known is None:
@@ -275,14 +240,17 @@ def _check_scheduler(section: dict[str, Any] | None, reading: Reading) -> None:
             )
         params[name] = _argument(path, value, known[name])
     for name, default in known.items():
+        path = f"scheduler.params.{name}"
         if default == REQUIRED and name not in params:
-            raise ConfigError(
-                f"scheduler.params.{name}: expected a number, {section['type']} has no default for it; found "
-                f"{'auto' if f'scheduler.params.{name}' in reading.auto else 'nothing'}. Write the number."
-            )
-        if f"scheduler.params.{name}" in reading.auto:
+            if to_train or path not in reading.auto:
+                raise ConfigError(
+                    f"{path}: expected a number, {section['type']} has no default for it; found "
+                    f"{'auto' if path in reading.auto else 'nothing'}. Write the number."
+                )
+            reading.unfilled.add(path)
+        elif path in reading.auto:
             params[name] = None if name == "warmup_max_lr" else default  # trainers mean the optimizer's rate
-            reading.auto[f"scheduler.params.{name}"] = "the optimizer's lr" if params[name] is None else default
+            reading.auto[path] = "the optimizer's lr" if params[name] is None else default
 
 
 def _argument(path: str, value: Any, default: Any) -> Any:

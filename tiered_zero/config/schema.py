@@ -136,6 +136,9 @@ class Fp16Section(SwitchedSection):
     """Half precision with loss scaling."""
 
     enabled: bool = Field(False, description="compute in float16, with fp32 master weights")
+    auto_cast: bool = Field(
+        False, description="floating point tensors among the positional arguments of engine(...) are cast to float16"
+    )
     loss_scale: Number = Field(0.0, ge=0, description="fixed loss scale; 0 scales dynamically")
     initial_scale_power: Whole = Field(16, ge=0, le=127, description="dynamic: the scale starts at 2 to this power")
     loss_scale_window: Whole = Field(1000, ge=0, description="dynamic: steps without overflow before the scale doubles")

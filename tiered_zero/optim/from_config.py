@@ -19,11 +19,12 @@ from torch.optim import Optimizer
 
 from tiered_zero.config.deepspeed_keys import OTHER_WORDS, runs_as_adamw
 from tiered_zero.config.schema import OptimizerSection
+from tiered_zero.config.values import switch
 from tiered_zero.errors import ConfigError, ModelError
 from tiered_zero.layout.flat import ParamSpec
 from tiered_zero.native.update import UpdateKernel
 from tiered_zero.optim.kernel_rule import open_kernel
-from tiered_zero.optim.native_rules import AdagradRule, AdamRule, Lion, LionRule, SgdRule
+from tiered_zero.optim.native_rules import BIAS_CORRECTION, AdagradRule, AdamRule, Lion, LionRule, SgdRule
 from tiered_zero.optim.quantized import QuantizedAdam
 from tiered_zero.optim.rule import UpdateRule
 from tiered_zero.optim.torch_rule import REFUSED, TorchRule
@@ -38,6 +39,8 @@ _CLASSES: dict[str, type[Optimizer]] = {
 } | {"lion": Lion}
 
 _FLAG_OR_NULL = (".foreach", ".fused")
+_TORCH_CODE = ("fused", "foreach", "capturable", "differentiable")
+"""Options for which torch's own code takes the step."""
 _REFUSED_OPTIONS = {"capturable", "differentiable"}
 
 
@@ -45,12 +48,14 @@ _REFUSED_OPTIONS = {"capturable", "differentiable"}
 class ResolvedOptimizer:
     """`optimizer_class(params, **defaults)` is the plain torch optimizer whose bits the rule gives.
 
-    `text`: the algorithm in words, for the start-up log and `explain`.
+    `text`: the algorithm in words, for the start-up log and `explain`. `bias_correction`: False for Adam without it,
+    which torch does not have.
     """
 
     optimizer_class: type[Optimizer]
     defaults: dict[str, Any]
     text: str
+    bias_correction: bool = True
 
 
 def make_optimizer(
@@ -82,6 +87,8 @@ def make_optimizer(
     logger.info("optimizer: %s", resolved.text)
     source = _example(resolved.optimizer_class, resolved.defaults)
     source.param_groups.clear()
+    if not resolved.bias_correction:
+        source.defaults[BIAS_CORRECTION] = False  # of every group, as in DeepSpeed
     source.state.clear()  # Adagrad makes its state when it is made; here it is made on the tiers
     try:
         for group in params if isinstance(params[0], dict) else [{"params": params}]:
@@ -95,7 +102,16 @@ def _chosen(given: Optimizer, section: OptimizerSection | None) -> Optimizer:
     """Take the user's optimizer, with a warning where the config names one too."""
     if section is not None:
         logger.warning("config: optimizer %s is not used, for initialize() was given one", section.type)
+    if type(given) in (torch.optim.Adam, torch.optim.AdamW) and _is_uncorrected(given):
+        raise ModelError(
+            f"The optimizer's param groups have {BIAS_CORRECTION} False, which torch's {type(given).__name__} does not "
+            "know. Name the optimizer in the config, with that in optimizer.params, or leave it out."
+        )
     return given
+
+
+def _is_uncorrected(optimizer: Optimizer) -> bool:
+    return any(not group.get(BIAS_CORRECTION, True) for group in optimizer.param_groups)
 
 
 def group_params(source: Optimizer, specs: Mapping[nn.Parameter, ParamSpec]) -> dict[str, int]:
@@ -125,9 +141,13 @@ def make_rule(source: Optimizer) -> UpdateRule:
         torch.optim.Adagrad: AdagradRule,
         Lion: LionRule,
     }
-    options = ("fused", "foreach", "capturable", "differentiable")
-    is_plain = not any(group.get(option) for group in source.param_groups for option in options)
-    make = natives.get(type(source)) if is_plain else None
+    special = [option for option in _TORCH_CODE if any(group.get(option) for group in source.param_groups)]
+    if special and _is_uncorrected(source):
+        raise ConfigError(
+            f"optimizer.params.{BIAS_CORRECTION}: expected true with {special[0]}, for which torch's own code takes "
+            "the step, and always corrects; found false. Leave one of the two out."
+        )
+    make = None if special else natives.get(type(source))
     return TorchRule.from_optimizer(source) if make is None else make(open_kernel())
 
 
@@ -156,20 +176,24 @@ def resolve_optimizer(type_name: str, params: Mapping[str, Any]) -> ResolvedOpti
         raise ConfigError(_unknown("optimizer.type", type_name, known))
     if kind in REFUSED:
         raise ConfigError(f"optimizer.type {type_name!r} is not supported: {REFUSED[kind]}.")
-    options = dict(params)
-    kind = _adam_class(name, options) if name in _ADAM else kind
+    options, corrected = dict(params), True
+    if name in _ADAM:
+        kind, corrected = _adam_class(name, options)
     defaults = _checked(kind, options)
-    return ResolvedOptimizer(optimizer_class=kind, defaults=defaults, text=_text(name, kind, defaults))
+    text = _text(name, kind, defaults) + ("" if corrected else ", without bias correction")
+    return ResolvedOptimizer(optimizer_class=kind, defaults=defaults, text=text, bias_correction=corrected)
 
 
-def _adam_class(name: str, options: dict[str, Any]) -> type[Optimizer]:
-    """DeepSpeed's mapping: AdamW unless the type is "Adam" and adam_w_mode is false. Takes its keys out of `options`.
+def _adam_class(name: str, options: dict[str, Any]) -> tuple[type[Optimizer], bool]:
+    """DeepSpeed's mapping: AdamW unless the type is "Adam" and adam_w_mode is false. Returns the class, and whether it
+    corrects the bias of its first steps. Takes its keys out of `options`.
 
     DeepSpeed's own kernels have weight_decay 0 where torch's AdamW has 0.01; only `torch_adam` asks for torch's.
     """
-    flags: dict[str, Any] = {"adam_w_mode": True, "torch_adam": False}
+    flags: dict[str, Any] = {"adam_w_mode": True, "torch_adam": False, BIAS_CORRECTION: True}
     for key in flags:
-        flags[key] = options.pop(key, flags[key])
+        given = options.pop(key, flags[key])
+        flags[key] = switch(given) if key == BIAS_CORRECTION else given
         if not isinstance(flags[key], bool):
             raise ConfigError(f"optimizer.params.{key} must be true or false; found {flags[key]!r}.")
     if options.pop("set_grad_none", True) not in (True,):
@@ -179,7 +203,8 @@ def _adam_class(name: str, options: dict[str, Any]) -> type[Optimizer]:
         )
     if not flags["torch_adam"]:
         options.setdefault("weight_decay", 0.0)
-    return torch.optim.AdamW if runs_as_adamw(name, flags["adam_w_mode"]) else torch.optim.Adam
+    kind = torch.optim.AdamW if runs_as_adamw(name, flags["adam_w_mode"]) else torch.optim.Adam
+    return kind, flags[BIAS_CORRECTION]
 
 
 def _checked(kind: type[Optimizer], options: Mapping[str, Any]) -> dict[str, Any]:

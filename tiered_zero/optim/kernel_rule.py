@@ -108,6 +108,10 @@ class NativeRule(UpdateRule):
         """Convert scalars to those of TorchRule."""
         return {"step": torch.tensor(self._phase(scalars))} if self._counts_steps else dict(scalars)
 
+    def _reference_scalars(self, hyper: Mapping[str, Any], scalars: Mapping[str, Any]) -> dict[str, Any]:
+        """Give the scalars from which torch's own code takes this rule's next step."""
+        return self._torch_scalars(scalars)
+
     def _own_scalars(self, scalars: Mapping[str, Any]) -> dict[str, Any]:
         """Invert `_torch_scalars`."""
         return {"step": float(scalars["step"])} if self._counts_steps else dict(scalars)
@@ -267,7 +271,7 @@ class NativeRule(UpdateRule):
         for start in range(0, run.master.numel(), chunk):
             kept = run.part(start, start + chunk)
             state = {name: array.float() for name, array in kept.state.items()}
-            floats = replace(kept, state=state, scalars=self._torch_scalars(run.scalars), hyper=hyper)
+            floats = replace(kept, state=state, scalars=self._reference_scalars(hyper, run.scalars), hyper=hyper)
             if joined:
                 marked = kept.state[self.unsigned_field or ""]
                 assert kept.out is not None, "remainders come with their parameters"

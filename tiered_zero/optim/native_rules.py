@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast, final
 
@@ -13,6 +14,7 @@ from tiered_zero.optim.kernel_rule import NativeRule, flags_of
 from tiered_zero.optim.rule import Run
 from tiered_zero.optim.torch_rule import ELEMENTWISE
 
+BIAS_CORRECTION = "bias_correction"
 _STARTED = {"initialized": True}
 _WITHOUT_BUFFER = {"momentum_buffer": "absent"}
 
@@ -24,6 +26,9 @@ class AdamRule(NativeRule):
     Hyper keys are torch's: lr, betas, eps, weight_decay, amsgrad, maximize; lr and betas may be 0-d tensors. As in
     torch, decoupled_weight_decay of the group decides; `decoupled` is its default. State: exp_avg, exp_avg_sq and,
     with amsgrad, max_exp_avg_sq; scalar: step.
+
+    Where DeepSpeed's key bias_correction is false, which torch does not have, every step is one after infinitely many:
+    all powers of the betas are 0, and the factors of the correction 1.
     """
 
     unsigned_field = "exp_avg_sq"
@@ -55,11 +60,12 @@ class AdamRule(NativeRule):
     def _kernel_hyper(self, hyper: Mapping[str, Any], scalars: Mapping[str, Any]) -> Hyper:
         # numbers, or 0-d tensors: then torch computes all this in fp32, and so do we
         lr, (beta1, beta2), weight_decay = hyper["lr"], hyper["betas"], hyper["weight_decay"]
-        step, decoupled = self._phase(scalars) + 1, hyper["decoupled_weight_decay"]
+        number, decoupled = self._phase(scalars) + 1, hyper["decoupled_weight_decay"]
+        step = number if hyper.get(BIAS_CORRECTION, True) else math.inf
         return Hyper(
             rule=Rule.ADAM,
             flags=flags_of(MAXIMIZE=hyper["maximize"], AMSGRAD=hyper["amsgrad"], L2=weight_decay and not decoupled),
-            seed=self.seed_of(step),
+            seed=self.seed_of(number),
             l2=weight_decay,
             decay=float(1 - lr * weight_decay) if decoupled else 1.0,
             weight1=float(1 - beta1),
@@ -69,6 +75,10 @@ class AdamRule(NativeRule):
             eps=float(hyper["eps"]),
             rate=float(-(lr / (1 - beta1**step))),
         )
+
+    def _reference_scalars(self, hyper: Mapping[str, Any], scalars: Mapping[str, Any]) -> dict[str, Any]:
+        corrected = hyper.get(BIAS_CORRECTION, True)
+        return self._torch_scalars(scalars) if corrected else {"step": torch.tensor(math.inf)}
 
 
 @final
