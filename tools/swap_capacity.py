@@ -63,7 +63,7 @@ def main() -> int:
 
     try:
         shape = gpt_of_size(parse_count(options.params)) if options.model is None else parse_gpt(options.model)
-        config = load(options.config)
+        config = load(options.config, to_train=False)
         need = SwapNeed.of(plan_gpt(config, shape))
     except ConfigError as error:
         parser.error(str(error))
