@@ -2,12 +2,10 @@
 
 import gc
 import os
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from tests.faults.breaker import Breaker
 from tiered_zero.descriptor import CLOSED, opened
 
 
@@ -50,19 +48,6 @@ def test_what_an_interrupt_leaves_is_closed_with_the_object(tmp_path: Path) -> N
         interrupted()
     gc.collect()
     assert not is_open(numbers[0])
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of a finalizer
-def test_an_interrupt_behind_any_call_leaves_none_open(tmp_path: Path) -> None:
-    before = os.listdir("/proc/self/fd")
-    for number in range(1, 100):
-        breaker = Breaker(KeyboardInterrupt, "", number, at_calls=True)
-        with suppress(KeyboardInterrupt), breaker, opened(tmp_path, os.O_RDONLY) as fd:
-            fd.close()
-        assert os.listdir("/proc/self/fd") == before, f"interrupted at {breaker.where}"
-        if not breaker.where:
-            break
-    assert 2 < number < 99
 
 
 def test_none_is_closed() -> None:

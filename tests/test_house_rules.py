@@ -14,7 +14,7 @@ from tests.house import ROOT, RULES, Found, Source, rule, whole_tree
 # Lowest first. Imports only point down; a bar parts neighbours, who do not import each other.
 # `tiered_zero` is the package's own __init__, the public names.
 FLOORS = (
-    "cgroups descriptor errors failure_latch mappings sizes teardown transfer version",
+    "cgroups descriptor errors failure_latch interrupts mappings sizes teardown transfer version",
     "config | layout | telemetry",
     "plan | native",
     "io | hardware | optim",

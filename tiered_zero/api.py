@@ -22,10 +22,12 @@ from tiered_zero.hardware.collectives import Collectives, make_collectives
 from tiered_zero.hardware.cores import bind_to_share
 from tiered_zero.hardware.launcher import world_size_here
 from tiered_zero.hardware.select import find_device
+from tiered_zero.interrupts import INTERRUPTS, protected
 from tiered_zero.run_spec import specify_run
 from tiered_zero.update.handle import TieredOptimizer
 
 
+@protected
 def initialize(
     args: Any = None,
     model: nn.Module | None = None,
@@ -76,6 +78,7 @@ def initialize(
     settings = load(config, args, world_size_here())
     gather_numel = settings.zero_optimization.allgather_bucket_size
     collectives = make_collectives(settings.tiered_zero.comm_timeout_s, dist_init_required, gather_numel)
+    INTERRUPTS.install()
     try:
         collectives.open()
         bind_to_share(collectives, find_device(settings.tiered_zero.device))
@@ -88,6 +91,8 @@ def initialize(
         collectives.fail(f"initialize(): {type(error).__name__}: {error}")
         collectives.close()
         raise
+    finally:
+        INTERRUPTS.uninstall()  # unless an engine is open
     return engine, engine.optimizer, loader, engine.lr_scheduler
 
 

@@ -15,6 +15,7 @@ from tiered_zero.deepspeed_engine import DeepSpeedNames
 from tiered_zero.engine_call import Run, count_tokens, end_unreferenced_run, halved, on_one_thread
 from tiered_zero.errors import ModelError
 from tiered_zero.hardware.process import OwnProcess
+from tiered_zero.interrupts import shielded
 from tiered_zero.params.outside_modes import runs_outside_modes
 from tiered_zero.plan.planner import Plan
 from tiered_zero.teardown import Teardown
@@ -212,6 +213,7 @@ class Engine(CheckpointCalls, DeepSpeedNames):
         """Drop this step: drain transfers, evict units, drop gradients. Training goes on with the next forward."""
         self._step.abort()
 
+    @shielded
     def close(self) -> None:
         """Free every tier, stop every thread, remove the swap directory. Idempotent. Parameters off the device are
         gone: take `module.state_dict()` before. Raises EngineFailedError, with everything freed, if an update failed

@@ -13,8 +13,8 @@ from torch import nn
 
 from tiered_zero.checkpoint.checkpoints import Checkpoints
 from tiered_zero.config.schema import Config
-from tiered_zero.errors import TieredZeroError
 from tiered_zero.hardware.process import OwnProcess
+from tiered_zero.interrupts import INTERRUPTS, mark_protected
 from tiered_zero.plan.planner import Plan
 from tiered_zero.teardown import Teardown
 from tiered_zero.telemetry.report import StepReport
@@ -50,32 +50,32 @@ _Method = Callable[Concatenate[_Engine, _Arguments], _Result]
 
 def on_one_thread(method: _Method[_Engine, _Arguments, _Result]) -> _Method[_Engine, _Arguments, _Result]:
     """Refuse a call of `method` while another thread is inside the engine, and inside of a forward, backward or step
-    (ModelError). Drop the step where an interrupt may hide that backward was made, or that another call has not begun:
-    the caller repeats the batch."""
+    (ModelError). Defer interrupts: see [Note: Interrupted calls]. One that comes as backward ends drops the step, as
+    any exception of backward does, unless its update has begun: then it comes as step() ends."""
 
     @wraps(method)
     def entered(self: _Engine, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-        counts = self._step.counts
-        has_returned, num_before, backwards_before = False, counts.micro_steps, counts.num_backwards
+        INTERRUPTS.install()
+        step, call = self._step, f"engine.{method.__name__}()"
         try:
-            with self._step.pager.driver.entered(f"engine.{method.__name__}()"):
+            with step.pager.driver.entered(call):
                 if method.__name__ != "peek":  # which looks at what is there
-                    call = f"engine.{method.__name__}()"
-                    self._step.check_outside(call, may_recompute=method.__name__ == "forward")
-                result = method(self, *args, **kwargs)
-                has_returned = True
-            return result
+                    step.recovery.check_outside(call, may_recompute=method.__name__ == "forward")
+                return method(self, *args, **kwargs)
         except BaseException as error:
-            not_begun = counts.micro_steps == num_before and not isinstance(error, TieredZeroError)
-            drops = method.__name__ in ("step", "abort_step")
-            drops |= method.__name__ == "zero_grad" and self._step.zero_grad_drops
-            # one that failed is dropped, and counted no more
-            was_made = has_returned or counts.num_backwards > backwards_before
-            if (method.__name__ == "backward" and was_made) or (drops and not_begun and not has_returned):
-                self._step.drop_interrupted()
+            INTERRUPTS.note(error)
             raise
+        finally:
+            if INTERRUPTS.pending is not None and not (is_backward and step.policy.is_open):
+                try:
+                    INTERRUPTS.leave()
+                except BaseException:
+                    if is_backward:
+                        step.recovery.drop()
+                    raise
 
-    return entered
+    is_backward = method.__name__ == "backward"
+    return mark_protected(entered)
 
 
 def end_unreferenced_run(process: OwnProcess, resources: Teardown) -> None:

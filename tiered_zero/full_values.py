@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from tiered_zero.errors import ModelError
+from tiered_zero.interrupts import protected, shielded
 from tiered_zero.layout.flat import FlatEntry, Unit
 from tiered_zero.params.gather import access_of, gathered
 from tiered_zero.train_step import TrainStep
@@ -140,6 +141,7 @@ def full_values_of(param: nn.Parameter) -> FullValues | None:
     return found() if found is not None else None
 
 
+@protected
 def get_master(param: nn.Parameter) -> torch.Tensor | None:
     """The fp32 master, a copy on the CPU; None for a parameter that no engine trains. Where masters are sharded every
     rank calls this, and the other functions of this module."""
@@ -147,17 +149,20 @@ def get_master(param: nn.Parameter) -> torch.Tensor | None:
     return values.read_master(param) if values is not None else None
 
 
+@shielded
 def set_master(param: nn.Parameter, value: torch.Tensor) -> None:
     """Set the fp32 master, and the parameter to what it rounds to. Raises ModelError."""
     _expected(param).set_master(param, value)
 
 
+@protected
 def get_state(param: nn.Parameter, name: str) -> torch.Tensor | None:
     """State such as "exp_avg", fp32, a copy on the CPU; None before the first step."""
     values = full_values_of(param)
     return values.read_state(param, name) if values is not None else None
 
 
+@shielded
 def set_state(param: nn.Parameter, name: str, value: torch.Tensor) -> None:
     """Set state such as "exp_avg". Raises ModelError before the first step."""
     _expected(param).set_state(param, name, value)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import final
+
+from tiered_zero.interrupts import INTERRUPTS
 
 INTERRUPTED = 128 + signal.SIGINT
 """Exit code after Ctrl-C."""
@@ -20,7 +21,8 @@ TERMINATED = 128 + signal.SIGTERM
 @final
 class StopRequest:
     """What a signal asked for. `at_boundary`: the program ends its step, saves, and stops by itself; else, and from the
-    second signal on, Ctrl-C raises KeyboardInterrupt and SIGTERM SystemExit in the main thread. `code`: the exit code
+    second signal on, Ctrl-C raises KeyboardInterrupt and SIGTERM SystemExit in the main thread, at a safe point of the
+    engine's call where one runs, and the next one at once. `code`: the exit code
     of the first signal; None before it."""
 
     def __init__(self, at_boundary: bool) -> None:
@@ -46,10 +48,9 @@ class StopRequest:
         if first and self.at_boundary:
             # not logged: the main thread may be inside of a log line
             os.write(2, self.answer)
-        elif number == signal.SIGTERM:
-            sys.exit(TERMINATED)
         else:
-            raise KeyboardInterrupt
+            stop = SystemExit(TERMINATED) if number == signal.SIGTERM else KeyboardInterrupt()
+            INTERRUPTS.raise_when_safe(stop, frame)
 
 
 @contextmanager

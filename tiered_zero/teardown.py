@@ -6,6 +6,8 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
+from tiered_zero.interrupts import shielded
+
 logger = logging.getLogger("tiered_zero")
 
 
@@ -29,6 +31,7 @@ class Teardown:
         """Add an act where acts have no names."""
         self.add("", act)
 
+    @shielded
     def close(self) -> None:
         """Carry out what is left to do; raise the first exception at the end. Does nothing once all is done."""
         first: BaseException | None = None

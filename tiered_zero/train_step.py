@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,11 +16,13 @@ from tiered_zero.errors import ModelError, NonFiniteError
 from tiered_zero.grads.arrivals import GradientArrivals
 from tiered_zero.grads.check import GradCheck, check_gradients
 from tiered_zero.grads.overflow import OverflowGuard
+from tiered_zero.interrupts import INTERRUPTS, call_open, call_shielded, shielded
 from tiered_zero.layout.flat import Unit
-from tiered_zero.params.driver_thread import Phase
+from tiered_zero.params.driver_thread import CallPhase, Phase
 from tiered_zero.plan.update_policy import UpdateChoice
 from tiered_zero.step_counts import StepCounts
 from tiered_zero.step_recovery import Movers, StepRecovery
+from tiered_zero.telemetry.report import StepMeter
 from tiered_zero.update.handle import TieredOptimizer
 
 logger = logging.getLogger("tiered_zero")
@@ -30,7 +33,7 @@ NO_OPTIMIZER = (
 )
 
 
-class TrainStep(StepRecovery):
+class TrainStep:
     """Orders the events of one engine, to which it has no reference.
 
     Module hooks, the guard of offloaded parameters, `gathered`, state_dict and the engine call it; the movers know
@@ -46,19 +49,26 @@ class TrainStep(StepRecovery):
         trains: bool,
         overflow: OverflowGuard,
     ) -> None:
-        gradients, show = movers.gradients, movers.visible_gradients.show
-        counts = StepCounts(config.gradient_accumulation_steps)
-        is_scaled = overflow.scaler is not None
-        arrivals = GradientArrivals(
-            gradients,
-            counts.num_micro_batches,
-            is_scaled,
+        self.pager, self.scope = movers.pager, movers.scope
+        self.gradients, self.visible_gradients = movers.gradients, movers.visible_gradients
+        self.policy, self.runtime, self._drain_lanes = movers.policy, movers.runtime, movers.drain
+        self._reducer = movers.reducer
+        self.phase: CallPhase = movers.pager.phase
+        self.overflow = overflow
+        self.meter = StepMeter(self.runtime.recorder, self.runtime.ledger)
+        self.counts = StepCounts(config.gradient_accumulation_steps)
+        self.is_closed = False
+        self.failures = self.policy.failures
+        self.arrivals = GradientArrivals(
+            self.gradients,
+            self.counts.num_micro_batches,
+            overflow.scaler is not None,
             self.unit_grads_complete,
-            show,
-            self.own_backward_failed,
-            movers.reducer,
+            self.visible_gradients.show,
+            lambda: self.recovery.own_backward_failed(),
+            self._reducer,
         )
-        super().__init__(movers, counts, overflow, arrivals)
+        self.recovery = StepRecovery(movers, self.counts, overflow, self.arrivals, self.meter)
         self._groups = movers.groups
         self._trains = trains
         self._clipping = config.gradient_clipping
@@ -79,7 +89,8 @@ class TrainStep(StepRecovery):
             self._end_interrupted_forward()
         is_direct = self.pager.is_called_directly()
         if is_direct:
-            self._recover_between_calls()
+            INTERRUPTS.install()
+            self.recover()
             if not torch.is_grad_enabled() or (self.scope.is_root(module) and not module.training):
                 self.policy.prepare_evaluation()
             self.scope.begin_direct(module)
@@ -100,14 +111,14 @@ class TrainStep(StepRecovery):
             error = sys.exc_info()[1]
             if error is not None and id(error) != self._handled:
                 self.phase.now = Phase.FORWARD
-                self._fail_ranks(error)
+                self.recovery.fail_ranks(error)
                 self.phase.now = Phase.IDLE
 
     def _end_interrupted_forward(self) -> None:
         """Close what an interrupted direct call of a module has left open: torch runs no forward hook after it."""
         self.pager.driver.check("A module's forward")
         if self.scope.is_direct:
-            self._recover_between_calls()
+            self.recover()
             self.scope.abort()
             self.pager.abort()
 
@@ -127,8 +138,8 @@ class TrainStep(StepRecovery):
 
     def before_weights_read(self) -> None:
         """Wait for every update, and make a delayed one visible. Called by `gathered`, state_dict and copies."""
-        if not self.pager.is_running():
-            self._recover_between_calls()
+        if not self.pager.is_running() and self.phase.now is Phase.IDLE:
+            self.recover()
         self.policy.flush()
 
     def before_weights_write(self) -> None:
@@ -173,6 +184,11 @@ class TrainStep(StepRecovery):
         """Copy a guarded parameter to the CPU for a copy of its module; return None while modules run."""
         return self.pager.idle_copy(param, self.before_weights_read)
 
+    def recover(self) -> None:
+        """Clear up after a forward or backward past the engine that has failed; latch where a call was broken off."""
+        if not self.is_closed:
+            self.recovery.recover()
+
     # -- the engine's calls --------------------------------------------------------------------------------------------
 
     def check(self, trains: bool = False) -> None:
@@ -196,7 +212,7 @@ class TrainStep(StepRecovery):
                 self.policy.prepare_evaluation()
             self.meter.num_tokens += num_tokens if torch.is_grad_enabled() else 0
             with self.pager.frame(), self.scope.saving_views():
-                return module(*args, **kwargs)
+                return call_open(module, *args, **kwargs)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool, by_steps: bool) -> None:
         """`by_steps`: divide the loss by the accumulation steps."""
@@ -222,7 +238,9 @@ class TrainStep(StepRecovery):
             with self.scope.saving_views(), backward:
                 if step_follows and self.counts.global_steps:
                     self.policy.begin_backward()
-                scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+                # where the update begins in backward an interrupt waits for the end of the step
+                call = call_shielded if self.policy.is_open else call_open
+                call(scaled.backward, retain_graph=retain_graph)
             self.counts.end_backward(self.pager.num_uses)
 
     def scaled(self, loss: torch.Tensor, by_steps: bool = True) -> torch.Tensor:
@@ -238,8 +256,8 @@ class TrainStep(StepRecovery):
         refer to this object, and would keep them and the engine from being garbage. Returns whether it was a boundary.
         """
         self.check(trains=True)
-        with self.failures.surfacing(), self._changing(Phase.STEP):
-            self._before_step = self.counts.state(), self.overflow.state()
+        with self.failures.surfacing(), self.recovery.call(Phase.STEP):
+            self.recovery.begin_step()
             self.counts.was_applied = False
             boundary = self.counts.begin_step(self.pager.num_uses)
             self.arrivals.has_noticed = False
@@ -266,13 +284,29 @@ class TrainStep(StepRecovery):
                 return ranks.exchange(data, "a message of the program")
             except BaseException as error:
                 ranks.fail(f"{type(error).__name__}: {error}")
-                self._latch_ranks("exchange", error)
+                self.recovery.latch_ranks("exchange", error)
                 raise
 
     def flush(self) -> None:
         self.recover()
         with self.failures.surfacing():
             self.policy.flush()
+
+    def abort(self) -> None:
+        """Drop the step: drain transfers, evict units, drop gradients. Raises the error of a gradient's transfer."""
+        self.recover()
+        if not self.is_closed:
+            self.recovery.abort()
+
+    @contextmanager
+    def _pass(self, phase: Phase) -> Iterator[None]:
+        """Run the block as a forward or a backward."""
+        with self.recovery.call(phase):
+            self.visible_gradients.hide()
+            with self.runtime.recorder.span("compute", phase.value):
+                yield
+            self.pager.end_pass()
+            self.visible_gradients.show()
 
     @property
     def zero_grad_drops(self) -> bool:
@@ -287,9 +321,9 @@ class TrainStep(StepRecovery):
         self.policy.check_untouched("Gradients are dropped")
         if not self.zero_grad_drops:
             return
-        with self._changing(Phase.DROP):
+        with self.recovery.call(Phase.DROP):
             if set_to_none:
-                self._drop_gradients()
+                self.recovery.drop_gradients()
                 self.gradients.reset_zero()
             else:
                 self.arrivals.reset()
@@ -315,7 +349,7 @@ class TrainStep(StepRecovery):
         try:
             is_applied = self.overflow.allows(check, self.counts.global_steps)
         except NonFiniteError:
-            self._before_step = None  # training ends here, and this step is counted
+            self.recovery.end_step()  # training ends here, and this step is counted
             raise
         if is_applied:
             self.policy.prepare()
@@ -323,8 +357,12 @@ class TrainStep(StepRecovery):
         else:
             self.policy.skip()
             optimizer.overflow = True
-        self._drop_gradients()
-        self._before_step = None
+            self._end_step()
+
+    @shielded
+    def _end_step(self) -> None:
+        self.recovery.drop_gradients()
+        self.recovery.end_step()
 
     def _check_gradients(self) -> GradCheck:
         """Check this rank's gradients, or reduce those of all ranks and check the averages."""
@@ -334,6 +372,7 @@ class TrainStep(StepRecovery):
         values = self._groups.values()
         return self._reducer.check(counts.micro_steps, counts.global_steps, loss_scale, self._clipping, values)
 
+    @shielded
     def _update(self, optimizer: TieredOptimizer, lr_scheduler: Any, check: GradCheck) -> None:
         def apply() -> None:
             self.phase.now = Phase.UPDATE
@@ -348,9 +387,10 @@ class TrainStep(StepRecovery):
             raise
         except Exception:
             if self.counts.was_applied:  # the error of a hook, or of the scheduler: the step is made all the same
-                self._before_step = None
+                self.recovery.end_step()
                 self.phase.now = Phase.IDLE
             raise
+        self._end_step()
 
     # -- the first acts of shutdown ------------------------------------------------------------------------------------
 

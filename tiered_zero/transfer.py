@@ -7,6 +7,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import Final, final
 
+from tiered_zero.interrupts import wait_for_event
+
 
 class Transfer(ABC):
     """One asynchronous operation: a job of a lane, a disk request, a milestone of an update.
@@ -44,7 +46,7 @@ class Completion(Transfer):
         return self._event.is_set()
 
     def wait(self) -> None:
-        self._event.wait()
+        wait_for_event(self._event)
         if self.error is not None:
             raise self.error
 

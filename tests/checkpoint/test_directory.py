@@ -2,13 +2,11 @@
 
 import errno
 import fcntl
-import itertools
 import logging
 import os
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -16,7 +14,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from tests.fakes.sync_io import SyncEngine, SyncFile
-from tests.faults.breaker import Breaker
 from tests.support.tags import equal_bits, fields, load_tag, newest_complete, plain_save, save_tag
 from tiered_zero.checkpoint import save_directory, tag_writer
 from tiered_zero.checkpoint.directory import (
@@ -208,26 +205,6 @@ def test_saves_that_fail_leave_no_thread_no_file_and_no_lock(swap_path: Path, no
         writer.discard()
         writer.discard()
     assert names(swap_path) == []
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of a finalizer
-def test_a_discard_that_is_interrupted_at_any_line_is_carried_through_by_the_next(
-    swap_path: Path, no_leaks: None, caplog: pytest.LogCaptureFixture
-) -> None:
-    for number in itertools.count(1):
-        writer = TagWriter.begin(swap_path, "a")
-        writer.writer.write("x", torch.randn(5000))
-        writer.prepare_pointer(fields(1, kind="in_place", swap={"run_id": "x", "paths": ["/y"], "commit_id": "z"}))
-        breaker = Breaker(KeyboardInterrupt, "", number)
-        with suppress(KeyboardInterrupt), breaker:
-            writer.discard()
-        writer.discard()
-        assert names(swap_path) == [], f"interrupted at {breaker.where}"
-        assert writer._directory.fd.closed and not caplog.records
-        if not breaker.where:
-            break
-    assert number > 40
-    save(swap_path, "a", 1)
 
 
 def test_what_a_killed_writer_left_is_removed_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import random
 import threading
-from contextlib import suppress
 
 import pytest
 
-from tests.faults.run_interrupts import Breaker
 from tests.telemetry.conftest import Clock
 from tiered_zero.telemetry.spans import Recorder
 
@@ -130,19 +128,6 @@ def test_busy_is_the_union_of_overlapping_requests_in_any_order(seed: int) -> No
     totals = recorder.take_totals()
     assert totals.busy_s["disk write"] == pytest.approx(len(covered))
     assert totals.nbytes["disk write"] == 40
-
-
-def test_an_interrupt_at_any_line_leaves_a_recorder_that_works() -> None:
-    for line in range(1, 60):
-        recorder = Recorder()
-        recorder.add("update", "update", "", 0.0, 2.0)
-        recorder.add("update", "update", "", 4.0, 6.0)
-        breaker = Breaker(KeyboardInterrupt, "", line)
-        with suppress(KeyboardInterrupt), breaker:
-            recorder.add("update", "update", "", 1.0, 5.0)
-        recorder.add("update", "update", "", 6.0, 9.0)
-        assert recorder.take_totals().busy_s["update"] in (7.0, 9.0)
-    assert not breaker.where, "a line for every interrupt: count higher"
 
 
 def test_taking_starts_anew() -> None:

@@ -27,6 +27,7 @@ from tiered_zero.hardware.collectives import Collectives
 from tiered_zero.hardware.host_memory import trim_malloc
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.hardware.select import build_accelerator
+from tiered_zero.interrupts import INTERRUPTS
 from tiered_zero.io.preflight import preflight_directory
 from tiered_zero.layout.flat import Unit
 from tiered_zero.params.driver_thread import CallPhase
@@ -69,6 +70,7 @@ SHUTDOWN = (
     "tiers",
     "rule",
     "ranks",  # the others are waited for, seconds at most
+    "interrupts",  # Python's own handler is back, if this was the last engine
 )
 """What ends a run, in this order; a start that fails ends what it has built in the same order."""
 
@@ -104,6 +106,8 @@ def _build(run_spec: RunSpec, lr_scheduler: Any, collectives: Collectives, loade
     if weights is not None:
         warnings += weights.check(run_spec.model, run_spec.specs)
     with restored_on_error(run_spec.source.param_groups), Teardown(SHUTDOWN) as resources:
+        INTERRUPTS.add_engine()
+        resources.add("interrupts", once(INTERRUPTS.remove_engine))
         handle = TieredOptimizer(run_spec.source) if run_spec.trains else None
         scheduler = make_scheduler(lr_scheduler, config.scheduler, handle, run_spec.source)
         ledger = Ledger({tier: limit for tier, (limit, _) in plan.limits.items()})

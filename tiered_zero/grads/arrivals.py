@@ -16,6 +16,7 @@ from tiered_zero.errors import ModelError
 from tiered_zero.grads.accumulator import GRAD_SLOT, GradientStore
 from tiered_zero.grads.reducer import GradientReducer
 from tiered_zero.grads.unit_uses import UseMark
+from tiered_zero.interrupts import protected
 from tiered_zero.layout.flat import Unit
 
 
@@ -153,6 +154,7 @@ class GradientArrivals:
     def _end_scaled(self) -> None:
         self._is_scaled = False
 
+    @protected
     def _end(self) -> None:
         self._ending = None
         self._take_waiting()

@@ -10,6 +10,7 @@ from typing import final
 
 from tiered_zero.hardware.lanes import runs_on_lane
 from tiered_zero.hardware.rank_failures import RankFailures
+from tiered_zero.interrupts import INTERRUPTS
 from tiered_zero.telemetry.spans import Recorder
 from tiered_zero.transfer import Transfer
 
@@ -72,6 +73,7 @@ class CollectiveTransfer(Transfer):
             failures.post_wait(self.what)
             while not self._event.wait(POLL_S) and not (has_given_up := gives_up()):
                 failures.check()
+                INTERRUPTS.check()
             if self.error is None:
                 failures.end_wait()
         if not runs_on_lane():

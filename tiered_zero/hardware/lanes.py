@@ -20,6 +20,7 @@ from typing import Protocol
 import torch
 
 from tiered_zero.errors import PlanError
+from tiered_zero.interrupts import wait_for_event
 from tiered_zero.transfer import Transfer
 
 logger = logging.getLogger("tiered_zero")
@@ -74,7 +75,7 @@ class LaneTransfer(Transfer):
 
     def wait_launched(self) -> Failure | None:
         """Block until the job was launched or failed."""
-        self._launched.wait()
+        wait_for_event(self._launched)
         return self.failure
 
     def check_launched(self) -> None:

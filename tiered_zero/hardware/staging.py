@@ -11,6 +11,7 @@ import torch
 
 from tiered_zero.errors import BudgetError
 from tiered_zero.hardware.host_memory import HostArena, typed_view
+from tiered_zero.interrupts import INTERRUPTS, POLL_S
 from tiered_zero.sizes import PAGE_NBYTES, align_up, format_nbytes
 from tiered_zero.telemetry.spans import Recorder
 
@@ -96,12 +97,21 @@ class StagingPool:
             if (lease := self._lease(nbytes, holder)) is not None:
                 return lease
             with self._recorder.span(lane, "wait_lease", f"{self.kind} {holder}".strip()):
-                in_time = self._changed.wait_for(lambda: self.num_free or self._closed, self._timeout_s)
+                in_time = self._wait_free()
             if not in_time:
                 raise BudgetError(self._describe_deadlock(holder))
             lease = self._lease(nbytes, holder)
             assert lease is not None, "woken with a free buffer under the lock"
             return lease
+
+    def _wait_free(self) -> bool:
+        """Wait until a buffer is free or the pool closed, `timeout_s` at most; return whether it is. Under the lock."""
+        until_s = time.monotonic() + self._timeout_s
+        while (left_s := until_s - time.monotonic()) > 0:
+            if self._changed.wait_for(lambda: self.num_free or self._closed, min(left_s, POLL_S)):
+                return True
+            INTERRUPTS.check()
+        return bool(self.num_free or self._closed)
 
     def reclaim(self) -> None:
         """Free every buffer. Called when no transfer is under way: what still holds one was interrupted."""

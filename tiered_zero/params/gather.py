@@ -12,6 +12,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from tiered_zero.errors import ModelError
+from tiered_zero.interrupts import INTERRUPTS, mark_protected
 from tiered_zero.params.guarded_parameter import ClosedEngine, handler_of
 from tiered_zero.params.pager import Pager
 from tiered_zero.params.saved_views import Saved, SavedViews
@@ -19,6 +20,7 @@ from tiered_zero.params.unit_state import PagedUnit
 
 
 @contextmanager
+@mark_protected
 def gathered(
     target: nn.Module | nn.Parameter | Iterable[nn.Parameter], modify: bool = False, modifier_rank: int = 0
 ) -> Iterator[None]:
@@ -36,8 +38,13 @@ def gathered(
         params = list(target.parameters())
     else:
         params = [target] if isinstance(target, nn.Parameter) else list(target)
+    INTERRUPTS.install()
     with gather(params, modify, modifier_rank), _saving_views(params):
+        if INTERRUPTS.pending is not None:
+            INTERRUPTS.leave()
         yield
+    if INTERRUPTS.pending is not None:
+        INTERRUPTS.leave()
 
 
 class WeightAccess(Protocol):
@@ -77,6 +84,7 @@ def _unpack(found: tuple[SavedViews, Saved]) -> torch.Tensor:
 
 
 @contextmanager
+@mark_protected
 def gather(params: Iterable[nn.Parameter], modify: bool, modifier_rank: int = 0) -> Iterator[None]:
     """Hold the units of `params` until the block ends. `modify`: write them back there."""
     with ExitStack() as stack:
@@ -99,6 +107,7 @@ def _paged(params: Iterable[nn.Parameter]) -> list[tuple[WeightAccess, PagedUnit
 
 
 @contextmanager
+@mark_protected
 def _gather_unit(access: WeightAccess, paged: PagedUnit, modify: bool, modifier_rank: int) -> Iterator[None]:
     pager = access.pager
     with pager.driver.entered("gathered"):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from tiered_zero.errors import ModelError
+from tiered_zero.interrupts import INTERRUPTS, mark_protected
 from tiered_zero.layout.flat import Unit
 from tiered_zero.params.gather import gather
 from tiered_zero.params.guarded_parameter import OffloadedParameter, set_keyed_alone
@@ -52,8 +53,16 @@ class _Hook:
         self.owner = owner
         self._act = act
 
+    @mark_protected
     def __call__(self, *args: Any) -> None:
-        self._act(*args)
+        try:
+            self._act(*args)
+        except BaseException as error:
+            INTERRUPTS.note(error)
+            raise
+        finally:
+            if INTERRUPTS.pending is not None:
+                INTERRUPTS.leave()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return nullcontext().__exit__  # takes any arguments, returns None, and pickles
@@ -282,13 +291,12 @@ class ModuleHooks:
                     "load_state_dict(assign=True) would put other parameters in the place of those that the engine "
                     "trains. Leave assign out: values are copied to the parameters' homes."
                 )
-            blocks.append(block := gather(params.values(), modify=True))
+            pager.loading.append(block := gather(params.values(), modify=True))
             block.__enter__()
 
         def after_load(*_: Any) -> None:
-            blocks.pop().__exit__(None, None, None)
+            pager.loading.pop().__exit__(None, None, None)
 
-        blocks: list[AbstractContextManager[None]] = []
         self._handles.append(module.register_state_dict_pre_hook(_Hook(self, before_save)))  # type: ignore[no-untyped-call]
         self._handles.append(module.register_state_dict_post_hook(_Hook(self, after_save)))  # type: ignore[no-untyped-call]
         if params:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import final
 
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 
 from tiered_zero.errors import ModelError
 from tiered_zero.hardware.runtime import Runtime
+from tiered_zero.interrupts import INTERRUPTS, protected
 from tiered_zero.layout.flat import Unit
 from tiered_zero.params.driver_thread import CallPhase, DriverThread
 from tiered_zero.params.flat_storage import FlatStorage
@@ -55,6 +56,8 @@ class Pager:
         self.offloaded_params = offloaded_params
         self.driver = DriverThread()
         self._frames: list[Frame] = []
+        self.loading: list[AbstractContextManager[None]] = []
+        """Blocks of gathered parameters that a load_state_dict() is in."""
         self.units = UnitTable()
         self.changes = ParamChanges(self.units, offloaded_params, runtime)
         self._cache = UnitCache(runtime, inventory, limits, self.units, self.changes)
@@ -256,12 +259,14 @@ class Pager:
         runs = torch._C._current_graph_task_id() != -1
         if runs and self.phase.pass_name == "idle":
             self.phase.has_own_backward = True
+            INTERRUPTS.install()
             torch.autograd.Variable._execution_engine.queue_callback(self._end_noticed_backward)
             self._begin_own_backward()
         elif not runs and self.phase.has_own_backward:  # it ended by an exception
             self._end_noticed_backward()
         return runs or self.phase.pass_name == "backward"
 
+    @protected
     def _end_noticed_backward(self) -> None:
         self.phase.has_own_backward = False
         self.end_pass()
@@ -295,6 +300,7 @@ class Pager:
     def abort(self) -> None:
         """End every frame, evict units without users, and count anew: no module runs any more."""
         self._frames.clear()
+        self.loading.clear()
         self.offloaded_params.is_busy = False
         self.phase.has_own_backward = False
         self.copies.end()

@@ -11,6 +11,7 @@ import torch
 from tiered_zero.errors import ModelError, RankError
 from tiered_zero.hardware.agreement import agree
 from tiered_zero.hardware.runtime import Runtime
+from tiered_zero.interrupts import shielded
 from tiered_zero.params.offloaded_params import OffloadedParams
 from tiered_zero.params.outside_modes import runs_outside_modes
 from tiered_zero.params.unit_state import PagedUnit, UnitState, UnitTable, WeightState
@@ -81,6 +82,7 @@ class ParamChanges:
                 raise RankError(f"Rank {failed[0]} failed, which ends the run on all {len(found)} ranks: {message}")
 
     @runs_outside_modes
+    @shielded
     def write_back(self, paged: PagedUnit, old: torch.Tensor | None, modifier_rank: int = 0) -> None:
         """Write the parameters that user code has changed to their home, and to whatever was derived from them.
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator, Sized
 from contextlib import contextmanager
+from types import FrameType
 from typing import final
 
 import torch
@@ -40,8 +42,10 @@ class PassScope:
         self._note_modules()
         self._frozen = {name: param for name, param in model.named_parameters() if not param.requires_grad}
         self.is_direct = False
-        """Whether a module runs that was called directly, in thread `_opener`."""
+        """Whether a module runs that was called directly, in thread `_opener`, or did when an interrupt ended it."""
         self._opener = 0
+        self._call: FrameType | None = None
+        """The frame of torch's call of that module."""
         self._saving: saved_tensors_hooks | None = None
         self._innermost: nn.Module | None = None
         """The module without units that was called directly, and how often it runs inside itself."""
@@ -50,9 +54,13 @@ class PassScope:
     def is_root(self, module: nn.Module) -> bool:
         return module is self._model
 
-    def has(self, module: object) -> bool:
-        """Whether it is a module of the model."""
-        return any(own is module for own in self._model.modules())
+    def runs_directly(self) -> bool:
+        """Whether the caller runs inside of a module that was called directly. torch calls no hook where an interrupt
+        ends a forward: so `is_direct` may be left of one, and its frame is on the stack no more."""
+        frame = sys._getframe(1) if self._call is not None else None
+        while frame is not None and frame is not self._call:
+            frame = frame.f_back
+        return frame is not None
 
     @contextmanager
     def saving_views(self) -> Iterator[None]:
@@ -128,6 +136,10 @@ class PassScope:
         self._refuse_tracing()
         self._pager.driver.enter(f"The forward of {type(module).__name__}")
         self.is_direct, self._opener = True, threading.get_ident()
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code is not nn.Module._call_impl.__code__:
+            frame = frame.f_back
+        self._call = frame
 
     def save_direct(self) -> None:
         """The module's frame is open: save views by name until `end_direct`."""
@@ -135,7 +147,7 @@ class PassScope:
 
     def end_direct(self) -> None:
         self.is_direct = False
-        self._innermost = None
+        self._innermost = self._call = None
         saving, self._saving = self._saving, None
         if self._opener == threading.get_ident():  # else that thread has ended, and with it what autograd held for it
             if saving is not None and self._is_saving():

@@ -11,6 +11,7 @@ import torch
 
 from tiered_zero.errors import ModelError
 from tiered_zero.hardware.runtime import Runtime
+from tiered_zero.interrupts import shielded
 from tiered_zero.layout.flat import Unit
 from tiered_zero.params.param_changes import ParamChanges
 from tiered_zero.params.unit_cache import UnitCache
@@ -88,6 +89,7 @@ class UpdateGuard:
         self._swapped = {(unit, "param"): back for unit, back, _ in homes}
         self._swapped |= {(unit, "param_back"): home for unit, _, home in homes if home is not None}
 
+    @shielded
     def swap_param_buffers(self) -> None:
         """Swap the two homes of each unit; of one that lives on the device the back home is copied there. Where this
         is interrupted it is called again."""

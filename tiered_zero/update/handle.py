@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from tiered_zero.config.schema import SchedulerSection
 from tiered_zero.errors import ConfigError, ModelError
+from tiered_zero.interrupts import protected, shielded
 from tiered_zero.optim.lr import build_scheduler
 from tiered_zero.optim.optimizer_copy import bare_copy
 from tiered_zero.update.optimizer_state import OptimizerState, ParamState
@@ -114,6 +115,7 @@ class TieredOptimizer(Optimizer):
         """Do `engine.zero_grad()`."""
         self._calls().zero_grad(set_to_none)
 
+    @protected
     def state_dict(self) -> dict[str, Any]:
         """Copy the state in torch's own format: fp32 CPU tensors in the parameters' shapes, from any tier and format.
 
@@ -124,6 +126,7 @@ class TieredOptimizer(Optimizer):
         with self._access.reading():
             return super().state_dict()
 
+    @shielded
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict()` or a plain torch optimizer of the same class gave, as torch does.
 
@@ -180,6 +183,7 @@ class TieredOptimizer(Optimizer):
         ]
         return self._matched({"state": {}, "param_groups": saved})[1]
 
+    @protected
     def read_state(self, param: nn.Parameter) -> ParamState:
         """Read one parameter's state, as `state_dict()` gives it, on every rank; empty before its first step."""
         return self._access.read_one(param)
