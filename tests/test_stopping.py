@@ -1,4 +1,4 @@
-"""A first signal is seen after a step, a second one ends at once, and workers leave both to their parent."""
+"""A first signal is seen after a step, a second one ends the call, and workers leave both to their parent."""
 
 import os
 import signal

@@ -199,9 +199,7 @@ class StepRecovery:
         """Nothing waits here: the user wants to stop now."""
         self._num_broken = INTERRUPTS.num_broken
         self._movers.policy.cancel_open()
-        self._latch(
-            "a call was broken off, as by a second Ctrl-C, and nothing is known of weights and state since then"
-        )
+        self._latch("A call was broken off in its middle, as by a second Ctrl-C")
         self._phase.now = Phase.IDLE
 
     def latch_ranks(self, what: str, error: BaseException) -> None:

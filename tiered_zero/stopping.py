@@ -57,9 +57,10 @@ class StopRequest:
 def stop_on_signals(*, at_boundary: bool = True) -> Iterator[StopRequest]:
     """Let SIGTERM and Ctrl-C ask for the end of training, for the length of the block, instead of ending it at once.
 
-    Gives what to look at after each `engine.step()`: it is true once a signal has come. A second signal ends at once,
-    by SystemExit or KeyboardInterrupt, so that the engine is closed and its files are removed. Enter it in the main
-    thread, before an engine is made: a swap directory sets a handler of its own only where there is none.
+    Gives what to look at after each `engine.step()`: it is true once a signal has come. A second signal ends
+    the engine's call at its next safe point, a third one at once, by SystemExit or KeyboardInterrupt, so that the
+    engine is closed and its files are removed. Enter it in the main thread, before an engine is made: a swap directory
+    sets a handler of its own only where there is none.
     """
     request = StopRequest(at_boundary)
     numbers = [signal.SIGTERM]
