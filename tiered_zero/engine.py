@@ -224,7 +224,7 @@ class Engine(CheckpointCalls, DeepSpeedNames):
         with step.pager.driver.entered("engine.close()"):
             step.recover()
             step.is_closed = True
-            if self._end.alive:  # also where an earlier close was interrupted
+            if self._end.alive:  # also where a second Ctrl-C broke off an earlier close
                 self._resources.close()
                 self._end.detach()
                 if not step.failures.has_surfaced:

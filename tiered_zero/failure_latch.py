@@ -48,7 +48,7 @@ class FailureLatch:
         """Raise the original error the first time that the block raises; what the block raises after that."""
         try:
             yield
-        except BaseException as error:
+        except Exception as error:
             has_surfaced, self.has_surfaced = self.has_surfaced, True
             if has_surfaced or (cause := root_cause(error)) is error:
                 raise

@@ -1,4 +1,4 @@
-"""What ends a run: closing acts in order, each carried through even where the user interrupts it."""
+"""End a run: closing acts in order, none of them passed over."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ logger = logging.getLogger("tiered_zero")
 class Teardown:
     """Acts that free what a run has built, carried out in the order of their names. One thread at a time.
 
-    Later acts free memory that earlier ones (ending the lanes) keep threads from using: so no act is passed over
-    because it was interrupted. An act that raised is carried out once more; each must be idempotent.
-    A second KeyboardInterrupt in it stops the teardown there, and `close` goes on there when it is called again.
+    Later acts free memory that earlier ones (ending the lanes) keep threads from using: so an act that raises passes no
+    later one over, and one that a second Ctrl-C has broken off is carried out again by the next `close`: acts are
+    idempotent.
     """
 
     def __init__(self, order: Sequence[str] = ("",)) -> None:
@@ -33,21 +33,14 @@ class Teardown:
 
     @shielded
     def close(self) -> None:
-        """Carry out what is left to do; raise the first exception at the end. Does nothing once all is done."""
-        first: BaseException | None = None
-        is_second_try = False
+        """Carry out what is left to do; raise the first error at the end. Does nothing once all is done."""
+        first: Exception | None = None
         for acts in self._acts.values():
             while acts:
                 try:
                     acts[-1]()
-                except BaseException as error:
+                except Exception as error:
                     first = first or error
-                    if is_second_try and not isinstance(error, Exception):
-                        raise
-                    is_second_try = not is_second_try
-                    if is_second_try:
-                        continue
-                is_second_try = False
                 acts.pop()
         if first is not None:
             raise first
@@ -65,7 +58,7 @@ class Teardown:
 
 
 def once(act: Callable[[], Any]) -> Callable[[], None]:
-    """An act that is passed over where it raises: nothing that comes later depends on it."""
+    """An act that is not carried out again where it was broken off: nothing that comes later depends on it."""
 
     def carry_out() -> None:
         acts, left[:] = left[:], []
