@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import tiered_zero
 from tiered_zero.errors import ModelError
 from tiered_zero.hardware import launcher
 from tiered_zero.hardware.agreement import agree
@@ -119,31 +118,6 @@ def test_a_failure_is_one_line_and_no_more(monkeypatch, caplog):
     assert "no interface" in record.getMessage()
     assert "GLOO_SOCKET_IFNAME" not in os.environ
     collectives.close()
-
-
-@pytest.mark.parametrize("num_lines", range(12))
-def test_an_interrupt_once_the_group_is_there_leaves_none(num_lines):
-    """At each of the first lines of `initialize` behind the one that makes it."""
-    left = num_lines
-
-    def trace(frame, event, _argument):
-        nonlocal left
-        if event == "line" and "tiered_zero" in frame.f_code.co_filename and dist.is_initialized():
-            left -= 1
-            if left < 0:
-                sys.settrace(None)
-                raise KeyboardInterrupt
-        return trace
-
-    model = torch.nn.Linear(2, 2)
-    sys.settrace(trace)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            tiered_zero.initialize(model=model, config={"train_batch_size": 1})
-    finally:
-        sys.settrace(None)
-        os.environ.pop("GLOO_SOCKET_IFNAME", None)  # stays where the interrupt comes as it is put back
-    assert not dist.is_initialized()
 
 
 def test_gloo_takes_the_interface_that_leads_to_the_first_host(monkeypatch):

@@ -34,21 +34,20 @@ def agree(
     failure: Exception | None = None
     value: Any = None
     try:
-        value = encode(act())
-    except Exception as error:
-        failure = error
-    except BaseException as interrupt:
-        ranks.fail(f"{call}: {type(interrupt).__name__}")  # the others wait for an answer
-        raise
-    own = {"call": call, "error": None if failure is None else [type(failure).__name__, str(failure)], "value": value}
-    try:
-        messages = ranks.exchange(json.dumps(own).encode(), call)
+        try:
+            value = encode(act())
+        except Exception as error:
+            failure = error
+        failed = None if failure is None else [type(failure).__name__, str(failure)]
+        messages = ranks.exchange(json.dumps({"call": call, "error": failed, "value": value}).encode(), call)
     except errors.RankError as error:
         if failure is None:
             raise
         raise error from failure
-    except BaseException as interrupt:
-        ranks.fail(f"{call}: {type(interrupt).__name__}")  # the others may have this rank's answer, and go on
+    except (KeyboardInterrupt, SystemExit) as interrupt:
+        ranks.fail(
+            f"{call}: {type(interrupt).__name__}"
+        )  # the others wait for this rank's answer, or have it and go on
         raise
     found = [_decoded(message) for message in messages]
     calls = [message.get("call", "another call") for message in found]

@@ -97,7 +97,7 @@ def make_collectives(
     timeout_s: float, dist_init_required: bool | None = None, gather_numel: int = 1 << 62
 ) -> Collectives:
     """Return the collectives of the ranks that the launcher has started, or that torch.distributed has: one, or many.
-    They are still to be opened, by a caller that closes them where an interrupt comes.
+    They are still to be opened, by a caller that closes them where that fails.
 
     Every rank calls it at the same time. `timeout_s`: after which a rank that does not answer is an error.
     `dist_init_required`: False initializes no process group. `gather_numel`: elements that a gather moves at once, at
@@ -220,14 +220,13 @@ class SingleRank:
 
     def _create_group(self) -> None:
         hook = sys.excepthook
-        self._owns_group = True  # before it is there: an interrupt may come as soon as it is
         try:
             with network_interface():
                 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
         except (RuntimeError, ValueError, OSError) as error:
-            self._owns_group = False
             logger.warning("no torch.distributed group was created, scripts that ask for a rank will fail: %s", error)
         else:
+            self._owns_group = True
             _keep_group_in_children()
             logger.debug("torch.distributed: made a process group of one rank, without a connection")
         finally:

@@ -55,7 +55,7 @@ class CudaAccelerator(Accelerator):
                     _order(stream, earlier)
                 try:
                     work.job()
-                except BaseException:
+                except Exception:
                     stream.synchronize()  # a failed job leaves nothing in flight
                     raise
                 return _mark(stream)

@@ -172,22 +172,15 @@ class Lane:
                 return work.transfer
         with self._running:
             marker, failure = self._perform(work)
-            if failure is not None and not isinstance(failure.error, Exception):
-                failure.collected = True  # the caller's own KeyboardInterrupt: raised here, and by no later wait
-                self._failures = [other for other in self._failures if other is not failure]
-                traceback.clear_frames(failure.traceback)
-                try:
-                    raise failure.error
-                finally:
-                    del failure  # with its traceback it would keep what the caller's frames hold
         work.transfer.finish_launch(marker, failure)
         return work.transfer
 
     def close(self) -> None:
         """Finish queued jobs and stop the thread; log errors that were not waited for. Idempotent."""
         with self._lock:
-            self._closed = True
-            self._queue.put(None)  # each time: an interrupt may have come between the two
+            if not self._closed:
+                self._closed = True
+                self._queue.put(None)
         self._thread.join()
         for failure in self._failures:
             if not failure.collected:
@@ -203,7 +196,7 @@ class Lane:
             with self._running:
                 marker, failure = self._perform(work)
             with self._lock:
-                self._num_queued = self._queue.qsize()  # also right where a `submit` was interrupted
+                self._num_queued -= 1
             del work  # what the job holds is free before its transfer says so
             if failure is not None:
                 traceback.clear_frames(failure.traceback)  # as are the names in the frames of a job that failed

@@ -71,7 +71,7 @@ class StagingPool:
         self._slot = arena.take(self.buffer_nbytes * count, kind)
         self._changed = threading.Condition()
         self._leased: dict[int, Lease] = {}
-        """All others are free: one act leases or returns a buffer, so an interrupt loses none."""
+        """All others are free."""
         self._closed = False
 
     @property
@@ -112,14 +112,6 @@ class StagingPool:
                 return True
             INTERRUPTS.check()
         return bool(self.num_free or self._closed)
-
-    def reclaim(self) -> None:
-        """Free every buffer. Called when no transfer is under way: what still holds one was interrupted."""
-        with self._changed:
-            for lease in self._leased.values():
-                lease.tensor, lease.memory = lease.tensor[:0], lease.memory[:0]
-            self._changed.notify_all()
-            self._leased = {}
 
     def holders(self) -> list[tuple[str, float]]:
         """The holders of buffers, each with the lease's age in seconds, oldest first."""

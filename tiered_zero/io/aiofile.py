@@ -40,7 +40,7 @@ class AiofilesEngine(PieceEngine):
         self._ending: asyncio.Task[None] | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=_run, args=(self._loop,), name="tiered-zero-aiofiles-loop", daemon=True)
-        # an interrupt may leave the engine without an owner: its thread does not hold it. It runs once no request does
+        # the thread does not hold the engine: one without an owner ends it, once no request holds it
         weakref.finalize(self, _stop_loop, os.getpid(), self._loop).atexit = False
         self._thread.start()
 
@@ -103,7 +103,7 @@ class AiofilesEngine(PieceEngine):
     def _stop(self, idle: bool) -> None:
         """Where requests are stuck, the loop's thread waits for them, and nothing waits for it."""
         self._executor.shutdown(wait=idle, cancel_futures=True)
-        with suppress(RuntimeError):  # the loop is closed, by a stop that was interrupted
+        with suppress(RuntimeError):  # the loop is closed, by a stop that a second Ctrl-C broke off
             self._loop.call_soon_threadsafe(self._end_loop)
         if idle:
             self._thread.join()

@@ -98,7 +98,7 @@ class DiskEngine(IOEngine):
 
     def close(self) -> None:
         self._closed = True
-        if not self._stopped:  # nor if the wait was interrupted
+        if not self._stopped:  # nor if a second Ctrl-C broke off the wait
             idle = self._drain()
             if self._pid == os.getpid():
                 self._stop(idle)

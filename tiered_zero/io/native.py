@@ -160,8 +160,7 @@ class NativeEngine(DiskEngine):
         self._registered: list[memoryview] = []
         self.io_uring = io_uring
         self._open_pools = [self.pool]
-        # before its threads start: an interrupt may leave the engine without an owner. It runs once no transfer holds
-        # the engine: a thread may be about to ask the pool for one
+        # runs once no transfer holds the engine: a thread may be about to ask the pool for one
         weakref.finalize(self, _end_pool, os.getpid(), self.library, self.pool, self._open_pools).atexit = False
         open_pool = self.library.open_ring if io_uring else self.library.open_pool
         code = open_pool(settings.num_workers, settings.block_nbytes, ctypes.byref(self.pool))
@@ -192,14 +191,9 @@ class NativeEngine(DiskEngine):
 
     def _start(self, file: DiskFile, request: Request, view: memoryview) -> NativeTransfer:
         transfer = NativeTransfer(self, file, request, view)
-        try:
-            with self._lock:  # the table stands in the order of submission
-                self._unfinished[transfer] = None
-                self.library.submit(self.pool, transfer.raw)
-        except BaseException:  # an interrupt, before the pool has the request or after that
-            if not transfer.raw.submitted_ns:
-                self._unfinished.pop(transfer, None)
-            raise
+        with self._lock:  # the table stands in the order of submission
+            self._unfinished[transfer] = None
+            self.library.submit(self.pool, transfer.raw)
         return transfer
 
     def _check_usable(self, file: DiskFile) -> None:

@@ -87,7 +87,7 @@ def select_engine(
             access = f"O_DIRECT at {alignment}" if direct else "buffered access"
             reasons.append(f"{name} with {access} is off: {error}")
             continue
-        except BaseException:
+        except Exception:
             engine.close()
             raise
         how = f"direct I/O ({alignment}-byte aligned)" if direct else "buffered I/O"
@@ -119,7 +119,7 @@ def select_reader(
             reasons.append(f"{name} is off: {error}")
             failure = error
             continue
-        except BaseException:
+        except Exception:
             engine.close()
             raise
         return Selection(engine=engine, alignment=alignment, direct=direct, reasons=tuple(reasons))

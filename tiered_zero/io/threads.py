@@ -34,7 +34,7 @@ class ThreadsEngine(PieceEngine):
         super().__init__(direct=direct, alignment=alignment, settings=settings, io_timeout_s=io_timeout_s)
         self._queue = PieceQueue()  # under the engine's lock
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()  # one for each piece, None to end a worker
-        # an interrupt may leave the engine without an owner: its workers do not hold it
+        # the workers do not hold the engine: one without an owner ends them
         weakref.finalize(self, _end_workers, self._calls, settings.num_workers).atexit = False
         self._workers = [
             threading.Thread(target=_work, args=(self._calls,), name=f"tiered-zero-io-{index}", daemon=True)

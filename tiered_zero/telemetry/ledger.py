@@ -45,7 +45,7 @@ class Ledger:
             self._tier_now[tier] -= nbytes
 
     def correct(self, tier: str, kind: str, nbytes: int) -> None:
-        """Set the bytes of a kind, after calls were interrupted between an allocation and its charge."""
+        """Set the bytes of a kind, after a call failed between an allocation and its charge."""
         with self._lock:
             self._tier_now[tier] += nbytes - self._now[tier, kind]
             self._now[tier, kind] = nbytes

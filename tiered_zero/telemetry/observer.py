@@ -47,7 +47,7 @@ class RunObserver:
         try:
             facts = {"model": header.model, **header.facts}
             self._trace = TraceWriter(trace_path, facts) if trace_path is not None else None
-        except BaseException:
+        except Exception:
             self._log.close()
             raise
         self._keep_spans_for(1)

@@ -147,10 +147,8 @@ class _Frame:
 
 
 class _Union:
-    """Intervals, merged where they touch; kept sorted, so that one that arrives late finds its place.
-
-    They are one list, start, end, start, end, ..., because one assignment changes it: an interrupt leaves it whole.
-    """
+    """Intervals, merged where they touch; kept sorted, start, end, start, end, ..., so that one that arrives late finds
+    its place."""
 
     def __init__(self) -> None:
         self._bounds: list[float] = []

@@ -63,7 +63,7 @@ class Inventory:
         return home
 
     def move(self, homes: Mapping[tuple[Owner, str], Home]) -> None:
-        """Set the home of each (owner, kind), all at once, so that an interrupt cannot separate them."""
+        """Set the home of each (owner, kind)."""
         self._homes.update({(type(owner), owner.index, kind): home for (owner, kind), home in homes.items()})
 
     def set_last_update(self, unit: Unit, unit_update: UnitUpdate) -> None:

@@ -135,8 +135,7 @@ class NvmeTier(Tier):
             before = [self._accelerator.record_compute(), *([after.written] if after else [])]
             job = partial(self._land, record, chunks, deferred)
             return self._accelerator.lane("gather").submit(job, after=before, holds=[target])
-        except BaseException:
-            self.store.drain(record)  # also of a read whose transfer an interrupt has lost
+        except Exception:
             _release_all(chunks)
             raise
 
@@ -159,7 +158,7 @@ class NvmeTier(Tier):
                     for start, stop in rest:
                         reads.append(self.store.read(record, pages[start:stop], start, urgent=True))
                     wait_all(reads)
-            except BaseException:
+            except Exception:
                 with suppress(TieredZeroError):
                     wait_all(reads)
                 raise
@@ -171,8 +170,7 @@ class NvmeTier(Tier):
             return self._accelerator.lane("gather").submit(
                 job, after=[self._accelerator.record_compute()], holds=[target]
             )
-        except BaseException:
-            self.store.drain(record)
+        except Exception:
             if pending is not None:
                 pending.cancel_forward()
             with suppress(TieredZeroError):
@@ -198,9 +196,8 @@ class NvmeTier(Tier):
                 self._deferred -= deferred
 
     def drain(self) -> None:
-        """Wait for what the disk still moves for interrupted calls. The lanes are idle."""
+        """Wait for what the disk still moves. The lanes are idle."""
         self.store.drain_all()
-        self._deferred = 0
 
     def close(self) -> None:
         """The records end with their store."""

@@ -94,12 +94,9 @@ class TierRack:
         self._state_paths = zero.offload_optimizer.nvme_paths
 
     def drain(self) -> None:
-        """Wait for the disks and free every staging buffer. The lanes are idle."""
+        """Wait for the disks. The lanes are idle."""
         for tier in self._nvme.values():
             tier.drain()
-        for pool in (self.param_staging, self.state_staging, self.gradient_staging):
-            if pool is not None:
-                pool.reclaim()
 
     def for_params(self, name: str) -> Tier:
         """The tier `name` of parameters that are paged."""
