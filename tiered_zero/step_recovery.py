@@ -120,8 +120,8 @@ class StepRecovery:
             return
         if INTERRUPTS.num_broken != self._num_broken:
             self._latch_broken()
-        if self._phase.now is Phase.IDLE and (self._movers.pager.was_interrupted or self._arrivals.was_interrupted):
-            is_backward = self._phase.has_own_backward or self._arrivals.was_interrupted
+        if self._phase.now is Phase.IDLE and (self._movers.pager.was_interrupted or self._arrivals.has_failed):
+            is_backward = self._phase.has_own_backward or self._arrivals.has_failed
             self._phase.now = Phase.BACKWARD if is_backward else Phase.FORWARD
             self.fail_ranks(_caught_in_backward() if is_backward else None)
             self._end_failed()

@@ -238,7 +238,7 @@ class GradientStore:
             self._take_unstored()
 
     def abort(self) -> None:
-        """Free what an interrupted `discard` has left. The lanes are idle."""
+        """Free what a `discard` that failed has left. The lanes are idle."""
         self._in_flight.clear()
 
     # -- param.grad --------------------------------------------------------------------------------------------------

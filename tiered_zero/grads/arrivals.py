@@ -122,7 +122,7 @@ class GradientArrivals:
             return False
 
     @property
-    def was_interrupted(self) -> bool:
+    def has_failed(self) -> bool:
         """Whether a backward that the engine did not start has failed."""
         return self._ending is not None and self._ending() is None
 

@@ -103,17 +103,17 @@ class InFlightGradients:
 
     def drain(self) -> None:
         """Wait for every transfer, whatever fails. Raises the first error."""
-        failure: BaseException | None = None
+        failure: Exception | None = None
         for _ in range(len(self._transfers) + 1):  # each failure ends one wait
             try:
                 self.wait_all()
-            except BaseException as error:
+            except Exception as error:
                 failure = failure or error
         if failure is not None:
             raise failure
 
     def clear(self) -> None:
-        """Free everything, also what an interrupted wait has left. The lanes are idle."""
+        """Free everything, also what a wait that failed has left. The lanes are idle."""
         self._transfers.clear()
         self._transferred.clear()
         self._ledger.correct("device", "gradient_in_flight", 0)

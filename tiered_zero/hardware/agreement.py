@@ -45,9 +45,8 @@ def agree(
             raise
         raise error from failure
     except (KeyboardInterrupt, SystemExit) as interrupt:
-        ranks.fail(
-            f"{call}: {type(interrupt).__name__}"
-        )  # the others wait for this rank's answer, or have it and go on
+        # the others wait for this rank's answer, or have it and go on
+        ranks.fail(f"{call}: {type(interrupt).__name__}")
         raise
     found = [_decoded(message) for message in messages]
     calls = [message.get("call", "another call") for message in found]

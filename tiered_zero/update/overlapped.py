@@ -38,7 +38,7 @@ class UnitGuard(Protocol):
         """Choose the slots that a delayed update that begins now writes, and compute reads once it is published."""
 
     def swap_param_buffers(self) -> None:
-        """Make compute read them. Where this is interrupted it is called again."""
+        """Make compute read them. Where this fails it is called again."""
 
 
 class OverlappedPolicy(UpdatePolicy):
@@ -114,7 +114,7 @@ class OverlappedPolicy(UpdatePolicy):
         if self._open is not None:
             if self._open.cancel():
                 self.latch(
-                    "backward or step() was interrupted after some of the step's updates had begun, as they do in "
+                    "backward or step() has failed after some of the step's updates had begun, as they do in "
                     'backward where nothing is clipped or checked. Set "tiered_zero": {"optimizer_in_backward": false} '
                     "to be able to leave a step out"
                 )
@@ -191,7 +191,7 @@ class OverlappedPolicy(UpdatePolicy):
             self._running.pop(0).wait()  # its error, if it has one, ends this one too
         self.run_behind(partial(self._step, job), after=[self._runtime.accelerator.record_compute()])
         self._runtime.accelerator.lane("update").submit(job.computed.complete)  # also of a job that was not launched
-        self._started = job  # last: a backward waits for it, and where this is interrupted nothing may complete it
+        self._started = job
 
 
 class DelayedPolicy(UpdatePolicy):
@@ -242,7 +242,7 @@ class DelayedPolicy(UpdatePolicy):
 
     def check(self) -> None:
         super().check()
-        if self._is_publishing:  # also what was interrupted
+        if self._is_publishing:  # also what has failed
             self._exact.guard.swap_param_buffers()
             self._is_unpublished = False
             self._is_publishing = False

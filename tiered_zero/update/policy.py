@@ -111,8 +111,8 @@ class UpdatePolicy(ABC):
         return
 
     def latch(self, why: str) -> None:
-        """Fail after an interrupted change of weights or state, and wake every thread that waits for them. Call
-        `cancel_open` and drain the lanes before; `check` raises from now on."""
+        """Fail after a change of weights or state that was not completed, and wake every thread that waits for them.
+        Call `cancel_open` before; `check` raises from now on."""
         self.failures.set(EngineFailedError(why))
 
     @property

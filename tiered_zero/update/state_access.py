@@ -104,7 +104,7 @@ class StateAccess(Mapping[nn.Parameter, ParamState]):
         state.shards.change("optimizer state is checked", check)
         try:
             state.shards.change("optimizer state is loaded", lambda: state.write(states, groups))
-        except BaseException as error:
+        except Exception as error:
             self._policy.failures.set(error)  # partly the old state, partly the new
             raise
 

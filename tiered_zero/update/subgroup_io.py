@@ -122,7 +122,7 @@ class SubGroupIO:
                         work.reads.append(home.tier.read(home.slot, window, start))
             if layout.masters.needs_params:
                 self._read_params(work)
-        except BaseException:
+        except Exception:
             self.cancel([work])
             raise
         return work
