@@ -120,7 +120,7 @@ class StepRecovery:
             return
         if INTERRUPTS.num_broken != self._num_broken:
             self._latch_broken()
-        if self._phase.now is Phase.IDLE and (self._movers.pager.was_interrupted or self._arrivals.has_failed):
+        if self._phase.now is Phase.IDLE and (self._movers.pager.has_failed or self._arrivals.has_failed):
             is_backward = self._phase.has_own_backward or self._arrivals.has_failed
             self._phase.now = Phase.BACKWARD if is_backward else Phase.FORWARD
             self.fail_ranks(_caught_in_backward() if is_backward else None)
@@ -136,7 +136,7 @@ class StepRecovery:
         else:
             if self._phase.now is Phase.UPDATE:
                 self._drain()
-                self._latch("step() has failed after its update had begun")
+                self.latch("step() has failed after its update had begun")
             self.drop()
         self._phase.now = Phase.IDLE
 
@@ -153,7 +153,7 @@ class StepRecovery:
         except TieredZeroError:
             pass  # of a transfer whose gradient is dropped
         except Exception as error:
-            self._latch(f"a step could not be dropped ({type(error).__name__}: {error})")
+            self.latch(f"a step could not be dropped ({type(error).__name__}: {error})")
 
     @shielded
     def abort(self) -> None:
@@ -191,7 +191,8 @@ class StepRecovery:
 
     # -- the end of the run ----------------------------------------------------------------------------------------
 
-    def _latch(self, why: str) -> None:
+    def latch(self, why: str) -> None:
+        """Refuse every later call."""
         if self._movers.policy.failures.error is None:
             self._movers.policy.latch(why)
 
@@ -199,14 +200,14 @@ class StepRecovery:
         """Nothing waits here: the user wants to stop now."""
         self._num_broken = INTERRUPTS.num_broken
         self._movers.policy.cancel_open()
-        self._latch("A call was broken off in its middle, as by a second Ctrl-C")
+        self.latch("A call was broken off in its middle, as by a second Ctrl-C")
         self._phase.now = Phase.IDLE
 
     def latch_ranks(self, what: str, error: BaseException) -> None:
         """With other ranks an error ends the run: they have made other collectives than this one."""
         if self._ranks.world_size > 1 and self._movers.policy.failures.error is None:
             self._drain()
-            self._latch(f"{what} raised {type(error).__name__}, which ends the run on all ranks")
+            self.latch(f"{what} raised {type(error).__name__}, which ends the run on all ranks")
 
     @property
     def _others_wait(self) -> bool:
@@ -232,7 +233,7 @@ class StepRecovery:
         self._ranks.fail(f"its {name} past the engine was ended by {text}")
         if self._movers.policy.failures.error is None:
             self._drain()
-            self._latch(f"a {name} past the engine was ended by {text}, which ends the run on all ranks")
+            self.latch(f"a {name} past the engine was ended by {text}, which ends the run on all ranks")
 
 
 def _caught_in_backward() -> BaseException | None:

@@ -146,6 +146,10 @@ class TrainStep:
         """Wait for every update, and drop prefetched state. Called before weights or state are changed by hand."""
         self.policy.quiesce()
 
+    def latch(self, why: str) -> None:
+        """Refuse every later call: a change of weights has failed half way."""
+        self.recovery.latch(why)
+
     def check_between_steps(self, act: str) -> None:
         """Raise ModelError where `act` comes while gradients wait for a step: a checkpoint is of the state between two
         steps."""

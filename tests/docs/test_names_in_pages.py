@@ -109,10 +109,7 @@ def test_the_events_of_a_step_are_methods() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text()
     events = re.findall(r"^\| `(\w+)` \| ", page[page.index("| event |") :], re.MULTILINE)[:9]
     assert {"unit_grads_complete", "abort"} <= set(events)
-    own, shared = (definitions(PACKAGE / name) for name in ("train_step.py", "step_recovery.py"))
-    assert {f"TrainStep.{event}" for event in events} <= own | {
-        name.replace("StepRecovery", "TrainStep") for name in shared
-    }
+    assert {f"TrainStep.{event}" for event in events} <= definitions(PACKAGE / "train_step.py")
 
 
 def test_the_house_has_every_room() -> None:

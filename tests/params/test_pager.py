@@ -288,12 +288,12 @@ def test_abort_ends_every_frame_and_empties_every_unit() -> None:
 def test_abort_leaves_what_is_gathered() -> None:
     world = World([1, 1])
     paged = world.pager.units.by_param[world.params[0][0]]
-    gather = world.pager.begin_gather(paged)
+    world.pager.begin_gather(paged)
     world.pager.enter_frame([world.units[1]])
     world.pager.abort()
     world.check_in_use(0)
     world.check_guarded(1)
-    world.pager.end_gather(gather)
+    world.pager.end_gather(paged)
     assert world.live_pages == 0
 
 
@@ -303,7 +303,7 @@ def test_a_gather_that_fails_leaves_no_user_while_its_error_is_kept() -> None:
     with pytest.raises(TransferError) as failed, tiered_zero.gathered(world.params[0][0]):
         pass
     assert failed.tb is not None
-    assert not world.pager.units.by_param[world.params[0][0]].gathers
+    assert not world.pager.units.by_param[world.params[0][0]].num_users
     world.tier.failing.clear()
     world.pager.updates.invalidate()
 
@@ -458,22 +458,6 @@ def test_an_error_of_the_wait_for_a_prefetch_is_not_the_prefetchs_own(
     assert (world.state(1), world.live_pages) == (UnitState.OFFLOADED, 0)
     assert world.tier.log[-1] == ("fetch done", "u1")
     world.use(1)
-
-
-def test_an_interrupted_eviction_is_found_behind_those_of_other_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C as the first of two gathered units is counted out: the second is evicted as well."""
-    world = World([1, 1])
-    discharge = world.runtime.ledger.discharge
-
-    def interrupted(*_: object) -> None:
-        monkeypatch.setattr(world.runtime.ledger, "discharge", discharge)
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt), tiered_zero.gathered([params[0] for params in world.params]):
-        monkeypatch.setattr(world.runtime.ledger, "discharge", interrupted)
-    assert world.pager.was_interrupted
-    world.pager.abort()
-    assert not world.pager.was_interrupted and world.live_pages == 0
 
 
 def test_close_keeps_what_lives_on_the_device_and_ends_the_rest() -> None:

@@ -180,7 +180,6 @@ class FlatStorage:
 
     def begin_watch(self) -> None:
         """Compare parameters with their values of now from here on."""
-        self._samples = None  # so an interrupt leaves no older ones to compare with
         self._versions = [param._version for param in self._params]
         self._samples = self._words.index_select(0, self._sampled)
 

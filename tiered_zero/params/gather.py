@@ -58,6 +58,9 @@ class WeightAccess(Protocol):
     def before_weights_write(self) -> None:
         """Weights are written between steps: end every update, and drop what is prefetched for the next."""
 
+    def latch(self, why: str) -> None:
+        """A change of weights has failed half way: refuse every later call."""
+
 
 def access_of(param: nn.Parameter) -> WeightAccess | None:
     """Return the access to the engine that trains the parameter; None where no open engine does."""
@@ -112,17 +115,21 @@ def _gather_unit(access: WeightAccess, paged: PagedUnit, modify: bool, modifier_
     pager = access.pager
     with pager.driver.entered("gathered"):
         access.before_weights_read()
-        user = pager.begin_gather(paged)
+        pager.begin_gather(paged)
         try:
             old = pager.offloaded_params.remember(paged.unit, paged.storage.flat) if modify else None
             with pager.changes.changing(paged) if modify else nullcontext():
                 yield
             if modify:
                 access.before_weights_write()
-                pager.changes.write_back(paged, old, modifier_rank)
+                try:
+                    pager.changes.write_back(paged, old, modifier_rank)
+                except MemoryError:
+                    access.latch(f"No memory was left in a change by hand of the parameters of {paged.unit.name}")
+                    raise
         finally:
             changed = pager.changes.drop(paged)
-            pager.end_gather(user)
+            pager.end_gather(paged)
     if changed is not None:
         raise ModelError(
             f"Parameter {changed} was changed inside tiered_zero.gathered() without modify=True, so that the change is "

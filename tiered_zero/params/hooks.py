@@ -127,8 +127,7 @@ def _hide_from_compiler() -> None:
 
 
 class ModuleHooks:
-    """`install`, once, puts them on a model; `remove` takes everything off again, also what an interrupted `install`
-    has left.
+    """`install`, once, puts them on a model; `remove` takes everything off again.
 
     [Note: Frames of modules]
     Modules that own units (and the root) hold them for the length of their forward. Every other module with parameters
@@ -139,8 +138,6 @@ class ModuleHooks:
     def __init__(self, model: nn.Module, units: Sequence[Unit], events: ForwardEvents) -> None:
         self._events = events
         self._handles: list[Any] = []
-        self._is_partial = False
-        """Whether there may be hooks without a handle in `_handles`."""
         self._key: int | None = None
         """Of the forward hooks in the table of each module."""
         self._model = model
@@ -149,7 +146,6 @@ class ModuleHooks:
         _hide_from_compiler()
 
     def install(self) -> None:
-        self._is_partial = True
         modules = dict(self._model.named_modules())
         by_module: dict[str, list[Unit]] = defaultdict(list)
         for unit in self._units:
@@ -171,35 +167,12 @@ class ModuleHooks:
                 assert hooks is not None, "one was just registered"
                 hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
                 self._handles.append(handle)
-        self._is_partial = False
 
     def remove(self) -> None:
         _count_hooks(self._model, counted=True)  # an interrupted forward may have left it so
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        if self._is_partial:
-            self._sweep()
-            self._is_partial = False
-
-    def _sweep(self) -> None:
-        """Take off every hook of ours that the model has, by what it is: torch registers one before it gives us the
-        handle."""
-        for module in self._model.modules():
-            tables = [table for name, table in vars(module).items() if "_hooks" in name and isinstance(table, dict)]
-            own = {key for table in tables for key, hook in table.items() if self._is_own(hook)}
-            for table in tables:
-                for key in own & table.keys():
-                    del table[key]
-        for param in self._model.parameters():
-            with torch._C.DisableTorchFunctionSubclass():
-                hooks = param._post_accumulate_grad_hooks or {}
-            for key in [key for key, hook in hooks.items() if hook is self._take]:
-                del hooks[key]
-
-    def _is_own(self, hook: Any) -> bool:
-        hook = getattr(hook, "hook", hook)  # torch wraps those of load_state_dict
-        return isinstance(hook, _Hook) and hook.owner is self
 
     def _watch_forward(self, module: nn.Module, units: tuple[Unit, ...]) -> None:
         events, driver = self._events, self._events.pager.driver

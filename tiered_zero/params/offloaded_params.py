@@ -8,7 +8,6 @@ from itertools import pairwise
 
 import torch
 
-from tiered_zero.errors import TieredZeroError
 from tiered_zero.hardware.collectives import Collectives, SingleRank
 from tiered_zero.hardware.staging import StagingPool
 from tiered_zero.layout.flat import Unit
@@ -32,10 +31,6 @@ class OffloadedParams:
     _on_change: Callable[[Unit, torch.Tensor, torch.Tensor | None], None]
     _cuts: Callable[[Unit], Sequence[int]] | None = None
     _ranks: Collectives = field(default_factory=SingleRank)
-    changing: Unit | None = field(default=None, init=False)
-    """The unit that `change` writes, or wrote when it was interrupted."""
-    is_busy: bool = field(default=False, init=False)
-    """Whether bytes are read or written, or were when that was interrupted."""
 
     def is_part(self, unit: Unit) -> bool:
         """Whether the unit's home holds this rank's shard of it."""
@@ -44,16 +39,10 @@ class OffloadedParams:
 
     def read(self, unit: Unit) -> torch.Tensor:
         """Read the unit, which has a home: [P] of its dtype, a CPU tensor of the caller's own."""
-        self.is_busy = True
-        try:
-            own = self._read_home(unit)
-            flat = own if own.numel() == unit.numel else torch.empty(unit.numel, dtype=unit.dtype)
-            if flat is not own:
-                self._ranks.all_gather(flat, own, f"unit {unit.name}", order=f"a copy of {unit.name}").wait()
-        except TieredZeroError:
-            self.is_busy = False
-            raise
-        self.is_busy = False
+        own = self._read_home(unit)
+        flat = own if own.numel() == unit.numel else torch.empty(unit.numel, dtype=unit.dtype)
+        if flat is not own:
+            self._ranks.all_gather(flat, own, f"unit {unit.name}", order=f"a copy of {unit.name}").wait()
         return flat
 
     def read_own(self, unit: Unit) -> torch.Tensor:
@@ -88,12 +77,6 @@ class OffloadedParams:
         Call `TrainStep.before_weights_write` before: no update may run, nor may its state be prefetched.
         """
         value = flat.to("cpu")
-        self.changing = unit
-        try:
-            if self._inventory.find(unit, "param") is not None:
-                self.store(unit, value)
-            self._on_change(unit, value, old)
-        except TieredZeroError:
-            self.changing = None
-            raise
-        self.changing = None
+        if self._inventory.find(unit, "param") is not None:
+            self.store(unit, value)
+        self._on_change(unit, value, old)

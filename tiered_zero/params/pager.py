@@ -22,7 +22,7 @@ from tiered_zero.params.param_changes import ParamChanges
 from tiered_zero.params.saved_views import SavedViews
 from tiered_zero.params.state_dict import ParamCopies
 from tiered_zero.params.unit_cache import UnitCache
-from tiered_zero.params.unit_state import Frame, Gather, PagedUnit, UnitState, UnitTable, WeightState
+from tiered_zero.params.unit_state import Frame, PagedUnit, UnitState, UnitTable, WeightState
 from tiered_zero.params.update_guard import UpdateGuard
 from tiered_zero.plan.planner import PagerLimits
 from tiered_zero.tiers.inventory import Inventory
@@ -128,7 +128,7 @@ class Pager:
             )
         if state is UnitState.IN_USE:
             return paged
-        if state is UnitState.OFFLOADED or paged.is_starting:
+        if state is UnitState.OFFLOADED:
             self._cache.fetch(paged)
         # before the wait: an update under way then has where to put what it computes
         self._cache.prefetch(paged, self.phase)
@@ -141,26 +141,21 @@ class Pager:
                 self.updates.wait(paged.unit, until_written=False)
                 with self._recorder.span("compute", "wait_param", paged.unit.name):
                     self._accelerator.wait_on_compute(paged.fetch)
-            except BaseException:
-                self._cache.evict(paged)  # these are not its bytes; where the wait was interrupted, they still arrive
+            except Exception:
+                self._cache.evict(paged)  # these are not its bytes
                 raise
         paged.change(UnitState.IN_USE)
         paged.fetch = None
         return paged
 
-    def begin_gather(self, paged: PagedUnit) -> Gather:
-        """Acquire a unit outside of forward and backward, until `end_gather`, or until the last reference is gone."""
-        paged.gathers.add(gather := Gather(paged))
-        try:
-            self.acquire(paged.unit)
-        except BaseException:
-            paged.gathers.discard(gather)  # now: the error's traceback may keep it
-            raise
-        return gather
+    def begin_gather(self, paged: PagedUnit) -> None:
+        """Acquire a unit outside of forward and backward, until `end_gather`."""
+        self.acquire(paged.unit)
+        paged.num_gathers += 1
 
-    def end_gather(self, gather: Gather) -> None:
-        gather.paged.gathers.discard(gather)
-        self.release(gather.paged.unit)
+    def end_gather(self, paged: PagedUnit) -> None:
+        paged.num_gathers -= 1
+        self.release(paged.unit)
 
     # -- entry points ----------------------------------------------------------------------------------------------
 
@@ -283,31 +278,25 @@ class Pager:
         for paged in self.units:
             self._cache.retire(paged)
 
-    # -- interrupts and the end ------------------------------------------------------------------------------------
+    # -- failures and the end --------------------------------------------------------------------------------------
 
     @property
-    def was_interrupted(self) -> bool:
-        """Whether an interrupt left something of a forward, backward or gather past the engine. Between calls."""
-        has_failed = self.phase.has_own_backward and torch._C._current_graph_task_id() == -1
-        return bool(self._frames) or self.needs_drain or self._cache.is_moving or has_failed
-
-    @property
-    def needs_drain(self) -> bool:
-        """Whether lanes and disk must be idle before `abort`."""
-        return self._cache.needs_drain or self.offloaded_params.is_busy
+    def has_failed(self) -> bool:
+        """Whether a forward or backward past the engine has failed and left something. Between calls."""
+        return bool(self._frames) or (self.phase.has_own_backward and torch._C._current_graph_task_id() == -1)
 
     @runs_outside_modes
     def abort(self) -> None:
-        """End every frame, evict units without users, and count anew: no module runs any more."""
+        """End every frame, evict units without users, and count anew: no module runs any more. What a transfer still
+        fetches is left to it, as if it were prefetched."""
         self._frames.clear()
         self.loading.clear()
-        self.offloaded_params.is_busy = False
         self.phase.has_own_backward = False
         self.copies.end()
         for paged in self.units:
-            paged.num_users = len(paged.gathers) + paged.is_resident
-        for paged in self.units:
-            if paged.num_users == 0 or paged.is_starting:  # `gathered` may be open around the forward that failed
+            paged.num_users = paged.num_gathers + paged.is_resident
+        for paged in self.units:  # `gathered` may be open around the forward that failed
+            if paged.num_users == 0 and (paged.fetch is None or paged.fetch.done()):
                 self._cache.evict(paged)
         self._cache.recount()
 

@@ -95,7 +95,7 @@ class ParamChanges:
                 self._ranks.broadcast(flat, modifier_rank, f"changed values of {paged.unit.name}")
                 paged.storage.begin_watch()
             self._offloaded_params.change(paged.unit, paged.storage.flat, old)
-        except BaseException:
+        except Exception:
             _mark_stale(paged)
             raise
 

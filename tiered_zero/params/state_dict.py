@@ -78,7 +78,7 @@ class ParamCopies:
             self._depth -= 1
 
     def end(self) -> None:
-        """End also a state_dict that was interrupted: the next one waits for updates again, and copies anew."""
+        """End also a state_dict that was broken off: the next one waits for updates again, and copies anew."""
         if self._depth:
             self._driver.leave()
         self._depth = 0

@@ -9,7 +9,7 @@ from typing import final
 
 import torch
 
-from tiered_zero.errors import BudgetError, TieredZeroError
+from tiered_zero.errors import BudgetError
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.params.driver_thread import CallPhase, Phase
 from tiered_zero.params.guarded_parameter import ClosedEngine
@@ -82,14 +82,6 @@ class UnitCache:
         """Whether every rank must decide alike. [Note: Order of gathers]"""
         self._has_warned = False
         self.is_closed = False
-        self.is_moving = False
-        """Whether device memory is allocated or freed now; stays where that is interrupted, until `recount`: also over
-        the moves of other units before that, as where several gathers end."""
-
-    @property
-    def needs_drain(self) -> bool:
-        """Whether an interrupted fetch may still write to a unit's memory."""
-        return any(paged.is_starting for paged in self._units)
 
     def touch(self, paged: PagedUnit) -> None:
         """Mark the unit as the most recently used."""
@@ -121,17 +113,13 @@ class UnitCache:
         if paged.is_kept:
             self._kept_nbytes -= unit.nbytes
         if not storage.is_full:
-            was_moving, self.is_moving = self.is_moving, True
             self._ledger.charge("device", "param_window", unit.nbytes)
             try:
                 storage.fill()
-            except BaseException as error:
+            except Exception:
                 self._ledger.discharge("device", "param_window", unit.nbytes)
-                if isinstance(error, torch.OutOfMemoryError):
-                    self.is_moving = was_moving
                 raise
             self._live_nbytes += unit.nbytes
-            self.is_moving = was_moving
         self.touch(paged)
         paged.change(UnitState.FETCHING)
         try:
@@ -141,7 +129,7 @@ class UnitCache:
             fetch = paged.fetch = home.tier.fetch(home.slot, storage.flat[own], self._inventory.last_update(unit))
             if own.stop - own.start < unit.numel:
                 paged.fetch = self._gather(paged, own, fetch)
-        except (TieredZeroError, torch.OutOfMemoryError):  # the tier has waited for what it had begun
+        except BaseException:  # the tier has waited for what it had begun; an interrupt comes as other ranks answer
             self.evict(paged)
             raise
 
@@ -243,7 +231,6 @@ class UnitCache:
         if storage.is_viewed:
             self._kept_nbytes += 0 if was_kept else paged.unit.nbytes
             return
-        was_moving, self.is_moving = self.is_moving, True
         self._kept_nbytes -= paged.unit.nbytes if was_kept else 0
         self._accelerator.poison(storage.flat)
         key = storage.key
@@ -252,7 +239,6 @@ class UnitCache:
             self._units.renew_storages()
         self._live_nbytes -= paged.unit.nbytes
         self._ledger.discharge("device", "param_window", paged.unit.nbytes)
-        self.is_moving = was_moving
 
     def _evictable(self) -> list[PagedUnit]:
         """Least recently used first."""
@@ -302,10 +288,9 @@ class UnitCache:
             )  # fmt: skip
 
     def recount(self) -> None:
-        """Count what is on the device, after calls that were interrupted."""
+        """Count what is on the device, after a call that has failed."""
         paged_units = [paged for paged in self._units if not paged.is_resident]
         self._live_nbytes = sum(paged.unit.nbytes for paged in paged_units if paged.storage.is_full)
         self._kept_nbytes = sum(paged.unit.nbytes for paged in paged_units if paged.is_kept)
         self._ledger.correct("device", "param_window", self._live_nbytes)
         self._units.renew_storages()
-        self.is_moving = False

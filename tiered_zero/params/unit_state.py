@@ -8,8 +8,8 @@ recomputed, an output that is a slice of a weight. So neither eviction nor a wro
 computation; at worst the budget is passed, which raises.
 
 A unit that lives on the device has its storage as its home: it is IN_USE, or CACHED while it waits for its update.
-An interrupt may leave any pair of the table, with parameters guarded or not: `Pager.abort` leads from each back to
-OFFLOADED, or leaves the unit to the `gathered` block that uses it.
+`Pager.abort` leads from each pair of the table back to OFFLOADED, or leaves the unit to the `gathered` block that uses
+it, or to its fetch.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import final
-from weakref import WeakSet
 
 from torch import nn
 
@@ -70,7 +68,6 @@ _IN_USE_STALE = UnitState.IN_USE, WeightState.STALE
 
 LEGAL_CHANGES: dict[tuple[State, State], str] = {
     (_OFFLOADED, _FETCHING): "fetch",
-    (_FETCHING, _FETCHING): "fetch",  # the start of the first was interrupted
     (_OFFLOADED_UPDATING, _FETCHING_UPDATING): "fetch",  # ahead of use, once the update is done
     (_FETCHING, _IN_USE): "acquire",
     (_CACHED, _IN_USE): "acquire",
@@ -97,9 +94,9 @@ class PagedUnit:
     """What the pager knows of one unit. `is_resident`: it lives on the device. `params`: each one's index in the unit.
 
     `fetch`: the transfer that fills the storage, until compute has waited for it. `num_users`: running modules and
-    `gathers` that use the unit, one more where it lives on the device; with none it may still be IN_USE, held for the
-    rest of its backward. `clock`: when it was last used. `version`: how often its values have changed, for graphs that
-    saved earlier ones.
+    blocks of `gathered` that use the unit, one more where it lives on the device; with none it may still be IN_USE,
+    held for the rest of its backward. `num_gathers`: the blocks among them. `clock`: when it was last used. `version`:
+    how often its values have changed, for graphs that saved earlier ones.
     """
 
     unit: Unit
@@ -110,7 +107,7 @@ class PagedUnit:
     num_users: int = 0
     clock: int = 0
     version: int = 0
-    gathers: WeakSet[Gather] = field(default_factory=WeakSet)
+    num_gathers: int = 0
     _at: State = _OFFLOADED
 
     def __post_init__(self) -> None:
@@ -144,15 +141,9 @@ class PagedUnit:
             self.storage.guard()
 
     @property
-    def is_starting(self) -> bool:
-        """Whether its fetch is being started; it stays so where that was interrupted, with the transfer perhaps writing
-        to its memory."""
-        return self._at[0] is UnitState.FETCHING and self.fetch is None
-
-    @property
     def is_idle(self) -> bool:
         """Whether nothing uses it and it can be evicted, as its state says, whatever else holds a view of it."""
-        return not self.num_users and self._at[0] is not UnitState.OFFLOADED and not self.is_starting
+        return not self.num_users and self._at[0] is not UnitState.OFFLOADED
 
     @property
     def is_kept(self) -> bool:
@@ -164,20 +155,11 @@ class PagedUnit:
         """Whether nothing uses it and eviction frees memory. A transfer in flight views the storage too."""
         if self.num_users or not self.storage.is_full:
             return False
-        return self.fetch is not None if self._at[0] is UnitState.FETCHING else not self.storage.is_viewed
+        return self._at[0] is UnitState.FETCHING or not self.storage.is_viewed
 
 
 def _describe(state: State) -> str:
     return f"{state[0].name}/{state[1].name}"
-
-
-@final
-class Gather:
-    """A user of a unit outside of forward and backward: a block of `gathered`. An interrupt may keep the block's end
-    from running: then the last reference to this object goes with the block."""
-
-    def __init__(self, paged: PagedUnit) -> None:
-        self.paged = paged
 
 
 @dataclass(kw_only=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import final
@@ -63,9 +62,6 @@ class UpdateGuard:
         if paged.is_resident:
             self._changes.look(paged)
             return
-        if paged.num_users and not self._frames:
-            gc.collect()  # a `gathered` that was interrupted may be kept by the exception's own circle
-            paged.num_users = len(paged.gathers)
         if paged.num_users:
             raise ModelError(
                 f"Unit {paged.unit.name} is in use by tiered_zero.gathered() while a step is about to change it. Leave "
@@ -92,7 +88,7 @@ class UpdateGuard:
     @shielded
     def swap_param_buffers(self) -> None:
         """Swap the two homes of each unit; of one that lives on the device the back home is copied there. Where this
-        is interrupted it is called again."""
+        fails it is called again."""
         self.invalidate()
         for paged in self._units:
             if paged.is_resident and (back := self._inventory.find(paged.unit, "param_back")) is not None:
