@@ -28,6 +28,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from tiered_zero.errors import ModelError
 from tiered_zero.hardware.collectives import Collectives
 from tiered_zero.hardware.host_memory import temporary_zeros, trim_malloc
+from tiered_zero.interrupts import INTERRUPTS
 from tiered_zero.layout.flat import ParamSpec, Unit
 from tiered_zero.params.guarded_parameter import FaultHandler
 from tiered_zero.params.pager import Pager
@@ -243,6 +244,7 @@ def materialize_model(
     """Place every unit, module group by module group."""
     materializer.fill_buffers()
     for prefix, group in groupby(units, key=lambda unit: unit.module):
+        INTERRUPTS.check()
         params = [(unit, params_of(unit)) for unit in group]
         materializer.fill(prefix, [param for _, own in params for param in own])
         for unit, own in params:
