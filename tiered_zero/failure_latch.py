@@ -58,5 +58,7 @@ class FailureLatch:
 def root_cause(error: BaseException) -> BaseException:
     """The failure that a refusal was raised from, through every latch; `error` itself where it is no refusal."""
     while isinstance(error, EngineFailedError) and isinstance(error.__cause__, TieredZeroError):
+        if isinstance(error.__cause__, EngineFailedError) and error.__cause__.__cause__ is None:
+            break  # of a component that was latched without a failure: the refusal says what to do
         error = error.__cause__
     return error

@@ -28,6 +28,7 @@ from enum import Enum
 from functools import wraps
 from types import CodeType, FrameType
 from typing import Any, ParamSpec, TypeVar, final
+from weakref import WeakSet
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
@@ -61,7 +62,7 @@ class Interrupts:
         self.pending: _Pending | None = None
         self.num_broken = 0
         """Calls of ours so far that an exception has ended elsewhere than at a safe point. Any thread."""
-        self._num_engines = 0
+        self._engines: WeakSet[Any] = WeakSet()
         self._pid = os.getpid()
 
     # -- the handler -----------------------------------------------------------------------------------------------
@@ -76,14 +77,15 @@ class Interrupts:
     def uninstall(self) -> None:
         """Put Python's handler back, unless an engine is open."""
         is_ours = signal.getsignal(signal.SIGINT) == self._handle
-        if is_ours and not self._num_engines and _is_main_thread():
+        if is_ours and not self._engines and _is_main_thread():
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    def add_engine(self) -> None:
-        self._num_engines += 1
+    def keep(self, engine: object) -> None:
+        """Keep the handler until `drop`, or until `engine`, anything that lives as long as one, is garbage."""
+        self._engines.add(engine)
 
-    def remove_engine(self) -> None:
-        self._num_engines -= 1
+    def drop(self, engine: object) -> None:
+        self._engines.discard(engine)
         self.uninstall()
 
     def _handle(self, _number: int, frame: FrameType | None) -> None:

@@ -106,8 +106,8 @@ def _build(run_spec: RunSpec, lr_scheduler: Any, collectives: Collectives, loade
     if weights is not None:
         warnings += weights.check(run_spec.model, run_spec.specs)
     with restored_on_error(run_spec.source.param_groups), Teardown(SHUTDOWN) as resources:
-        INTERRUPTS.add_engine()
-        resources.add("interrupts", once(INTERRUPTS.remove_engine))
+        INTERRUPTS.keep(resources)
+        resources.add("interrupts", partial(INTERRUPTS.drop, resources))
         handle = TieredOptimizer(run_spec.source) if run_spec.trains else None
         scheduler = make_scheduler(lr_scheduler, config.scheduler, handle, run_spec.source)
         ledger = Ledger({tier: limit for tier, (limit, _) in plan.limits.items()})
