@@ -345,6 +345,7 @@ def run(case: Case, swap_path: Path, duration_s: float) -> dict[str, Any]:
         time.sleep(0.005)
     if INTERRUPTS.num_broken != num_broken:  # a second signal in initialize may leave a lane that has no owner yet
         left = {one for one in left if "thread" not in one.lower()}
+        INTERRUPTS.uninstall()
     if left:
         result.setdefault("wrong", f"left behind: {sorted(left)}")
     if files := left_in_swap(swap_path, runtime.get("checkpoint", {}).get("in_place", False)):
