@@ -12,7 +12,7 @@ from tests.support.configs import ADAMW, config_of, zero_section
 from tests.support.models import rows as batch
 from tests.support.models import two_layers as make_model
 from tiered_zero.deepspeed_engine import MISSING
-from tiered_zero.errors import MissingNameError, ModelError
+from tiered_zero.errors import ConfigError, MissingNameError, ModelError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -158,6 +158,47 @@ def test_questions() -> None:
         engine.destroy()
         with pytest.raises(ModelError, match="closed"):
             engine(batch())
+
+
+def test_what_trainers_ask_of_the_engine() -> None:
+    """Names that Accelerate, Transformers and Lightning use besides the calls."""
+    with build(
+        zero_optimization=OFFLOADED, scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 2}}
+    ) as engine:
+        assert engine._modules == {"module": engine.module}
+        config = engine.config
+        assert config.get("gradient_accumulation_steps") == 1 and config["zero_optimization"].get("stage") == 3
+        assert config["tiered_zero"]["checkpoint"].get("async") is False and "train_batch_size" in config
+        assert config.get("steps_per_print", 7) == 7 and config.get("wandb") is None and "wandb" not in config
+        assert engine.zero_gather_16bit_weights_on_model_save()
+        next(engine.module.parameters()).requires_grad_(False)
+        names = engine.module.state_dict().keys()
+        assert engine._zero3_consolidated_16bit_state_dict().keys() == names
+        assert names - engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=True).keys() == {
+            "0.weight"
+        }
+
+
+def test_another_scheduler_takes_over_and_is_saved(tmp_path: Path) -> None:
+    def step(engine: tiered_zero.Engine) -> float:
+        engine.backward(engine(batch()).sum())
+        engine.step()
+        return engine.get_lr()[0]
+
+    with build(scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 2}}) as engine:
+        engine.set_lr(1.0)
+        engine.lr_scheduler = None
+        assert [step(engine), step(engine)] == [1.0, 1.0]
+        engine.lr_scheduler = torch.optim.lr_scheduler.StepLR(engine.optimizer, step_size=1, gamma=0.5)
+        assert [step(engine), step(engine)] == [0.5, 0.25]
+        engine.save_checkpoint(tmp_path)
+        assert step(engine) == 0.125
+        engine.load_checkpoint(tmp_path)
+        assert engine.lr_scheduler.last_epoch == 2 and step(engine) == 0.125
+        other = torch.optim.SGD(make_model().parameters(), lr=1.0)
+        for wrong in ("x", torch.optim.lr_scheduler.StepLR(other, 1)):
+            with pytest.raises(ConfigError, match="lr_scheduler"):
+                engine.lr_scheduler = wrong
 
 
 def test_the_optimizer_tells_overflow_and_scale() -> None:

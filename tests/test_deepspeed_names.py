@@ -178,8 +178,12 @@ def test_small_things(caplog: pytest.LogCaptureFixture) -> None:
 
 class TestZero:
     def test_init_builds_what_the_constructor_writes(self) -> None:
+        with deepspeed.zero.Init(enabled=False):
+            assert not torch.distributed.is_initialized()
         with deepspeed.zero.Init(config_dict_or_path={"zero_optimization": {"stage": 3}}, remote_device="cpu"):
+            assert torch.distributed.get_world_size() == 1  # as scripts ask while they build
             model = Net()
+        torch.distributed.destroy_process_group()
         assert torch.equal(model.first.weight, Net().first.weight)
         assert deepspeed.zero.Init(module=model, enabled=False) is not None
 

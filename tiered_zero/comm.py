@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tiered_zero.hardware.collectives import SingleRank, ensure_many
-from tiered_zero.hardware.launcher import barrier, get_rank, get_world_size, is_initialized, local_rank, world_size_here
+from tiered_zero.hardware.collectives import open_default_group
+from tiered_zero.hardware.launcher import barrier, get_rank, get_world_size, is_initialized, local_rank
 
 __all__ = ["barrier", "get_local_rank", "get_rank", "get_world_size", "init_distributed", "is_initialized"]
 
@@ -26,10 +26,7 @@ def init_distributed(
 
     `timeout`: a timedelta; half an hour by default. Raises ModelError and RankError.
     """
-    if world_size_here() > 1:
-        ensure_many(timeout.total_seconds() if timeout is not None else 1800.0, dist_init_required)
-    else:
-        SingleRank(dist_init_required).open()
+    open_default_group(timeout.total_seconds() if timeout is not None else 1800.0, dist_init_required)
 
 
 def get_local_rank() -> int:

@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any, TypeVar
 
+from torch import nn
+
 from tiered_zero.config.schema import OffloadOptimizerSection, OffloadParamSection
 from tiered_zero.engine_call import Run
 from tiered_zero.errors import MissingNameError
@@ -100,6 +102,20 @@ class DeepSpeedNames(ABC):
     def load_module_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """Load `state_dict` into the module, and into its masters."""
         self._run.module.load_state_dict(state_dict, strict=strict)
+
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
+        """`module_state_dict` on rank 0, and None on the others; at stage 3 every rank calls it."""
+        state = self.module_state_dict(exclude_frozen_parameters)
+        return state if self.global_rank == 0 else None
+
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        """True: state_dict() always gives whole weights."""
+        return True
+
+    @property
+    def _modules(self) -> dict[str, nn.Module]:
+        """As of an `nn.Module` around the module, which Accelerate takes the engine for."""
+        return {"module": self._run.module}
 
     def set_lr(self, lr: float) -> None:
         """Set the learning rate of every param group."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, NoReturn
 
 import torch
@@ -115,8 +115,16 @@ class Engine(CheckpointCalls, DeepSpeedNames):
 
     @property
     def lr_scheduler(self) -> Any:
-        """The scheduler that `step()` steps; None without one."""
+        """The scheduler that `step()` steps; None without one. It may be set between two steps: to None by a trainer
+        that steps its own."""
         return self._run.lr_scheduler
+
+    @lr_scheduler.setter
+    def lr_scheduler(self, scheduler: Any) -> None:
+        if scheduler is not None:
+            self.optimizer.check_scheduler(scheduler)
+        self._run = replace(self._run, lr_scheduler=scheduler)
+        self._run.checkpoints.set_scheduler(scheduler)
 
     @property
     def config(self) -> Config:

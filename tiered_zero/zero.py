@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from tiered_zero.errors import ModelError
+from tiered_zero.hardware.collectives import open_default_group
 from tiered_zero.hardware.launcher import get_world_size
 from tiered_zero.params.gather import gathered
 
@@ -40,8 +41,10 @@ class Init:
         enabled: bool = True,
         **others: Any,
     ) -> None:
-        """Every argument of DeepSpeed is taken; the config that counts is that of `initialize`."""
+        """Every argument of DeepSpeed is taken; the config that counts is that of `initialize`. Makes the process group
+        where there is none, as DeepSpeed does: scripts ask for their rank while they build the model."""
         if enabled:
+            open_default_group()
             logger.info("zero.Init: the model is built in host memory, and moves to its tiers in initialize()")
 
     def __enter__(self) -> Init:

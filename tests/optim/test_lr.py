@@ -254,7 +254,7 @@ def test_unknown_types(kind: str, nearest: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "params", "text"),
     [
-        ("WarmupLR", {"warmup_num_steps": 0}, "warmup_num_steps: expected at least 1 step; found 0"),
+        ("WarmupLR", {"warmup_num_steps": 0}, "expected at least 1 step, as in DeepSpeed since 0.19.6; found 0"),
         ("WarmupLR", {"warmup_type": "cubic"}, "expected log or linear; found 'cubic'"),
         ("WarmupLR", {"warmup_max_lr": [1.0, 2.0]}, "warmup_max_lr: expected one value or 1"),
         ("WarmupDecayLR", {}, "total_num_steps"),

@@ -109,7 +109,7 @@ def _build(run_spec: RunSpec, lr_scheduler: Any, collectives: Collectives, loade
         INTERRUPTS.keep(resources)
         resources.add("interrupts", partial(INTERRUPTS.drop, resources))
         handle = TieredOptimizer(run_spec.source) if run_spec.trains else None
-        scheduler = make_scheduler(lr_scheduler, config.scheduler, handle, run_spec.source)
+        scheduler = make_scheduler(lr_scheduler, config.scheduler, handle)
         ledger = Ledger({tier: limit for tier, (limit, _) in plan.limits.items()})
         settings = config.tiered_zero
         accelerator = build_accelerator(settings.device, settings.debug_poison, settings.debug_delay_seed)

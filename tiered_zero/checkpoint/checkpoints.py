@@ -11,7 +11,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, final
@@ -255,6 +255,10 @@ class Checkpoints:
                 if isinstance(error, Exception):
                     save.end.fail(error)
             raise
+
+    def set_scheduler(self, scheduler: Any) -> None:
+        """Save and restore the state of `scheduler`, or of none, from now on."""
+        self._driver = replace(self._driver, lr_scheduler=scheduler)
 
     # -- load ----------------------------------------------------------------------------------------------------------
 

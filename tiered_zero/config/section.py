@@ -53,9 +53,29 @@ Nbytes = Annotated[int | None, BeforeValidator(_nbytes), WithJsonSchema({"type":
 
 
 class Section(BaseModel):
-    """Frozen; refuses unknown keys. `model_fields_set` has what the file sets."""
+    """Frozen; refuses unknown keys. `model_fields_set` has what the file sets.
+
+    Also read as the dict that DeepSpeed's `engine.config` is: `config["zero_optimization"].get("stage", 0)`.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=False)
+
+    def __getitem__(self, key: str) -> Any:
+        for name, field in type(self).model_fields.items():
+            if key == (field.alias or name):
+                return getattr(self, name)
+        raise KeyError(key)
+
+    def __contains__(self, key: object) -> bool:
+        return any(key == (field.alias or name) for name, field in type(self).model_fields.items())
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return the value of a key as the JSON spells it; `default` where it is null, or has no effect here."""
+        try:
+            value = self[key]
+        except KeyError:
+            return default
+        return default if value is None else value
 
 
 class SwitchedSection(Section):

@@ -148,6 +148,15 @@ def ensure_many(timeout_s: float, dist_init_required: bool | None = None) -> Non
         ) from error
 
 
+def open_default_group(timeout_s: float = 1800.0, dist_init_required: bool | None = None) -> None:
+    """Initialize torch.distributed, if it is not: of the ranks that the launcher has started, or of one. Raises
+    ModelError and RankError."""
+    if world_size_here() > 1:
+        ensure_many(timeout_s, dist_init_required)
+    else:
+        SingleRank(dist_init_required).open()
+
+
 @final
 class SingleRank:
     """Rank 0 of 1: every collective is the identity, and changes no bit."""

@@ -287,6 +287,11 @@ class _Warmup:
 
     def __init__(self, num_steps: int | None, kind: str | None) -> None:
         num_steps, kind = 1000 if num_steps is None else num_steps, "log" if kind is None else kind
+        if num_steps == 0:
+            raise ConfigError(
+                "scheduler.params.warmup_num_steps: expected at least 1 step, as in DeepSpeed since 0.19.6; found 0. "
+                "Write 1 for the shortest warm-up, which older versions made of 0."
+            )
         self.num_steps = max(2, int(_positive("warmup_num_steps", num_steps)))
         if kind not in ("log", "linear"):
             raise ConfigError(f"scheduler.params.warmup_type: expected log or linear; found {kind!r}.")

@@ -95,6 +95,24 @@ class TieredOptimizer(Optimizer):
 
     step.hooked = True  # type: ignore[attr-defined]  # torch then leaves it alone: hooks fire in `update`
 
+    def check_scheduler(self, scheduler: Any) -> None:
+        """Raise ConfigError for what `engine.step()` cannot step as the schedule of this optimizer."""
+        if not hasattr(scheduler, "step"):
+            raise ConfigError(
+                "lr_scheduler must be a scheduler, or a callable that makes one of an optimizer; found "
+                f"{type(scheduler).__name__}."
+            )
+        if isinstance(scheduler, ReduceLROnPlateau):
+            raise ConfigError(
+                "ReduceLROnPlateau needs a metric, which engine.step() does not have. Build it on the returned "
+                "optimizer, and call its step(metric) in your loop."
+            )
+        if getattr(scheduler, "optimizer", self) not in (self, self._source):
+            raise ConfigError(
+                "lr_scheduler drives an optimizer that is not this run's. Build it on the optimizer passed to "
+                "initialize(), or pass a callable that takes the optimizer."
+            )
+
     def update(self, act: Callable[[], None]) -> None:
         """Make one optimizer step by `act`, between the step hooks. The engine's call, at accumulation boundaries; a
         step that is skipped fires no hooks, as with torch's GradScaler."""
@@ -368,9 +386,7 @@ def _redirected(name: str, owner: weakref.ref[TieredOptimizer]) -> Callable[...,
     return call
 
 
-def make_scheduler(
-    given: Any, section: SchedulerSection | None, handle: TieredOptimizer | None, source: Optimizer
-) -> Any:
+def make_scheduler(given: Any, section: SchedulerSection | None, handle: TieredOptimizer | None) -> Any:
     """Return the user's scheduler, or what the user's callable makes, or else the config's; None where nothing is
     trained. Raises ConfigError."""
     if handle is None:
@@ -383,21 +399,7 @@ def make_scheduler(
     if given is None:
         return build_scheduler(section, handle) if section else None
     scheduler = given(handle) if callable(given) else given
-    if not hasattr(scheduler, "step"):
-        raise ConfigError(
-            "lr_scheduler must be a scheduler, or a callable that makes one of an optimizer; found "
-            f"{type(scheduler).__name__}."
-        )
-    if isinstance(scheduler, ReduceLROnPlateau):
-        raise ConfigError(
-            "ReduceLROnPlateau needs a metric, which engine.step() does not have. Build it on the returned optimizer, "
-            "and call its step(metric) in your loop."
-        )
-    if getattr(scheduler, "optimizer", handle) not in (handle, source):
-        raise ConfigError(
-            "lr_scheduler drives an optimizer that is not this run's. Build it on the optimizer passed to "
-            "initialize(), or pass a callable that takes the optimizer."
-        )
+    handle.check_scheduler(scheduler)
     if section is not None:
         logger.warning("config: scheduler %s is not used, for initialize() was given an lr_scheduler", section.type)
     return scheduler
