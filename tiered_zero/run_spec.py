@@ -18,8 +18,8 @@ from tiered_zero.hardware.collectives import Collectives, SingleRank
 from tiered_zero.hardware.launcher import local_world_size
 from tiered_zero.hardware.probe import available_device_nbytes, available_host_nbytes
 from tiered_zero.hardware.select import find_device, shares_cores
-from tiered_zero.layout.flat import ParamSpec, Unit
-from tiered_zero.layout.subgroups import cut_subgroups, sub_group_numel
+from tiered_zero.layout.flat import CUT_NUMEL, ParamSpec, Unit
+from tiered_zero.layout.subgroups import MAX_SUB_GROUPS, cut_subgroups, sub_group_numel
 from tiered_zero.layout.units import find_units
 from tiered_zero.optim.from_config import format_rule, group_params, make_optimizer, make_rule
 from tiered_zero.optim.rule import UpdateRule
@@ -100,7 +100,7 @@ def specify_run(
             "Set zero_optimization.stage to 2, where each rank steps parameters of its own, or take Adam, AdamW, SGD, "
             "Adagrad or Lion."
         )
-    size = sub_group_numel(config.zero_optimization.sub_group_size)
+    size = sub_group_numel(config.zero_optimization.sub_group_size, units)
     rank = ranks.rank if request.ranks.shards_state else None
     subgroups = cut_subgroups(
         units, group_of, size, elementwise=rule.elementwise, apart=request.state.is_split, rank=rank
@@ -306,9 +306,14 @@ def planning_notices(run_spec: RunSpec) -> list[str]:
     if plan.request.update.policy == "overlapped" and ranks.shards_state and not ranks.shards_params:
         lines.append(f"tiered_zero.update: overlapped was asked for; {plan.update_policy.text}")
     given = zero.sub_group_size
-    numel = sub_group_numel(given)
-    if numel != given < 1_000_000_000:  # DeepSpeed's default asks for nothing, here and below
+    numel = sub_group_numel(given, run_spec.units)
+    if numel < given < 1_000_000_000:  # DeepSpeed's default asks for nothing, here and below
         lines.append(f"zero_optimization.sub_group_size: {given} is a limit; sub-groups are cut at {numel} elements")
+    elif numel > max(given, CUT_NUMEL):
+        lines.append(
+            f"zero_optimization.sub_group_size: {given} would cut this model into more than {MAX_SUB_GROUPS} pieces; "
+            f"sub-groups are cut at {numel} elements"
+        )
     if ranks.world_size > 1 and ranks.bucket_numel < zero.reduce_bucket_size != 500_000_000:
         lines.append(
             f"zero_optimization.reduce_bucket_size: {zero.reduce_bucket_size} is a limit; buckets have "

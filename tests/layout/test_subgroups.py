@@ -214,3 +214,16 @@ def test_a_limit_that_would_leave_nothing_to_overlap(given_numel: int | None, nu
     assert max(sizes) == numel and len(sizes) > 1
     expected = [f"{given_numel} is a limit; sub-groups are cut at {numel} elements"] if given_numel == 10**8 else []
     assert [line.partition(": ")[2] for line in planning_notices(run_spec)] == expected
+
+
+@pytest.mark.parametrize(("given_numel", "numel"), [(100, 10240), (10240, 10240), (20000, 20480)])
+def test_a_size_far_below_a_parameter_has_a_floor(given_numel: int, numel: int) -> None:
+    """Each sub-group is a job of its own: 100 elements were 4,396 of them."""
+    zero = {"sub_group_size": given_numel}
+    config = load({"train_batch_size": 1, "optimizer": {"type": "Adam"}, "zero_optimization": zero})
+    run_spec = specify_run(config, nn.Linear(3000, 3000, device="meta"))
+    assert {layout.subgroup.numel for layout in run_spec.layouts[:-1]} == {numel}
+    assert len(run_spec.layouts) <= 1024
+    expected = ["100 would cut this model into more than 1024 pieces; sub-groups are cut at 10240 elements"]
+    notices = [line.partition("sub_group_size: ")[2] for line in planning_notices(run_spec)]
+    assert notices == (expected if given_numel == 100 else [])

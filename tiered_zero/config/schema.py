@@ -81,7 +81,8 @@ class ZeroSection(Section):
     sub_group_size: Elements = Field(
         1_000_000_000,
         ge=1,
-        description="elements that the optimizer steps at once, at most: above some millions as many as stream well",
+        description="elements that the optimizer steps at once, at most: above some millions as many as stream well, "
+        "and no fewer than a 1024th of the model, up to a million",
     )
     reduce_bucket_size: Elements = Field(
         500_000_000,

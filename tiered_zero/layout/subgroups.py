@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
@@ -25,9 +25,18 @@ QUANTIZED_BLOCK_NUMEL = PARAM_ALIGNMENT_NBYTES // 4
 """Moments of 8 bits that share a scale. Every parameter starts with a block, in any dtype; cuts fall between two."""
 
 
-def sub_group_numel(given: int) -> int:
-    """Elements at which sub-groups are cut. `given`: zero_optimization.sub_group_size."""
-    return given if given <= MAX_SUB_GROUP_NUMEL else AUTO_SUB_GROUP_NUMEL
+MAX_SUB_GROUPS = 1024
+"""A model below a billion elements is cut into no more: each sub-group is a job of its own in every step. DeepSpeed
+never cuts a parameter, so that small sizes stand in configs; 100 made 84,000 sub-groups of 172 million elements.
+"""
+
+
+def sub_group_numel(given: int, units: Iterable[Unit]) -> int:
+    """Elements at which sub-groups of `units` are cut. `given`: zero_optimization.sub_group_size."""
+    if given > MAX_SUB_GROUP_NUMEL:
+        return AUTO_SUB_GROUP_NUMEL
+    total = sum(unit.numel for unit in units if unit.trainable)
+    return max(given, align_up(min(AUTO_SUB_GROUP_NUMEL, total // MAX_SUB_GROUPS), CUT_NUMEL))
 
 
 @dataclass(frozen=True, kw_only=True)

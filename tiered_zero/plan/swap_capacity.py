@@ -147,7 +147,7 @@ def plan_gpt(config: Config, shape: GPTConfig) -> Plan:
     tree, specs = describe_gpt(shape, dtype)
     units = find_units(tree, specs, unit_rules(config))
     request = plan_request(config, limits={}, shares_cores=False)
-    size = sub_group_numel(config.zero_optimization.sub_group_size)
+    size = sub_group_numel(config.zero_optimization.sub_group_size, units)
     if request.state.is_split or arrays.whole:
         group_of = {spec.name: 0 for spec in specs}
         sizes = [
