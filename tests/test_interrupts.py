@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import tiered_zero
+from tests.support.inspection import lane
 from tests.support.trainers import tiered
 from tiered_zero.errors import EngineFailedError
 from tiered_zero.interrupts import INTERRUPTS, call_open, protected, shielded, wait_for_event
@@ -285,6 +286,24 @@ def test_training_goes_on_after_one(place: str, clipping: float, swap_path: Path
         made = place in ("step", "between") or (place == "backward" and not clipping)
         assert engine.global_steps == 1 + made
         assert same(train(engine, 1 + made), expected), "repeated without abort_step()"
+
+
+def test_a_forward_is_interrupted_while_it_waits_and_leaves_the_fetch_alone(swap_path: Path) -> None:
+    """Behind a transfer that hangs. The unit arrives later, as one that was prefetched."""
+    with engine_on(swap_path) as engine:
+        expected = train(engine)
+    with engine_on(swap_path) as engine:
+        train(engine, 0, 1)
+        engine.flush()
+        hung = threading.Event()
+        lane(engine, "gather").submit(hung.wait)
+        timer = interrupt_soon()
+        with pytest.raises(KeyboardInterrupt):
+            train(engine, 1)
+        assert not hung.is_set()
+        timer.join()
+        hung.set()
+        assert same(train(engine, 1), expected)
 
 
 @pytest.mark.parametrize("update", ["barrier", "overlapped"])

@@ -105,7 +105,7 @@ class FullValues:
         new = self.shards.same(value, self.state.check_tensor(param, name, value))
         try:
             self.shards.change("optimizer state is set", lambda: self.state.set_tensor(param, name, new, self.groups))
-        except BaseException as error:
+        except Exception as error:
             self.step.policy.failures.set(error)  # partly the old state, partly the new
             raise
 
