@@ -1,4 +1,8 @@
-"""Move plain CPU tensors to and from slots: for initial values, state_dict and user changes. Slow: it blocks."""
+"""Move plain CPU tensors to and from slots: for initial values, state_dict and user changes. Slow: it blocks.
+
+Each buffer that is read begins with a safe point: what reads many slots is interrupted between two. The wait for a disk
+is none, for its bytes still arrive.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ from contextlib import contextmanager
 import torch
 
 from tiered_zero.hardware.staging import StagingPool
+from tiered_zero.interrupts import INTERRUPTS
 from tiered_zero.sizes import PAGE_NBYTES, align_up
 from tiered_zero.tiers.inventory import Home
 from tiered_zero.tiers.tier import BufferView, as_bytes
@@ -21,6 +26,7 @@ def read_slot(home: Home, offset: int, nbytes: int, staging: StagingPool | None)
     assert staging is not None, "a tier without views is planned with staging buffers"
     out = torch.empty(align_up(nbytes, PAGE_NBYTES), dtype=torch.uint8)
     for start in range(0, nbytes, staging.buffer_nbytes):
+        INTERRUPTS.check()
         part = out[start : start + staging.buffer_nbytes]
         with staging.lease(part.numel(), home.slot.name) as lease:
             home.tier.read(home.slot, lease, offset + start).wait()
@@ -52,6 +58,7 @@ def leased_slot(
     `read`, `write`: which bytes (from, to, whole pages) are read into the buffer before the block, and written back
     after it; of no consequence where the slot is lent in place, which may be on the device.
     """
+    INTERRUPTS.check()
     view = home.tier.view(home.slot)
     if view is not None:
         yield view
