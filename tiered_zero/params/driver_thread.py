@@ -18,13 +18,8 @@ class Phase(Enum):
     """IDLE: between calls; weights may be read through `gathered` and `state_dict`. FORWARD, BACKWARD: of the engine.
     DROP: gradients of the step are being dropped. STEP: until its update begins. UPDATE: until the step is complete.
 
-    [Note: Interrupted calls]
-    A call enters its phase as it begins, and leaves it as the last thing that it does. So a call that finds another
-    phase than IDLE knows that the one before was interrupted, by a KeyboardInterrupt at any line, and clears up
-    first (`TrainStep.recover`): a forward ends its frames, a backward and a step drop the step's gradients, and after
-    an update has begun the engine is latched. All of that can be interrupted and is then done again. It trusts nothing
-    that was counted, but waits until lanes and disk are idle, and counts what is there. An exception that is raised in
-    a call is the same case: it is cleared up on its way out.
+    A call enters its phase as it begins, and leaves it as the last thing that it does; where it raises, on its way out
+    (`StepRecovery.call`).
     """
 
     IDLE = "idle"
