@@ -98,8 +98,10 @@ class TrainStep:
         if is_direct or self.scope.is_root(module):
             self._records = torch.is_grad_enabled()
         self.pager.enter_frame(units)
-        if torch._C._current_graph_task_id() == -1 and units and (self._records or torch.is_grad_enabled()):
-            self.arrivals.note_use(units, inputs)
+        if torch._C._current_graph_task_id() == -1:  # a recomputation runs where its forward ran
+            self.runtime.accelerator.check_compute()
+            if units and (self._records or torch.is_grad_enabled()):
+                self.arrivals.note_use(units, inputs)
         if is_direct:
             self.scope.save_direct()
 
@@ -141,6 +143,7 @@ class TrainStep:
         if not self.pager.is_running() and self.phase.now is Phase.IDLE:
             self.recover()
         self.policy.flush()
+        self.runtime.accelerator.check_compute()
 
     def before_weights_write(self) -> None:
         """Wait for every update, and drop prefetched state. Called before weights or state are changed by hand."""
@@ -206,6 +209,7 @@ class TrainStep:
             self.policy.check()
             self.scope.check_parameters()
             self._groups.check()
+            self.runtime.accelerator.check_compute()
         if trains and not self._trains:
             raise ModelError(NO_OPTIMIZER)
 

@@ -86,7 +86,7 @@ class SlowTier(Tier):
         target = out.tensor
         return self._start("read", slot, target, self.contents[slot.name][offset : offset + target.numel()])
 
-    def write(self, slot: Slot, data: HostBuffer, offset: int = 0) -> Transfer:
+    def write(self, slot: Slot, data: HostBuffer, offset: int = 0, after: Transfer | None = None) -> Transfer:
         source = data.tensor
         return self._start("write", slot, self.contents[slot.name][offset : offset + source.numel()], source)
 

@@ -10,7 +10,7 @@ import threading
 import pytest
 import torch
 
-from tiered_zero.errors import ConfigError
+from tiered_zero.errors import ConfigError, InternalError, ModelError
 from tiered_zero.hardware.cuda import CudaAccelerator
 from tiered_zero.sizes import GIB
 
@@ -18,6 +18,9 @@ from tiered_zero.sizes import GIB
 class Stream:
     def __init__(self, name="compute", calls=None):
         self.name, self.calls = name, calls
+
+    def __repr__(self):
+        return f"<stream {self.name}>"
 
     def wait_event(self, event):
         self.calls.append(f"{self.name} waits for {event.where}")
@@ -97,6 +100,7 @@ def runtime():
 @pytest.fixture
 def accelerator(monkeypatch, calls, runtime):
     current = threading.local()  # a new thread's device is 0
+    compute = Stream("compute", calls)
 
     @contextlib.contextmanager
     def on(device):
@@ -106,10 +110,11 @@ def accelerator(monkeypatch, calls, runtime):
 
     @contextlib.contextmanager
     def use(stream):
-        assert getattr(current, "device", 0) == 1, "leaving the context would set, and initialise, device 0"
-        current.stream = stream
+        on_lane = threading.current_thread() is not threading.main_thread()
+        assert getattr(current, "device", 1 - on_lane) == 1, "leaving the context would set, and initialise, device 0"
+        before, current.stream = getattr(current, "stream", None), stream
         yield
-        del current.stream
+        current.stream = before
 
     fakes = {
         "is_available": lambda: True,
@@ -120,7 +125,7 @@ def accelerator(monkeypatch, calls, runtime):
         "Stream": lambda device: Stream("lane", calls),
         "Event": Marker,
         "stream": use,
-        "current_stream": lambda device: getattr(current, "stream", None) or Stream("compute", calls),
+        "current_stream": lambda device: getattr(current, "stream", None) or compute,
         "synchronize": lambda device: calls.append(f"synchronize {device}"),
         "cudart": lambda: runtime,
         "CudaError": lambda code: f"error {code}",
@@ -143,6 +148,27 @@ def test_a_job_waits_for_compute_on_the_device_and_marks_its_end(accelerator, ca
     assert calls[4:] == ["compute waits for lane 3"]
     event.wait()
     assert event.done()
+
+
+def test_a_lane_is_refused_what_is_about_compute(accelerator, calls):
+    """On its thread the current stream is its own, which orders nothing after compute."""
+    marks = []
+    for call in (accelerator.record_compute, lambda: accelerator.wait_on_compute(marks[0])):
+        with pytest.raises(InternalError, match="was called on tiered_zero update, whose current stream is not"):
+            accelerator.lane("update").submit(call).wait()
+        marks.append(accelerator.record_compute())
+    calls.clear()
+    accelerator.lane("update").submit(lambda: marks.append(accelerator.record())).wait()
+    assert calls[:1] == ["record lane 0"]
+
+
+def test_another_stream_than_the_engines_is_refused(accelerator, calls):
+    accelerator.check_compute()
+    with (
+        torch.cuda.stream(Stream("own", calls)),
+        pytest.raises(ModelError, match="was made, <stream compute>; found <stream own>"),
+    ):
+        accelerator.check_compute()
 
 
 def test_memory_is_reused_at_once_while_the_device_lags(accelerator):

@@ -15,7 +15,7 @@ from tests.support.units import make_unit
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.layout.flat import Unit
 from tiered_zero.tiers.step_gradients import StepGradients, UnitShare
-from tiered_zero.transfer import Completion, Transfer
+from tiered_zero.transfer import COMPLETED, Completion, Transfer
 from tiered_zero.update.policy import GatheringPolicy
 
 UNITS = [make_unit(index) for index in range(4)]
@@ -30,6 +30,9 @@ class Stepper:
 
     def freeze_groups(self, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         return [dict(group) for group in groups]
+
+    def record_compute(self) -> Transfer:
+        return COMPLETED
 
     def step(self, job: Any) -> None:
         for index in self.order:

@@ -25,6 +25,7 @@ from tiered_zero.sizes import MIB
 from tiered_zero.tiers.host import HostTier
 from tiered_zero.tiers.inventory import Home, Inventory
 from tiered_zero.tiers.unit_update import UnitUpdate
+from tiered_zero.transfer import COMPLETED
 from tiered_zero.update.eager import ReadyQueue, UpdateJob
 from tiered_zero.update.stepper import StreamingStepper
 
@@ -158,7 +159,9 @@ class World:
     def step(self, gradients: Gradients | None = None, grad_scale: float = 1.0, **job: Any) -> None:
         gradients = gradients or Gradients(self)
         job.setdefault("unit_updates", {})
-        self.stepper.step(UpdateJob(gradients=gradients, grad_scale=grad_scale, groups=self.hyper, **job))
+        self.stepper.step(
+            UpdateJob(gradients=gradients, grad_scale=grad_scale, groups=self.hyper, after=COMPLETED, **job)
+        )
         for unit in self.units:
             for entry in unit.entries:
                 if entry.param.index in gradients.absent:

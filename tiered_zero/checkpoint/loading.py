@@ -144,7 +144,8 @@ class StateLoader:
                 self._state.stepper.replace_scalars(layout.subgroup, scalars)
             else:
                 self._state.stepper.drop_state(layout.subgroup)
-            self._state.io.write(work, {}, masters_alone=not stepped)
+            after = self._state.runtime.accelerator.record_compute()
+            self._state.io.write(work, {}, after, masters_alone=not stepped)
             written.append(filling.popleft().work)
 
     def _clear_state(self, layout: StateLayout, raw: torch.Tensor, stepped: Sequence[ParamPiece]) -> None:

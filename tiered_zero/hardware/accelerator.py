@@ -7,6 +7,10 @@ no callback from an I/O worker) and then launches copies. Each job is a transfer
 The driver thread (or autograd's) is the `compute` lane: `record_compute` marks what it has launched so far,
 `wait_on_compute` orders everything that it launches from now on after a transfer. On the CPU both reduce to threading.
 Transfers of lanes and marks of compute order streams; any other transfer (the disk's) is waited for on the host.
+
+A mark is recorded where the work is launched. On a lane's thread the current stream is the lane's own, so a lane that
+must come after compute is handed compute's mark by the driver: both calls are refused on a lane, and `record` marks
+what the calling thread itself has launched.
 """
 
 from __future__ import annotations
@@ -47,13 +51,23 @@ class Accelerator(ABC):
                 self._lanes[name] = self._build_lane(name)
             return self._lanes[name]
 
+    def check_compute(self) -> None:
+        """Raise ModelError where the calling thread's current stream is not compute's, the one that was current as the
+        engine was made. Driver thread, as a call of the engine or the forward of one of its modules begins."""
+        return
+
     @abstractmethod
     def record_compute(self) -> Transfer:
-        """Mark everything that the calling thread has launched on compute so far."""
+        """Mark everything that compute has launched so far. Driver or autograd's thread; InternalError on a lane."""
+
+    @abstractmethod
+    def record(self) -> Transfer:
+        """Mark everything that the calling thread has launched on its own stream so far: compute's, or its lane's."""
 
     @abstractmethod
     def wait_on_compute(self, transfer: Transfer) -> None:
-        """Order what the calling thread launches on compute from now on after `transfer`; raise its error.
+        """Order what compute launches from now on after `transfer`; raise its error. Driver or autograd's thread;
+        InternalError on a lane.
 
         Blocks the host only as far as the device needs it to (on the CPU: until the transfer is done).
         """

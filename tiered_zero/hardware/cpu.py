@@ -13,9 +13,9 @@ import torch
 
 from tiered_zero.hardware.accelerator import Accelerator
 from tiered_zero.hardware.huge_pages import HugePagePool, PageRange
-from tiered_zero.hardware.lanes import DelayInjector, DeviceMarker, Lane, LaneTransfer, Work, runs_on_lane
+from tiered_zero.hardware.lanes import DelayInjector, DeviceMarker, Lane, Work, refuse_on_lane, runs_on_lane
 from tiered_zero.sizes import HUGE_PAGE_NBYTES, PAGE_NBYTES, align_up
-from tiered_zero.transfer import Transfer
+from tiered_zero.transfer import COMPLETED, Transfer
 
 logger = logging.getLogger("tiered_zero")
 
@@ -74,8 +74,12 @@ class CpuAccelerator(Accelerator):
         delays = None if self._delay_seed is None else DelayInjector(self._delay_seed, name)
         return Lane(name, _launch, delays, inline=self.shares_cores)
 
-    def record_compute(self) -> LaneTransfer:
-        return LaneTransfer.launched()
+    def record_compute(self) -> Transfer:
+        refuse_on_lane("record_compute()")
+        return COMPLETED
+
+    def record(self) -> Transfer:
+        return COMPLETED
 
     def reserve_place(self, nbytes: int, window_nbytes: int) -> PageRange | None:
         try:
@@ -108,6 +112,7 @@ class CpuAccelerator(Accelerator):
         super().prepare(flat)
 
     def wait_on_compute(self, transfer: Transfer) -> None:
+        refuse_on_lane("wait_on_compute()")
         transfer.wait()
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, finish: bool = False) -> None:

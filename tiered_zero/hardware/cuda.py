@@ -8,9 +8,9 @@ from typing import Any, final
 
 import torch
 
-from tiered_zero.errors import ConfigError
+from tiered_zero.errors import ConfigError, ModelError
 from tiered_zero.hardware.accelerator import Accelerator
-from tiered_zero.hardware.lanes import Lane, LaneTransfer, Work
+from tiered_zero.hardware.lanes import Lane, LaneTransfer, Work, refuse_on_lane
 from tiered_zero.sizes import format_nbytes
 from tiered_zero.transfer import Transfer
 
@@ -40,6 +40,7 @@ class CudaAccelerator(Accelerator):
                 f"tiered_zero.device asks for cuda:{index}; there are {torch.cuda.device_count()} devices"
             )
         self.device = torch.device("cuda", index)
+        self._compute = torch.cuda.current_stream(self.device)
         self._logged_pin = False
 
     def _build_lane(self, name: str) -> Lane:
@@ -62,10 +63,25 @@ class CudaAccelerator(Accelerator):
 
         return Lane(name, launch)
 
+    def check_compute(self) -> None:
+        # the allocator gives freed memory out again in the order of the stream that it was allocated on, and of no other
+        stream = torch.cuda.current_stream(self.device)
+        if stream != self._compute:
+            raise ModelError(
+                f"The engine and its modules were expected to be called on the stream that was current as the engine "
+                f"was made, {self._compute}; found {stream}. Call tiered_zero.initialize() inside of the same "
+                "torch.cuda.stream(...) block, or forward, backward and step() outside of it."
+            )
+
     def record_compute(self) -> LaneTransfer:
+        refuse_on_lane("record_compute()")
+        return self.record()
+
+    def record(self) -> LaneTransfer:
         return LaneTransfer.launched(_mark(torch.cuda.current_stream(self.device)))
 
     def wait_on_compute(self, transfer: Transfer) -> None:
+        refuse_on_lane("wait_on_compute()")
         if isinstance(transfer, LaneTransfer):
             transfer.check_launched()
             _order(torch.cuda.current_stream(self.device), transfer)

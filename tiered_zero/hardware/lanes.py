@@ -19,7 +19,7 @@ from typing import Protocol
 
 import torch
 
-from tiered_zero.errors import PlanError
+from tiered_zero.errors import InternalError, PlanError
 from tiered_zero.interrupts import wait_for_event
 from tiered_zero.transfer import Transfer
 
@@ -33,6 +33,15 @@ _this_thread = threading.local()
 def runs_on_lane() -> bool:
     """Whether the calling thread is a lane's."""
     return getattr(_this_thread, "is_lane", False)
+
+
+def refuse_on_lane(call: str) -> None:
+    """Raise InternalError where a lane's thread makes `call`, which is about compute's stream."""
+    if runs_on_lane():
+        raise InternalError(
+            f"{call} was called on {threading.current_thread().name}, whose current stream is not compute's. This is "
+            "an error in tiered_zero, not in the model: please report it with this message."
+        )
 
 
 class DeviceMarker(Protocol):

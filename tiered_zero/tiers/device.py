@@ -35,22 +35,24 @@ class DeviceTier(Tier):
         return self._slots[slot.name][1]
 
     def read(self, slot: Slot, out: HostBuffer, offset: int = 0) -> Transfer:
-        return self._copy(out.tensor, self.view(slot)[offset : offset + out.tensor.numel()], "write_back")
+        source = self.view(slot)[offset : offset + out.tensor.numel()]
+        return self._copy("write_back", out.tensor, source, self._accelerator.record())
 
-    def write(self, slot: Slot, data: HostBuffer, offset: int = 0) -> Transfer:
-        return self._copy(self.view(slot)[offset : offset + data.tensor.numel()], data.tensor, "write_back")
+    def write(self, slot: Slot, data: HostBuffer, offset: int = 0, after: Transfer | None = None) -> Transfer:
+        target = self.view(slot)[offset : offset + data.tensor.numel()]
+        return self._copy("write_back", target, data.tensor, after or self._accelerator.record_compute())
 
     def fetch(self, slot: Slot, out: torch.Tensor, after: UnitUpdate | None = None) -> Transfer:
         target = as_bytes(out)
-        return self._copy(target, self.view(slot)[: target.numel()], "gather", after.written if after else None)
+        source, written = self.view(slot)[: target.numel()], [after.written] if after else []
+        return self._copy("gather", target, source, self._accelerator.record_compute(), *written)
 
     def close(self) -> None:
         for slot, _ in list(self._slots.values()):
             self.release(slot)
 
-    def _copy(self, target: torch.Tensor, source: torch.Tensor, lane: str, after: Transfer | None = None) -> Transfer:
+    def _copy(self, lane: str, target: torch.Tensor, source: torch.Tensor, *after: Transfer) -> Transfer:
         accelerator = self._accelerator
-        before = [accelerator.record_compute(), *([after] if after else [])]
         return accelerator.lane(lane).submit(
-            lambda: accelerator.copy(target, source), after=before, holds=[target, source], waits=False
+            lambda: accelerator.copy(target, source), after=after, holds=[target, source], waits=False
         )

@@ -36,7 +36,7 @@ class HostTier(Tier):
         out.tensor.copy_(self.view(slot)[offset : offset + out.tensor.numel()])
         return COMPLETED
 
-    def write(self, slot: Slot, data: HostBuffer, offset: int = 0) -> Transfer:
+    def write(self, slot: Slot, data: HostBuffer, offset: int = 0, after: Transfer | None = None) -> Transfer:
         self.view(slot)[offset : offset + data.tensor.numel()].copy_(data.tensor)
         return COMPLETED
 

@@ -90,7 +90,7 @@ class NvmeTier(Tier):
     def read(self, slot: Slot, out: HostBuffer, offset: int = 0) -> Transfer:
         return self.store.read(self._records[slot.name], out.memory, offset)
 
-    def write(self, slot: Slot, data: HostBuffer, offset: int = 0) -> Transfer:
+    def write(self, slot: Slot, data: HostBuffer, offset: int = 0, after: Transfer | None = None) -> Transfer:
         record = self._records[slot.name]
         transfer = self.store.write(record, data.memory, offset)
         if slot.name in self._once:

@@ -70,8 +70,11 @@ class Tier(ABC):
         """Slot bytes from `offset` on -> all of `out`. `out` is the tier's until the transfer is done."""
 
     @abstractmethod
-    def write(self, slot: Slot, data: HostBuffer, offset: int = 0) -> Transfer:
-        """All of `data` -> slot bytes from `offset` on. `data` is the tier's until the transfer is done."""
+    def write(self, slot: Slot, data: HostBuffer, offset: int = 0, after: Transfer | None = None) -> Transfer:
+        """All of `data` -> slot bytes from `offset` on. `data` is the tier's until the transfer is done.
+
+        `after`: compute's mark: what may still read the slot where that is on the device. Required on a lane; None: all
+        that compute has launched."""
 
     @abstractmethod
     def fetch(self, slot: Slot, out: torch.Tensor, after: UnitUpdate | None = None) -> Transfer:

@@ -13,7 +13,7 @@ from tiered_zero.layout.subgroups import SubGroup
 from tiered_zero.optim.state_layout import StateLayout
 from tiered_zero.tiers.step_gradients import StepGradients
 from tiered_zero.tiers.unit_update import UnitUpdate
-from tiered_zero.transfer import Completion
+from tiered_zero.transfer import Completion, Transfer
 
 
 class ReadyQueue:
@@ -105,17 +105,20 @@ class ReadyQueue:
 class UpdateJob:
     """One optimizer step, with everything that may change before it is done.
 
-    `groups`: the param groups' values when the step was taken. `param_kind`: which home of a unit takes the new
-    parameters ("param", or "param_back" for a delayed update). `unit_updates`: unit index -> what to complete.
-    `every_subgroup`: also those without a gradient, whose parameters are written anew. `queue`: sub-groups that become
-    ready one by one; None: all those with a gradient are. `on_device`: only those whose state rests on the device
-    (True) or does not (False); the others count as written. `computed`: done once every update is computed, while the
-    last are still written, or when the job fails.
+    `groups`: the param groups' values when the step was taken. `after`: compute's mark then: parameters on the device
+    are written after what compute had launched. `after_of`: sub-group -> the same, of one that became ready later.
+    `param_kind`: which home of a unit takes the new parameters ("param", or "param_back" for a delayed update).
+    `unit_updates`: unit index -> what to complete. `every_subgroup`: also those without a gradient, whose parameters
+    are written anew. `queue`: sub-groups that become ready one by one; None: all those with a gradient. `on_device`:
+    only those whose state rests on the device (True) or does not (False); the others count as written. `computed`: done
+    once every update is computed, while the last are still written, or when the job fails.
     """
 
     gradients: StepGradients
     grad_scale: float
     groups: Sequence[Mapping[str, Any]]
+    after: Transfer
+    after_of: dict[int, Transfer] = field(default_factory=dict)
     unit_updates: dict[int, UnitUpdate] = field(default_factory=dict)
     param_kind: str = "param"
     every_subgroup: bool = False
@@ -135,6 +138,7 @@ class EagerUpdate:
         layouts: Sequence[StateLayout],
         freeze: Callable[[Unit, StepGradients], None],
         groups: Sequence[Mapping[str, Any]],
+        after: Transfer,
     ) -> None:
         self._layouts = layouts
         self._freeze = freeze
@@ -144,7 +148,7 @@ class EagerUpdate:
         }
         self._units = set().union(*self._waits_for.values())
         self._queued: set[int] = set()
-        self.job = UpdateJob(gradients=StepGradients(), grad_scale=1.0, groups=groups, queue=self._queue)
+        self.job = UpdateJob(gradients=StepGradients(), grad_scale=1.0, groups=groups, after=after, queue=self._queue)
 
     def updates(self, unit: Unit) -> bool:
         """Whether a sub-group holds a part of the unit."""
@@ -154,23 +158,25 @@ class EagerUpdate:
         """List the units whose gradients were not complete in backward."""
         return [unit for unit in units if unit.index not in self.job.unit_updates]
 
-    def add(self, unit: Unit) -> None:
-        """Begin the update of the unit: its gradients are complete, and compute does not use it."""
+    def add(self, unit: Unit, after: Transfer) -> None:
+        """Begin the update of the unit: its gradients are complete, and compute does not use it beyond `after`."""
         self._freeze(unit, self.job.gradients)
         for layout in self._layouts:
             waits_for = self._waits_for[layout.subgroup.index]
             waits_for.discard(unit.index)
             if not waits_for and layout.subgroup.index not in self._queued:
                 self._queued.add(layout.subgroup.index)
+                self.job.after_of[layout.subgroup.index] = after
                 self._queue.add(layout)
 
-    def finish(self, gradients: StepGradients) -> None:
-        """Add what has a gradient and was not begun, and skip the rest: the step is taken."""
+    def finish(self, gradients: StepGradients, after: Transfer) -> None:
+        """Add what has a gradient and was not begun, and skip the rest: the step is taken. `after`: compute's mark."""
         self.job.gradients.fill(gradients)
         for layout in self._layouts:
             if layout.subgroup.index in self._queued:
                 continue
             if has_gradient(layout.subgroup, self.job.gradients):
+                self.job.after_of[layout.subgroup.index] = after
                 self._queue.add(layout)
             else:
                 self._queue.skip(layout)

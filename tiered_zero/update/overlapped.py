@@ -53,9 +53,10 @@ class OverlappedPolicy(UpdatePolicy):
         units: Sequence[Unit],
         runtime: Runtime,
         guard: UnitGuard,
-        open_eagerly: Callable[[Sequence[Mapping[str, Any]]], EagerUpdate] | None = None,
+        open_eagerly: Callable[[Sequence[Mapping[str, Any]], Transfer], EagerUpdate] | None = None,
     ) -> None:
-        """`open_eagerly`: opens an update of frozen groups in backward; None where a gradient check comes first."""
+        """`open_eagerly`: opens an update of frozen groups in backward, after compute's mark; None where a gradient
+        check comes first."""
         super().__init__(stepper, groups)
         self._inventory = inventory
         self._units = units
@@ -73,13 +74,14 @@ class OverlappedPolicy(UpdatePolicy):
             return
         self._wait_computed()
         self._prefetch()
-        self._open = self._open_eagerly(self._stepper.freeze_groups(self._groups))
+        frozen = self._stepper.freeze_groups(self._groups)
+        self._open = self._open_eagerly(frozen, self._stepper.record_compute())
         self._start(self._open.job)
 
     def unit_ready(self, unit: Unit) -> None:
         if self._open is not None and self._open.updates(unit) and self.guard.block_unit_for_update(unit):
             self._add_unit_update(unit, self._open.job)
-            self._open.add(unit)
+            self._open.add(unit, self._stepper.record_compute())
 
     def prepare(self) -> None:
         if self._open is None:
@@ -91,12 +93,12 @@ class OverlappedPolicy(UpdatePolicy):
         if self._open is not None:
             for unit in self._open.incomplete(self._units):
                 self._add_unit_update(unit, self._open.job)
-            self._open.finish(gradients)
+            self._open.finish(gradients, self._stepper.record_compute())
             self._open = None
             return
         job = self._job(gradients, grad_scale)
         if self._stepper.has_device_state:  # [Note: State on several tiers]
-            self._step(UpdateJob(gradients=gradients, grad_scale=grad_scale, groups=job.groups, on_device=True))
+            self._step(replace(job, on_device=True, computed=Completion()))
             job = replace(job, on_device=False)
         for unit in self._units:
             self._add_unit_update(unit, job)
@@ -189,7 +191,7 @@ class OverlappedPolicy(UpdatePolicy):
     def _start(self, job: UpdateJob) -> None:
         while self._running and self._running[0].done():
             self._running.pop(0).wait()  # its error, if it has one, ends this one too
-        self.run_behind(partial(self._step, job), after=[self._runtime.accelerator.record_compute()])
+        self.run_behind(partial(self._step, job), after=[job.after])
         self._runtime.accelerator.lane("update").submit(job.computed.complete)  # also of a job that was not launched
         self._started = job
 
@@ -235,7 +237,7 @@ class DelayedPolicy(UpdatePolicy):
         job = self._job(gradients, grad_scale, param_kind="param_back", every_subgroup=True)
         self._exact.guard.begin_back_update()
         self._is_unpublished = True
-        self._exact.run_behind(partial(self._step, job))
+        self._exact.run_behind(partial(self._step, job), after=[job.after])
 
     def prepare_evaluation(self) -> None:
         self.flush()

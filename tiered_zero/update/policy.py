@@ -197,7 +197,8 @@ class UpdatePolicy(ABC):
 
     def _job(self, gradients: StepGradients, grad_scale: float, **options: Any) -> UpdateJob:
         groups = self._stepper.freeze_groups(self._groups)
-        return UpdateJob(gradients=gradients, grad_scale=grad_scale, groups=groups, **options)
+        after = self._stepper.record_compute()
+        return UpdateJob(gradients=gradients, grad_scale=grad_scale, groups=groups, after=after, **options)
 
     def _step(self, job: UpdateJob) -> None:
         try:
@@ -272,7 +273,7 @@ class GatheringPolicy(BarrierPolicy):
         updates = {unit.index: UnitUpdate() for unit in changed}
         job = self._job(gradients, grad_scale, unit_updates=updates)
         accelerator, recorder = self._runtime.accelerator, self._runtime.recorder
-        update = accelerator.lane("update").submit(partial(self._step, job), after=[accelerator.record_compute()])
+        update = accelerator.lane("update").submit(partial(self._step, job), after=[job.after])
         gathers = []
         try:
             for unit in changed:

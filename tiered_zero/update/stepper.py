@@ -93,6 +93,10 @@ class StreamingStepper:
         self._rule.advance_groups(groups, frozen)
         return frozen
 
+    def record_compute(self) -> Transfer:
+        """Mark what compute has launched: what it may still read of parameters that an update writes. Driver thread."""
+        return self._runtime.accelerator.record_compute()
+
     # -- between steps -------------------------------------------------------------------------------------------------
 
     def prefetch(self) -> None:
@@ -174,7 +178,8 @@ class StreamingStepper:
         if (held := self._held.get(work.subgroup.index)) is not None and not held.done():
             self._io.wait(held, work)
         self._update(work, step.job)
-        self._io.write(work, step.job.unit_updates)
+        after = step.job.after_of.get(work.layout.subgroup.index, step.job.after)
+        self._io.write(work, step.job.unit_updates, after)
         step.progress.count_computed(work.layout.subgroup)
         step.written.append(step.opened.popleft())
 

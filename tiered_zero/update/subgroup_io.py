@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from tiered_zero.hardware.lanes import runs_on_lane
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.hardware.staging import Lease, StagingPool
 from tiered_zero.layout.flat import Unit
@@ -176,9 +177,17 @@ class SubGroupIO:
 
     # -- out -----------------------------------------------------------------------------------------------------------
 
-    def write(self, work: SubGroupWork, unit_updates: Mapping[int, UnitUpdate], *, masters_alone: bool = False) -> None:
+    def write(
+        self,
+        work: SubGroupWork,
+        unit_updates: Mapping[int, UnitUpdate],
+        after: Transfer,
+        *,
+        masters_alone: bool = False,
+    ) -> None:
         """Start the writes of state and parameters. `unit_updates`: unit index -> what forwards parameters until they
-        are written. `masters_alone`: there is no state besides the masters."""
+        are written. `after`: compute's mark, recorded by the driver: what may still read the parameters on the device.
+        `masters_alone`: there is no state besides the masters."""
         home = self._inventory.home(work.subgroup, "state")
         if home.tier.view(home.slot) is None and not work.is_last:
             assert work.lease is not None
@@ -186,7 +195,11 @@ class SubGroupIO:
             work.writes.append(home.tier.write(home.slot, BufferView(work.raw[:nbytes], work.lease.memory[:nbytes])))
         for (segment, window), out in zip(self._staged_outs(work), work.outs, strict=True):
             if window is not None:
-                self._send(work, unit_updates.get(segment.unit.index), segment, window, out)
+                if self.updates_on_device(work.subgroup):  # on the stream that has made it
+                    self._runtime.accelerator.copy(window.tensor, as_bytes(out), finish=True)
+                self._send(work, unit_updates.get(segment.unit.index), segment, window, after)
+        if self.updates_on_device(work.subgroup) and runs_on_lane():  # whose stream compute does not wait for
+            work.writes.append(self._runtime.accelerator.record())
 
     def _send(
         self,
@@ -194,25 +207,21 @@ class SubGroupIO:
         unit_update: UnitUpdate | None,
         segment: Segment,
         window: BufferView,
-        out: torch.Tensor,
+        after: Transfer,
     ) -> None:
+        """Start to write a segment's new parameters, which are in host memory, to where they rest."""
         accelerator = self._runtime.accelerator
-        if self.updates_on_device(work.subgroup):
-            target = window.tensor
-            accelerator.lane("write_back").submit(
-                lambda: accelerator.copy(target, as_bytes(out)), after=[accelerator.record_compute()], holds=[out]
-            ).wait()
         home = self._inventory.find(segment.unit, work.param_kind)
         if home is not None:
             offset = home.offset_of(segment)
-            work.writes.append(home.tier.write(home.slot, window, offset))
+            work.writes.append(home.tier.write(home.slot, window, offset, after))
             if unit_update is not None:
                 unit_update.add_pending(offset, window.tensor, accelerator.copy)
                 work.pending.append((unit_update, offset))
             return
         target = as_bytes(segment.part_of(self._device_flat(segment.unit)))
         event = accelerator.lane("write_back").submit(
-            lambda: accelerator.copy(target, window.tensor), after=[accelerator.record_compute()], holds=[target]
+            lambda: accelerator.copy(target, window.tensor), after=[after], holds=[target]
         )
         work.writes.append(event)
 
