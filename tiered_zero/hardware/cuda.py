@@ -64,7 +64,7 @@ class CudaAccelerator(Accelerator):
         return Lane(name, launch)
 
     def check_compute(self) -> None:
-        # the allocator gives freed memory out again in the order of the stream that it was allocated on, and of no other
+        # the allocator gives freed memory out again in the order of the one stream that it was allocated on
         stream = torch.cuda.current_stream(self.device)
         if stream != self._compute:
             raise ModelError(
