@@ -100,6 +100,38 @@ def test_the_user_says_where_an_accumulation_ends() -> None:
         assert engine.global_samples == 8
 
 
+@pytest.mark.parametrize("update", ["barrier", "overlapped"])
+@pytest.mark.parametrize("clipping", [0.0, 0.5])
+@pytest.mark.parametrize("zero", [{}, OFFLOADED], ids=["resident", "cpu"])
+def test_the_caller_decides_how_many_micro_batches_a_step_has(zero: Any, clipping: float, update: str) -> None:
+    model, plain = make_model(), make_model()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01, weight_decay=0)
+    config = {**CONFIG, "managed_gradient_accumulation": False, "gradient_accumulation_steps": 2}
+    config |= {"gradient_clipping": clipping, "zero_optimization": zero, "tiered_zero": {"update": update}}
+    config["optimizer"] = {"type": "AdamW", "params": {"lr": 0.01}}
+    with tiered_zero.initialize(model=model, config=config)[0] as engine:
+        for number, micro in enumerate(range(count) for count in (1, 3, 2, 1, 4)):
+            for index in micro:
+                engine.backward(engine(batch(10 * number + index)).square().mean())
+                (plain(batch(10 * number + index)).square().mean() / 2).backward()
+                assert not engine.is_gradient_accumulation_boundary()
+            engine.step()
+            assert engine.was_step_applied()
+            if clipping:
+                torch.nn.utils.clip_grad_norm_(plain.parameters(), clipping)
+            optimizer.step()
+            optimizer.zero_grad()
+            assert all(
+                torch.equal(a, b) for a, b in zip(engine.module.state_dict().values(), plain.parameters(), strict=True)
+            )
+        assert (engine.global_steps, engine.micro_steps, engine.global_samples) == (5, 11, 44)
+        engine.backward(engine(batch()).sum())
+        engine.abort_step()
+        assert engine.micro_steps == 11
+        with pytest.raises(ModelError, match="managed_gradient_accumulation false, with which every"):
+            engine.set_gradient_accumulation_boundary(True)
+
+
 def test_gradients_are_divided_by_the_accumulation_steps_by_default() -> None:
     norms = []
     for scaled in (True, False):

@@ -17,7 +17,7 @@ from torch import nn
 
 from tiered_zero.config.schema import OffloadOptimizerSection, OffloadParamSection
 from tiered_zero.engine_call import Run
-from tiered_zero.errors import MissingNameError
+from tiered_zero.errors import MissingNameError, ModelError
 from tiered_zero.train_step import TrainStep
 
 _Value = TypeVar("_Value")
@@ -130,11 +130,18 @@ class DeepSpeedNames(ABC):
         return check.norm if check is not None else None
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the next `step()` updates the weights."""
-        return self._step.counts.is_boundary()
+        """Whether the next `step()` updates the weights. False where managed_gradient_accumulation is, as in
+        DeepSpeed: the caller knows."""
+        return self._run.config.managed_gradient_accumulation and self._step.counts.is_boundary()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
-        """Say of this micro-batch, and of those that follow, whether their `step()` updates; None: count again."""
+        """Say of this micro-batch, and of those that follow, whether their `step()` updates; None: count again. Raises
+        ModelError where every `step()` does."""
+        if not self._run.config.managed_gradient_accumulation:
+            raise ModelError(
+                "set_gradient_accumulation_boundary() was expected where the engine counts micro-batches; found "
+                "managed_gradient_accumulation false, with which every step() updates. Leave step() out instead."
+            )
         self._step.counts.boundary = is_boundary
 
     def was_step_applied(self) -> bool:
@@ -144,7 +151,10 @@ class DeepSpeedNames(ABC):
     @property
     def global_samples(self) -> int:
         """Samples of all optimizer steps so far."""
-        return self._step.counts.global_steps * self._run.config.train_batch_size
+        counts, config = self._step.counts, self._run.config
+        if not config.managed_gradient_accumulation:
+            return counts.micro_steps * config.train_micro_batch_size_per_gpu * self.world_size
+        return counts.global_steps * config.train_batch_size
 
     @property
     def local_rank(self) -> int:

@@ -13,9 +13,11 @@ from tiered_zero.grads.check import GradCheck
 class StepCounts:
     """Says which `step()` is a boundary, and which backward is the only one before it. Driver thread."""
 
-    def __init__(self, num_micro_batches: int) -> None:
-        """`num_micro_batches`: gradient_accumulation_steps."""
+    def __init__(self, num_micro_batches: int, *, managed: bool = True) -> None:
+        """`num_micro_batches`: gradient_accumulation_steps. `managed`: False where every `step()` is a boundary,
+        whatever number of backwards comes before it: each of them is a micro-batch then."""
         self.num_micro_batches = num_micro_batches
+        self._managed = managed
         self.micro_steps = 0
         self.global_steps = 0
         self.grad_check: GradCheck | None = None
@@ -33,6 +35,8 @@ class StepCounts:
 
     def is_boundary(self) -> bool:
         """Whether the next `step()` updates the weights."""
+        if not self._managed:
+            return True
         return (self.micro_steps + 1) % self.num_micro_batches == 0 if self.boundary is None else self.boundary
 
     def begin_backward(self, retain_graph: bool) -> bool:
@@ -46,7 +50,7 @@ class StepCounts:
     def begin_step(self, num_uses: int) -> bool:
         """Count a micro-batch; return whether its step is a boundary. `num_uses`: of weights, by now."""
         boundary = self.is_boundary()
-        self.micro_steps += 1
+        self.micro_steps += 1 if self._managed else max(1, self.num_backwards)
         used = self.num_backwards and num_uses != self._num_uses
         self._one_backward_each &= self.num_backwards == 1 and not used  # else no update begins in backward any more
         self.num_backwards = 0
@@ -83,5 +87,6 @@ class StepCounts:
     def drop(self) -> None:
         """Leave out the micro-batches since the last boundary."""
         self.num_backwards = 0
-        self.micro_steps -= self.micro_steps % self.num_micro_batches
+        if self._managed:
+            self.micro_steps -= self.micro_steps % self.num_micro_batches
         self.is_accumulating = False

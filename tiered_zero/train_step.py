@@ -56,7 +56,7 @@ class TrainStep:
         self.phase: CallPhase = movers.pager.phase
         self.overflow = overflow
         self.meter = StepMeter(self.runtime.recorder, self.runtime.ledger)
-        self.counts = StepCounts(config.gradient_accumulation_steps)
+        self.counts = StepCounts(config.gradient_accumulation_steps, managed=config.managed_gradient_accumulation)
         self.is_closed = False
         self.failures = self.policy.failures
         self.arrivals = GradientArrivals(

@@ -108,7 +108,6 @@ def test_a_default_says_nothing(key: Key) -> None:
 
 
 NEUTRAL: dict[str, list[Any]] = {
-    "managed_gradient_accumulation": [True, 1, "true"],
     "optimizer.params.fp32_optimizer_states": [True, 1, "true"],
     "data_types.grad_accum_dtype": ["fp32", "float32"],
     "sequence_parallel_size": [1],
@@ -166,11 +165,6 @@ def test_each_value_of_a_refused_key(key: Key) -> None:
         assert str(caught.value).startswith(f"{key.path}: expected") and key.why in str(caught.value)
         if others:  # in a section that is off DeepSpeed reads it and goes on
             assert config_with(key.path, value).param_dtype_name == "float32"
-
-
-def test_a_default_of_true_is_refused_at_false() -> None:
-    with pytest.raises(ConfigError, match="managed_gradient_accumulation: expected true or left out; found False"):
-        config_with("managed_gradient_accumulation", False)
 
 
 @pytest.mark.parametrize("value", [True, 1, 0, "true", "false"])

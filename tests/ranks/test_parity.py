@@ -71,6 +71,15 @@ def test_two_groups_and_accumulation(ranks: RankPool, train: Any, stage: int, de
     assert_equal(train(placed(case, stage, device)), reference(ranks, case))
 
 
+@pytest.mark.parametrize(("stage", "device"), [(0, "none"), (1, "cpu"), (3, "cpu")])
+def test_steps_that_the_caller_decides(train: Any, stage: int, device: str) -> None:
+    """With managed_gradient_accumulation false, as with as many micro-batches that the engine counts."""
+    case = placed(Case(accumulation=3, steps=2, clipping=0.5, detours=()), stage, device)
+    found, expected = train(replace(case, config={"managed_gradient_accumulation": False})), train(case)
+    assert_equal(found, expected)
+    assert found[0]["norms"] == expected[0]["norms"]
+
+
 @pytest.mark.parametrize("optimizer", ["adafactor", "muon"])
 def test_rules_of_whole_parameters(ranks: RankPool, train: Any, optimizer: str) -> None:
     """Each rank steps parameters of its own: shards are cut between them, and differ in size."""

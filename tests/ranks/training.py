@@ -115,6 +115,9 @@ def train_tiered(case: Case, swap_path: str) -> dict[str, Any]:
             loss = engine(tokens, targets, detour=(step, rank) in case.detours)
             losses.append(loss.item())
             engine.backward(loss * case.scale.get((step, rank), 1.0))
+            if engine.config.managed_gradient_accumulation:
+                engine.step()
+        if not engine.config.managed_gradient_accumulation:
             engine.step()
         norms.append(engine.get_global_grad_norm())
         applied.append(engine.was_step_applied())

@@ -263,7 +263,6 @@ OTHERS: tuple[Key, ...] = (
     *_refused_sections("it replaces modules for generation", "hybrid_engine"),
     *_refused_sections("it would choose the batch size; write the batch size instead", "elasticity"),
     _refused("sequence_parallel_size", "the batch would be split over ranks; leave it out", 1),
-    _refused("managed_gradient_accumulation", "every step() would be an update; set gradient_accumulation_steps", True),
     _refused("data_types.grad_accum_dtype", "gradients are summed in fp32; write fp32", "fp32", "float32"),
     _refused("data_types.param_dtype", "bf16.enabled or fp16.enabled say it"),
     _refused("data_types.buffer_dtype", "buffers keep their dtype"),

@@ -14,7 +14,7 @@ from tiered_zero.config import explain as explaining
 from tiered_zero.config.deepspeed_keys import OPTIMIZERS, runs_as_adamw, table
 from tiered_zero.config.runtime_section import RuntimeSection, StateLimitsSection
 from tiered_zero.config.section import Elements, Number, PathText, Section, SwitchedSection, Whole
-from tiered_zero.config.values import whole
+from tiered_zero.config.values import switch, whole
 from tiered_zero.errors import ConfigError
 
 
@@ -215,6 +215,11 @@ class Config(Section):
     train_batch_size: Whole = Field(ge=1, description="samples per optimizer step, over all ranks")
     train_micro_batch_size_per_gpu: Whole = Field(ge=1, description="samples per forward on each rank")
     gradient_accumulation_steps: Whole = Field(ge=1, description="forwards and backwards per optimizer step")
+    managed_gradient_accumulation: Annotated[bool, BeforeValidator(switch)] = Field(
+        True,
+        description="false: every step() updates, after as many backwards as the caller makes; each loss is still "
+        "divided by gradient_accumulation_steps",
+    )
     gradient_clipping: Number = Field(1.0, ge=0, description="largest global L2 norm of the gradients; 0 does not clip")
     gradient_allreduce_op: Literal["mean", "sum"] = Field(
         "mean", description="what many ranks make of their gradients: the mean, or the sum"
@@ -255,6 +260,8 @@ class Config(Section):
         if self.fp16.enabled and self.bf16.enabled:
             raise ConfigError("fp16.enabled, bf16.enabled: expected at most one; found both true. Set one to false.")
         _check_offload(self.zero_optimization)
+        if not self.managed_gradient_accumulation and self.zero_optimization.stage < 2:
+            _check_unmanaged(self.zero_optimization)
         _check_state_limits(self.zero_optimization.offload_optimizer, self.tiered_zero.state_limits)
         _check_io_uring(self.tiered_zero)
         _check_in_place(self.zero_optimization.offload_optimizer, self.tiered_zero)
@@ -298,6 +305,14 @@ def _check_offload(zero: ZeroSection) -> None:
                 f"zero_optimization.{name}.nvme_path: expected a directory for device nvme; found "
                 f"{section.nvme_path!r}. Give the path of a directory on a local disk."
             )
+
+
+def _check_unmanaged(zero: ZeroSection) -> None:
+    if zero.overlap_comm:
+        raise ConfigError(
+            "zero_optimization.overlap_comm: expected stage 2 or 3 where managed_gradient_accumulation is false, since "
+            f"no backward is known to be the last of a step; found true at stage {zero.stage}. Leave it out."
+        )
 
 
 def _check_io_uring(runtime: RuntimeSection) -> None:

@@ -187,10 +187,10 @@ def plan_request(
             policy=settings.update,
             shares_cores=shares_cores,
             checks_gradients=config.gradient_clipping > 0 or config.fp16.enabled or checks_bf16,
-            in_backward=settings.optimizer_in_backward,
+            in_backward=settings.optimizer_in_backward and config.managed_gradient_accumulation,
         ),
         limits=limits,
-        sums_gradients=config.gradient_accumulation_steps > 1,
+        sums_gradients=config.gradient_accumulation_steps > 1 or not config.managed_gradient_accumulation,
         commits=CommitRequest(buffers_nbytes=buffers_nbytes) if settings.checkpoint.in_place else None,
         ranks=RankRequest(
             rank=rank,
