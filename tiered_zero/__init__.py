@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         TieredZeroError,
         TransferError,
     )
+    from tiered_zero.errors import ConfigError as DeepSpeedConfigError
     from tiered_zero.params.gather import gathered
     from tiered_zero.plan.planner import Plan
     from tiered_zero.stopping import stop_on_signals
@@ -45,6 +46,7 @@ _HOMES = {
     "Engine": "engine",
     "TrainingLoader": "data",
     "DeepSpeedEngine": "engine:Engine",
+    "DeepSpeedConfigError": "errors:ConfigError",
     "init_distributed": "comm",
     "add_config_arguments": "api",
     "gathered": "params.gather",
@@ -84,6 +86,7 @@ __all__ = [  # noqa: RUF022 (the order of the API page)
     "init_distributed",
     "add_config_arguments",
     "DeepSpeedEngine",
+    "DeepSpeedConfigError",
     "TieredZeroError",
     "BudgetError",
     "ConfigError",

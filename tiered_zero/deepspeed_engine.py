@@ -10,8 +10,10 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any, TypeVar, final
 
 from torch import nn
 
@@ -29,14 +31,19 @@ _OTHER_CHECKPOINTS = (
 _PAGED = (
     "the plan says when units are on the device; see stage3_max_live_parameters and tiered_zero.device_memory_limit."
 )
+_RESTS = (
+    "state rests where the config says, between steps too: set zero_optimization.offload_optimizer.device to cpu, "
+    "and take the call out."
+)
 _FIXED_BATCH = "the batch sizes are planned when the run starts. Set them in the config."
 _REPORTS = "engine.step_report, engine.memory_report() and tiered_zero.report have the numbers."
 _OTHER_WORK = "pipelines, quantization, compression and curricula are not here; train with the three calls."
 MISSING: Mapping[str, str] = {
     **dict.fromkeys(("load_universal_checkpoint", "get_all_ranks_from_group", "checkpoint_engine"), _OTHER_CHECKPOINTS),
-    **dict.fromkeys(("offload_states", "reload_states", "coalesce_grad_reduction", "fetch_parameters"), _PAGED),
+    **dict.fromkeys(("offload_states", "reload_states"), _RESTS),
+    **dict.fromkeys(("coalesce_grad_reduction", "fetch_parameters"), _PAGED),
     **dict.fromkeys(("set_train_batch_size", "set_train_micro_batch_size"), _FIXED_BATCH),
-    **dict.fromkeys(("monitor", "tput_timer", "timers", "flops_profiler", "flops_profiler_enabled"), _REPORTS),
+    **dict.fromkeys(("monitor", "timers", "flops_profiler", "flops_profiler_enabled"), _REPORTS),
     **dict.fromkeys(("train_batch", "eval_batch", "set_custom_curriculum_learning_schedule"), _OTHER_WORK),
     **dict.fromkeys(("eigenvalue", "quantizer", "progressive_layer_drop", "random_ltd_scheduler"), _OTHER_WORK),
     **dict.fromkeys(("is_compiled", "is_deepcompile_enabled"), "compile the model with torch.compile."),
@@ -58,6 +65,23 @@ def _reader(path: str, kind: type[_Value], text: str = "") -> Callable[[DeepSpee
 
     read.__doc__ = text or f"`{path}` of the config."
     return read
+
+
+@final
+@dataclass(kw_only=True)
+class ThroughputTimer:
+    """DeepSpeed's `engine.tput_timer`, whose epochs scripts count."""
+
+    samples_per_s: Callable[[], float]
+    epoch_count: int = 0
+
+    def update_epoch_count(self) -> None:
+        """Count an epoch."""
+        self.epoch_count += 1
+
+    def avg_samples_per_sec(self) -> float:
+        """Samples a second of the last optimizer step, over all ranks; 0.0 before the first."""
+        return self.samples_per_s()
 
 
 class DeepSpeedNames(ABC):
@@ -185,6 +209,16 @@ class DeepSpeedNames(ABC):
     zero_offload_param = _reader("zero_optimization.offload_param", OffloadParamSection)
     fp16_enabled = _reader("fp16.enabled", bool)
     bfloat16_enabled = _reader("bf16.enabled", bool)
+
+    @cached_property
+    def tput_timer(self) -> ThroughputTimer:
+        """Counts epochs, and says samples a second."""
+        meter, config = self._step.meter, self._run.config
+
+        def samples_per_s() -> float:
+            return config.train_batch_size / meter.report.wall_s if meter.report is not None else 0.0
+
+        return ThroughputTimer(samples_per_s=samples_per_s)
 
     def get_lr(self) -> list[float]:
         """The learning rate of each param group."""
