@@ -29,7 +29,13 @@ from tiered_zero.params.aliases import check_memory
 from tiered_zero.params.guarded_parameter import ClosedEngine, handler_of
 from tiered_zero.params.model_spec import list_params, module_tree, packed_nbytes, persistent_buffers
 from tiered_zero.plan.planner import Plan, make_plan
-from tiered_zero.plan.request import Limits, SubGroupSize, plan_request, unit_rules
+from tiered_zero.plan.request import (
+    Limits,
+    SubGroupSize,
+    plan_request,
+    splits_masters_off_device,
+    unit_rules,
+)
 from tiered_zero.plan.slots import PlannedSlot, list_slots
 from tiered_zero.sizes import TIERS, format_nbytes
 
@@ -292,11 +298,12 @@ def planning_notices(run_spec: RunSpec) -> list[str]:
     """One line for each setting that the plan could not follow to the letter."""
     zero, plan = run_spec.config.zero_optimization, run_spec.plan
     lines = []
-    if plan.tiers.sharded and "stage3_param_persistence_threshold" in zero.model_fields_set:
-        lines.append(
-            "zero_optimization.stage3_param_persistence_threshold: no parameter stays whole with many ranks; small "
-            "ones are gathered with their block"
-        )
+    if "stage3_param_persistence_threshold" in zero.model_fields_set and zero.stage3_param_persistence_threshold:
+        key = "zero_optimization.stage3_param_persistence_threshold"
+        if plan.tiers.sharded:
+            lines.append(f"{key}: no parameter stays whole with many ranks; small ones are gathered with their block")
+        elif splits_masters_off_device(run_spec.config):
+            lines.append(f"{key}: no parameter stays on the device with bf16_remainder, as each is half of its master")
     ranks = plan.request.ranks
     keys = ("gradient_allreduce_op", "prescale_gradients", "gradient_predivide_factor", "communication_data_type")
     defaults = type(run_spec.config).model_fields

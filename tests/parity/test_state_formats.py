@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import tiered_zero
-from tests.support.inspection import masters, unverified_nbytes
+from tests.support.inspection import masters, units, unverified_nbytes
 from tests.support.models import LENGTH, VOCAB, ParityGPT, batch
 from tests.support.trainers import adamw, assert_same_bits, follow, num_different, tiered, train
 from tiered_zero.demo.gpt import build_gpt
@@ -152,12 +152,6 @@ def fused(model: torch.nn.Module) -> torch.optim.Optimizer:
             "on the device and its optimizer does not.*offload_param.device to cpu",
         ),
         ("bf16_remainder", ("cpu", "none"), {}, "off the device and its optimizer on it"),
-        (
-            "bf16_remainder",
-            ("nvme", "nvme"),
-            {"zero": {"stage3_param_persistence_threshold": 40}},
-            "stage3_param_persistence_threshold to 0",
-        ),
         *((name, ("cpu", "cpu"), {"make_optimizer": sgd}, "with SGD") for name in ("bf16_remainder", *LOSSY)),
         ("lossy_8bit_moments", ("cpu", "cpu"), {"make_optimizer": fused}, "without fused"),
     ],
@@ -182,6 +176,23 @@ def test_parameters_read_by_the_update_are_verified(swap_path: Path) -> None:
                 engine.module.tokens.weight[0] += 0.5
         engine.flush()
         assert unverified_nbytes(engine, "param") == 0
+
+
+@pytest.mark.parametrize("placement", [("cpu", "cpu"), ("nvme", "nvme")], ids="-".join)
+@pytest.mark.parametrize("threshold", [None, 40])
+def test_halves_of_masters_never_stay_on_the_device(
+    threshold: int | None, placement: tuple[str, str], swap_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Small parameters stay there in every other format, and by default: here with the bits of fp32, and one notice."""
+    found = []
+    for state_format in ("fp32", "bf16_remainder"):
+        options = {"zero": {"stage3_param_persistence_threshold": threshold}, "runtime": {"state_format": state_format}}
+        engine = tiered(build(), swap_path, placement, **options, **BF16)
+        assert any(engine.plan.tiers.is_resident(unit) for unit in units(engine)) == (state_format == "fp32")
+        found.append(follow(lambda engine: train(engine, batch, 3), engine))
+    assert_same_bits(*found)
+    notices = [line for line in caplog.messages if "no parameter stays on the device with bf16_remainder" in line]
+    assert len(notices) == (threshold is not None)
 
 
 class OddShapes(torch.nn.Module):

@@ -31,10 +31,7 @@ from tiered_zero.layout.subgroups import SubGroup
 
 _NAN = 0x7FC00000
 _WORD = 0xFFFFFFFF
-_OFF_THE_DEVICE = (
-    "set offload_param.device to cpu or nvme and stage3_param_persistence_threshold to 0, or offload_optimizer.device "
-    "to none"
-)
+_OFF_THE_DEVICE = "set offload_param.device to cpu or nvme, or offload_optimizer.device to none"
 
 
 def split_master(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -139,11 +139,20 @@ MAX_BUCKET_NUMEL = 1 << 22
 stream at full rate, and borders of buckets do not depend on memory."""
 
 
+def splits_masters_off_device(config: Config) -> bool:
+    """Whether the update reads half of each master from the parameter, and runs where none may stay on the device."""
+    return (
+        config.tiered_zero.state_format == "bf16_remainder"
+        and config.zero_optimization.offload_optimizer.device != "none"
+    )
+
+
 def unit_rules(config: Config, world_size: int = 1, *, whole_params: bool = False) -> UnitRules:
     """Read from `config` how units are cut. With many ranks no parameter is kept apart for being small: it moves with
-    its block, in the same gather, and units are the same at every stage."""
+    its block, in the same gather, and units are the same at every stage; nor where it is half of a master that is
+    updated elsewhere."""
     zero = config.zero_optimization
-    persists = zero.offload_param.device != "none" and world_size == 1
+    persists = zero.offload_param.device != "none" and world_size == 1 and not splits_masters_off_device(config)
     return UnitRules(
         size_cap_numel=config.tiered_zero.unit_size_cap,
         persistence_numel=zero.stage3_param_persistence_threshold if persists else 0,
