@@ -29,6 +29,7 @@ from tiered_zero.errors import ModelError
 from tiered_zero.full_values import get_grad, get_master, get_state, set_grad, set_master, set_state
 from tiered_zero.params.outside_modes import runs_outside_modes
 from tiered_zero.sizes import parse_nbytes
+from tiered_zero.telemetry.spans import SAVE_LANE
 from tiered_zero.train_step import TrainStep
 
 logger = logging.getLogger("tiered_zero")
@@ -70,13 +71,14 @@ class CheckpointCalls:
             step = self._step.counts.global_steps
             return step, f"global_step{step}" if tag is None else str(tag)
 
-        self._run.checkpoints.save(
-            save_dir,
-            begin,
-            client_state,
-            save_latest=save_latest,
-            exclude_frozen=exclude_frozen_parameters,
-        )
+        with self._step.runtime.recorder.span(SAVE_LANE, "save"):
+            self._run.checkpoints.save(
+                save_dir,
+                begin,
+                client_state,
+                save_latest=save_latest,
+                exclude_frozen=exclude_frozen_parameters,
+            )
         return True
 
     @on_one_thread

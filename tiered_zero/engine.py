@@ -20,6 +20,7 @@ from tiered_zero.params.outside_modes import runs_outside_modes
 from tiered_zero.plan.planner import Plan
 from tiered_zero.teardown import Teardown
 from tiered_zero.telemetry.report import StepReport
+from tiered_zero.telemetry.spans import SAVE_LANE
 from tiered_zero.train_step import TrainStep
 from tiered_zero.update.handle import TieredOptimizer
 
@@ -202,7 +203,8 @@ class Engine(CheckpointCalls, DeepSpeedNames):
     def flush(self) -> None:
         """Return when every update so far is made, which reading weights does by itself, and every save is durable."""
         self._step.flush()
-        self._run.checkpoints.wait()
+        with self._step.runtime.recorder.span(SAVE_LANE, "save"):
+            self._run.checkpoints.wait()
 
     @on_one_thread
     @runs_outside_modes

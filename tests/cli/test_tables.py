@@ -43,5 +43,12 @@ def test_every_number_is_there() -> None:
     assert "bound by: disk read (50% busy); overlap 0%" in text
 
 
+def test_one_step_is_one_and_an_idle_lane_binds_nothing() -> None:
+    totals = RunTotals()
+    totals.add(StepReport(step=1, wall_s=1.0, seconds={"forward": 0.2, "other": 0.8}, busy_s={"compute": 0.17}))
+    text = show(totals)
+    assert "1 step in 1.0 s" in text and "bound by: no resource (compute is busiest, 17%); " in text
+
+
 def test_a_run_without_steps_has_a_table() -> None:
     assert "0 steps in 0.0 s" in show(RunTotals())

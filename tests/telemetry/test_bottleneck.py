@@ -12,6 +12,7 @@ from torch import nn
 
 from tests.support.models import ParityGPT, batch
 from tests.support.trainers import tiered, train
+from tiered_zero.checkpoint.checkpoints import Checkpoints
 from tiered_zero.io.engine import File, IOEngine, IOTransfer, Request
 from tiered_zero.io.select import Selection, select_engine
 from tiered_zero.optim.kernel_rule import NativeRule
@@ -120,6 +121,18 @@ def test_a_slow_model(swap_path: Path) -> None:
     model.register_forward_pre_hook(lambda *_: time.sleep(delay_s))
     report = report_of(swap_path, model)
     assert report.bound_by.startswith("compute (") and report.seconds["forward"] > delay_s
+    assert sum(report.seconds.values()) == pytest.approx(report.wall_s, rel=0.05)
+
+
+def test_saves_are_not_taken_for_the_loop_around_the_engine(swap_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with tiered(ParityGPT(), swap_path, ("none", "none")) as engine:
+        train(engine, batch, 1)
+        delay_s = 0.5 + 2 * engine.step_report.wall_s
+        monkeypatch.setattr(Checkpoints, "save", lambda *_, **__: time.sleep(delay_s))
+        engine.save_checkpoint(swap_path)
+        train(engine, batch, 1)
+        report = engine.step_report
+    assert report.seconds["save"] >= delay_s and report.bound_by.startswith("save (")
     assert sum(report.seconds.values()) == pytest.approx(report.wall_s, rel=0.05)
 
 

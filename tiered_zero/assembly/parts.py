@@ -20,6 +20,7 @@ from tiered_zero.layout.buckets import Bucket, cut_buckets
 from tiered_zero.optim.kernel_rule import open_kernel
 from tiered_zero.params.pager import Pager
 from tiered_zero.params.update_guard import ShardGather, UpdateGuard
+from tiered_zero.plan.remedies import open_settings
 from tiered_zero.plan.request import RankRequest
 from tiered_zero.run_spec import RunSpec
 from tiered_zero.teardown import Teardown
@@ -161,7 +162,11 @@ def make_observers(run_spec: RunSpec, runtime: Runtime, resources: Teardown) -> 
         "rule": run_spec.rule.name,
     }
     header = RunHeader(
-        model=type(run_spec.model).__name__, num_parameters=num_parameters, planned_nbytes=planned, facts=facts
+        model=type(run_spec.model).__name__,
+        num_parameters=num_parameters,
+        planned_nbytes=planned,
+        facts=facts,
+        open_settings=open_settings(run_spec.plan),
     )
     observer = RunObserver(runtime.recorder, header, settings.report, settings.trace)
     resources.add("observers", observer.close)

@@ -35,11 +35,13 @@ class PagerLimits:
     """`live_nbytes`: planned bytes of paged units on the device at once. `most_live_nbytes`: as many as the config
     allows, where code uses more units at the same time than a forward of nested modules does (a checkpointed region of
     many blocks, `gathered`). `one_module`: the largest unit is the parameters of one, which no size cap cuts.
+    `limited_by`: what keeps fewer units on the device, or fetches fewer ahead, than could be in use.
     """
 
     live_nbytes: int
     most_live_nbytes: int = 0
     one_module: bool = False
+    limited_by: tuple[str, ...] = ()
     look_ahead: LookAhead = field(default_factory=LookAhead)
 
 
@@ -256,9 +258,12 @@ def _pager_limits(paged: Sequence[Unit], request: ParamRequest, room_nbytes: int
     live = max(_total(chain), min(window, allowed, room_nbytes))
     most_live = max(live, min(_total(paged), room_nbytes, allowed))
     modules = {entry.param.name.rpartition(".")[0] for entry in max(chain, key=lambda unit: unit.nbytes).entries}
+    ahead_nbytes = request.look_ahead.prefetch_numel * min(unit.itemsize for unit in paged)
+    limits = {"stage3_max_live_parameters": allowed, "stage3_prefetch_bucket_size": _total(chain) + ahead_nbytes}
     return PagerLimits(
         live_nbytes=live,
         most_live_nbytes=most_live,
+        limited_by=tuple(name for name, most in {**limits, "device": room_nbytes}.items() if most < window),
         one_module=len(modules) == 1,
         look_ahead=request.look_ahead,
     )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from tiered_zero.sizes import TIERS
 from tiered_zero.telemetry.report import OTHER, RunReport
 from tiered_zero.telemetry.spans import is_wait
 
@@ -11,51 +14,79 @@ BUSY_SHARE = 0.7
 OUTSIDE_SHARE = 0.25
 """Where the loop around the engine takes so much of a step, it is named first."""
 
-_DISK = (
-    "More tokens per step (train_micro_batch_size_per_gpu, gradient_accumulation_steps), fewer bytes "
-    "(tiered_zero.state_format, tiered_zero.state_limits.host) or more drives in nvme_path shorten it; "
-    "`tiered-zero bench io` finds the drive's best settings."
+WAIT_SHARE = 0.1
+"""A wait that takes less of a step is not worth a change."""
+
+Remedy = tuple[str, str]
+"""(a setting, what to do), given where the plan says that the setting has room to change; "": given always."""
+
+_MORE_TOKENS = ("", "more tokens per step (train_micro_batch_size_per_gpu)")
+_RATIO = ("offload_optimizer.ratio", "a part of the optimizer on the device (offload_optimizer.ratio)")
+_DISK: tuple[Remedy, ...] = (
+    ("offload_optimizer.device cpu", "masters and state in host memory, which has room (offload_optimizer.device cpu)"),
+    ("offload_param.device cpu", "parameters in host memory, which has room (offload_param.device cpu)"),
+    ("state_limits.host", "a part of the state in host memory (tiered_zero.state_limits.host)"),
+    ("", "more tokens per step (train_micro_batch_size_per_gpu, gradient_accumulation_steps)"),
+    ("state_format", "smaller state (tiered_zero.state_format)"),
+    ("nvme_path", "more drives in nvme_path"),
+    ("nvme_path", "the settings that `tiered-zero bench io` finds"),
+)
+_RANKS: tuple[Remedy, ...] = (
+    ("", "more tokens per step (train_micro_batch_size_per_gpu, at stages 0 and 1 gradient_accumulation_steps)"),
+    ("", "a faster network, and equal work on all ranks"),
 )
 
-_RANKS = (
-    "Bytes and the slowest rank decide: more tokens per step (train_micro_batch_size_per_gpu, or at stages 0 and 1 "
-    "gradient_accumulation_steps) and a faster network make it a smaller part."
-)
-
-_LANES = {
-    "compute": (
-        "the model's own compute",
-        "Offloading costs little here: a faster device, or fewer tokens per step, makes steps shorter.",
-    ),
+_LANES: dict[str, tuple[str, tuple[Remedy, ...]]] = {
+    "compute": ("the model's own compute", (("", "a faster device"),)),
     "gather": (
         "fetching parameters",
-        "Keep more of them on the device (stage3_max_live_parameters, stage3_param_persistence_threshold), or take "
-        "more tokens per step.",
+        (
+            ("offload_param.device none", "parameters on the device, which has room (offload_param.device none)"),
+            _MORE_TOKENS,
+        ),
     ),
     "reduce": (
         "carrying gradients to host memory",
-        "Take a larger micro-batch in place of more accumulation, or keep a part of the optimizer on the device "
-        "(offload_optimizer.ratio).",
+        (
+            ("gradient_accumulation_steps", "a larger micro-batch in place of gradient_accumulation_steps"),
+            ("", "more tokens per micro-batch"),
+            _RATIO,
+        ),
     ),
-    "update": (
-        "the optimizer's update on the CPU",
-        "Give the process more cores, take more tokens per step, or keep a part of the optimizer on the device "
-        "(offload_optimizer.ratio).",
-    ),
+    "update": ("the optimizer's update", (("cores", "more cores"), _MORE_TOKENS, _RATIO)),
     "disk read": ("reading from the disk", _DISK),
     "disk write": ("writing to the disk", _DISK),
     "all_gather": ("gathering parameters from the other ranks", _RANKS),
     "reduce_scatter": ("summing gradients over the ranks", _RANKS),
+    "save": (
+        "saving checkpoints",
+        (("", "fewer saves"), ("checkpoint.in_place", "commits in place (tiered_zero.checkpoint.in_place)")),
+    ),
 }
-"""Lane -> what it does, and what to change where it sets the pace."""
+"""Lane -> what it does, and what shortens a step where it sets the pace."""
 
-_WAITS = {
-    "wait_param": "Raise stage3_prefetch_bucket_size or stage3_max_live_parameters, so that more is fetched ahead.",
-    "wait_update": "More tokens per step or more cores hide it; tiered_zero.update delayed too, with other numbers.",
-    "wait_grad": "Raise tiered_zero.device_memory_limit, so that more gradients may be on their way.",
-    "wait_state": "Raise offload_optimizer.buffer_count, so that more state is read ahead.",
-    "wait_lease": "Raise offload_param.buffer_count or offload_optimizer.buffer_count.",
-    "wait_ranks": "More micro-batches a step (gradient_accumulation_steps) or larger ones; even work on all ranks.",
+_WAITS: dict[str, tuple[Remedy, ...]] = {
+    "wait_param": (
+        ("stage3_prefetch_bucket_size", "a larger stage3_prefetch_bucket_size, which fetches more ahead"),
+        ("stage3_max_live_parameters", "a larger stage3_max_live_parameters, which fetches more ahead"),
+        ("device_memory_limit", "a larger tiered_zero.device_memory_limit, in which more is fetched ahead"),
+        _MORE_TOKENS,
+    ),
+    "wait_update": (
+        _MORE_TOKENS,
+        ("cores", "more cores"),
+        ("update delayed", "tiered_zero.update delayed, with other numbers"),
+    ),
+    "wait_grad": _LANES["reduce"][1],
+    "wait_state": (
+        ("offload_optimizer.buffer_count", "a larger offload_optimizer.buffer_count, which reads more state ahead"),
+        _MORE_TOKENS,
+    ),
+    "wait_lease": (
+        ("offload_param.buffer_count", "a larger offload_param.buffer_count"),
+        ("offload_optimizer.buffer_count", "a larger offload_optimizer.buffer_count"),
+    ),
+    "wait_ranks": _RANKS,
 }
 
 MEANINGS = {
@@ -69,6 +100,7 @@ MEANINGS = {
     "disk write": "writes to the swap directory",
     "all_gather": "parameters from the other ranks, waits for them included",
     "reduce_scatter": "gradients summed over the ranks, waits for them included",
+    "save": "calls that save or load a checkpoint",
     "wait_param": "compute waits for parameters to arrive",
     "wait_update": "compute waits for an update that is not finished",
     "wait_grad": "backward waits until older gradients have arrived",
@@ -82,28 +114,41 @@ MEANINGS = {
 
 
 def explain_pace(report: RunReport) -> str:
-    """Two sentences: what sets the pace of a typical step, and what to change. "" for a run without a step."""
+    """Say what sets the pace of a typical step, and what would change it, as far as that was measured. "" for a run
+    without a step."""
     if not report.busy_s or not report.step_s:
         return ""
     lane = max(report.busy_s, key=lambda name: report.busy_s[name])
     shares = {cause: seconds / report.step_s for cause, seconds in report.seconds.items()}
     busy = min(1.0, report.busy_s[lane] / report.step_s)
-    doing, change = _LANES.get(lane, (lane, ""))
+    doing, remedies = _LANES.get(lane, (lane, ()))
     outside = shares.get(OTHER, 0.0)
     if outside >= OUTSIDE_SHARE:
         return (
             f"{outside:.0%} of a typical step ({report.step_s:.3g} s) passes outside of the engine, in the loop around "
-            "it. Look at data loading, logging and evaluation first."
+            "it. Look at data loading and logging first."
         )
     if busy >= BUSY_SHARE:
-        return f"A typical step takes {report.step_s:.3g} s, of which {doing} takes {busy:.0%}. {change}"
-    waits = {cause: share for cause, share in shares.items() if is_wait(cause)}
+        text = f"A typical step takes {report.step_s:.3g} s, of which {doing} takes {busy:.0%}."
+        offloads = sum(report.planned_nbytes.get(tier, 0) for tier in TIERS[1:])
+        cheap = " Offloading costs little here." if lane == "compute" and offloads else ""
+        return f"{text}{cheap}{_advise(report, remedies)}"
+    waits = {cause: share for cause, share in shares.items() if is_wait(cause) and share >= WAIT_SHARE}
     if waits:
         cause = max(waits, key=lambda name: waits[name])
-        of_disk = cause == "wait_update" and lane.startswith("disk")
-        change = change if of_disk else _WAITS.get(cause, "")
+        if not (lane.startswith("disk") and cause != "wait_grad"):
+            remedies = _WAITS.get(cause, ())
         return (
             f"{waits[cause]:.0%} of a typical step ({report.step_s:.3g} s) passes while {MEANINGS.get(cause, cause)}"
-            f" ({cause}). The busiest resource is {doing}, with {busy:.0%}. {change}"
-        ).rstrip()
-    return f"A typical step takes {report.step_s:.3g} s; its busiest resource is {doing}, with {busy:.0%}. {change}"
+            f" ({cause}). The busiest resource is {doing}, with {busy:.0%}.{_advise(report, remedies)}"
+        )
+    return (
+        f"A typical step takes {report.step_s:.3g} s. No resource and no wait takes most of it; its busiest resource "
+        f"is {doing}, with {busy:.0%}."
+    )
+
+
+def _advise(report: RunReport, remedies: Iterable[Remedy]) -> str:
+    """Say what would shorten the step, without the settings that have no room to change."""
+    found = [text for setting, text in remedies if not setting or setting in report.open_settings]
+    return f" What would shorten it: {'; '.join(found)}." if found else ""

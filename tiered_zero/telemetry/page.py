@@ -69,9 +69,8 @@ def _about(run: Run) -> str:
 
 def _figures(report: RunReport) -> str:
     first, last = ("?" if loss is None else f"{loss:.3f}" for loss in (report.first_loss, report.last_loss))
-    skipped = f", {report.skipped_steps} skipped" if report.skipped_steps else ""
     entries = {
-        "steps": f"{report.steps:,}{skipped}",
+        "made": report.steps_text,
         "loss": f"{first} → {last}",
         "tokens/s": f"{report.tokens_per_s:,.0f}",
         "typical step": f"{report.step_s:.3f} s",

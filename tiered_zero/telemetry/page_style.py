@@ -11,6 +11,7 @@ COLOURS = {
     "wait_state": ("#a3447f", "#d884b8"),
     "wait_lease": ("#d06a9a", "#f2a8c8"),
     "wait_ranks": ("#7a5230", "#cda678"),
+    "save": ("#8a5a83", "#c79bc0"),
     "other": ("#b4bdc4", "#66727b"),
     "compute": ("#2f6fb5", "#6aa5e0"),
     "gather": ("#2b8196", "#6cc0d6"),

@@ -22,8 +22,11 @@ from tiered_zero.telemetry.ledger import Ledger
 from tiered_zero.telemetry.spans import LANES, WAIT_CAUSES, Recorder, Totals
 
 OTHER = "other"
-CAUSES = ("forward", "backward", "step", "update", "gather", "reduce", *WAIT_CAUSES, OTHER)
+CAUSES = ("forward", "backward", "step", "update", "gather", "reduce", "save", *WAIT_CAUSES, OTHER)
 """In the order in which they are shown."""
+
+BOUND_SHARE = 0.5
+"""A lane that is busy for less of a step does not bind it."""
 
 MAX_STEPS_KEPT = 1000
 """A longer run's typical step is taken from its last so many."""
@@ -165,11 +168,12 @@ def known_first(known: Sequence[str], found: Iterable[str]) -> list[str]:
 
 
 def bottleneck(busy_s: Mapping[str, float], wall_s: float) -> str:
-    """Name the busiest lane: 'disk write (93% busy)'."""
+    """Name the busiest lane: 'disk write (93% busy)'; none binds a step where it is idle for most of it."""
     if not busy_s or wall_s <= 0:
         return "nothing measured"
     lane = max(busy_s, key=lambda name: busy_s[name])
-    return f"{lane} ({min(1.0, busy_s[lane] / wall_s):.0%} busy)"
+    share = min(1.0, busy_s[lane] / wall_s)
+    return f"{lane} ({share:.0%} busy)" if share >= BOUND_SHARE else f"no resource ({lane} is busiest, {share:.0%})"
 
 
 def overlap_fraction(busy_s: Mapping[str, float], wall_s: float) -> float:
@@ -190,6 +194,7 @@ class RunReport(JsonRecord):
     causes still sum to its wall time and a slow first step does not count.
 
     `planned_nbytes`, `peak_nbytes`: by tier. `link_nbytes`: by lane, whole run. `bytes_per_s`: by lane, while busy.
+    `open_settings`: those that have room to change, by the plan.
     """
 
     steps: int
@@ -208,6 +213,13 @@ class RunReport(JsonRecord):
     bytes_per_s: dict[str, float]
     planned_nbytes: dict[str, int]
     peak_nbytes: dict[str, int]
+    open_settings: list[str] = field(default_factory=list)
+
+    @property
+    def steps_text(self) -> str:
+        """'1 step', '200 steps (2 skipped)'."""
+        skipped = f" ({self.skipped_steps} skipped)" if self.skipped_steps else ""
+        return f"{self.steps:,} step{'s' * (self.steps != 1)}{skipped}"
 
     def link_rows(self) -> Iterator[tuple[str, str, str, str]]:
         """Yield each lane with its bytes, its rate and its busy share of a typical step, in words."""
@@ -224,8 +236,8 @@ class RunReport(JsonRecord):
 class RunTotals:
     """Sum the steps of a run. One thread."""
 
-    def __init__(self, planned_nbytes: Mapping[str, int] | None = None) -> None:
-        self._planned_nbytes = dict(planned_nbytes or {})
+    def __init__(self, planned_nbytes: Mapping[str, int] | None = None, open_settings: Iterable[str] = ()) -> None:
+        self._planned_nbytes, self._open_settings = dict(planned_nbytes or {}), list(open_settings)
         self._recent: deque[StepReport] = deque(maxlen=MAX_STEPS_KEPT)
         self._first: StepReport | None = None
         self._num_steps = self._num_skipped = self._tokens = 0
@@ -265,6 +277,7 @@ class RunTotals:
             bytes_per_s=link_rates(self._link_nbytes, self._busy_s),
             planned_nbytes=self._planned_nbytes,
             peak_nbytes=dict(last.peak_nbytes) if last else {},
+            open_settings=self._open_settings,
         )
 
 

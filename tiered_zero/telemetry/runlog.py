@@ -26,12 +26,14 @@ FORMAT_VERSION = 1
 
 @dataclass(frozen=True, kw_only=True)
 class RunHeader(JsonRecord):
-    """What is known before the first step. `planned_nbytes`: tier -> kind -> bytes. `facts`: any more, name -> text."""
+    """What is known before the first step. `planned_nbytes`: tier -> kind -> bytes. `facts`: any more, name -> text.
+    `open_settings`: as of RunReport."""
 
     model: str
     num_parameters: int
     planned_nbytes: dict[str, dict[str, int]] = field(default_factory=dict)
     facts: dict[str, str] = field(default_factory=dict)
+    open_settings: list[str] = field(default_factory=list)
     started_at: float = field(default_factory=time.time)
     version: int = FORMAT_VERSION
 
@@ -75,7 +77,7 @@ class Run:
         """The footer, or what the steps add up to."""
         if self.footer is not None:
             return self.footer
-        totals = RunTotals(self.header.planned_by_tier)
+        totals = RunTotals(self.header.planned_by_tier, self.header.open_settings)
         for step in self.steps:
             totals.add(step)
         return totals.report()
@@ -137,7 +139,7 @@ class RunLog:
     """
 
     def __init__(self, header: RunHeader, path: str | os.PathLike[str] | None = None) -> None:
-        self._totals = RunTotals(header.planned_by_tier)
+        self._totals = RunTotals(header.planned_by_tier, header.open_settings)
         self._file = PrivateFile(path, "tiered_zero.report", '{"record":"cut"}\n') if path is not None else None
         self._write("header", header.to_json())
 

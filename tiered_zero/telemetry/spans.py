@@ -11,11 +11,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 WAIT_CAUSES = ("wait_param", "wait_update", "wait_grad", "wait_state", "wait_lease", "wait_ranks")
-LANES = ("compute", "gather", "reduce", "update", "disk read", "disk write", "all_gather", "reduce_scatter")
+LANES = ("compute", "gather", "reduce", "update", "disk read", "disk write", "all_gather", "reduce_scatter", "save")
 
 
 DRIVER_LANE = "compute"
 """The lane of the thread that runs the step."""
+
+SAVE_LANE = "save"
+"""The lane of that thread's calls that save or load a checkpoint, which are no compute."""
 
 
 def is_wait(kind: str) -> bool:
@@ -143,7 +146,7 @@ class _Frame:
 
     @property
     def on_driver(self) -> bool:
-        return self.outer.on_driver if self.outer else self.lane == DRIVER_LANE
+        return self.outer.on_driver if self.outer else self.lane in (DRIVER_LANE, SAVE_LANE)
 
 
 class _Union:

@@ -157,7 +157,8 @@ class NvmeTier(Tier):
                 with self._recorder.span("gather", "fetch", record.name, nbytes):
                     for start, stop in rest:
                         reads.append(self.store.read(record, pages[start:stop], start, urgent=True))
-                    wait_all(reads)
+                    with self._recorder.span("gather", "wait_param", record.name):  # the disk works, not this lane
+                        wait_all(reads)
             except Exception:
                 with suppress(TieredZeroError):
                     wait_all(reads)
