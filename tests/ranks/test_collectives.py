@@ -35,8 +35,7 @@ def collect(dtype: torch.dtype, numel: int) -> dict[str, Any]:
     apart = torch.zeros(world * numel, dtype=dtype)
     other = group.all_gather(apart, torch.full((numel,), rank + 1.0, dtype=dtype))
     bucket = torch.arange(world, dtype=dtype).repeat_interleave(numel) * (rank + 1)
-    out = torch.zeros(numel, dtype=dtype)
-    reduced = group.reduce_scatter(bucket, out)  # beside the gathers
+    reduced = group.reduce_scatter(bucket, torch.empty(max(world - 1, numel), dtype=dtype))  # beside the gathers
     wait_all([in_place, other, reduced])
     values = torch.full((3, 2), float(rank), dtype=dtype)
     group.broadcast(values)
@@ -48,7 +47,7 @@ def collect(dtype: torch.dtype, numel: int) -> dict[str, Any]:
     return {
         "gathered": flat.tolist(),
         "apart": apart.tolist(),
-        "reduced": out.tolist(),
+        "reduced": bucket[rank * numel : (rank + 1) * numel].tolist(),
         "values": values.flatten().tolist(),
         "last": last.tolist(),
         "texts": [[len(text) for text in found] for found in texts],
@@ -100,10 +99,10 @@ def collect_uneven(dtype: torch.dtype) -> dict[str, Any]:
     shard.fill_(rank + 1)
     gathered = group.all_gather(flat, shard, bounds=bounds)
     bucket = torch.arange(bounds[-1], dtype=dtype) * (rank + 1)
-    out = torch.zeros(bounds[rank + 1] - bounds[rank], dtype=dtype)
-    wait_all([gathered, group.reduce_scatter(bucket, out, bounds=bounds)])
+    wait_all([gathered, group.reduce_scatter(bucket, torch.empty(4, dtype=dtype), bounds=bounds)])
     group.close()
-    return {"bounds": bounds, "gathered": flat.tolist(), "reduced": out.tolist()}
+    own = bucket[bounds[rank] : bounds[rank + 1]]
+    return {"bounds": bounds, "gathered": flat.tolist(), "reduced": own.tolist()}
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -114,6 +113,33 @@ def test_parts_of_any_sizes(ranks: RankPool, world: int) -> None:
             assert found["gathered"] == [r + 1.0 for r in range(world) for _ in range(bounds[r], bounds[r + 1])]
             factor = world * (world + 1) / 2
             assert found["reduced"] == [factor * place for place in range(bounds[rank], bounds[rank + 1])]
+
+
+def reduce_in_order(dtype: torch.dtype, room_numel: int) -> list[bool]:
+    """Parts of 100 elements and of 1003: whether each rank has the sum that a loop over ranks has, for several cuts."""
+    group = open_collectives(30.0)
+    own, world = group.rank, group.world_size
+    numel = 1003 * (world - 1) + 100
+    values = [torch.randn(numel, generator=torch.Generator().manual_seed(rank)).to(dtype) for rank in range(world)]
+    expected = values[0]
+    for other in values[1:]:
+        expected = expected + other
+    found = []
+    for cut in range(world):
+        bounds = [max(0, 1003 * rank - 903 * (rank > cut)) for rank in range(world + 1)]
+        bucket = values[own].clone()
+        group.reduce_scatter(bucket, torch.empty(room_numel, dtype=dtype), bounds=bounds).wait()
+        part = slice(bounds[own], bounds[own + 1])
+        found.append(torch.equal(bucket[part], expected[part]))
+    group.close()
+    return found
+
+
+@pytest.mark.parametrize(("world", "room_numel"), [(2, 1), (3, 500), (4, 200), (4, 3009)])
+def test_sums_are_in_rank_order_wherever_a_part_is_cut(ranks: RankPool, world: int, room_numel: int) -> None:
+    for dtype in DTYPES:
+        for found in ranks.run(reduce_in_order, world, dtype, room_numel):
+            assert found == [True] * world
 
 
 def gather_bounded(gather_numel: int, numel: int) -> dict[str, Any]:
@@ -250,11 +276,11 @@ def wait_on_two_threads() -> list[bool]:
     finds the gather, asked again and again."""
     group = open_collectives(20.0)
     assert isinstance(group, ProcessGroups)
-    values, out = torch.ones(2), torch.zeros(1)
+    values, room = torch.ones(2), torch.zeros(1)
     found: list[bool] = []
     if group.rank == 1:
         lane = Lane("reduce", lambda work: work.job())
-        reduced = group.reduce_scatter(values, out)
+        reduced = group.reduce_scatter(values, room)
 
         def wait() -> None:
             time.sleep(0.5)  # the wait in the gather is posted before
@@ -271,7 +297,7 @@ def wait_on_two_threads() -> list[bool]:
         for pause_s in [0.1] * 12:
             time.sleep(pause_s)
             found.append(group.failures.others_gather())
-        group.reduce_scatter(values, out).wait()
+        group.reduce_scatter(values, room).wait()
         for pause_s in [0.1] * 5:
             time.sleep(pause_s)
             found.append(group.failures.others_gather())
@@ -330,10 +356,10 @@ def test_an_opening_that_is_interrupted_leaves_no_group(ranks: RankPool) -> None
 def test_one_rank_changes_no_bit() -> None:
     group: Collectives = SingleRank()
     values = torch.randn(100)
-    flat, out = values.clone(), torch.zeros(100)
+    flat = values.clone()
     group.all_gather(flat, flat).wait()
-    group.reduce_scatter(values, out).wait()
+    group.reduce_scatter(flat, flat).wait()
     group.broadcast(flat)
     group.fail("not heard by any rank")
-    assert torch.equal(flat, values) and torch.equal(out, values)
+    assert torch.equal(flat, values)
     assert group.exchange(b"own") == [b"own"]

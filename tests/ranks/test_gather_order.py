@@ -108,13 +108,13 @@ def hide_inputs(path: str, num_hidden: int, bucket_numel: int, slow_s: float) ->
     torch.manual_seed(5)
     model = Hidden()
     engine, *_ = tiered_zero.initialize(model=model, optimizer=make_optimizer(model, "sgd"), config=config)
-    norms, reduce = [], dist.reduce
+    norms, send = [], dist.isend
 
-    def reduce_slowly(*args: Any, **kwargs: Any) -> Any:
-        time.sleep(slow_s / 2)  # one for each rank's part
-        return reduce(*args, **kwargs)
+    def send_slowly(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(slow_s)
+        return send(*args, **kwargs)
 
-    slow = patch.object(dist, "reduce", reduce_slowly) if slow_s and rank == 0 else nullcontext()
+    slow = patch.object(dist, "isend", send_slowly) if slow_s and rank == 0 else nullcontext()
     try:
         for step in range(2):
             rows = torch.randn(5, routed.HIDDEN, generator=torch.Generator().manual_seed(10 * step + rank))

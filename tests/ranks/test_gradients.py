@@ -197,7 +197,8 @@ def test_the_memory_of_a_rank_follows_the_formulas(
         assert kinds["device"]["param"] == param * numel
         assert kinds[grad_tier]["gradient"] == grad * numel // (world if divides_gradients else 1)
         assert kinds[tier]["state"] == 12 * numel // (world if divides_state else 1)
-        assert kinds["host"]["bucket"] == 2 * 4 * (numel + numel // world), "small units share one bucket"
+        others = numel - numel // world
+        assert kinds["host"]["bucket"] == 2 * 4 * (numel + others), "small units share one bucket"
         waiting = param * numel if divides_gradients else param * max(sizes) if grad_tier == "host" else 0
         assert kinds["device"].get("gradient_in_flight", 0) <= waiting
         assert found["plan"].get(("device", "gradient_in_flight"), 0) == waiting

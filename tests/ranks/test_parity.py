@@ -62,6 +62,20 @@ def test_two_ranks_are_distributed_data_parallel(ranks: RankPool, train: Any, st
 
 
 @pytest.mark.parametrize(
+    ("world", "stage", "device", "bucket_numel", "cap"),
+    [(3, 0, "cpu", 4096, None), (3, 3, "cpu", 5_000_000, 3000), (4, 2, "nvme", 1000, None), (4, 1, "none", 5_000, 1)],
+)
+def test_more_ranks_add_in_rank_order(
+    ranks: RankPool, train: Any, world: int, stage: int, device: str, bucket_numel: int, cap: int | None
+) -> None:
+    """However units and buckets are cut: not as gloo's reduce, whose order depends on where an element lies."""
+    zero = {"stage": stage, "offload_optimizer": {"device": device}, "reduce_bucket_size": bucket_numel}
+    case = Case(steps=3, detours=tuple((1, rank) for rank in range(world)))
+    found = train(replace(case, zero=zero, runtime={"unit_size_cap": cap}), world)
+    assert_equal(found, reference(ranks, case, world))
+
+
+@pytest.mark.parametrize(
     ("stage", "device", "reduces_each"),
     [(0, "cpu", False), (1, "none", False), (1, "nvme", True), (2, "none", True), (2, "cpu", True)],
 )
@@ -105,7 +119,7 @@ def test_rules_of_whole_parameters_at_four_ranks(train: Any) -> None:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_stages_and_tiers_are_equal_with_clipping(ranks: RankPool, train: Any, world: int) -> None:
-    """One order of sums: at four ranks gloo's depends on where a bucket is cut, which no stage and no tier changes."""
+    """One order of sums, and one cut of the shards that the norm is added from."""
     case = Case(clipping=0.5, zero={"reduce_bucket_size": 4096})
     first: list[dict[str, Any]] | None = None
     for stage, device in ((0, "none"), (0, "nvme"), (1, "cpu"), (2, "nvme")):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -138,15 +139,26 @@ def train_tiered(case: Case, swap_path: str) -> dict[str, Any]:
     return found
 
 
+def _average_in_order(world: int, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Add the ranks' gradients one after another. torch's own order of more than two depends on the bucket."""
+    own = bucket.buffer() / world
+    dist.all_gather(parts := [torch.empty_like(own) for _ in range(world)], own)
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(functools.reduce(torch.add, parts))
+    return future
+
+
 def train_distributed(case: Case) -> dict[str, Any]:
     """The same with DistributedDataParallel, as a script of torch would: `no_sync` but for the last micro-batch, or
-    with gradients that are taken after each."""
+    with gradients that are taken after each. More ranks than two are added in their order."""
     rank, world = _place()
     if world > 1:
         dist.init_process_group("gloo")
     model = build_model(rank)
     optimizer = make_optimizer(model, case.optimizer)
     wrapped: nn.Module = DistributedDataParallel(model, find_unused_parameters=True) if world > 1 else model
+    if world > 2:
+        wrapped.register_comm_hook(world, lambda state, bucket: _average_in_order(state, bucket))
     losses, norms = [], []
     for step in range(case.steps):
         batches = micro_batches(case, step, rank, world)

@@ -283,17 +283,18 @@ class GradientReducer:
         """Start to reduce a bucket, and to bring its sums to the homes of gradients."""
         dtype = self._dtype(bucket)
         memory = self._take_memory()
-        total_numel = len(bucket.row(self._collectives.rank))
-        typed = memory[: (bucket.numel + total_numel) * dtype.itemsize].view(dtype)
-        packed, total = typed[: bucket.numel], typed[bucket.numel :]
+        typed = memory[: bucket.nbytes(dtype.itemsize)].view(dtype)
+        packed, room = typed[: bucket.numel], typed[bucket.numel :]
         name = bucket.parts[0].unit.name
         with self._runtime.recorder.span("compute", "reduce", name, packed.nbytes):
             self._pack(bucket, packed)
         what, bounds = f"the gradients of {name}", bucket.bounds
-        done = self._collectives.reduce_scatter(packed, total, what, bounds=bounds)
+        done = self._collectives.reduce_scatter(packed, room, what, bounds=bounds)
         if self._reduction.gathers:
+            row = bucket.row(self._collectives.rank)
+            total = packed[row.start : row.stop]
             done = self._collectives.all_gather(packed, total, what, after=[done], bounds=bounds)
-        self._under_way.append((memory, done, self._receive(bucket, packed, total, done)))
+        self._under_way.append((memory, done, self._receive(bucket, packed, done)))
         if not self._reduction.overlaps:
             self._free.append(self._finish_oldest())
 
@@ -355,22 +356,18 @@ class GradientReducer:
             values = out.copy_(values)
         torch.div(values, self._reduction.before, out=out)
 
-    def _receive(self, bucket: Bucket, packed: torch.Tensor, total: torch.Tensor, done: Transfer) -> Transfer:
+    def _receive(self, bucket: Bucket, packed: torch.Tensor, done: Transfer) -> Transfer:
         """Bring a bucket's sums to their homes once it is reduced; return the last of the transfers, which are in
         order."""
-        rank, first = self._collectives.rank, bucket.row(self._collectives.rank).start
+        rank = self._collectives.rank
         for part in bucket.parts:
             if part.unit.index not in self._receiving:
                 continue
             each = self._units[part.unit.index]
-            own = total[part.starts[rank] - first :][: len(part.spans[rank])]
-            spans = [(part.spans[rank], own)]
-            if self._reduction.gathers:
-                spans = [(span, packed[at : at + len(span)]) for span, at in zip(part.spans, part.starts, strict=True)]
-            adds = part.unit.index in self._adding
-            for span, source in spans:
-                done = self._store.receive(
-                    part.unit, span.start, source, adds=adds, divisor=self._reduction.after, after=done
-                )
+            adds, divisor = part.unit.index in self._adding, self._reduction.after
+            spans = list(zip(part.spans, part.starts, strict=True))
+            for span, start in spans if self._reduction.gathers else [spans[rank]]:
+                source = packed[start : start + len(span)]
+                done = self._store.receive(part.unit, span.start, source, adds=adds, divisor=divisor, after=done)
             each.num_sums += part.is_first
         return done

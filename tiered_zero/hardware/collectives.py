@@ -62,10 +62,12 @@ class Collectives(Protocol):
         known to be the same."""
 
     def reduce_scatter(
-        self, bucket: torch.Tensor, out: torch.Tensor, what: str = ..., *, bounds: Sequence[int] | None = ...
+        self, bucket: torch.Tensor, room: torch.Tensor, what: str = ..., *, bounds: Sequence[int] | None = ...
     ) -> Transfer:
-        """Start to fill `out` [n] with the sum over ranks of part `rank` of their `bucket` [W * n]. Both are this
-        call's until the transfer is done; the bucket's content is undefined then. `bounds`: as of `all_gather`."""
+        """Start to sum part `rank` of all ranks' `bucket` [W * n] into this rank's: that of rank 0 first, then the
+        others' in rank order, so that an element's sum depends on its values alone. Other parts are undefined then.
+        `room`, 1-D: [W - 1] at least, to receive others' parts in; (W - 1) n are received at once. Both are this call's
+        until the transfer is done. `bounds`: as of `all_gather`."""
 
     def wait_reduced(self, reduction: Transfer) -> bool:
         """Block until what `reduce_scatter` has returned is complete. Return False, before, where another rank waits in
@@ -201,9 +203,8 @@ class SingleRank:
         return COMPLETED
 
     def reduce_scatter(
-        self, bucket: torch.Tensor, out: torch.Tensor, what: str = "", *, bounds: Sequence[int] | None = None
+        self, bucket: torch.Tensor, room: torch.Tensor, what: str = "", *, bounds: Sequence[int] | None = None
     ) -> Transfer:
-        out.copy_(bucket)
         return COMPLETED
 
     def wait_reduced(self, reduction: Transfer) -> bool:

@@ -1,10 +1,11 @@
 """Cut the gradients of units into buckets: what ranks reduce in one collective.
 
 [Note: Order of sums over ranks]
-A bucket is a row for each rank: elements of that rank's shards, which it gets the sum of. Which elements share a bucket
-depends on the model, on the number of ranks and on reduce_bucket_size alone, never on stage, tier or time: so the order
-of sums over ranks is the same in all of those. Where whole gradients rest, micro-batches are added up before it; where
-each rank keeps its shards, after it.
+A bucket is a row for each rank: elements of that rank's shards, which it gets the sum of. Every rank adds the rows that
+it receives in rank order, element by element: so no sum depends on how units and buckets are cut, and fp32 averages are
+those of a loop that adds the ranks' gradients one after another. Where whole gradients rest, micro-batches are added up
+before it; where each rank keeps its shards, after it. In 16 bit a bucket is summed in fp32 where one of its units has
+gradients of several backwards.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from tiered_zero.layout.flat import Unit
 
@@ -54,9 +55,11 @@ class Bucket:
         return frozenset(part.unit.index for part in self.parts)
 
     def nbytes(self, itemsize: int) -> int:
-        """Memory of the bucket, and behind it of one row's sum."""
-        rows = [stop - start for start, stop in zip(self.bounds, self.bounds[1:], strict=False)]
-        return (self.numel + max(rows)) * itemsize
+        """Memory of the bucket, and behind it room for rows of other ranks: for all at once where they are small."""
+        row_numel = max(stop - start for start, stop in pairwise(self.bounds))
+        num_others = len(self.bounds) - 2
+        room_numel = max(num_others, row_numel, min(num_others * row_numel, SHARED_NUMEL))
+        return (self.numel + room_numel) * itemsize
 
 
 def cut_buckets(units: Sequence[Unit], world_size: int, bucket_numel: int) -> list[Bucket]:
