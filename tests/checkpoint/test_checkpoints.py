@@ -19,7 +19,6 @@ from tests.support.models import ParityGPT, batch
 from tests.support.trainers import tiered
 from tiered_zero.checkpoint import capture, data_files
 from tiered_zero.checkpoint.directory import list_tags, read_manifest
-from tiered_zero.checkpoint.save_directory import SaveDirectory
 from tiered_zero.errors import CorruptionError, EngineFailedError, ModelError, StoreError, TransferError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -355,35 +354,6 @@ def test_the_extra_state_of_modules_comes_along(
     with start() as engine:
         engine.load_checkpoint(tmp_path, "without")
         assert "the checkpoint has no extra state of module '1'" in caplog.text
-
-
-@pytest.mark.parametrize("at", ["restore", "check_replaceable", "make_temporary", "release"])
-def test_a_save_follows_one_that_was_interrupted(
-    swap_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
-) -> None:
-    """Also where the interrupt came while nobody knew of the lock."""
-    open_directory = SaveDirectory.open.__func__  # type: ignore[attr-defined]
-
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    def interrupted(*args: Any) -> Any:
-        directory = open_directory(*args)
-        left.append(directory)
-        raise KeyboardInterrupt
-
-    left: list[Any] = []
-    with make(swap_path) as engine:
-        train(engine, 0, 1)
-        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-            if at == "release":
-                patched.setattr(SaveDirectory, "open", classmethod(interrupted))
-            else:
-                patched.setattr(SaveDirectory, at, interrupt)
-            engine.save_checkpoint(tmp_path)
-        assert engine.save_checkpoint(tmp_path)
-        engine.flush()
-        assert [info.complete for info in list_tags(tmp_path)] == [True]
 
 
 @pytest.mark.parametrize("given", ["", None, 3])

@@ -219,17 +219,17 @@ def test_weights_that_were_loaded_beside_their_state_are_committed_with_checksum
 
 
 @pytest.mark.parametrize("state_format", ["fp32", "bf16_remainder"])
-def test_training_goes_on_after_an_interrupt_between_prepare_and_confirm(
+def test_training_goes_on_after_an_error_between_prepare_and_confirm(
     swap_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state_format: str
 ) -> None:
-    def interrupt(_: TwoPhaseCommit) -> None:
-        raise KeyboardInterrupt
+    def fail(_: TwoPhaseCommit) -> None:
+        raise MemoryError
 
     with start(config(swap_path, {"in_place": True}, update="barrier", state_format=state_format)) as engine:
         train(engine, 1, tmp_path)
         with monkeypatch.context() as patch:
-            patch.setattr(TwoPhaseCommit, "confirm", interrupt)
-            with pytest.raises(KeyboardInterrupt):
+            patch.setattr(TwoPhaseCommit, "confirm", fail)
+            with pytest.raises(MemoryError):
                 engine.save_checkpoint(tmp_path)
         train(engine, 1, tmp_path)
         saved = held_by(engine)
