@@ -1,8 +1,10 @@
 """`import tiered_zero as deepspeed`: its module's names, and a script of its documentation as it stands."""
 
 import argparse
+import importlib
 import json
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -150,6 +152,44 @@ class TestNames:
         assert not hasattr(deepspeed, name)
         with pytest.raises(MissingNameError, match=f"{name} of DeepSpeed does not exist here: "):
             getattr(deepspeed, name)
+
+    @pytest.mark.parametrize(
+        ("statement", "advice"),
+        [
+            ("from tiered_zero.ops.adam import DeepSpeedCPUAdam", "name the optimizer in the config"),
+            ("from tiered_zero import ops", "name the optimizer in the config"),
+            ("import tiered_zero.runtime.lr_schedules", "schedules have names in the config"),
+            ("from tiered_zero.runtime.zero.stage3 import x", "at the top: initialize, zero"),
+            ("import tiered_zero.moe.layer", "does not split"),
+        ],
+    )
+    def test_a_module_that_is_not_here_says_so(self, statement: str, advice: str) -> None:
+        module = re.search(r"tiered_zero(?: import |\.)(\w+)", statement)
+        assert module is not None
+        with pytest.raises(ImportError, match=rf"deepspeed\.{module[1]} does not exist here: .*{advice}"):
+            exec(statement)
+        with pytest.raises(ModuleNotFoundError, match=r"No module named 'tiered_zero\.nothing'"):
+            importlib.import_module("tiered_zero.nothing")
+
+    @pytest.mark.skipif(torch.accelerator.is_available(), reason="asks what a CPU answers")
+    def test_the_accelerator(self) -> None:
+        from tiered_zero.accelerator import get_accelerator
+
+        found = get_accelerator()
+        assert found is deepspeed.get_accelerator() and found.is_available()
+        assert (found.device_name(), found.device_name(3), found.current_device_name()) == ("cpu", "cpu", "cpu")
+        assert found.current_device() == 0 and found.communication_backend_name() == "gloo"
+        found.synchronize()
+        found.empty_cache()
+        assert found.memory_allocated() > 0 and found.max_memory_allocated() > 0
+        tensor = torch.ones(2)
+        assert found.pin_memory(tensor) is tensor and found.on_accelerator(tensor)
+        assert found.is_bf16_supported() and found.is_fp16_supported()
+        assert found.device_count() == 1 and found.Stream is torch.cpu.Stream  # of torch's module
+        with pytest.raises(
+            MissingNameError, match=r"get_accelerator\(\)\.graph_replay of DeepSpeed does not exist here"
+        ):
+            found.graph_replay  # noqa: B018
 
     def test_a_name_that_nobody_has(self) -> None:
         with pytest.raises(AttributeError, match="module 'tiered_zero' has no attribute 'nothing'"):

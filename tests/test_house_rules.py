@@ -24,7 +24,7 @@ FLOORS = (
     "train_step step_recovery step_counts | checkpoint",
     "engine engine_call deepspeed_engine checkpoint_calls full_values | run_spec",
     "assembly",
-    "api | zero | utils | comm | stopping",
+    "api | zero | utils | comm | accelerator | stopping",
     "tiered_zero",
     "cli __main__ demo",
 )

@@ -6,12 +6,15 @@ The public names are imported when they are first asked for, so that `tiered_zer
 from __future__ import annotations
 
 import importlib
+import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from tiered_zero.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from tiered_zero import comm, utils, zero
+    from tiered_zero import accelerator, comm, utils, zero
+    from tiered_zero.accelerator import get_accelerator
     from tiered_zero.api import add_config_arguments, initialize
     from tiered_zero.comm import init_distributed
     from tiered_zero.config.load import load as load_config
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
         ConfigError,
         CorruptionError,
         EngineFailedError,
+        MissingModuleError,
         MissingNameError,
         ModelError,
         NonFiniteError,
@@ -48,16 +52,18 @@ _HOMES = {
     "DeepSpeedEngine": "engine:Engine",
     "DeepSpeedConfigError": "errors:ConfigError",
     "init_distributed": "comm",
+    "get_accelerator": "accelerator",
     "add_config_arguments": "api",
     "gathered": "params.gather",
     "Plan": "plan.planner",
     "stop_on_signals": "stopping",
 }
-_MODULES = ("comm", "utils", "zero")
+_MODULES = ("accelerator", "comm", "utils", "zero")
 _EVALUATE = "give initialize() no optimizer, and call the engine: it evaluates"
 _TORCH_OPTIMIZER = "name the optimizer in the config, or pass any of torch's to initialize()"
 _LATER = "activation checkpointing comes in a later version; use torch.utils.checkpoint"
 _ONE_RANK = "this version does not split a model's modules over ranks; ZeRO stage 3 shards their parameters"
+_NUMBERS = "engine.step_report, engine.memory_report() and tiered_zero.report have the numbers"
 _MISSING = {
     "init_inference": _EVALUATE,
     "InferenceEngine": _EVALUATE,
@@ -69,10 +75,22 @@ _MISSING = {
     "pipe": _ONE_RANK,
     "moe": _ONE_RANK,
     "tp_model_init": _ONE_RANK,
-    "accelerator": "engine.device is where the model computes",
     "OnDevice": "build the model under torch.device('meta')",
+    "runtime": "what scripts take from it is at the top: initialize, zero, comm, utils, ConfigError; schedules have "
+    "names in the config, and engine.memory_report() has the bytes",
+    "inference": _EVALUATE,
+    "module_inject": _EVALUATE,
+    "model_implementations": _EVALUATE,
+    "sequence": _ONE_RANK,
+    "profiling": _NUMBERS,
+    "monitor": _NUMBERS,
+    "launcher": "start the script with python, or with torchrun --nproc-per-node N",
+    "elasticity": "write the batch size into the config; a checkpoint loads with any number of ranks",
+    "autotuning": "tiered-zero plan shows the bytes of a config, tiered-zero bench io the rates of a disk",
+    "compression": "compress the model before or after training",
+    "linear": "take LoRA from peft: frozen parameters are paged too",
 }
-"""Names of DeepSpeed that do not exist here -> what to do."""
+"""Names and modules of DeepSpeed that do not exist here -> what to do."""
 
 __all__ = [  # noqa: RUF022 (the order of the API page)
     "initialize",
@@ -84,6 +102,7 @@ __all__ = [  # noqa: RUF022 (the order of the API page)
     "Config",
     "Plan",
     "init_distributed",
+    "get_accelerator",
     "add_config_arguments",
     "DeepSpeedEngine",
     "DeepSpeedConfigError",
@@ -92,6 +111,7 @@ __all__ = [  # noqa: RUF022 (the order of the API page)
     "ConfigError",
     "CorruptionError",
     "EngineFailedError",
+    "MissingModuleError",
     "MissingNameError",
     "ModelError",
     "NonFiniteError",
@@ -100,10 +120,27 @@ __all__ = [  # noqa: RUF022 (the order of the API page)
     "RankError",
     "StoreError",
     "TransferError",
+    "accelerator",
     "comm",
     "utils",
     "zero",
 ]
+
+
+class _MissingModules:
+    """Last on sys.meta_path, and so asked where nothing was found: `from deepspeed.ops.adam import ...`, rewritten."""
+
+    @staticmethod
+    def find_spec(name: str, path: Sequence[str] | None = None, target: object = None) -> None:
+        """Raise MissingModuleError for a module that DeepSpeed has."""
+        package, _, module = name.partition(".")
+        if package == __name__ and module in _MISSING:
+            from tiered_zero.errors import MissingModuleError
+
+            raise MissingModuleError(f"deepspeed.{module} does not exist here: {_MISSING[module]}.")
+
+
+sys.meta_path.append(_MissingModules)
 
 
 def __getattr__(name: str) -> Any:

@@ -62,5 +62,9 @@ class MissingNameError(TieredZeroError, AttributeError):
     """A name that does not exist here, DeepSpeed's perhaps; says what to do instead."""
 
 
+class MissingModuleError(TieredZeroError, ModuleNotFoundError):
+    """A module of DeepSpeed that does not exist here; says what to do instead."""
+
+
 class NonFiniteError(TieredZeroError):
     """Training cannot go on: gradients or the loss are not finite, step after step."""
