@@ -348,6 +348,44 @@ def test_exact_values_from_several_files(tmp_path: Path) -> None:
     assert all(torch.equal(found[name], value) for name, value in source.state_dict().items())
 
 
+def test_a_directory_and_an_index_mean_the_files_of_a_model(tmp_path: Path) -> None:
+    source = gpt2()
+    source.save_pretrained(tmp_path / "parts", max_shard_size="60KB")
+    assert len(list((tmp_path / "parts").glob("*.safetensors"))) > 1
+    source.save_pretrained(tmp_path / "whole")
+    (tmp_path / "whole" / "other.safetensors").write_bytes(b"of another program")
+    for path in ("parts", "parts/model.safetensors.index.json", "whole"):
+        found = initialized(on_meta(gpt2), weights=[str(tmp_path / path)])
+        assert all(torch.equal(found[name], value) for name, value in source.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("files", "path", "text"),
+    [
+        (["a.safetensors", "b.safetensors"], "", "expected an index .* found a.safetensors, b.safetensors. Name"),
+        (["pytorch_model.bin"], "", "found pytorch_model.bin; .* are pickles, which are not read"),
+        ([], "", "found nothing"),
+        (["x.safetensors.index.json"], "", r'expected {"weight_map": {tensor: file}} in .*x.safetensors.index.json'),
+        ([], "absent.safetensors", "absent.safetensors cannot be read as safetensors"),
+    ],
+)
+def test_a_directory_that_does_not_say_its_files_is_refused(
+    files: list[str], path: str, text: str, tmp_path: Path
+) -> None:
+    for name in files:
+        (tmp_path / name).write_text("[]")
+    with pytest.raises(ModelError, match=text):
+        initialized(on_meta(gpt2), weights=str(tmp_path / path))
+
+
+def test_a_file_that_an_index_names_is_expected_beside_it(tmp_path: Path) -> None:
+    gpt2().save_pretrained(tmp_path, max_shard_size="60KB")
+    first = min(tmp_path.glob("*.safetensors"))
+    first.unlink()
+    with pytest.raises(ModelError, match=f"{first.name} is not beside it, of 1 that are missing"):
+        initialized(on_meta(gpt2), weights=str(tmp_path))
+
+
 def test_a_file_may_name_a_tied_weight_either_way(tmp_path: Path) -> None:
     value = torch.randn(64, 32)
     for name in ("head.weight", "tokens.weight"):

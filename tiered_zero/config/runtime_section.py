@@ -107,7 +107,9 @@ class RuntimeSection(Section):
         None, description="seed of random delays on the CPU accelerator's streams, to find races; null: no delays"
     )
     weights: Annotated[tuple[PathText, ...] | None, BeforeValidator(_paths)] = Field(
-        None, description="safetensors files with the weights of a model built on the meta device"
+        None,
+        description="weights of a model built on the meta device: safetensors files, the index of such files, or the "
+        "directory of a model",
     )
     trace: PathText | None = Field(None, description="file for a Chrome trace of every step; null: none")
     report: PathText | None = Field(

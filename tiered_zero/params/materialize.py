@@ -33,6 +33,7 @@ from tiered_zero.layout.flat import ParamSpec, Unit
 from tiered_zero.params.guarded_parameter import FaultHandler
 from tiered_zero.params.pager import Pager
 from tiered_zero.params.snapshot import ModelSnapshot
+from tiered_zero.params.weight_paths import weight_paths
 
 _NUM_NAMED = 5
 """So many names are spelled out in an error about many."""
@@ -45,9 +46,10 @@ class WeightFiles:
     """
 
     def __init__(self, paths: Sequence[str]) -> None:
+        """`paths`: of files, of an index, or of directories of models."""
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._paths: dict[str, str] = {}
-        for path in paths:
+        for path in weight_paths(paths):
             try:
                 with safe_open(path, framework="pt") as file:
                     names = list(file.keys())
