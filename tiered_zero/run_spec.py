@@ -86,11 +86,6 @@ def specify_run(
     _check_embeddings(model)
     check_memory(model, specs)
     source = make_optimizer(config.optimizer, model, optimizer, model_parameters)
-    state_format = config.tiered_zero.state_format
-    rule, masters = format_rule(state_format, make_rule(source)), master_format(state_format)
-    rules = unit_rules(config, ranks.world_size, whole_params=not rule.elementwise)
-    units = find_units(module_tree(model, specs), list(specs.values()), rules)
-    group_of = group_params(source, specs) if trains else {}
     settings = config.tiered_zero
     request = plan_request(
         config,
@@ -100,6 +95,11 @@ def specify_run(
         rank=ranks.rank,
         world_size=ranks.world_size,
     )
+    rule = make_rule(source, is_own=request.ranks.shards_params or settings.state_format != "fp32")
+    rule, masters = format_rule(settings.state_format, rule), master_format(settings.state_format)
+    rules = unit_rules(config, ranks.world_size, whole_params=not rule.elementwise)
+    units = find_units(module_tree(model, specs), list(specs.values()), rules)
+    group_of = group_params(source, specs) if trains else {}
     if request.ranks.shards_params and not rule.elementwise:
         raise ModelError(
             f"{rule.name} steps whole parameters, and at stage 3 each of {ranks.world_size} ranks has a part of them. "
@@ -305,6 +305,15 @@ def planning_notices(run_spec: RunSpec) -> list[str]:
         elif splits_masters_off_device(run_spec.config):
             lines.append(f"{key}: no parameter stays on the device with bf16_remainder, as each is half of its master")
     ranks = plan.request.ranks
+    if run_spec.rule.elementwise and any(group.get("fused") for group in run_spec.source.param_groups):
+        cause = (
+            "each rank has parts of parameters"
+            if ranks.shards_params
+            else f"state is kept as {plan.request.state.format}"
+        )
+        lines.append(
+            f"{run_spec.rule.name} with fused=True is stepped as with fused=False, which rounds otherwise, for {cause}"
+        )
     keys = ("gradient_allreduce_op", "prescale_gradients", "gradient_predivide_factor", "communication_data_type")
     defaults = type(run_spec.config).model_fields
     idle = [key for key in keys if getattr(run_spec.config, key) not in (defaults[key].default, False)]

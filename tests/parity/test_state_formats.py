@@ -140,6 +140,10 @@ def fused(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], fused=True)
 
 
+def unfused(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([param for param in model.parameters() if param.requires_grad])
+
+
 @pytest.mark.parametrize(
     ("state_format", "placement", "options", "message"),
     [
@@ -153,7 +157,6 @@ def fused(model: torch.nn.Module) -> torch.optim.Optimizer:
         ),
         ("bf16_remainder", ("cpu", "none"), {}, "off the device and its optimizer on it"),
         *((name, ("cpu", "cpu"), {"make_optimizer": sgd}, "with SGD") for name in ("bf16_remainder", *LOSSY)),
-        ("lossy_8bit_moments", ("cpu", "cpu"), {"make_optimizer": fused}, "without fused"),
     ],
 )
 def test_what_cannot_be_done_is_refused_with_a_way_out(
@@ -193,6 +196,26 @@ def test_halves_of_masters_never_stay_on_the_device(
     assert_same_bits(*found)
     notices = [line for line in caplog.messages if "no parameter stays on the device with bf16_remainder" in line]
     assert len(notices) == (threshold is not None)
+
+
+@pytest.mark.parametrize("state_format", ["bf16_remainder", *LOSSY])
+def test_fused_is_stepped_by_the_projects_own_rule(
+    state_format: str, swap_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Clients ask for fused by default; state is loaded from it, and into it."""
+
+    def script(engine: Any) -> list[Any]:
+        seen = train(engine, batch, 2)
+        state = engine.optimizer.state_dict()
+        fused(build()).load_state_dict(state)
+        engine.optimizer.load_state_dict(state)
+        return [*seen, *train(engine, batch, 1)]
+
+    options = {"runtime": {"state_format": state_format}, **BF16}
+    expected = follow(script, tiered(build(), swap_path, ("cpu", "cpu"), unfused, **options))
+    assert "fused=True" not in caplog.text
+    assert_same_bits(expected, follow(script, tiered(build(), swap_path, ("cpu", "cpu"), fused, **options)))
+    assert caplog.text.count("AdamW with fused=True is stepped as with fused=False, which rounds otherwise") == 1
 
 
 class OddShapes(torch.nn.Module):

@@ -40,6 +40,13 @@ def test_two_ranks_are_distributed_data_parallel(ranks: RankPool, train: Any, pa
     assert_equal(train(sharded(case, param, state)), reference(ranks, case))
 
 
+def test_fused_is_stepped_as_unfused(ranks: RankPool, train: Any) -> None:
+    """It takes whole parameters, of which each rank has a part; clients ask for it by default."""
+    case = Case(detours=TOGETHER, optimizer="fused")
+    found = train(sharded(case, "cpu", "cpu"))
+    assert_equal(found, reference(ranks, replace(case, optimizer="adamw")))
+
+
 TOGETHER_4 = tuple((step, rank) for step in (1, 2) for rank in range(4))
 
 

@@ -60,8 +60,8 @@ def make_optimizer(model: nn.Module, name: str) -> torch.optim.Optimizer:
         return torch.optim.Adafactor(params, lr=1e-3)
     if name == "muon":
         return torch.optim.Muon([param for param in params if param.ndim == 2], lr=1e-2)
-    if name == "adamw":
-        return torch.optim.AdamW(params, lr=3e-3)
+    if name in ("adamw", "fused"):
+        return torch.optim.AdamW(params, lr=3e-3, fused=name == "fused")
     matrices, vectors = [p for p in params if p.ndim > 1], [p for p in params if p.ndim < 2]
     return torch.optim.AdamW(
         [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0, "lr": 1e-3}], lr=3e-3

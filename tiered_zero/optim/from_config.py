@@ -132,8 +132,12 @@ def group_params(source: Optimizer, specs: Mapping[nn.Parameter, ParamSpec]) -> 
     return group_of
 
 
-def make_rule(source: Optimizer) -> UpdateRule:
-    """Make the rule on the native kernel for what it covers (on a GPU it takes torch's code); else on torch's class."""
+def make_rule(source: Optimizer, *, is_own: bool = False) -> UpdateRule:
+    """Make the rule on the native kernel for what it covers (on a GPU it takes torch's code); else on torch's class.
+
+    `is_own`: the project's own rule also where fused or foreach asks for torch's code, which takes neither parts of
+    parameters nor other formats of state.
+    """
     natives: dict[type, Callable[[UpdateKernel | None], UpdateRule]] = {
         torch.optim.AdamW: lambda kernel: AdamRule(decoupled=True, kernel=kernel),
         torch.optim.Adam: lambda kernel: AdamRule(decoupled=False, kernel=kernel),
@@ -141,7 +145,8 @@ def make_rule(source: Optimizer) -> UpdateRule:
         torch.optim.Adagrad: AdagradRule,
         Lion: LionRule,
     }
-    special = [option for option in _TORCH_CODE if any(group.get(option) for group in source.param_groups)]
+    given = [option for option in _TORCH_CODE if any(group.get(option) for group in source.param_groups)]
+    special = [option for option in given if not (is_own and option in ("fused", "foreach"))]
     if special and _is_uncorrected(source):
         raise ConfigError(
             f"optimizer.params.{BIAS_CORRECTION}: expected true with {special[0]}, for which torch's own code takes "
@@ -158,8 +163,8 @@ def format_rule(name: str, rule: UpdateRule) -> UpdateRule:
     if not isinstance(rule, AdamRule):
         raise ConfigError(
             f"tiered_zero.state_format: expected fp32 with {rule.name} as it is given; found {name!r}. The others are "
-            "made of the moments of Adam and AdamW, stepped by the project's own rule: without fused, foreach, "
-            "capturable and differentiable. Write fp32, or change the optimizer."
+            "made of the moments of Adam and AdamW, stepped by the project's own rule: without capturable and "
+            "differentiable. Write fp32, or change the optimizer."
         )
     if name == "lossy_bf16_moments":
         return rule.with_state(torch.bfloat16)

@@ -37,6 +37,7 @@ _PROBE_NUMEL = 1 << 21
 _TRIAL_NUMELS = (*range(1, 33), 1031)
 _NBYTES_PER_ELEMENT = 28
 _SLOW_FRACTION = 0.25
+_UNFUSED = {"fused": None}
 _DTYPE = attrgetter("dtype")
 _IS_CPU = attrgetter("is_cpu")
 _torch_bits: dict[Hashable, bool] = {}
@@ -123,24 +124,28 @@ class NativeRule(UpdateRule):
             raise ValueError(f"expected a number of steps; found {own['step']}")
         return own
 
+    def _completed(self, hyper: Mapping[str, Any]) -> dict[str, Any]:
+        """Complete a param group's values by the class's own; torch's fused code is never taken."""
+        return {**self._defaults, **hyper, **_UNFUSED}
+
     def state_fields(self, shape: tuple[int, ...], hyper: Mapping[str, Any]) -> list[StateField]:
-        names = self._array_names({**self._defaults, **hyper})
+        names = self._array_names(self._completed(hyper))
         return [StateField(name=name, shape=shape, dtype=self.state_dtype) for name in names]
 
     def first_state(self, shape: tuple[int, ...], hyper: Mapping[str, Any]) -> dict[str, Any]:
-        return self._reference.first_state(shape, {**self._defaults, **hyper})
+        return self._reference.first_state(shape, self._completed(hyper))
 
     def export_state(self, state: Mapping[str, torch.Tensor], scalars: Mapping[str, Any]) -> dict[str, Any]:
         floats = {name: array.float() for name, array in state.items()}
         return self._reference.export_state(floats, self._torch_scalars(scalars)) if scalars else {}
 
     def check_state(self, values: Mapping[str, Any], shape: tuple[int, ...], hyper: Mapping[str, Any]) -> None:
-        self._reference.check_state(values, shape, {**self._defaults, **hyper})
+        self._reference.check_state(values, shape, self._completed(hyper))
 
     def import_state(
         self, values: Mapping[str, Any], state: Mapping[str, torch.Tensor], hyper: Mapping[str, Any]
     ) -> dict[str, Any]:
-        return self._own_scalars(self._reference.import_state(values, state, hyper))
+        return self._own_scalars(self._reference.import_state(values, state, self._completed(hyper)))
 
     def update(self, runs: Sequence[Run]) -> None:
         """Take one step on every run. Raises ModelError, with nothing written, for a run that breaks the contract."""
@@ -223,7 +228,7 @@ class NativeRule(UpdateRule):
     def _pack(self, runs: list[Run]) -> _Batch:
         """Check and lay out alike runs. Column by column: of 10,000 small ones each microsecond counts."""
         first = runs[0]
-        values = {**self._defaults, **first.hyper}
+        values = self._completed(first.hyper)
         hyper = self._kernel_hyper(values, first.scalars)
         try:
             hyper.grad_type, hyper.master_type = _DTYPES[first.grad.dtype], _MASTER_DTYPES[first.master.dtype]
@@ -262,7 +267,7 @@ class NativeRule(UpdateRule):
     def _update_by_torch(self, run: Run) -> None:
         """Step by torch's own code. TorchRule cuts plain fp32 runs itself; other formats pass through fp32 copies of
         chunks."""
-        hyper = {**self._defaults, **run.hyper}
+        hyper = self._completed(run.hyper)
         joined, lossy = run.master.dtype is torch.int16, self.state_dtype is not torch.float32
         seed = self._kernel_hyper(hyper, run.scalars).seed
         chunk = _CHUNK_NUMEL if run.master.is_cpu else _DEVICE_CHUNK_NUMEL
@@ -300,7 +305,7 @@ class NativeRule(UpdateRule):
         key = self.name, self.state_dtype, kernel.path, kernel.level, kernel.root
         if key not in _torch_bits:
             self.torch_bits = True  # else update() would not take the kernel
-            _torch_bits[key] = all(self._steps_agree({**self._defaults, **hyper}) for hyper in ({}, *self._variants))
+            _torch_bits[key] = all(self._steps_agree(self._completed(hyper)) for hyper in ({}, *self._variants))
         return _torch_bits[key]
 
     def _steps_agree(self, hyper: Mapping[str, Any]) -> bool:

@@ -128,9 +128,9 @@ def state_arrays(config: Config) -> StateArrays | None:
     more = 0
     for option, names in _ONE_MORE.items():
         more += name in names and params.get(option) is not None and float(params[option]) != 0
-    return StateArrays(
-        count=_STATE_ARRAYS[name] + more, whole=params.get("fused") is True, format=config.tiered_zero.state_format
-    )
+    state_format = config.tiered_zero.state_format
+    whole = params.get("fused") is True and state_format == "fp32"
+    return StateArrays(count=_STATE_ARRAYS[name] + more, whole=whole, format=state_format)
 
 
 def plan_gpt(config: Config, shape: GPTConfig) -> Plan:
