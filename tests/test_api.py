@@ -381,7 +381,10 @@ def test_the_log_is_short(initialize: Callable[..., Any], swap_path: Path, caplo
     assert caplog.records == []
 
 
-def test_steps_per_print(initialize: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
+def test_steps_per_print(
+    initialize: Callable[..., Any], caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Logged where a log shows it, else printed, as DeepSpeed prints it."""
     caplog.set_level(logging.INFO)
     config = settings(steps_per_print=3, gradient_accumulation_steps=2, **ADAMW)
     engine = initialize(model=build_model(), config=config)[0]
@@ -391,3 +394,8 @@ def test_steps_per_print(initialize: Callable[..., Any], caplog: pytest.LogCaptu
     assert first.startswith("step 3: loss 0.")
     assert second.startswith("step 6: loss 0.")
     assert first.endswith("loss scale 1, learning rate 0.1")
+    assert capsys.readouterr().out == ""
+    caplog.set_level(logging.WARNING)
+    train(engine, range(14, 20))
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("step 9: loss 0.") and line.endswith("learning rate 0.1")

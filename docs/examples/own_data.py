@@ -48,7 +48,7 @@ def config(swap_directory: str, record: str | None) -> dict:
             "offload_optimizer": {"device": "nvme", "nvme_path": swap_directory},
         },
         "dataloader_drop_last": True,
-        "steps_per_print": 10,  # a log line every 10 steps, at level INFO of the logger "tiered_zero"
+        "steps_per_print": 10,  # a line every 10 steps
         "tiered_zero": {"report": record},
     }
 

@@ -1,6 +1,7 @@
 """The JSONs that trainers ship: explained as they lie, and trained with once a trainer has filled their "auto"."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,31 @@ def test_comments_and_dotted_keys_are_dropped(tmp_path: Path) -> None:
         load({"train_batch_size": 4, "tiered_zero.update": "barrier"})
     with pytest.raises(ConfigError, match="unknown key"):
         load({"train_batch_size": 4, "zero_optimization.reduce_buckets": 1})
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"scheduler": {"type": "CosineLR"}}, r"scheduler\.type: expected one of .*found 'CosineLR'\. Did you mean"),
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 0}}}, "as in DeepSpeed since 0.19.6"),
+        ({"optimizer": {"type": "Odd"}}, "'Odd' is no known optimizer"),
+    ],
+)
+def test_explain_and_plan_refuse_what_a_run_refuses(tmp_path: Path, section: Any, message: str) -> None:
+    config = {"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}, **section}
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(config))
+    for command in ("explain", "plan"):
+        result = CliRunner().invoke(main, [command, str(path)])
+        assert result.exit_code == 1 and re.search(message, result.stderr), result.stderr
+    with pytest.raises(ConfigError, match=message):
+        tiered_zero.initialize(model=two_layers(), config=config)
+
+
+def test_a_schedule_with_a_value_a_group_is_explained(tmp_path: Path) -> None:
+    params = {"warmup_min_lr": [0.0, 0.1], "warmup_max_lr": [1.0, 2.0]}
+    rows = explain(tmp_path, {"train_batch_size": 4, "scheduler": {"type": "WarmupLR", "params": params}})
+    assert rows["scheduler.params.warmup_max_lr"]["value"] == [1.0, 2.0]
 
 
 def test_what_holds_in_any_case_is_no_notice() -> None:

@@ -89,8 +89,10 @@ def plan(
         settings["optimizer"] = {"type": optimizer}
     # Not imported for --help: torch takes seconds.
     from tiered_zero.cli.planned_run import build_planned, count_parameters, specify_planned
+    from tiered_zero.optim.from_config import check_sections
 
     loaded = load(settings, world_size=ranks, to_train=False)
+    check_sections(loaded)
     model = build_planned(chosen)
     run = specify_planned(loaded, model, ranks, device_memory, host_memory)
     needs = directory_needs(SwapNeed.of(run.plan), loaded.zero_optimization)

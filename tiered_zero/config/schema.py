@@ -239,7 +239,10 @@ class Config(Section):
         None, description="dtype in which many ranks sum gradients; unset: the dtype that these have"
     )
     steps_per_print: Annotated[int | None, BeforeValidator(_steps_per_print)] = Field(
-        None, ge=1, description="optimizer steps between two log lines with loss scale and learning rate; null: none"
+        None,
+        ge=1,
+        description="optimizer steps between two lines with loss, loss scale and learning rate, logged at INFO or else "
+        "printed; null: none",
     )
     dataloader_drop_last: bool = Field(
         False, description="the loader made from training_data drops a last partial batch"
@@ -281,6 +284,11 @@ class Config(Section):
     def notices(self) -> tuple[str, ...]:
         """The lines to log once at start; empty for a config that is taken as it stands."""
         return explaining.notices(self._reading, table(type(self)))
+
+    @property
+    def unfilled(self) -> frozenset[str]:
+        """The paths whose "auto" a trainer fills before a run."""
+        return frozenset(self._reading.unfilled)
 
     def explain(self) -> list[explaining.KeyReport]:
         """Every key of the file and every default: value, origin, fate, effect."""

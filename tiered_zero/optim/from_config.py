@@ -18,12 +18,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from tiered_zero.config.deepspeed_keys import OTHER_WORDS, runs_as_adamw
-from tiered_zero.config.schema import OptimizerSection
+from tiered_zero.config.schema import Config, OptimizerSection
 from tiered_zero.config.values import switch
 from tiered_zero.errors import ConfigError, ModelError
 from tiered_zero.layout.flat import ParamSpec
 from tiered_zero.native.update import UpdateKernel
 from tiered_zero.optim.kernel_rule import open_kernel
+from tiered_zero.optim.lr import build_scheduler
 from tiered_zero.optim.native_rules import BIAS_CORRECTION, AdagradRule, AdamRule, Lion, LionRule, SgdRule
 from tiered_zero.optim.quantized import QuantizedAdam
 from tiered_zero.optim.rule import UpdateRule
@@ -187,6 +188,20 @@ def resolve_optimizer(type_name: str, params: Mapping[str, Any]) -> ResolvedOpti
     defaults = _checked(kind, options)
     text = _text(name, kind, defaults) + ("" if corrected else ", without bias correction")
     return ResolvedOptimizer(optimizer_class=kind, defaults=defaults, text=text, bias_correction=corrected)
+
+
+def check_sections(config: Config) -> None:
+    """Build the config's optimizer and schedule as a run does, over one element, so that `plan` and `explain` refuse
+    what a run would. Raises ConfigError."""
+    optimizer, scheduler = config.optimizer, config.scheduler
+    resolved = resolve_optimizer(*(("Adam", {}) if optimizer is None else (optimizer.type, optimizer.params)))
+    if scheduler is None or any(path.startswith("scheduler.") for path in config.unfilled):
+        return
+    example = _example(resolved.optimizer_class, resolved.defaults)
+    lists = [len(value) for value in scheduler.params.values() if isinstance(value, list)]
+    for _ in range(1, max(lists, default=1)):  # one value a param group
+        example.add_param_group({"params": [torch.zeros(1, 1, requires_grad=True)]})
+    build_scheduler(scheduler, example)
 
 
 def _adam_class(name: str, options: dict[str, Any]) -> tuple[type[Optimizer], bool]:

@@ -18,7 +18,10 @@ TIMELINE_STEP = 3
 
 
 class StepLog:
-    """Logs a line of every `every`-th step; None: of none. `groups`: the live param groups."""
+    """Says a line of every `every`-th step; None: of none. `groups`: the live param groups.
+
+    The line is asked for by name (steps_per_print), so it is printed where no handler of the logger would show it.
+    """
 
     def __init__(self, every: int | None, groups: Sequence[Mapping[str, Any]]) -> None:
         self._every = every
@@ -28,9 +31,11 @@ class StepLog:
         if self._every is not None and report.step % self._every == 0:
             loss = "unknown" if report.loss is None else f"{report.loss:.6g}"
             rates = ", ".join(f"{float(group['lr']):.6g}" for group in self._groups) or "none"
-            logger.info(
-                "step %d: loss %s, loss scale %g, learning rate %s", report.step, loss, report.loss_scale, rates
-            )
+            line = f"step {report.step}: loss {loss}, loss scale {report.loss_scale:g}, learning rate {rates}"
+            if logger.isEnabledFor(logging.INFO) and logger.hasHandlers():
+                logger.info("%s", line)
+            else:
+                print(line, flush=True)
 
 
 class RunObserver:
