@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from tiered_zero.config.schema import Config
-from tiered_zero.errors import ModelError, RankError
+from tiered_zero.errors import ModelError
 from tiered_zero.hardware.collectives import Collectives, SingleRank
 from tiered_zero.hardware.launcher import local_world_size
 from tiered_zero.hardware.probe import available_device_nbytes, available_host_nbytes
@@ -29,6 +27,7 @@ from tiered_zero.params.aliases import check_memory
 from tiered_zero.params.guarded_parameter import ClosedEngine, handler_of
 from tiered_zero.params.model_spec import list_params, module_tree, packed_nbytes, persistent_buffers
 from tiered_zero.plan.planner import Plan, make_plan
+from tiered_zero.plan.rank_facts import compare_facts
 from tiered_zero.plan.request import (
     Limits,
     SubGroupSize,
@@ -126,18 +125,22 @@ def specify_run(
     plan = make_plan(units, sizes, request)
     check_params(masters, subgroups, plan.tiers.params, plan.tiers.state)
     slots = list_slots(units, sizes, plan.tiers, plan.request, delayed=plan.delayed)
-    facts = {
-        "rule": rule.name,
-        "update policy": plan.update_policy.policy,
-        "tiered_zero.delay_start_step": str(config.tiered_zero.delay_start_step if plan.delayed else None),
-        "tiered_zero.state_format": plan.request.state.format,
-        "tiered_zero.checkpoint.in_place": str(config.tiered_zero.checkpoint.in_place),
-        "tiered_zero.checkpoint.resume, given or null, of a directory that all hosts share": str(
-            config.tiered_zero.checkpoint.resume is None
-        ),
-        "tiers of parameters": json.dumps(list(plan.tiers.params.items())),
-    }
-    _agree(ranks, config, units, group_of, facts)
+    if ranks.world_size > 1:  # before anything is allocated
+        facts = {
+            **_config_facts(config),
+            "optimizer": rule.name if trains else None,
+            **_model_facts(model, specs, units),
+            "param groups": dict(group_of),
+            "update policy": plan.update_policy.policy,
+            "tiered_zero.delay_start_step": config.tiered_zero.delay_start_step if plan.delayed else None,
+            "tiered_zero.state_format": plan.request.state.format,
+            "tiered_zero.checkpoint.in_place": config.tiered_zero.checkpoint.in_place,
+            "tiered_zero.checkpoint.resume, a directory that all hosts share, or null": (
+                None if config.tiered_zero.checkpoint.resume is None else "a directory"
+            ),
+            "tiers of parameters": {units[index].name: tier for index, tier in plan.tiers.params.items()},
+        }
+        compare_facts(facts, ranks.exchange)
     plan = _with_common_window(plan, ranks)
     return RunSpec(
         config=config,
@@ -177,40 +180,38 @@ def _check_ranks(config: Config, world_size: int) -> None:
         )
 
 
-def _agree(
-    ranks: Collectives, config: Config, units: Iterable[Unit], group_of: Mapping[str, int], facts: Mapping[str, str]
-) -> None:
-    """Compare with the other ranks what must be the same on all, before anything is allocated. Raises RankError."""
-    if ranks.world_size == 1:
-        return
-    # devices, paths and files may differ by rank
+def _config_facts(config: Config) -> dict[str, Any]:
+    """By key, those of a section as `section.key`: each value that is the same on all ranks. Devices, paths and files
+    may differ."""
     path: dict[str, Any] = {"nvme_path": True}
     zero = {"offload_param": path, "offload_optimizer": path}
     own: dict[str, Any] = {"tiered_zero": True, "aio": True, "zero_optimization": zero}
-    described = {
-        **_config_values(config.model_dump(mode="json", exclude=own)),
-        "parameters": "\n".join(f"{unit.name} {unit.bounds} {unit.entries}" for unit in units),
-        "param groups": json.dumps(dict(group_of)),
-        **facts,
+    facts: dict[str, Any] = {}
+    for name, value in config.model_dump(mode="json", exclude=own).items():
+        facts |= {f"{name}.{key}": entry for key, entry in value.items()} if isinstance(value, dict) else {name: value}
+    return facts
+
+
+def _model_facts(model: nn.Module, specs: Mapping[nn.Parameter, ParamSpec], units: Iterable[Unit]) -> dict[str, Any]:
+    """What of the model is the same on all ranks."""
+    return {
+        "parameters": {
+            spec.name: {
+                "place": spec.index,
+                "shape": spec.shape,
+                "dtype": str(spec.dtype),
+                "requires_grad": spec.trainable,
+                "tied names": spec.aliases,
+                "stride": spec.stride,
+                "use as an embedding": spec.embedding,
+            }
+            for spec in specs.values()
+        },
+        "buffers": {
+            name: {"shape": tuple(buffer.shape), "dtype": str(buffer.dtype)} for name, buffer in model.named_buffers()
+        },
+        "modules around parameters": {unit.name: [entry.param.name for entry in unit.entries] for unit in units},
     }
-    digests = {what: hashlib.sha256(text.encode()).hexdigest()[:16] for what, text in described.items()}
-    found = [json.loads(message) for message in ranks.exchange(json.dumps(digests).encode(), "the plan")]
-    for what in dict.fromkeys(what for theirs in found for what in theirs):
-        others = [rank for rank, theirs in enumerate(found) if theirs.get(what) != found[0].get(what)]
-        if others:
-            raise RankError(
-                f"Every rank was expected to bring the same {what}; found another on rank {others[0]} than on rank 0. "
-                "Build the model, the optimizer and the config in the same way on all of them."
-            )
-
-
-def _config_values(config: Mapping[str, Any]) -> dict[str, str]:
-    """By key: each value as text, those of a section as `section.key`."""
-    values: dict[str, str] = {}
-    for name, value in config.items():
-        entries = {f"{name}.{key}": entry for key, entry in value.items()} if isinstance(value, dict) else {name: value}
-        values |= {key: json.dumps(entry, sort_keys=True) for key, entry in entries.items()}
-    return values
 
 
 def _with_common_window(plan: Plan, ranks: Collectives) -> Plan:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -254,6 +254,28 @@ def test_a_learning_rate_of_one_rank_alone_is_named(ranks: RankPool, swap_path: 
         assert text.startswith("2: ") and "lr of group 0 is 0.003 on rank 0, 0.5 on rank 1. Set it alike" in text
 
 
+SAME = "RankError: Every rank was expected to bring the same "
+
+
+def changed(change: Callable[[Any], object]) -> Callable[[nn.Module], nn.Module]:
+    def act(model: nn.Module) -> nn.Module:
+        change(model)
+        return model
+
+    return act
+
+
+MODELS = {
+    "name": lambda model: nn.Sequential(model, nn.Linear(2, 2)),
+    "shape": changed(lambda model: setattr(model.norm, "weight", nn.Parameter(torch.ones(31)))),
+    "flag": changed(lambda model: model.head.weight.requires_grad_(False)),
+    "dtype": changed(lambda model: setattr(model.norm, "bias", nn.Parameter(model.norm.bias.bfloat16()))),
+    "tied": changed(lambda model: setattr(model.norm, "bias", model.norm.weight)),
+    "buffer": changed(lambda model: model.register_buffer("steps", torch.zeros(3))),
+}
+"""What rank 1 makes of its model."""
+
+
 class Endless(torch.utils.data.IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
         return iter(range(1 << 60))
@@ -265,9 +287,11 @@ def initialize(path: str, change: str) -> str:
     model: nn.Module = build_model(rank)
     optimizer = make_optimizer(model, "adafactor" if change == "rule" else "adamw")
     data: Any = None
-    if change == "model" and rank == 1:
-        model = nn.Sequential(model, nn.Linear(2, 2))
+    if change in MODELS and rank == 1:
+        model = MODELS[change](model)
         optimizer = make_optimizer(model, "adamw")
+    elif change == "groups" and rank == 1:
+        optimizer = make_optimizer(model, "groups")
     elif change == "config" and rank == 1:
         config["gradient_clipping"] = 2.0
     elif change == "format" and rank == 1:
@@ -307,13 +331,16 @@ def initialize(path: str, change: str) -> str:
         ("communication", "ConfigError: communication_data_type: "),
         ("rule", "ModelError: Adafactor steps whole parameters, and at stage 3 each of 2 ranks has a part"),
         ("batch", "ConfigError: train_batch_size: expected train_micro_batch_size_per_gpu x "),
-        ("model", "RankError: Every rank was expected to bring the same parameters; found another on rank 1"),
-        ("config", "RankError: Every rank was expected to bring the same gradient_clipping; found another on"),
-        ("format", "RankError: Every rank was expected to bring the same tiered_zero.state_format; found another on"),
-        (
-            "delay",
-            "RankError: Every rank was expected to bring the same tiered_zero.delay_start_step; found another on",
-        ),
+        ("name", SAME + "parameters; found scale {"),
+        ("shape", SAME + "parameters; found shape of norm.weight [32] on rank 0, [31] on rank 1."),
+        ("flag", SAME + "parameters; found requires_grad of tokens.weight true on rank 0, false on rank 1."),
+        ("dtype", SAME + 'parameters; found dtype of norm.bias "torch.float32" on rank 0, "torch.bfloat16" on rank 1'),
+        ("tied", SAME + "parameters; found norm.bias {"),
+        ("buffer", SAME + "buffers; found steps nothing on rank 0, {"),
+        ("groups", SAME + "param groups; found"),
+        ("config", SAME + "gradient_clipping; found 0.0 on rank 0, 2.0 on rank 1."),
+        ("format", SAME + 'tiered_zero.state_format; found "fp32" on rank 0, "lossy_bf16_moments" on rank 1.'),
+        ("delay", SAME + "tiered_zero.delay_start_step; found 0 on rank 0, 5 on rank 1."),
         ("data", "ModelError: training_data: expected a dataset with an index, which is split over 2 ranks"),
     ],
 )

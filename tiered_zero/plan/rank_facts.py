@@ -1,0 +1,52 @@
+"""Compare what every rank brings to a run, and name the first difference."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tiered_zero.errors import RankError
+
+Exchange = Callable[[bytes, str], list[bytes]]
+"""Gives every rank the bytes of all, in rank order: `Collectives.exchange`."""
+
+
+def compare_facts(facts: Mapping[str, Any], exchange: Exchange) -> None:
+    """Compare `facts`, values of JSON by what they are, with those of the other ranks, by hashes first. Raises
+    RankError, on every rank, which names the first difference and both values."""
+    digests = {what: _digest(value) for what, value in facts.items()}
+    found = [json.loads(message) for message in exchange(json.dumps(digests).encode(), "the plan")]
+    for what in dict.fromkeys(what for theirs in found for what in theirs):
+        others = [rank for rank, theirs in enumerate(found) if theirs.get(what) != found[0].get(what)]
+        if not others:
+            continue
+        own = json.dumps(facts.get(what)).encode()
+        values = [json.loads(message) for message in exchange(own, f"the {what} of each rank")]
+        path, first, other = _first_difference(values[0], values[others[0]])
+        where = "".join(f"{each} of " for each in reversed(path)).removesuffix(" of ")
+        raise RankError(
+            f"Every rank was expected to bring the same {what}; found {where}{' ' if where else ''}{_text(first)} on "
+            f"rank 0, {_text(other)} on rank {others[0]}. Build the model, the optimizer and the config in the same "
+            "way on all of them."
+        )
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _first_difference(first: Any, other: Any, path: Sequence[str] = ()) -> tuple[Sequence[str], Any, Any]:
+    """The names on the way to the first value that differs, and both values; None where there is none. What one rank
+    alone has comes first: it moves the others."""
+    if isinstance(first, dict) and isinstance(other, dict):
+        alone = [key for key in (*first, *other) if (key in first) != (key in other)]
+        for key in (*alone, *first):
+            if first.get(key) != other.get(key):
+                return _first_difference(first.get(key), other.get(key), (*path, key))
+    return path, first, other
+
+
+def _text(value: Any) -> str:
+    return "nothing" if value is None else json.dumps(value)
