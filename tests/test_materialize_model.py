@@ -18,7 +18,7 @@ from tests.fakes.io_faults import Fault
 from tests.support.configs import zero_section
 from tests.support.faulty_runs import faulty_disks
 from tiered_zero.errors import TransferError
-from tiered_zero.params.guarded_parameter import handler_of
+from tiered_zero.params.param_handlers import handler_of
 
 pytestmark = [pytest.mark.usefixtures("one_thread", "no_leaks")]
 

@@ -24,8 +24,9 @@ from tiered_zero.optim.rule import UpdateRule
 from tiered_zero.optim.state_formats import check_params, master_format
 from tiered_zero.optim.state_layout import StateLayout
 from tiered_zero.params.aliases import check_memory
-from tiered_zero.params.guarded_parameter import ClosedEngine, handler_of
+from tiered_zero.params.guarded_parameter import ClosedEngine
 from tiered_zero.params.model_spec import list_params, module_tree, packed_nbytes, persistent_buffers
+from tiered_zero.params.param_handlers import handler_of
 from tiered_zero.plan.planner import Plan, make_plan
 from tiered_zero.plan.rank_facts import compare_facts
 from tiered_zero.plan.request import (

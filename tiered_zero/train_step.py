@@ -196,6 +196,10 @@ class TrainStep:
         if not self.is_closed:
             self.recovery.recover()
 
+    def watch(self, param: nn.Parameter) -> None:
+        """Watch the values of a parameter in use, whose memory user code is about to get."""
+        self.pager.changes.watch(param)
+
     # -- the engine's calls --------------------------------------------------------------------------------------------
 
     def check(self, trains: bool = False) -> None:

@@ -19,6 +19,7 @@ from tiered_zero.errors import ParameterOffloadedError
 from tiered_zero.layout.flat import Unit
 from tiered_zero.params.flat_storage import FlatStorage
 from tiered_zero.params.guarded_parameter import OffloadedParameter
+from tiered_zero.params.param_in_use import class_in_use
 
 CPU = torch.device("cpu")
 
@@ -39,6 +40,9 @@ class Refusing:
 
     def idle_copy(self, param: nn.Parameter) -> torch.Tensor | None:
         return None
+
+    def watch(self, param: nn.Parameter) -> None:
+        """Nobody looks."""
 
 
 class Fetching:
@@ -61,6 +65,9 @@ class Fetching:
 
     def idle_copy(self, param: nn.Parameter) -> torch.Tensor | None:
         return None
+
+    def watch(self, param: nn.Parameter) -> None:
+        """Nobody looks."""
 
 
 def offloaded(shape: tuple[int, ...] = (4, 4)) -> tuple[nn.Parameter, Refusing]:
@@ -189,7 +196,7 @@ def test_once_fetched_the_call_gives_what_a_plain_parameter_gives(use: str) -> N
     with torch.no_grad():
         found, expected = BYTES[use](param), BYTES[use](plain)
     assert pager.num_faults == 1
-    assert type(param) is nn.Parameter
+    assert type(param) is class_in_use(nn.Parameter)
     compare(found, expected)
 
 
@@ -226,7 +233,8 @@ def test_a_subclass_of_parameter_is_itself_again_in_use() -> None:
     pager.storage = FlatStorage(unit, [param], CPU, pager)
     assert type(param) is OffloadedParameter
     assert torch.equal(param * 1, values)
-    assert type(param) is Scaled and param.scale == 3.0 and param.note == "kept"  # type: ignore[attr-defined]
+    assert type(param) is class_in_use(Scaled)
+    assert isinstance(param, Scaled) and param.scale == 3.0 and param.note == "kept"  # type: ignore[attr-defined]
     pager.storage.guard()
     assert type(param) is OffloadedParameter
 

@@ -210,10 +210,7 @@ def _build(run_spec: RunSpec, lr_scheduler: Any, collectives: Collectives, loade
         materialize_model(materializer, run_spec.units, run_spec.params_of, placer, snapshot)
         materializer.move_buffers(accelerator.device, collectives)
         trainable = [unit for unit in run_spec.units if unit.trainable]
-        visible_gradients.open(
-            [param for unit in trainable for param in run_spec.params_of(unit)],
-            [pager.storage(unit) for unit in trainable],
-        )
+        visible_gradients.open([param for unit in trainable for param in run_spec.params_of(unit)])
         hooks = ModuleHooks(run_spec.model, run_spec.units, step)
         resources.add("hooks", hooks.remove)
         hooks.install()

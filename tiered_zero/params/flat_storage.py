@@ -4,11 +4,6 @@ The parameters of a unit are views of `flat`. `storage.resize_(0)` frees the mem
 dtype and place in autograd's graphs; a later `resize_` and copy brings the bytes back under the same views.
 While they are guarded the parameters are views of a second storage, whose address torch refuses.
 On the CPU device the storage is a range of huge pages (hardware/huge_pages.py): it stays, and its memory is unmapped.
-
-[Note: Writes through .data]
-`param.data.mul_()` moves no version counter. So a few elements of each parameter are compared, bit for bit, between
-`unguard` and `end_change`: a scaling, a clamp or a mask of the whole parameter is found, a write to single elements
-perhaps not. On a GPU the result is left there until the next step looks at it (`late_change`), so that no thread waits.
 """
 
 from __future__ import annotations
@@ -25,30 +20,10 @@ from tiered_zero.errors import ModelError
 from tiered_zero.hardware.huge_pages import PageRange
 from tiered_zero.layout.flat import Unit
 from tiered_zero.params.dispatch_key import keyed
-from tiered_zero.params.guarded_parameter import (
-    ClosedEngine,
-    FaultHandler,
-    OffloadedParameter,
-    release_param,
-    resident_class,
-    set_handler,
-)
-
-_NUM_SAMPLES = 8
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-"""Integers of the same size as an element: NaN differs from itself. int64 for elements of 8 bytes or more."""
-
-
-def _sample_places(unit: Unit) -> torch.Tensor:
-    """Words of the flat that are compared, int64: `_NUM_SAMPLES` of each parameter, in no regular pattern."""
-    step = -(-unit.itemsize // 8)
-    golden = (5**0.5 - 1) / 2
-    places = {
-        entry.start + int(entry.param.numel * (number * golden % 1))
-        for entry in unit.entries
-        for number in range(_NUM_SAMPLES if entry.param.numel else 0)
-    }
-    return torch.tensor(sorted(places), dtype=torch.int64) * step
+from tiered_zero.params.guarded_parameter import ClosedEngine, OffloadedParameter
+from tiered_zero.params.param_handlers import FaultHandler, release_param, set_data, set_handler
+from tiered_zero.params.param_in_use import class_in_use
+from tiered_zero.params.param_watch import ParamWatch
 
 
 class FlatStorage:
@@ -73,12 +48,8 @@ class FlatStorage:
         self._entries = tuple(zip(unit.entries, params, strict=True))
         self._starts = [entry.start * unit.itemsize for entry in unit.entries]
         self._classes = tuple(type(param) for param in params)
-        self._versions = [0] * len(self._params)
-        self._shows_grads = False
-        self._sampled = _sample_places(unit).to(device)
-        self._samples: torch.Tensor | None = None
-        self._differs: torch.Tensor | None = None
-        """[number of samples] bool on the device: which have changed since `late_change` was last called."""
+        self._classes_in_use = tuple(map(class_in_use, self._classes))
+        self.watch = ParamWatch(self._params, self._place_of)
         for param in params:
             set_handler(param, handler)
         self._num_references = self._count_references()
@@ -94,11 +65,10 @@ class FlatStorage:
             self._guarded_bytes.resize_(0)  # before the next one takes as much
         self.flat = self._new_flat(None if self._place is None else self._place.tensor)
         self._bytes = self.flat.untyped_storage()
-        self._words = self.flat.view(_WORDS.get(self.unit.itemsize, torch.int64))
         with torch._C.DisableTorchFunctionSubclass():
             self._views = self._views_of(self.flat)
             for param, view in zip(self._params, self._views, strict=True):
-                param.data = view
+                set_data(param, view)
         del guarded
         self._num_own_uses = self._num_uses
         if self._place is None:
@@ -111,6 +81,10 @@ class FlatStorage:
 
     def _views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
         return [entry.param.view(flat[entry.start : entry.stop]) for entry in self.unit.entries]
+
+    def _place_of(self, index: int) -> torch.Tensor:
+        entry = self.unit.entries[index]
+        return self.flat[entry.start : entry.stop]
 
     @property
     def _num_uses(self) -> int:
@@ -171,39 +145,28 @@ class FlatStorage:
         self.flat.data.view(torch.uint8).fill_(0xFF)
 
     def unguard(self) -> None:
-        """Make the parameters plain, but for their `grad` while that is shown: the bytes are valid."""
+        """Let the parameters be used: the bytes are valid."""
         with torch._C.DisableTorchFunctionSubclass():
-            for param, view, own in zip(self._params, self._views, self._classes, strict=True):
-                param.data = view
-                param.__class__ = resident_class(own) if self._shows_grads else own
-        self.begin_watch()
-
-    def begin_watch(self) -> None:
-        """Compare parameters with their values of now from here on."""
-        self._versions = [param._version for param in self._params]
-        self._samples = self._words.index_select(0, self._sampled)
+            for param, view, in_use in zip(self._params, self._views, self._classes_in_use, strict=True):
+                set_data(param, view)
+                param.__class__ = in_use
+        self.watch.begin()
 
     def end_change(self) -> str | None:
-        """Return the name of a parameter that has changed since `unguard`: written to in place, or given other memory
+        """Return the name of a parameter that has changed since `unguard`: written to, or given other memory
         (`param.data = ...`), which is dropped. [Note: Writes through .data]"""
-        for (entry, param), version in zip(self._entries, self._versions, strict=True):
-            if param._version != version or param.untyped_storage()._cdata != self.key:
-                self.reattach(keep=False)
-                return entry.param.name
-        if self._samples is None:
+        changed = next((i for i, param in enumerate(self._params) if not self._is_own(param)), None)
+        if changed is None:
+            changed = self.watch.find_change()
+        if self.watch.has_values and not self.is_viewed:
+            self.watch.end_values()
+        if changed is None:
             return None
-        samples = self._words.index_select(0, self._sampled)
-        differs, self._samples = samples != self._samples, samples
-        self._differs = differs if self._differs is None else self._differs | differs
-        return self.late_change() if self._device.type == "cpu" else None
+        self.reattach(keep=False)
+        return self.unit.entries[changed].param.name
 
-    def late_change(self) -> str | None:
-        """Return the name of a parameter whose samples `end_change` found changed. Waits for the device."""
-        differs, self._differs = self._differs, None
-        if differs is None or not bool(differs.any()):
-            return None
-        place = int(self._sampled[differs][0]) * self._words.itemsize // self.unit.itemsize
-        return next(entry.param.name for entry in self.unit.entries if place < entry.stop)
+    def _is_own(self, param: nn.Parameter) -> bool:
+        return bool(param.untyped_storage()._cdata == self.key)
 
     def check_converted(self) -> None:
         """Raises ModelError where a parameter in use has another dtype or device than the flat, as
@@ -220,7 +183,7 @@ class FlatStorage:
         """Make parameters views of the flat again, and watch them anew. `keep`: copy values of those that were given
         other memory into it. Raises ModelError for one of another shape."""
         for entry, param in self._entries:
-            if param.untyped_storage()._cdata == self.key:
+            if self._is_own(param):
                 continue
             if keep and param.shape != entry.param.shape:
                 raise ModelError(
@@ -229,32 +192,16 @@ class FlatStorage:
                 )
             own = entry.param.view(self.flat[entry.start : entry.stop])
             if keep:
-                own.copy_(param.data)
-            param.data = own
-        self.begin_watch()
+                own.copy_(torch.Tensor.detach(param))
+            set_data(param, own)
+        self.watch.begin()
 
     def guard(self) -> None:
         """Make every parameter an OffloadedParameter: its bytes must not be read, in C++ neither."""
         with torch._C.DisableTorchFunctionSubclass():
             for param, view in zip(self._params, self._keyed_views, strict=True):
                 param.__class__ = OffloadedParameter  # first: only such a parameter may have the key
-                param.data = view
-
-    def show_grads(self) -> None:
-        """Read `grad` of parameters from its home until `hide_grads`."""
-        self._shows_grads = True
-        for param, own in zip(self._params, self._classes, strict=True):
-            if type(param) is own:
-                param.__class__ = resident_class(own)
-
-    def hide_grads(self) -> None:
-        """Make parameters that are not guarded plain."""
-        if not self._shows_grads:
-            return
-        self._shows_grads = False
-        for param, own in zip(self._params, self._classes, strict=True):
-            if not isinstance(param, OffloadedParameter):
-                param.__class__ = own
+                set_data(param, view)
 
     @property
     def key(self) -> int:
@@ -277,7 +224,7 @@ class FlatStorage:
             return
         with torch._C.DisableTorchFunctionSubclass():
             for param, view, own in zip(self._params, self._views, self._classes, strict=True):
-                param.data = view.clone()
+                set_data(param, view.clone())
                 release_param(param, own)
 
     def orphan_params(self) -> None:

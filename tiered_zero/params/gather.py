@@ -13,8 +13,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from tiered_zero.errors import ModelError
 from tiered_zero.interrupts import INTERRUPTS, mark_protected
-from tiered_zero.params.guarded_parameter import ClosedEngine, handler_of
+from tiered_zero.params.guarded_parameter import ClosedEngine
 from tiered_zero.params.pager import Pager
+from tiered_zero.params.param_handlers import handler_of
 from tiered_zero.params.saved_views import Saved, SavedViews
 from tiered_zero.params.unit_state import PagedUnit
 

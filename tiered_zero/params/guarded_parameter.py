@@ -9,30 +9,23 @@ While the unit is in use they are plain `Parameter`s again and cost nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from tiered_zero.errors import ParameterOffloadedError
 from tiered_zero.params import dispatch_key
 from tiered_zero.params.dispatch_key import without_key
-
-
-class FaultHandler(Protocol):
-    """What a guarded parameter asks for its bytes: the TrainStep of its engine."""
-
-    def fault_in(self, params: Sequence[nn.Parameter], function: str) -> None:
-        """Bring the units of `params`, the first of which is offloaded, together for the running forward or backward,
-        or raise ParameterOffloadedError."""
-
-    def copy_of(self, param: nn.Parameter) -> torch.Tensor | None:
-        """Copy the parameter to the CPU while a state_dict is taken; else return None."""
-
-    def idle_copy(self, param: nn.Parameter) -> torch.Tensor | None:
-        """Copy an offloaded parameter to the CPU, for a copy of its module; return None while modules run."""
+from tiered_zero.params.param_handlers import (
+    assign_grad,
+    handler_of,
+    read_grad,
+    release_param,
+    require_handler,
+    set_data,
+)
+from tiered_zero.params.param_in_use import WATCHED
 
 
 class ClosedEngine:
@@ -44,14 +37,14 @@ class ClosedEngine:
 
     def revive(self, param: nn.Parameter, func: Callable[..., Any], args: Sequence[Any]) -> bool:
         """Whether `func` gives the parameter a value, as load_state_dict() does: then it is plain again, with it."""
-        if func not in (torch.Tensor.copy_, _set_data) or args[0] is not param:
+        if func not in (torch.Tensor.copy_, set_data) or args[0] is not param:
             return False
         if isinstance(value := args[1], OffloadedParameter):
             return False
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            if func != _set_data:
+            if func != set_data:
                 value = torch.empty(param.shape, dtype=param.dtype, device=param.device).copy_(value)
-            param.data = value
+            set_data(param, value)
         release_param(param, self._own_class)
         return True
 
@@ -68,29 +61,15 @@ class ClosedEngine:
     def idle_copy(self, param: nn.Parameter) -> torch.Tensor | None:
         return None
 
-
-_handlers: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
-
-def handler_of(param: nn.Parameter) -> FaultHandler | None:
-    """Return the handler of this parameter, ClosedEngine after its engine's end; None for a plain parameter."""
-    return _handlers.get(param)  # type: ignore[no-untyped-call,no-any-return]
-
-
-def set_handler(param: nn.Parameter, handler: FaultHandler) -> None:
-    _handlers[param] = handler
-
-
-def release_param(param: nn.Parameter, own: type[nn.Parameter]) -> None:
-    """Make the parameter a plain one of its `own` class again, without a handler."""
-    param.__class__ = own
-    _handlers.pop(param, None)  # type: ignore[no-untyped-call]
+    def watch(self, param: nn.Parameter) -> None:
+        """Nothing comes of a change."""
 
 
 _CONVERSIONS = frozenset("to cpu cuda type float double half bfloat16".split())
 """Functions that return the tensor itself where it is as wanted, which `module.to()` relies on."""
 # What may be asked of an offloaded parameter: everything but its bytes.
 _BYTE_PROPERTIES = frozenset({"data", "T", "H", "mT", "mH", "real", "imag"})
+_GIVES_MEMORY = frozenset({".data", "detach", *WATCHED})
 _METADATA_METHODS = frozenset(
     "size dim ndimension numel nelement stride storage_offset is_contiguous element_size is_floating_point is_complex "
     "is_signed get_device requires_grad_ register_hook register_post_accumulate_grad_hook retain_grad __len__ "
@@ -98,74 +77,6 @@ _METADATA_METHODS = frozenset(
     "_has_compatible_shallow_copy_type empty_like zeros_like ones_like full_like rand_like randn_like randint_like "
     "new_empty new_empty_strided new_zeros new_ones new_full".split()
 )
-
-
-_grad: Any = torch.Tensor.grad  # the descriptor
-_gradient_homes: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
-
-class GradientHome(Protocol):
-    """Where the gradients of parameters are between backward and step()."""
-
-    def set_hidden(self, why: str | None) -> None:
-        """Refuse to read and assign them, with the reason `why`; None allows both."""
-
-    @property
-    def has_gradients(self) -> bool: ...
-
-    def read(self, param: nn.Parameter) -> torch.Tensor | None:
-        """Return what `param.grad` is."""
-
-    def assign(self, param: nn.Parameter, value: torch.Tensor | None) -> None:
-        """Do `param.grad = value`."""
-
-
-def set_gradient_home(param: nn.Parameter, home: GradientHome | None) -> None:
-    """Let `home` answer for `param.grad` of a ResidentParameter or OffloadedParameter without autograd's attribute."""
-    if home is None:
-        _gradient_homes.pop(param, None)  # type: ignore[no-untyped-call]
-    else:
-        _gradient_homes[param] = home
-
-
-def _read_grad(param: nn.Parameter) -> torch.Tensor | None:
-    with torch._C.DisableTorchFunctionSubclass():
-        grad: torch.Tensor | None = _grad.__get__(param)
-    home: GradientHome | None = _gradient_homes.get(param)  # type: ignore[no-untyped-call]
-    return grad if grad is not None or home is None else home.read(param)
-
-
-def _assign_grad(param: nn.Parameter, value: torch.Tensor | None) -> None:
-    home: GradientHome | None = _gradient_homes.get(param)  # type: ignore[no-untyped-call]
-    if home is not None:
-        home.assign(param, value)
-        value = None
-    with torch._C.DisableTorchFunctionSubclass():
-        _grad.__set__(param, value)
-
-
-class ResidentParameter(nn.Parameter):
-    """A parameter whose bytes are on the device, between backward and step(). Operators treat it as a plain one; its
-    `grad` is at its home."""
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    def __new__(cls, data: torch.Tensor, requires_grad: bool = True) -> Any:
-        return nn.Parameter(data, requires_grad)  # a copy has no handler
-
-    grad = property(_read_grad, _assign_grad, lambda param: _assign_grad(param, None))
-
-
-@cache
-def resident_class(own: type[nn.Parameter]) -> type[nn.Parameter]:
-    """`own` with the `grad` of a ResidentParameter."""
-    if own is nn.Parameter:
-        return ResidentParameter
-
-    def new(_: type, *args: Any, **kwargs: Any) -> Any:
-        return own(*args, **kwargs)
-
-    return type(own.__name__, (own,), {"grad": ResidentParameter.grad, "__new__": new})
 
 
 def offloaded_error(
@@ -202,22 +113,28 @@ class OffloadedParameter(nn.Parameter):
         keywords = dict(kwargs or {})
         first = args[0] if args else None
         if isinstance(first, OffloadedParameter) and _keeps(func, first, args[1:], keywords):
-            return None if func == _set_data else first
+            return None if func == set_data else first
         if _is_metadata(func):
             with torch._C.DisableTorchFunctionSubclass(), without_key():
                 return func(*args, **keywords)
         if func not in (torch.autograd.grad, torch.autograd.backward):  # backward fetches what it needs
             for param, used in _offloaded_in((args, keywords)):
-                handler: FaultHandler = _handlers[param]
+                handler = require_handler(param)
                 if isinstance(handler, ClosedEngine) and handler.revive(param, func, args):
-                    return param if func != _set_data else None
+                    return param if func != set_data else None
                 if func is torch.Tensor.detach and (copy := handler.copy_of(param)) is not None:
                     return copy
                 _fault_in(param, used, _name_of(func))
+                if param is first and _name_of(func) in _GIVES_MEMORY:
+                    handler.watch(param)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **keywords)
 
-    grad = ResidentParameter.grad
+    grad = property(
+        lambda param: read_grad(param, True),
+        lambda param, value: assign_grad(param, value, True),
+        lambda param: assign_grad(param, None, True),
+    )
 
     def __format__(self, spec: str) -> str:
         return super().__format__(spec) if spec else repr(self)  # type: ignore[no-untyped-call]
@@ -240,12 +157,12 @@ class OffloadedParameter(nn.Parameter):
 
     def as_subclass(self, cls: type[Any]) -> Any:
         """torch does not dispatch here."""
-        _handlers[self].fault_in([self], "as_subclass")
+        require_handler(self).fault_in([self], "as_subclass")
         return self.as_subclass(cls)
 
     def _plain_copy(self, function: str) -> nn.Parameter | None:
         """Copy the parameter to the CPU, as state_dict() does. None: it is in use now, and of its own class."""
-        handler: FaultHandler = _handlers[self]
+        handler = require_handler(self)
         if (value := handler.idle_copy(self)) is not None:
             return nn.Parameter(value, self.requires_grad)
         handler.fault_in([self], function)
@@ -270,13 +187,10 @@ def set_keyed_alone(params: Iterable[nn.Parameter], keyed_alone: bool) -> None:
             param.__class__ = KeyedParameter if keyed_alone else OffloadedParameter
 
 
-_set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-
-
 def _keeps(func: Callable[..., Any], param: nn.Parameter, args: Sequence[Any], keywords: Mapping[str, Any]) -> bool:
     """Whether `func` leaves the parameter as it is: a conversion to what it is, or `param.data = param`. That is all
     that `module.to(device)` does to a parameter that is there already."""
-    if func == _set_data:
+    if func == set_data:
         return args[0] is param
     if getattr(func, "__name__", "") not in _CONVERSIONS or not (args or keywords or func.__name__ != "type"):
         return False
@@ -302,7 +216,7 @@ def _is_metadata(func: Callable[..., Any]) -> bool:
 
 def _fault_in(param: nn.Parameter, used: Sequence[nn.Parameter], function: str) -> None:
     """Fetch `param`, together with those that are `used` with it."""
-    handler: FaultHandler = _handlers[param]
+    handler = require_handler(param)
     handler.fault_in([param, *(other for other in used if handler_of(other) is handler)], function)
 
 

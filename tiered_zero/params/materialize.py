@@ -30,8 +30,8 @@ from tiered_zero.hardware.collectives import Collectives
 from tiered_zero.hardware.host_memory import temporary_zeros, trim_malloc
 from tiered_zero.interrupts import INTERRUPTS
 from tiered_zero.layout.flat import ParamSpec, Unit
-from tiered_zero.params.guarded_parameter import FaultHandler
 from tiered_zero.params.pager import Pager
+from tiered_zero.params.param_handlers import FaultHandler
 from tiered_zero.params.snapshot import ModelSnapshot
 from tiered_zero.params.weight_paths import weight_paths
 

@@ -15,10 +15,11 @@ from tiered_zero.interrupts import INTERRUPTS, protected
 from tiered_zero.layout.flat import Unit
 from tiered_zero.params.driver_thread import CallPhase, DriverThread
 from tiered_zero.params.flat_storage import FlatStorage
-from tiered_zero.params.guarded_parameter import FaultHandler, offloaded_error
+from tiered_zero.params.guarded_parameter import offloaded_error
 from tiered_zero.params.offloaded_params import OffloadedParams
 from tiered_zero.params.outside_modes import runs_outside_modes
 from tiered_zero.params.param_changes import ParamChanges
+from tiered_zero.params.param_handlers import FaultHandler
 from tiered_zero.params.saved_views import SavedViews
 from tiered_zero.params.state_dict import ParamCopies
 from tiered_zero.params.unit_cache import UnitCache

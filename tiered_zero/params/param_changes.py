@@ -7,6 +7,7 @@ from contextlib import contextmanager, suppress
 from typing import final
 
 import torch
+from torch import nn
 
 from tiered_zero.errors import ModelError, RankError
 from tiered_zero.hardware.agreement import agree
@@ -27,6 +28,20 @@ class ParamChanges:
         self._ranks = runtime.collectives
         self._offloaded_params = offloaded_params
         self._refusal: ModelError | None = None
+        self._watched: set[PagedUnit] = set()
+        """Units of which user code was given memory."""
+
+    @runs_outside_modes
+    def watch(self, param: nn.Parameter) -> None:
+        """Copy the values of a parameter whose memory user code is about to get. What was watched before it is compared
+        now, where no view of it is left."""
+        for paged in [other for other in self._watched if not other.storage.is_viewed]:
+            self.look(paged)
+            self._watched.discard(paged)
+        paged = self._units.by_param[param]
+        if paged.state is UnitState.IN_USE:
+            paged.storage.watch.copy_values(paged.params[param])
+            self._watched.add(paged)
 
     def look(self, paged: PagedUnit) -> None:
         """Mark a unit in use as stale where its parameters were changed: the change is lost, and the next `refuse`
@@ -35,15 +50,11 @@ class ParamChanges:
             self._refusal = _changed_past_home(name)
             _mark_stale(paged)
 
-    def refuse(self, late: bool = False) -> None:
-        """Raises ModelError where parameters were changed past their homes since the last call. `late`: also look at
-        what only the device knows yet, and wait for it."""
-        if self._refusal is not None:
-            refusal, self._refusal = self._refusal, None
+    def refuse(self) -> None:
+        """Raise ModelError where parameters were changed past their homes since the last call."""
+        refusal, self._refusal = self._refusal, None
+        if refusal is not None:
             raise refusal
-        for paged in self._units if late else ():
-            if (name := paged.storage.late_change()) is not None:
-                raise _changed_past_home(name)
 
     @runs_outside_modes
     def check_converted(self) -> None:
@@ -93,7 +104,7 @@ class ParamChanges:
             if self._ranks.world_size > 1:
                 flat = self._accelerator.alias(paged.storage.flat)  # gloo's threads let go of it later
                 self._ranks.broadcast(flat, modifier_rank, f"changed values of {paged.unit.name}")
-                paged.storage.begin_watch()
+                paged.storage.watch.begin()
             self._offloaded_params.change(paged.unit, paged.storage.flat, old)
         except Exception:
             _mark_stale(paged)

@@ -17,7 +17,7 @@ from typing import final
 import torch
 from torch import nn
 
-from tiered_zero.params.guarded_parameter import release_param
+from tiered_zero.params.param_handlers import release_param
 
 logger = logging.getLogger("tiered_zero")
 

@@ -44,7 +44,7 @@ class UpdateGuard:
         for paged in self._units:
             if paged.unit.trainable:
                 self._invalidate(paged)
-        self._changes.refuse(late=True)
+        self._changes.refuse()
 
     def invalidate_all(self) -> None:
         """Drop what the device holds of every unit, frozen ones too: all of them are about to be loaded.
@@ -55,7 +55,7 @@ class UpdateGuard:
                 self._invalidate(paged)
             else:
                 paged.version += 1
-        self._changes.refuse(late=True)
+        self._changes.refuse()
 
     def _invalidate(self, paged: PagedUnit) -> None:
         paged.version += 1
@@ -75,7 +75,7 @@ class UpdateGuard:
         """Watch resident units that are in use for changes by hand from here on: they have their new values."""
         for paged in self._units:
             if paged.state is UnitState.IN_USE and paged.is_resident:
-                paged.storage.begin_watch()
+                paged.storage.watch.begin()
 
     def begin_back_update(self) -> None:
         """Note the swap that ends a delayed update, which writes the "param_back" homes while compute reads the "param"
@@ -106,7 +106,7 @@ class UpdateGuard:
             self._invalidate(paged)
             if paged.is_resident:
                 self._cache.guard(paged)
-        self._changes.refuse(late=True)
+        self._changes.refuse()
 
     def block_unit_for_update(self, unit: Unit) -> bool:
         """Refuse use of a unit, whose update begins in backward, until the step is taken. False, with nothing done,

@@ -7,8 +7,7 @@ from typing import final
 
 from torch import nn
 
-from tiered_zero.params.flat_storage import FlatStorage
-from tiered_zero.params.guarded_parameter import GradientHome, set_gradient_home
+from tiered_zero.params.param_handlers import GradientHome, set_shown_gradients
 
 _HIDDEN_BY_UPDATE = (
     'its update begins in backward, as it does where nothing is clipped or checked. Set "tiered_zero": '
@@ -23,25 +22,25 @@ _HIDDEN_BY_RANKS = (
 
 @final
 class VisibleGradients:
-    """Reads `param.grad` of trainable parameters from the gradient's home, from backward to step().
+    """Lets `param.grad` of trainable parameters be read from the gradient's home, from backward to step().
 
     A backward moves each gradient to its home, which may be on another device and, where micro-batches are summed, in
-    fp32; autograd's own attribute could hold neither. While there are gradients and no call is running, parameters that
-    are not guarded get another `grad`; guarded ones have one anyway. Without gradients autograd's attribute is the
-    place for what users assign. Driver thread.
+    fp32; autograd's own attribute could hold neither. A parameter in use asks here while there are gradients and no
+    call is running; a guarded one at any time. Without gradients autograd's attribute is the place for what users
+    assign. Driver thread.
     """
 
     def __init__(self, home: GradientHome, num_ranks: int = 1) -> None:
         self._params: Sequence[nn.Parameter] = ()
-        self._storages: Sequence[FlatStorage] = ()
-        self._home = home
+        self.home = home
+        self.is_open = False
         self._num_ranks = num_ranks
 
-    def open(self, params: Sequence[nn.Parameter], storages: Sequence[FlatStorage]) -> None:
-        """`params`, `storages`: all that are trainable."""
-        self._params, self._storages = params, storages
+    def open(self, params: Sequence[nn.Parameter]) -> None:
+        """`params`: all that are trainable."""
+        self._params = params
         for param in params:
-            set_gradient_home(param, self._home)
+            set_shown_gradients(param, self)
 
     def set_hidden(self, updates_in_backward: bool = False) -> None:
         """Refuse to read or assign gradients until step(), where an update or other ranks change them.
@@ -49,20 +48,17 @@ class VisibleGradients:
         `updates_in_backward`: the same in every step, though the first step's update never begins in backward.
         """
         by_ranks = _HIDDEN_BY_RANKS if self._num_ranks > 1 else None
-        self._home.set_hidden(_HIDDEN_BY_UPDATE if updates_in_backward else by_ranks)
+        self.home.set_hidden(_HIDDEN_BY_UPDATE if updates_in_backward else by_ranks)
 
     def show(self) -> None:
         """Show gradients, if there are any: a forward or a backward has ended."""
-        if self._home.has_gradients:
-            for storage in self._storages:
-                storage.show_grads()
+        self.is_open = self.home.has_gradients
 
     def hide(self) -> None:
         """Hide gradients: a forward, a backward or a step begins, or they are dropped."""
-        for storage in self._storages:
-            storage.hide_grads()
+        self.is_open = False
 
     def close(self) -> None:
         self.hide()
         for param in self._params:
-            set_gradient_home(param, None)
+            set_shown_gradients(param, None)
