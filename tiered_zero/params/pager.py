@@ -180,13 +180,17 @@ class Pager:
         for unit in units:
             self.acquire(unit)
             frame.held.append(self.units.by_index[unit.index])
-        self.saved_views.save_recomputed()
+        frame.is_in_checkpoint = self.saved_views.begin_in_checkpoint()
+        if not frame.is_in_checkpoint:
+            self.saved_views.save_recomputed()
 
     @runs_outside_modes
     def exit_frame(self) -> None:
         if not self._frames:  # its module was refused before it had one
             return
         frame = self._frames.pop()
+        if frame.is_in_checkpoint:
+            self.saved_views.end_in_checkpoint()
         for paged in frame.held:
             self.release(paged.unit)
         if self.phase.pass_name != "backward":
@@ -235,12 +239,12 @@ class Pager:
         tier = self._inventory.home(paged.unit, "param").tier.name
         raise offloaded_error(function, name, tier, paged.unit.dtype, self._accelerator.device)
 
-    def _fault_in_saved(self, unit_index: int, version: int) -> FlatStorage:
+    def _fault_in_saved(self, unit_index: int, version: int | None) -> FlatStorage:
         """Bring a unit of which autograd unpacks a view that it saved at `version`. Raises ModelError where its weights
         have changed since."""
         self._notice_backward()
         paged = self.units.by_index[unit_index]
-        if paged.weights is not WeightState.UPDATING and paged.version != version:
+        if paged.weights is not WeightState.UPDATING and version not in (None, paged.version):
             raise ModelError(
                 f"Backward needs weights of {paged.unit.name} as its forward saw them, and they have changed since (by "
                 "a step, or by hand). Call backward before step(), or forward again after it."

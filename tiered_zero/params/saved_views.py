@@ -9,7 +9,7 @@ detached: a node that holds its own output would keep itself, and the graph behi
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 import torch
@@ -22,11 +22,12 @@ from tiered_zero.params.unit_state import UnitTable
 @dataclass(frozen=True, kw_only=True)
 class SavedView:
     """What autograd keeps instead of a view of a flat: which unit in which version, and the view's geometry in
-    elements. `counter`: the version counter of the parameter, which changes in place move."""
+    elements. `counter`: the version counter of the parameter, which changes in place move. Both None inside of a
+    checkpoint, which computes again with the weights as they are then."""
 
     unit_index: int
-    version: int
-    counter: int
+    version: int | None
+    counter: int | None
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
@@ -65,7 +66,7 @@ class SavedViews:
     """The pair of saved-tensor hooks of one engine. Autograd calls them: `pack` on the thread of forward, `unpack` on
     that of backward."""
 
-    def __init__(self, units: UnitTable, fault_in_saved: Callable[[int, int], FlatStorage]) -> None:
+    def __init__(self, units: UnitTable, fault_in_saved: Callable[[int, int | None], FlatStorage]) -> None:
         """`fault_in_saved(unit_index, version)`: the unit's storage, filled for the backward that runs."""
         self._units = units
         self._fault_in_saved = fault_in_saved
@@ -104,7 +105,7 @@ class SavedViews:
         and what it computes again runs without the engine's call around it."""
         if outer is None:
             return self.pack, self.unpack
-        if self.is_own(outer[0]) or getattr(outer[0], "__module__", "") == "torch.utils.checkpoint":
+        if self.is_own(outer[0]) or _is_of_checkpoint(outer[0]):
             return None
         return _PackInside(self, outer), self.unpack
 
@@ -117,14 +118,35 @@ class SavedViews:
         In one that the user has started past the engine none do, and autograd would save parameters themselves, whose
         bytes go as their unit is evicted. The hooks stay until the node of the backward that runs has ended: autograd
         then restores those of its thread."""
-        hooks = torch._C._autograd
-        if (
-            torch._C._current_graph_task_id() != -1
-            and torch.is_grad_enabled()
-            and hooks._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
-            and hooks._top_saved_tensors_default_hooks(True) is None
-        ):
-            hooks._push_saved_tensors_default_hooks(self.pack, self.unpack)
+        if torch._C._current_graph_task_id() != -1 and self._may_save() and self._top() is None:
+            torch._C._autograd._push_saved_tensors_default_hooks(self.pack, self.unpack)
+
+    def begin_in_checkpoint(self) -> bool:
+        """Save by name what a module computes inside of a checkpoint, until `end_in_checkpoint`. Returns whether it is
+        inside of one.
+
+        The checkpoint would hold the weights of what it has computed again until the backward of its region ends, and
+        their units could not be evicted. A module does the same in forward and in the recomputation, so that the
+        checkpoint counts alike."""
+        top = self._top()
+        if top is None or not _is_of_checkpoint(top[0]) or not self._may_save():
+            return False
+        torch._C._autograd._push_saved_tensors_default_hooks(_PackInside(self, top), self.unpack)
+        return True
+
+    def end_in_checkpoint(self) -> None:
+        top = self._top()
+        if top is not None and self.is_own(top[0]):
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+
+    def _may_save(self) -> bool:
+        enabled: bool = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
+        return enabled and torch.is_grad_enabled()
+
+    @staticmethod
+    def _top() -> tuple[Pack, Unpack] | None:
+        found: tuple[Pack, Unpack] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        return found
 
     def unpack(self, saved: Saved) -> torch.Tensor:
         """Return what forward saved, fetched where it is needed: an entry point of [Note: Entry points].
@@ -152,7 +174,7 @@ class SavedViews:
         view = storage.view(saved.size, saved.stride, saved.offset, saved.dtype)
         with torch._C.DisableTorchFunctionSubclass():
             counter = storage.param_at(saved.offset * view.itemsize)._version
-        if counter != saved.counter:
+        if saved.counter is not None and counter != saved.counter:
             raise _changed_in_place(view, counter, saved.counter)
         return view
 
@@ -167,7 +189,15 @@ class _PackInside:
 
     def __call__(self, tensor: torch.Tensor) -> Saved:
         saved, (pack, unpack) = self.views.pack(tensor), self._outer
-        return SavedByProgram(packed=pack(tensor), unpack=unpack) if isinstance(saved, tuple) else saved
+        if isinstance(saved, tuple):
+            return SavedByProgram(packed=pack(tensor), unpack=unpack)
+        if isinstance(saved, SavedView) and _is_of_checkpoint(pack):
+            return replace(saved, version=None, counter=None)
+        return saved
+
+
+def _is_of_checkpoint(pack: Pack) -> bool:
+    return getattr(pack, "__module__", "") == "torch.utils.checkpoint"
 
 
 def _changed_in_place(tensor: torch.Tensor, found: int, expected: int) -> RuntimeError:

@@ -166,10 +166,11 @@ def _describe(state: State) -> str:
 class Frame:
     """A running module, or the engine's forward. `held`: units that stay for its whole length. `faulted`: units of
     functions called in it; any of them is evicted when room is short and no view is held, and fetched again when the
-    next function is called with it."""
+    next function is called with it. `is_in_checkpoint`: hooks for saved tensors were set as it began."""
 
     held: list[PagedUnit] = field(default_factory=list)
     faulted: list[PagedUnit] = field(default_factory=list)
+    is_in_checkpoint: bool = False
 
 
 @dataclass(eq=False, kw_only=True)
