@@ -169,24 +169,6 @@ class OffloadedParameter(nn.Parameter):
         return None
 
 
-class KeyedParameter(OffloadedParameter):
-    """An OffloadedParameter that its dispatch key alone guards: `has_torch_function` does not find it.
-
-    [Note: Fused attention]
-    In evaluation torch's attention takes fused kernels, with other last bits, and for padded batches nested tensors,
-    with zeros at the padding; but not where a parameter that it is about to read, also of a module inside, has a
-    `__torch_function__`. So parameters have none while such a module runs, and our forward hooks are not counted."""
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-
-def set_keyed_alone(params: Iterable[nn.Parameter], keyed_alone: bool) -> None:
-    """Make those that are offloaded a KeyedParameter, or an OffloadedParameter again. See [Note: Fused attention]."""
-    for param in params:
-        if isinstance(param, OffloadedParameter):
-            param.__class__ = KeyedParameter if keyed_alone else OffloadedParameter
-
-
 def _keeps(func: Callable[..., Any], param: nn.Parameter, args: Sequence[Any], keywords: Mapping[str, Any]) -> bool:
     """Whether `func` leaves the parameter as it is: a conversion to what it is, or `param.data = param`. That is all
     that `module.to(device)` does to a parameter that is there already."""

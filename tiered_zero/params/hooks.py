@@ -6,7 +6,7 @@ Nothing here computes. Hooks call `TrainStep` where a forward begins or ends; se
 from __future__ import annotations
 
 import inspect
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, Protocol
@@ -19,7 +19,7 @@ from tiered_zero.errors import ModelError
 from tiered_zero.interrupts import INTERRUPTS, mark_protected
 from tiered_zero.layout.flat import Unit
 from tiered_zero.params.gather import gather
-from tiered_zero.params.guarded_parameter import OffloadedParameter, set_keyed_alone
+from tiered_zero.params.guarded_parameter import OffloadedParameter
 from tiered_zero.params.outside_modes import runs_outside_modes
 from tiered_zero.params.pager import Pager
 from tiered_zero.params.pass_scope import PassScope
@@ -81,38 +81,6 @@ class _ForwardHook(_Hook):
         )
 
 
-class _UncountedHooks(OrderedDict[int, Any]):
-    """The forward hooks of a module, of which `len` counts those of the program alone: torch's encoder layer leaves its
-    fused kernel where a module of it has any. See [Note: Fused attention]."""
-
-    def __init__(self, hooks: dict[int, Any]) -> None:
-        super().__init__(hooks)
-        self._hooks = hooks
-        self._num_others = sum(not isinstance(hook, _Hook) for hook in hooks.values())
-
-    def __len__(self) -> int:
-        return self._num_others
-
-    def __bool__(self) -> bool:
-        return True
-
-    def counted(self) -> dict[int, Any]:
-        """Return the module's table, with what the forward has registered."""
-        self._hooks.update((key, hook) for key, hook in self.items() if key not in self._hooks)
-        return self._hooks
-
-
-def _count_hooks(module: nn.Module, counted: bool) -> None:
-    """Let torch count our forward hooks of `module` and all inside it, or not. Handles keep the table itself."""
-    for inner in module.modules():
-        for name in ("_forward_hooks", "_forward_pre_hooks"):
-            table = vars(inner)[name]
-            if counted and isinstance(table, _UncountedHooks):
-                vars(inner)[name] = table.counted()
-            elif not counted and table and not isinstance(table, _UncountedHooks):
-                vars(inner)[name] = _UncountedHooks(table)
-
-
 def _hide_from_compiler() -> None:
     """torch.compile neither compiles what runs between the graphs of a module, or while autograd saves for it, nor
     what that calls. Unlike torch.compiler.disable this costs nothing per call."""
@@ -158,8 +126,6 @@ class ModuleHooks:
                 self._watch_direct_call(module)
         for module in modules.values():
             self._watch_state_dict(module)
-            if isinstance(module, (nn.MultiheadAttention, nn.TransformerEncoder, nn.TransformerEncoderLayer)):
-                self._watch_fused(module)
         for param in self._model.parameters():
             if param.requires_grad:
                 handle = param.register_post_accumulate_grad_hook(self._take)  # type: ignore[no-untyped-call]
@@ -169,7 +135,6 @@ class ModuleHooks:
                 self._handles.append(handle)
 
     def remove(self) -> None:
-        _count_hooks(self._model, counted=True)  # an interrupted forward may have left it so
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -200,24 +165,6 @@ class ModuleHooks:
                 events.post_forward()
 
         self._register(module, before, after)
-
-    def _watch_fused(self, module: nn.Module) -> None:
-        """See [Note: Fused attention]."""
-        params = tuple(module.parameters())
-        is_layer = isinstance(module, nn.TransformerEncoderLayer)
-
-        def before(module: nn.Module, _args: Any) -> None:
-            set_keyed_alone(params, not module.training)
-            if is_layer:
-                _count_hooks(module, counted=module.training)
-
-        def after(module: nn.Module, *_: Any) -> None:
-            set_keyed_alone(params, False)
-            if is_layer:
-                _count_hooks(module, counted=True)
-
-        self._handles.append(module.register_forward_pre_hook(_ForwardHook(self, before)))
-        self._handles.append(module.register_forward_hook(_ForwardHook(self, after), always_call=True))
 
     def _register(self, module: nn.Module, before: Callable[..., None], after: Callable[..., None]) -> None:
         """First of all pre-hooks, so that others find the parameters, and one that raises leaves a frame behind for
