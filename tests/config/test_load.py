@@ -32,6 +32,10 @@ def write(tmp_path: Path, text: str) -> Path:
     return path
 
 
+def one_cycle(**params: Any) -> dict[str, Any]:
+    return {"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": [0.1], "cycle_max_lr": 1, **params}}}
+
+
 class TestSource:
     def test_dict_path_and_args_agree(self, tmp_path: Path) -> None:
         path = write(tmp_path, '{"train_batch_size": 8}')
@@ -342,6 +346,12 @@ class TestUnknown:
             ),
             ({"flops_profiler": 7}, "flops_profiler: expected a value such as {} (dict)"),
             ({"scheduler": {"type": "OneCycle"}}, "scheduler.params.cycle_min_lr: expected a number"),
+            (one_cycle(decay_lr_rate=[0.1]), "scheduler.params.decay_lr_rate: expected a number; found [0.1]"),
+            (one_cycle(cycle_momentum=[True]), "scheduler.params.cycle_momentum: expected true or false; found"),
+            (one_cycle(cycle_first_step_size=[3]), "scheduler.params.cycle_first_step_size: "),
+            (one_cycle(cycle_max_mom=[0.9, "a"]), "scheduler.params.cycle_max_mom: expected a number, or a list"),
+            (one_cycle(cycle_max_mom=[0.9, float("nan")]), "scheduler.params.cycle_max_mom: expected a finite number"),
+            (one_cycle(cycle_min_mom=[None, 0.8]), "scheduler.params.cycle_min_mom: expected a number, or a list"),
         ],
     )
     def test_wrong_types(self, sections: dict[str, Any], expected: str) -> None:

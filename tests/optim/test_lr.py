@@ -216,6 +216,25 @@ class TestBuiltByHand:
         with pytest.raises(ConfigError, match="cycle_min_lr: expected one value or 2, one a param group; found 3"):
             schedules.OneCycle(optimizer, [0.1, 0.2, 0.3], 1.0)
 
+    def test_momentum_of_each_group(self) -> None:
+        """Each as if it were the only group."""
+        both, options = adam(0.1, 0.2), {"cycle_first_step_size": 2, "decay_mom_rate": 0.1, "decay_step_size": 1}
+        scheduler = schedules.OneCycle(both, 0.1, 0.2, cycle_min_mom=[0.5, 0.6], cycle_max_mom=[0.7, 0.9], **options)
+        alone = [adam(0.1), adam(0.2)]
+        of_one = [
+            schedules.OneCycle(one, 0.1, 0.2, cycle_min_mom=low, cycle_max_mom=high, **options)
+            for one, low, high in zip(alone, (0.5, 0.6), (0.7, 0.9), strict=True)
+        ]
+        for _ in range(7):
+            expected = [one.param_groups[0]["betas"] for one in alone]
+            assert [group["betas"] for group in both.param_groups] == expected and expected[0] != expected[1]
+            for each in (scheduler, *of_one):
+                each.step()
+        with pytest.raises(ConfigError, match="cycle_max_mom: expected one value or 2, one a param group; found 1"):
+            schedules.OneCycle(both, 0.1, 0.2, cycle_max_mom=[0.9])
+        with pytest.raises(ConfigError, match="cycle_max_mom: expected a list of numbers"):
+            schedules.OneCycle(both, 0.1, 0.2, cycle_max_mom=[0.9, None])
+
     def test_a_cycle_without_a_way_down(self) -> None:
         """DeepSpeed's formula with a step ratio of 1: x / 1 on the way up, and then the smallest rate."""
         params = {"cycle_min_lr": 0.0, "cycle_max_lr": 1.0, "cycle_first_step_size": 4, "cycle_second_step_size": 0}

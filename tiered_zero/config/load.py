@@ -260,9 +260,16 @@ def _argument(path: str, value: Any, default: Any) -> Any:
             return whole(value)
     except ValueError as error:
         raise ConfigError(f"{path}: {error}; found {shown(value)}.") from None
-    expected = (bool,) if isinstance(default, bool) else (str,) if default == "log" else (int, float, list, type(None))
-    if not isinstance(value, expected) or (isinstance(value, bool) and bool not in expected):
-        words = {bool: "true or false", str: '"log" or "linear"'}.get(expected[0], "a number")
+    if isinstance(default, bool):
+        fits, words = isinstance(value, bool), "true or false"
+    elif default == "log":
+        fits, words = isinstance(value, str), '"log" or "linear"'
+    else:
+        of_groups = path.endswith(("_lr", "_mom"))
+        words = "a number, or a list with one for each param group" if of_groups else "a number"
+        numbers = value if of_groups and isinstance(value, list) else [] if value is None else [value]
+        fits = all(type(number) in (int, float) for number in numbers)
+    if not fits:
         raise ConfigError(f"{path}: expected {words}; found {shown(value)}.")
     return value
 

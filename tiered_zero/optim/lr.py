@@ -193,8 +193,8 @@ class CycleShape:
     cycle_second_stair_count: int | None = None
     decay_step_size: int = 0
     cycle_momentum: bool = True
-    cycle_min_mom: float = 0.8
-    cycle_max_mom: float = 0.9
+    cycle_min_mom: float | Sequence[float] = 0.8
+    cycle_max_mom: float | Sequence[float] = 0.9
     decay_mom_rate: float = 0.0
     last_batch_iteration: int = -1
 
@@ -244,6 +244,8 @@ class OneCycle(Schedule):
         self.shape = CycleShape(**{name: value for name, value in options.items() if value is not None})
         self._min_lrs = _each_group(optimizer, "cycle_min_lr", cycle_min_lr)
         self._max_lrs = _each_group(optimizer, "cycle_max_lr", cycle_max_lr)
+        self._min_moms = _each_group(optimizer, "cycle_min_mom", self.shape.cycle_min_mom)
+        self._max_moms = _each_group(optimizer, "cycle_max_mom", self.shape.cycle_max_mom)
         self._cycles_momentum = self.shape.cycle_momentum and "betas" in optimizer.defaults
         if self.shape.cycle_momentum:
             found = f"beta2 is {self._BETA2} from now on" if self._cycles_momentum else "no, the optimizer has no betas"
@@ -265,14 +267,15 @@ class OneCycle(Schedule):
         if not self._cycles_momentum:
             return None
         shape, iteration = self.shape, self.last_batch_iteration
-        low, high = shape.cycle_min_mom, shape.cycle_max_mom
         if iteration < 0:
-            momentum = low
+            momentums = self._min_moms
         elif iteration < shape.total_size:
-            momentum = high - (high - low) * shape.height(iteration)
+            height, ends = shape.height(iteration), zip(self._min_moms, self._max_moms, strict=True)
+            momentums = [high - (high - low) * height for low, high in ends]
         else:
-            momentum = high * (1 + shape.decay_mom_rate * shape.decay_intervals(iteration))
-        return [(momentum, self._BETA2)] * len(self.optimizer.param_groups)
+            growth = 1 + shape.decay_mom_rate * shape.decay_intervals(iteration)
+            momentums = [high * growth for high in self._max_moms]
+        return [(momentum, self._BETA2) for momentum in momentums]
 
     def _apply(self) -> None:
         super()._apply()
@@ -306,12 +309,14 @@ def _each_group(optimizer: Optimizer, name: str, value: float | Sequence[float])
     count = len(optimizer.param_groups)
     if not isinstance(value, (int, float, Sequence)) or isinstance(value, str):
         raise ConfigError(f"scheduler.params.{name}: expected a number or a list; found {value!r}.")
-    values = [float(item) for item in value] if isinstance(value, Sequence) else [float(value)] * count
+    values = list(value) if isinstance(value, Sequence) else [value] * count
+    if not all(isinstance(item, (int, float)) for item in values):
+        raise ConfigError(f"scheduler.params.{name}: expected a list of numbers; found {value!r}.")
     if len(values) != count:
         raise ConfigError(
             f"scheduler.params.{name}: expected one value or {count}, one a param group; found {len(values)}."
         )
-    return values
+    return [float(item) for item in values]
 
 
 def _positive(name: str, value: float) -> float:
