@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import tiered_zero
 from tests.support.configs import ADAMW, config_of, zero_section
@@ -262,3 +263,21 @@ def test_an_unknown_name_blames_nobody() -> None:
     text = r"^Neither the engine nor its module \(Sequential\) has an attribute 'x'"
     with build() as engine, pytest.raises(AttributeError, match=text):
         engine.x  # noqa: B018
+
+
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+def test_evaluations_outside_of_no_grad_keep_no_unit_on_the_device(device: str, swap_path: Path) -> None:
+    """Each leaves a graph, which names every weight; plain PyTorch needs memory for activations alone."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(6)))
+    inputs = [torch.randn(4, 64, requires_grad=True) for _ in range(3)]
+    expected = [torch.autograd.grad(model(value).sum(), value)[0] for value in inputs]
+    zero = {**OFFLOADED, "offload_param": {"device": device, "nvme_path": str(swap_path), "max_in_cpu": 0}}
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "zero_optimization": {**zero, "stage3_param_persistence_threshold": 0},
+        "tiered_zero": {"device": "cpu", "device_memory_limit": 3 * (64 * 65 + 64) * 4},
+    }
+    with tiered_zero.initialize(model=model, config=config)[0] as engine:
+        outs = [engine(value) for value in inputs]
+        found = [torch.autograd.grad(out.sum(), value)[0] for out, value in zip(outs, inputs, strict=True)]
+    assert all(map(torch.equal, found, expected))

@@ -99,10 +99,16 @@ class FlatStorage:
         [Note: Frozen parameters that autograd holds]
         Hooks for saved tensors get a frozen parameter itself, not a view of it, and may return it to a node in
         backward, which then reads its memory past the guard. torch.utils.checkpoint does, for what it has computed
-        again. Only the parameter's references in Python show it, so these are counted before its module runs."""
+        again. Only the parameter's references in Python show it, so these are counted before its module runs. One that
+        requires a gradient all the same, as in a run that only evaluates, is no such parameter: the hooks get a view of
+        it, and the graph's own node for its gradient refers to it."""
         if self._num_uses > self._num_own_uses:
             return True
-        return not self.unit.trainable and any(map(operator.gt, self._count_references(), self._num_references))
+        if self.unit.trainable:
+            return False
+        held = map(operator.gt, self._count_references(), self._num_references)
+        with torch._C.DisableTorchFunctionSubclass():
+            return any(more and not param.requires_grad for param, more in zip(self._params, held, strict=True))
 
     def count_references(self, is_recomputed: bool) -> None:
         """Take the references of now as those that do not count as a view; where the module `is_recomputed` in
