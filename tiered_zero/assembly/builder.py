@@ -264,6 +264,7 @@ def _build(run_spec: RunSpec, lr_scheduler: Any, collectives: Collectives, loade
             checkpoints.adopt(adoption, adopted)
         elif found is not None:
             checkpoints.resume(found)
+        INTERRUPTS.check()  # what comes now is undone no more
         snapshot.discard()
         if handle is not None:
             own_state.clear()  # the optimizer has it again when the engine ends
