@@ -127,6 +127,22 @@ def test_export_takes_the_latest_or_the_tag_named(saved: Path, tmp_path: Path) -
     assert "global_step2 (step 2) -> " in result.stdout and "parameters in fp16" in result.stdout
 
 
+def test_export_replaces_no_other_model(saved: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    answer("export", saved, out, "--dtype", "bf16")
+    answer("export", saved, out)  # the same model again
+    others = write_tag(tmp_path / "others", {"master/b.weight": torch.ones(2, 2)})
+    before = {path: path.read_bytes() for path in out.iterdir()}
+    refused = run("export", others, out)
+    assert refused.exit_code == 1 and {path: path.read_bytes() for path in out.iterdir()} == before
+    assert f"{out} holds weights of another model: model.safetensors; they differ in a.weight, of" in refused.stderr
+    assert "--force" in refused.stderr
+    answer("export", others, out, "--force")
+    assert exported(out).keys() == {"b.weight"}
+    (out / "model.safetensors").write_bytes(b"of another program")
+    assert "holds weights of another model" in run("export", others, out).stderr
+
+
 def test_export_says_what_it_skipped_and_what_is_wrong(saved: Path, tmp_path: Path) -> None:
     (saved / "latest").write_text("global_step4")
     result = run("export", saved, tmp_path / "out")

@@ -28,12 +28,14 @@ def export_weights(
     dtype: torch.dtype = torch.float32,
     *,
     max_shard_nbytes: int = MAX_SHARD_NBYTES,
+    replaces: bool = False,
 ) -> list[Path]:
     """Write the weights that `reader` has to the directory `out`; see `write_weights`.
 
     Floating-point parameters are written as `dtype`, those that are trained from their fp32 masters, rounded once.
-    Other parameters, and buffers, keep their dtype. Raises StoreError: no weights, a value that `dtype` cannot hold;
-    CorruptionError for bytes that are not those written.
+    Other parameters, and buffers, keep their dtype. `replaces`: also the weights of another model in `out`. Raises
+    StoreError: no weights, a value that `dtype` cannot hold, weights of another model; CorruptionError for bytes that
+    are not those written.
     """
     metadata = reader.read_metadata()
     found: dict[str, WeightTensor] = {}
@@ -50,7 +52,7 @@ def export_weights(
         )
     if not any(key.startswith((f"{MASTER}/", f"{PARAM}/")) for key in metadata.state_dict_metadata):
         raise StoreError("There are no weights in this checkpoint. Export another one.")
-    return write_weights(out, list(found.values()), max_shard_nbytes=max_shard_nbytes)
+    return write_weights(out, list(found.values()), max_shard_nbytes=max_shard_nbytes, replaces=replaces)
 
 
 def _read(reader: StorageReader, metadata: Metadata, key: str, dtype: torch.dtype) -> Iterator[torch.Tensor]:

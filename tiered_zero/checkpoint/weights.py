@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, final
 
 import torch
+from safetensors import safe_open
 from torch import nn
 
 from tiered_zero.errors import InternalError, ModelError, StoreError
@@ -152,12 +153,14 @@ def write_weights(
     *,
     max_shard_nbytes: int = MAX_SHARD_NBYTES,
     file_name: str = WEIGHTS_NAME,
+    replaces: bool = True,
 ) -> list[Path]:
     """Write `file_name`, or where that would be larger than `max_shard_nbytes` numbered files and their index.
 
     All files are written under temporary names and synced before the first is renamed. Earlier weights of this name in
     the directory go at that moment; until the last rename there are then none, and never a mixture. A tensor larger
-    than a file may be has a file of its own. Returns the paths, the index last. Raises StoreError.
+    than a file may be has a file of its own. `replaces`: False refuses to replace the weights of another model. Returns
+    the paths, the index last. Raises StoreError.
     """
     stem = file_name.removesuffix(".safetensors")
     shards = _split(tensors, max_shard_nbytes)
@@ -168,6 +171,8 @@ def write_weights(
         names = [file_name]
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not replaces:
+            _check_model(directory, stem, tensors)
         free_nbytes = shutil.disk_usage(directory).free
         if free_nbytes < total_nbytes:
             raise StoreError(
@@ -262,13 +267,35 @@ def _temporaries(directory: Path, names: Sequence[str]) -> Iterator[Mapping[str,
                 path.unlink(missing_ok=True)
 
 
+def _files_of(directory: Path, stem: str) -> list[Path]:
+    """List the files of weights in the directory, one or numbered ones."""
+    pattern = re.compile(rf"{re.escape(stem)}(-\d+-of-\d+)?\.safetensors")
+    return [path for path in directory.iterdir() if pattern.fullmatch(path.name)]
+
+
+def _check_model(directory: Path, stem: str, tensors: Sequence[WeightTensor]) -> None:
+    """Raise StoreError where the weights in the directory have other names or shapes than `tensors`."""
+    found: dict[str, tuple[int, ...]] = {}
+    files = _files_of(directory, stem)
+    for path in files:
+        try:
+            with safe_open(path, framework="pt") as file:
+                found.update({name: tuple(file.get_slice(name).get_shape()) for name in file.keys()})  # noqa: SIM118
+        except Exception:
+            found[f"{path.name}, which cannot be read"] = ()
+    own = {tensor.name: tensor.shape for tensor in tensors}
+    if files and found != own:
+        names = sorted(name for name in {*found, *own} if found.get(name) != own.get(name))
+        raise StoreError(
+            f"{directory} holds weights of another model: {', '.join(path.name for path in sorted(files)[:3])}; they "
+            f"differ in {names[0]}, of {len(names)} names. Name another directory, or replace them with --force. "
+            "Nothing was written."
+        )
+
+
 def _publish(directory: Path, temporary: Mapping[str, Path], names: Sequence[str], stem: str) -> None:
     """Replace the weights in the directory by the files in `names`; the one that readers look for is renamed last."""
-    old = [directory / f"{stem}.safetensors.index.json", directory / f"{stem}.safetensors"]
-    old += [
-        path for path in directory.iterdir() if re.fullmatch(rf"{re.escape(stem)}-\d+-of-\d+\.safetensors", path.name)
-    ]
-    for path in old:
+    for path in [directory / f"{stem}.safetensors.index.json", *_files_of(directory, stem)]:
         if len(names) > 1 or path.name not in names:  # one file replaces one file at once
             path.unlink(missing_ok=True)
     sync_directory(directory)

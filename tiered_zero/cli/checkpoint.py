@@ -130,12 +130,16 @@ def _problems_in_place(info: TagInfo) -> list[str]:
 @click.option("--tag", help="Which checkpoint; default: the one that `latest` names, else the newest whole one.")
 @click.option("--dtype", type=click.Choice([*DTYPES]), default="fp32", show_default=True, help="Of parameters.")
 @click.option("--max-shard-size", callback=parse_bytes, default="5GB", show_default=True, help="Of a file: 500MB.")
+@click.option("--force", is_flag=True, help="Replace the weights of another model in OUT.")
 @JSON_OPTION
-def export(directory: Path, out: Path, tag: str | None, dtype: str, max_shard_size: int, as_json: bool) -> None:
+def export(
+    directory: Path, out: Path, tag: str | None, dtype: str, max_shard_size: int, force: bool, as_json: bool
+) -> None:
     """Write the weights of a checkpoint in DIRECTORY to OUT, as safetensors that plain torch and transformers load.
 
     fp32 weights are the masters; bf16 and fp16 ones are those rounded, as they were trained. The model is not built,
-    and memory does not grow with it. Every byte read is checked.
+    and memory does not grow with it. Every byte read is checked. Earlier weights of the same model in OUT are replaced,
+    those of another model only with --force.
     """
     import torch
 
@@ -147,7 +151,9 @@ def export(directory: Path, out: Path, tag: str | None, dtype: str, max_shard_si
         click.echo(printable(line), err=True)
     with open_reader(found) as reader:
         info = reader.manifest
-        paths = export_weights(reader, out, getattr(torch, DTYPES[dtype]), max_shard_nbytes=max_shard_size)
+        paths = export_weights(
+            reader, out, getattr(torch, DTYPES[dtype]), max_shard_nbytes=max_shard_size, replaces=force
+        )
     nbytes = sum(path.stat().st_size for path in paths)
     if as_json:
         files = [str(path) for path in paths]
