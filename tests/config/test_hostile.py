@@ -10,12 +10,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.config.shipped_configs import SHIPPED
 from tiered_zero.config import Config, load
 from tiered_zero.config.deepspeed_keys import table
 from tiered_zero.config.json_file import parse_json
 from tiered_zero.errors import ConfigError, TieredZeroError
 
 BASES = [json.loads(path.read_text()) for path in sorted((Path(__file__).parents[2] / "configs").glob("*.json"))]
+BASES += SHIPPED.values()
 HUGE = 10**5000
 LONG = 1 + int(os.environ.get("FUZZ", "0"))
 
@@ -68,13 +70,17 @@ def put(tree: dict[str, Any], path: str, value: Any) -> None:
 
 
 @settings(max_examples=300 * LONG, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(base=st.sampled_from(range(len(BASES))), changes=st.lists(st.tuples(PATHS, VALUES), min_size=1, max_size=4))
-def test_any_mutated_config(base: int, changes: list[tuple[str, Any]]) -> None:
+@given(
+    base=st.sampled_from(range(len(BASES))),
+    changes=st.lists(st.tuples(PATHS, VALUES), min_size=1, max_size=4),
+    to_train=st.booleans(),
+)
+def test_any_mutated_config(base: int, changes: list[tuple[str, Any]], to_train: bool) -> None:
     tree = copy.deepcopy(BASES[base])
     for path, value in changes:
         put(tree, path, value)
     try:
-        config = load(tree)
+        config = load(tree, to_train=to_train)
     except ConfigError as error:
         assert str(error) and len(str(error)) < 10_000
         return

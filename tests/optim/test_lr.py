@@ -254,6 +254,14 @@ class TestBuiltByHand:
             schedules.WarmupLR(adam(), warmup_min_lr={} if value == [1] else value)  # type: ignore[arg-type]
 
 
+def test_a_schedule_that_ends_at_once_is_built() -> None:
+    """Its first steps are tried; the one past its end is the run's to make."""
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=torch.tensor(0.5), momentum=0.9)
+    build("StepLR", optimizer, step_size=1)
+    assert optimizer.param_groups[0]["lr"] == 0.5  # a tensor, which schedules fill
+    assert build("OneCycleLR", optimizer, max_lr=1.0, total_steps=2).last_epoch == 0
+
+
 def test_torch_schedulers() -> None:
     optimizer = adam()
     scheduler = build("StepLR", optimizer, step_size=1, gamma=0.5)
@@ -282,6 +290,10 @@ def test_unknown_types(kind: str, nearest: str) -> None:
         ("LRRangeTest", {"lr_range_test_step_size": 0}, "lr_range_test_step_size"),
         ("StepLR", {}, "step_size"),
         ("LambdaLR", {}, "lr_lambda"),
+        ("StepLR", {"step_size": 1, "gamma": {}}, "expected arguments that StepLR takes; unsupported operand"),
+        ("LinearLR", {"total_iters": "x"}, "expected arguments that LinearLR takes; '>' not supported"),
+        ("PolynomialLR", {"last_epoch": [1]}, "expected arguments that PolynomialLR takes; .*initial_lr"),
+        ("CosineAnnealingLR", {"T_max": 0}, "expected arguments that CosineAnnealingLR takes; .* by zero"),
     ],
 )
 def test_bad_arguments(kind: str, params: dict[str, Any], text: str) -> None:

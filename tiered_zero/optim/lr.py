@@ -11,7 +11,8 @@ import difflib
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -21,6 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from tiered_zero.config import SchedulerSection
 from tiered_zero.errors import ConfigError
+from tiered_zero.optim.optimizer_copy import copied_group
 
 _log = logging.getLogger(__name__)
 
@@ -325,6 +327,7 @@ def _positive(name: str, value: float) -> float:
     return value
 
 
+_TRIED_STEPS = 3
 _OWN: dict[str, type[Schedule]] = {
     kind.__name__: kind for kind in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
 }
@@ -341,11 +344,24 @@ def build_scheduler(section: SchedulerSection, optimizer: Optimizer) -> Schedule
             f"found {section.type!r}. Did you mean {close}?"
         )
     try:
+        if section.type not in _OWN:
+            _try_steps(kind, optimizer, section.params)
         return kind(optimizer, **section.params)
     except ConfigError:
         raise
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, KeyError, ArithmeticError, AttributeError) as error:
         raise ConfigError(f"scheduler.params: expected arguments that {section.type} takes; {error}.") from error
+
+
+def _try_steps(kind: Callable[..., Any], optimizer: Optimizer, params: Mapping[str, Any]) -> None:
+    """Step a schedule of torch's over other groups: most of its classes look at their arguments in `step()` alone."""
+    groups = [{**copied_group(group), "params": [torch.zeros(1)]} for group in optimizer.param_groups]
+    example = Optimizer(groups, dict(optimizer.defaults))
+    example._opt_called = True  # type: ignore[attr-defined]  # by which schedulers check the order of steps
+    schedule = kind(example, **params)
+    for _ in range(_TRIED_STEPS):
+        with suppress(ValueError):  # past the last step, as of OneCycleLR
+            schedule.step()
 
 
 def _torch_types() -> dict[str, type[LRScheduler]]:
