@@ -155,8 +155,9 @@ class TrainStep:
 
     def check_between_steps(self, act: str) -> None:
         """Raise ModelError where `act` comes while gradients wait for a step: a checkpoint is of the state between two
-        steps."""
+        steps, of the parameters that are trained."""
         self.check()
+        self.scope.check_parameters()
         counts = self.counts
         if counts.num_backwards or counts.is_accumulating or self.arrivals.has_noticed or self.policy.is_open:
             raise ModelError(
@@ -204,14 +205,13 @@ class TrainStep:
 
     def check(self, trains: bool = False) -> None:
         """Begin a call: clear up after an interrupted one. Raises EngineFailedError once an update has failed, and
-        ModelError where the engine is closed, `trains` without an optimizer, or where the model or the param groups
-        have other parameters."""
+        ModelError where the engine is closed, `trains` without an optimizer, or where the param groups have other
+        parameters."""
         self.recover()
         if self.is_closed:
             raise ModelError("This engine is closed; its tiers are gone. Make another with tiered_zero.initialize().")
         with self.failures.surfacing():
             self.policy.check()
-            self.scope.check_parameters()
             self._groups.check()
             self.runtime.accelerator.check_compute()
         if trains and not self._trains:
@@ -268,6 +268,8 @@ class TrainStep:
         refer to this object, and would keep them and the engine from being garbage. Returns whether it was a boundary.
         """
         self.check(trains=True)
+        if self.counts.is_boundary():
+            self.scope.check_parameters()
         with self.failures.surfacing(), self.recovery.call(Phase.STEP):
             self.recovery.begin_step()
             self.counts.was_applied = False

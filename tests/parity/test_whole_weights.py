@@ -233,9 +233,11 @@ def test_a_parameter_that_thaws_later_is_refused(placement, swap_path):
     with tiered(build(), swap_path, placement, adamw) as engine:
         train(engine, batch, 1)
         engine.module.scale.requires_grad_(True)
+        engine.backward(engine(*batch(0)))
         with pytest.raises(tiered_zero.ModelError, match=r"scale requires a gradient, but was frozen"):
-            engine(*batch(0))
+            engine.step()
         engine.module.scale.requires_grad_(False)
+        engine.step()
         train(engine, batch, 1)
 
 

@@ -175,15 +175,15 @@ class FlatStorage:
         return bool(param.untyped_storage()._cdata == self.key)
 
     def check_converted(self) -> None:
-        """Raises ModelError where a parameter in use has another dtype or device than the flat, as
-        `module.half()` gives to what lives on the device."""
-        for entry, param in self._entries:
-            if param.dtype is not self.unit.dtype or param.device != self._device:
-                raise ModelError(
-                    f"Parameter {entry.param.name} was moved or converted: expected {self.unit.dtype} on "
-                    f"{self._device}, found {param.dtype} on {param.device}. The engine keeps parameters where the "
-                    "config says (bf16, fp16, tiered_zero.device): convert the model before tiered_zero.initialize()."
-                )
+        """Raise ModelError where the first parameter, in use, has another dtype or device than the flat: as
+        `module.half()` gives to all of a unit that lives on the device. `end_change` sees what is done to others."""
+        param, name = self._params[0], self.unit.entries[0].param.name
+        if param.dtype is not self.unit.dtype or param.device != self._device:
+            raise ModelError(
+                f"Parameter {name} was moved or converted: expected {self.unit.dtype} on {self._device}, found "
+                f"{param.dtype} on {param.device}. The engine keeps parameters where the config says (bf16, fp16, "
+                "tiered_zero.device): convert the model before tiered_zero.initialize()."
+            )
 
     def reattach(self, keep: bool) -> None:
         """Make parameters views of the flat again, and watch them anew. `keep`: copy values of those that were given

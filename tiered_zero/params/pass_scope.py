@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import final
@@ -33,14 +33,12 @@ class PassScope:
         self._model = model
         self._pager = pager
         self._trains = trains
-        self._slots = [
-            (f"{path}.{name}".lstrip("."), module._parameters, name, param)
-            for path, module in model.named_modules()
-            for name, param in module._parameters.items()
-            if param is not None
-        ]
-        self._note_modules()
-        self._frozen = {name: param for name, param in model.named_parameters() if not param.requires_grad}
+        named = dict(model.named_parameters())
+        self._names = list(named)
+        self._own = self._seen = list(map(id, named.values()))
+        """The identities of the parameters that the run began with, and of those of the last check, in their order."""
+        self._params = list(named.values())  # identities stay theirs
+        self._frozen = {name: param for name, param in named.items() if not param.requires_grad}
         self.is_direct = False
         """Whether a module runs that was called directly, in thread `_opener`, or did when an interrupt ended it."""
         self._opener = 0
@@ -81,29 +79,28 @@ class PassScope:
     # -- the model's parameters ------------------------------------------------------------------------------------
 
     def check_parameters(self) -> None:
-        """Raises ModelError where a parameter, or the module that has it, was replaced or removed, or a trainable one
-        was added. Called in each call of the engine: compares pointers and counts only."""
-        is_changed = any(len(entries) != count for entries, count in self._counts)
-        for full_name, params, name, param in self._slots:
-            if params.get(name) is not param:
-                raise _replaced_error(full_name)
-        is_changed |= any(params.get(name) is not other for params, name, other in self._others)
-        if any(children.get(name) is not child for children, name, child in self._children):
-            held = {id(module._parameters) for module in self._model.modules()}
-            for full_name, params, _, _ in self._slots:
-                # fine where what replaces the module has them too, as torch.compile's wrapper
-                if id(params) not in held:
-                    raise _replaced_error(full_name)
-            is_changed = True
-        if is_changed:
-            self._check_added()
-            self._note_modules()
+        """Raise ModelError where a parameter, or the module that has it, was replaced or removed, a trainable one was
+        added, or a frozen one was thawed. Called in `step()` and before weights are saved: compares identities."""
+        if (seen := list(map(id, self._model.parameters()))) != self._seen:
+            self._check_changed(seen)
+            self._seen = seen
+        with torch._C.DisableTorchFunctionSubclass():
+            thawed = next((name for name, param in self._frozen.items() if param.requires_grad), None)
+        if thawed is not None and self._trains:
+            raise ModelError(
+                f"Parameter {thawed} requires a gradient, but was frozen when the run started: it has no optimizer "
+                "state, and would never be updated. Freeze parameters that shall wait after tiered_zero.initialize()."
+            )
 
-    def _check_added(self) -> None:
-        """Raises ModelError where a trainable parameter has joined the model; a frozen one must stay frozen."""
-        known = {id(param) for _, _, _, param in self._slots}
+    def _check_changed(self, seen: list[int]) -> None:
+        """Raise ModelError unless the model has its first parameters in their order, and besides them frozen ones."""
+        own = set(self._own)
+        kept = [identity for identity in seen if identity in own]
+        if kept != self._own:
+            changed = next(at for at, identity in enumerate(self._own) if kept[at : at + 1] != [identity])
+            raise _replaced_error(self._names[changed])
         for name, param in self._model.named_parameters():
-            if id(param) in known:
+            if id(param) in own:
                 continue
             if not param.requires_grad:
                 self._frozen[name] = param
@@ -113,22 +110,6 @@ class PassScope:
                     "state, and would be neither updated nor saved. Add it before initialize(), set "
                     "requires_grad=False for it, or keep its module outside of the model."
                 )
-
-    def _note_modules(self) -> None:
-        """What `check_parameters` compares with: the children of each module, how many it has, and what the model has
-        besides the parameters that it began with: frozen ones that were added, and None."""
-        modules = list(self._model.modules())
-        self._children = [(own._modules, name, child) for own in modules for name, child in own._modules.items()]
-        self._counts: list[tuple[Sized, int]] = [
-            (entries, len(entries)) for own in modules for entries in (own._modules, own._parameters)
-        ]
-        first = {(id(params), name) for _, params, name, _ in self._slots}
-        self._others = [
-            (own._parameters, name, param)
-            for own in modules
-            for name, param in own._parameters.items()
-            if (id(own._parameters), name) not in first
-        ]
 
     # -- modules that are called directly ------------------------------------------------------------------------------
 
@@ -186,7 +167,6 @@ class PassScope:
 
     def _start_saving(self) -> saved_tensors_hooks | None:
         """Check what must hold of the model when the outermost forward or a backward begins; then save by name."""
-        self._check_frozen()
         self._pager.changes.check_converted()
         if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
             raise ModelError(_NO_TRANSFORM)
@@ -196,15 +176,6 @@ class PassScope:
         saving = saved_tensors_hooks(*hooks)
         saving.__enter__()
         return saving
-
-    def _check_frozen(self) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
-            thawed = next((name for name, param in self._frozen.items() if param.requires_grad), None)
-        if thawed is not None:
-            raise ModelError(
-                f"Parameter {thawed} requires a gradient, but was frozen when the run started: it has no optimizer "
-                "state, and would never be updated. Freeze parameters that shall wait after tiered_zero.initialize()."
-            )
 
     def _refuse_tracing(self) -> None:
         if torch._C._get_tracing_state():
