@@ -15,9 +15,12 @@ import tiered_zero
 from tests.support.inspection import differences, everything, layouts, policy
 from tests.support.models import ParityGPT, batch
 from tests.support.trainers import tiered
-from tiered_zero.checkpoint import data_files, hashing, saving
+from tiered_zero.checkpoint import saving
 from tiered_zero.checkpoint.directory import list_tags
 from tiered_zero.errors import ConfigError, TransferError
+from tiered_zero.store import record_writer
+from tiered_zero.store.record_writer import RecordWriter
+from tiered_zero.transfer import wait_all
 from tiered_zero.update.subgroup_io import SubGroupWork
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -93,10 +96,11 @@ def test_an_update_waits_for_its_own_bytes_alone(
 
     def stop_and_send(self: saving.StateSaver, work: SubGroupWork) -> None:
         if work.subgroup.index == 2:
-            self._writes.wait_all()
             reached.set()
             assert gate.wait(60)
         send(self, work)
+        if work.subgroup.index < 2:
+            wait_all(work.writes)
 
     run = RUNS[0]
     with make(swap_path, run) as engine:
@@ -135,13 +139,13 @@ def test_one_that_fails_holds_nothing_back(
         train(engine, 0, 4)
         expected = everything(engine)
 
-    def fail(self: data_files.DataWriter, memory: memoryview) -> Any:
+    def fail(self: RecordWriter, name: str, memory: memoryview) -> Any:
         raise TransferError("the disk is full, says the test")
 
     with make(swap_path, run, **BESIDE) as engine:
         train(engine, 0, 2)
         with monkeypatch.context() as patched:
-            patched.setattr(data_files.DataWriter, "append", fail)
+            patched.setattr(RecordWriter, "append", fail)
             engine.save_checkpoint(tmp_path)
             train(engine, 2, 3)
             with pytest.raises(TransferError, match="says the test"):
@@ -220,19 +224,19 @@ def test_parameters_without_a_master_are_those_of_the_call(
     change: str, params: str, swap_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are written last, when every sub-group may be updated again."""
-    send, hash_slowly = saving.StateSaver._send_params, hashing.FileHash.add
+    send, digest = saving.StateSaver._send_unit, record_writer.digest
 
     def wait_and_send(self: saving.StateSaver, *args: Any) -> None:
         time.sleep(0.1)
         send(self, *args)
 
-    def wait_and_hash(self: hashing.FileHash, memory: memoryview) -> None:
+    def wait_and_hash(memory: memoryview) -> int:
         time.sleep(0.1)
-        hash_slowly(self, memory)
+        return digest(memory)
 
     with monkeypatch.context() as patched, _mixed(swap_path, params, 0, **BESIDE, debug_poison=True) as engine:
-        patched.setattr(saving.StateSaver, "_send_params", wait_and_send)
-        patched.setattr(hashing.FileHash, "add", wait_and_hash)
+        patched.setattr(saving.StateSaver, "_send_unit", wait_and_send)
+        patched.setattr(record_writer, "digest", wait_and_hash)
         expected = {name: value.clone() for name, value in engine.module.state_dict().items()}
         engine.save_checkpoint(tmp_path)
         if change == "step":

@@ -17,9 +17,10 @@ import tiered_zero
 from tests.support.inspection import differences, everything, ledger, stepper
 from tests.support.models import ParityGPT, batch
 from tests.support.trainers import tiered
-from tiered_zero.checkpoint import capture, data_files
+from tiered_zero.checkpoint import capture
 from tiered_zero.checkpoint.directory import list_tags, read_manifest
 from tiered_zero.errors import CorruptionError, EngineFailedError, ModelError, StoreError, TransferError
+from tiered_zero.store.record_writer import RecordWriter
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -405,16 +406,16 @@ def test_what_the_device_has_cached_is_dropped(swap_path: Path, tmp_path: Path) 
 @pytest.fixture
 def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Make the n-th write of a save fail from now on; 0: none."""
-    append = data_files.DataWriter.append
+    append = RecordWriter.append
     countdown = [0]
 
-    def fail(self: data_files.DataWriter, memory: memoryview) -> Any:
+    def fail(self: RecordWriter, name: str, memory: memoryview) -> Any:
         countdown[0] -= 1
         if countdown[0] == 0:
             raise TransferError("the disk is full, says the test")
-        return append(self, memory)
+        return append(self, name, memory)
 
-    monkeypatch.setattr(data_files.DataWriter, "append", fail)
+    monkeypatch.setattr(RecordWriter, "append", fail)
 
     def set_countdown(number: int) -> None:
         countdown[0] = number

@@ -4,6 +4,7 @@ import json
 import os
 import resource
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -12,12 +13,13 @@ import pytest
 import torch
 
 from tests.fakes.sync_io import SyncEngine
-from tests.support.tags import Tensors, equal_bits, fields, load_tag, plain_load, save_tag
-from tiered_zero.checkpoint import data_files, tag_manifest
-from tiered_zero.checkpoint.data_files import BUFFER_NBYTES, NUM_BUFFERS
-from tiered_zero.checkpoint.directory import find_tag, list_tags, verify
-from tiered_zero.checkpoint.storage import FileReader
-from tiered_zero.checkpoint.tag_manifest import MANIFEST_NAME
+from tests.support.tags import Tensors, equal_bits, fields, load_tag, save_tag, write_share
+from tiered_zero.checkpoint import tag_manifest
+from tiered_zero.checkpoint.directory import find_tag, list_tags
+from tiered_zero.checkpoint.open import find_damage, open_tag
+from tiered_zero.checkpoint.reader import Target
+from tiered_zero.checkpoint.shares import Share
+from tiered_zero.checkpoint.tag_manifest import MANIFEST_NAME, Part, RecordName, Source
 from tiered_zero.checkpoint.tag_writer import TagWriter
 from tiered_zero.checkpoint.tensors import describe
 from tiered_zero.errors import CorruptionError, StoreError
@@ -30,7 +32,7 @@ TENSORS = {
     "exp_avg/a": torch.arange(700, dtype=torch.float32).view(7, 100),
     "buffer/b": torch.tensor([True, False, True]),
 }
-DATA = "data-00000-00000.bin"
+DATA = "data-00000.bin"
 
 
 @pytest.fixture
@@ -91,13 +93,17 @@ def test_no_cut_file_passes(tag: Path, name: str) -> None:
     for length in sorted(length for length in lengths if length >= 0):
         (tag / name).write_bytes(whole[:length])
         assert not check(tag)
-        assert verify(tag) != [] and not list_tags(tag.parent)[0].complete
+        assert find_damage(tag) != [] and not list_tags(tag.parent)[0].complete
 
 
-def test_exchanged_files_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data_files, "_MOST_FILE_NBYTES", PAGE_NBYTES)
-    tensors = {f"t{index}": torch.full((BUFFER_NBYTES // 4,), float(index)) for index in range(2)}
-    save_tag(tmp_path, "a", tensors, 1, SyncEngine())
+def test_exchanged_files_are_noticed(tmp_path: Path) -> None:
+    tensors = {f"t{index}": torch.full((MIB // 4,), float(index)) for index in range(2)}
+    with TagWriter.begin(tmp_path, "a", engine=SyncEngine()) as first:
+        with TagWriter.join(tmp_path, "a", first.name, rank=1, engine=SyncEngine()) as second:
+            shares = [write_share(first, {"t0": tensors["t0"]}), write_share(second, {"t1": tensors["t1"]})]
+            second.writer.wait_durable()
+        first.publish(fields(1), shares)
+    assert check(tmp_path / "a", tensors)
     names = sorted(path.name for path in (tmp_path / "a").glob("*.bin"))
     assert len(names) == 2
     os.rename(tmp_path / "a" / names[0], tmp_path / "aside")
@@ -109,21 +115,28 @@ def test_exchanged_files_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_hostile_manifests_beside_real_files(tag: Path) -> None:
     """Manifests with right checksums of their own, whose tensors and files are not those on the disk."""
     body: dict[str, Any] = json.loads((tag / MANIFEST_NAME).read_bytes().partition(b"\n")[2])
-    file = body["files"][0]
+    (store,) = body["stores"]
+    ranges = {name: [[*item[:3], item[3] ^ 1] for item in items] for name, items in store["ranges"].items()}
     huge = 1 << 45
+    entry = {"dtype": "int8", "shape": [huge], "order": None, "form": "plain", "parts": []}
+    first = store["records"][0]
     for changes in (
-        {"files": [{**file, "name": "data-00000-00009.bin"}]},
-        {"files": [{**file, "nbytes": file["nbytes"] + PAGE_NBYTES}]},
-        {"files": [{**file, "nbytes": huge, "digests": []}]},
-        {"files": [{**file, "digests": [digest ^ 1 for digest in file["digests"]]}]},
-        {"files": [*body["files"], {**file, "name": "x"}]},
-        {"tensors": {**body["tensors"], "x": {"dtype": "float32", "shape": [huge], "order": None, "parts": []}}},
-        {"tensors": {"x": {"dtype": "int8", "shape": [huge], "order": None, "parts": [[0, huge, 0, 0]]}}},
-        {"files": []},
+        {"stores": [{**store, "capacity_nbytes": store["capacity_nbytes"] + PAGE_NBYTES}]},
+        {"stores": [{**store, "capacity_nbytes": huge}]},
+        {"stores": [{**store, "ranges": ranges}]},
+        {"stores": [store, store]},
+        {"stores": [{**store, "records": [{**first, "nbytes": huge}, *store["records"][1:]]}]},
+        {"stores": [{**store, "ranges": {**store["ranges"], first["name"]: []}}]},
+        {"tensors": {**body["tensors"], "x": entry}},
+        {"tensors": {"x": {**entry, "parts": [[0, huge, 0, 0]]}}},
+        {"tensors": {"x": {**entry, "shape": [1], "parts": [[0, 1, 0, huge]]}}},
+        {"records": [[0, "none"], *body["records"][1:]]},
+        {"records": [[1, first["name"]], *body["records"][1:]]},
+        {"stores": []},
     ):
         (tag / MANIFEST_NAME).write_bytes(encode_checked(tag_manifest.FORMAT, tag_manifest.VERSION, body | changes))
         assert not check(tag)
-        assert not list_tags(tag.parent)[0].complete or verify(tag) != []
+        assert not list_tags(tag.parent)[0].complete or find_damage(tag) != []
     with pytest.raises(StoreError):
         find_tag(tag.parent)
 
@@ -141,11 +154,10 @@ def test_a_manifest_that_is_large_without_data_is_not_read(tag: Path) -> None:
 
 def test_nothing_is_copied_from_a_damaged_chunk(tag: Path) -> None:
     flip(tag / DATA, MIB + 5, 0)
-    into = {"master/a": torch.full_like(TENSORS["master/a"], -1.0)}
-    with FileReader(tag) as reader, pytest.raises(CorruptionError):
-        plain_load(into, reader)
-    damaged = into["master/a"][MIB // 4 : 2 * MIB // 4]
-    assert damaged.eq(-1.0).all()
+    into = torch.full_like(TENSORS["master/a"], -1.0)
+    with open_tag(tag) as reader, pytest.raises(CorruptionError):
+        reader.wait(reader.submit([Target(key="master/a", start=0, stop=into.numel(), values=into)]))
+    assert into[MIB // 4 : 2 * MIB // 4].eq(-1.0).all()
 
 
 def test_a_tag_may_be_copied_and_renamed(tag: Path) -> None:
@@ -158,14 +170,14 @@ def test_bytes_that_change_while_they_are_written_are_noticed_when_read(tmp_path
     """The checksum and the file may then be of different bytes: a caller that does not keep memory as it is."""
     memory = map_memory(MIB)
     with TagWriter.begin(tmp_path, "a", engine=(engine := SyncEngine(held=[]))) as writer:
-        writer.writer.declare("x", describe(torch.uint8, (MIB,)))
-        appended = writer.writer.append(memoryview(memory), [])
-        while not writer.writer._data._transfers[0]._parts[1].done():  # type: ignore[attr-defined]
+        appended = writer.writer.append("x", memoryview(memory))
+        while not appended._parts[1].done():  # type: ignore[attr-defined]
             pass
         memory[5] = 1
         engine.release()
-        appended.transfer.wait()
-        writer.writer._parts["x"].append(tag_manifest.Part(0, MIB, 0, 0))
-        writer.publish(fields(1))
-    assert len(verify(tmp_path / "a")) == 1
-    assert NUM_BUFFERS * BUFFER_NBYTES == 24 * MIB
+        part = Part(0, MIB, (Source(0, 0),))
+        entry = replace(describe(torch.uint8, (MIB,)), parts=(part,))
+        records, stores = [RecordName(0, "x")], [writer.writer.finish()]
+        share = Share(tensors={"x": entry}, records=records, scalars={}, driver={}, stores=stores)
+        writer.publish(fields(1), [share])
+    assert len(find_damage(tmp_path / "a")) == 1

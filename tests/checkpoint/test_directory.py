@@ -14,7 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from tests.fakes.sync_io import SyncEngine, SyncFile
-from tests.support.tags import equal_bits, fields, load_tag, newest_complete, plain_save, save_tag
+from tests.support.tags import equal_bits, fields, load_tag, newest_complete, save_tag, write_padding, write_share
 from tiered_zero.checkpoint import save_directory, tag_writer
 from tiered_zero.checkpoint.directory import (
     find_tag,
@@ -22,11 +22,10 @@ from tiered_zero.checkpoint.directory import (
     nothing_to_load,
     read_latest,
     read_manifest,
-    verify,
 )
+from tiered_zero.checkpoint.open import find_damage, open_tag
 from tiered_zero.checkpoint.prune import prune
 from tiered_zero.checkpoint.save_directory import LATEST_NAME, LOCK_NAME, SaveDirectory
-from tiered_zero.checkpoint.storage import FileReader
 from tiered_zero.checkpoint.tag_manifest import MANIFEST_NAME
 from tiered_zero.checkpoint.tag_writer import TagWriter
 from tiered_zero.errors import StoreError, TransferError
@@ -36,7 +35,7 @@ from tiered_zero.store.swap_dir import SwapDir
 from tiered_zero.store.swap_store import SwapStore
 
 TENSORS = {"x": torch.arange(3000, dtype=torch.float32), "y": torch.tensor([True, False])}
-DATA = "data-00000-00000.bin"
+DATA = "data-00000.bin"
 
 
 def save(path: Path, tag: str, step: int, **changes: object) -> None:
@@ -160,14 +159,14 @@ def test_what_fails_before_the_rename_leaves_the_last_tag_and_nothing_else(tmp_p
     with pytest.raises(RuntimeError, match="mine"), TagWriter.begin(tmp_path, "b", engine=SyncEngine()):
         raise RuntimeError("mine")
     with TagWriter.begin(tmp_path, "b", engine=SyncEngine()) as writer, pytest.raises(StoreError, match="must be JSON"):
-        writer.publish(fields(1, driver={"x": object()}))
+        writer.publish(fields(1, driver={"x": object()}), [])
     assert names(tmp_path) == ["a", LATEST_NAME] and step_of(tmp_path / "a") == 1
     save(tmp_path, "a", 3)
     assert step_of(tmp_path / "a") == 3, "the lock is free again"
 
 
 def test_space_is_checked_first(tmp_path: Path) -> None:
-    parts = r"4\.00 TiB of tensors, and 4\.0 MiB that are kept for its manifest and the ends of pages"
+    parts = r"4\.00 TiB of tensors, and 4\.0 MiB that are kept for its manifest"
     with pytest.raises(
         StoreError, match=rf"needs 4\.00 TiB \(4398050705408 bytes\) in {tmp_path}: {parts}; .* are free"
     ):
@@ -182,7 +181,7 @@ def test_one_writer_at_a_time(tmp_path: Path) -> None:
         with pytest.raises(StoreError, match="is writing"):
             prune(tmp_path, 1)
         assert [(info.tag, info.complete) for info in list_tags(tmp_path)] == [("a", False)]
-        writer.publish(fields(1))
+        writer.publish(fields(1), [])
         assert not writer.discard(), "idempotent"
     save(tmp_path, "b", 2)
 
@@ -190,7 +189,7 @@ def test_one_writer_at_a_time(tmp_path: Path) -> None:
 def test_a_lock_that_a_forked_child_inherited_ends_with_the_save(tmp_path: Path) -> None:
     with TagWriter.begin(tmp_path, "a") as writer:
         inherited = os.dup(writer._directory._lock)
-        writer.publish(fields(1))
+        writer.publish(fields(1), [])
     save(tmp_path, "b", 2)
     os.close(inherited)
 
@@ -198,10 +197,10 @@ def test_a_lock_that_a_forked_child_inherited_ends_with_the_save(tmp_path: Path)
 def test_saves_that_fail_leave_no_thread_no_file_and_no_lock(swap_path: Path, no_leaks: None) -> None:
     for number in range(5):
         with pytest.raises(StoreError, match="must be JSON"), TagWriter.begin(swap_path, "a") as writer:
-            writer.writer.write("x", torch.randn(700_000))
-            writer.publish(fields(number, driver={"x": object()}))
+            write_padding(writer, "x", 2_800_000)
+            writer.publish(fields(number, driver={"x": object()}), [])
         writer = TagWriter.begin(swap_path, "a")
-        writer.writer.write("x", torch.randn(700_000))
+        write_padding(writer, "x", 2_800_000)
         writer.discard()
         writer.discard()
     assert names(swap_path) == []
@@ -242,7 +241,7 @@ def test_a_tag_whose_replacement_was_cut_short_is_found_and_gets_its_name_back(
 
 def test_verify_names_every_damaged_chunk(swap_path: Path) -> None:
     save_tag(swap_path, "a", {"x": torch.randn(900_000)}, 1)
-    assert verify(swap_path / "a") == []
+    assert find_damage(swap_path / "a") == []
     path = swap_path / "a" / DATA
     with open(path, "r+b") as file:
         for offset in (5, (2 << 20) + 7, path.stat().st_size - 1):
@@ -250,14 +249,14 @@ def test_verify_names_every_damaged_chunk(swap_path: Path) -> None:
             byte = file.read(1)[0]
             file.seek(offset)
             file.write(bytes([byte ^ 1]))
-    problems = verify(swap_path / "a")
+    problems = find_damage(swap_path / "a")
     assert [problem.partition("offset ")[2].split()[0] for problem in problems] == ["0", "2097152", "3145728"]
     assert all(str(path) in problem and "xxh3" in problem for problem in problems)
     with pytest.raises(StoreError, match="are not those written"):
         load_tag(swap_path / "a")
     path.unlink()
-    assert verify(swap_path / "a") == [f"{swap_path / 'a'} is not a whole checkpoint: {DATA} is missing."]
-    assert verify(swap_path / "none") == [f"There is no checkpoint {swap_path / 'none'}."]
+    assert find_damage(swap_path / "a") == [f"{swap_path / 'a'} is not a whole checkpoint: {DATA} is missing."]
+    assert find_damage(swap_path / "none") == [f"There is no checkpoint {swap_path / 'none'}."]
 
 
 FOREIGN: dict[str, tuple[list[str], str]] = {
@@ -277,7 +276,7 @@ def test_foreign_checkpoints_are_refused_as_what_they_are(tmp_path: Path, kind: 
         (tmp_path / "t" / name).write_bytes(b"\x80\x04.")
     for act in (
         lambda: find_tag(tmp_path, "t"),
-        lambda: FileReader(tmp_path / "t"),
+        lambda: open_tag(tmp_path / "t"),
         lambda: read_manifest(tmp_path / "t"),
     ):
         with pytest.raises(StoreError, match=message):
@@ -398,10 +397,10 @@ def test_only_plain_files_of_the_declared_sizes_are_opened(
     path = tmp_path / "ck"
     save(path, "a", 1)
     change(path)
-    for act in (lambda: find_tag(path, "a"), lambda: FileReader(path / "a")):
+    for act in (lambda: find_tag(path, "a"), lambda: open_tag(path / "a")):
         with pytest.raises(StoreError, match=message):
             act()
-    assert verify(path / "a") != []
+    assert find_damage(path / "a") != []
     assert all(not info.complete for info in list_tags(path))
 
 
@@ -454,8 +453,8 @@ def test_a_pointer_is_whole_while_the_swap_store_holds_its_step(swap_path: Path)
     paths = [str(path) for path in directory.paths]
     swap = {"run_id": directory.run_id, "paths": paths, "commit_id": "x"}
     with TagWriter.begin(swap_path / "ck", "s4") as writer:
-        writer.publish(fields(4, kind="in_place", swap=swap))
-    assert read_manifest(swap_path / "ck" / "s4").swap == swap and verify(swap_path / "ck" / "s4") == []
+        writer.publish(fields(4, kind="in_place", swap=swap), [])
+    assert read_manifest(swap_path / "ck" / "s4").swap == swap and find_damage(swap_path / "ck" / "s4") == []
     store.prepare(5, {"commit_id": "y"})
     assert find_tag(swap_path / "ck")[0].step == 4, "still the committed one"
     store.confirm()
@@ -486,8 +485,7 @@ def test_a_full_disk_in_the_middle_is_named_with_sizes(tmp_path: Path, monkeypat
     message = r"The disk is full: checkpoint b .* free there\. It needs 11\.7 KiB"
     writer = TagWriter.begin(tmp_path, "b", engine=FullEngine(), needed_nbytes=12_000)
     with pytest.raises(StoreError, match=message) as caught, writer:
-        plain_save(TENSORS, writer.writer)
-        writer.publish(fields(2))
+        writer.publish(fields(2), [write_share(writer, TENSORS)])
     assert str(tmp_path) in str(caught.value)
     assert names(tmp_path) == ["a", LATEST_NAME] and equal_bits(
         load_tag(tmp_path / "a", SyncEngine()), {**TENSORS, "step": torch.tensor(1)}
@@ -518,8 +516,7 @@ def test_a_name_that_cannot_be_made_durable_leaves_the_replaced_tag(
             StoreError, match=r"a is complete and has its name, which may not be durable: .*Errno 5"
         ) as caught:
             if kind == "full":
-                writer.writer.write("step", torch.tensor(2))
-                writer.publish(fields(2))
+                writer.publish(fields(2), [write_share(writer, {"step": torch.tensor(2)})])
             else:
                 swap = {"run_id": "0" * 32, "paths": [str(tmp_path)], "commit_id": "x"}
                 writer.prepare_pointer(fields(2, kind="in_place", swap=swap))

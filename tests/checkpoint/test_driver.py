@@ -474,7 +474,7 @@ def test_client_state_comes_back_and_a_value_that_cannot_be_saved_is_named(
     make: Callable[..., tiered_zero.Engine],
 ) -> None:
     engine = make()
-    state = {"epoch": 3, "best": math.inf, "seen": {1, 2}, "order": torch.arange(3)}
+    state = {"epoch": 3, "best": math.inf, "seen": [1, 2], "order": torch.arange(3)}
     found = restore(engine, capture(engine, **state))
     assert torch.equal(found.pop("order"), state.pop("order")) and found == state  # type: ignore[call-overload]
     with pytest.raises(ModelError, match=r"^client_state\['model'\]\[3\]: the function print cannot be saved"):

@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support.tags import fields, written_by
+from tests.support.tags import fields, write_share, written_by
 from tests.support.trainers import same_bits
 from tiered_zero.checkpoint import export as export_module
 from tiered_zero.checkpoint.export import export_weights
-from tiered_zero.checkpoint.storage import FileReader
+from tiered_zero.checkpoint.open import open_tag
 from tiered_zero.checkpoint.tag_writer import TagWriter
 from tiered_zero.errors import CorruptionError, StoreError
 
@@ -21,12 +21,13 @@ from tiered_zero.errors import CorruptionError, StoreError
 def write_tag(directory: Path, tensors: dict[str, torch.Tensor], step: int = 3) -> Path:
     """A tag of whole tensors by key; one that is not row-major keeps its order in memory."""
     with TagWriter.begin(directory, f"global_step{step}") as tag:
-        for key, tensor in tensors.items():
-            order = sorted(range(tensor.dim()), key=lambda dim, own=tensor: -own.stride(dim))  # type: ignore[misc]
-            tag.writer.write(key, tensor, None if tensor.is_contiguous() else order)
-        tag.publish(
-            fields(step, written_by=written_by(tiered_zero="1.0", rule="AdamW", kernel="avx2", created_s=time.time()))
-        )
+        orders = {
+            key: sorted(range(tensor.dim()), key=lambda dim, own=tensor: -own.stride(dim))  # type: ignore[misc]
+            for key, tensor in tensors.items()
+            if not tensor.is_contiguous()
+        }
+        own = written_by(tiered_zero="1.0", rule="AdamW", kernel="avx2", created_s=time.time())
+        tag.publish(fields(step, written_by=own), [write_share(tag, tensors, orders)])
         return tag.path
 
 
@@ -58,7 +59,7 @@ def test_every_weight_is_there_rounded_once(
     monkeypatch.setattr(export_module, "_CHUNK_NUMEL", chunk_numel)
     tensors = state()
     path = write_tag(tmp_path / "ck", tensors)
-    paths = export_weights(FileReader(path), tmp_path / "out", dtype, max_shard_nbytes=1000)
+    paths = export_weights(open_tag(path), tmp_path / "out", dtype, max_shard_nbytes=1000)
     assert paths[-1].name == "model.safetensors.index.json" and len(paths) > 3
     found = exported(tmp_path / "out")
     assert found.keys() == {key.partition("/")[2] for key in tensors if not key.startswith("exp_avg")}
@@ -74,7 +75,7 @@ def test_it_loads_into_the_plain_model(tmp_path: Path) -> None:
     values = dict(model.named_parameters())
     tensors = {f"master/{name}": value.detach() for name, value in values.items()}
     tensors |= {f"buffer/{name}": value for name, value in model.named_buffers()}
-    export_weights(FileReader(write_tag(tmp_path / "ck", tensors)), tmp_path / "out")
+    export_weights(open_tag(write_tag(tmp_path / "ck", tensors)), tmp_path / "out")
     torch.manual_seed(1)
     other = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16))
     other.load_state_dict(load_file(tmp_path / "out" / "model.safetensors"), strict=True)
@@ -84,9 +85,9 @@ def test_it_loads_into_the_plain_model(tmp_path: Path) -> None:
 def test_a_value_that_the_dtype_cannot_hold_is_an_error(tmp_path: Path) -> None:
     path = write_tag(tmp_path / "ck", {"master/w": torch.tensor([1.0, 70000.0, float("inf"), float("nan")])})
     with pytest.raises(StoreError, match=r"master/w has values that float16 cannot hold: the largest is 7e\+04"):
-        export_weights(FileReader(path), tmp_path / "out", torch.float16)
+        export_weights(open_tag(path), tmp_path / "out", torch.float16)
     assert not list((tmp_path / "out").iterdir())
-    export_weights(FileReader(path), tmp_path / "out", torch.bfloat16)
+    export_weights(open_tag(path), tmp_path / "out", torch.bfloat16)
     assert exported(tmp_path / "out")["w"].isfinite().tolist() == [True, True, False, False]
 
 
@@ -97,14 +98,14 @@ def test_rotten_bytes_never_become_weights(tmp_path: Path) -> None:
     raw[100] ^= 1
     data.write_bytes(raw)
     with pytest.raises(CorruptionError, match=r"are not those written"):
-        export_weights(FileReader(path), tmp_path / "out")
+        export_weights(open_tag(path), tmp_path / "out")
     assert not list((tmp_path / "out").iterdir())
 
 
 def test_a_checkpoint_without_weights_is_refused(tmp_path: Path) -> None:
     path = write_tag(tmp_path / "ck", {"exp_avg/w": torch.ones(3), "buffer/b": torch.ones(3)})
     with pytest.raises(StoreError, match="There are no weights in this checkpoint"):
-        export_weights(FileReader(path), tmp_path / "out")
+        export_weights(open_tag(path), tmp_path / "out")
     path = write_tag(tmp_path / "twice", {"master/w": torch.ones(3), "param/w": torch.ones(3)})
     with pytest.raises(StoreError, match="w is there twice, as param/w too"):
-        export_weights(FileReader(path), tmp_path / "out")
+        export_weights(open_tag(path), tmp_path / "out")

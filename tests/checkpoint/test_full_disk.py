@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.support.file_systems import mounted
-from tests.support.tags import equal_bits, fields, load_tag, save_tag
+from tests.support.tags import equal_bits, fields, load_tag, save_tag, write_padding, write_share
 from tiered_zero.checkpoint.directory import find_tag
 from tiered_zero.checkpoint.tag_writer import TagWriter
 from tiered_zero.errors import StoreError
@@ -23,8 +23,8 @@ def test_the_disk_fills_in_mid_save(swap_path: Path, kind: str) -> None:
         writer = TagWriter.begin(disk, "second")  # which takes more than it had announced
         with pytest.raises(StoreError, match=r"The disk is full: checkpoint second .* untouched") as caught, writer:
             for number in range(16):
-                writer.writer.write(f"x{number}", tensors["x"])
-            writer.publish(fields(2))
+                write_padding(writer, f"x{number}", tensors["x"].nbytes)
+            writer.publish(fields(2), [write_share(writer, tensors)])
         assert str(disk) in str(caught.value) and "free there" in str(caught.value)
         assert sorted(path.name for path in disk.iterdir()) == [".tiered_zero.lock", "first", "latest"]
         info, skipped = find_tag(disk)

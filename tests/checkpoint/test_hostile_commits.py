@@ -14,9 +14,9 @@ from torch import nn
 
 import tiered_zero
 from tests.crash.run_commits import config
-from tiered_zero.checkpoint.places import SOURCE_ITEMSIZES
+from tests.support.tags import load_commit
+from tiered_zero.checkpoint.open import open_commit
 from tiered_zero.checkpoint.resume import find_checkpoint
-from tiered_zero.checkpoint.store_reader import StoreReader
 from tiered_zero.errors import StoreError, TieredZeroError
 from tiered_zero.store.checked_json import decode_checked, encode_checked
 from tiered_zero.store.manifest import MANIFEST_NAME
@@ -41,14 +41,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
-def read_all(path: Path) -> None:
-    with StoreReader(path) as state:
-        for key, place in state.places.places.items():
-            for part in place.parts:
-                for source, itemsize in zip(part.sources, SOURCE_ITEMSIZES[place.form], strict=True):
-                    state.read(source, (part.stop - part.start) * (itemsize or state.manifest.tensors[key].itemsize))
-
-
 def nodes(value: Any) -> Iterator[tuple[Any, Any]]:
     """Every (container, key or index) of a tree of JSON."""
     for key in [*value] if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
@@ -63,7 +55,7 @@ def test_changed_manifests(saved: Path) -> None:
     chance = random.Random(0)
     refused = 0
     try:
-        read_all(saved)
+        load_commit(saved)
         for _ in range(400):
             changed = json.loads(json.dumps(body))
             places = list(nodes(changed))
@@ -75,7 +67,7 @@ def test_changed_manifests(saved: Path) -> None:
                     container[key] = chance.choice(STRANGE)
             path.write_bytes(encode_checked(*STORE, changed))
             try:
-                read_all(saved)
+                load_commit(saved)
             except TieredZeroError:
                 refused += 1
     finally:
@@ -93,7 +85,7 @@ def test_a_manifest_cut_or_changed_anywhere_is_damaged(saved: Path, number: int)
         for data in (original[:at], flipped):
             path.write_bytes(data)
             with pytest.raises(StoreError):
-                read_all(saved)
+                load_commit(saved)
     finally:
         path.write_bytes(original)
 
@@ -106,7 +98,7 @@ def test_what_is_no_commit_is_refused_with_the_reason(saved: Path, tmp_path: Pat
         (saved / name).rename(hidden)
         try:
             with pytest.raises(StoreError):
-                StoreReader(saved)
+                open_commit(saved)
         finally:
             hidden.rename(saved / name)
     with pytest.raises(StoreError):

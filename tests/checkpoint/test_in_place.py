@@ -17,8 +17,8 @@ from torch.distributed.checkpoint import load as dcp_load
 
 import tiered_zero
 from tests.support.models import LENGTH, VOCAB, ParityGPT
+from tiered_zero.checkpoint.dcp import DcpReader
 from tiered_zero.checkpoint.directory import list_tags
-from tiered_zero.checkpoint.store_reader import StoreReader
 from tiered_zero.checkpoint.tag_writer import TagWriter
 from tiered_zero.errors import CorruptionError, EngineFailedError, StoreError, TieredZeroError, UntaggedCommitError
 from tiered_zero.store import manifest
@@ -143,8 +143,8 @@ def test_a_commit_is_read_by_plain_distributed_checkpoint(
         engine.flush()
         named = dict(engine.module.named_parameters())
         (run,) = (run for run in list_runs(swap_path) if run.state == "alive")
-        with StoreReader(run.path) as reader:  # of this process
-            entries = reader.manifest.tensors
+        with DcpReader(run.path) as reader:  # of this process
+            entries = reader.reader.manifest.tensors
             values = {
                 key: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype)) for key, entry in entries.items()
             }
@@ -367,7 +367,7 @@ def test_a_live_run_is_not_taken(swap_path: Path, tmp_path: Path) -> None:
         engine.flush()
         with pytest.raises(StoreError, match="belongs to a live run"):
             start(config(swap_path, {"in_place": True, "resume": str(tmp_path)}))
-        child = "import sys; from tiered_zero.checkpoint.store_reader import StoreReader; StoreReader(sys.argv[1])"
+        child = "import sys; from tiered_zero.checkpoint.open import open_commit; open_commit(sys.argv[1])"
         (run,) = list_runs(swap_path)
         done = subprocess.run([sys.executable, "-c", child, run.path], capture_output=True, text=True)
         assert "belongs to a live run" in done.stderr

@@ -14,7 +14,8 @@ from torch import nn
 import tiered_zero
 from tests.support.models import ParityGPT, batch, rows
 from tests.support.trainers import tiered
-from tiered_zero.checkpoint.storage import FileReader, torch_dtype
+from tiered_zero.checkpoint.dcp import DcpReader
+from tiered_zero.checkpoint.tensors import torch_dtype
 from tiered_zero.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -90,10 +91,10 @@ def test_remainders_and_fp32_write_the_same_files(first: str, swap_path: Path, t
 
 def list_tensors(tag: Path) -> dict[str, torch.Tensor]:
     """Read a tag with plain Distributed Checkpoint."""
-    with FileReader(tag) as reader:
+    with DcpReader(tag) as reader:
         found = {
             key: torch.zeros(entry.shape, dtype=torch_dtype(entry.dtype))
-            for key, entry in reader.manifest.tensors.items()
+            for key, entry in reader.reader.manifest.tensors.items()
         }
         dcp.load(found, storage_reader=reader)
     return found

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.fakes.sync_io import SyncEngine
-from tests.support.tags import fields, save_tag
+from tests.support.tags import fields, save_tag, write_share
 from tiered_zero.checkpoint.directory import find_tag, list_tags
 from tiered_zero.checkpoint.prune import prune
 from tiered_zero.checkpoint.resume import find_checkpoint
@@ -167,8 +167,7 @@ def test_what_is_put_into_a_tag_while_it_is_replaced_keeps_latest_from_nothing(
     with TagWriter.begin(tmp_path, "s1", engine=SyncEngine()) as writer:
         (tmp_path / "s1" / "hf").mkdir()
         (tmp_path / "s1" / "hf" / "model.safetensors").write_text("weights")
-        writer.writer.write("x", torch.tensor([3.0]))
-        writer.publish(fields(3))
+        writer.publish(fields(3), [write_share(writer, {"x": torch.tensor([3.0])})])
     assert find_tag(tmp_path)[0].step == 3 and (tmp_path / LATEST_NAME).read_text() == "s1"
     assert caplog.text.count("cannot be removed: ENOTEMPTY") == 1
     assert [*tmp_path.glob(".tmp-s1-*/hf/model.safetensors")]

@@ -13,29 +13,59 @@ from hypothesis import strategies as st
 
 from tests.support.tags import written_by
 from tiered_zero.checkpoint import tag_manifest
-from tiered_zero.checkpoint.tag_manifest import DataFile, Part, TagManifest, TensorEntry
+from tiered_zero.checkpoint.tag_manifest import Part, RecordName, Source, TagManifest, TensorEntry
 from tiered_zero.errors import StoreError
 from tiered_zero.sizes import MIB
 from tiered_zero.store.checked_json import encode_checked
+from tiered_zero.store.manifest import Contents, Record
+from tiered_zero.store.ranges import Range
 
 PATH = Path("ck/tag/manifest.json")
+
+
+def record(name: str, nbytes: int, offset: int = 0) -> Record:
+    return Record(name=name, nbytes=nbytes, dtype="uint8", shape=(), committed=True, offsets=(offset,))
+
+
 WHOLE = TagManifest(
     kind="full",
     tag="global_step7",
     step=7,
     written_by=written_by(created_s=1.5),
-    files=(
-        DataFile(name="data-00000-00000.bin", nbytes=MIB + 4096, digests=(2**64 - 1, 5)),
-        DataFile(name="data-00000-00001.bin", nbytes=4096, digests=(0,)),
+    stores=(
+        Contents(
+            capacity_nbytes=MIB + 8192,
+            weights=(1.0,),
+            records=(record("state/0", MIB + 4096), record("buffers", 4096, MIB + 4096)),
+            ranges={
+                "state/0": [Range(0, MIB, 0, 2**64 - 1), Range(MIB, MIB + 4096, 0, 5)],
+                "buffers": [Range(0, 4096, 0, 0)],
+            },
+        ),
+        Contents(
+            capacity_nbytes=4096,
+            weights=(1.0,),
+            records=(record("state/0", 4096),),
+            ranges={"state/0": [Range(0, 4096, 0, 9)]},
+        ),
     ),
+    records=(RecordName(0, "state/0"), RecordName(1, "state/0"), RecordName(0, "buffers")),
     tensors={
         "master/layer.0.weight": TensorEntry(
-            dtype="float32", shape=(100, 30), parts=(Part(0, 1000, 0, 4096), Part(1000, 3000, 0, 65536))
+            dtype="float32",
+            shape=(100, 30),
+            parts=(Part(0, 1000, (Source(0, 4096),)), Part(1000, 3000, (Source(0, 65536),))),
+        ),
+        "master/half": TensorEntry(
+            dtype="float32",
+            shape=(7,),
+            form="joined",
+            parts=(Part(0, 7, (Source(1, 0), Source(1, 1024), Source(1, 2048))),),
         ),
         "exp_avg/conv": TensorEntry(
-            dtype="bfloat16", shape=(2, 3, 4, 5), order=(0, 2, 3, 1), parts=(Part(0, 120, 1, 64),)
+            dtype="bfloat16", shape=(2, 3, 4, 5), order=(0, 2, 3, 1), parts=(Part(0, 120, (Source(1, 64),)),)
         ),
-        "buffer/ä": TensorEntry(dtype="int64", shape=(), parts=(Part(0, 1, 1, 1024),)),
+        "buffer/ä": TensorEntry(dtype="int64", shape=(), parts=(Part(0, 1, (Source(2, 1024),)),)),
         "buffer/empty": TensorEntry(dtype="bool", shape=(0, 7)),
     },
     scalars={"layer.0.weight": {"step": 7}},
@@ -67,7 +97,7 @@ def decode(changed: Any) -> TagManifest:
 def test_round_trip(state: TagManifest) -> None:
     assert TagManifest.decode(state.encode(), PATH) == state
     assert TagManifest.from_body(json.loads(json.dumps(state.body()))) == state
-    assert WHOLE.data_nbytes == MIB + 8192
+    assert WHOLE.files == {"data-00000.bin": MIB + 8192, "data-00001.bin": 4096} and WHOLE.data_nbytes == MIB + 12288
     assert WHOLE.tensors["exp_avg/conv"].memory_shape == (2, 4, 5, 3)
 
 
@@ -89,9 +119,11 @@ def test_no_cut_manifest_passes(length: int) -> None:
 
 
 def test_another_format_or_version_is_refused_by_name() -> None:
-    with pytest.raises(StoreError, match=r"version 1, found tiered_zero\.checkpoint version 2"):
-        TagManifest.decode(DATA.replace(b'"version": 1', b'"version": 2', 1), PATH)
-    with pytest.raises(StoreError, match=r"expected tiered_zero\.checkpoint version 1, found tiered_zero\.store"):
+    with pytest.raises(StoreError, match=r"version 2, found tiered_zero\.checkpoint version 3"):
+        TagManifest.decode(DATA.replace(b'"version": 2', b'"version": 3', 1), PATH)
+    with pytest.raises(StoreError, match=r"has the format of checkpoints before 0\.1 \(version 1\).*no longer read"):
+        TagManifest.decode(DATA.replace(b'"version": 2', b'"version": 1', 1), PATH)
+    with pytest.raises(StoreError, match=r"expected tiered_zero\.checkpoint version 2, found tiered_zero\.store"):
         TagManifest.decode(DATA.replace(b"tiered_zero.checkpoint", b"tiered_zero.store", 1), PATH)
 
 
@@ -109,17 +141,18 @@ WRONG: dict[str, tuple[list[Any], Any, str]] = {
     "time that is not finite": (["written_by", "created_s"], float("nan"), "created_s: expected a finite number"),
     "unknown field": (["written_by", "host"], "x", "missing or unknown: ..host.."),
     "half of a surrogate pair": (["tag"], "\ud800", "surrogates not allowed"),
-    "file that leaves the directory": (["files", 0, "name"], "../data.bin", "expected a plain file name"),
-    "absolute file": (["files", 0, "name"], "/etc/passwd", "expected a plain file name"),
-    "hidden file": (["files", 0, "name"], ".data", "expected a plain file name"),
-    "file with a NUL": (["files", 0, "name"], "a\0b", "expected a plain file name"),
-    "the manifest as data": (["files", 0, "name"], "manifest.json", "expected a plain file name"),
-    "two files of a name": (["files", 0, "name"], "data-00000-00001.bin", "files: expected different names"),
-    "file of half a page": (["files", 1, "nbytes"], 100, "expected whole pages, and a checksum for each MiB"),
-    "file of no bytes": (["files", 1, "nbytes"], 0, "expected whole pages, and a checksum for each MiB"),
-    "huge file": (["files", 1, "nbytes"], 2**62, "expected whole pages, and a checksum for each MiB"),
-    "checksum of 65 bits": (["files", 1, "digests"], [2**64], "checksums: expected whole numbers"),
-    "checksum of another type": (["files", 1, "digests"], ["0"], "checksums: expected whole numbers"),
+    "store of two files": (["stores", 0, "weights"], [1.0, 1.0], "stores: expected one file of each"),
+    "record past the file's end": (["stores", 1, "capacity_nbytes"], 100, "'state/0' lies outside of its store"),
+    "record of no bytes": (["stores", 1, "records", 0, "nbytes"], 0, "'state/0': expected bytes"),
+    "huge record": (["stores", 1, "records", 0, "nbytes"], 2**62, "'state/0' lies outside of its store"),
+    "two records of a name": (["stores", 0, "records", 1, "name"], "state/0", "expected records of different names"),
+    "range past its record's end": (["stores", 1, "ranges", "state/0", 0, 1], 8192, "out of order or outside of it"),
+    "checksum of 65 bits": (["stores", 1, "ranges", "state/0", 0, 3], 2**64, "checksum: expected whole numbers"),
+    "checksum of another type": (["stores", 1, "ranges", "state/0", 0, 3], "0", "checksum: expected whole numbers"),
+    "record without a store": (["records", 0], ["state/0"], "the number of a store and a name"),
+    "no such form": (["tensors", LAYER, "form"], "halved", "form: expected one of plain"),
+    "codes that are joined": (["tensors", "master/half", "dtype"], "int8", "only float32 is joined"),
+    "joined from one source": (["tensors", LAYER, "form"], "joined", "expected start, stop and 3 sources of each"),
     "no such dtype": (["tensors", LAYER, "dtype"], "object", "dtype: expected one of"),
     "code for a dtype": (["tensors", LAYER, "dtype"], "load", "dtype: expected one of"),
     "negative size": (["tensors", LAYER, "shape"], [-1, 3], "shape: expected whole numbers from 0"),
@@ -128,18 +161,15 @@ WRONG: dict[str, tuple[list[Any], Any, str]] = {
     "many dimensions": (["tensors", LAYER, "shape"], [1] * 65, "at most 64 dimensions"),
     "order that is none": (["tensors", CONV, "order"], [0, 1, 1, 3], "order: expected each dimension once"),
     "order of other dimensions": (["tensors", CONV, "order"], [0, 1], "order: expected each dimension once"),
-    "no parts": (["tensors", LAYER, "parts"], [], "parts: expected some"),
+    "no parts": (["tensors", LAYER, "parts"], [], "expected 3000 elements; found 0"),
     "gap": (["tensors", LAYER, "parts", 1, 0], 1001, "out of order, overlap or leave a gap"),
     "overlap": (["tensors", LAYER, "parts", 1, 0], 999, "out of order, overlap or leave a gap"),
     "end before the last element": (["tensors", LAYER, "parts", 1, 1], 2999, "expected 3000 elements; found 2999"),
     "end after the last element": (["tensors", LAYER, "parts", 1, 1], 3001, "expected 3000 elements; found 3001"),
-    "no such file": (["tensors", LAYER, "parts", 0, 2], 2, "there is no file 2"),
-    "negative file": (["tensors", LAYER, "parts", 0, 2], -1, "expected whole numbers from 0"),
-    "past the file's end": (["tensors", LAYER, "parts", 1, 3], MIB, "lie outside of"),
-    "offset within an element": (["tensors", LAYER, "parts", 1, 3], 65537, "lie outside of"),
-    "bytes of another part": (["tensors", LAYER, "parts", 1, 3], 8000, "two of them share bytes"),
-    "bytes of another tensor": (["tensors", "buffer/ä", "parts", 0, 3], 128, "two of them share bytes"),
-    "part of three": (["tensors", LAYER, "parts", 0], [0, 1000, 0], "start, stop, file and offset"),
+    "no such record": (["tensors", LAYER, "parts", 0, 2], 3, "there is no record 3"),
+    "negative record": (["tensors", LAYER, "parts", 0, 2], -1, "expected whole numbers from 0"),
+    "offset within an element": (["tensors", LAYER, "parts", 1, 3], 65537, "multiples of their size"),
+    "part of three": (["tensors", LAYER, "parts", 0], [0, 1000, 0], "start, stop and 1 sources"),
     "scalars that are a list": (["scalars"], [], "scalars: expected dict; found list"),
 }
 

@@ -7,7 +7,6 @@ import json
 import math
 import struct
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
-from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiered_zero.checkpoint import encode as encoding
-from tiered_zero.checkpoint.decode import decode
-from tiered_zero.checkpoint.encode import encode
-from tiered_zero.checkpoint.values import MAX_DEPTH, TORCH_DTYPES
+from tiered_zero.checkpoint import values as encoding
+from tiered_zero.checkpoint.values import MAX_DEPTH, TORCH_DTYPES, decode, encode
 from tiered_zero.errors import ModelError
 
 
@@ -40,20 +37,10 @@ def same(left: Any, right: Any) -> bool:
         return left.dtype == right.dtype and left.shape == right.shape and left.tobytes() == right.tobytes()
     if isinstance(left, float):
         return struct.pack("d", left) == struct.pack("d", right)
-    if isinstance(left, complex):
-        return same(left.real, right.real) and same(left.imag, right.imag)
-    if isinstance(left, defaultdict) and left.default_factory is not right.default_factory:
-        return False
-    if isinstance(left, deque) and left.maxlen != right.maxlen:
-        return False
-    if isinstance(left, argparse.Namespace):
-        return same(vars(left), vars(right))
     if isinstance(left, dict):
         return same([*left], [*right]) and same([*left.values()], [*right.values()])
-    if isinstance(left, list | tuple | deque):
+    if isinstance(left, list | tuple):
         return len(left) == len(right) and all(map(same, left, right))
-    if isinstance(left, set | frozenset):
-        return len(left) == len(right) and all(any(same(a, b) for b in right) for a in left)
     return bool(left == right)
 
 
@@ -62,13 +49,12 @@ def raw(tensor: torch.Tensor) -> bytes:
 
 
 texts = st.text(st.characters(exclude_categories=["Cs"]))
-scalars = (
-    st.none() | st.booleans() | st.integers() | st.floats() | st.complex_numbers(allow_nan=True) | texts | st.binary()
-    | st.integers(min_value=2**62, max_value=2**200) | st.sampled_from(sorted(TORCH_DTYPES.values(), key=str))
-    | st.sampled_from([torch.device("cpu"), torch.device("cuda:1"), torch.Size([2, 0]), range(9, -(2**70), -3)])
-    | st.sampled_from([numpy.float32(0.1), numpy.int64(-3), numpy.float64(-0.0), numpy.bool_(True), Path("a/b")])
+plain = (
+    st.none() | st.booleans() | st.integers() | st.floats() | texts | st.binary()
+    | st.integers(min_value=2**62, max_value=2**200)
 )  # fmt: skip
-keys = scalars | st.tuples(scalars, scalars) | st.frozensets(st.integers(), max_size=3)
+scalars = plain | st.sampled_from([numpy.float32(0.1), numpy.int64(-3), numpy.float64(-0.0), numpy.bool_(True)])
+keys = plain | st.tuples(plain, plain) | st.tuples(st.tuples(plain))
 
 
 @st.composite
@@ -100,15 +86,12 @@ def arrays(draw: st.DrawFn) -> numpy.ndarray[Any, Any]:
 
 
 def containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    dicts = st.dictionaries(keys, inner, max_size=3)
     return (
-        st.lists(inner, max_size=3) | st.lists(inner, max_size=3).map(tuple) | dicts
-        | st.dictionaries(texts | st.just("$tensor"), inner, max_size=3) | dicts.map(OrderedDict) | dicts.map(Counter)
-        | dicts.map(lambda d: defaultdict(list, d)) | dicts.map(lambda d: defaultdict(None, d))
-        | st.lists(inner, max_size=3).map(lambda items: deque(items, 5)) | st.lists(inner, max_size=3).map(deque)
-        | st.sets(keys, max_size=3) | st.frozensets(keys, max_size=3)
-        | st.dictionaries(st.sampled_from("abc"), inner).map(lambda d: argparse.Namespace(**d))
-    )  # fmt: skip
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(keys, inner, max_size=3)
+        | st.dictionaries(texts | st.just("$tensor"), inner, max_size=3)
+    )
 
 
 values = st.recursive(scalars | tensors() | arrays(), containers, max_leaves=12)
@@ -149,11 +132,6 @@ def test_a_tensor_is_saved_without_its_graph() -> None:
     assert same(through_text(torch.tensor([1 + 2j]).conj()), torch.tensor([1 - 2j]))
 
 
-def test_the_text_does_not_depend_on_the_order_of_a_set() -> None:
-    rows = [json.dumps(encode(set(order), "value")) for order in (("a", "b", 1, None), (None, 1, "b", "a"))]
-    assert rows[0] == rows[1]
-
-
 class Colour(enum.Enum):
     RED = 1
 
@@ -178,16 +156,26 @@ def contains_itself() -> list[Any]:
         ([lambda: 0], "[0]", "the function <lambda>"),
         ({1: {"a": functools.partial(print)}}, "[1]['a']", "functools.partial"),
         (Colour.RED, "", "Colour"),
-        ((torch.nn.Parameter(torch.ones(1)),), "[0]", "nn.Parameter"),
+        ((torch.nn.Parameter(torch.ones(1)),), "[0]", "save .detach().clone()"),
         ({"m": torch.nn.Linear(1, 1)}, "['m']", "torch.nn.modules.linear.Linear"),
         (Ordered(), "", "Ordered, a subclass of dict"),
         (Point(1, 2), "", "Point, a subclass of tuple"),
         ({"s": "a\ud800"}, "['s']", "surrogate"),
         ({"\udfff": 1}, "", "surrogate"),
-        (argparse.Namespace(f=[open]), ".f[0]", "open"),
-        (defaultdict(lambda: 0), "", "a defaultdict of the function <lambda>"),
         ({torch.ones(1): 1}, "", "as a key"),
-        ({(1, torch.ones(1))}, "", "as a key"),
+        ({(1, (frozenset(),)): 1}, "", "as a key"),
+        ({numpy.int64(1): 1}, "", "as a key"),
+        ({"args": argparse.Namespace(f=[open])}, "['args']", "save vars(args)"),
+        ([Path("a")], "[0]", "save str(path)"),
+        (OrderedDict(), "", "OrderedDict, a subclass of dict, cannot be saved"),
+        (Counter("a"), "", "save dict(value)"),
+        (defaultdict(list), "", "save dict(value)"),
+        (deque(), "", "save list(values)"),
+        ({"a": {1, 2}}, "['a']", "save sorted(values)"),
+        (torch.float32, "", "save str(dtype)"),
+        (torch.Size([1]), "", "save tuple(value)"),
+        (torch.device("cpu"), "", "save str(device)"),
+        (1j, "", "save (z.real, z.imag)"),
         (numpy.array([object()]), "", "a numpy array of dtype object"),
         (numpy.zeros(2, [("a", "i4")]), "", "a numpy array of dtype"),
         (numpy.longdouble(1), "", "longdouble"),
@@ -229,45 +217,24 @@ HOSTILE = [
     {"$tuple": [], "x": 1},
     {"$tuple": [], "$list": []},
     {"$tuple": 3},
-    {"$set": [1, 1]},
-    {"$set": [[]]},
-    {"$set": [{"$tensor": {"dtype": "bool", "shape": [], "data": "AA=="}}]},
     {"$dict": [[1, 2], [1, 3]]},
     {"$dict": [[1, 2], [True, 3]]},
     {"$dict": [[[], 2]]},
     {"$dict": [[1]]},
     {"$dict": {"a": 1}},
-    {"$counter": [1]},
-    {"$ordered": None},
+    {"$dict": [[{"$tensor": {"dtype": "bool", "shape": [], "data": "AA=="}}, 1]]},
+    {"$set": [1]},
+    {"$path": "x"},
+    {"$dtype": "float32"},
     {"$int": "x"},
     {"$int": 7},
     {"$float": "1.5"},
     {"$float": "3ff0000000000000"},
     {"$float": None},
-    {"$complex": [1.0]},
-    {"$complex": ["a", 1.0]},
     {"$bytes": "*"},
     {"$bytes": "AA="},
     {"$bytes": [1]},
     {"$bytes": "ä"},
-    {"$path": 1},
-    {"$range": [1]},
-    {"$range": [1, 2, 0]},
-    {"$range": [1, 2, 1.5]},
-    {"$defaultdict": ["eval", []]},
-    {"$defaultdict": [["list"], []]},
-    {"$defaultdict": ["list"]},
-    {"$deque": [1, [1, 2]]},
-    {"$deque": [-1, []]},
-    {"$deque": [2**63, []]},
-    {"$deque": [True, []]},
-    {"$namespace": []},
-    {"$dtype": "nn"},
-    {"$dtype": "_C"},
-    {"$device": "disk"},
-    {"$device": "cuda:99999999999999999999"},
-    {"$size": [1.0]},
-    {"$size": [2**63]},
     {"$tensor": {"dtype": "float32", "shape": [2], "data": "AAAA"}},
     {"$tensor": {"dtype": "float32", "shape": [-1], "data": ""}},
     {"$tensor": {"dtype": "float32", "shape": [2**62, 0], "data": "AAAA"}},
@@ -353,5 +320,3 @@ def test_torchs_and_pythons_own_states_come_back() -> None:
         plateau.state_dict(),
     ):
         assert same(state, through_text(state))
-    hashable: Hashable = Path("x")
-    assert through_text({hashable: 1}) == {hashable: 1}

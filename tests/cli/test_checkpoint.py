@@ -39,7 +39,7 @@ def saved(tmp_path: Path) -> Path:
     (tmp_path / "ck" / "latest").write_text("global_step2\n")
     unfinished = tmp_path / "ck" / ".tmp-global_step5-0123456789ab"
     unfinished.mkdir(mode=0o700)
-    (unfinished / "data-00000-00000.bin").write_bytes(bytes(4096))
+    (unfinished / "data-00000.bin").write_bytes(bytes(4096))
     foreign = tmp_path / "ck" / "other"
     foreign.mkdir()
     (foreign / "pytorch_model.bin").write_bytes(b"x")
@@ -65,7 +65,7 @@ def test_ls_says_what_is_whole_and_why_not(saved: Path) -> None:
         "global_step5": False,
         "other": False,
     }
-    assert "data-00000-00000.bin is missing" in tags["global_step4"]["reason"]
+    assert "data-00000.bin is missing" in tags["global_step4"]["reason"]
     assert "being written" in tags["global_step5"]["reason"] and "pickled" in tags["other"]["reason"]
     assert tags["global_step3"]["step"] == 3 and tags["global_step3"]["kind"] == "full"
     assert tags["global_step3"]["written_by"]["rule"] == "AdamW"

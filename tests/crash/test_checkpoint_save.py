@@ -19,11 +19,11 @@ from tests.fakes.crash_tree import CrashTree, RecordingTree, lay_out
 from tests.fakes.sync_io import SyncEngine
 from tests.support.tags import equal_bits, load_tag, save_tag
 from tiered_zero import descriptor
-from tiered_zero.checkpoint import data_files, directory, save_directory, tag_writer
+from tiered_zero.checkpoint import directory, save_directory, tag_writer
 from tiered_zero.checkpoint.directory import find_tag, list_tags
 from tiered_zero.checkpoint.prune import prune
 from tiered_zero.errors import StoreError
-from tiered_zero.store import descriptors, durable
+from tiered_zero.store import descriptors, durable, record_writer
 
 PAGE = 4096
 ROOT = Path(__file__).parents[2]
@@ -46,17 +46,16 @@ def tensors_of(step: int) -> dict[str, torch.Tensor]:
 
 
 def run(path: Path, monkeypatch: pytest.MonkeyPatch, can_exchange: bool) -> tuple[list[Operation], list[Save]]:
-    """Saves under new names, over an old name twice, in two data files, and a prune."""
+    """Saves under new names, over an old name twice, and a prune."""
     log: list[Operation] = []
     tree = RecordingTree(log)
-    for module in (save_directory, tag_writer, data_files, descriptors, directory, durable, descriptor):
+    for module in (save_directory, tag_writer, record_writer, descriptors, directory, durable, descriptor):
         monkeypatch.setattr(module, "os", tree)
     exchange = save_directory.exchange if can_exchange else lambda *names: False
     monkeypatch.setattr(save_directory, "exchange", lambda *names: tree.exchange(*names, exchange))
     engine = SyncEngine(operations=log)
     saves = []
     for step, tag in enumerate(["a", "b", "b", "c", "c"], start=1):
-        monkeypatch.setattr(data_files, "_MOST_FILE_NBYTES", PAGE if step == 4 else 1 << 30)
         save = Save(tag, step, len(log), 0, tensors_of(step))
         save_tag(path, tag, save.tensors, step, engine)
         save.end = len(log)

@@ -22,12 +22,13 @@ import tiered_zero
 from tests.fakes.crash_disk import Choice, Operation, fates
 from tests.fakes.crash_tree import CrashTree, RecordingTree, lay_out
 from tests.fakes.sync_io import SyncEngine
+from tests.support.tags import raw_bytes, read_all
 from tiered_zero import descriptor
-from tiered_zero.checkpoint import data_files, directory, save_directory, tag_writer
+from tiered_zero.checkpoint import directory, save_directory, tag_writer
 from tiered_zero.checkpoint.directory import list_tags
-from tiered_zero.checkpoint.places import SOURCE_ITEMSIZES
+from tiered_zero.checkpoint.open import open_commit
+from tiered_zero.checkpoint.reader import TensorReader
 from tiered_zero.checkpoint.resume import find_checkpoint
-from tiered_zero.checkpoint.store_reader import StoreReader
 from tiered_zero.errors import StoreError
 from tiered_zero.store import descriptors, durable, manifest
 from tiered_zero.store.owner import OWNER_NAME
@@ -103,14 +104,11 @@ def weights_of(engine: tiered_zero.Engine) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in engine.module.state_dict().items()}
 
 
-def digest(state: StoreReader) -> str:
+def digest(state: TensorReader) -> str:
     """Of every element of every key, and of the step that the driver says."""
     whole = hashlib.sha256(str(state.manifest.step).encode())
-    for key, place in sorted(state.places.places.items()):
-        own = state.manifest.tensors[key].itemsize
-        for part in place.parts:
-            for source, itemsize in zip(part.sources, SOURCE_ITEMSIZES[place.form], strict=True):
-                whole.update(key.encode() + state.read(source, (part.stop - part.start) * (itemsize or own)))
+    for key, tensor in sorted(read_all(state).items()):
+        whole.update(key.encode() + raw_bytes(tensor))
     return whole.hexdigest()
 
 
@@ -119,7 +117,7 @@ def record(root: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
     saves = Saves([], [], [], [], [], [], [])
     log = saves.log
     tree = RecordingTree(log)
-    for module in (manifest, durable, descriptor, save_directory, tag_writer, data_files, descriptors, directory):
+    for module in (manifest, durable, descriptor, save_directory, tag_writer, descriptors, directory):
         monkeypatch.setattr(module, "os", tree)
     exchange = save_directory.exchange
     monkeypatch.setattr(save_directory, "exchange", lambda *names: tree.exchange(*names, exchange))
@@ -147,7 +145,7 @@ def record(root: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
             saves.renamed.append(next(at for at in own if log[at] == names))
             synced = ("sync_directory", str(swap))
             saves.committed.append(next(at for at in own if at > saves.renamed[-1] and log[at] == synced) + 1)
-            with StoreReader(swap) as state:
+            with open_commit(swap, engine=SyncEngine()) as state:
                 saves.digests.append(digest(state))
             saves.weights.append(weights_of(run))
     monkeypatch.undo()
@@ -204,7 +202,7 @@ def check_every_crash(saves: Saves, root: Path, settings: dict[str, Any], resume
             for path, owner in owners.items():
                 path.write_bytes(owner)
             try:
-                state = StoreReader(swap)
+                state = open_commit(swap, engine=SyncEngine())
             except StoreError as error:
                 assert not certain, f"{where}: the commit of step {certain[-1]} is lost: {error}"
                 assert not returned

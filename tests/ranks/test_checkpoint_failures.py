@@ -16,10 +16,10 @@ from tests.ranks.pool import RankPool
 from tests.ranks.saving import Place, build, train, weights_of
 from tests.ranks.training import differences
 from tests.support.tags import load_tag
-from tiered_zero.checkpoint import data_files
 from tiered_zero.checkpoint.directory import list_tags
 from tiered_zero.errors import EngineFailedError, ModelError, RankError, StoreError, TransferError
 from tiered_zero.params.offloaded_params import OffloadedParams
+from tiered_zero.store.record_writer import RecordWriter
 
 PLACE = Place(world=2, stage=1)
 
@@ -31,14 +31,14 @@ def fail_in_mid_save(swap_path: str, save_dir: str, how: str, failing: int = 1) 
     engine.save_checkpoint(save_dir)
     train(engine, 1, 2)
 
-    def fail(self: data_files.DataWriter) -> Any:
+    def fail(self: RecordWriter) -> Any:
         if how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         raise TransferError("the cable of this disk is loose")
 
     with pytest.MonkeyPatch.context() as patch:
         if engine.global_rank == failing:
-            patch.setattr(data_files.DataWriter, "finish", fail)
+            patch.setattr(RecordWriter, "finish", fail)
         with pytest.raises((TransferError, RankError)) as raised:
             engine.save_checkpoint(save_dir)
         text = f"{type(raised.value).__name__}: {raised.value}"
@@ -143,7 +143,7 @@ def disagree(swap_path: str, save_dir: str) -> dict[str, str]:
     before = weights_of(engine)
     engine.save_checkpoint(save_dir, tag=f"of rank {rank}")
     if rank == 1:
-        os.truncate(os.path.join(save_dir, "of rank 0", "data-00001-00000.bin"), 4096)
+        os.truncate(os.path.join(save_dir, "of rank 0", "data-00001.bin"), 4096)
     engine.optimizer.read_state(model.norm.weight)  # rank 0 waits for the cut
     with pytest.raises(StoreError) as cut_off:
         engine.load_checkpoint(save_dir)

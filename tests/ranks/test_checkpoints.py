@@ -87,7 +87,7 @@ def test_what_resume_skips_is_said(ranks: RankPool, tmp_path: Path, swap_path: P
     place = SAVED[1]
     ranks.run(save, place.world, place, str(swap_path), str(tmp_path), steps=1, more=0)
     ranks.run(save, place.world, place, str(swap_path), str(tmp_path), steps=2, more=0)
-    data = tmp_path / "global_step2" / "data-00001-00000.bin"
+    data = tmp_path / "global_step2" / "data-00001.bin"
     os.truncate(data, data.stat().st_size - 4096)
     for rank, (name, lines) in enumerate(ranks.run(resume_noting, 2, place, str(swap_path), str(tmp_path))):
         said = [line for line in lines if "global_step2" in line and "bytes; expected" in line]

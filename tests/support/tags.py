@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Mapping
+import mmap
+import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 
 from tiered_zero.checkpoint.directory import TagInfo, list_tags
-from tiered_zero.checkpoint.storage import FileReader, FileWriter, our_errors
-from tiered_zero.checkpoint.store_reader import StoreReader
-from tiered_zero.checkpoint.tag_manifest import TagManifest, WrittenBy
+from tiered_zero.checkpoint.open import open_commit, open_tag
+from tiered_zero.checkpoint.reader import TensorReader
+from tiered_zero.checkpoint.shares import Share
+from tiered_zero.checkpoint.tag_manifest import Part, RecordName, Source, TagManifest, TensorEntry, WrittenBy
 from tiered_zero.checkpoint.tag_writer import TagWriter
+from tiered_zero.checkpoint.tensors import describe
 from tiered_zero.io.engine import IOEngine
+from tiered_zero.sizes import PAGE_NBYTES, align_up
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -30,27 +33,45 @@ def fields(step: int, **changes: Any) -> dict[str, Any]:
     return {"step": step, "written_by": written_by(created_s=float(step)), **changes}
 
 
-def plain_save(tensors: Mapping[str, Any], writer: FileWriter, planner: dcp.SavePlanner | None = None) -> None:
-    """torch.distributed.checkpoint.save, in one process."""
-    with warnings.catch_warnings(), our_errors():
-        warnings.filterwarnings("ignore", message="torch.distributed is")
-        dcp.save({**tensors}, storage_writer=writer, planner=planner, no_dist=True)
+def in_pages(data: bytes) -> memoryview:
+    """Whole pages of memory that begin with `data`."""
+    memory = memoryview(mmap.mmap(-1, align_up(len(data), PAGE_NBYTES)))
+    memory[: len(data)] = data
+    return memory
 
 
-def plain_load(into: dict[str, Any], reader: FileReader, planner: dcp.LoadPlanner | None = None) -> None:
-    """torch.distributed.checkpoint.load, in one process."""
-    with warnings.catch_warnings(), our_errors():
-        warnings.filterwarnings("ignore", message="torch.distributed is")
-        dcp.load(into, storage_reader=reader, planner=planner, no_dist=True)
+def raw_bytes(tensor: torch.Tensor) -> bytes:
+    return bytes(tensor.contiguous().view(-1).view(torch.uint8).numpy().data) if tensor.numel() else b""
+
+
+def write_padding(writer: TagWriter, name: str, nbytes: int) -> None:
+    """Write a record that no tensor needs."""
+    writer.writer.append(name, in_pages(os.urandom(nbytes)))
+
+
+def write_share(writer: TagWriter, tensors: Tensors, orders: Mapping[str, Sequence[int]] | None = None) -> Share:
+    """Write each tensor to a record of its own; `orders`: their dimensions in memory."""
+    entries: dict[str, TensorEntry] = {}
+    records: list[RecordName] = []
+    for key, tensor in tensors.items():
+        order = (orders or {}).get(key)
+        entry = describe(tensor.dtype, tensor.shape, None if order is None else tuple(order))
+        part: tuple[Part, ...] = ()
+        if tensor.numel():
+            writer.writer.append(key, in_pages(raw_bytes(tensor if order is None else tensor.permute(*order)))).wait()
+            part = (Part(0, tensor.numel(), (Source(len(records), 0),)),)
+            records.append(RecordName(0, key))
+        entries[key] = TensorEntry(dtype=entry.dtype, shape=entry.shape, order=entry.order, parts=part)
+    stores = [writer.writer.finish()]
+    return Share(tensors=entries, records=records, scalars={}, driver={}, stores=stores)
 
 
 def save_tag(
     save_dir: Path, tag: str, tensors: Tensors, step: int, engine: IOEngine | None = None, **changes: Any
 ) -> TagManifest:
-    with TagWriter.begin(save_dir, tag, engine=engine, needed_nbytes=sum(t.nbytes for t in tensors.values())) as writer:
-        for key, tensor in tensors.items():
-            writer.writer.write(key, tensor)
-        return writer.publish(fields(step, **changes))
+    needed_nbytes = sum(align_up(tensor.nbytes, PAGE_NBYTES) for tensor in tensors.values())
+    with TagWriter.begin(save_dir, tag, engine=engine, needed_nbytes=needed_nbytes) as writer:
+        return writer.publish(fields(step, **changes), [write_share(writer, tensors)])
 
 
 def newest_complete(save_dir: Path) -> TagInfo | None:
@@ -59,23 +80,18 @@ def newest_complete(save_dir: Path) -> TagInfo | None:
 
 def load_tag(tag_dir: Path, engine: IOEngine | None = None) -> dict[str, torch.Tensor]:
     """All tensors of a tag. Raises StoreError."""
-    with FileReader(tag_dir, engine) as reader:
-        return _read_all(reader)
+    with open_tag(tag_dir, engine) as reader:
+        return read_all(reader)
 
 
 def load_commit(swap_dir: Path) -> dict[str, torch.Tensor]:
     """All tensors of an in-place commit. Raises StoreError."""
-    with StoreReader(swap_dir) as reader:
-        return _read_all(reader)
+    with open_commit(swap_dir) as reader:
+        return read_all(reader)
 
 
-def _read_all(reader: FileReader | StoreReader) -> dict[str, torch.Tensor]:
-    entries = reader.manifest.tensors.items()
-    into = {key: torch.zeros(entry.shape, dtype=getattr(torch, entry.dtype)) for key, entry in entries}
-    planner = dcp.DefaultLoadPlanner()
-    planner.set_up_planner(into, reader.read_metadata(), is_coordinator=True)
-    reader.read_data(planner.create_local_plan(), planner)
-    return into
+def read_all(reader: TensorReader) -> dict[str, torch.Tensor]:
+    return {key: reader.read(key).view(entry.shape) for key, entry in reader.manifest.tensors.items()}
 
 
 def equal_bits(one: Tensors, other: Tensors) -> bool:
@@ -83,10 +99,6 @@ def equal_bits(one: Tensors, other: Tensors) -> bool:
     return one.keys() == other.keys() and all(
         one[key].dtype == other[key].dtype
         and one[key].shape == other[key].shape
-        and _bits(one[key]).equal(_bits(other[key]))
+        and raw_bytes(one[key]) == raw_bytes(other[key])
         for key in one
     )
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)

@@ -8,17 +8,15 @@ Never.  No pickle; no master and no state as a whole in memory, for they move th
     model, and a few frozen units at a time, are copied whole.
 
     checkpoints.py   save and load of one run, as the engine calls them; last_save: the save that is under way
-    a run            portable: its keys and shapes | saving, loading: to and from a tag | matching: what is loaded where
+    a run            portable: its keys and shapes | places: in which records they lie | pipeline: the way through the
+                     sub-groups of saving, to a tag, and loading, from one | matching: what is loaded where
                      driver: all that is not a tensor; values: that as JSON
-    a tag            manifest; save_directory: lock, rename; tag_writer: begin, publish, discard;
-                     directory: list, find, verify; prune
-    its data files   data_files: bytes | hashing: their checksums | file_writer, file_reader over them, tensors
-    in-place commit  written: commit_save: with its tag, by one rank or many | commit: make this rank's durable
-                     copies: of what rests in memory, beside it | commit_layout: a hash of where each byte lies
-                     read: committed: another run's, as files | places: which bytes of its records are which tensor
-                     store_reader: the two as a reader of tensors
+    a tag            a store of records (store/record_writer.py) with tag_manifest, the index of keys
+                     save_directory: lock, rename; tag_writer: begin, publish, discard; directory: list, find; prune
+    in-place commit  the store that the run uses, with the same index. commit_save: with its tag, by one rank or many
+                     commit: make this rank's durable | copies: of what rests in memory, beside it
+                     commit_layout: a hash of where each byte lies | committed: what a run has committed
+    read             open: a tag or a commit, checked | reader: ranges of tensors | dcp: for torch's own planners
     resume.py        find what the config names, and adopt an in-place commit
-    PyTorch's Distributed Checkpoint (DCP) finds which saved boxes meet which wanted ones: boxes, planner, tag_reader;
-                     storage: the names for programs that call DCP themselves
     weights.py       safetensors files: of a model, or by export.py of a tag
 """

@@ -10,25 +10,22 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, final
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata
 
 from tiered_zero.checkpoint.capture import Capture
 from tiered_zero.checkpoint.commit import Commits
 from tiered_zero.checkpoint.commit_save import InPlaceSave
 from tiered_zero.checkpoint.directory import nothing_to_load
 from tiered_zero.checkpoint.driver import DriverState, LoadParts
-from tiered_zero.checkpoint.file_reader import FileReader
 from tiered_zero.checkpoint.last_save import LastSave, QueuedSave, SaveRead
 from tiered_zero.checkpoint.loading import StateLoader
 from tiered_zero.checkpoint.matching import LoadOptions, Matched, differences, match
-from tiered_zero.checkpoint.planner import read_groups
 from tiered_zero.checkpoint.portable import RunState
 from tiered_zero.checkpoint.ranks import (
     Wanted,
@@ -39,13 +36,12 @@ from tiered_zero.checkpoint.ranks import (
     load_together,
     publish_together,
 )
+from tiered_zero.checkpoint.reader import TensorReader
 from tiered_zero.checkpoint.resume import AdoptedValues, Adoption, FoundCheckpoint, find_checkpoint, open_reader
 from tiered_zero.checkpoint.shares import Share
-from tiered_zero.checkpoint.store_reader import StoreReader
 from tiered_zero.checkpoint.tag_manifest import TagManifest
 from tiered_zero.checkpoint.tag_writer import TagWriter
 from tiered_zero.config.schema import Config
-from tiered_zero.descriptor import Descriptor
 from tiered_zero.errors import ConfigError, StoreError
 from tiered_zero.hardware.agreement import agree
 from tiered_zero.plan.planner import Plan
@@ -71,10 +67,9 @@ class WeightGuard(Protocol):
 class _Load:
     """A checkpoint that this rank can load."""
 
-    reader: FileReader | StoreReader
+    reader: TensorReader
     matched: Matched
     driver: dict[str, Any]
-    metadata: Metadata
 
 
 @final
@@ -106,7 +101,6 @@ class Checkpoints:
         self._tag_validation = config.checkpoint.tag_validation
         self._commits = commits
         self.last_save = LastSave()
-        self._locks: list[Descriptor] = []
         self.resumed: tuple[Path, dict[str, Any]] | None = None
         """What the run was begun from, and its client_state."""
 
@@ -142,8 +136,7 @@ class Checkpoints:
                     save_latest=save_latest,
                 )
             )
-            nbytes = captured[0].needed_nbytes if self._commits is None else 0
-            return Wanted(tag=tag, step=step, arguments=arguments, nbytes=nbytes)
+            return Wanted(tag=tag, step=step, arguments=arguments, nbytes=captured[0].needed_nbytes)
 
         wanted = agree_on_save(self._ranks, ask, self._tag_validation)
         capture = captured[0]
@@ -151,7 +144,7 @@ class Checkpoints:
             if exclude_frozen:
                 logger.warning("exclude_frozen_parameters has no effect on an in-place commit, which has all at rest")
             return self._commit(self._commits, save_dir, wanted, capture)
-        tag = begin_tag(self._ranks, save_dir, wanted, self._locks)
+        tag = begin_tag(self._ranks, save_dir, wanted)
         save = QueuedSave(tag)
         ready = self._state.runtime.accelerator.record_compute()
         if self._is_async:
@@ -190,7 +183,7 @@ class Checkpoints:
     ) -> None:
         """Commit in place, and write the tag that points to it. See [Note: In-place commits]."""
         agree(self._ranks, "save_checkpoint: its copies", commits.write_copies)
-        save = QueuedSave(begin_tag(self._ranks, save_dir, wanted, self._locks, commits.engine))
+        save = QueuedSave(begin_tag(self._ranks, save_dir, wanted, commits.engine))
         InPlaceSave(
             commits=commits,
             save=save,
@@ -203,15 +196,19 @@ class Checkpoints:
 
     def _queue(self, save: QueuedSave, job: Callable[[], None]) -> None:
         """Run `job`, which writes the save, between two updates. Raises its error where it has failed by now."""
-        self.last_save.set(save)
         try:
             self._policy.at_cut(job, save.cut)
         except BaseException:
-            save.cancel()
+            save.tag.discard()
             raise
-        save.set_queued()
+        save.is_queued = True
+        self.last_save.set(save)
         if save.end.done():
             self.wait()
+
+    def set_scheduler(self, scheduler: Any) -> None:
+        """Save and restore the state of `scheduler`, or of none, from now on."""
+        self._driver = replace(self._driver, lr_scheduler=scheduler)
 
     def wait(self) -> None:
         """Return when no save is under way. Raises the error of the last one, once."""
@@ -250,15 +247,10 @@ class Checkpoints:
             self._state.stepper.hold(held, read)
             self._state.runtime.accelerator.lane("save").submit(job)
         except BaseException as error:
-            if save.cancel():
-                self._state.stepper.hold({})
-                if isinstance(error, Exception):
-                    save.end.fail(error)
+            self._state.stepper.hold({})
+            save.tag.discard()
+            save.end.fail(error)
             raise
-
-    def set_scheduler(self, scheduler: Any) -> None:
-        """Save and restore the state of `scheduler`, or of none, from now on."""
-        self._driver = replace(self._driver, lr_scheduler=scheduler)
 
     # -- load ----------------------------------------------------------------------------------------------------------
 
@@ -297,8 +289,7 @@ class Checkpoints:
                 opened.callback(reader.close)  # where the one below is interrupted
                 opened.enter_context(reader)
                 matched, driver = self._check(reader.manifest, parts, strict)
-                metadata = reader.read_metadata()
-                loads.append(_Load(reader=reader, matched=matched, driver=driver, metadata=metadata))
+                loads.append(_Load(reader=reader, matched=matched, driver=driver))
                 return reader.manifest
 
             def prepare() -> None:
@@ -308,9 +299,8 @@ class Checkpoints:
             def read() -> None:
                 load = loads[0]
                 self._driver.restore(load.driver, parts)
-                loader = StateLoader(self._state, load.reader.manifest, load.matched, self._policy.groups)
-                with torch.no_grad(), closing(loader.steps()) as steps:
-                    read_groups(load.reader, load.metadata, steps)
+                with torch.no_grad():
+                    StateLoader(self._state, load.reader, load.matched, self._policy.groups).load()
 
             check_together(self._ranks, check)
             load_together(self._ranks, prepare)

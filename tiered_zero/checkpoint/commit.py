@@ -1,8 +1,8 @@
 """In-place commits: state that rests on nvme becomes durable where it is, and the next steps write beside it.
 
-[Note: In-place commits] A commit is a manifest of the store (store/__init__.py) whose metadata is a checkpoint's
-manifest, with places instead of parts. The truth is the newest manifest of the state's store; a tag in a save directory
-is a pointer to it, written after it. A commit of step N, after one of an earlier step M:
+[Note: In-place commits] A commit is a manifest of the store (store/__init__.py) whose metadata is the manifest of a
+checkpoint, with the records of the run's stores. The truth is the newest manifest of the state's store; a tag in a save
+directory is a pointer to it, written after it. A commit of step N, after one of an earlier step M:
 
     1  updates have written only slots that manifest M does not name; nor may they write now
     2  sync the data files, write and sync `manifest.next`; beside that write and sync the tag under a temporary name
@@ -37,12 +37,12 @@ from typing import Any, Final, final
 import torch
 
 from tiered_zero.checkpoint.copies import DurableCopies
-from tiered_zero.checkpoint.encode import encode
-from tiered_zero.checkpoint.places import PlaceTable, join_places, pack
+from tiered_zero.checkpoint.places import CommittedPlaces, list_tensors, pack
 from tiered_zero.checkpoint.portable import RunState
-from tiered_zero.checkpoint.shares import CommitShare, RankPart, join_scalars
-from tiered_zero.checkpoint.tag_manifest import TagManifest, TensorEntry
-from tiered_zero.errors import ModelError, StoreError
+from tiered_zero.checkpoint.shares import RankPart, Share, join_shares
+from tiered_zero.checkpoint.tag_manifest import TagManifest
+from tiered_zero.checkpoint.values import encode
+from tiered_zero.errors import ModelError
 from tiered_zero.hardware.agreement import agree
 from tiered_zero.io.engine import IOEngine
 from tiered_zero.store.swap_store import SwapStore
@@ -65,7 +65,7 @@ class Commits:
         self._stores: list[SwapStore] = [tier.store for tier in tiers]
         self._copies = copies
         self._layout = layout
-        self._table = PlaceTable(state, tiers, copies.homes, copies.buffers)
+        self._places = CommittedPlaces(state, tiers, copies.homes, copies.buffers)
         ranks = state.runtime.collectives
         own = [store.run_id for store in self._stores]
         of_ranks = agree(ranks, "initialize: in-place commits", lambda: own)
@@ -102,27 +102,27 @@ class Commits:
         with torch.no_grad():
             self._copies.write(pack(self._state.named_buffers()))
 
-    def share(self, driver: Mapping[str, Any], commit_id: str) -> CommitShare:
+    def share(self, driver: Mapping[str, Any], commit_id: str) -> Share:
         """Write the copies of what updates write, and list what this rank commits. Between two updates. `driver`: as
         `encode` gives it. `commit_id`: of `new_swap`; that of rank 0 is taken. Raises StoreError, TransferError."""
-        state = self._state
+        state, snapshot = self._state, self._state.snapshot()
         self._copies.write_updated()
         saves_buffers = state.runtime.collectives.rank == 0
-        places, tensors = self._table.list(pack(state.named_buffers()) if saves_buffers else ())
-        return CommitShare(
-            tensors=tensors,
-            places=places,
-            scalars={name: encode(dict(own), f"scalars of {name}") for name, own in state.scalars().items()},
+        found = list_tensors(state, self._places, snapshot, state.named_buffers() if saves_buffers else ())
+        return Share(
+            tensors=found.tensors(),
+            records=found.records,
+            scalars={name: encode(own, f"scalars of {name}") for name, own in snapshot.scalars.items()},
             driver=driver,
-            commit_id=commit_id,
             rank=RankPart(
                 stores=[_location(store) for store in self._stores],
                 layout=self._layout,
-                initialized=[layout.subgroup.index for layout in state.layouts if state.stepper.has_state(layout)],
+                initialized=sorted(snapshot.initialized),
             ),
+            commit_id=commit_id,
         )
 
-    def commit(self, manifest: TagManifest, shares: Sequence[CommitShare]) -> None:
+    def commit(self, manifest: TagManifest, shares: Sequence[Share]) -> None:
         """Make the state durable, of a run with one rank. Raises StoreError: the last commit is as it was, and may be
         tried again where the error says so."""
         if len(self._stores) == 1:
@@ -137,10 +137,10 @@ class Commits:
                 self.cancel()
             raise
 
-    def prepare(self, manifest: TagManifest, shares: Sequence[CommitShare]) -> None:
+    def prepare(self, manifest: TagManifest, shares: Sequence[Share]) -> None:
         """Make the state durable beside the last commit; records rest from now on. Raises StoreError, with nothing
         changed."""
-        first = shares[0].rank.stores[0]
+        first = _parts(shares)[0].stores[0]
         followed = {COMMIT_ID: shares[0].commit_id, DECIDED_BY: dict(first)}
         try:
             for store in reversed(self._stores):
@@ -170,21 +170,16 @@ def _location(store: SwapStore) -> dict[str, Any]:
     return {"run_id": store.run_id, "paths": list(store.paths)}
 
 
-def metadata_of(manifest: TagManifest, shares: Sequence[CommitShare]) -> dict[str, Any]:
+def metadata_of(manifest: TagManifest, shares: Sequence[Share]) -> dict[str, Any]:
     """What the store that decides says of a commit: the tag's manifest, with what all ranks have. Raises StoreError
     where that is not the whole."""
-    tensors: dict[str, TensorEntry] = {}
-    for share in shares:
-        for key, entry in share.tensors.items():
-            if tensors.setdefault(key, entry) != entry:
-                raise StoreError(f"{key} is committed as two different tensors: {tensors[key]} and {entry}.")
-    places = join_places([(share.places, len(share.rank.stores)) for share in shares])
-    for key, entry in tensors.items():
-        parts = places.places[key].parts
-        if (parts[0].start, parts[-1].stop) != (0, entry.numel):
-            raise StoreError(
-                f"{key}: {entry.numel} elements were expected; found {parts[0].start} to {parts[-1].stop}."
-            )
-    whole = replace(manifest, tensors=tensors, scalars=join_scalars(shares))
-    ranks = [vars(share.rank) for share in shares]
-    return {COMMIT_ID: shares[0].commit_id, "checkpoint": whole.body(), **places.body(), "ranks": ranks}
+    whole = replace(manifest, **join_shares(shares))
+    return {
+        COMMIT_ID: shares[0].commit_id,
+        "checkpoint": whole.body(),
+        "ranks": [vars(part) for part in _parts(shares)],
+    }
+
+
+def _parts(shares: Sequence[Share]) -> list[RankPart]:
+    return [share.rank for share in shares if share.rank is not None]

@@ -17,7 +17,7 @@ from tiered_zero.checkpoint.commit import COMMIT_ID, Commits
 from tiered_zero.checkpoint.driver import join_states, own_state
 from tiered_zero.checkpoint.last_save import QueuedSave
 from tiered_zero.checkpoint.ranks import SAVE
-from tiered_zero.checkpoint.shares import CommitShare
+from tiered_zero.checkpoint.shares import Share
 from tiered_zero.checkpoint.tag_manifest import TagManifest
 from tiered_zero.errors import StoreError, UntaggedCommitError
 from tiered_zero.hardware.agreement import agree
@@ -39,7 +39,7 @@ class InPlaceSave:
     save_latest: bool
     runtime: Runtime
     queue: Callable[[Callable[[], None]], None]
-    at_cut: Callable[[Callable[[], CommitShare]], CommitShare]
+    at_cut: Callable[[Callable[[], Share]], Share]
 
     def run(self) -> None:
         """Queue it, with one rank; with many it is durable on return. Driver thread. Raises StoreError, TransferError,
@@ -65,10 +65,10 @@ class InPlaceSave:
         ranks, pointers = self.runtime.collectives, list[Transfer]()
         is_first = ranks.rank == 0
 
-        def share() -> CommitShare:
+        def share() -> Share:
             return self.at_cut(lambda: self._share(own_state(self.fields["driver"])))
 
-        shares = agree(ranks, f"{SAVE}: what it commits", share, encode=CommitShare.encode, decode=CommitShare.decode)
+        shares = agree(ranks, f"{SAVE}: what it commits", share, encode=Share.encode, decode=Share.decode)
 
         def prepare() -> None:
             if is_first:
@@ -109,10 +109,10 @@ class InPlaceSave:
             self.commits.cancel()
             raise failed[0] if failed else StoreError(wrong[0])
 
-    def _share(self, driver: Mapping[str, Any]) -> CommitShare:
+    def _share(self, driver: Mapping[str, Any]) -> Share:
         return self.commits.share(driver, self.fields["swap"][COMMIT_ID])
 
-    def _manifest(self, shares: list[CommitShare]) -> TagManifest:
+    def _manifest(self, shares: list[Share]) -> TagManifest:
         """Of the commit, but for what `shares` have of it, which `metadata_of` adds."""
         driver = join_states(self.fields["driver"], [share.driver for share in shares])
         return TagManifest(**{**self.fields, "driver": driver}, tag=self.save.tag.tag)

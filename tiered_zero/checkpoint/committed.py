@@ -1,55 +1,43 @@
-"""The newest in-place commit of a run that ended, or of this run, read past its stores: nothing there is changed."""
+"""What the newest in-place commit of a run says, of one that ended or of this one: nothing there is changed."""
 
 from __future__ import annotations
 
-import fcntl
 import os
-from collections.abc import Container, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final, final
 
-import xxhash
-
 from tiered_zero.checkpoint.commit import COMMIT_ID, DECIDED_BY
-from tiered_zero.checkpoint.places import Places
 from tiered_zero.checkpoint.shares import RankPart
 from tiered_zero.checkpoint.tag_manifest import TagManifest, check_store_location
-from tiered_zero.errors import CorruptionError, StoreError
+from tiered_zero.errors import StoreError
 from tiered_zero.store.checked_json import Kinds, check_fields, check_integers, kinds_of
-from tiered_zero.store.descriptors import error_text, open_of_owner
-from tiered_zero.store.manifest import MANIFEST_NAME, Manifest, Record, choose
+from tiered_zero.store.manifest import MANIFEST_NAME, Manifest
 from tiered_zero.store.manifest import load as load_manifests
-from tiered_zero.store.owner import OWNER_NAME, Owner, boot_id, read_owner, start_ticks
-from tiered_zero.store.ranges import Range
-from tiered_zero.store.stripes import DataFiles, Stripes
+from tiered_zero.store.owner import Owner, read_owner
 
 ON_ITS_HOST: Final = (
     "An in-place commit is gone on with by as many ranks as have made it, each on the host that has its part (torchrun "
     "--node-rank), with tiered_zero.checkpoint.in_place and resume; where a disk is lost, name another checkpoint."
 )
 
-_NUM_CACHED = 8
-"""Verified ranges, of at most 1 MiB, that are kept: neighbours in an array begin in the same one."""
-
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Commit:
     """What the newest commit of a run says. `path`: the first directory of the store that has decided it. `manifest`:
-    of the checkpoint, without parts: `places` has them; `manifest.step` is which step it really is."""
+    of the checkpoint, whose records are in `stores`; `manifest.step` is which step it really is."""
 
     path: Path
     commit_id: str
     manifest: TagManifest
-    places: Places
     ranks: list[RankPart]
 
     @property
     def stores(self) -> list[dict[str, Any]]:
-        """Of all ranks, in the order in which `places` counts them."""
+        """Of all ranks, in the order in which the manifest counts them."""
         return [store for rank in self.ranks for store in rank.stores]
 
     @classmethod
@@ -63,13 +51,8 @@ class Commit:
         with refused(path):
             fields = check_fields(metadata, _METADATA_KINDS)
             ranks = [_rank_part(item) for item in fields["ranks"]]
-            places = Places.from_body({"records": fields["records"], "places": fields["places"]})
-            num_stores = sum(len(rank.stores) for rank in ranks)
-            if any(record.store >= num_stores for record in places.records):
-                raise ValueError("records: there is no such store")
             manifest = TagManifest.from_body(fields["checkpoint"])
-            _check_places(manifest, places)
-        return cls(path=path, commit_id=fields[COMMIT_ID], manifest=manifest, places=places, ranks=ranks)
+        return cls(path=path, commit_id=fields[COMMIT_ID], manifest=manifest, ranks=ranks)
 
 
 @contextmanager
@@ -81,18 +64,7 @@ def refused(path: Path) -> Iterator[None]:
         raise StoreError(f"{path} holds no in-place commit of a run ({error}).") from error
 
 
-def _check_places(manifest: TagManifest, places: Places) -> None:
-    """Raises ValueError where a tensor has not its places."""
-    if places.places.keys() != manifest.tensors.keys():
-        raise ValueError("expected a place of each tensor")
-    for key, place in places.places.items():
-        if (place.parts[-1].stop if place.parts else 0) != (numel := manifest.tensors[key].numel):
-            raise ValueError(f"{key[:200]!a}: expected places of {numel} elements")
-
-
-_METADATA_KINDS: dict[str, Kinds] = {
-    COMMIT_ID: str, "checkpoint": dict, "records": list, "places": dict, "ranks": list,
-}  # fmt: skip
+_METADATA_KINDS: dict[str, Kinds] = {COMMIT_ID: str, "checkpoint": dict, "ranks": list}
 _RANK_KINDS = kinds_of(RankPart)
 
 
@@ -160,26 +132,6 @@ def is_committed(tag: TagManifest, committed: Manifest) -> bool:
     return tag.swap is not None and committed.is_state(tag.step, {COMMIT_ID: tag.swap[COMMIT_ID]})
 
 
-def open_stores(
-    locations: Sequence[Mapping[str, Any]], commit: Commit, resources: ExitStack, own_runs: Container[str] = ()
-) -> list[CommittedFiles]:
-    """Open the stores that are at `locations`, of `commit`, and keep other processes from adopting them. Raises
-    StoreError."""
-    found, step = [], commit.manifest.step
-    for location in locations:
-        paths = [Path(path) for path in location["paths"]]
-        owner = owner_of(paths[0], f"of step {step} ")
-        if (owner.run_id, owner.paths) != (location["run_id"], tuple(location["paths"])):
-            raise StoreError(
-                f"{paths[0]} belongs to another run, or other directories, than the commit of step {step}."
-            )
-        _lock(paths[0], owner, resources, own_runs)
-        found.append(CommittedFiles(paths, commit, resources))
-        if found[-1].manifest.run_id != owner.run_id:
-            raise StoreError(f"{paths[0]} belongs to another run than the commit of step {step}.")
-    return found
-
-
 def owner_of(path: Path, which: str = "") -> Owner:
     """The owner of the directory of a store. `which`: of a commit, as "of step 5 ". Raises StoreError where it is not
     here."""
@@ -191,70 +143,3 @@ def owner_of(path: Path, which: str = "") -> Owner:
             f"{error if os.path.lexists(path) else 'it is gone, or on another host.'} {ON_ITS_HOST} For other ranks "
             "save without in_place."
         ) from error
-
-
-def _lock(path: Path, owner: Owner, resources: ExitStack, own_runs: Container[str]) -> None:
-    """Keep other processes from adopting the directory while it is read. Raises StoreError where its owner lives."""
-    try:
-        fd = open_of_owner(path / OWNER_NAME)
-        resources.callback(fd.close)
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        if owner.run_id in own_runs or _is_this_process(owner):
-            return
-        raise StoreError(
-            f"The swap directory {path} belongs to a live run (pid {owner.pid} on {owner.host}), which goes on "
-            "changing it; stop that run first."
-        ) from None
-    except OSError as error:
-        raise StoreError(f"{path} cannot be locked: {error_text(error)}.") from error
-
-
-def _is_this_process(owner: Owner) -> bool:
-    """A pid counts only together with its start time, on the same boot."""
-    pid = os.getpid()
-    return (owner.pid, owner.start_ticks, owner.boot_id) == (pid, start_ticks(pid) or 0, boot_id())
-
-
-@final
-class CommittedFiles:
-    """The records of one store in its manifest of `commit`: confirmed, or prepared where another store decided."""
-
-    def __init__(self, paths: list[Path], commit: Commit, resources: ExitStack) -> None:
-        self.manifest, _ = choose(paths[0], commit.manifest.step, {COMMIT_ID: commit.commit_id})
-        self.records = {record.name: record for record in self.manifest.records}
-        self._path = paths[0]
-        for record in self.manifest.records:
-            if any(offset + record.extent_nbytes > self.manifest.capacity_nbytes for offset in record.offsets):
-                raise StoreError(f"{paths[0]}: record {record.name[:80]!a} lies outside of its store.")
-        self._files = DataFiles(paths, Stripes(self.manifest.weights), resources)
-        self._files.check(self.manifest.capacity_nbytes)
-        self._verified = lru_cache(_NUM_CACHED)(self._read)
-
-    def read(self, record: Record, offset: int, nbytes: int) -> bytearray:
-        """Bytes of a record, verified. Raises CorruptionError, StoreError."""
-        found, position, end = bytearray(nbytes), offset, offset + nbytes
-        for item in self.manifest.ranges[record.name]:
-            if item.end <= position or item.start >= end:
-                continue
-            if item.start > position:
-                break
-            data = self._verified(record, item)
-            stop = min(end, item.end)
-            found[position - offset : stop - offset] = data[position - item.start : stop - item.start]
-            position = stop
-        if position < end:
-            raise StoreError(f"{self._path}: record {record.name!r} has no bytes from {position} on.")
-        return found
-
-    def _read(self, record: Record, item: Range) -> bytes:
-        try:
-            data = b"".join(self._files.read(record.offsets[item.slot] + item.start, item.end - item.start))
-        except OSError as error:
-            raise StoreError(f"{self._path}: record {record.name!r} cannot be read: {error_text(error)}.") from error
-        if item.digest is None or xxhash.xxh3_64_intdigest(data) != item.digest:
-            raise CorruptionError(
-                f"Record {record.name!r}: bytes {item.start} to {item.end} in {self._path} are not those committed. "
-                "Check the disk, and resume from another checkpoint."
-            )
-        return data

@@ -13,16 +13,14 @@ from typing import Final, final
 
 from tiered_zero.checkpoint.commit import COMMIT_ID
 from tiered_zero.checkpoint.committed import ON_ITS_HOST, find_missing, held_commit, is_committed
-from tiered_zero.checkpoint.data_reader import READ_BLOCKS, DataReader
 from tiered_zero.checkpoint.save_directory import LATEST_NAME, OLD, TEMPORARY, check_tag, hidden_tag
-from tiered_zero.checkpoint.tag_manifest import MANIFEST_NAME, MOST_NBYTES, DataFile, TagManifest, WrittenBy
+from tiered_zero.checkpoint.tag_manifest import MANIFEST_NAME, MOST_NBYTES, TagManifest, WrittenBy
 from tiered_zero.errors import StoreError
-from tiered_zero.io.select import select_reader
 from tiered_zero.sizes import MIB
 from tiered_zero.store.descriptors import disk_nbytes, error_text, kind_text, open_directory, read_file
 from tiered_zero.store.owner import OWNER_NAME
 
-_DATA_FILE: Final = re.compile(r"data-\d{5}-\d{5}\.bin")
+_DATA_FILE: Final = re.compile(r"data-\d{5}\.bin")
 _DCP_METADATA: Final = ".metadata"
 _INDEPENDENT: Final = "To keep a step, load it into a run without in_place and save there, or `export` its weights"
 
@@ -39,6 +37,7 @@ class TagInfo:
     which this run holds by now.
 
     `step`, `kind`, `written_by`, `created_s` (seconds since the epoch): None, "" and 0.0 where there is no manifest.
+    `manifest`: of one that `find_tag` has read alone.
     """
 
     tag: str
@@ -53,6 +52,7 @@ class TagInfo:
     run_id: str = ""
     commit_id: str = ""
     held_id: str | None = None
+    manifest: TagManifest | None = None
 
     @property
     def is_superseded(self) -> bool:
@@ -130,14 +130,14 @@ def find_tag(load_dir: str | os.PathLike[str], tag: str | None = None) -> tuple[
         found = tag_path(path, tag)
         if not os.path.lexists(found):
             raise StoreError(f"There is no checkpoint {found}.{_others(path)}")
-        return _info(tag, found, read_manifest(found)), []
+        return _found(tag, found), []
     skipped = []
     named: str | None = None
     try:
         named = read_latest(path)
         if named is not None:
             found = tag_path(path, named)
-            return _info(named, found, read_manifest(found)), []
+            return _found(named, found), []
         skipped.append(f"{path} has no file {LATEST_NAME}")
     except StoreError as error:
         skipped.append(f"Skipped what {path / LATEST_NAME} names: {error}")
@@ -162,6 +162,12 @@ def find_tag(load_dir: str | os.PathLike[str], tag: str | None = None) -> tuple[
         f"Expected checkpoints of save_checkpoint in {path}; found {listed or 'nothing'}. Name the directory that "
         "holds them, or, to begin at step 0, one that is empty or does not exist."
     )
+
+
+def _found(tag: str, path: Path) -> TagInfo:
+    """Raises StoreError unless it is whole."""
+    manifest = read_manifest(path)
+    return replace(_info(tag, path, manifest), manifest=manifest)
 
 
 def _skipped(tags: Mapping[str, Sequence[str]]) -> list[str]:
@@ -203,24 +209,6 @@ def _others(path: Path) -> str:
     except StoreError:
         return ""
     return f" The newest there: {', '.join(reversed(complete[-4:]))}." if complete else ""
-
-
-def verify(tag_dir: str | os.PathLike[str]) -> list[str]:
-    """What is wrong with a tag, every byte of it read; empty: nothing."""
-    path = Path(tag_dir)
-    try:
-        manifest = read_manifest(path)
-        if not manifest.files:
-            return []
-        selection = select_reader(*(path / file.name for file in manifest.files), settings=READ_BLOCKS)
-    except (StoreError, OSError) as error:
-        return [str(error)]
-    reader = DataReader(path, manifest.files, selection.engine)
-    try:
-        return reader.damage()
-    finally:
-        reader.close()
-        selection.engine.close()
 
 
 @contextmanager
@@ -278,18 +266,18 @@ def _read(fd: int, path: Path) -> TagManifest:
 
 def _problem(fd: int, manifest: TagManifest) -> str:
     """Why the tag that is open at `fd` is not whole, as words behind its name; empty: it is."""
-    for file in manifest.files:
-        if problem := _file_problem(fd, file):
-            return f"is not a whole checkpoint: {file.name} {problem}"
+    for name, nbytes in manifest.files.items():
+        if problem := _file_problem(fd, name, nbytes):
+            return f"is not a whole checkpoint: {name} {problem}"
     if manifest.swap is not None and (problem := _swap_problem(manifest)):
         return f"cannot be loaded: {problem}"
     return ""
 
 
-def _file_problem(fd: int, file: DataFile) -> str:
+def _file_problem(fd: int, name: str, nbytes: int) -> str:
     """What is wrong with a data file, looked at without opening it; empty: nothing."""
     try:
-        status = os.stat(file.name, dir_fd=fd, follow_symlinks=False)
+        status = os.stat(name, dir_fd=fd, follow_symlinks=False)
     except FileNotFoundError:
         return "is missing"
     except OSError as error:
@@ -298,8 +286,8 @@ def _file_problem(fd: int, file: DataFile) -> str:
         return f"is {kind_text(status.st_mode)}"
     if status.st_uid != (owner := os.fstat(fd).st_uid):
         return f"belongs to user id {status.st_uid}, the directory to {owner}"
-    if status.st_size != file.nbytes:
-        return f"has {status.st_size} bytes; expected {file.nbytes}"
+    if status.st_size != nbytes:
+        return f"has {status.st_size} bytes; expected {nbytes}"
     return ""
 
 

@@ -14,15 +14,15 @@ from typing import Any, Protocol, final
 from torch import nn
 
 from tiered_zero.checkpoint.driver_fields import OWN_PARTS, check_counts, decode_state
-from tiered_zero.checkpoint.encode import encode
 from tiered_zero.checkpoint.schedules import (
     check_options,
     check_scheduler,
-    copied,
     kept_groups,
+    loadable,
     options_to_load,
     scheduler_state,
 )
+from tiered_zero.checkpoint.values import encode
 from tiered_zero.errors import ModelError, StoreError
 from tiered_zero.grads.overflow import OverflowCounts, OverflowGuard
 from tiered_zero.hardware.collectives import Collectives, SingleRank
@@ -170,7 +170,7 @@ class DriverState:
     def _restore_optimizer(self, optimizer: TieredOptimizer, state: State, parts: LoadParts) -> None:
         groups, has_schedule = state["groups"], parts.lr_scheduler_states and self.lr_scheduler is not None
         if has_schedule and groups is not None:
-            self.lr_scheduler.load_state_dict(copied(state["lr_scheduler"]["state"]))
+            self.lr_scheduler.load_state_dict(loadable(self.lr_scheduler, state["lr_scheduler"]["state"]))
         elif parts.lr_scheduler_states and state["lr_scheduler"] is not None:
             logger.warning(
                 "resumed without an lr_scheduler; the checkpoint has the state of a %s, which is left out",

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from tiered_zero.checkpoint.decode import decode
+from tiered_zero.checkpoint.values import decode
 from tiered_zero.errors import StoreError
 from tiered_zero.grads.overflow import OverflowCounts
 from tiered_zero.store.checked_json import MOST_INTEGER

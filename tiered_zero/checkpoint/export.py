@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from math import prod
 from pathlib import Path
 from typing import Final
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.storage import StorageReader
 
-from tiered_zero.checkpoint.planner import Group, Target, read_groups
 from tiered_zero.checkpoint.portable import BUFFER, MASTER, PARAM, VALUE_KINDS
+from tiered_zero.checkpoint.reader import TensorReader
+from tiered_zero.checkpoint.tensors import torch_dtype
 from tiered_zero.checkpoint.weights import MAX_SHARD_NBYTES, WeightTensor, write_weights
 from tiered_zero.errors import StoreError
 from tiered_zero.sizes import MIB
@@ -23,7 +21,7 @@ _CHUNK_NUMEL: Final = 8 * MIB
 
 
 def export_weights(
-    reader: StorageReader,
+    reader: TensorReader,
     out: Path,
     dtype: torch.dtype = torch.float32,
     *,
@@ -37,34 +35,27 @@ def export_weights(
     StoreError: no weights, a value that `dtype` cannot hold, weights of another model; CorruptionError for bytes that
     are not those written.
     """
-    metadata = reader.read_metadata()
     found: dict[str, WeightTensor] = {}
-    for key, stored in metadata.state_dict_metadata.items():
+    for key, entry in reader.manifest.tensors.items():
         kind, _, name = key.partition("/")
-        if kind not in VALUE_KINDS or not isinstance(stored, TensorStorageMetadata):
+        if kind not in VALUE_KINDS:
             continue
         if name in found:
             raise StoreError(f"{name} is there twice, as {key} too: this checkpoint is damaged. Export another one.")
-        own = stored.properties.dtype
+        own = torch_dtype(entry.dtype)
         target = dtype if kind != BUFFER and own.is_floating_point else own
-        found[name] = WeightTensor(
-            name=name, dtype=target, shape=tuple(stored.size), read=partial(_read, reader, metadata, key, target)
-        )
-    if not any(key.startswith((f"{MASTER}/", f"{PARAM}/")) for key in metadata.state_dict_metadata):
+        found[name] = WeightTensor(name=name, dtype=target, shape=entry.shape, read=partial(_read, reader, key, target))
+    if not any(key.startswith((f"{MASTER}/", f"{PARAM}/")) for key in reader.manifest.tensors):
         raise StoreError("There are no weights in this checkpoint. Export another one.")
     return write_weights(out, list(found.values()), max_shard_nbytes=max_shard_nbytes, replaces=replaces)
 
 
-def _read(reader: StorageReader, metadata: Metadata, key: str, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-    """Read a tensor as `dtype`, row-major, a chunk at a time."""
-    stored = metadata.state_dict_metadata[key]
-    assert isinstance(stored, TensorStorageMetadata), "a tensor's key"
-    shape = tuple(stored.size)
-    for start in range(0, prod(shape), _CHUNK_NUMEL):
-        stop = min(start + _CHUNK_NUMEL, prod(shape))
-        values = torch.empty(stop - start, dtype=stored.properties.dtype)
-        target = Target(key=key, start=start, stop=stop, shape=shape, order=None, values=values)
-        read_groups(reader, metadata, [Group(targets=[target])])
+def _read(reader: TensorReader, key: str, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    """Read a tensor as `dtype`, row-major, a chunk at a time; whole where it lies in another memory order."""
+    entry = reader.manifest.tensors[key]
+    step = _CHUNK_NUMEL if entry.order is None else max(1, entry.numel)
+    for start in range(0, entry.numel, step):
+        values = reader.read(key, start, min(start + step, entry.numel))
         result = values.to(dtype)
         if dtype.itemsize < values.dtype.itemsize and not torch.equal(result.isfinite(), values.isfinite()):
             raise StoreError(

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable
 from contextlib import suppress
-from enum import Enum, auto
 from typing import final
 
 from tiered_zero.checkpoint.tag_writer import TagWriter
@@ -16,87 +14,46 @@ from tiered_zero.transfer import Completion, Transfer
 logger = logging.getLogger("tiered_zero")
 
 
-class _Phase(Enum):
-    """CAPTURED: made, and perhaps queued. QUEUED: it waits for its place between two updates. ON_LANE: a lane's thread
-    ends it, which no interrupt reaches. INLINE: the driver thread ends it, so that it is over when that thread does
-    anything else. CANCELLED: it is discarded."""
-
-    CAPTURED = auto()
-    QUEUED = auto()
-    ON_LANE = auto()
-    INLINE = auto()
-    CANCELLED = auto()
-
-
 @final
 class QueuedSave:
     """One save of one tag, or of this rank's part of it. The driver thread makes it and waits for it; that thread or a
-    lane's writes it.
-
-    It is known as `LastSave` before it is queued, so that an interrupt at any line hides no write from `wait`. Where
-    the driver was interrupted before the save was queued, nothing ever writes it: it is cancelled.
-    """
+    lane's writes it, unless an update has failed before it."""
 
     def __init__(self, tag: TagWriter) -> None:
         self.tag = tag
         self.cut = Completion()
-        """Its place between two updates is over; the error of an update that failed before."""
+        """Its place between two updates is over; the error of an update that failed before, or of the write there."""
         self.end = Completion()
         """The tag is ended, or this rank's part of it written; the error of the write."""
-        self._phase = _Phase.CAPTURED
-        self._lock = threading.Lock()
-
-    def set_queued(self) -> None:
-        """Say that `write` will be called, unless an update fails before."""
-        with self._lock:
-            if self._phase is _Phase.CAPTURED:
-                self._phase = _Phase.QUEUED
-
-    def cancel(self) -> bool:
-        """Discard the tag, unless its write has begun. Returns whether it is discarded. Idempotent."""
-        with self._lock:
-            if self._phase in (_Phase.CAPTURED, _Phase.QUEUED):
-                self._phase = _Phase.CANCELLED
-        if self._phase is not _Phase.CANCELLED:
-            return False
-        self.tag.discard()
-        return True
-
-    def discard(self) -> None:
-        """Discard the tag, unless it was published, once no lane writes it."""
-        if self.cancel():
-            return
-        if self._phase is _Phase.ON_LANE:
-            with suppress(Exception):
-                self.end.wait()
-        self.tag.discard()
+        self.is_queued = False
+        """Whether `write` was called, or will be, unless an update fails before."""
 
     def write(self, act: Callable[[], None]) -> None:
-        """End the tag by `act`, on the calling thread; do nothing where it was cancelled. Log a failure on a lane,
-        which the driver raises later, and an interrupt, after which no call raises one. Raises what `act` raises."""
-        on_lane = runs_on_lane()
-        with self._lock:
-            if self._phase is _Phase.CANCELLED:
-                return
-            self._phase = _Phase.ON_LANE if on_lane else _Phase.INLINE
+        """End the tag by `act`, on the calling thread. Log a failure on a lane, which the driver raises later, and an
+        interrupt, after which no call raises one. Raises what `act` raises."""
         try:
             with self.tag.writing():
                 act()
-        except Exception as error:
-            if on_lane:
-                logger.error("the save of checkpoint %s failed, and training goes on: %s", self.tag.tag, error)
-            self.end.fail(error)
-            raise
         except BaseException as error:
-            if not self.tag.is_published:
+            if not isinstance(error, Exception) and not self.tag.is_published:
                 logger.warning(
                     "checkpoint %s was not written: %s came in its middle. A load finds the last complete one, or a "
                     "commit in place that was decided before that.",
                     self.tag.tag,
                     type(error).__name__,
                 )
+            elif runs_on_lane():
+                logger.error("the save of checkpoint %s failed, and training goes on: %s", self.tag.tag, error)
+            self.end.fail(error)
             raise
         self.end.complete()
+
+    def discard(self) -> None:
+        """Discard the tag, unless it was published, once nothing writes it."""
+        if self.is_queued:
+            with suppress(Exception):
+                self._wait()
+        self.tag.discard()
 
     def hurry(self) -> None:
         """Say that something waits for it, so that it yields to nothing any more. Any thread; idempotent."""
@@ -106,19 +63,21 @@ class QueuedSave:
         """Return when it is ended. Raises the error of its write; that of an update before it is logged, for the engine
         raises it."""
         self.hurry()
-        if self._phase is _Phase.QUEUED:
-            try:
-                self.cut.wait()
-            except Exception as error:
-                if self.cancel() and not self.end.done():
-                    logger.error("checkpoint %s was not written: %s", self.tag.tag, error)
-                    return
-        if self._phase is _Phase.CAPTURED:  # an interrupt came as it was queued
-            self.cancel()
-        if self._phase is _Phase.CANCELLED or (self._phase is _Phase.INLINE and not self.end.done()):
-            self.tag.discard()  # which may have been interrupted
-        if self._phase in (_Phase.QUEUED, _Phase.ON_LANE) or self.end.done():
-            self.end.wait()
+        try:
+            self._wait()
+        except Exception as error:
+            if self.end.done():
+                raise
+            self.tag.discard()
+            logger.error("checkpoint %s was not written: %s", self.tag.tag, error)
+
+    def _wait(self) -> None:
+        try:
+            self.cut.wait()
+        except Exception:
+            if not self.end.done():
+                raise
+        self.end.wait()
 
 
 @final

@@ -9,10 +9,10 @@ from typing import Any, final
 
 import torch
 
-from tiered_zero.checkpoint.decode import decode
 from tiered_zero.checkpoint.portable import MASTER, PARAM, VALUE_KINDS, RunState, buffer_key, field_spec
 from tiered_zero.checkpoint.tag_manifest import TagManifest, TensorEntry
 from tiered_zero.checkpoint.tensors import torch_dtype
+from tiered_zero.checkpoint.values import decode
 from tiered_zero.errors import ConfigError, ModelError, StoreError
 from tiered_zero.layout.flat import ParamSpec
 from tiered_zero.layout.subgroups import QUANTIZED_BLOCK_NUMEL, ParamPiece
@@ -89,14 +89,13 @@ def differences(written_by: Mapping[str, Any], now: Mapping[str, Any]) -> Sequen
     return lines
 
 
-def names_of(spec: ParamSpec) -> tuple[str, ...]:
-    return (spec.name, *spec.aliases)
-
-
 def _value_key(spec: ParamSpec, tensors: Mapping[str, TensorEntry]) -> str | None:
     """Where a parameter's value is: its master if there is one; a tied one may be saved under another of its names."""
-    keys = (f"{kind}/{name}" for kind in (MASTER, PARAM) for name in names_of(spec))
-    return next((key for key in keys if key in tensors), None)
+    for kind in (MASTER, PARAM):
+        for name in (spec.name, *spec.aliases):
+            if (key := f"{kind}/{name}") in tensors:
+                return key
+    return None
 
 
 def _check_names(state: RunState, manifest: TagManifest, used: Iterable[str], strict: bool) -> None:
@@ -213,8 +212,8 @@ class _StateMatcher:
         tensors, tag = self._manifest.tensors, self._manifest.tag
         fields = {own.name: own for own in layout.fields(piece)}
         kinds = {kind for kind in self._kinds if f"{kind}/{name}" in tensors}
-        saved = {kind for kind in kinds if not _is_scale(kind, kinds)}
-        planned = {kind for kind in fields if not _is_scale(kind, fields)}
+        saved = {kind for kind in kinds if kind.removesuffix("_scale") not in kinds - {kind}}
+        planned = {kind for kind in fields if kind.removesuffix("_scale") not in fields.keys() - {kind}}
         if saved != planned:
             raise ModelError(
                 f"{self._state.rule.name} was planned with the state arrays {sorted(planned)} of {piece.param.name}; "
@@ -227,6 +226,11 @@ class _StateMatcher:
             spec = field_spec(piece.param, own, self._state.rule.elementwise)
             is_coded = f"{kind}_scale" in kinds
             _check_shape(f"{kind}/{name}", entry, spec.shape)
+            if is_coded and entry.order != spec.order:
+                raise ModelError(
+                    f"{kind} of {piece.param.name} in checkpoint {tag} has 8 bits, with scales for blocks in another "
+                    "memory order than this model's. Save it with state_format fp32, and load that."
+                )
             if is_coded:
                 scale = f"{kind}_scale/{name}"
                 _check_shape(scale, tensors[scale], (-(-piece.param.numel // _BLOCK),))
@@ -240,10 +244,6 @@ class _StateMatcher:
                 )
             num_rounded += spec.dtype != "float32"
         return num_rounded
-
-
-def _is_scale(kind: str, kinds: Iterable[str]) -> bool:
-    return kind.endswith("_scale") and kind.removesuffix("_scale") in kinds
 
 
 def _some(names: Sequence[str]) -> str:

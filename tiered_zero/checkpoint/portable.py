@@ -1,16 +1,16 @@
-"""What a run holds in the portable form: keys, shapes, and where in a sub-group's slot the elements of each key lie.
+"""What a run holds in the portable form: keys, shapes, and which part of them this rank saves.
 
 [Note: Portable form] Everything is keyed by parameter name and by elements of the parameter in the order of its memory,
 so that no cut, tier or unit is part of it. A key is `<kind>/<parameter name>`:
 
-    master   the fp32 master; what rests as bf16 parameter, remainder and mark is joined
+    master   the fp32 master, also where it rests as bf16 parameter, remainder and mark
     <field>  a state array of the rule under its own name, such as exp_avg; only of parameters that were stepped
     param    a parameter without a master: frozen, or in no param group
     buffer   a persistent buffer
 
 An elementwise state array has the parameter's shape; the scales of 8-bit moments are 1-D, one for each block of the
 parameter; an array of any other rule keeps its own shape. Parameters with a master are not saved besides: they are
-their masters, rounded.
+their masters, rounded. Bytes are saved as they rest: a key's form (tag_manifest.py) says how it is made of them.
 """
 
 from __future__ import annotations
@@ -29,15 +29,14 @@ from tiered_zero.checkpoint.tensors import describe
 from tiered_zero.errors import InternalError
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.hardware.staging import StagingPool
-from tiered_zero.layout.flat import FlatEntry, ParamSpec, Unit
+from tiered_zero.layout.flat import ParamSpec, Unit
 from tiered_zero.layout.subgroups import ParamPiece
 from tiered_zero.optim.optimizer_copy import same
 from tiered_zero.optim.rule import StateField, UpdateRule
 from tiered_zero.optim.state_layout import StateArray, StateLayout
-from tiered_zero.sizes import PAGE_NBYTES
 from tiered_zero.tiers.inventory import Inventory
 from tiered_zero.update.stepper import StreamingStepper
-from tiered_zero.update.subgroup_io import SubGroupIO, SubGroupWork
+from tiered_zero.update.subgroup_io import SubGroupIO
 
 MASTER, PARAM, BUFFER = "master", "param", "buffer"
 VALUE_KINDS = (MASTER, PARAM, BUFFER)
@@ -46,9 +45,11 @@ VALUE_KINDS = (MASTER, PARAM, BUFFER)
 
 @dataclass(frozen=True, kw_only=True)
 class Range:
-    """Elements [start, stop), in memory order, of the tensor `key`. `first`: where they begin in what holds them."""
+    """Elements [start, stop), in memory order, of the tensor `key`, which belongs to `param`. `first`: where they begin
+    in what holds them."""
 
     key: str
+    param: ParamSpec
     start: int
     stop: int
     first: int
@@ -65,29 +66,6 @@ class StateSnapshot:
 
     def is_stepped(self, layout: StateLayout, piece: ParamPiece) -> bool:
         return (layout.subgroup.index, piece.index) in self.stepped
-
-
-@dataclass(frozen=True, kw_only=True)
-class SlotArray:
-    """An array of a sub-group's slot in the portable form.
-
-    `read(first, stop)`: its elements, 1-D of `dtype`, where they rest or as a copy. `offset`: the array's first byte in
-    the slot, where the bytes there are the portable form; None where it has to be made."""
-
-    ranges: tuple[Range, ...]
-    dtype: torch.dtype
-    numel: int
-    read: Callable[[int, int], torch.Tensor]
-    offset: int | None
-
-
-def memory_order(spec: ParamSpec) -> tuple[int, ...] | None:
-    """The dimensions of a parameter from the slowest to the fastest; None where it is row-major."""
-    stride = spec.stride
-    if stride is None:
-        return None
-    order = tuple(sorted(range(len(spec.shape)), key=lambda dim: -stride[dim]))
-    return None if order == tuple(range(len(order))) else order
 
 
 def param_key(spec: ParamSpec) -> str:
@@ -107,7 +85,7 @@ def field_spec(param: ParamSpec, field: StateField, elementwise: bool) -> Tensor
     if elementwise and field.block_numel > 1:
         return describe(field.dtype, (-(-param.numel // field.block_numel),))
     shape = param.shape if elementwise else field.shape
-    return describe(field.dtype, shape, memory_order(param) if shape == param.shape else None)
+    return describe(field.dtype, shape, param.order if shape == param.shape else None)
 
 
 def field_range(piece: ParamPiece, field: StateField, elementwise: bool) -> tuple[int, int]:
@@ -115,11 +93,6 @@ def field_range(piece: ParamPiece, field: StateField, elementwise: bool) -> tupl
     if not elementwise:
         return 0, prod(field.shape)
     return piece.param_start // field.block_numel, -(-(piece.param_start + piece.numel) // field.block_numel)
-
-
-def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
-    """[n]: the elements of a dense tensor as they lie in memory, as a view."""
-    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,37 +142,27 @@ class RunState:
         home = self.inventory.find(unit, "param")
         return home is not None and home.slot.nbytes < unit.nbytes
 
-    def unmastered_ranges(self, unit: Unit, with_frozen: bool = True) -> list[Range]:
-        """List the elements that are saved as they are, of those here; they begin in the unit's home, or its flat."""
+    def saved_units(self, with_frozen: bool = True) -> list[Unit]:
+        """List the units that this rank saves as they are: no update writes their parameters."""
+        return [
+            unit for unit in self.own_units if unit.index not in self.updated_units and (with_frozen or unit.trainable)
+        ]
+
+    def unit_ranges(self, unit: Unit) -> list[Range]:
+        """List the parameters of such a unit, of the elements that are here; they begin in its home, or its flat."""
         home = self.inventory.find(unit, "param")
         own = slice(0, unit.numel) if home is None else home.elements(unit)
         found = []
-        for entry in self.unmastered(unit, with_frozen):
+        for entry in unit.entries:
             low, high = max(entry.start, own.start), min(entry.stop, own.stop)
             if low < high:
-                start, stop = low - entry.start, high - entry.start
-                found.append(Range(key=param_key(entry.param), start=start, stop=stop, first=low - own.start))
+                start, stop, key = low - entry.start, high - entry.start, param_key(entry.param)
+                found.append(Range(key=key, param=entry.param, start=start, stop=stop, first=low - own.start))
         return found
 
     def _is_own(self, index: int) -> bool:
         ranks = self.runtime.collectives
         return index % ranks.world_size == ranks.rank
-
-    def unmastered(self, unit: Unit, with_frozen: bool = True) -> list[FlatEntry]:
-        """List the parameters of a unit that are saved as they are."""
-        return [
-            entry
-            for entry in unit.entries
-            if entry.param.numel and entry.param.name not in self.trained and (with_frozen or entry.param.trainable)
-        ]
-
-    def unmastered_on_device(self, with_frozen: bool = True) -> list[Unit]:
-        """List the units with such parameters whose home is the device, of those that this rank saves."""
-        return [
-            unit
-            for unit in self.own_units
-            if self.unmastered(unit, with_frozen) and self.inventory.find(unit, "param") is None
-        ]
 
     def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the persistent buffers, each once, under its first name."""
@@ -235,41 +198,6 @@ class RunState:
                     )
         return {name: own for name, own in found.items() if own}
 
-    def state_specs(self, stepped: Callable[[StateLayout, ParamPiece], bool]) -> dict[str, TensorEntry]:
-        """Describe the masters and state arrays of which this rank saves parts, by key; state of the pieces for which
-        `stepped` says so."""
-        found: dict[str, TensorEntry] = {}
-        for layout in self.own_layouts:
-            for piece in layout.subgroup.pieces:
-                param = piece.param
-                found[master_key(param)] = describe(torch.float32, param.shape, memory_order(param))
-                for field in layout.fields(piece) if stepped(layout, piece) else ():
-                    found[f"{field.name}/{param.name}"] = field_spec(param, field, self.rule.elementwise)
-        return found
-
-    def param_specs(self, with_frozen: bool = True) -> dict[str, TensorEntry]:
-        """Describe the parameters without a master of which this rank saves parts, by key."""
-        found: dict[str, TensorEntry] = {}
-        for unit in self.own_units:
-            keys = {own.key for own in self.unmastered_ranges(unit, with_frozen)}
-            for param in (entry.param for entry in unit.entries if param_key(entry.param) in keys):
-                found[param_key(param)] = describe(unit.dtype, param.shape, memory_order(param))
-        return found
-
-    def param_nbytes(self, with_frozen: bool = True) -> int:
-        """Bytes of the parameters without a master that this rank saves."""
-        return sum(
-            (own.stop - own.start) * unit.itemsize
-            for unit in self.own_units
-            for own in self.unmastered_ranges(unit, with_frozen)
-        )
-
-    def most_state_nbytes(self) -> int:
-        """Bytes of the masters and state that this rank saves, once all of them are stepped."""
-        arrays = (one for layout in self.own_layouts for one in self.array_ranges(layout, lambda *_: True))
-        masters = sum(4 * piece.numel for layout in self.own_layouts for piece in layout.subgroup.pieces)
-        return masters + sum((own.stop - own.start) * array.field.dtype.itemsize for array, own in arrays)
-
     def array_ranges(
         self, layout: StateLayout, stepped: Callable[[StateLayout, ParamPiece], bool]
     ) -> Iterator[tuple[StateArray, Range]]:
@@ -278,69 +206,5 @@ class RunState:
             for array in layout.arrays_for(piece) if stepped(layout, piece) else ():
                 start, stop = field_range(piece, array.field, self.rule.elementwise)
                 first = piece.start // array.field.block_numel if array.piece is None else 0
-                yield array, Range(key=f"{array.field.name}/{piece.param.name}", start=start, stop=stop, first=first)
-
-    # -- a sub-group's slot --------------------------------------------------------------------------------------------
-
-    def slot_arrays(self, layout: StateLayout, work: SubGroupWork, snapshot: StateSnapshot) -> list[SlotArray]:
-        """List masters and state of a sub-group that `io` has opened: in the order of the slot, each with the parts of
-        parameters that are saved."""
-        raw, subgroup = work.raw, layout.subgroup
-        direct = raw.is_cpu and raw.data_ptr() % PAGE_NBYTES == 0
-        master_ranges = tuple(
-            Range(
-                key=master_key(piece.param),
-                start=piece.param_start,
-                stop=piece.param_start + piece.numel,
-                first=piece.start,
-            )
-            for piece in subgroup.pieces
-        )
-        joined = layout.masters.needs_params
-        arrays = [
-            SlotArray(
-                ranges=master_ranges,
-                dtype=torch.float32,
-                numel=subgroup.numel,
-                read=self._joined_masters(layout, work) if joined else _reading(layout.master(raw)),
-                offset=0 if direct and not joined else None,
-            )
-        ]
-        ranges: dict[StateArray, list[Range]] = {}
-        for array, part in self.array_ranges(layout, snapshot.is_stepped):
-            ranges.setdefault(array, []).append(part)
-        for array, own in sorted(ranges.items(), key=lambda item: item[0].offset):
-            field, offset = array.field, array.offset
-            marked = joined and field.name == self.rule.unsigned_field
-            arrays.append(
-                SlotArray(
-                    ranges=tuple(own),
-                    dtype=field.dtype,
-                    numel=prod(field.shape),
-                    read=_reading(raw[offset : offset + field.nbytes].view(field.dtype), marked),
-                    offset=offset if direct and not marked else None,
-                )
-            )
-        return arrays
-
-    def _joined_masters(self, layout: StateLayout, work: SubGroupWork) -> Callable[[int, int], torch.Tensor]:
-        """Make masters of remainders, marks and parameters."""
-        self.io.bind_outputs(work)
-        remainder, marks = layout.master(work.raw), layout.marks(work.raw)
-        assert marks is not None, "a format that needs parameters keeps marks"
-
-        def read(first: int, stop: int) -> torch.Tensor:
-            parts = []
-            for segment, params in zip(work.subgroup.segments, work.outs, strict=True):
-                low, high = max(first, segment.start), min(stop, segment.stop)
-                if low < high:
-                    own = params[low - segment.start : high - segment.start]
-                    parts.append(layout.masters.join((remainder[low:high], marks[low:high]), own))
-            return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-        return read
-
-
-def _reading(values: torch.Tensor, marked: bool = False) -> Callable[[int, int], torch.Tensor]:
-    """`marked`: the signs belong to the masters."""
-    return lambda first, stop: values[first:stop].abs() if marked else values[first:stop]
+                key = f"{array.field.name}/{piece.param.name}"
+                yield array, Range(key=key, param=piece.param, start=start, stop=stop, first=first)

@@ -22,7 +22,6 @@ from tiered_zero.checkpoint.shares import Share
 from tiered_zero.checkpoint.tag_manifest import TagManifest
 from tiered_zero.checkpoint.tag_writer import TagWriter
 from tiered_zero.checkpoint.weights import WeightTensor
-from tiered_zero.descriptor import Descriptor
 from tiered_zero.errors import ModelError, RankError, StoreError
 from tiered_zero.hardware.agreement import agree
 from tiered_zero.hardware.collectives import Collectives
@@ -70,7 +69,6 @@ def begin_tag(
     ranks: Collectives,
     save_dir: str | os.PathLike[str],
     wanted: Sequence[Wanted],
-    own_locks: list[Descriptor],
     engine: IOEngine | None = None,
 ) -> TagWriter:
     """Begin the tag on rank 0, where space is checked for what all ranks write, and join it on the others. `engine`:
@@ -82,9 +80,7 @@ def begin_tag(
     def begin() -> str:
         if rank == 0:
             needed, own = sum(sizes), sizes[0]
-            begun.append(
-                TagWriter.begin(save_dir, tag, engine=engine, needed_nbytes=needed, own_nbytes=own, own_locks=own_locks)
-            )
+            begun.append(TagWriter.begin(save_dir, tag, engine=engine, needed_nbytes=needed, own_nbytes=own))
         return begun[0].name if begun else ""
 
     def join(name: str) -> None:

@@ -10,7 +10,7 @@ import logging
 import os
 from collections.abc import Container, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
 
@@ -18,13 +18,13 @@ import torch
 
 from tiered_zero.checkpoint.commit import COMMIT_ID
 from tiered_zero.checkpoint.commit_layout import committing_paths, run_fingerprint
-from tiered_zero.checkpoint.committed import Commit, held_commit, is_committed, open_stores, read_metadata
+from tiered_zero.checkpoint.committed import Commit, held_commit, is_committed, read_metadata
 from tiered_zero.checkpoint.copies import DurableCopies
 from tiered_zero.checkpoint.directory import find_tag, list_tags, read_declared, read_latest, tag_path
-from tiered_zero.checkpoint.file_reader import FileReader
+from tiered_zero.checkpoint.open import open_commit, open_stores, open_tag
 from tiered_zero.checkpoint.places import pack
 from tiered_zero.checkpoint.portable import RunState
-from tiered_zero.checkpoint.store_reader import StoreReader
+from tiered_zero.checkpoint.reader import TensorReader
 from tiered_zero.checkpoint.tag_manifest import MANIFEST_NAME, TagManifest
 from tiered_zero.config.schema import Config
 from tiered_zero.errors import StoreError
@@ -48,11 +48,13 @@ logger = logging.getLogger("tiered_zero")
 @dataclass(frozen=True, kw_only=True)
 class FoundCheckpoint:
     """A checkpoint. `path`: of the tag, or of the swap directory itself; `swap`: the first directory of the store where
-    it is an in-place commit. `lines`: what was skipped or chosen, for the log."""
+    it is an in-place commit. `lines`: what was skipped or chosen, for the log. `manifest`: of a tag that was read here
+    and now."""
 
     path: Path
     swap: Path | None = None
     lines: tuple[str, ...] = ()
+    manifest: TagManifest | None = field(default=None, repr=False)
 
 
 def find_checkpoint(directory: str | os.PathLike[str], tag: str | None = None) -> FoundCheckpoint:
@@ -75,13 +77,17 @@ def find_checkpoint(directory: str | os.PathLike[str], tag: str | None = None) -
         if tag is None and (other := _any_pointer(path)) is not None:
             return other
         raise
-    found = FoundCheckpoint(path=info.path) if info.kind == "full" else _follow(info.path)
+    if info.kind == "full":
+        return FoundCheckpoint(path=info.path, lines=tuple(skipped), manifest=info.manifest)
+    found = _follow(info.path)
     return FoundCheckpoint(path=found.path, swap=found.swap, lines=(*skipped, *found.lines))
 
 
-def open_reader(found: FoundCheckpoint, own_runs: Container[str] = ()) -> FileReader | StoreReader:
-    """Open a tag, or the swap directories that it points to. `own_runs`: see StoreReader. Raises StoreError."""
-    return FileReader(found.path) if found.swap is None else StoreReader(found.swap, own_runs)
+def open_reader(found: FoundCheckpoint, own_runs: Container[str] = ()) -> TensorReader:
+    """Open a tag, or the swap directories that it points to. `own_runs`: see `open_commit`. Raises StoreError."""
+    if found.swap is not None:
+        return open_commit(found.swap, own_runs)
+    return open_tag(found.path, manifest=found.manifest)
 
 
 def _latest_pointer(path: Path) -> FoundCheckpoint | None:
@@ -165,7 +171,7 @@ def adopt(
         own = commit.ranks[ranks.rank]
         with ExitStack() as opened:
             open_stores(own.stores, commit, opened)
-        if any(record.name.startswith("param_back/") for record in commit.places.records):
+        if any(record.name.startswith("param_back/") for record in commit.manifest.records):
             return "the delayed update had left parameters in their second home"
         if own.layout != run_fingerprint(config, plan, slots, layouts):
             return "this run lays its state out in another way (placement, sub_group_size, state_format or nvme_path)"

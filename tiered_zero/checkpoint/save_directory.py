@@ -87,14 +87,11 @@ class SaveDirectory:
         self._lock = lock
 
     @classmethod
-    def open(cls, save_dir: str | os.PathLike[str], own_locks: list[Descriptor] | None = None) -> SaveDirectory:
-        """Make it with its parents (mode 0700) where it is missing; lock it. Raises StoreError.
-
-        `own_locks`: of a caller who has one directory at a time: what is in it was left by a save that an interrupt has
-        ended before it could release it, and ends. It gets the new lock before that is held."""
+    def open(cls, save_dir: str | os.PathLike[str]) -> SaveDirectory:
+        """Make it with its parents (mode 0700) where it is missing; lock it. Raises StoreError."""
         path, fd = _opened(save_dir, _make_durably, "Name a directory of your own.")
         try:
-            return cls(path, fd, _locked(path, fd, [] if own_locks is None else own_locks))
+            return cls(path, fd, _locked(path, fd))
         except BaseException:
             fd.close()
             raise
@@ -268,14 +265,10 @@ def _unlock(lock: Descriptor) -> None:
         lock.close()
 
 
-def _locked(path: Path, dir_fd: int, own_locks: list[Descriptor]) -> Descriptor:
+def _locked(path: Path, dir_fd: int) -> Descriptor:
     """The locked lock file. Raises StoreError."""
-    while own_locks:
-        _unlock(own_locks[-1])
-        own_locks.pop()
     try:
         lock = open_file(LOCK_NAME, dir_fd, uid=os.geteuid(), flags=os.O_RDWR | os.O_CREAT)
-        own_locks.append(lock)
     except OSError as error:
         raise StoreError(
             f"Checkpoints cannot be saved to {path}: {error_text(error)}. Name a directory of your own."

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from numbers import Real
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
@@ -11,8 +13,6 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from tiered_zero.checkpoint.decode import decode
-from tiered_zero.checkpoint.encode import encode
 from tiered_zero.errors import ModelError
 from tiered_zero.update.handle import TieredOptimizer
 
@@ -24,9 +24,10 @@ _SCHEDULED = ("params", "lr", "initial_lr", "max_lr", "min_lr", "base_momentum",
 
 def options_to_load(optimizer: TieredOptimizer, groups: Any, *, with_all: bool) -> Any:
     """What a load makes of the saved values of the param groups: all of them, or the schedule's over this run's own."""
+    if with_all or type(groups) is not list or {*map(type, groups)} != {dict}:
+        return groups
     own = optimizer.group_options()
-    is_list = type(groups) is list and len(groups) == len(own) and all(type(group) is dict for group in groups)
-    if with_all or not is_list:
+    if len(groups) != len(own):
         return groups
     scheduled = ({name: group[name] for name in _SCHEDULED if name in group} for group in groups)
     return [{**group, **new} for group, new in zip(own, scheduled, strict=True)]
@@ -87,12 +88,30 @@ _CODE = (FunctionType, MethodType, BuiltinFunctionType)
 
 
 def _without_code(state: Any) -> Any:
-    """Leave functions out of the state of torch's schedulers, which load what is there over their own attributes."""
-    if type(state) is dict:
+    """Leave functions out of the state of torch's schedulers, which load what is there over their own attributes; a
+    Counter (of MultiStepLR) is a dict from there on."""
+    if type(state) in (dict, Counter):
         return {name: _without_code(value) for name, value in state.items() if not isinstance(value, _CODE)}
     if type(state) is list:
         return [_without_code(value) for value in state]
     return state
+
+
+def loadable(scheduler: Any, state: Any) -> Any:
+    """Copy what was saved of a scheduler, with a Counter where it has one."""
+    found = copied(state)
+    _restore_counters(scheduler, found)
+    return found
+
+
+def _restore_counters(scheduler: Any, state: Any) -> None:
+    if type(state) is not dict or not isinstance(scheduler, LRScheduler):
+        return
+    for name, value in state.items():
+        if isinstance(getattr(scheduler, name, None), Counter):
+            state[name] = Counter(value)
+    for inner, own in zip(getattr(scheduler, "_schedulers", ()), state.get("_schedulers") or (), strict=False):
+        _restore_counters(inner, own)
 
 
 def check_scheduler(scheduler: Any, saved: Any) -> None:
@@ -105,15 +124,15 @@ def check_scheduler(scheduler: Any, saved: Any) -> None:
         raise ModelError(f"The checkpoint's lr_scheduler is a {saved['type']:.80}; this run's is a {kind}. {otherwise}")
     current = scheduler_state(scheduler)
     assert current is not None
-    own = copied(current["state"])
-    if not _alike(own, saved["state"]) or _hides_attributes(scheduler, saved["state"]):
+    own = loadable(scheduler, current["state"])
+    if not _alike(current["state"], saved["state"]) or _hides_attributes(scheduler, saved["state"]):
         raise ModelError(
             f"The checkpoint's lr_scheduler was expected to have the state of this run's {kind}, {own!r:.200}; found "
             f"{saved['state']!r:.200}. {otherwise}"
         )
     attributes = [(one, set(vars(one))) for one in _schedulers(scheduler)]
     try:
-        scheduler.load_state_dict(copied(saved["state"]))
+        scheduler.load_state_dict(loadable(scheduler, saved["state"]))
     except Exception as error:
         raise ModelError(
             f"This run's {kind} does not load the state that was saved: {type(error).__name__}: {error}. {otherwise}"
@@ -144,7 +163,7 @@ def _hides_attributes(scheduler: Any, state: Any) -> bool:
 
 def _alike(own: Any, saved: Any) -> bool:
     """Whether `saved` can stand where `own` stands: the same types in the same places; None for anything."""
-    if own is None or saved is None:
+    if own is None or saved is None or (type(own) is type(saved) and isinstance(own, bool | int | float | str)):
         return True
     if _is_number(own) or _is_number(saved):
         return _is_number(own) and _is_number(saved)
@@ -165,4 +184,4 @@ def _is_number(value: Any) -> bool:
 
 def copied(state: Any) -> Any:
     """Copy plain values: a scheduler keeps the lists and tensors that it loads."""
-    return decode(encode(state, "lr_scheduler"))
+    return deepcopy(state)

@@ -1,38 +1,14 @@
-"""What each rank of a run writes of one tag, or commits in place, on its way to the manifest that rank 0 publishes."""
+"""What each rank of a run saves, on its way to the manifest that rank 0 publishes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, final
 
-from tiered_zero.checkpoint.file_writer import WrittenFiles
-from tiered_zero.checkpoint.places import Places
-from tiered_zero.checkpoint.tag_manifest import DataFile, Part, TensorEntry
-from tiered_zero.errors import InternalError
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class Share:
-    """One rank's part. `scalars`: of the parameters that it has parts of, as in the manifest. `driver`: what every rank
-    has its own of, as `DriverState.capture` gives it."""
-
-    written: WrittenFiles
-    scalars: Mapping[str, Any]
-    driver: Mapping[str, Any]
-
-    def encode(self) -> list[Any]:
-        """As JSON."""
-        files = [[file.name, file.nbytes, file.digests] for file in self.written.files]
-        return [files, _encode(self.written.tensors), self.scalars, self.driver]
-
-    @classmethod
-    def decode(cls, value: Sequence[Any]) -> Share:
-        """What `encode` gave on another rank."""
-        given, tensors, scalars, driver = value
-        files = tuple(DataFile(name=name, nbytes=nbytes, digests=tuple(digests)) for name, nbytes, digests in given)
-        return cls(written=WrittenFiles(files=files, tensors=_decode(tensors)), scalars=scalars, driver=driver)
+from tiered_zero.checkpoint.tag_manifest import Part, RecordName, Source, TensorEntry
+from tiered_zero.errors import InternalError, StoreError
+from tiered_zero.store.manifest import Contents
 
 
 @final
@@ -48,47 +24,85 @@ class RankPart:
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class CommitShare:
-    """One rank's part of an in-place commit. `tensors`: without parts, which `places` has; `scalars`, `driver`: as of
-    Share. `commit_id`: of the whole, on rank 0."""
+class Share:
+    """One rank's part. `tensors`: with the parts that it has; `records`: their numbers count. `scalars`: of the
+    parameters that it has parts of, as in the manifest. `driver`: what every rank has its own of, as
+    `DriverState.capture` gives it.
+
+    `stores`: of a full save, what it has written. `rank`, `commit_id`: of an in-place commit; the id on
+    rank 0."""
 
     tensors: Mapping[str, TensorEntry]
-    places: Places
+    records: Sequence[RecordName]
     scalars: Mapping[str, Any]
     driver: Mapping[str, Any]
-    commit_id: str
-    rank: RankPart
+    stores: Sequence[Contents] = ()
+    rank: RankPart | None = None
+    commit_id: str = ""
+
+    @property
+    def num_stores(self) -> int:
+        return len(self.stores) if self.rank is None else len(self.rank.stores)
 
     def encode(self) -> dict[str, Any]:
         """As JSON."""
-        places = self.places.body()
-        return {**vars(self), "tensors": _encode(self.tensors), "places": places, "rank": vars(self.rank)}
+        return {
+            **vars(self),
+            "tensors": {key: entry.body() for key, entry in self.tensors.items()},
+            "stores": [store.body() for store in self.stores],
+            "rank": None if self.rank is None else vars(self.rank),
+        }
 
     @classmethod
-    def decode(cls, value: Mapping[str, Any]) -> CommitShare:
+    def decode(cls, value: Mapping[str, Any]) -> Share:
         """What `encode` gave on another rank."""
-        places = Places.from_body(value["places"], covers=False)
-        own = {"tensors": _decode(value["tensors"]), "places": places, "rank": RankPart(**value["rank"])}
+        own = {
+            "tensors": {key: TensorEntry.from_body(body) for key, body in value["tensors"].items()},
+            "records": [RecordName(*item) for item in value["records"]],
+            "stores": [Contents.from_body(body) for body in value["stores"]],
+            "rank": None if value["rank"] is None else RankPart(**value["rank"]),
+        }
         return cls(**{**value, **own})
 
 
-def _encode(tensors: Mapping[str, TensorEntry]) -> dict[str, Any]:
-    return {key: [entry.dtype, entry.shape, entry.order, entry.parts] for key, entry in tensors.items()}
+def join_shares(shares: Sequence[Share]) -> dict[str, Any]:
+    """Those of all ranks as fields of TagManifest: tensors, records, scalars. Raises StoreError where the ranks do not
+    agree about a tensor, or do not have each of its elements once."""
+    entries: dict[str, TensorEntry] = {}
+    parts: dict[str, list[Part]] = {}
+    records: list[RecordName] = []
+    first_store = 0
+    for share in shares:
+        first = len(records)
+        records += [RecordName(first_store + record.store, record.name) for record in share.records]
+        first_store += share.num_stores
+        for key, entry in share.tensors.items():
+            bare = replace(entry, parts=())
+            if entries.setdefault(key, bare) != bare:
+                raise StoreError(f"{key} is saved as two different tensors: {entries[key]} and {bare}.")
+            parts.setdefault(key, []).extend(_moved(entry.parts, first) if first else entry.parts)
+    tensors = {key: replace(entry, parts=_whole(key, entry, parts[key])) for key, entry in entries.items()}
+    return {"tensors": tensors, "records": tuple(records), "scalars": _join_scalars(shares)}
 
 
-def _decode(tensors: Mapping[str, Any]) -> dict[str, TensorEntry]:
-    return {
-        key: TensorEntry(
-            dtype=dtype,
-            shape=tuple(shape),
-            order=None if order is None else tuple(order),
-            parts=tuple(Part(*part) for part in parts),
-        )
-        for key, (dtype, shape, order, parts) in tensors.items()
-    }
+def _moved(parts: Sequence[Part], first: int) -> list[Part]:
+    """The parts in records that are counted from `first` on."""
+    return [part._replace(sources=tuple(Source(first + at.record, at.offset) for at in part.sources)) for part in parts]
 
 
-def join_scalars(shares: Sequence[Share | CommitShare]) -> dict[str, Any]:
+def _whole(key: str, entry: TensorEntry, parts: list[Part]) -> tuple[Part, ...]:
+    """The parts in order. Raises StoreError unless they cover the tensor once."""
+    parts.sort()
+    numel = entry.numel
+    stop = 0
+    for start, end, _ in [*parts, Part(numel, numel, ())]:
+        if start != stop:
+            raise StoreError(f"{key}: elements {min(stop, start)} to {max(stop, start)} are missing or doubled.")
+        stop = end
+    return tuple(parts)
+
+
+def _join_scalars(shares: Sequence[Share]) -> dict[str, Any]:
     """Those of all parameters. Raises InternalError where two ranks have made different steps of one."""
     found: dict[str, Any] = {}
     for rank, share in enumerate(shares):

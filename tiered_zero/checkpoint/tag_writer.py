@@ -11,22 +11,22 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, final
 
-from tiered_zero.checkpoint.file_writer import FileWriter, WrittenFiles, join_files
 from tiered_zero.checkpoint.save_directory import SaveDirectory, check_tag
-from tiered_zero.checkpoint.tag_manifest import MANIFEST_NAME, TagManifest
-from tiered_zero.descriptor import Descriptor
+from tiered_zero.checkpoint.shares import Share, join_shares
+from tiered_zero.checkpoint.tag_manifest import MANIFEST_NAME, TagManifest, file_name
 from tiered_zero.errors import ConfigError, StoreError, TransferError
 from tiered_zero.io.disk_file import free_text
 from tiered_zero.io.engine import IOEngine
 from tiered_zero.sizes import MIB, format_nbytes
 from tiered_zero.store.descriptors import open_directory
 from tiered_zero.store.durable import write_new_file
+from tiered_zero.store.record_writer import RecordWriter
 
 logger = logging.getLogger("tiered_zero")
 
 _SPARE_NBYTES = 4 * MIB
-"""Asked for beyond the tensors of a tag: its manifest, its directory and the ends of pages, whose bytes are known only
-when they are written. A manifest has some 21 bytes for each MiB, and 200 for each tensor."""
+"""Asked for beyond the records of a tag: its manifest and its directory, whose bytes are known only when they are
+written. A manifest has some 45 bytes for each MiB, and 200 for each tensor."""
 
 
 @final
@@ -38,7 +38,7 @@ class TagWriter:
     """
 
     def __init__(
-        self, directory: SaveDirectory, tag: str, name: str, writer: FileWriter, needed_nbytes: int, *, joins: bool
+        self, directory: SaveDirectory, tag: str, name: str, writer: RecordWriter, needed_nbytes: int, *, joins: bool
     ) -> None:
         """`name`: of the temporary directory. Use `begin` or `join`."""
         self.writer, self.tag, self.name = writer, tag, name
@@ -57,16 +57,15 @@ class TagWriter:
         engine: IOEngine | None = None,
         needed_nbytes: int = 0,
         own_nbytes: int | None = None,
-        own_locks: list[Descriptor] | None = None,
     ) -> TagWriter:
         """Lock the save directory, clear what dead writers left there, check the space, make the temporary directory.
 
-        `engine`: None: the tag's own, so that its failure concerns no other transfer. `needed_nbytes`: of all tensors;
-        `own_nbytes`: of those that this process writes, where others join it. `own_locks`: see `SaveDirectory.open`.
+        `engine`: None: the tag's own, so that its failure concerns no other transfer. `needed_nbytes`: of all records;
+        `own_nbytes`: of those that this process writes, where others join it.
         Raises StoreError.
         """
         check_tag(tag)
-        directory = SaveDirectory.open(save_dir, own_locks)
+        directory = SaveDirectory.open(save_dir)
         try:
             directory.restore()
             directory.check_replaceable(tag)
@@ -78,7 +77,7 @@ class TagWriter:
                 raise _store_error(directory.path, tag, error, needed_nbytes) from error
             raise
         own_nbytes = needed_nbytes if own_nbytes is None else own_nbytes
-        writer = FileWriter(directory.path / name, engine, needed_nbytes=own_nbytes)
+        writer = RecordWriter(directory.path / name / file_name(0), engine, needed_nbytes=own_nbytes)
         return cls(directory, tag, name, writer, needed_nbytes, joins=False)
 
     @classmethod
@@ -101,8 +100,7 @@ class TagWriter:
                 f"{directory.path} is not the directory in which rank 0 has begun checkpoint {tag}: every rank must "
                 "name the same one. Name a directory that all hosts share."
             )
-        prefix = f"data-{rank:05d}"
-        writer = FileWriter(directory.path / name, engine, needed_nbytes=needed_nbytes, prefix=prefix)
+        writer = RecordWriter(directory.path / name / file_name(rank), engine, needed_nbytes=needed_nbytes)
         return cls(directory, tag, name, writer, needed_nbytes, joins=True)
 
     def __enter__(self) -> TagWriter:
@@ -135,21 +133,19 @@ class TagWriter:
         """Where the tag will be."""
         return self._directory.path / self.tag
 
-    def publish(
-        self, fields: Mapping[str, Any], *, save_latest: bool = True, written: Sequence[WrittenFiles] | None = None
-    ) -> TagManifest:
+    def publish(self, fields: Mapping[str, Any], shares: Sequence[Share], *, save_latest: bool = True) -> TagManifest:
         """Make all durable and give it its name; then `latest`. Raises StoreError: then it is discarded.
 
-        `fields`: of TagManifest, but for tag, files and tensors. `written`: files of every rank, durable but for this
-        writer's; None: those of this writer alone, which it finishes. Its data, the manifest and the new `latest`
-        become durable beside each other, and all of them before the tag has its name.
+        `fields`: of TagManifest, but for the tag and what `shares` have: of every rank, durable but for this writer's.
+        Its data, the manifest and the new `latest` become durable beside each other, and all of them before the tag has
+        its name.
         """
         assert not self._joins, "rank 0 publishes"
         no_latest = None
         try:
-            files, tensors = join_files([self.writer.finish_files()] if written is None else written)
-            given = {"kind": "full", "tensors": tensors, **fields}
-            manifest = TagManifest(**given, tag=self.tag, files=files)
+            stores = tuple(store for share in shares for store in share.stores)
+            joined = {"kind": "full", "stores": stores, **join_shares(shares)}
+            manifest = TagManifest(**{**joined, **fields}, tag=self.tag)
             self._write_manifest(manifest)
             try:
                 self._latest = self._directory.prepare_latest(self.tag) if save_latest else None
@@ -240,7 +236,7 @@ def _check_space(path: Path, tensors_nbytes: int) -> None:
         raise StoreError(
             f"The checkpoint needs {format_nbytes(needed_nbytes)} ({needed_nbytes} bytes) in {path}: "
             f"{format_nbytes(tensors_nbytes)} of tensors, and {format_nbytes(_SPARE_NBYTES)} that are kept for its "
-            f"manifest and the ends of pages; {format_nbytes(free_nbytes)} ({free_nbytes} bytes) are free. Free space "
+            f"manifest; {format_nbytes(free_nbytes)} ({free_nbytes} bytes) are free. Free space "
             "there, `tiered-zero checkpoint prune` it, or save elsewhere. What was saved before is untouched."
         )
 

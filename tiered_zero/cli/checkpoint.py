@@ -71,7 +71,7 @@ def verify_command(directory: Path, as_json: bool) -> None:
     Passed over, and no failure: a save that is under way or was cut off, and an in-place commit whose run has committed
     a later step since.
     """
-    from tiered_zero.checkpoint.directory import verify
+    from tiered_zero.checkpoint.open import find_damage
 
     problems: dict[str, list[str]] = {}
     passed_over: dict[str, str] = {}
@@ -80,7 +80,7 @@ def verify_command(directory: Path, as_json: bool) -> None:
         if info.path.name != info.tag or (info.kind == "in_place" and not info.complete):
             passed_over[info.tag] = info.reason
         else:
-            problems[info.tag] = verify(info.path) or _problems_in_place(info)
+            problems[info.tag] = find_damage(info.path) or _problems_in_place(info)
     broken = {tag: found for tag, found in problems.items() if found}
     if as_json:
         print_json({"checked": [*problems], "broken": broken, "passed_over": passed_over})

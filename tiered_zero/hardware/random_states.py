@@ -76,7 +76,12 @@ def _check(states: Any) -> None:
     version, words, spare = states["python"]
     if type(words) is not tuple or len(words) != _NUM_WORDS + 1 or not (spare is None or type(spare) is float):
         raise ValueError(f"python's state was expected to have {_NUM_WORDS + 1} words")
-    if type(version) is not int or version != 3 or not all(type(word) is int and 0 <= word < 1 << 32 for word in words):
+    if (
+        type(version) is not int
+        or version != 3
+        or {*map(type, words)} != {int}
+        or not 0 <= min(words) <= max(words) < 1 << 32
+    ):
         raise ValueError("python's state was expected to be of version 3 and of 32-bit words")
     random.Random().setstate(states["python"])
     _check_bytes(states["torch"], 1 << 16)

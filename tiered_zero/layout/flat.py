@@ -55,6 +55,15 @@ class ParamSpec:
     def numel(self) -> int:
         return prod(self.shape)
 
+    @cached_property
+    def order(self) -> tuple[int, ...] | None:
+        """The dimensions from the slowest to the fastest in memory; None where it is row-major."""
+        stride = self.stride
+        if stride is None:
+            return None
+        order = tuple(sorted(range(len(self.shape)), key=lambda dim: -stride[dim]))
+        return None if order == tuple(range(len(order))) else order
+
     def view(self, memory: Memory) -> Memory:
         """View `memory`, [numel], in the parameter's shape and strides."""
         tensor: Any = memory

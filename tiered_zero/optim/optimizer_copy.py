@@ -33,7 +33,7 @@ def copied(value: Any) -> Any:
     if type(value) is torch.Tensor:
         return value.detach().clone()
     if type(value) in (dict, OrderedDict):
-        return type(value)((key, copied(item)) for key, item in value.items())
+        return type(value)(zip(value, map(copied, value.values()), strict=True))
     if type(value) in (list, tuple, set):
         return type(value)(map(copied, value))
     return value

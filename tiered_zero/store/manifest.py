@@ -68,6 +68,45 @@ class Record:
 
 @final
 @dataclass(frozen=True, kw_only=True)
+class Contents:
+    """The records of a store, in data files of `capacity_nbytes` together that are striped by `weights`. `ranges`: by
+    record name, what of it rests where."""
+
+    capacity_nbytes: int
+    weights: tuple[float, ...]
+    records: tuple[Record, ...] = ()
+    ranges: dict[str, list[Range]] = field(default_factory=dict)
+
+    def body(self) -> dict[str, Any]:
+        """As JSON values."""
+        return vars(self) | {"records": [vars(record) for record in self.records]}
+
+    @classmethod
+    def from_body(cls, body: Any) -> Contents:
+        """Of JSON values that may be hostile. Raises ValueError."""
+        fields = check_fields(body, _CONTENTS_KINDS)
+        if fields["capacity_nbytes"] < 0:
+            raise ValueError("expected a capacity of 0 or more")
+        records = tuple(_record(item) for item in fields["records"])
+        by_name = {record.name: record for record in records}
+        if len(by_name) != len(records) or fields["ranges"].keys() != by_name.keys():
+            raise ValueError("expected records of different names, and the ranges of each")
+        for record in records:
+            if any(offset + record.extent_nbytes > fields["capacity_nbytes"] for offset in record.offsets):
+                raise ValueError(f"record {record.name[:80]!a} lies outside of its store")
+        return cls(
+            capacity_nbytes=fields["capacity_nbytes"],
+            weights=_weights(fields["weights"]),
+            records=records,
+            ranges={name: _ranges(by_name[name], items) for name, items in fields["ranges"].items()},
+        )
+
+
+_CONTENTS_KINDS = kinds_of(Contents)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
 class Manifest:
     """One committed state. `metadata`: the caller's, JSON only. `ranges`: by record name."""
 
@@ -78,6 +117,11 @@ class Manifest:
     metadata: dict[str, Any] = field(default_factory=dict)
     records: tuple[Record, ...] = ()
     ranges: dict[str, list[Range]] = field(default_factory=dict)
+
+    @property
+    def contents(self) -> Contents:
+        """The records, and where they rest."""
+        return Contents(**{name: getattr(self, name) for name in _CONTENTS_KINDS})
 
     def is_state(self, step: int | None, metadata: Mapping[str, Any] = MappingProxyType({})) -> bool:
         """Whether it is that of `step`, None for any, with these items in its metadata."""
@@ -113,20 +157,8 @@ class Manifest:
     def _decode(cls, data: bytes, path: Path) -> Manifest:
         """Raises StoreError, and ValueError for what no store writes."""
         fields = check_fields(decode_checked(data, path, _FORMAT, _VERSION), kinds_of(cls))
-        if fields["capacity_nbytes"] < 0:
-            raise ValueError("expected a capacity of 0 or more")
-        records = tuple(_record(item) for item in fields["records"])
-        by_name = {record.name: record for record in records}
-        if len(by_name) != len(records) or fields["ranges"].keys() != by_name.keys():
-            raise ValueError("expected records of different names, and the ranges of each")
-        return cls(
-            **{
-                **fields,
-                "weights": _weights(fields["weights"]),
-                "records": records,
-                "ranges": {name: _ranges(by_name[name], items) for name, items in fields["ranges"].items()},
-            }
-        )
+        contents = Contents.from_body({name: fields[name] for name in _CONTENTS_KINDS})
+        return cls(**{**fields, **vars(contents)})
 
 
 def _weights(items: list[Any]) -> tuple[float, ...]:
@@ -157,7 +189,7 @@ def _ranges(record: Record, items: Any) -> list[Range]:
     check_kind("ranges", items, list)
     ranges, last = [], 0
     for item in items:
-        check_kind("ranges", item, list)
+        check_kind("ranges", item, (list, Range))
         if len(item) != 4:
             raise ValueError("ranges: expected start, end, slot and checksum of each")
         start, end, slot, checksum = item

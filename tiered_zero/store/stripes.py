@@ -41,7 +41,7 @@ class Stripes:
         if not weights or min(weights) <= 0:
             raise StoreError(f"Stripe weights must be one number > 0 for each path; found {list(weights)}.")
         self.weights = tuple(float(weight) for weight in weights)
-        self._turn = stripe_cycle(self.weights)
+        self._turn = stripe_cycle(self.weights) if len(weights) > 1 else (0,)
         self._counts = [self._turn.count(index) for index in range(len(weights))]
         self._ranks = [self._turn[:place].count(index) for place, index in enumerate(self._turn)]
 

@@ -87,6 +87,20 @@ class StoreTransfer(Once):
 
 
 @final
+class Joined(Transfer):
+    """Several transfers as one."""
+
+    def __init__(self, *parts: Transfer) -> None:
+        self._parts = parts
+
+    def done(self) -> bool:
+        return all(part.done() for part in self._parts)
+
+    def wait(self) -> None:
+        wait_all(self._parts)
+
+
+@final
 class Worker:
     """One daemon thread that runs callables in order; they must not raise. It ends with the object, where an interrupt
     came before `close`."""

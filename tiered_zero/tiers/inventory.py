@@ -58,7 +58,7 @@ class Inventory:
         return self._homes.get((type(owner), owner.index, kind))
 
     def home(self, owner: Owner, kind: str) -> Home:
-        home = self.find(owner, kind)
+        home = self._homes.get((type(owner), owner.index, kind))
         assert home is not None, f"nothing rests as {kind} of {owner}"
         return home
 

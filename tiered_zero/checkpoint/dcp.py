@@ -1,0 +1,107 @@
+"""Tags as PyTorch's Distributed Checkpoint (DCP) reads them: `torch.distributed.checkpoint.load(..., storage_reader=
+DcpReader(tag))`, for programs that have no engine. Nothing of this package imports this file.
+
+Each tensor is one chunk. Of what an item wants, the elements from its first to its last are read: its own where tensors
+are cut by rows, as FSDP cuts them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from tiered_zero.checkpoint.reader import TensorReader
+from tiered_zero.checkpoint.resume import find_checkpoint, open_reader
+from tiered_zero.checkpoint.tensors import torch_dtype
+from tiered_zero.errors import StoreError
+
+
+@final
+class DcpReader(StorageReader):
+    """Reads a tag, or the newest commit of a run, by the keys of [Note: Portable form]. One thread drives it; `close`
+    ends it, as does the end of a `with` block."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        """`path`: as of `tiered_zero.checkpoint.resume`. Raises StoreError."""
+        self.reader: TensorReader = open_reader(find_checkpoint(path))
+
+    def __enter__(self) -> DcpReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Idempotent."""
+        self.reader.close()
+
+    # What Distributed Checkpoint calls.
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Nothing: a reader belongs to one checkpoint."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The tensors of the checkpoint, each as one chunk."""
+        found: dict[str, Any] = {}
+        for key, entry in self.reader.manifest.tensors.items():
+            size = torch.Size(entry.shape)
+            chunk = ChunkStorageMetadata(offsets=torch.Size([0] * len(size)), sizes=size)
+            properties = TensorProperties(dtype=torch_dtype(entry.dtype))
+            found[key] = TensorStorageMetadata(properties=properties, size=size, chunks=[chunk])
+        return Metadata(state_dict_metadata=found)
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing: the manifest was read at construction."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read the items of a plan, in its order. Raises CorruptionError, TransferError and StoreError."""
+        for item in plan.items:
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(self._read(item))
+            planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return Path(checkpoint_id).is_dir()
+
+    def _read(self, item: ReadItem) -> torch.Tensor:
+        key = item.storage_index.fqn
+        entry = self.reader.manifest.tensors.get(key)
+        if item.type is not LoadItemType.TENSOR or entry is None:
+            raise StoreError(f"The checkpoint has no tensor {key!a}.")
+        sizes, strides = tuple(item.lengths), _row_major_strides(entry.shape)
+        if 0 in sizes:
+            return torch.empty(sizes, dtype=torch_dtype(entry.dtype))
+        first = sum(at * stride for at, stride in zip(item.storage_offsets, strides, strict=True))
+        last = first + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+        return self.reader.read(key, first, last + 1).as_strided(sizes, strides)
+
+
+def _row_major_strides(shape: Sequence[int]) -> list[int]:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size
+    return strides[::-1]
