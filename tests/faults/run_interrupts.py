@@ -298,9 +298,10 @@ def run(case: Case, swap_path: Path, duration_s: float) -> dict[str, Any]:
     before, num_broken = held(), INTERRUPTS.num_broken
     program, draw = Program(case, swap_path), random.Random(case.seed)
     result: dict[str, Any] = asdict(case)
-    ended = threading.Event()
+    begun, ended = threading.Event(), threading.Event()
 
     def send() -> None:
+        begun.wait()
         pause_s = draw.uniform(0.0, duration_s)
         for _ in range(case.num_signals):
             if ended.wait(pause_s):
@@ -310,11 +311,12 @@ def run(case: Case, swap_path: Path, duration_s: float) -> dict[str, Any]:
 
     sender = threading.Thread(target=send)
     start_s = time.monotonic()
+    sender.start()
     try:
         try:
-            sender.start()
             while "closed" not in program.done:
                 try:
+                    begun.set()
                     program.run()
                 except KeyboardInterrupt:  # one in the handling of another
                     program.must_clear = True

@@ -86,17 +86,7 @@ class UpdatePolicy(ABC):
     def check(self) -> None:
         """Raise EngineFailedError once an update has failed, and ModelError in a forked child."""
         self._process.check()
-        self.failures.check(
-            lambda error: (
-                (
-                    f"{error}; weights and state are partly new and partly those before. "
-                    if isinstance(error, EngineFailedError) and error.__cause__ is None  # of `latch`
-                    else f"An update failed ({error}); weights and state are partly those of its step and partly those "
-                    "before. "
-                )
-                + "Build another engine, and load the last checkpoint."
-            )
-        )
+        self.failures.check(_refusal)
 
     def check_untouched(self, act: str) -> None:
         """Raise ModelError where `act` comes too late, because an eager update is open."""
@@ -211,6 +201,18 @@ class UpdatePolicy(ABC):
             raise
         finally:
             job.computed.complete()
+
+
+def _refusal(error: BaseException) -> str:
+    """Say why nothing can go on after `error`, and what to do."""
+    if isinstance(error, EngineFailedError) and error.__cause__ is None:  # of `latch`
+        text = f"{error}; weights and state are partly new and partly those before."
+    else:
+        text = (
+            f"An update failed ({str(error) or type(error).__name__}); weights and state are partly those of its step "
+            "and partly those before."
+        )
+    return f"{text} Build another engine, and load the last checkpoint."
 
 
 class WeightGuard(Protocol):
