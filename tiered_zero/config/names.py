@@ -43,7 +43,8 @@ def _plain(node: Any, path: str, reading: Reading, depth: int = 0) -> Any:
         comments = {name: value for name, value in node.items() if name.startswith("_")}
         for name, value in comments.items():
             text = value if isinstance(value, str) else shown(value)
-            reading.idle.append((idle_key(path + name, "a comment", quiet=True), text))
+            printable = (path + name).encode(errors="backslashreplace").decode()  # JSON may escape half a character
+            reading.idle.append((idle_key(printable, "a comment", quiet=True), text))
         kept = {name: value for name, value in node.items() if name not in comments}
         return {name: _plain(value, f"{path}{name}.", reading, depth + 1) for name, value in kept.items()}
     if isinstance(node, int) and node.bit_length() > _MAX_BITS:
