@@ -8,7 +8,8 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
-from tiered_zero.checkpoint.directory import list_tags, verify
+from tiered_zero.checkpoint.directory import list_tags
+from tiered_zero.checkpoint.open import find_damage
 from tiered_zero.checkpoint.save_directory import LOCK_NAME
 from tiered_zero.store.runs import list_runs
 from tiered_zero.store.verify import verify_run
@@ -40,4 +41,4 @@ def left_in_saves(folder: Path) -> list[str]:
     names = sorted(one.name for one in folder.iterdir())
     hidden = [name for name in names if name.startswith(".") and name != LOCK_NAME]
     whole = [tag.path for tag in list_tags(folder) if not tag.is_superseded]
-    return hidden + [line for path in whole for line in verify(path)]
+    return hidden + [line for path in whole for line in find_damage(path)]
