@@ -49,7 +49,7 @@ def open_file(name: str | Path, dir_fd: int | None, *, uid: int, flags: int = os
             raise StoreError(f"{name} is {kind_text(status.st_mode)}; expected a file")
         if status.st_uid != uid:
             raise StoreError(f"{name} belongs to user id {status.st_uid}; expected {uid}")
-    except BaseException:
+    except Exception:
         fd.close()
         raise
     return fd

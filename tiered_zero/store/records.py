@@ -184,11 +184,6 @@ class RecordTable:
                 state.written.replace(request.start, request.end, written)
             state.in_flight.remove(request)
 
-    def in_flight(self, record: Record) -> list[InFlight]:
-        """The record's requests under way."""
-        with self._lock:
-            return list(self._find(record).in_flight)
-
     def end_all(self) -> None:
         """No request is under way any more."""
         with self._lock:

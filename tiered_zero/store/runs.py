@@ -162,7 +162,7 @@ def _take_lock(dir_fd: int, uid: int, unknown: bool) -> Descriptor:
         raise
     try:
         lock_fd(fd)
-    except BaseException as error:
+    except Exception as error:
         fd.close()
         if isinstance(error, BlockingIOError):
             raise StoreError("another process took it over") from None

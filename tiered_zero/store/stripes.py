@@ -106,7 +106,7 @@ class StripedFiles:
         try:
             for path in paths:
                 opened._files += (engine.open(str(path / DATA_NAME)),)
-        except BaseException:
+        except Exception:
             opened.close()
             raise
         return opened

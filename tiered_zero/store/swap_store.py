@@ -108,7 +108,7 @@ class SwapStore:
                 manifest.discard(first)
             else:
                 manifest.confirm(first)
-        except BaseException:
+        except Exception:
             store.close(remove=False)
             raise
         return store
@@ -218,21 +218,13 @@ class SwapStore:
             written: list[Range] = []
 
             def compute() -> None:
-                written[:] = self._checksums.hashed(
-                    pieces, data, offset
-                )  # whole or nothing: an interrupt has the work done again
+                written[:] = self._checksums.hashed(pieces, data, offset)
 
             hashing = Once(compute)
             finalize = partial(self._end_write, record, request, hashing, written)
             if not self._checksums.is_off:
                 self._hashing.submit(hashing.run)
             return self._start(request, self._files.engine.write, record, data, runs, finalize)
-
-    def drain(self, record: Record) -> None:
-        """Return when no request of the record is in flight: an interrupt may have cost a caller its transfer."""
-        for request in self._table.in_flight(record):
-            if request.transfer is not None:
-                request.transfer.run()
 
     def commit(self, step: int, metadata: Mapping[str, Any]) -> None:
         """Make all committed records, as written so far, the durable state `step`. `metadata`: JSON only.
@@ -276,8 +268,8 @@ class SwapStore:
         return find_broken(self._directory.paths, self._files.stripes, self._table.at_rest())
 
     def drain_all(self) -> None:
-        """Wait for every request, also for those whose transfer was lost because their caller was interrupted. No other
-        thread uses the store at this time. Does not raise the error of a failed one."""
+        """Wait for every request. No other thread uses the store at this time. Does not raise the error of a failed
+        one."""
         self._files.engine.drain()
         finalized = threading.Event()
         self._finalizing.submit(finalized.set)
@@ -304,9 +296,7 @@ class SwapStore:
         """If the block raises, the request has ended when that is passed on: nothing of it moves bytes any more."""
         try:
             yield
-        except BaseException as error:
-            if not isinstance(error, Exception):  # an interrupt may have cost a part its transfer
-                self._files.engine.drain()
+        except Exception:
             if request.transfer is not None:
                 request.transfer.run()
             self._table.end(record, request)

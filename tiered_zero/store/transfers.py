@@ -26,7 +26,7 @@ class Once(Transfer):
         return self._work is None
 
     def run(self) -> None:
-        """Do the work, unless it is done. An interrupt, the only thing that is raised, leaves it to the next call."""
+        """Do the work, unless it is done. Raises nothing."""
         with self._lock:
             if self._work is None:
                 return

@@ -101,10 +101,6 @@ class TwoPhaseCommit:
             if isinstance(error, TransferError):
                 raise
             raise self._not_prepared(step, error) from error
-        except BaseException as error:
-            if not isinstance(error, Exception):  # an interrupt: as if this had not begun
-                self._drop_next(step)
-            raise
         self._prepared = state
 
     def confirm(self) -> None:
@@ -120,7 +116,7 @@ class TwoPhaseCommit:
         except OSError as error:
             self._latch.set(error)
             raise StoreError(f"The commit of step {state.step} failed: {error}. Resume from what is there.") from error
-        except BaseException as error:  # an interrupt: whether it is durable is not known
+        except BaseException as error:  # a second Ctrl-C, say: whether it is durable is not known
             self._latch.set(error)
             raise
 
