@@ -1,0 +1,61 @@
+"""A read or a write that fails before its transfer is there: nothing of the request stays in flight."""
+
+import gc
+import mmap
+import threading
+from pathlib import Path
+from threading import Event
+
+import pytest
+
+from tests.fakes.sync_io import SyncEngine
+from tiered_zero.io.engine import IOEngine
+from tiered_zero.sizes import MIB
+from tiered_zero.store.swap_dir import SwapDir
+from tiered_zero.store.swap_store import SwapStore
+from tiered_zero.store.transfers import Worker
+
+NBYTES = 2 * MIB
+
+
+def memory(fill: int) -> memoryview:
+    pages = mmap.mmap(-1, NBYTES)
+    pages[:] = bytes([fill]) * NBYTES
+    return memoryview(pages)
+
+
+def new_store(swap_path: Path, engine: IOEngine, num_paths: int = 2) -> SwapStore:
+    parents = [swap_path / str(index) for index in range(num_paths)]
+    for parent in parents:
+        parent.mkdir(exist_ok=True)
+    return SwapStore(SwapDir.create(parents), engine, capacity_nbytes=4 * NBYTES)
+
+
+def test_a_failure_before_the_transfer_leaves_nothing_in_flight(
+    swap_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = new_store(swap_path, SyncEngine(), num_paths=1)
+    record = store.reserve("w", NBYTES)
+    store.write(record, memory(1)).wait()
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    for act in (lambda: store.write(record, memory(2)), lambda: store.read(record, memory(0))):
+        with monkeypatch.context() as patch, pytest.raises(MemoryError):
+            patch.setattr(store, "_start", fail)
+            act()
+        store.write(record, memory(2)).wait()
+    store.close()
+
+
+def test_the_thread_of_a_worker_that_was_not_closed_ends_with_it() -> None:
+    """As where an interrupt comes between the request of a close and the close itself."""
+    worker, ran = Worker("unclosed"), Event()
+    worker.submit(ran.set)
+    assert ran.wait(60)
+    thread = next(thread for thread in threading.enumerate() if thread.name == "unclosed")
+    del worker
+    gc.collect()
+    thread.join(60)
+    assert not thread.is_alive()
