@@ -164,6 +164,16 @@ def test_what_does_not_fit_is_shown_and_said() -> None:
     assert len(errors) == 1 and "MiB of device memory" in errors[0]
 
 
+def test_a_pipe_gets_whole_lines_and_a_terminal_its_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    def widest() -> int:
+        return max(map(len, CliRunner().invoke(main, ["plan", CONFIG]).stdout.splitlines()[1:-4]))
+
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert 80 < widest() < 130
+    monkeypatch.setenv("COLUMNS", "60")
+    assert widest() <= 60
+
+
 def test_tiers_come_fastest_first_with_their_sums_and_limits() -> None:
     rows = (
         PlanRow(tier="nvme", kind="state", nbytes=3 << 30, what="state"),

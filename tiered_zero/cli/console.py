@@ -5,12 +5,28 @@ from __future__ import annotations
 import logging
 import os
 
-from rich.console import Console
+from rich.console import Console, ConsoleDimensions
 
 STDERR = Console(stderr=True)
 """Progress and log share it, so that a line is printed above the bar. It follows sys.stderr where that is replaced."""
 
-STDOUT = Console()
+
+class ResultConsole(Console):
+    """Wraps at the width of a terminal, or at COLUMNS. A file and a pipe get whole lines, to be searched."""
+
+    @property
+    def size(self) -> ConsoleDimensions:
+        found = super().size
+        fits = self.is_terminal or "COLUMNS" in os.environ
+        return found if fits else ConsoleDimensions(width=_FILE_WIDTH, height=found.height)
+
+    @size.setter
+    def size(self, new_size: tuple[int, int]) -> None:
+        self._width, self._height = new_size
+
+
+_FILE_WIDTH = 1000
+STDOUT = ResultConsole()
 
 
 class ConsoleHandler(logging.Handler):
