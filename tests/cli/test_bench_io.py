@@ -131,11 +131,17 @@ def test_the_floor_follows_the_config(swap_path: Path) -> None:
     assert result.exit_code == 2 and "--config goes with --model" in result.stderr
 
 
-def test_words(swap_path: Path) -> None:
+@pytest.mark.parametrize("is_choice", [True, False])
+def test_words(swap_path: Path, monkeypatch: pytest.MonkeyPatch, is_choice: bool) -> None:
+    """Settings are given for the config where enough were tried, else it is said why not."""
+    monkeypatch.setattr(bench_io, "CHOICE_SHARE", 0.0 if is_choice else 2.0)
     result = bench(swap_path, "--seconds", "1", "--model", "gpt:")
     assert result.exit_code == 0, result.output
-    for words in ("For the config:", '"block_size":', '"queue_depth":', "Floor: ", "s per step"):
+    for words in ("For the config:", "Floor: ", "s per step"):
         assert words in result.stdout
+    for words in ('"block_size":', '"queue_depth":'):
+        assert (words in result.stdout) == is_choice
+    assert ("nothing. Too few settings were tried" in result.stdout) != is_choice
     assert result.stderr.startswith("Measuring ")
 
 

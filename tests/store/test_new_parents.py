@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tiered_zero.store import new_parents
 from tiered_zero.store.new_parents import make_missing
 
 
@@ -28,3 +29,23 @@ def test_what_was_made_goes_where_the_run_fails(swap_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), make_missing([(str(swap_path / "a" / "b"),)]):
         raise ZeroDivisionError
     assert not (swap_path / "a").exists()
+
+
+def test_a_placeholder_on_the_root_file_system_is_said(
+    swap_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A config's path of another machine's disk; not one beside the script, nor below a directory that exists."""
+    monkeypatch.chdir(swap_path)
+    monkeypatch.setattr(new_parents, "_ROOT", swap_path)
+    for path, is_said in (("local_nvme", True), ("mnt/disk/swap", True), ("home", True), ("home/swap", False)):
+        caplog.clear()
+        with make_missing([(str(swap_path / path),)]):
+            first = swap_path / path.partition("/")[0]
+            assert (f"on the root file system, for {first} did not exist" in caplog.text) == is_said
+    caplog.clear()
+    with make_missing([("out/swap",)]):
+        assert "Made the swap directory" in caplog.text and "root file system" not in caplog.text
+    caplog.clear()
+    monkeypatch.setattr(new_parents, "_ROOT", Path("/proc"))  # another file system
+    with make_missing([(str(swap_path / "disk" / "swap"),)]):
+        assert "Made the swap directory" in caplog.text and "root file system" not in caplog.text

@@ -24,7 +24,7 @@ from tiered_zero.store import manifest, owner, runs
 from tiered_zero.store.manifest import MANIFEST_NAME, Manifest, Record
 from tiered_zero.store.owner import OWNER_NAME, PREFIX, Owner
 from tiered_zero.store.ranges import Range
-from tiered_zero.store.runs import RunInfo, collect_garbage, list_runs
+from tiered_zero.store.runs import RunInfo, collect_garbage, leftover_notices, list_runs
 from tiered_zero.store.stripes import DATA_NAME
 from tiered_zero.store.swap_dir import SwapDir
 from tiered_zero.store.swap_store import SwapStore
@@ -56,6 +56,19 @@ def dead_run(parent: Path, name: str = "dead", **changes: object) -> Path:
 def only(parent: Path) -> RunInfo:
     (run,) = list_runs(parent)
     return run
+
+
+def test_what_ended_runs_have_left_is_one_line_a_directory(swap_path: Path) -> None:
+    assert leftover_notices([str(swap_path), str(swap_path / "absent")]) == []
+    live = SwapDir.create([swap_path])
+    assert leftover_notices([str(swap_path)]) == []
+    (dead_run(swap_path) / DATA_NAME).write_bytes(bytes(1 << 20))
+    (line,) = leftover_notices([str(swap_path)] * 2)
+    assert line.startswith(f"{swap_path} holds 1.0 MiB of a run whose process has ended; ")
+    assert line.endswith(f"`tiered-zero swap gc {swap_path}` removes them")
+    dead_run(swap_path, "another")
+    assert "of 2 runs whose processes have ended" in leftover_notices([str(swap_path)])[0]
+    live.remove()
 
 
 def test_a_linked_directory_is_not_emptied(swap_path: Path) -> None:

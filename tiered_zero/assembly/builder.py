@@ -41,6 +41,7 @@ from tiered_zero.params.visible_gradients import VisibleGradients
 from tiered_zero.run_spec import RunSpec, planning_notices
 from tiered_zero.step_recovery import Movers
 from tiered_zero.store.new_parents import make_missing
+from tiered_zero.store.runs import leftover_notices
 from tiered_zero.teardown import Teardown, once
 from tiered_zero.telemetry.ledger import Ledger
 from tiered_zero.tiers.rack import TierRack, nvme_needs
@@ -100,6 +101,8 @@ def _build(run_spec: RunSpec, lr_scheduler: Any, collectives: Collectives, loade
         logger.warning("%s", line)
     adoption = None if found is None else adopt(found, collectives, config, plan, run_spec.slots, run_spec.layouts)
     taken_over = {} if adoption is None else adoption.directories
+    if collectives.rank == 0:
+        warnings += leftover_notices(path for paths in _nvme_paths(config) for path in paths)
     needs = {paths: nbytes for paths, nbytes in nvme_needs(config, plan).items() if paths not in taken_over}
     check_disk_space(needs, collectives)
     weights = WeightFiles(config.tiered_zero.weights) if config.tiered_zero.weights else None

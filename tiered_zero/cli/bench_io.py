@@ -47,6 +47,9 @@ MAX_SECONDS = 60
 WANTED_NBYTES = GIB
 """The file: larger than what most drives cache."""
 
+CHOICE_SHARE = 0.25
+"""Of all settings: where fewer were tried, perhaps for a hundredth of a second each, the best of them says little."""
+
 LEAST_NBYTES = 4 * MIB
 _TRIAL_NBYTES = 32 * MIB
 _REQUEST_NBYTES = 8 * MIB
@@ -193,6 +196,7 @@ def measure_directory(directory: Path, end_s: float) -> dict[str, Any]:
         "best": {"direct": chosen.direct, "alignment": chosen.alignment, **_named(search.rates[best])},
         "engines_off": engines_off,
         "num_settings": search.num_settings,
+        "is_choice": len(search.rates) >= CHOICE_SHARE * search.num_settings,
         "tried": [
             {**config_of(s.engine), "block_size": s.block_nbytes, "queue_depth": s.depth, **_named(search.rates[s])}
             for s in search.ranking
@@ -272,7 +276,7 @@ _NUM_SHOWN = 5
 
 
 def _print(report: dict[str, Any]) -> None:
-    table = make_table("Best settings", "engine", *(f">{column}" for column in ("block", "depth", *MODES)))
+    table = make_table("Best of the settings tried", "engine", *(f">{column}" for column in ("block", "depth", *MODES)))
     for row in report["tried"][:_NUM_SHOWN]:
         rates = (f"{format_nbytes(row[f'{mode}_bytes_per_s'])}/s" for mode in MODES)
         engine = "io_uring" if row["io_uring"] else row["io_engine"]
@@ -287,8 +291,14 @@ def _print(report: dict[str, Any]) -> None:
         click.echo(f"{name}: {why}")
     for note in report["notes"]:
         click.echo(f"note: {note}")
-    click.echo("\nFor the config:")
-    click.echo(json.dumps({"aio": report["aio"], "tiered_zero": report["tiered_zero"]}, indent=2))
+    if report["is_choice"]:
+        click.echo("\nFor the config:")
+        click.echo(json.dumps({"aio": report["aio"], "tiered_zero": report["tiered_zero"]}, indent=2))
+    else:
+        click.echo(
+            "\nFor the config: nothing. Too few settings were tried to choose one; leave them at their defaults, or "
+            f"give --seconds {MAX_SECONDS}."
+        )
     if floor := report["floor"]:
         read, written = (format_nbytes(floor[name]) for name in ("read_nbytes", "written_nbytes"))
         click.echo(

@@ -12,6 +12,8 @@ from tiered_zero.io.disk_file import errno_text
 
 logger = logging.getLogger("tiered_zero")
 
+_ROOT = Path("/")
+
 
 @contextmanager
 def make_missing(groups: Iterable[Sequence[str]]) -> Iterator[None]:
@@ -49,4 +51,16 @@ def _make(path: Path, made: list[Path]) -> None:
             "disk that is to be swapped to."
         ) from error
     if missing:
-        logger.warning("Made the swap directory %s.", path.resolve())
+        logger.warning("Made the swap directory %s.%s", path.resolve(), _doubt(path, missing[0]))
+
+
+def _doubt(path: Path, first: Path) -> str:
+    """Say that no disk is mounted where a config's absolute path seems to mean one. `first`: the outermost directory
+    that was made."""
+    is_placeholder = path.is_absolute() and (first != path or first.parent == _ROOT)
+    if not is_placeholder or first.stat().st_dev != _ROOT.stat().st_dev:
+        return ""
+    return (
+        f" It lies on the root file system, for {first} did not exist. If a disk was to be mounted there, stop this "
+        "run and mount it, or name another nvme_path."
+    )

@@ -10,6 +10,7 @@ import os
 import socket
 import stat
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import final
 from tiered_zero.descriptor import CLOSED, Descriptor
 from tiered_zero.errors import StoreError
 from tiered_zero.io.preflight import filesystem_type, is_local
+from tiered_zero.sizes import format_nbytes
 from tiered_zero.store import manifest
 from tiered_zero.store.descriptors import (
     disk_nbytes,
@@ -98,6 +100,24 @@ def list_runs(parent: Path) -> list[RunInfo]:
     except (OSError, RuntimeError, ValueError) as error:  # of a path in a circle, or with a NUL
         raise StoreError(f"{parent} is not a directory that can be read ({error}); name one of nvme_path.") from error
     return sorted(runs, key=lambda run: -run.age_s)
+
+
+def leftover_notices(parents: Iterable[str]) -> list[str]:
+    """One line for each of the directories that holds files of runs whose process has ended."""
+    lines = []
+    for parent in dict.fromkeys(parents):
+        runs: list[RunInfo] = []
+        with suppress(StoreError):  # of a directory that cannot be read: its use raises
+            runs = [run for run in list_runs(Path(parent)) if run.state == "dead" and run.own]
+        if runs:
+            nbytes, num_resumable = sum(run.nbytes for run in runs), sum(run.resumable for run in runs)
+            kept = f", with --committed also the {num_resumable} that can be resumed" if num_resumable else ""
+            which = "a run whose process has" if len(runs) == 1 else f"{len(runs)} runs whose processes have"
+            lines.append(
+                f"{parent} holds {format_nbytes(nbytes)} of {which} ended; `tiered-zero swap gc {parent}` removes "
+                f"them{kept}"
+            )
+    return lines
 
 
 def collect_garbage(
