@@ -1,14 +1,13 @@
 """Check that the parameters of a model can be moved between tiers, before anything is allocated.
 
-A parameter becomes a view of its unit's flat. A tensor that shared its memory until then (another parameter, a buffer,
-a detached view that is still referenced) would silently keep the old values.
+A parameter becomes a view of its unit's flat. Another parameter or a buffer that shared its memory until then would
+silently keep the old values.
 """
 
 from __future__ import annotations
 
-import gc
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -20,8 +19,8 @@ from tiered_zero.params.param_handlers import handler_of
 
 
 def check_memory(model: nn.Module, specs: Mapping[nn.Parameter, ParamSpec]) -> None:
-    """Raises ModelError: compiled TorchScript in the tree; parameters that share memory with each other, with a buffer
-    or with another tensor, or whose elements overlap."""
+    """Raise ModelError: compiled TorchScript in the tree; parameters that share memory with each other or with a
+    buffer, or whose elements overlap."""
     for path, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise ModelError(
@@ -29,12 +28,9 @@ def check_memory(model: nn.Module, specs: Mapping[nn.Parameter, ParamSpec]) -> N
                 "parameters where they cannot be paged. Pass the nn.Module that it was made of; torch.compile works."
             )
     with torch._C.DisableTorchFunctionSubclass():
-        owned = [
-            _Owned(name=f"parameter {spec.name}", tensor=param, trainable=spec.trainable)
-            for param, spec in specs.items()
-        ]
+        owned = [_Owned(name=f"parameter {spec.name}", tensor=param) for param, spec in specs.items()]
         buffers = {buffer: name for name, buffer in model.named_buffers()}
-        owned += [_Owned(name=f"buffer {name}", tensor=buffer, trainable=False) for buffer, name in buffers.items()]
+        owned += [_Owned(name=f"buffer {name}", tensor=buffer) for buffer, name in buffers.items()]
         by_storage: defaultdict[int, list[_Owned]] = defaultdict(list)
         for one in owned:
             if _has_memory(one.tensor) and not _is_paged(one.tensor):
@@ -43,14 +39,12 @@ def check_memory(model: nn.Module, specs: Mapping[nn.Parameter, ParamSpec]) -> N
             _check_dense(param, spec.name)
         for sharing in by_storage.values():
             _check_apart(sharing)
-        _check_views(model, by_storage)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class _Owned:
     name: str
     tensor: torch.Tensor
-    trainable: bool
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
@@ -121,42 +115,3 @@ def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
             return True
         part.fill_(True)
     return False
-
-
-def _check_views(model: nn.Module, by_storage: Mapping[int, list[_Owned]]) -> None:
-    """Refuse tensors outside the model's parameters and buffers that Python still holds. Counting the uses of a storage
-    is cheap; its users are searched for only where there are more than the model's own."""
-    suspects = {
-        key: sharing
-        for key, sharing in by_storage.items()
-        if any(own.trainable for own in sharing) and _num_uses(key, sharing) > len(sharing)
-    }
-    if not suspects:
-        return
-    known = {id(own.tensor) for sharing in suspects.values() for own in sharing} | set(_recomputed(model))
-    for tensor in (found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)):
-        if id(tensor) in known or not _has_memory(tensor):
-            continue
-        for own in suspects.get(tensor.untyped_storage()._cdata, ()):
-            if own.trainable and _overlap(tensor, own.tensor):
-                raise ModelError(
-                    f"A tensor of shape {tuple(tensor.shape)} outside of the model shares the memory of {own.name}, as "
-                    "a detached view or a state_dict() kept in a variable does: it would keep the values of now while "
-                    "training changes the parameter. Delete it, or keep a clone, before tiered_zero.initialize()."
-                )
-
-
-def _num_uses(key: int, sharing: list[_Owned]) -> int:
-    storage = sharing[0].tensor.untyped_storage()  # its Python object is one more use
-    uses = int(torch._C._storage_Use_Count(key)) - 1
-    del storage
-    return uses
-
-
-def _recomputed(model: nn.Module) -> Iterator[int]:
-    """Yield plain attributes that a hook sets before each forward, as torch.nn.utils.spectral_norm's does."""
-    for module in model.modules():
-        for hook in module._forward_pre_hooks.values():
-            name = getattr(hook, "name", None)
-            if isinstance(name, str) and isinstance(value := module.__dict__.get(name), torch.Tensor):
-                yield id(value)
