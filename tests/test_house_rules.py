@@ -392,7 +392,7 @@ OLD_NAMES = {
     "make_outs": "bind_outputs",
     "norm_taker": "GradNorm",
     "open_update": "EagerUpdate",
-    "originals": "ModelSnapshot",
+    "originals": "former values",
     "passage": "SubGroupIO",
     "passing": "temporary",
     "publication": "UnitUpdate",

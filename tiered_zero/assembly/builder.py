@@ -36,7 +36,6 @@ from tiered_zero.params.materialize import Materializer, UnitPlacer, WeightFiles
 from tiered_zero.params.offloaded_params import OffloadedParams
 from tiered_zero.params.pager import Pager
 from tiered_zero.params.pass_scope import PassScope
-from tiered_zero.params.snapshot import ModelSnapshot
 from tiered_zero.params.visible_gradients import VisibleGradients
 from tiered_zero.run_spec import RunSpec, planning_notices
 from tiered_zero.step_recovery import Movers
@@ -67,7 +66,6 @@ SHUTDOWN = (
     "param.grad",
     "gradients",
     "pager",  # parameters on the device get memory of their own
-    "model",  # restored, where the start failed
     "tiers",
     "rule",
     "ranks",  # the others are waited for, seconds at most
@@ -141,8 +139,6 @@ def _build(run_spec: RunSpec, lr_scheduler: Any, collectives: Collectives, loade
         masters = Masters(run_spec.layouts, inventory, tiers.state_staging)
         cuts = masters.cuts if masters.need_params else None
         offloaded_params = OffloadedParams(inventory, tiers.param_staging, masters.follow, cuts, collectives)
-        snapshot = ModelSnapshot(run_spec.model, run_spec.specs)
-        resources.add("model", snapshot.restore)
         pager = Pager(
             runtime,
             inventory,
@@ -210,21 +206,22 @@ def _build(run_spec: RunSpec, lr_scheduler: Any, collectives: Collectives, loade
         materializer = Materializer(run_spec.model, weights, run_spec.specs)
         resumed = None if adopted is None else adopted.flat
         placer = UnitPlacer(pager=pager, handler=step, store_masters=masters.store, ranks=collectives, resumed=resumed)
-        materialize_model(materializer, run_spec.units, run_spec.params_of, placer, snapshot)
+        named = {spec.name: param for param, spec in run_spec.specs.items()}
+        shards_state = plan.request.ranks.shards_state
+        shards = ParamShards(collectives, run_spec.units, run_spec.trained, is_sharded=shards_state)
+        state = OptimizerState(named, run_spec.layouts, run_spec.rule, stepper, inventory, tiers.state_staging, shards)
+        if adoption is None:
+            state.check(run_spec.source.state, run_spec.source.param_groups)
+        materialize_model(materializer, run_spec.units, run_spec.params_of, placer)
         materializer.move_buffers(accelerator.device, collectives)
         trainable = [unit for unit in run_spec.units if unit.trainable]
         visible_gradients.open([param for unit in trainable for param in run_spec.params_of(unit)])
         hooks = ModuleHooks(run_spec.model, run_spec.units, step)
         resources.add("hooks", hooks.remove)
         hooks.install()
-        named = {spec.name: param for param, spec in run_spec.specs.items()}
-        shards_state = plan.request.ranks.shards_state
-        shards = ParamShards(collectives, run_spec.units, run_spec.trained, is_sharded=shards_state)
-        state = OptimizerState(named, run_spec.layouts, run_spec.rule, stepper, inventory, tiers.state_staging, shards)
         if adoption is not None and any(run_spec.source.state.values()):
             logger.warning("the optimizer's own state is left out: the run goes on with what was committed")
         if adoption is None:
-            state.check(run_spec.source.state, run_spec.source.param_groups)
             state.write(run_spec.source.state, run_spec.source.param_groups)
         values = FullValues(step=step, masters=masters, state=state, groups=run_spec.source.param_groups)
         resources.add("full values", values.unregister)  # `values` lives as long as `resources` refer to it
@@ -268,7 +265,6 @@ def _build(run_spec: RunSpec, lr_scheduler: Any, collectives: Collectives, loade
         elif found is not None:
             checkpoints.resume(found)
         INTERRUPTS.check()  # what comes now is undone no more
-        snapshot.discard()
         if handle is not None:
             own_state.clear()  # the optimizer has it again when the engine ends
     trim_malloc()

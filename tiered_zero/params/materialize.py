@@ -32,7 +32,6 @@ from tiered_zero.interrupts import INTERRUPTS
 from tiered_zero.layout.flat import ParamSpec, Unit
 from tiered_zero.params.pager import Pager
 from tiered_zero.params.param_handlers import FaultHandler
-from tiered_zero.params.snapshot import ModelSnapshot
 from tiered_zero.params.weight_paths import weight_paths
 
 _NUM_NAMED = 5
@@ -241,9 +240,11 @@ def materialize_model(
     units: Sequence[Unit],
     params_of: Callable[[Unit], Sequence[nn.Parameter]],
     placer: UnitPlacer,
-    snapshot: ModelSnapshot,
 ) -> None:
-    """Place every unit, module group by module group."""
+    """Place every unit, module group by module group.
+
+    The memory that parameters had is freed unit by unit. So what can be foreseen is refused before this, and a failure
+    in the middle leaves a model of which some parameters are gone, and say so when they are read."""
     materializer.fill_buffers()
     for prefix, group in groupby(units, key=lambda unit: unit.module):
         INTERRUPTS.check()
@@ -251,8 +252,6 @@ def materialize_model(
         materializer.fill(prefix, [param for _, own in params for param in own])
         for unit, own in params:
             placer.place(unit, own)
-            if placer.pager.is_resident(unit):
-                snapshot.release(own)
         del params, own
         trim_malloc()
     materializer.fill_buffers()  # also beside parameters that are all tied to another module's
