@@ -2,6 +2,8 @@
 
 import gc
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 from tiered_zero.descriptor import CLOSED, opened
@@ -46,3 +48,10 @@ def test_it_is_closed_with_the_object(tmp_path: Path) -> None:
 def test_none_is_closed() -> None:
     CLOSED.close()
     assert CLOSED.closed
+
+
+def test_the_end_of_the_interpreter_is_silent() -> None:
+    """Modules are emptied before the last objects go."""
+    code = "import os; from tiered_zero.descriptor import opened; kept = opened('.', os.O_RDONLY)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
