@@ -4,7 +4,7 @@ import copy
 import json
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,70 +14,17 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer, lr_scheduler
-from torch.optim.swa_utils import SWALR
-from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup
 
 import tiered_zero
 from tests.support.inspection import driver_state, policy
 from tests.support.models import groups, rows, two_layers
+from tests.support.schedulers import SCHEDULERS, sequence
 from tests.support.trainers import tiered
 from tiered_zero.checkpoint.driver import LoadParts, join_states, own_state
 from tiered_zero.checkpoint.matching import differences
 from tiered_zero.data import TrainingLoader
 from tiered_zero.errors import ModelError, NonFiniteError, StoreError
 from tiered_zero.optim import lr
-from tiered_zero.optim.lr import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
-
-
-class Doubling:
-    """A callable with state."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def __call__(self, epoch: int) -> float:
-        self.calls += 1
-        return 1 + 0.01 * self.calls
-
-
-def sequence(optimizer: Optimizer) -> Any:
-    parts = [
-        lr_scheduler.LinearLR(optimizer, 0.1, total_iters=4),
-        lr_scheduler.CosineAnnealingLR(optimizer, 9),
-        lr_scheduler.ExponentialLR(optimizer, 0.7),
-    ]
-    return lr_scheduler.SequentialLR(optimizer, parts, [3, 6])
-
-
-def chained(optimizer: Optimizer) -> Any:
-    parts = [lr_scheduler.ConstantLR(optimizer, 0.3, 4), lr_scheduler.StepLR(optimizer, 2, 0.9)]
-    return lr_scheduler.ChainedScheduler(parts, optimizer)
-
-
-SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
-    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, [lambda e: 0.9**e, Doubling()]),
-    "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda e: 0.9 + e / 100),
-    "StepLR": lambda o: lr_scheduler.StepLR(o, 2, 0.5),
-    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [1, 4, 4, 6], 0.5),
-    "ConstantLR": lambda o: lr_scheduler.ConstantLR(o, 0.3, 4),
-    "LinearLR": lambda o: lr_scheduler.LinearLR(o, 0.1, total_iters=5),
-    "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, 0.9),
-    "SequentialLR": sequence,
-    "PolynomialLR": lambda o: lr_scheduler.PolynomialLR(o, 7, 2.0),
-    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 5, 1e-4),
-    "ChainedScheduler": chained,
-    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.001, 0.1, 3, scale_fn=lambda x: 0.9**x),
-    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 2, 2),
-    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, [0.1, 0.2], total_steps=12, three_phase=True),
-    "SWALR": lambda o: SWALR(o, 0.05, anneal_epochs=4),
-    "transformers' cosine": lambda o: get_cosine_schedule_with_warmup(o, 2, 9),
-    "transformers' linear": lambda o: get_linear_schedule_with_warmup(o, 2, 9),
-    "LRRangeTest": lambda o: LRRangeTest(o, 0.01, 2),
-    "OneCycle": lambda o: OneCycle(o, 0.01, 0.1, cycle_first_step_size=3, decay_step_size=1, decay_lr_rate=0.1),
-    "WarmupLR": lambda o: WarmupLR(o, warmup_num_steps=5),
-    "WarmupDecayLR": lambda o: WarmupDecayLR(o, 9, warmup_num_steps=3),
-    "WarmupCosineLR": lambda o: WarmupCosineLR(o, 9, warmup_num_steps=3),
-}
 
 
 def sgd(model: nn.Module) -> Optimizer:
@@ -515,16 +462,16 @@ JUNK = [
 ]  # fmt: skip
 
 
-def changed_states(whole: Any) -> Iterator[Any]:
+def changed_states(whole: Any, junk: Sequence[Any] = JUNK) -> Iterator[Any]:
     """Every place of a state replaced by every junk value, deleted, or added to."""
     for path in paths(whole):
-        for change in range(len(JUNK) + 2) if path else ():
+        for change in range(len(junk) + 2) if path else ():
             saved = holder = copy.deepcopy(whole)
             for key in path[:-1]:
                 holder = holder[key]
-            if change < len(JUNK):
-                holder[path[-1]] = JUNK[change]
-            elif change == len(JUNK):
+            if change < len(junk):
+                holder[path[-1]] = junk[change]
+            elif change == len(junk):
                 holder.pop(path[-1])
             elif isinstance(holder[path[-1]], dict):
                 holder[path[-1]]["more"] = 1
@@ -557,6 +504,35 @@ def test_changed_states_are_refused_or_restored(make: Callable[..., tiered_zero.
     for state in taken:
         driver.restore(state)
     driver.restore(driver.check(whole))
+
+
+@pytest.mark.parametrize(("make_optimizer", "name"), [(adamw, "OneCycleLR"), (sgd, "StepLR")], ids=["adamw", "sgd"])
+def test_what_is_taken_can_be_stepped(
+    make: Callable[..., tiered_zero.Engine], make_optimizer: Callable[[nn.Module], Optimizer], name: str
+) -> None:
+    """A param group or schedule with which the next step fails, or the one after it, is refused before it is loaded."""
+    engine = make(make_scheduler=SCHEDULERS[name], make_optimizer=make_optimizer)
+    train(engine, 2)
+    whole = capture(engine)
+    driver = driver_state(engine)
+    found = {"refused": 0, "taken": 0}
+    for part, key in (("groups", 0), ("lr_scheduler", "state")):
+        for changed in changed_states(whole[part][key], [None, -1, 0, 2**70, "x"]):
+            saved = copy.deepcopy(whole)
+            saved[part][key] = changed
+            try:
+                state = driver.check(saved)
+            except (StoreError, ModelError):
+                found["refused"] += 1
+                continue
+            found["taken"] += 1
+            driver.restore(state)
+            try:
+                train(engine, 2)
+            except ValueError as error:
+                assert "Tried to step" in str(error), "OneCycleLR has an end, behind which plain PyTorch raises"
+            driver.restore(driver.check(whole))
+    assert found["refused"] > found["taken"] > 20
 
 
 @pytest.mark.parametrize("saved", [None, [], {}, {"counts": 1}, 5, "x"])

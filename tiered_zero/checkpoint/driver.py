@@ -162,9 +162,11 @@ class DriverState:
             return
         has_schedule = parts.lr_scheduler_states and self.lr_scheduler is not None
         if parts.optimizer_states or has_schedule:
-            check_options(optimizer, options_to_load(optimizer, state["groups"], with_all=parts.optimizer_states))
+            options = options_to_load(optimizer, state["groups"], with_all=parts.optimizer_states)
+            check_options(optimizer, options)
         if has_schedule:
             with kept_groups(optimizer):
+                optimizer.load_group_options(options)
                 check_scheduler(self.lr_scheduler, state["lr_scheduler"])
 
     def _restore_optimizer(self, optimizer: TieredOptimizer, state: State, parts: LoadParts) -> None:

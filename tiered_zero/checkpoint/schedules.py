@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from numbers import Real
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
 from tiered_zero.errors import ModelError
+from tiered_zero.optim.lr import Schedule
+from tiered_zero.store.checked_json import MOST_INTEGER
 from tiered_zero.update.handle import TieredOptimizer
 
 State = dict[str, Any]
@@ -125,7 +128,8 @@ def check_scheduler(scheduler: Any, saved: Any) -> None:
     current = scheduler_state(scheduler)
     assert current is not None
     own = loadable(scheduler, current["state"])
-    if not _alike(current["state"], saved["state"]) or _hides_attributes(scheduler, saved["state"]):
+    fits = _alike(current["state"], saved["state"], takes_none=not _is_known(scheduler))
+    if not fits or _hides_attributes(scheduler, saved["state"]):
         raise ModelError(
             f"The checkpoint's lr_scheduler was expected to have the state of this run's {kind}, {own!r:.200}; found "
             f"{saved['state']!r:.200}. {otherwise}"
@@ -133,15 +137,34 @@ def check_scheduler(scheduler: Any, saved: Any) -> None:
     attributes = [(one, set(vars(one))) for one in _schedulers(scheduler)]
     try:
         scheduler.load_state_dict(loadable(scheduler, saved["state"]))
+        _try_step(scheduler)
     except Exception as error:
         raise ModelError(
-            f"This run's {kind} does not load the state that was saved: {type(error).__name__}: {error}. {otherwise}"
+            f"This run's {kind} does not go on from the state that was saved: {type(error).__name__}: {error}. "
+            f"{otherwise}"
         ) from error
     finally:
         scheduler.load_state_dict(own)
         for one, names in attributes:
             for name in vars(one).keys() - names:
                 delattr(one, name)
+
+
+def _try_step(scheduler: Any) -> None:
+    """Step a scheduler whose state_dict() can undo that."""
+    if not _is_known(scheduler):
+        return
+    has_ended = isinstance(scheduler, OneCycleLR) and 0 < scheduler.total_steps <= scheduler.last_epoch + 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of steps before the optimizer's
+        with suppress(*([ValueError] if has_ended else [])):
+            scheduler.step()
+
+
+def _is_known(scheduler: Any) -> bool:
+    """Whether it is torch's or ours, and those inside it: one of a program may do more in a step, and keep anything."""
+    kinds = [type(one) for one in _schedulers(scheduler)]
+    return all(issubclass(kind, Schedule) or kind.__module__.startswith("torch.optim.") for kind in kinds)
 
 
 def _schedulers(scheduler: Any) -> Iterator[Any]:
@@ -161,18 +184,22 @@ def _hides_attributes(scheduler: Any, state: Any) -> bool:
     return bool(hidden) or any(_hides_attributes(*pair) for pair in nested)
 
 
-def _alike(own: Any, saved: Any) -> bool:
-    """Whether `saved` can stand where `own` stands: the same types in the same places; None for anything."""
-    if own is None or saved is None or (type(own) is type(saved) and isinstance(own, bool | int | float | str)):
+def _alike(own: Any, saved: Any, *, takes_none: bool = True) -> bool:
+    """Whether `saved` can stand where `own` stands: the same types in the same places. `takes_none`: None stands for
+    anything; anything stands for None."""
+    if own is None or saved is None:
+        return own is None or takes_none
+    if type(own) is type(saved) and isinstance(own, bool | float | str):
         return True
     if _is_number(own) or _is_number(saved):
-        return _is_number(own) and _is_number(saved)
+        return _is_number(own) and _is_number(saved) and not (type(saved) is int and abs(saved) > MOST_INTEGER)
     if type(own) is not type(saved):
         return False
     if isinstance(own, Mapping):
-        return all(_alike(own[name], saved[name]) for name in own.keys() & saved.keys())
+        return all(_alike(own[name], saved[name], takes_none=takes_none) for name in own.keys() & saved.keys())
     if isinstance(own, list | tuple):
-        return len(own) == len(saved) and all(map(_alike, own, saved))
+        pairs = zip(own, saved, strict=False)
+        return len(own) == len(saved) and all(_alike(*pair, takes_none=takes_none) for pair in pairs)
     return True
 
 

@@ -50,7 +50,7 @@ REFUSED: dict[type[Optimizer], str] = {
 
 _CHUNK_NUMEL = 1 << 18
 _GRAIN_NUMEL = 1 << 16
-_PROBE_STEPS = 8
+PROBE_STEPS = 8
 """RAdam and its kin change their formula after five."""
 _DEVICE_CHUNK_NUMEL = 1 << 26
 _INITIALIZED = "initialized"
@@ -313,7 +313,7 @@ class TorchRule(UpdateRule):
         state of the optimizer itself that steers the update, and sums over all parameters. Raises ModelError."""
         generator = torch.Generator().manual_seed(0)
         starts = torch.randn((2, *shape), generator=generator)
-        grads = torch.randn((_PROBE_STEPS, 2, *shape), generator=generator)
+        grads = torch.randn((PROBE_STEPS, 2, *shape), generator=generator)
         together = [start.clone().requires_grad_() for start in starts]
         own = copied_group(hyper)
         with dry_steps():

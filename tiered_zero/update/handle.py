@@ -167,7 +167,7 @@ class TieredOptimizer(Optimizer):
 
     def check_group_options(self, options: Any) -> None:
         """Raise ModelError unless `load_group_options` takes `options`, which are untrusted."""
-        self._completed_options(options)
+        self._access.check_groups(self._completed_options(options))
 
     def load_group_options(self, options: Sequence[Mapping[str, Any]]) -> None:
         """Set the values of the param groups, in place: schedulers and the engine see one list, and a learning rate

@@ -23,6 +23,7 @@ from tiered_zero.layout.subgroups import ParamPiece
 from tiered_zero.optim.optimizer_copy import same
 from tiered_zero.optim.rule import Run, UpdateRule
 from tiered_zero.optim.state_layout import StateLayout
+from tiered_zero.optim.torch_rule import PROBE_STEPS
 from tiered_zero.sizes import format_nbytes
 from tiered_zero.tiers.inventory import Inventory
 from tiered_zero.tiers.slots import leased_slot
@@ -207,6 +208,34 @@ class OptimizerState:
                         raise ModelError(f"Optimizer state of {piece.param.name}: {error}") from error
         if idle := sum(bool(values) and param not in held for param, values in states.items()):
             logger.warning("optimizer state of %d parameters that are not trained is left out", idle)
+
+    def check_groups(self, groups: Sequence[Mapping[str, Any]], own: Sequence[Mapping[str, Any]]) -> None:
+        """Raise ModelError where a step fails with the values of `groups`, but not with this run's `own`."""
+        for index, (new, live) in enumerate(zip(groups, own, strict=True)):
+            if new["params"] and (error := self._try_group(new)) is not None and self._try_group(live) is None:
+                raise ModelError(
+                    f"{self._rule.name} cannot step with the values of param group {index} that are loaded; it raised "
+                    f"{type(error).__name__}: {error}. Load the state of an optimizer of this class."
+                ) from error
+        for layout in self._layouts:
+            for piece in layout.subgroup.pieces:
+                self._check_planned(layout, piece, groups[piece.group])
+
+    def _try_group(self, group: Mapping[str, Any]) -> Exception | None:
+        """Take some steps of a small parameter, and return what they raise."""
+        shape = tuple(min(length, 3) for length in group["params"][0].shape)
+        shape = (max(1, math.prod(shape)),) if self._rule.elementwise else shape
+        try:
+            fields = self._rule.state_fields(shape, group)
+            state = {field.name: torch.zeros(field.shape, dtype=field.dtype) for field in fields}
+            run = Run(master=torch.ones(shape), grad=torch.ones(shape), state=state, scalars={}, hyper=group)
+            self._rule.init_state(run)
+            for _ in range(PROBE_STEPS):
+                run.grad = torch.ones(shape)
+                self._rule.update([run])
+        except Exception as error:
+            return error
+        return None
 
     def _check_planned(self, layout: StateLayout, piece: ParamPiece, hyper: Mapping[str, Any]) -> None:
         needed = {field.name for field in self._rule.state_fields(piece.param.shape, hyper)}

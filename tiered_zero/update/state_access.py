@@ -92,14 +92,19 @@ class StateAccess(Mapping[nn.Parameter, ParamState]):
     def read_one(self, param: nn.Parameter) -> ParamState:
         return self._flushed().read(self._groups, only=param).get(param, {})
 
+    def check_groups(self, groups: list[dict[str, Any]]) -> None:
+        """Raise ModelError where a step fails with these values of the param groups."""
+        self._flushed().check_groups(groups, self._groups)
+
     def replace(self, states: Mapping[nn.Parameter, ParamState], groups: list[dict[str, Any]]) -> None:
         """`groups`: the values that the param groups are about to have."""
         state = self._open()
 
         def check() -> None:
             self._policy.check_untouched("Optimizer state is loaded")
-            state.check(states, groups)
             self._policy.quiesce()
+            state.check_groups(groups, self._groups)
+            state.check(states, groups)
 
         state.shards.change("optimizer state is checked", check)
         try:
