@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -61,8 +62,11 @@ class RunSpec:
 
     def params_of(self, unit: Unit) -> list[nn.Parameter]:
         """List the parameters of a unit in the order of its entries."""
-        by_index = {spec.index: param for param, spec in self.specs.items()}
-        return [by_index[entry.param.index] for entry in unit.entries]
+        return [self._param_by_index[entry.param.index] for entry in unit.entries]
+
+    @cached_property
+    def _param_by_index(self) -> dict[int, nn.Parameter]:
+        return {spec.index: param for param, spec in self.specs.items()}
 
 
 def specify_run(

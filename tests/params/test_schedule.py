@@ -7,12 +7,12 @@ from itertools import islice
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiered_zero.params.unit_cache import Schedule, Use
+from tiered_zero.params.schedule import Schedule, Use
 
 
 def observe(schedule: Schedule, phase: str, *units: int) -> None:
     for unit in units:
-        schedule.observe(phase, unit)
+        schedule.observe(phase, unit, 1)
 
 
 def expect(schedule: Schedule, count: int) -> list[int]:
@@ -95,7 +95,7 @@ USES = st.lists(st.tuples(st.sampled_from(["forward", "backward"]), st.integers(
 def test_guessing_always_ends_and_remembers_no_more_than_pairs(uses: list[Use]) -> None:
     schedule = Schedule()
     for phase, unit in uses:
-        schedule.observe(phase, unit)
+        schedule.observe(phase, unit, 1)
     assert len(list(schedule.upcoming())) <= len(schedule._next) <= len(set(zip([None, *uses], uses, strict=False))) + 1
 
 
@@ -106,6 +106,6 @@ def test_any_cycle_is_known_after_two_rounds(order: list[int], repeats: int) -> 
         train(schedule, order)
     train_uses = [("forward", u) for u in order] + [("backward", u) for u in reversed(order)]
     for position, (phase, unit) in enumerate(train_uses):
-        schedule.observe(phase, unit)
+        schedule.observe(phase, unit, 1)
         rest = train_uses[position + 1 :]
         assert list(islice(schedule.upcoming(), len(rest))) == rest

@@ -71,7 +71,8 @@ class StagingPool:
         self._slot = arena.take(self.buffer_nbytes * count, kind)
         self._changed = threading.Condition()
         self._leased: dict[int, Lease] = {}
-        """All others are free."""
+        self._free = list(range(count))[::-1]
+        """The others: the one that was released last is leased first."""
         self._closed = False
 
     @property
@@ -81,7 +82,7 @@ class StagingPool:
 
     @property
     def num_free(self) -> int:
-        return self.count - len(self._leased)
+        return len(self._free)
 
     def lease_nowait(self, nbytes: int, holder: str = "") -> Lease | None:
         """A buffer if one is free now. Raises BudgetError where `nbytes` is more than a buffer."""
@@ -140,9 +141,9 @@ class StagingPool:
             )
         if self._closed:
             raise BudgetError(f"the {self.kind} buffers are closed; {holder or 'a caller'} asked for one")
-        index = next((index for index in range(self.count) if index not in self._leased), None)
-        if index is None:
+        if not self._free:
             return None
+        index = self._free.pop()
         start = index * self.buffer_nbytes
         end = start + align_up(max(nbytes, 1), PAGE_NBYTES)
         holder = holder or threading.current_thread().name
@@ -156,6 +157,7 @@ class StagingPool:
                 return
             self._changed.notify()  # the woken thread goes on once the lock is free
             del self._leased[index]
+            self._free.append(index)
             tensor = lease.tensor
             lease.tensor, lease.memory = tensor[:0], lease.memory[:0]
             if not self._closed:

@@ -119,8 +119,7 @@ class Pager:
     def _bring(self, paged: PagedUnit) -> PagedUnit:
         """Fetch the unit if it is offloaded, wait for its own update, unguard it. Adds no user."""
         if not paged.is_resident:
-            self._cache.schedule.observe(self.phase.pass_name, paged.unit.index)
-        self._cache.touch(paged)
+            self._cache.note_use(paged, self.phase.pass_name)
         state = paged.state
         if paged.weights is WeightState.UPDATING:
             raise ModelError(

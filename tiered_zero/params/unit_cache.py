@@ -14,6 +14,7 @@ from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.params.driver_thread import CallPhase, Phase
 from tiered_zero.params.guarded_parameter import ClosedEngine
 from tiered_zero.params.param_changes import ParamChanges
+from tiered_zero.params.schedule import Schedule
 from tiered_zero.params.unit_state import PagedUnit, UnitState, UnitTable, WeightState
 from tiered_zero.plan.planner import PagerLimits
 from tiered_zero.sizes import format_nbytes
@@ -21,36 +22,6 @@ from tiered_zero.tiers.inventory import Inventory
 from tiered_zero.transfer import Transfer
 
 logger = logging.getLogger("tiered_zero")
-
-Use = tuple[str, int]
-"""(phase, unit index): "forward" or "backward", and which unit."""
-
-
-class Schedule:
-    """Remembers, for each pair of successive uses, the use that followed. A hint, never a requirement.
-
-    A pair of uses distinguishes the visits of a tied unit (embedding, then head), keeps what it knows through
-    evaluation or a branch, and follows a changed order after one pass. Memory: one entry per distinct pair.
-    """
-
-    def __init__(self) -> None:
-        self._next: dict[tuple[Use | None, Use | None], Use] = {}
-        self._last: tuple[Use | None, Use | None] = (None, None)
-
-    def observe(self, phase: str, unit_index: int) -> None:
-        use = (phase, unit_index)
-        if use == self._last[1]:
-            return  # nested or repeated use of the same unit
-        self._next[self._last] = use
-        self._last = (self._last[1], use)
-
-    def upcoming(self) -> Iterator[Use]:
-        """Yield uses in the expected order; end where nothing is known or the chain closes on itself."""
-        pair, seen = self._last, set()
-        while pair not in seen and (use := self._next.get(pair)) is not None:
-            seen.add(pair)
-            yield use
-            pair = (pair[1], use)
 
 
 @final
@@ -74,7 +45,8 @@ class UnitCache:
         self._units = units
         self._changes = changes
         self.schedule = Schedule()
-        self._ticks = itertools.count(1)
+        self._order: dict[int, PagedUnit] = {}
+        """Paged units that have memory and are not expected, the least recently used first."""
         self._live_nbytes = 0
         self._kept_nbytes = 0
         """Of units that are offloaded, whose memory a view keeps."""
@@ -83,9 +55,22 @@ class UnitCache:
         self._has_warned = False
         self.is_closed = False
 
-    def touch(self, paged: PagedUnit) -> None:
-        """Mark the unit as the most recently used."""
-        paged.clock = next(self._ticks)
+    def note_use(self, paged: PagedUnit, pass_name: str) -> None:
+        """Note that `paged`, which is no resident unit, is about to be used."""
+        if not self.schedule.observe(pass_name, paged.unit.index, paged.unit.numel):
+            self._end_expected()
+        self._touch(paged)
+
+    def _touch(self, paged: PagedUnit) -> None:
+        """Make a unit with memory the most recently used."""
+        index = paged.unit.index
+        self._order.pop(index, None)
+        if paged.storage.is_full and not self.schedule.is_expected(index):
+            self._order[index] = paged
+
+    def _end_expected(self) -> None:
+        for index in self.schedule.end_expected():
+            self._touch(self._units.by_index[index])
 
     def check_open(self, paged: PagedUnit) -> None:
         """Raises ParameterOffloadedError once the engine is closed."""
@@ -100,7 +85,7 @@ class UnitCache:
         try:
             self._fetch(paged)
         except torch.OutOfMemoryError:
-            for idle in self._kept() if self._shares_order else self._evictable():
+            for idle in self._kept() if self._shares_order else (*self._idle(), *self._idle_ahead()):
                 self.evict(idle)
             self._accelerator.release_cached_memory()
             self._fetch(paged)
@@ -120,7 +105,7 @@ class UnitCache:
                 self._ledger.discharge("device", "param_window", unit.nbytes)
                 raise
             self._live_nbytes += unit.nbytes
-        self.touch(paged)
+        self._touch(paged)
         paged.change(UnitState.FETCHING)
         try:
             self._accelerator.prepare(storage.flat)
@@ -140,43 +125,54 @@ class UnitCache:
         return self._collectives.all_gather(flat, flat[own], f"unit {name}", after=[fetch], order=order)
 
     def prefetch(self, current: PagedUnit, phase: CallPhase) -> None:
-        """Fetch what is expected after `current`, as far as the prefetch bucket and the free room go, and at least one
-        unit where there is a bucket: a unit may be larger than it. Evicts only what is used later. Nothing is gathered
-        ahead across a step, which changes it.
+        """Fetch what is expected after `current`, as far as the prefetch bucket and the free room go, and at least
+        one unit where there is a bucket: a unit may be larger than it. Evicts only what is used later. Nothing is
+        gathered ahead across a step, which changes it. See [Note: Expected uses].
         """
-        budget = self._limits.look_ahead.prefetch_numel
-        if not budget:
+        bucket_numel, schedule = self._limits.look_ahead.prefetch_numel, self.schedule
+        if not bucket_numel:
             return
-        wanted = {current.unit.index}
         ends = self._shares_order and phase.step_follows and phase.now is Phase.BACKWARD
-        for pass_name, index in self.schedule.upcoming():
-            paged = self._units.by_index[index]
+        for use in schedule.upcoming():
+            pass_name, index = use
             if ends and pass_name == "forward":
                 return
-            if index in wanted:
-                continue
-            budget -= paged.unit.numel
-            is_next = len(wanted) == 1
-            wanted.add(index)
-            if (budget < 0 and not is_next) or not self._may_prefetch(paged):
-                return
-            if paged.state is UnitState.OFFLOADED:
-                new_nbytes = 0 if self._counts(paged) else paged.unit.nbytes
-                missing = self._counted_nbytes + new_nbytes - self._limits.live_nbytes
-                victims = [other for other in self._evictable() if other.unit.index not in wanted]
-                if missing > sum(victim.unit.nbytes for victim in victims):
+            paged, numel = self._units.by_index[index], 0
+            if not schedule.is_expected(index) and paged is not current:
+                numel = paged.unit.numel
+                is_first = schedule.expected_numel == 0
+                if (schedule.expected_numel + numel > bucket_numel and not is_first) or not self._may_prefetch(paged):
                     return
-                while missing > 0:
-                    missing -= victims[0].unit.nbytes
-                    self.evict(victims.pop(0))
-                if self._counted_nbytes + new_nbytes > self._limits.live_nbytes:
-                    return  # a view keeps the memory of a unit that is evicted
-                try:
-                    self._fetch(paged)
-                except torch.OutOfMemoryError:
-                    if self._shares_order:
-                        raise
-                    return  # fetched when it is used, with more room made for it
+                if paged.state is UnitState.OFFLOADED and not self._prefetch(paged, current):
+                    return
+            schedule.expect(use, numel)
+            self._order.pop(index, None)  # no victim now
+
+    def _prefetch(self, paged: PagedUnit, current: PagedUnit) -> bool:
+        """Fetch a unit ahead of its use, in the place of units that are neither expected nor `current`; False where
+        there is no room."""
+        new_nbytes = 0 if self._counts(paged) else paged.unit.nbytes
+        missing = self._counted_nbytes + new_nbytes - self._limits.live_nbytes
+        victims = []
+        for idle in self._idle():
+            if missing <= 0:
+                break
+            if idle is not current:
+                victims.append(idle)
+                missing -= idle.unit.nbytes
+        if missing > 0:
+            return False
+        for victim in victims:
+            self.evict(victim)
+        if self._counted_nbytes + new_nbytes > self._limits.live_nbytes:
+            return False  # a view keeps the memory of a unit that is evicted
+        try:
+            self._fetch(paged)
+        except torch.OutOfMemoryError:
+            if self._shares_order:
+                raise
+            return False  # fetched when it is used, with more room made for it
+        return True
 
     def _may_prefetch(self, paged: PagedUnit) -> bool:
         """False while its update waits for gradients: backward may need a later fetch of the lane to compute them."""
@@ -194,13 +190,10 @@ class UnitCache:
         if paged.num_users or paged.state is not UnitState.IN_USE or paged.is_resident:
             return
         self.guard(paged)
-        distance = 0
-        for _, index in self.schedule.upcoming():
-            if index == paged.unit.index:
-                if distance <= self._limits.look_ahead.reuse_numel and self._counted_nbytes <= self._limits.live_nbytes:
-                    return
-                break
-            distance += self._units.by_index[index].unit.numel
+        if self._counted_nbytes <= self._limits.live_nbytes:
+            distance = self.schedule.distance(paged.unit.index)
+            if distance is not None and distance <= self._limits.look_ahead.reuse_numel:
+                return
         self.evict(paged)
 
     def guard(self, paged: PagedUnit) -> None:
@@ -216,6 +209,8 @@ class UnitCache:
         storage = paged.storage
         if not storage.is_full or paged.is_resident:
             return
+        if self.schedule.is_expected(paged.unit.index):
+            self._end_expected()
         self._changes.look(paged)
         has_arrived, was_kept = True, paged.is_kept
         if paged.fetch is not None:  # the transfer still writes these bytes; if it failed, no use has seen them
@@ -237,17 +232,25 @@ class UnitCache:
         storage.empty(keep=has_arrived)
         if storage.key != key:  # another replaced one that NumPy has viewed
             self._units.renew_storages()
+        self._order.pop(paged.unit.index, None)
         self._live_nbytes -= paged.unit.nbytes
         self._ledger.discharge("device", "param_window", paged.unit.nbytes)
 
-    def _evictable(self) -> list[PagedUnit]:
-        """Least recently used first."""
-        found = (paged for paged in self._units if (paged.is_idle if self._shares_order else paged.is_evictable))
-        return sorted(found, key=lambda paged: paged.clock)
+    def _idle(self) -> Iterator[PagedUnit]:
+        """Yield the units that can be evicted and are not expected, the least recently used first."""
+        return (paged for paged in tuple(self._order.values()) if self._can_evict(paged))
+
+    def _idle_ahead(self) -> Iterator[PagedUnit]:
+        """Yield those that are expected, the farthest first."""
+        ahead = [self._units.by_index[index] for index in self.schedule.expected_units()]
+        return (paged for paged in ahead if self._can_evict(paged))
+
+    def _can_evict(self, paged: PagedUnit) -> bool:
+        return paged.is_idle if self._shares_order else paged.is_evictable
 
     def _kept(self) -> list[PagedUnit]:
         """List offloaded units whose memory a view has kept, and keeps no more."""
-        return [paged for paged in self._units if paged.is_kept and not paged.storage.is_viewed]
+        return [paged for paged in self._order.values() if paged.is_kept and not paged.storage.is_viewed]
 
     @property
     def _counted_nbytes(self) -> int:
@@ -262,10 +265,11 @@ class UnitCache:
         for kept in self._kept() if self._kept_nbytes else ():
             self.evict(kept)
         limit = self._limits.live_nbytes - (0 if self._counts(paged) else unit.nbytes)
-        for idle in self._evictable():
-            if self._counted_nbytes <= limit:
-                break
-            self.evict(idle)
+        if self._counted_nbytes > limit:
+            for idle in itertools.chain(self._idle(), self._idle_ahead()):
+                self.evict(idle)
+                if self._counted_nbytes <= limit:
+                    break
         new_nbytes = 0 if paged.storage.is_full else unit.nbytes
         limit = self._limits.live_nbytes - new_nbytes
         if self._live_nbytes <= limit:
@@ -293,4 +297,6 @@ class UnitCache:
         self._live_nbytes = sum(paged.unit.nbytes for paged in paged_units if paged.storage.is_full)
         self._kept_nbytes = sum(paged.unit.nbytes for paged in paged_units if paged.is_kept)
         self._ledger.correct("device", "param_window", self._live_nbytes)
+        self.schedule.end_expected()
+        self._order = {paged.unit.index: paged for paged in paged_units if paged.storage.is_full}
         self._units.renew_storages()

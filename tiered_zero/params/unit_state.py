@@ -1,7 +1,7 @@
 """The state of a unit, and the one table of its legal changes.
 
 [Note: State of a unit]
-Two enums say it; they change together, and only by `PagedUnit.change`. The rest is a plain fact (`num_users`, `clock`,
+Two enums say it; they change together, and only by `PagedUnit.change`. The rest is a plain fact (`num_users`,
 `version`, `fetch`), or the storage knows it: `is_full`, and `is_viewed`, which keeps the memory of a unit that is
 OFFLOADED already. A view is held by a node that runs, a tensor that a checkpointed region has
 recomputed, an output that is a slice of a weight. So neither eviction nor a wrong prefetch can pull memory from under a
@@ -95,8 +95,8 @@ class PagedUnit:
 
     `fetch`: the transfer that fills the storage, until compute has waited for it. `num_users`: running modules and
     blocks of `gathered` that use the unit, one more where it lives on the device; with none it may still be IN_USE,
-    held for the rest of its backward. `num_gathers`: the blocks among them. `clock`: when it was last used. `version`:
-    how often its values have changed, for graphs that saved earlier ones.
+    held for the rest of its backward. `num_gathers`: the blocks among them. `version`: how often its values have
+    changed, for graphs that saved earlier ones.
     """
 
     unit: Unit
@@ -105,7 +105,6 @@ class PagedUnit:
     params: dict[nn.Parameter, int]
     fetch: Transfer | None = None
     num_users: int = 0
-    clock: int = 0
     version: int = 0
     num_gathers: int = 0
     _at: State = _OFFLOADED

@@ -247,11 +247,10 @@ def _pager_limits(paged: Sequence[Unit], request: ParamRequest, room_nbytes: int
     """
     if not paged:
         return PagerLimits(live_nbytes=0, look_ahead=request.look_ahead)
-    chains = [
-        sorted((other for other in paged if _contains(other.module, unit.module)), key=lambda u: -u.nbytes)
-        for unit in paged
-    ]
-    chain = max(chains, key=_total)
+    by_module: dict[str, list[Unit]] = {}
+    for unit in paged:
+        by_module.setdefault(unit.module, []).append(unit)
+    chain = max(([u for m in _around(module) for u in by_module.get(m, ())] for module in by_module), key=_total)
     others = sorted((unit.nbytes for unit in paged if unit not in chain), reverse=True)
     window = _total(chain) + sum(others[: WINDOW_UNITS - 1])
     allowed = request.max_live_numel * max(unit.itemsize for unit in paged)
@@ -269,8 +268,10 @@ def _pager_limits(paged: Sequence[Unit], request: ParamRequest, room_nbytes: int
     )
 
 
-def _contains(outer: str, inner: str) -> bool:
-    return outer == inner or outer == "" or inner.startswith(outer + ".")
+def _around(module: str) -> list[str]:
+    """List the module and those that it is inside of, the root last."""
+    names = module.split(".") if module else []
+    return [".".join(names[:depth]) for depth in range(len(names), -1, -1)]
 
 
 def _total(units: Iterable[Unit]) -> int:

@@ -28,6 +28,8 @@ class ReadyQueue:
         self._ready = {layout.subgroup.index: layout for layout in ready}
         self._heap = sorted(self._ready)
         """Their indices, and perhaps some that are taken."""
+        self._added = list(self._ready)
+        """Those that have become ready since the last `take_among`."""
         self._skipped = list(skipped)
         self._closed = False
         self._notified = False
@@ -36,6 +38,7 @@ class ReadyQueue:
         with self._changed:
             self._ready[layout.subgroup.index] = layout
             heapq.heappush(self._heap, layout.subgroup.index)
+            self._added.append(layout.subgroup.index)
             self._changed.notify()
 
     def skip(self, layout: StateLayout) -> None:
@@ -67,10 +70,13 @@ class ReadyQueue:
         with self._changed:
             self._ready.pop(layout.subgroup.index, None)
 
-    def take_among(self, subgroups: Iterable[int]) -> list[StateLayout]:
-        """Remove and return those of these sub-groups that are ready, in the order given."""
+    def take_among(self, subgroups: Collection[int]) -> list[StateLayout]:
+        """Remove and return those of these sub-groups that have become ready since the last call, in the order given;
+        where only a few have, in the order in which they became ready."""
         with self._changed:
-            return [self._ready.pop(index) for index in subgroups if index in self._ready]
+            added, self._added = self._added, []
+            found = [i for i in added if i in subgroups] if len(added) < len(subgroups) else subgroups
+            return [self._ready.pop(index) for index in found if index in self._ready]
 
     def take_skipped(self) -> list[StateLayout]:
         with self._changed:
@@ -141,18 +147,22 @@ class EagerUpdate:
         after: Transfer,
     ) -> None:
         self._layouts = layouts
+        self._layouts_of: dict[int, list[StateLayout]] = {}
+        """Unit -> the sub-groups that hold a part of it."""
         self._freeze = freeze
         self._queue = ReadyQueue()
         self._waits_for = {
             layout.subgroup.index: {segment.unit.index for segment in layout.subgroup.segments} for layout in layouts
         }
-        self._units = set().union(*self._waits_for.values())
+        for layout in layouts:
+            for index in self._waits_for[layout.subgroup.index]:
+                self._layouts_of.setdefault(index, []).append(layout)
         self._queued: set[int] = set()
         self.job = UpdateJob(gradients=StepGradients(), grad_scale=1.0, groups=groups, after=after, queue=self._queue)
 
     def updates(self, unit: Unit) -> bool:
         """Whether a sub-group holds a part of the unit."""
-        return unit.index in self._units
+        return unit.index in self._layouts_of
 
     def incomplete(self, units: Sequence[Unit]) -> list[Unit]:
         """List the units whose gradients were not complete in backward."""
@@ -161,7 +171,7 @@ class EagerUpdate:
     def add(self, unit: Unit, after: Transfer) -> None:
         """Begin the update of the unit: its gradients are complete, and compute does not use it beyond `after`."""
         self._freeze(unit, self.job.gradients)
-        for layout in self._layouts:
+        for layout in self._layouts_of[unit.index]:
             waits_for = self._waits_for[layout.subgroup.index]
             waits_for.discard(unit.index)
             if not waits_for and layout.subgroup.index not in self._queued:

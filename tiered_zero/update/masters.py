@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -22,6 +22,11 @@ class Masters:
         self._layouts = layouts
         self._inventory = inventory
         self._staging = staging
+        self._segments_of: dict[int, list[tuple[StateLayout, Segment]]] = {}
+        """Unit -> its parts, in order."""
+        for layout in layouts:
+            for segment in layout.subgroup.segments:
+                self._segments_of.setdefault(segment.unit.index, []).append((layout, segment))
 
     @property
     def need_params(self) -> bool:
@@ -68,8 +73,5 @@ class Masters:
         for part, (start, _, _) in zip(parts, layout.master_spans(segment), strict=True):
             write_slot(home, start, part, self._staging)
 
-    def _segments(self, unit: Unit) -> Iterator[tuple[StateLayout, Segment]]:
-        for layout in self._layouts:
-            for segment in layout.subgroup.segments:
-                if segment.unit.index == unit.index:
-                    yield layout, segment
+    def _segments(self, unit: Unit) -> Sequence[tuple[StateLayout, Segment]]:
+        return self._segments_of.get(unit.index, ())
