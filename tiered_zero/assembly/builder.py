@@ -21,6 +21,7 @@ from tiered_zero.config.schema import Config
 from tiered_zero.data import TrainingLoader
 from tiered_zero.engine import Engine
 from tiered_zero.engine_call import Run
+from tiered_zero.errors import PlanError
 from tiered_zero.full_values import FullValues
 from tiered_zero.grads.overflow import OverflowGuard
 from tiered_zero.hardware.collectives import Collectives
@@ -37,6 +38,7 @@ from tiered_zero.params.offloaded_params import OffloadedParams
 from tiered_zero.params.pager import Pager
 from tiered_zero.params.pass_scope import PassScope
 from tiered_zero.params.visible_gradients import VisibleGradients
+from tiered_zero.plan.planner import Plan
 from tiered_zero.run_spec import RunSpec, planning_notices
 from tiered_zero.step_recovery import Movers
 from tiered_zero.store.new_parents import make_missing
@@ -80,10 +82,25 @@ def build(
     """Allocate what the plan says, give every parameter its home, and join the parts. On failure nothing is left
     behind. `loader`: the one whose position checkpoints hold.
     """
-    run_spec.plan.check()
+    _check_plan(run_spec.plan, collectives)
     check_async(run_spec.config, run_spec.plan)
     with make_missing(_nvme_paths(run_spec.config)):
         return _build(run_spec, lr_scheduler, collectives, loader)
+
+
+def _check_plan(plan: Plan, ranks: Collectives) -> None:
+    """Raise PlanError where a tier of any rank is too small: on every rank the table of the first such rank."""
+    if ranks.world_size == 1:
+        plan.check()
+        return
+    own = ""
+    try:
+        plan.check()
+    except PlanError as error:
+        own = str(error)
+    for rank, text in enumerate(ranks.exchange(own.encode(), "the limits of the plan")):
+        if text:
+            raise PlanError(f"Rank {rank}: {text.decode()}")
 
 
 def _build(run_spec: RunSpec, lr_scheduler: Any, collectives: Collectives, loader: TrainingLoader | None) -> Engine:

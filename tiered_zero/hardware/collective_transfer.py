@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import final
 
 from tiered_zero.hardware.lanes import runs_on_lane
-from tiered_zero.hardware.rank_failures import RankFailures
+from tiered_zero.hardware.rank_failures import CollectiveCall, RankFailures
 from tiered_zero.interrupts import INTERRUPTS
 from tiered_zero.telemetry.spans import Recorder
 from tiered_zero.transfer import Transfer
@@ -29,7 +29,7 @@ class RankTraffic:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankWaits:
+class WaitContext:
     """What a wait asks, and where it is counted."""
 
     failures: RankFailures
@@ -41,8 +41,9 @@ class RankWaits:
 class CollectiveTransfer(Transfer):
     """One collective under way. A wait ends early, with RankError, where another rank has failed."""
 
-    def __init__(self, waits: RankWaits, what: str) -> None:
+    def __init__(self, waits: WaitContext, call: CollectiveCall, what: str) -> None:
         self._waits = waits
+        self._call = call
         self.what = what
         self.error: BaseException | None = None
         self._event = threading.Event()
@@ -60,22 +61,27 @@ class CollectiveTransfer(Transfer):
         return self._event.wait(seconds)
 
     def wait(self) -> None:
-        self._wait(lambda: False)
+        self._wait(None)
 
     def wait_unless_gathering(self) -> bool:
         """Wait; return False, before it is complete, where another rank waits in a gather."""
         return self._wait(self._waits.failures.others_gather)
 
-    def _wait(self, gives_up: Callable[[], bool]) -> bool:
+    def _wait(self, gives_up: Callable[[], bool] | None) -> bool:
         """Wait until it is complete, or `gives_up`, asked twice a second; return whether it is."""
         start_s, failures, has_given_up = time.perf_counter(), self._waits.failures, False
         if not self._event.wait(POLL_S):
-            failures.post_wait(self.what)
-            while not self._event.wait(POLL_S) and not (has_given_up := gives_up()):
-                failures.check()
-                INTERRUPTS.check()
-            if self.error is None:
-                failures.end_wait()
+            blocks_driver = gives_up is None and not runs_on_lane()
+            failures.post_wait(self.what, self._call if blocks_driver else None)
+            try:
+                while not self._event.wait(POLL_S) and not (has_given_up := gives_up is not None and gives_up()):
+                    failures.check()
+                    INTERRUPTS.check()
+                    if blocks_driver:
+                        failures.check_blocked()
+            finally:
+                if self.error is None:
+                    failures.end_wait()
         if not runs_on_lane():
             end_s = time.perf_counter()
             self._waits.traffic.waited_s += end_s - start_s

@@ -6,6 +6,7 @@ import logging
 import struct
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from datetime import timedelta
@@ -19,10 +20,10 @@ import torch
 import torch.distributed as dist
 
 from tiered_zero.errors import RankError
-from tiered_zero.hardware.collective_transfer import CollectiveTransfer, RankTraffic, RankWaits
+from tiered_zero.hardware.collective_transfer import CollectiveTransfer, RankTraffic, WaitContext
 from tiered_zero.hardware.lanes import DeviceMarker, Lane, Work
 from tiered_zero.hardware.launcher import network_interface
-from tiered_zero.hardware.rank_failures import RankFailures
+from tiered_zero.hardware.rank_failures import CollectiveCall, RankFailures
 from tiered_zero.telemetry.spans import Recorder
 from tiered_zero.transfer import Transfer, wait_all
 
@@ -118,6 +119,8 @@ class ProcessGroups:
         self.recorder = Recorder()
         self._groups: dict[str, Any] = {}
         self._lanes: dict[str, Lane] = {}
+        self._last: dict[str, CollectiveTransfer] = {}
+        """The last collective of each lane."""
         self._phase = _Phase.NEW
         self._why_closed = "its engine was closed"
         self._caught: threading.Timer | None = None
@@ -136,7 +139,7 @@ class ProcessGroups:
             ) from error
         store = dist.distributed_c10d.PrefixStore(run, dist.distributed_c10d._get_default_store())
         self.failures = RankFailures(store, self.rank, self.world_size, self._timeout_s)
-        self._waits = RankWaits(failures=self.failures, traffic=self.traffic, recorder=self.recorder)
+        self._waits = WaitContext(failures=self.failures, traffic=self.traffic, recorder=self.recorder)
         self._phase = _Phase.OPEN  # from now on `fail` reaches the others
         for name in GROUPS:
             self._lanes[name] = Lane(f"rank {name}", _launch)
@@ -235,7 +238,9 @@ class ProcessGroups:
         group = self._groups.get("control")
         values = tensor.detach().contiguous()
         memory = values.view(-1).view(torch.uint8)  # gloo takes few dtypes
-        self._submit("control", what, lambda: dist.broadcast(memory, group_src=source, group=group)).wait()
+        self._submit(
+            "control", what, lambda: dist.broadcast(memory, group_src=source, group=group), kind="broadcast"
+        ).wait()
         if values.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(values)
 
@@ -269,11 +274,20 @@ class ProcessGroups:
         return self._submit("control", what, lambda: dist.all_gather_single(out, own, group=group)), out
 
     def _submit(
-        self, name: str, what: str, job: Callable[[], object], nbytes: int = 0, after: Sequence[Transfer] = ()
+        self,
+        name: str,
+        what: str,
+        job: Callable[[], object],
+        nbytes: int = 0,
+        after: Sequence[Transfer] = (),
+        kind: str = "",
     ) -> CollectiveTransfer:
-        """`nbytes`: that this rank hands over. `after`: what comes before, on which no time is counted."""
+        """`nbytes`: that this rank hands over. `after`: what comes before, on which no time is counted. `kind`: where a
+        group has collectives that do not meet."""
         self._check_open()
-        transfer = CollectiveTransfer(self._waits, f"{name} of {what}")
+        self.failures.num_calls[name] += 1
+        call = CollectiveCall(group=name, number=self.failures.num_calls[name], kind=kind)
+        transfer = CollectiveTransfer(self._waits, call, f"{name} of {what}")
         timed = nullcontext() if name == "control" else self.recorder.span(name, name, what, nbytes)
 
         def run() -> None:
@@ -286,6 +300,7 @@ class ProcessGroups:
             else:
                 transfer.end(None)
 
+        self._last[name] = transfer
         self._lanes[name].submit(run)
         return transfer
 
@@ -326,28 +341,33 @@ class ProcessGroups:
             self.fail(f"{type(uncaught).__name__}: {uncaught}")
         if self._phase is _Phase.FAILED and self.failures.found is None:
             self.failures.wait_known(LINGER_S)
-        have_others_closed = self._phase is _Phase.NEW  # no collective has been started
         if self._phase is _Phase.OPEN and self.failures.found is None:
             with suppress(Exception):
                 transfer, _ = self._start_gather_bytes(_packed(_CLOSED, b""), "the end of the run")
-                have_others_closed = transfer.wait_at_most(LINGER_S)
-                if not have_others_closed:  # for those that wait in a gather
+                if not transfer.wait_at_most(LINGER_S):  # for those that wait in a gather
                     self.failures.post("it has closed its engine, or ended, while others go on")
-        self._close_groups(join_lanes=have_others_closed)
+        self._close_groups()
+        self._close_lanes()
         self._phase = _Phase.CLOSED
         if self._caught is not None:
             self._caught.cancel()
 
-    def _close_groups(self, *, join_lanes: bool = False) -> None:
-        """Close the groups, which frees a peer that is blocked in one of them at once. `join_lanes`: no lane of this
-        rank is blocked, because the others have closed too."""
+    def _close_groups(self) -> None:
+        """Close the groups, which frees a peer that is blocked in one of them at once."""
         groups, self._groups = self._groups, {}
-        if join_lanes:
-            for lane in self._lanes.values():
-                lane.close()
         for group in groups.values():
             with suppress(Exception):
                 dist.destroy_process_group(group)
+
+    def _close_lanes(self) -> None:
+        """End the threads of lanes. One that is blocked is freed as the others close, seconds later at most: it would
+        end the process, if it came back from C++ while Python ends. That of a stopped peer stays."""
+        deadline_s = time.monotonic() + LINGER_S
+        for name, transfer in self._last.items():
+            if transfer.wait_at_most(max(0.0, deadline_s - time.monotonic())):
+                self._lanes.pop(name).close()
+        for name in self._lanes.keys() - self._last.keys():
+            self._lanes[name].close()
 
 
 _num_runs = 0
