@@ -6,6 +6,7 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -184,6 +185,20 @@ def test_one_writer_at_a_time(tmp_path: Path) -> None:
         writer.publish(fields(1), [])
         assert not writer.discard(), "idempotent"
     save(tmp_path, "b", 2)
+
+
+@pytest.mark.parametrize("left", ["", "4194305"], ids=["nothing", "the pid of a killed writer"])
+def test_a_writer_that_has_the_lock_and_not_yet_its_pid_there_is_named(tmp_path: Path, left: str) -> None:
+    with TagWriter.begin(tmp_path, "a") as writer:
+        lock = tmp_path / LOCK_NAME
+        lock.write_text(left)
+        later = threading.Timer(0.1, lock.write_text, [str(os.getpid())])
+        later.start()
+        with pytest.raises(StoreError, match=rf"Process {os.getpid()} is writing a checkpoint in"):
+            TagWriter.begin(tmp_path, "b")
+        later.join()
+        writer.discard()
+    assert lock.read_text() == "", "the next writer is not taken for this one"
 
 
 def test_a_lock_that_a_forked_child_inherited_ends_with_the_save(tmp_path: Path) -> None:

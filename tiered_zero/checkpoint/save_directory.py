@@ -10,6 +10,7 @@ import os
 import re
 import secrets
 import stat
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -28,6 +29,7 @@ from tiered_zero.store.descriptors import (
     remove_files,
 )
 from tiered_zero.store.durable import sync_directory, write_new_file
+from tiered_zero.store.owner import start_ticks
 
 logger = logging.getLogger("tiered_zero")
 
@@ -261,8 +263,21 @@ def _unlock(lock: Descriptor) -> None:
     """Idempotent."""
     if not lock.closed:
         with suppress(OSError):
+            os.ftruncate(lock, 0)
             fcntl.flock(lock, fcntl.LOCK_UN)
         lock.close()
+
+
+def _holder(dir_fd: int) -> str:
+    """The pid in a lock file that another process holds. It writes its pid after it has the lock: until then there is
+    none, or that of a killed one, which is not seen to be dead from another host."""
+    text = ""
+    for _ in range(50):
+        text = read_file(LOCK_NAME, dir_fd, uid=os.geteuid(), most_nbytes=100).decode("ascii", "replace")
+        if text.isdecimal() and start_ticks(int(text)) is not None:
+            break
+        time.sleep(0.01)
+    return text or "(unknown)"
 
 
 def _locked(path: Path, dir_fd: int) -> Descriptor:
@@ -279,9 +294,8 @@ def _locked(path: Path, dir_fd: int) -> Descriptor:
         os.pwrite(lock, str(os.getpid()).encode(), 0)
     except BlockingIOError as error:
         lock.close()
-        owner = read_file(LOCK_NAME, dir_fd, uid=os.geteuid(), most_nbytes=100).decode("ascii", "replace")
         raise StoreError(
-            f"Process {owner or '(unknown)'} is writing a checkpoint in {path}. Wait for it, or give each run its own "
+            f"Process {_holder(dir_fd)} is writing a checkpoint in {path}. Wait for it, or give each run its own "
             "directory."
         ) from error
     except OSError as error:
