@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import re
 
 import pytest
 import torch
 
+from tests.house import ROOT
 from tests.support.units import make_params, make_unit
 from tiered_zero.errors import InternalError
 from tiered_zero.params.flat_storage import FlatStorage
@@ -65,12 +67,12 @@ def test_the_table() -> None:
 def test_every_change_is_made_or_refused(before: State, after: State) -> None:
     paged = make_paged(before)
     if (before, after) in LEGAL_CHANGES:
-        paged.change(*after)
+        paged._change(*after)
         expected = after
     else:
         pair = f"Unit u0 cannot change from {describe(before)} to {describe(after)}"
         with pytest.raises(InternalError, match=pair):
-            paged.change(*after)
+            paged._change(*after)
         expected = before
     assert (paged.state, paged.weights) == expected
     guarded = {isinstance(param, OffloadedParameter) for param in paged.storage._params}
@@ -99,9 +101,15 @@ def test_what_is_evictable() -> None:
     paged.fetch = Fetch()  # type: ignore[assignment]
     view = paged.storage.flat[:4]
     assert paged.is_evictable, "the transfer holds views of its own"
-    paged.change(UnitState.IN_USE)
+    paged.begin_use()
     assert not paged.is_evictable
     del view
     assert paged.is_evictable
-    paged.num_users = 1
+    paged.add_user()
     assert not paged.is_evictable
+
+
+def test_one_class_writes_the_state_of_a_unit() -> None:
+    writes = re.compile(r"paged\.(num_users|version|_at)\b[^=\n]*[+-]?=(?!=)|\._change\(")
+    found = [path.name for path in (ROOT / "tiered_zero").rglob("*.py") if writes.search(path.read_text("utf-8"))]
+    assert found == ["unit_state.py"]

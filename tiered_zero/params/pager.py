@@ -94,8 +94,8 @@ class Pager:
             return
         paged.storage.fill()
         paged.storage.flat.copy_(flat)
-        paged.num_users = 1
-        paged.change(UnitState.IN_USE)
+        paged.add_user()
+        paged.begin_use()
 
     # -- use -------------------------------------------------------------------------------------------------------
 
@@ -105,14 +105,13 @@ class Pager:
         self.num_uses += 1
         paged = self.units.by_index[unit.index]
         paged.storage.count_references(is_recomputed=self.phase.pass_name == "backward")
-        self._bring(paged).num_users += 1
+        self._bring(paged).add_user()
 
     @runs_outside_modes
     def release(self, unit: Unit) -> None:
         """End one use. After the last, forward guards or evicts the unit; backward holds it until it needs the room."""
         paged = self.units.by_index[unit.index]
-        paged.num_users -= 1
-        assert paged.num_users >= 0, f"{unit.name} released more often than acquired"
+        paged.remove_user()
         if self.phase.pass_name != "backward":
             self._cache.retire(paged)
 
@@ -144,8 +143,7 @@ class Pager:
             except Exception:
                 self._cache.evict(paged)  # these are not its bytes
                 raise
-        paged.change(UnitState.IN_USE)
-        paged.fetch = None
+        paged.begin_use()
         return paged
 
     def begin_gather(self, paged: PagedUnit) -> None:
@@ -218,13 +216,13 @@ class Pager:
             for param, paged in zip(params, paged_units, strict=True):
                 self._refuse_if_offloaded(param, paged, function)
         for paged in paged_units:  # none makes room for another
-            paged.num_users += 1
+            paged.add_user()
         try:
             for paged in paged_units:
                 self._bring(paged)
         finally:
             for paged in paged_units:
-                paged.num_users -= 1
+                paged.remove_user()
         if self._frames:
             self._frames[-1].faulted += paged_units
         self.saved_views.save_recomputed()
@@ -298,7 +296,7 @@ class Pager:
         self.phase.has_own_backward = False
         self.copies.end()
         for paged in self.units:
-            paged.num_users = paged.num_gathers + paged.is_resident
+            paged.reset_users(paged.num_gathers + paged.is_resident)
         for paged in self.units:  # `gathered` may be open around the forward that failed
             if paged.num_users == 0 and (paged.fetch is None or paged.fetch.done()):
                 self._cache.evict(paged)
@@ -308,7 +306,8 @@ class Pager:
         """Leave parameters that live on the device their values; those of the others end with their tiers."""
         self._cache.is_closed = True
         for paged in self.units:
-            had_users, paged.num_users = paged.num_users, 0
+            had_users = paged.num_users
+            paged.reset_users(0)
             if paged.is_resident:
                 paged.storage.detach_params()
                 self._ledger.discharge("device", "param", paged.unit.nbytes if had_users else 0)

@@ -15,7 +15,7 @@ from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.interrupts import shielded
 from tiered_zero.params.offloaded_params import OffloadedParams
 from tiered_zero.params.outside_modes import runs_outside_modes
-from tiered_zero.params.unit_state import PagedUnit, UnitState, UnitTable, WeightState
+from tiered_zero.params.unit_state import PagedUnit, UnitState, UnitTable
 
 
 @final
@@ -48,7 +48,7 @@ class ParamChanges:
         raises for it."""
         if paged.state is UnitState.IN_USE and (name := paged.storage.end_change()) is not None:
             self._refusal = _changed_past_home(name)
-            _mark_stale(paged)
+            paged.mark_stale()
 
     def refuse(self) -> None:
         """Raise ModelError where parameters were changed past their homes since the last call."""
@@ -98,7 +98,7 @@ class ParamChanges:
         """Write the parameters that user code has changed to their home, and to whatever was derived from them.
 
         Every rank calls it, and gets the values of `modifier_rank`."""
-        paged.version += 1
+        paged.renew()
         paged.storage.reattach(keep=True)
         try:
             if self._ranks.world_size > 1:
@@ -107,7 +107,7 @@ class ParamChanges:
                 paged.storage.watch.begin()
             self._offloaded_params.change(paged.unit, paged.storage.flat, old)
         except Exception:
-            _mark_stale(paged)
+            paged.mark_stale()
             raise
 
     @runs_outside_modes
@@ -117,7 +117,7 @@ class ParamChanges:
         if paged.num_users > 1 + paged.is_resident:
             return None
         if (changed := paged.storage.end_change()) is not None:
-            _mark_stale(paged)
+            paged.mark_stale()
         return changed
 
 
@@ -127,9 +127,3 @@ def _changed_past_home(param: str) -> ModelError:
         "the next update would undo that. Change parameters between steps, inside "
         "`with tiered_zero.gathered(param, modify=True):`."
     )
-
-
-def _mark_stale(paged: PagedUnit) -> None:
-    """The storage of a unit that lives on the device is its home, and is never stale."""
-    if paged.state is UnitState.IN_USE and paged.weights is WeightState.CURRENT and not paged.is_resident:
-        paged.change(UnitState.IN_USE, WeightState.STALE)

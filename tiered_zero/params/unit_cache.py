@@ -106,7 +106,7 @@ class UnitCache:
                 raise
             self._live_nbytes += unit.nbytes
         self._touch(paged)
-        paged.change(UnitState.FETCHING)
+        paged.begin_fetch()
         try:
             self._accelerator.prepare(storage.flat)
             home = self._inventory.home(unit, "param")
@@ -202,7 +202,7 @@ class UnitCache:
         if paged.weights is WeightState.STALE:
             self.evict(paged)
         elif paged.state is UnitState.IN_USE:
-            paged.change(UnitState.CACHED)
+            paged.guard()
 
     def evict(self, paged: PagedUnit) -> None:
         """Drop a unit from the device, unless it is resident. Its memory stays while other code holds a view of it."""
@@ -220,9 +220,7 @@ class UnitCache:
                 if not paged.fetch.done():  # of the wait itself, such as a MemoryError
                     raise
                 has_arrived = False  # a read that is stuck may write later
-        is_stale = paged.weights is WeightState.STALE
-        paged.change(UnitState.OFFLOADED, WeightState.CURRENT if is_stale else None)
-        paged.fetch = None
+        paged.end_residence()
         if storage.is_viewed:
             self._kept_nbytes += 0 if was_kept else paged.unit.nbytes
             return

@@ -1,7 +1,7 @@
 """The state of a unit, and the one table of its legal changes.
 
 [Note: State of a unit]
-Two enums say it; they change together, and only by `PagedUnit.change`. The rest is a plain fact (`num_users`,
+Two enums say it; they change together, and only in `PagedUnit`. The rest is a plain fact (`num_users`,
 `version`, `fetch`), or the storage knows it: `is_full`, and `is_viewed`, which keeps the memory of a unit that is
 OFFLOADED already. A view is held by a node that runs, a tensor that a checkpointed region has
 recomputed, an output that is a slice of a weight. So neither eviction nor a wrong prefetch can pull memory from under a
@@ -121,7 +121,54 @@ class PagedUnit:
     def weights(self) -> WeightState:
         return self._at[1]
 
-    def change(self, state: UnitState, weights: WeightState | None = None) -> None:
+    # One method an act of LEGAL_CHANGES, and of users and versions: nothing else writes them.
+
+    def begin_fetch(self) -> None:
+        self._change(UnitState.FETCHING)
+
+    def begin_use(self) -> None:
+        """Let compute use the unit: its bytes have come."""
+        self._change(UnitState.IN_USE)
+        self.fetch = None
+
+    def guard(self) -> None:
+        self._change(UnitState.CACHED)
+
+    def end_residence(self) -> None:
+        """The device has no bytes of it that count; the home's are current."""
+        self._change(UnitState.OFFLOADED, WeightState.CURRENT if self._at[1] is WeightState.STALE else None)
+        self.fetch = None
+
+    def mark_stale(self) -> None:
+        """User code has written to a unit in use. The storage of a unit that lives on the device is its home, and is
+        never stale."""
+        if self._at == _IN_USE and not self.is_resident:
+            self._change(UnitState.IN_USE, WeightState.STALE)
+
+    def block(self) -> None:
+        """Refuse any use: an update has begun, of a step that is not taken yet."""
+        if self._at[1] is not WeightState.UPDATING:  # it was blocked already where backward runs twice
+            self._change(self._at[0], WeightState.UPDATING)
+
+    def unblock(self) -> None:
+        if self._at[1] is WeightState.UPDATING:
+            self._change(self._at[0], WeightState.CURRENT)
+
+    def add_user(self) -> None:
+        self.num_users += 1
+
+    def remove_user(self) -> None:
+        self.num_users -= 1
+        assert self.num_users >= 0, f"{self.unit.name} released more often than acquired"
+
+    def reset_users(self, num_users: int) -> None:
+        self.num_users = num_users
+
+    def renew(self) -> None:
+        """Its values change: graphs that saved earlier ones are refused."""
+        self.version += 1
+
+    def _change(self, state: UnitState, weights: WeightState | None = None) -> None:
         """Enter `state` (and `weights`, where they change too), and guard or unguard the parameters with it.
 
         Raises InternalError for a change that LEGAL_CHANGES has not, with nothing changed.

@@ -54,11 +54,11 @@ class UpdateGuard:
             if paged.unit.trainable or not paged.is_resident:
                 self._invalidate(paged)
             else:
-                paged.version += 1
+                paged.renew()
         self._changes.refuse()
 
     def _invalidate(self, paged: PagedUnit) -> None:
-        paged.version += 1
+        paged.renew()
         if paged.is_resident:
             self._changes.look(paged)
             return
@@ -118,17 +118,15 @@ class UpdateGuard:
             self._cache.guard(paged)
         else:
             self._cache.evict(paged)
-        paged.version += 1
-        if paged.weights is not WeightState.UPDATING:  # it was blocked already where backward runs twice
-            paged.change(paged.state, WeightState.UPDATING)
+        paged.renew()
+        paged.block()
         return True
 
     def unblock(self) -> None:
         """Allow use of units that `block_unit_for_update` has blocked: their updates were dropped before they began, or
         the step is taken."""
         for paged in self._units:
-            if paged.weights is WeightState.UPDATING:
-                paged.change(paged.state, WeightState.CURRENT)
+            paged.unblock()
 
     def wait(self, unit: Unit, until_written: bool) -> None:
         """Block until the unit's last update is in its home, where `until_written`; else until its new parameters are
