@@ -14,7 +14,6 @@ from tiered_zero.config.schema import Config
 from tiered_zero.deepspeed_engine import DeepSpeedNames
 from tiered_zero.engine_call import Run, count_tokens, end_unreferenced_run, halved, on_one_thread
 from tiered_zero.errors import ModelError
-from tiered_zero.hardware.process import OwnProcess
 from tiered_zero.interrupts import shielded
 from tiered_zero.params.outside_modes import runs_outside_modes
 from tiered_zero.plan.planner import Plan
@@ -37,7 +36,7 @@ class Engine(CheckpointCalls, DeepSpeedNames):
         self._run = run
         self._step = step
         self._resources = resources
-        self._process = OwnProcess()
+        self._process = step.pager.driver.process
         self._end = weakref.finalize(self, end_unreferenced_run, self._process, resources)  # at exit too
 
     def __repr__(self) -> str:

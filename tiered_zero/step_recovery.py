@@ -16,7 +16,6 @@ from tiered_zero.grads.accumulator import GradientStore
 from tiered_zero.grads.arrivals import GradientArrivals
 from tiered_zero.grads.overflow import OverflowGuard
 from tiered_zero.grads.reducer import GradientReducer
-from tiered_zero.hardware.process import OwnProcess
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.interrupts import INTERRUPTS, shielded
 from tiered_zero.params.driver_thread import Phase
@@ -65,7 +64,6 @@ class StepRecovery:
         self._counts, self._overflow, self._arrivals, self._meter = counts, overflow, arrivals, meter
         self._phase = movers.pager.phase
         self._ranks = movers.runtime.collectives
-        self._process = OwnProcess()
         self._num_broken = INTERRUPTS.num_broken
         self._before_step: tuple[Any, Any] | None = None
 
@@ -116,8 +114,6 @@ class StepRecovery:
     def recover(self) -> None:
         """Begin a call: latch where a call of this process was broken off at any line; else clear up after a forward or
         backward past the engine that has failed, which nothing of ours has seen."""
-        if not self._process.is_current():
-            return
         if INTERRUPTS.num_broken != self._num_broken:
             self._latch_broken()
         if self._phase.now is Phase.IDLE and (self._movers.pager.has_failed or self._arrivals.has_failed):

@@ -193,7 +193,9 @@ class TrainStep:
         return self.pager.idle_copy(param, self.before_weights_read)
 
     def recover(self) -> None:
-        """Clear up after a forward or backward past the engine that has failed; latch where a call was broken off."""
+        """Clear up after a forward or backward past the engine that has failed; latch where a call was broken off.
+        Raises ModelError in a forked child, which has no lane whose job would end."""
+        self.pager.driver.process.check()
         if not self.is_closed:
             self.recovery.recover()
 

@@ -7,6 +7,11 @@ from typing import final
 
 from tiered_zero.errors import ModelError, TieredZeroError
 
+_forks: list[None] = []
+"""As many as lie between the process that imported this module and this one."""
+
+os.register_at_fork(after_in_child=lambda: _forks.append(None))
+
 
 @final
 class OwnProcess:
@@ -17,10 +22,10 @@ class OwnProcess:
 
     def __init__(self, what: str = "engine", error: type[TieredZeroError] = ModelError) -> None:
         self._what, self._error = what, error
-        self._pid = os.getpid()
+        self._pid, self._num_forks = os.getpid(), len(_forks)
 
     def is_current(self) -> bool:
-        return os.getpid() == self._pid
+        return len(_forks) == self._num_forks
 
     def check(self) -> None:
         """Raises `error` in a forked child."""

@@ -62,7 +62,7 @@ class DriverThread:
     def __init__(self) -> None:
         self._inside: dict[str, int] = {}  # "ident": of the thread inside; setdefault() claims it atomically
         self._depth = 0
-        self._process = OwnProcess()
+        self.process = OwnProcess()
 
     @contextmanager
     def entered(self, call: str) -> Iterator[None]:
@@ -89,7 +89,7 @@ class DriverThread:
 
     def check(self, call: str) -> None:
         """Raises ModelError while another thread is inside, and in a forked child."""
-        self._process.check()
+        self.process.check()
         if self.is_other():
             self._refuse(call)
 

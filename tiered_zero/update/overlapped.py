@@ -157,7 +157,6 @@ class OverlappedPolicy(UpdatePolicy):
 
     def _join(self) -> None:
         """Wait for the updates under way. Raises the first error, once: after that `check` does."""
-        self._process.check()  # a forked child has no lane whose job would end
         if not self._running:
             return
         errors: list[Exception] = []

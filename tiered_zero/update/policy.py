@@ -37,7 +37,6 @@ from typing import Any, Protocol
 
 from tiered_zero.errors import EngineFailedError
 from tiered_zero.failure_latch import FailureLatch
-from tiered_zero.hardware.process import OwnProcess
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.layout.flat import Unit
 from tiered_zero.optim.state_layout import StateLayout
@@ -56,7 +55,6 @@ class UpdatePolicy(ABC):
 
     def __init__(self, stepper: StreamingStepper, groups: Sequence[dict[str, Any]]) -> None:
         """`groups`: the live param groups."""
-        self._process = OwnProcess()
         self._stepper = stepper
         self._groups = groups
         self.failures = FailureLatch()
@@ -84,8 +82,7 @@ class UpdatePolicy(ABC):
         EngineFailedError if one has failed before: what would be read is partly of its step."""
 
     def check(self) -> None:
-        """Raise EngineFailedError once an update has failed, and ModelError in a forked child."""
-        self._process.check()
+        """Raise EngineFailedError once an update has failed."""
         self.failures.check(_refusal)
 
     def check_untouched(self, act: str) -> None:
