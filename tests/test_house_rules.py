@@ -310,7 +310,7 @@ def asserts_change_nothing(source: Source) -> Found:
 
 NAMED = {ast.ClassDef: "name", ast.FunctionDef: "name", ast.AsyncFunctionDef: "name", ast.arg: "arg"}
 NAMED |= {ast.alias: "asname", ast.Name: "id", ast.Attribute: "attr"}
-DEEPSPEED_NAMES = {"tiered_zero/utils.py"}
+DEEPSPEED_NAMES = {"tiered_zero/utils/__init__.py", "tiered_zero/utils/zero_to_fp32.py"}
 """Files that scripts import by this name."""
 EMPTY_WORDS = {"manager", "managers", "helper", "helpers", "util", "utils"}
 

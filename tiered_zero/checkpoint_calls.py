@@ -144,9 +144,9 @@ class CheckpointCalls:
         """Write the parameters, in the dtype that they train in, and the buffers as safetensors files, which
         `from_pretrained(save_dir)` of transformers and plain torch load.
 
-        Weights larger than `max_shard_size` go to numbered files with an index. Tied weights are written once. A
-        transformers model's config is written besides. Earlier weights of this name are replaced at the end. Rank 0
-        writes; at stage 3 every rank calls this.
+        Weights larger than `max_shard_size` go to numbered files with an index. Tied weights are written under each of
+        their names, as `load_state_dict(strict=True)` wants them. A transformers model's config is written besides.
+        Earlier weights of this name are replaced at the end. Rank 0 writes; at stage 3 every rank calls this.
         """
         directory = _directory("save_16bit_model", save_dir)
         ranks, is_sharded = self._step.runtime.collectives, self._run.plan.request.ranks.shards_params

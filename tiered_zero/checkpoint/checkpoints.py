@@ -130,7 +130,7 @@ class Checkpoints:
             captured.append(
                 Capture.take(
                     self._state,
-                    {"step": step, "driver": driver, "written_by": self._written_by},
+                    {"step": step, "driver": driver, "written_by": self._written_by, "aliases": self._state.aliases},
                     has_files=self._commits is None,
                     with_frozen=not exclude_frozen,
                     save_latest=save_latest,

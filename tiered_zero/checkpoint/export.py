@@ -27,27 +27,44 @@ def export_weights(
     *,
     max_shard_nbytes: int = MAX_SHARD_NBYTES,
     replaces: bool = False,
+    with_frozen: bool = True,
 ) -> list[Path]:
-    """Write the weights that `reader` has to the directory `out`; see `write_weights`.
+    """Write the weights that `reader` has to the directory `out`; see `list_weights` and `write_weights`. `replaces`:
+    also the weights of another model in `out`."""
+    weights = list_weights(reader, dtype, with_frozen=with_frozen)
+    return write_weights(out, weights, max_shard_nbytes=max_shard_nbytes, replaces=replaces)
+
+
+def list_weights(
+    reader: TensorReader, dtype: torch.dtype = torch.float32, *, with_frozen: bool = True
+) -> list[WeightTensor]:
+    """List the weights that `reader` has, tied ones under each of their names. `with_frozen`: also parameters that have
+    no master.
 
     Floating-point parameters are written as `dtype`, those that are trained from their fp32 masters, rounded once.
-    Other parameters, and buffers, keep their dtype. `replaces`: also the weights of another model in `out`. Raises
-    StoreError: no weights, a value that `dtype` cannot hold, weights of another model; CorruptionError for bytes that
-    are not those written.
+    Other parameters, and buffers, keep their dtype. Raises StoreError: no weights; and as they are read, for a value
+    that `dtype` cannot hold, or CorruptionError for bytes that are not those written.
     """
+    aliases: dict[str, list[str]] = {}
+    for alias, name in reader.manifest.aliases.items():
+        aliases.setdefault(name, []).append(alias)
     found: dict[str, WeightTensor] = {}
     for key, entry in reader.manifest.tensors.items():
         kind, _, name = key.partition("/")
-        if kind not in VALUE_KINDS:
+        if kind not in VALUE_KINDS or (kind == PARAM and not with_frozen):
             continue
-        if name in found:
-            raise StoreError(f"{name} is there twice, as {key} too: this checkpoint is damaged. Export another one.")
         own = torch_dtype(entry.dtype)
         target = dtype if kind != BUFFER and own.is_floating_point else own
-        found[name] = WeightTensor(name=name, dtype=target, shape=entry.shape, read=partial(_read, reader, key, target))
+        read = partial(_read, reader, key, target)
+        for each in (name, *aliases.get(name, ())):
+            if each in found:
+                raise StoreError(
+                    f"{each} is there twice, as {key} too: this checkpoint is damaged. Export another one."
+                )
+            found[each] = WeightTensor(name=each, dtype=target, shape=entry.shape, read=read)
     if not any(key.startswith((f"{MASTER}/", f"{PARAM}/")) for key in reader.manifest.tensors):
         raise StoreError("There are no weights in this checkpoint. Export another one.")
-    return write_weights(out, list(found.values()), max_shard_nbytes=max_shard_nbytes, replaces=replaces)
+    return list(found.values())
 
 
 def _read(reader: TensorReader, key: str, dtype: torch.dtype) -> Iterator[torch.Tensor]:

@@ -100,7 +100,7 @@ def _value_key(spec: ParamSpec, tensors: Mapping[str, TensorEntry]) -> str | Non
 
 def _check_names(state: RunState, manifest: TagManifest, used: Iterable[str], strict: bool) -> None:
     used = set(used)
-    found = {key for key in manifest.tensors if key.partition("/")[0] in VALUE_KINDS}
+    found = {key for key, entry in manifest.tensors.items() if key.partition("/")[0] in VALUE_KINDS and entry.numel}
     named = {key.partition("/")[2] for key in used}
     wanted = [spec.name for spec in state.specs if spec.numel] + [
         name for name, buffer in state.named_buffers() if buffer.numel()

@@ -127,6 +127,10 @@ class TensorList:
             self._tensors[key] = entry, []
         self._tensors[key][1].append(Part(start, stop, sources))
 
+    def add_empty(self, key: str, entry: TensorEntry) -> None:
+        """Add a tensor without elements, which is in no record: it has its name, shape and dtype."""
+        self._tensors[key] = entry, []
+
     @property
     def records(self) -> list[RecordName]:
         return list(self._numbers)
@@ -152,9 +156,16 @@ def list_tensors(
         for own in state.unit_ranges(unit):
             described = describe(unit.dtype, own.param.shape, own.param.order)
             found.add(own.key, described, own.start, own.stop, (places.unit(unit), own.first * unit.itemsize))
-    for name, buffer, offset in pack(buffers):
+    named = list(buffers)
+    for name, buffer, offset in pack(named):
         described = describe(buffer.dtype, buffer.shape)
         found.add(buffer_key(name), described, 0, buffer.numel(), (places.buffers(), offset))
+    for name, buffer in named:
+        if not buffer.numel():
+            found.add_empty(buffer_key(name), describe(buffer.dtype, buffer.shape))
+    for spec in state.specs if state.runtime.collectives.rank == 0 else ():
+        if not spec.numel and (with_frozen or spec.trainable):
+            found.add_empty(param_key(spec), describe(spec.dtype, spec.shape))
     return found
 
 

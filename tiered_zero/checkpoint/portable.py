@@ -26,6 +26,7 @@ from torch import nn
 
 from tiered_zero.checkpoint.tag_manifest import TensorEntry
 from tiered_zero.checkpoint.tensors import describe
+from tiered_zero.checkpoint.weights import state_tensors
 from tiered_zero.errors import InternalError
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.hardware.staging import StagingPool
@@ -170,6 +171,19 @@ class RunState:
             for name, buffer in module.named_buffers(recurse=False):
                 if name not in module._non_persistent_buffers_set:
                     yield f"{path}.{name}".lstrip("."), buffer
+
+    @cached_property
+    def aliases(self) -> dict[str, str]:
+        """Every further name of a parameter or buffer in `state_dict()` -> the one under which it is saved."""
+        saved = {spec.name for spec in self.specs} | {name for name, _ in self.named_buffers()}
+        names: dict[int, list[str]] = {}
+        for name, tensor in state_tensors(self.module):
+            names.setdefault(id(tensor), []).append(name)
+        found = {}
+        for own in names.values():
+            first = next((name for name in own if name in saved), None)
+            found.update({name: first for name in own if first is not None and name not in saved})
+        return found
 
     # -- what there is -------------------------------------------------------------------------------------------------
 

@@ -159,7 +159,8 @@ class WrittenBy:
 @dataclass(frozen=True, kw_only=True)
 class TagManifest:
     """All that a checkpoint says of itself. `scalars`, `driver`: as values.py gives them; checked where they are
-    decoded. `stores`: of a full save, in the order of its files.
+    decoded. `stores`: of a full save, in the order of its files. `aliases`: a further name of a parameter or buffer in
+    the model's state_dict -> the name under which it is here.
 
     `swap`: of a tag that points to an in-place commit, its id, and the run's id and directories.
     """
@@ -173,6 +174,7 @@ class TagManifest:
     stores: tuple[Contents, ...] = ()
     scalars: dict[str, Any] = field(default_factory=dict)
     driver: dict[str, Any] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
     swap: dict[str, Any] | None = None
 
     @property
@@ -209,7 +211,7 @@ class TagManifest:
             )
         try:
             _check_facts(body)
-            _check_texts("a name", (*self.tensors, *self.scalars, self.tag))
+            _check_texts("a name", (*self.tensors, *self.scalars, *self.aliases, self.tag))
         except ValueError as error:
             raise StoreError(f"The manifest of {self.tag} could not be read back ({error}).") from error
         return data
@@ -250,6 +252,9 @@ class TagManifest:
         limits = numpy.array(extents, numpy.int64)
         _check_texts("a tensor's key", fields["tensors"])
         _check_texts("a parameter's name", fields["scalars"])
+        for alias, name in fields["aliases"].items():
+            check_kind("aliases", name, str)
+            _check_texts("a parameter's name", [alias, name])
         _check_texts("tag", [fields["tag"]])
         tensors = {key: _entry(key, item, limits) for key, item in fields["tensors"].items()}
         written = check_fields(fields["written_by"], _WRITTEN_BY_KINDS)
@@ -263,6 +268,7 @@ class TagManifest:
             stores=stores,
             scalars=fields["scalars"],
             driver=fields["driver"],
+            aliases=fields["aliases"],
             swap=None if fields["swap"] is None else check_store_location(fields["swap"], "commit_id"),
         )
 

@@ -76,31 +76,26 @@ def model_weights(
     """List what `model.state_dict()` holds, by its names. `copy_of`: a parameter -> a CPU copy in its shape. `unit_of`:
     a parameter -> the index of what is read with it; parameters are listed in that order, buffers after them.
 
-    Tied weights are listed once, under the name that transformers keeps: one that `_tied_weights_keys` does not call
-    an alias, else the first. `exclude_frozen`: leave out parameters that require no gradient. Raises ModelError.
+    Tied weights are listed under each of their names, as `load_state_dict(strict=True)` wants them. `exclude_frozen`:
+    leave out parameters that require no gradient. Raises ModelError.
     """
     names: dict[int, list[str]] = {}
     tensors: dict[int, torch.Tensor] = {}
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
-    for name, tensor in _state_tensors(model):
+    for name, tensor in state_tensors(model):
         if name not in ignored and (tensor.requires_grad or not exclude_frozen or not isinstance(tensor, nn.Parameter)):
             names.setdefault(id(tensor), []).append(name)
             tensors[id(tensor)] = tensor
-    aliases = [
-        f"{prefix}{pattern}" for prefix, module in _named(model) for pattern in getattr(module, _TIED, None) or ()
-    ]
     found = []
     for key, tensor in sorted(tensors.items(), key=lambda item: _rank(item[1], unit_of)):
-        name = next((n for n in names[key] if not any(re.search(alias, n) for alias in aliases)), names[key][0])
-        if tensor.dtype not in _DTYPES:
-            raise ModelError(f"{name} is of dtype {tensor.dtype}, which safetensors does not know. Exclude or cast it.")
-        found.append(
-            WeightTensor(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape), read=partial(_read, tensor, copy_of))
-        )
+        dtype, shape = tensor.dtype, tuple(tensor.shape)
+        if dtype not in _DTYPES:
+            raise ModelError(
+                f"{names[key][0]} is of dtype {dtype}, which safetensors does not know. Exclude or cast it."
+            )
+        read = partial(_read, tensor, copy_of)
+        found += [WeightTensor(name=name, dtype=dtype, shape=shape, read=read) for name in names[key]]
     return found
-
-
-_TIED = "_tied_weights_keys"
 
 
 def _rank(tensor: torch.Tensor, unit_of: Callable[[nn.Parameter], int]) -> tuple[bool, int]:
@@ -116,7 +111,8 @@ def _named(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         yield f"{name}." if name else "", module
 
 
-def _state_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def state_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the parameters and persistent buffers under each of their names in `model.state_dict()`."""
     for prefix, module in _named(model):
         for name, param in module._parameters.items():
             if param is not None:

@@ -1,4 +1,6 @@
-"""DeepSpeed's `utils` namespace: full masters, gradients and state of a parameter, and a loader without end."""
+"""DeepSpeed's `utils` namespace: full masters, gradients and state of a parameter, and a loader without end.
+
+`utils.zero_to_fp32` reads the weights of a checkpoint."""
 
 from __future__ import annotations
 
