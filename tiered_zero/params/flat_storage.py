@@ -161,18 +161,13 @@ class FlatStorage:
     def end_change(self) -> str | None:
         """Return the name of a parameter that has changed since `unguard`: written to, or given other memory
         (`param.data = ...`), which is dropped. [Note: Writes through .data]"""
-        changed = next((i for i, param in enumerate(self._params) if not self._is_own(param)), None)
-        if changed is None:
-            changed = self.watch.find_change()
-        if self.watch.has_values and not self.is_viewed:
-            self.watch.end_values()
+        changed = self.watch.find_change(self.key)
+        if self.watch.values and not self.is_viewed:
+            self.watch.values.clear()
         if changed is None:
             return None
         self.reattach(keep=False)
         return self.unit.entries[changed].param.name
-
-    def _is_own(self, param: nn.Parameter) -> bool:
-        return bool(param.untyped_storage()._cdata == self.key)
 
     def check_converted(self) -> None:
         """Raise ModelError where the first parameter, in use, has another dtype or device than the flat: as
@@ -188,8 +183,9 @@ class FlatStorage:
     def reattach(self, keep: bool) -> None:
         """Make parameters views of the flat again, and watch them anew. `keep`: copy values of those that were given
         other memory into it. Raises ModelError for one of another shape."""
+        key = self.key
         for entry, param in self._entries:
-            if self._is_own(param):
+            if param.untyped_storage()._cdata == key:
                 continue
             if keep and param.shape != entry.param.shape:
                 raise ModelError(

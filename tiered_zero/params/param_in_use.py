@@ -85,6 +85,4 @@ def class_in_use(own: type[nn.Parameter]) -> type[nn.Parameter]:
         "data": property(_read_data, set_data),
         "detach": detach,
     }
-    if own is nn.Parameter:
-        members["__torch_function__"] = torch._C._disabled_torch_function_impl
     return type(own.__name__, (own,), members)

@@ -12,11 +12,13 @@ through a view while its unit is offloaded.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import final
 
 import torch
 from torch import nn
 
+_version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 """Integers of the same size as an element: NaN differs from itself. int64 for elements of 8 bytes or more."""
 
@@ -32,37 +34,30 @@ class ParamWatch:
         self._params = params
         self._values_of = values_of
         self._versions = [0] * len(params)
-        self._values: dict[int, torch.Tensor] = {}
+        self.values: dict[int, torch.Tensor] = {}
+        """Of parameters whose memory user code was given, by index, until no view of it is left."""
 
     def begin(self) -> None:
         """Compare with the parameters of now from here on."""
-        self._versions = [param._version for param in self._params]
-        self._values = {index: self._words(index).clone() for index in self._values}
-
-    @property
-    def has_values(self) -> bool:
-        """Whether user code was given memory of a parameter."""
-        return bool(self._values)
+        self._versions = list(map(_version_of, self._params))
+        if self.values:
+            self.values = {index: self._words(index).clone() for index in self.values}
 
     def copy_values(self, index: int) -> None:
         """User code is about to get the memory of the parameter."""
-        if index not in self._values:
-            self._values[index] = self._words(index).clone()
+        if index not in self.values:
+            self.values[index] = self._words(index).clone()
 
-    def find_change(self) -> int | None:
-        """Return the index of a parameter that was changed since `begin`."""
-        versions = [param._version for param in self._params]
-        if versions != self._versions:
-            pairs = zip(versions, self._versions, strict=True)
-            return next(index for index, (found, expected) in enumerate(pairs) if found != expected)
-        for index, values in self._values.items():
+    def find_change(self, key: int) -> int | None:
+        """Return the index of a parameter that was changed since `begin`, or given other memory than that of the
+        storage `key`."""
+        for index, (param, version) in enumerate(zip(self._params, self._versions, strict=True)):
+            if param._version != version or param.untyped_storage()._cdata != key:
+                return index
+        for index, values in self.values.items():
             if not torch.equal(self._words(index), values):
                 return index
         return None
-
-    def end_values(self) -> None:
-        """No view that user code was given is left."""
-        self._values.clear()
 
     def _words(self, index: int) -> torch.Tensor:
         values = self._values_of(index)
