@@ -14,6 +14,7 @@ from tiered_zero.tiers.inventory import Home
 from tiered_zero.tiers.slots import read_slot, write_slot
 from tiered_zero.tiers.tier import Slot, as_bytes
 from tiered_zero.tiers.unit_update import UnitUpdate
+from tiered_zero.transfer import Transfer
 
 
 @pytest.fixture(params=TIERS)
@@ -22,10 +23,11 @@ def rig(request: pytest.FixtureRequest, swap_path: Path) -> Iterator[Rig]:
         yield rig
 
 
-def write(rig: Rig, slot: Slot, data: torch.Tensor, offset: int = 0) -> None:
+def write(rig: Rig, slot: Slot, data: torch.Tensor, offset: int = 0, after: Transfer | None = None) -> None:
+    """`after`: compute's mark, on a lane."""
     with rig.buffers.lease(data.numel()) as lease:
         lease.tensor.copy_(data)
-        rig.tier.write(slot, lease, offset).wait()
+        rig.tier.write(slot, lease, offset, after).wait()
 
 
 def read(rig: Rig, slot: Slot, nbytes: int, offset: int = 0) -> torch.Tensor:
@@ -88,7 +90,7 @@ def publish(rig: Rig, job: Callable[[], object]) -> UnitUpdate:
     def update() -> None:
         try:
             job()
-        except RuntimeError as error:
+        except Exception as error:
             unit_update.fail(error)
         unit_update.complete()
 
@@ -100,7 +102,8 @@ def test_a_fetch_waits_for_the_update_that_writes_the_slot(rig: Rig) -> None:
     slot = rig.tier.reserve("a", 3 * PAGE_NBYTES, "param")
     old, new = random_bytes(3 * PAGE_NBYTES), random_bytes(3 * PAGE_NBYTES)
     write(rig, slot, old)
-    update = publish(rig, lambda: write(rig, slot, new))
+    mark = rig.runtime.accelerator.record_compute()
+    update = publish(rig, lambda: write(rig, slot, new, after=mark))
     out = torch.zeros_like(new)
     rig.tier.fetch(slot, out, after=update).wait()
     assert torch.equal(out, new)
