@@ -132,7 +132,7 @@ def test_what_is_done_is_not_done_again_and_other_options_are_said(
     )
     result = train(*task, "--steps", 4, "--seed", 5)
     assert result.exit_code == 0 and "--seed was 0 where the checkpoint was saved, and is 5 now" in result.stderr
-    assert "4 steps" not in result.stdout and "1 steps in" in result.stdout
+    assert "4 steps" not in result.stdout and "1 step in" in result.stdout
 
 
 def test_a_new_run_beside_checkpoints_of_another_is_said(swap_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
