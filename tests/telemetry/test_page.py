@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
@@ -96,6 +97,17 @@ def test_it_shows_what_was_recorded() -> None:
     for expected in ("disk read (2)", "wait_param 100", "planned 2.0 MiB", "peak 1.0 MiB", "run was interrupted"):
         assert expected in words
     assert "Not recorded" not in words
+
+
+def test_long_steps_are_cut_off_and_counted() -> None:
+    run = make_run(9)
+    assert "cut off" not in Outline(render_page(run, "run")).words
+    run.steps[0] = replace(run.steps[0], wall_s=7.0, seconds={"forward": 7.0})
+    assert "1 of 9 steps are cut off; the longest took 7 seconds." in Outline(render_page(run, "run")).words
+
+
+def test_no_cell_of_a_table_breaks_a_word() -> None:
+    assert "tbody th, tbody td { white-space: nowrap }" in STYLE
 
 
 def test_a_run_that_was_resumed_says_after_which_step() -> None:

@@ -112,21 +112,21 @@ def line_chart(title: str, x_label: str, y_label: str, series: Sequence[Series],
     return plot.svg(title)
 
 
-def stacked_chart(title: str, x_label: str, y_label: str, layers: Sequence[Series]) -> str:
-    """Bars, the first layer at the bottom. All layers have the same x."""
+def stacked_chart(title: str, x_label: str, y_label: str, layers: Sequence[Series], most: float = math.inf) -> str:
+    """Bars, the first layer at the bottom. All layers have the same x. `most`: bars are cut off there."""
     thinned = [thin(layer.points) for layer in layers]
     if not thinned or not thinned[0]:
         return NOT_RECORDED
     xs = [x for x, _ in thinned[0]]
     step = min((after - before for before, after in pairwise(xs)), default=1.0)
     highest = max(sum(points[index][1] for points in thinned) for index in range(len(xs)))
-    plot = Plot((WIDTH, HEIGHT), (xs[0] - step / 2, xs[-1] + step / 2), rounded(0.0, highest))
+    plot = Plot((WIDTH, HEIGHT), (xs[0] - step / 2, xs[-1] + step / 2), rounded(0.0, min(highest, most)))
     plot.y_axis(y_label)
     width = max(0.5, plot.x(xs[0] + step) - plot.x(xs[0]) - 0.6)
     base = [0.0] * len(xs)
     for layer, points in zip(layers, thinned, strict=True):
         for index, (x, value) in enumerate(points):
-            top, bottom = plot.y(base[index] + value), plot.y(base[index])
+            top, bottom = (plot.y(min(edge, most)) for edge in (base[index] + value, base[index]))
             base[index] += value
             if bottom - top >= 0.05:
                 tip = f"{layer.name}: {value:.3g} {y_label}, {x_label} {x:g}"

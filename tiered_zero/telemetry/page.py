@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from html import escape
+from statistics import median
 
 from tiered_zero.sizes import GIB, KIB, MIB, TIERS, format_nbytes
 from tiered_zero.telemetry.advice import MEANINGS, explain_pace
@@ -23,6 +24,9 @@ from tiered_zero.telemetry.report import CAUSES, RunReport, StepReport, known_fi
 from tiered_zero.telemetry.runlog import Run, Timeline
 from tiered_zero.telemetry.spans import DRIVER_LANE, LANES, Span, is_wait
 from tiered_zero.telemetry.trace import RowLayout, by_start
+
+CUT_AT = 4.0
+"""Times the median step's time: longer steps, as the first, are cut off, so that the others can be read."""
 
 MAX_BARS = 4000
 """Of a timeline; the longest are drawn, so that the page stays small."""
@@ -110,8 +114,13 @@ def _causes(steps: Sequence[StepReport]) -> str:
     ]
     mean = {name: sum(step.seconds.get(name, 0.0) for step in steps) / len(steps) * scale for name in names}
     words = [(style_of(name), f"{name} {mean[name]:.3g}") for name in names]
-    chart = stacked_chart("Step time by cause", "step", unit, layers)
-    return _figure("Step time by cause", chart, legend(words), f"Legend: mean {unit} per step.")
+    note = f"Legend: mean {unit} per step."
+    walls = [step.wall_s * scale for step in steps]
+    most = CUT_AT * median(walls) if walls else 0.0
+    if num_cut := sum(wall > most for wall in walls):
+        note += f" {num_cut} of {len(steps)} steps are cut off; the longest took {max(walls):.3g} {unit}."
+    chart = stacked_chart("Step time by cause", "step", unit, layers, most)
+    return _figure("Step time by cause", chart, legend(words), note)
 
 
 def _memory(steps: Sequence[StepReport]) -> str:
@@ -123,7 +132,9 @@ def _memory(steps: Sequence[StepReport]) -> str:
         for tier in tiers
     ]
     chart = line_chart("Bytes by tier: peak in each step", "step", unit, series, from_zero=True)
-    return _figure("Bytes by tier", chart, legend([(style_of(tier), tier) for tier in tiers]), "Peak in each step.")
+    return _figure(
+        "Bytes by tier", chart, legend([(style_of(tier), tier) for tier in tiers]), f"Peak in each step, {unit}."
+    )
 
 
 def _timeline(timeline: Timeline | None) -> str:
@@ -207,7 +218,7 @@ def _plan(run: Run) -> str:
         for tier in tiers
     }
     chart = paired_bars("Planned and peak bytes by tier", unit, pairs)
-    return _figure("Planned beside measured", chart + _kinds_table(run))
+    return _figure("Planned beside measured", f'<div class="bars">{chart}</div>{_kinds_table(run)}')
 
 
 def _kinds_table(run: Run) -> str:

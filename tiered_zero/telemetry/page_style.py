@@ -93,9 +93,13 @@ rect, circle { fill: var(--it) } .line { stroke: var(--it); stroke-width: 1.8; s
   background: var(--it) }
 .note, .none { font-size: 13px; margin: 4px 0 0 }
 table { border-collapse: collapse; margin-top: 12px; font-size: 14px; font-variant-numeric: tabular-nums }
-th, td { padding: 3px 16px 3px 0; text-align: left; font-weight: 400; border-bottom: 1px solid var(--rule) }
-td { text-align: right } thead { color: var(--soft) }
-.meanings td { text-align: left }
+th, td { padding: 3px 16px 3px 0; text-align: left; font-weight: 400; border-bottom: 1px solid var(--rule);
+  overflow-wrap: normal }
+tbody th, tbody td { white-space: nowrap } td { text-align: right } thead { color: var(--soft) }
+.meanings th, .meanings td { vertical-align: top } .meanings td { text-align: left; white-space: normal }
+@media (max-width: 640px) { body { padding: 12px } figure { padding: 10px 12px; overflow-x: auto }
+  svg, .label { font-size: 19px } .label[transform] { display: none } .wide svg { font-size: 13px }
+  .bars svg { font-size: 13px; min-width: 560px } th, td { padding-right: 10px } table { font-size: 13px } }
 @media print { body { max-width: none; padding: 0; print-color-adjust: exact; -webkit-print-color-adjust: exact }
   .wide { overflow: visible } .wide svg { min-width: 0 } figure { break-inside: avoid } }
 """

@@ -143,7 +143,6 @@ class NvmeTier(Tier):
         self, record: Record, pages: memoryview, target: torch.Tensor, after: UnitUpdate | None
     ) -> Transfer:
         """Read whole pages to where the unit is used; an update under way forwards the bytes that are not written."""
-        nbytes = target.numel()
         reads: list[Transfer] = []
         pending = None if after is None or after.written.done() else after
         if pending is None:
@@ -154,7 +153,7 @@ class NvmeTier(Tier):
         def job() -> None:  # without `target`: the error of one that failed must not keep its memory from others
             try:
                 rest = pending.finish_forward(self._accelerator.copy) if pending is not None else []
-                with self._recorder.span("gather", "fetch", record.name, nbytes):
+                with self._recorder.span("gather", "fetch", record.name):  # bytes that the disk moves are its own
                     for start, stop in rest:
                         reads.append(self.store.read(record, pages[start:stop], start, urgent=True))
                     with self._recorder.span("gather", "wait_param", record.name):  # the disk works, not this lane
