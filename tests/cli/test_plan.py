@@ -12,6 +12,7 @@ from unittest.mock import Mock
 import pytest
 from click.testing import CliRunner
 
+from tiered_zero.cli.console import STDOUT
 from tiered_zero.cli.main import main
 from tiered_zero.cli.options import DEMO_MODEL
 from tiered_zero.cli.tables import plan_table
@@ -170,6 +171,7 @@ def test_a_pipe_gets_whole_lines_and_a_terminal_its_width(monkeypatch: pytest.Mo
         return max(len(line) for line in lines if line.startswith(("│", "┃")))  # of the table: other lines have paths
 
     monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.setattr(STDOUT, "_width", None)  # what rich has read from COLUMNS as it was imported
     assert 80 < widest() < 130
     monkeypatch.setenv("COLUMNS", "60")
     assert widest() <= 60

@@ -125,4 +125,4 @@ def test_a_save_directory_of_one_host_is_refused(start: Starter, swap_path: Path
     start(disks=[0, 1], stop=1, in_place=in_place)
     (swap_path / "saved").rename(swap_path / "saved1")
     for own in start(disks=[0, 1], stop=2, in_place=in_place, has_one_save_dir=False):
-        assert "same tiered_zero.checkpoint.resume, given or null, of a directory that all hosts share" in own["error"]
+        assert "same tiered_zero.checkpoint.resume, a directory that all hosts share, or null" in own["error"]

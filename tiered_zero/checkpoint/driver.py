@@ -15,8 +15,8 @@ from torch import nn
 
 from tiered_zero.checkpoint.driver_fields import OWN_PARTS, check_counts, decode_state
 from tiered_zero.checkpoint.schedules import (
-    check_options,
     check_scheduler,
+    checked_options,
     kept_groups,
     loadable,
     options_to_load,
@@ -163,10 +163,10 @@ class DriverState:
         has_schedule = parts.lr_scheduler_states and self.lr_scheduler is not None
         if parts.optimizer_states or has_schedule:
             options = options_to_load(optimizer, state["groups"], with_all=parts.optimizer_states)
-            check_options(optimizer, options)
+            state["options"] = checked_options(optimizer, options)
         if has_schedule:
             with kept_groups(optimizer):
-                optimizer.load_group_options(options)
+                optimizer.load_group_options(state["options"])
                 check_scheduler(self.lr_scheduler, state["lr_scheduler"])
 
     def _restore_optimizer(self, optimizer: TieredOptimizer, state: State, parts: LoadParts) -> None:
@@ -181,7 +181,7 @@ class DriverState:
         if parts.optimizer_states:
             optimizer.overflow = state["skipped"]
         if groups is not None and (parts.optimizer_states or has_schedule):
-            optimizer.load_group_options(options_to_load(optimizer, groups, with_all=parts.optimizer_states))
+            optimizer.load_group_options(state["options"])
 
     def _restore_position(self, loader: Position, saved: State | None) -> None:
         if saved is not None:

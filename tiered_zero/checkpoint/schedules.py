@@ -36,9 +36,9 @@ def options_to_load(optimizer: TieredOptimizer, groups: Any, *, with_all: bool) 
     return [{**group, **new} for group, new in zip(own, scheduled, strict=True)]
 
 
-def check_options(optimizer: TieredOptimizer, options: Any) -> None:
-    """Raise ModelError where `options` are no values for this run's param groups."""
-    optimizer.check_group_options(options)
+def checked_options(optimizer: TieredOptimizer, options: Any) -> list[State]:
+    """Return `options` as the optimizer loads them. Raises ModelError where they are no values for its param groups."""
+    completed = optimizer.checked_group_options(options)
     for index, (group, new) in enumerate(zip(optimizer.group_options(), options, strict=True)):
         for name in group.keys() & new.keys():
             if not _alike(group[name], new[name]):
@@ -46,6 +46,7 @@ def check_options(optimizer: TieredOptimizer, options: Any) -> None:
                     f"The checkpoint's value of {name!r} in param group {index} was expected to be like "
                     f"{group[name]!r:.80}; found {new[name]!r:.80}. Load the state of an optimizer of this class."
                 )
+    return completed
 
 
 @contextmanager

@@ -165,15 +165,17 @@ class TieredOptimizer(Optimizer):
         """List the values of each param group; "params" is how many it has."""
         return [{**group, "params": len(group["params"])} for group in self.param_groups]
 
-    def check_group_options(self, options: Any) -> None:
-        """Raise ModelError unless `load_group_options` takes `options`, which are untrusted."""
-        self._access.check_groups(self._completed_options(options))
+    def checked_group_options(self, options: Any) -> list[dict[str, Any]]:
+        """Complete `options`, which are untrusted. Raises ModelError where the class cannot step with them."""
+        completed = self._completed_options(options)
+        self._access.check_groups(completed)
+        return completed
 
     def load_group_options(self, options: Sequence[Mapping[str, Any]]) -> None:
-        """Set the values of the param groups, in place: schedulers and the engine see one list, and a learning rate
-        that is a tensor stays that tensor. Values that a group has and `options` lack stay, and so does the choice of
-        torch's code: a checkpoint may be of a run that chose other."""
-        for group, new in zip(self.param_groups, self._completed_options(options), strict=True):
+        """Set the values of the param groups, as `checked_group_options` returned them, in place: schedulers and the
+        engine see one list, and a learning rate that is a tensor stays that tensor. Values that a group has and
+        `options` lack stay, and so does the choice of torch's code: a checkpoint may be of a run that chose other."""
+        for group, new in zip(self.param_groups, options, strict=True):
             for name, value in new.items():
                 own = group.get(name)
                 if isinstance(own, Tensor) and isinstance(value, Tensor) and own.shape == value.shape:

@@ -20,7 +20,7 @@ from tiered_zero.hardware.probe import available_host_nbytes
 from tiered_zero.hardware.staging import StagingPool
 from tiered_zero.layout.flat import ParamSpec
 from tiered_zero.layout.subgroups import ParamPiece
-from tiered_zero.optim.optimizer_copy import same
+from tiered_zero.optim.optimizer_copy import changes, same
 from tiered_zero.optim.rule import Run, UpdateRule
 from tiered_zero.optim.state_layout import StateLayout
 from tiered_zero.optim.torch_rule import PROBE_STEPS
@@ -211,15 +211,17 @@ class OptimizerState:
 
     def check_groups(self, groups: Sequence[Mapping[str, Any]], own: Sequence[Mapping[str, Any]]) -> None:
         """Raise ModelError where a step fails with the values of `groups`, but not with this run's `own`."""
-        for index, (new, live) in enumerate(zip(groups, own, strict=True)):
-            if new["params"] and (error := self._try_group(new)) is not None and self._try_group(live) is None:
+        changed = [index for index, new in enumerate(groups) if new["params"] and changes(own[index], new)]
+        for index in changed:
+            if (error := self._try_group(groups[index])) is not None and self._try_group(own[index]) is None:
                 raise ModelError(
                     f"{self._rule.name} cannot step with the values of param group {index} that are loaded; it raised "
                     f"{type(error).__name__}: {error}. Load the state of an optimizer of this class."
                 ) from error
         for layout in self._layouts:
             for piece in layout.subgroup.pieces:
-                self._check_planned(layout, piece, groups[piece.group])
+                if piece.group in changed:
+                    self._check_planned(layout, piece, groups[piece.group])
 
     def _try_group(self, group: Mapping[str, Any]) -> Exception | None:
         """Take some steps of a small parameter, and return what they raise."""
