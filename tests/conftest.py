@@ -1,9 +1,12 @@
-"""What all tests share: a fixed start, no network, a swap directory on a real disk."""
+"""What all tests share: a fixed start, no network, a swap directory on a real disk, child processes alike."""
 
 import os
 import signal
 
+from tests.support.children import NUM_THREADS, environment
+
 os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+os.environ |= environment()
 
 import gc
 import logging
@@ -27,7 +30,7 @@ from tiered_zero.native import find_library
 from tiered_zero.optim import kernel_rule
 from tiered_zero.store import runs
 
-torch.set_num_threads(2)  # the same order of sums on every machine, and more than one thread at work
+torch.set_num_threads(NUM_THREADS)
 settings.register_profile("tiered_zero", deadline=None, derandomize=True, database=None)
 settings.load_profile("tiered_zero")
 

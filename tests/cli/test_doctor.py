@@ -140,7 +140,7 @@ def test_the_cgroup_is_named(swap_path: Path, monkeypatch: pytest.MonkeyPatch, l
 
 def test_without_torch_the_rest_is_reported(swap_path: Path, tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so is missing')")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])}
     command = [sys.executable, "-m", "tiered_zero", "doctor", str(swap_path), "--json"]
     shown = subprocess.run(command, capture_output=True, text=True, check=True, env=environment, timeout=300)
     found = {finding["name"]: finding for finding in json.loads(shown.stdout)["findings"]}

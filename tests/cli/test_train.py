@@ -271,8 +271,7 @@ def test_ctrl_c_in_a_real_run_leaves_nothing_behind(swap_path: Path) -> None:
         "--steps",
         "100000",
     ]
-    environment = {**os.environ, "PYTHONPATH": str(CONFIGS.parent)}
-    with subprocess.Popen(command, cwd=swap_path, env=environment, stdout=-1, stderr=-1, text=True) as process:
+    with subprocess.Popen(command, cwd=swap_path, stdout=-1, stderr=-1, text=True) as process:
         while process.poll() is None and not list(swap_path.rglob("*.*")):
             time.sleep(0.05)
         time.sleep(1.0)

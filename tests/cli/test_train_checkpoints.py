@@ -25,7 +25,7 @@ from tiered_zero.cli.saving import Saver
 from tiered_zero.errors import StoreError
 
 NVME = str(CONFIGS / "gpt_nvme.json")
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(CONFIGS.parent), "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 def train(*arguments: object) -> Result:

@@ -153,7 +153,6 @@ def test_killed_processes_leave_the_last_checkpoint_or_the_next(swap_path: Path)
     done = subprocess.run(
         [sys.executable, str(program), str(swap_path / "ck"), "30", "1"],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
     )

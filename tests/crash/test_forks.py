@@ -1,7 +1,6 @@
 """A forked child ends, whatever it does with the engine of its parent, and the parent trains on with the same bits."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -19,7 +18,6 @@ def test_a_forked_child_ends_and_damages_nothing(swap_path: Path, policy: str) -
     run = subprocess.run(
         [sys.executable, str(ROOT / "tests/crash/run_forks.py"), str(swap_path), policy],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
     )

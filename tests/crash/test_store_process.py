@@ -46,7 +46,6 @@ def start(swap_path: Path) -> Iterator[Start]:
         child = subprocess.Popen(
             [sys.executable, "-c", PROGRAM.format(act=act, end=end), path or str(swap_path)],
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
             stdout=subprocess.PIPE,
             text=True,
         )
@@ -121,7 +120,6 @@ def test_kill_9_amid_commits_loses_none_that_returned(swap_path: Path, num_commi
     child = subprocess.Popen(
         [sys.executable, "-c", COMMITTER, str(swap_path)],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -186,7 +184,6 @@ def test_the_programs_own_handler_decides(swap_path: Path, start: Start, when: s
     child = subprocess.Popen(
         [sys.executable, "-c", program.format(act=handler if when == "after" else "", end="time.sleep(60)"), swap_path],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         text=True,
     )

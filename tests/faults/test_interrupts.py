@@ -26,7 +26,6 @@ def run_cases(swap_path: Path, cases: list[Case]) -> list[dict[str, Any]]:
     done = subprocess.run(
         [sys.executable, str(ROOT / "tests/faults/run_interrupts.py"), str(swap_path)],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
         input="".join(json.dumps(asdict(case)) + "\n" for case in cases),
         capture_output=True,
         text=True,

@@ -28,7 +28,6 @@ class Children:
         self.process = subprocess.Popen(
             [sys.executable, str(ROOT / "tests/faults/run_children.py"), str(swap_path)],
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -22,7 +22,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     built = tmp_path_factory.mktemp("native")
     compile_shared(DIRECT_IO_SOURCE, built / "_direct_io.so")
     library = compile_shared(ROOT / "tests/io/faulty_libc.c", built / "faulty_libc.so", "-ldl")
-    settings = {"LD_PRELOAD": str(library), "TIERED_ZERO_NATIVE_DIR": str(built), "PYTHONPATH": str(ROOT)}
+    settings = {"LD_PRELOAD": str(library), "TIERED_ZERO_NATIVE_DIR": str(built)}
     children = {
         name: subprocess.Popen(
             [sys.executable, str(ROOT / "tests/faults/run_faulty_libc.py"), tmp_path_factory.mktemp(name), name],

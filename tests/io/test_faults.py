@@ -58,7 +58,7 @@ def outcomes(native_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict
     """(engine, access, case) -> what came of it; the engines run side by side, each in a process."""
     library = compile_shared(ROOT / "tests/io/faulty_libc.c", native_dir / "faulty_libc.so", "-ldl")
     directory = tmp_path_factory.mktemp("faults")
-    settings = {"LD_PRELOAD": str(library), "TIERED_ZERO_NATIVE_DIR": str(native_dir), "PYTHONPATH": str(ROOT)}
+    settings = {"LD_PRELOAD": str(library), "TIERED_ZERO_NATIVE_DIR": str(native_dir)}
     accesses = ["direct", "buffered"] if takes_direct(directory) else ["buffered"]
     children = [
         subprocess.Popen(

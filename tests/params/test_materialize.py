@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -493,7 +492,6 @@ def test_peak_memory_of_initialize_is_one_group(source: str, swap_path: Path, tm
         [sys.executable, "-c", MEASURE, str(swap_path), *files],
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert done.returncode == 0, done.stderr
     grown, planned, unit, num_parameters = json.loads(done.stdout)

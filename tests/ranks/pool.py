@@ -48,7 +48,7 @@ class Rank:
         read, write = os.pipe()
         self.log = tempfile.TemporaryFile()  # noqa: SIM115
         command = [sys.executable, "-m", "tests.ranks.worker", str(write)]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=self.log, stderr=self.log, pass_fds=[write], cwd=ROOT,
             env=environment,
