@@ -27,7 +27,7 @@ from hypothesis import settings
 from tests.support.native_build import UPDATE_SOURCE, compile_shared
 from tiered_zero.io.preflight import filesystem_type, is_local
 from tiered_zero.native import find_library
-from tiered_zero.optim import kernel_rule
+from tiered_zero.rules import kernel_rule
 from tiered_zero.store import runs
 
 torch.set_num_threads(NUM_THREADS)

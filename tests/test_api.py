@@ -18,7 +18,7 @@ from tests.support.configs import config_of, zero_section
 from tests.support.models import rows as batch
 from tests.support.models import two_layers as build_model
 from tiered_zero.errors import ConfigError, ModelError
-from tiered_zero.optim.lr import WarmupLR
+from tiered_zero.rules.lr import WarmupLR
 
 ADAMW = {"optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}
 

@@ -8,20 +8,23 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Sequence
+from importlib.abc import Loader
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from tiered_zero.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from tiered_zero import accelerator, comm, utils, zero
-    from tiered_zero.accelerator import get_accelerator
     from tiered_zero.api import add_config_arguments, initialize
-    from tiered_zero.comm import init_distributed
     from tiered_zero.config.load import load as load_config
     from tiered_zero.config.schema import Config
     from tiered_zero.data import TrainingLoader
-    from tiered_zero.engine import Engine
-    from tiered_zero.engine import Engine as DeepSpeedEngine
+    from tiered_zero.deepspeed import accelerator, comm, utils, zero
+    from tiered_zero.deepspeed.accelerator import get_accelerator
+    from tiered_zero.deepspeed.comm import init_distributed
+    from tiered_zero.engine.engine import Engine
+    from tiered_zero.engine.engine import Engine as DeepSpeedEngine
     from tiered_zero.errors import (
         BudgetError,
         ConfigError,
@@ -47,12 +50,12 @@ _HOMES = {
     "initialize": "api",
     "load_config": "config.load:load",
     "Config": "config.schema",
-    "Engine": "engine",
+    "Engine": "engine.engine",
     "TrainingLoader": "data",
-    "DeepSpeedEngine": "engine:Engine",
+    "DeepSpeedEngine": "engine.engine:Engine",
     "DeepSpeedConfigError": "errors:ConfigError",
-    "init_distributed": "comm",
-    "get_accelerator": "accelerator",
+    "init_distributed": "deepspeed.comm",
+    "get_accelerator": "deepspeed.accelerator",
     "add_config_arguments": "api",
     "gathered": "params.gather",
     "Plan": "plan.planner",
@@ -127,25 +130,36 @@ __all__ = [  # noqa: RUF022 (the order of the API page)
 ]
 
 
-class _MissingModules:
+class _DeepSpeedModules(Loader):
     """Last on sys.meta_path, and so asked where nothing was found: `from deepspeed.ops.adam import ...`, rewritten."""
 
-    @staticmethod
-    def find_spec(name: str, path: Sequence[str] | None = None, target: object = None) -> None:
-        """Raise MissingModuleError for a module that DeepSpeed has."""
+    @classmethod
+    def find_spec(cls, name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
+        """Find a module of DeepSpeed in its folder. Raises MissingModuleError for one that does not exist here."""
         package, _, module = name.partition(".")
-        if package == __name__ and module in _MISSING:
+        if package != __name__:
+            return None
+        if module.partition(".")[0] in _MODULES:
+            return ModuleSpec(name, cls())
+        if module in _MISSING:
             from tiered_zero.errors import MissingModuleError
 
             raise MissingModuleError(f"deepspeed.{module} does not exist here: {_MISSING[module]}.")
+        return None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return importlib.import_module(spec.name.replace(__name__, f"{__name__}.deepspeed", 1))
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Do nothing: the module has run under its own name."""
 
 
-sys.meta_path.append(_MissingModules)
+sys.meta_path.append(_DeepSpeedModules)
 
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
-        return importlib.import_module(f"{__name__}.{name}")
+        return importlib.import_module(f"{__name__}.deepspeed.{name}")
     if name in _MISSING:
         from tiered_zero.errors import MissingNameError
 

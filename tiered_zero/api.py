@@ -13,17 +13,17 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset, IterableDataset
 
 from tiered_zero.assembly import build
+from tiered_zero.assembly.run_spec import specify_run
+from tiered_zero.concurrency.interrupts import INTERRUPTS, protected
 from tiered_zero.config.load import load
 from tiered_zero.config.schema import Config
 from tiered_zero.data import TrainingLoader
-from tiered_zero.engine import Engine
+from tiered_zero.engine.engine import Engine
 from tiered_zero.errors import ConfigError, ModelError
-from tiered_zero.hardware.collectives import Collectives, make_collectives
 from tiered_zero.hardware.cores import bind_to_share
-from tiered_zero.hardware.launcher import world_size_here
-from tiered_zero.hardware.select import find_device
-from tiered_zero.interrupts import INTERRUPTS, protected
-from tiered_zero.run_spec import specify_run
+from tiered_zero.hardware.device.select import find_device
+from tiered_zero.hardware.ranks.collectives import Collectives, make_collectives
+from tiered_zero.hardware.ranks.launcher import world_size_here
 from tiered_zero.update.handle import TieredOptimizer
 
 

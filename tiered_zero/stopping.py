@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import final
 
-from tiered_zero.interrupts import INTERRUPTS
+from tiered_zero.concurrency.interrupts import INTERRUPTS
 
 INTERRUPTED = 128 + signal.SIGINT
 """Exit code after Ctrl-C."""

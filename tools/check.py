@@ -20,7 +20,7 @@ CHECKS = (
     "-m mypy --strict tiered_zero",
     "-m pytest -q tests/test_house_rules.py",
     "-W error -m pdoc --docformat markdown --no-show-source -t tools/api_pages -o build/api "
-    "tiered_zero tiered_zero.store tiered_zero.checkpoint_calls tiered_zero.deepspeed_engine",
+    "tiered_zero tiered_zero.store tiered_zero.engine.checkpoint_calls tiered_zero.engine.deepspeed_names",
 )
 """Arguments of this interpreter."""
 

@@ -11,7 +11,7 @@ import pytest
 from tests.ranks.pool import RankPool, open_collectives
 from tiered_zero.assembly.disk_space import check_disk_space
 from tiered_zero.errors import StoreError
-from tiered_zero.hardware.collectives import SingleRank
+from tiered_zero.hardware.ranks.collectives import SingleRank
 
 
 def check(path: str, share: float) -> str:

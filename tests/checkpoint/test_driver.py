@@ -24,7 +24,7 @@ from tiered_zero.checkpoint.driver import LoadParts, join_states, own_state
 from tiered_zero.checkpoint.matching import differences
 from tiered_zero.data import TrainingLoader
 from tiered_zero.errors import ModelError, NonFiniteError, StoreError
-from tiered_zero.optim import lr
+from tiered_zero.rules import lr
 
 
 def sgd(model: nn.Module) -> Optimizer:

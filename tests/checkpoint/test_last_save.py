@@ -20,7 +20,7 @@ from tiered_zero.checkpoint.ranks import publish_together
 from tiered_zero.checkpoint.saving import StateSaver
 from tiered_zero.checkpoint.tag_writer import TagWriter
 from tiered_zero.errors import StoreError
-from tiered_zero.hardware.select import build_accelerator
+from tiered_zero.hardware.device.select import build_accelerator
 from tiered_zero.update.overlapped import OverlappedPolicy
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -18,7 +18,7 @@ from torch import nn
 
 import tiered_zero
 from tests.support.trainers import tiered
-from tiered_zero.hardware.host_memory import trim_malloc
+from tiered_zero.hardware.memory.host_memory import trim_malloc
 from tiered_zero.sizes import MIB
 
 pytestmark = pytest.mark.usefixtures("one_thread")

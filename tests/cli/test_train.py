@@ -16,6 +16,7 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
+from tiered_zero.assembly.run_spec import specify_run
 from tiered_zero.cli import training as command
 from tiered_zero.cli.main import main
 from tiered_zero.cli.options import DEMO_MODEL, DEMO_STEPS
@@ -24,7 +25,6 @@ from tiered_zero.config.json_file import read_json
 from tiered_zero.demo.gpt import build_gpt
 from tiered_zero.errors import EngineFailedError
 from tiered_zero.plan.gpt_shape import GPTConfig, num_parameters
-from tiered_zero.run_spec import specify_run
 from tiered_zero.sizes import format_nbytes
 from tiered_zero.telemetry.report import StepReport, build_step_report
 from tiered_zero.telemetry.spans import Recorder

@@ -109,7 +109,7 @@ def test_the_events_of_a_step_are_methods() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text()
     events = re.findall(r"^\| `(\w+)` \| ", page[page.index("| event |") :], re.MULTILINE)[:9]
     assert {"unit_grads_complete", "abort"} <= set(events)
-    assert {f"TrainStep.{event}" for event in events} <= definitions(PACKAGE / "train_step.py")
+    assert {f"TrainStep.{event}" for event in events} <= definitions(PACKAGE / "engine" / "train_step.py")
 
 
 def test_the_house_has_every_room() -> None:

@@ -19,10 +19,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tiered_zero.hardware.accelerator import Accelerator
-from tiered_zero.hardware.cpu import copy_bytes
-from tiered_zero.hardware.lanes import Lane, LaneTransfer, Work, refuse_on_lane
-from tiered_zero.transfer import Completion, Transfer
+from tiered_zero.concurrency.transfer import Completion, Transfer
+from tiered_zero.hardware.device.accelerator import Accelerator
+from tiered_zero.hardware.device.cpu import copy_bytes
+from tiered_zero.hardware.device.lanes import Lane, LaneTransfer, Work, refuse_on_lane
 
 Vector = dict[str, int]
 """Stream -> how many of its accesses came before."""

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import final
 
+from tiered_zero.concurrency.failure_latch import FailureLatch
 from tiered_zero.errors import TransferError
-from tiered_zero.failure_latch import FailureLatch
 from tiered_zero.io.disk_file import transfer_error
 from tiered_zero.io.engine import File, IOEngine, IOTransfer, Request
 from tiered_zero.io.watch import dump_in_flight

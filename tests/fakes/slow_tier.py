@@ -9,10 +9,10 @@ from functools import partial
 
 import torch
 
+from tiered_zero.concurrency.transfer import Transfer
 from tiered_zero.errors import TransferError
 from tiered_zero.tiers.tier import HostBuffer, Slot, Tier, as_bytes
 from tiered_zero.tiers.unit_update import UnitUpdate
-from tiered_zero.transfer import Transfer
 
 Entry = tuple[str, str]
 """(what, slot or name): "read", "read done", "write", "write done", "fetch", "fetch done", and what others log."""

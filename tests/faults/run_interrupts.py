@@ -33,9 +33,9 @@ import tiered_zero
 from tests.faults.leftovers import held, left_in_saves, left_in_swap
 from tests.support.inspection import fetched_nbytes, is_idle, units_in_use
 from tests.support.trainers import tiered
+from tiered_zero.concurrency.interrupts import INTERRUPTS
 from tiered_zero.errors import EngineFailedError, TieredZeroError
-from tiered_zero.interrupts import INTERRUPTS
-from tiered_zero.optim import kernel_rule
+from tiered_zero.rules import kernel_rule
 
 HANG_S = 60.0
 WIDTH = 12

@@ -16,20 +16,20 @@ from torch import nn
 
 from tests.support.tier_rig import make_runtime
 from tests.support.units import make_params, make_unit
+from tiered_zero.concurrency.transfer import Completion
 from tiered_zero.errors import ModelError
 from tiered_zero.grads.accumulator import GradientStore
 from tiered_zero.grads.in_flight import NUM_KEPT, SUM_CHUNK_NUMEL, InFlightGradients
 from tiered_zero.grads.norms import GradNorm
 from tiered_zero.grads.overflow import OverflowGuard
 from tiered_zero.grads.unit_gradients import UnitGradients
-from tiered_zero.hardware.host_memory import HostArena
+from tiered_zero.hardware.memory.host_memory import HostArena
+from tiered_zero.hardware.memory.staging import StagingPool
 from tiered_zero.hardware.runtime import Runtime
-from tiered_zero.hardware.staging import StagingPool
 from tiered_zero.layout.flat import Unit
 from tiered_zero.sizes import MIB
 from tiered_zero.tiers.inventory import Inventory
 from tiered_zero.tiers.unit_update import UnitUpdate
-from tiered_zero.transfer import Completion
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

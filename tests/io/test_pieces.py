@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from tiered_zero.descriptor import CLOSED
 from tiered_zero.errors import TransferError
 from tiered_zero.io.disk_file import DiskFile
 from tiered_zero.io.engine import Request
 from tiered_zero.io.pieces import Progress
+from tiered_zero.system.descriptor import CLOSED
 
 
 def progress_over(path: Path, kind: str, nbytes: int, alignment: int) -> tuple[Progress, DiskFile]:

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.support.units import make_unit
+from tiered_zero.assembly.run_spec import planning_notices, specify_run
 from tiered_zero.config import load
 from tiered_zero.layout.flat import CUT_NUMEL, Unit, equal_bounds
 from tiered_zero.layout.subgroups import cut_subgroups
-from tiered_zero.run_spec import planning_notices, specify_run
 from tiered_zero.sizes import PAGE_NBYTES
 
 

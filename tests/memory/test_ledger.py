@@ -21,7 +21,7 @@ import tiered_zero
 from tests.support.inspection import ledger, units
 from tests.support.models import ParityGPT, batch
 from tests.support.trainers import PLACEMENTS, tiered, train
-from tiered_zero import run_spec
+from tiered_zero.assembly import run_spec
 from tiered_zero.layout.flat import Unit
 from tiered_zero.telemetry.ledger import Ledger
 from tiered_zero.tiers.device import DeviceTier

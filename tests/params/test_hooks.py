@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import tiered_zero
-from tiered_zero.engine import Engine
+from tiered_zero.engine.engine import Engine
 from tiered_zero.params.guarded_parameter import OffloadedParameter
 from tiered_zero.params.param_in_use import class_in_use
 

@@ -19,7 +19,7 @@ from tests.support.inspection import unverified_nbytes
 from tests.support.models import ParityGPT, batch, groups
 from tests.support.trainers import Plain, named_weights, same_bits, tiered, train
 from tiered_zero.errors import BudgetError, ModelError, TransferError
-from tiered_zero.optim.native_rules import Lion
+from tiered_zero.rules.native_rules import Lion
 from tiered_zero.update import optimizer_state
 
 Maker = Callable[[nn.Module], Optimizer]

@@ -14,7 +14,7 @@ from tests.parity.on_this_processor import make_optimizer
 from tests.support.models import ParityGPT, batch
 from tests.support.native_build import ROOT
 from tests.support.trainers import assert_parity, train
-from tiered_zero.optim import kernel_rule
+from tiered_zero.rules import kernel_rule
 
 FORCED = [
     {"MKL_CBWR": "COMPATIBLE"},

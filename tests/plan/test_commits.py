@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
+from tiered_zero.assembly.run_spec import specify_run
 from tiered_zero.config import load
 from tiered_zero.errors import PlanError
 from tiered_zero.plan.gpt_shape import GPTConfig
 from tiered_zero.plan.planner import Plan
 from tiered_zero.plan.swap_capacity import SwapNeed, capacity_lines, capacity_report, directory_needs, plan_gpt
-from tiered_zero.run_spec import specify_run
 from tiered_zero.sizes import PAGE_NBYTES
 
 

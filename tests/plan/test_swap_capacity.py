@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support.swap_configs import configs, shapes
+from tiered_zero.assembly.run_spec import specify_run
 from tiered_zero.cli.capacity import swap_need
 from tiered_zero.config import load
 from tiered_zero.config.schema import RuntimeSection, ZeroSection
@@ -30,7 +31,6 @@ from tiered_zero.plan.swap_capacity import (
     plan_gpt,
     state_arrays,
 )
-from tiered_zero.run_spec import specify_run
 from tiered_zero.sizes import MIB
 
 

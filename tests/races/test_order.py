@@ -18,7 +18,7 @@ from tests.support.trainers import PLACEMENTS, adamw, tiered
 from tiered_zero.assembly import builder
 from tiered_zero.errors import ModelError
 from tiered_zero.grads.norms import GradNorm
-from tiered_zero.hardware.cpu import CpuAccelerator
+from tiered_zero.hardware.device.cpu import CpuAccelerator
 from tiered_zero.layout.flat import Unit
 from tiered_zero.params.update_guard import UpdateGuard
 from tiered_zero.update.subgroup_io import SubGroupIO

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tiered_zero.hardware.collectives import Collectives, make_collectives
+from tiered_zero.hardware.ranks.collectives import Collectives, make_collectives
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 150.0

@@ -19,8 +19,8 @@ from tests.ranks.training import (
     micro_batches,
     rank_and_config,
 )
+from tiered_zero.assembly.run_spec import planning_notices, specify_run
 from tiered_zero.config.load import load
-from tiered_zero.run_spec import planning_notices, specify_run
 
 
 def change_weights(path: str, stage: int) -> dict[str, Any]:

@@ -14,12 +14,12 @@ import torch
 
 from tests.memory.child import resident_nbytes
 from tests.ranks.pool import RankPool, open_collectives
+from tiered_zero.concurrency.transfer import wait_all
 from tiered_zero.errors import RankError
-from tiered_zero.hardware import process_groups
-from tiered_zero.hardware.collectives import Collectives, SingleRank, make_collectives
-from tiered_zero.hardware.lanes import Lane
-from tiered_zero.hardware.process_groups import ProcessGroups
-from tiered_zero.transfer import wait_all
+from tiered_zero.hardware.device.lanes import Lane
+from tiered_zero.hardware.ranks import process_groups
+from tiered_zero.hardware.ranks.collectives import Collectives, SingleRank, make_collectives
+from tiered_zero.hardware.ranks.process_groups import ProcessGroups
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

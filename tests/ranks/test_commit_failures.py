@@ -19,7 +19,7 @@ from tests.ranks.training import differences
 from tiered_zero.checkpoint.commit import Commits
 from tiered_zero.checkpoint.tag_writer import TagWriter
 from tiered_zero.errors import EngineFailedError, RankError, StoreError, UntaggedCommitError
-from tiered_zero.hardware.process_groups import ProcessGroups
+from tiered_zero.hardware.ranks.process_groups import ProcessGroups
 from tiered_zero.store import manifest
 from tiered_zero.store.swap_store import SwapStore
 

@@ -11,6 +11,7 @@ import pytest
 
 from tests.fakes.sync_io import SyncEngine
 from tests.support.tags import in_pages
+from tiered_zero.concurrency.transfer import wait_all
 from tiered_zero.errors import CorruptionError, InternalError, StoreError, TransferError
 from tiered_zero.sizes import MIB, PAGE_NBYTES
 from tiered_zero.store import record_writer
@@ -18,7 +19,6 @@ from tiered_zero.store.manifest import Contents, Record
 from tiered_zero.store.ranges import Range
 from tiered_zero.store.record_reader import BUFFER_NBYTES, NUM_BUFFERS, RecordFiles, RecordReader, Wanted
 from tiered_zero.store.record_writer import Hasher, RecordWriter
-from tiered_zero.transfer import wait_all
 
 SIZES = {"small": 5 * PAGE_NBYTES, "large": 30 * MIB + PAGE_NBYTES, "odd": 3 * MIB - PAGE_NBYTES, "last": PAGE_NBYTES}
 

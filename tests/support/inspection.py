@@ -9,10 +9,10 @@ import torch
 import tiered_zero
 from tiered_zero.checkpoint.driver import DriverState
 from tiered_zero.data import TrainingLoader
-from tiered_zero.hardware.lanes import Lane
+from tiered_zero.hardware.device.lanes import Lane
 from tiered_zero.layout.flat import Unit
-from tiered_zero.optim.state_layout import StateLayout
 from tiered_zero.params.pager import Pager
+from tiered_zero.rules.state_layout import StateLayout
 from tiered_zero.store.swap_store import SwapStore
 from tiered_zero.telemetry.ledger import Ledger
 from tiered_zero.telemetry.spans import Recorder

@@ -9,7 +9,7 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.optim.swa_utils import SWALR
 from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup
 
-from tiered_zero.optim.lr import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
+from tiered_zero.rules.lr import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 
 
 class Doubling:

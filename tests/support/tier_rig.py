@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 
 from tests.fakes.sync_io import SyncEngine
-from tiered_zero.hardware.cpu import CpuAccelerator
-from tiered_zero.hardware.host_memory import HostArena
+from tiered_zero.hardware.device.cpu import CpuAccelerator
+from tiered_zero.hardware.memory.host_memory import HostArena
+from tiered_zero.hardware.memory.staging import StagingPool
 from tiered_zero.hardware.runtime import Runtime
-from tiered_zero.hardware.staging import StagingPool
 from tiered_zero.io.engine import IOEngine
 from tiered_zero.sizes import MIB
 from tiered_zero.store.swap_dir import SwapDir

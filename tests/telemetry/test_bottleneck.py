@@ -15,7 +15,7 @@ from tests.support.trainers import tiered, train
 from tiered_zero.checkpoint.checkpoints import Checkpoints
 from tiered_zero.io.engine import File, IOEngine, IOTransfer, Request
 from tiered_zero.io.select import Selection, select_engine
-from tiered_zero.optim.kernel_rule import NativeRule
+from tiered_zero.rules.kernel_rule import NativeRule
 from tiered_zero.telemetry.report import StepReport
 from tiered_zero.tiers import rack
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from tests.fakes.sync_io import SyncEngine
 from tests.support.tier_rig import Rig, open_rig, random_bytes
+from tiered_zero.concurrency.transfer import Transfer
 from tiered_zero.errors import EngineFailedError, TransferError
 from tiered_zero.io.engine import IOSettings
 from tiered_zero.io.threads import ThreadsEngine
@@ -21,7 +22,6 @@ from tiered_zero.sizes import PAGE_NBYTES
 from tiered_zero.tiers.inventory import Home
 from tiered_zero.tiers.slots import write_slot
 from tiered_zero.tiers.unit_update import UnitUpdate
-from tiered_zero.transfer import Transfer
 
 
 def fill(rig: Rig, name: str, num_pages: int) -> tuple[Home, torch.Tensor]:

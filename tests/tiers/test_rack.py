@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from tests.support.tier_rig import make_runtime, random_bytes
+from tiered_zero.assembly.run_spec import specify_run
+from tiered_zero.concurrency.teardown import Teardown
 from tiered_zero.config.load import load
-from tiered_zero.run_spec import specify_run
 from tiered_zero.sizes import PAGE_NBYTES
 from tiered_zero.store.manifest import load as load_manifests
-from tiered_zero.teardown import Teardown
 from tiered_zero.tiers.nvme import NvmeTier
 from tiered_zero.tiers.rack import TierRack
 

@@ -11,24 +11,28 @@ import torch
 from tiered_zero.assembly.disk_space import check_disk_space
 from tiered_zero.assembly.homes import make_commits, make_copies, place_homes
 from tiered_zero.assembly.parts import make_gradients, make_observers, make_policy, whole_weights
+from tiered_zero.assembly.run_spec import RunSpec, planning_notices
 from tiered_zero.checkpoint.capture import written_by
 from tiered_zero.checkpoint.checkpoints import Checkpoints, check_async
 from tiered_zero.checkpoint.driver import DriverState
 from tiered_zero.checkpoint.portable import RunState
 from tiered_zero.checkpoint.ranks import find_together
 from tiered_zero.checkpoint.resume import AdoptedValues, adopt, find_checkpoint
+from tiered_zero.concurrency.interrupts import INTERRUPTS
+from tiered_zero.concurrency.teardown import Teardown, once
 from tiered_zero.config.schema import Config
 from tiered_zero.data import TrainingLoader
-from tiered_zero.engine import Engine
-from tiered_zero.engine_call import Run
+from tiered_zero.engine.calls import Run
+from tiered_zero.engine.engine import Engine
+from tiered_zero.engine.full_values import FullValues
+from tiered_zero.engine.recovery import Movers
+from tiered_zero.engine.train_step import TrainStep
 from tiered_zero.errors import PlanError
-from tiered_zero.full_values import FullValues
 from tiered_zero.grads.overflow import OverflowGuard
-from tiered_zero.hardware.collectives import Collectives
-from tiered_zero.hardware.host_memory import trim_malloc
+from tiered_zero.hardware.device.select import build_accelerator
+from tiered_zero.hardware.memory.host_memory import trim_malloc
+from tiered_zero.hardware.ranks.collectives import Collectives
 from tiered_zero.hardware.runtime import Runtime
-from tiered_zero.hardware.select import build_accelerator
-from tiered_zero.interrupts import INTERRUPTS
 from tiered_zero.io.preflight import preflight_directory
 from tiered_zero.layout.flat import Unit
 from tiered_zero.params.driver_thread import CallPhase
@@ -39,14 +43,10 @@ from tiered_zero.params.pager import Pager
 from tiered_zero.params.pass_scope import PassScope
 from tiered_zero.params.visible_gradients import VisibleGradients
 from tiered_zero.plan.planner import Plan
-from tiered_zero.run_spec import RunSpec, planning_notices
-from tiered_zero.step_recovery import Movers
 from tiered_zero.store.new_parents import make_missing
 from tiered_zero.store.runs import leftover_notices
-from tiered_zero.teardown import Teardown, once
 from tiered_zero.telemetry.ledger import Ledger
 from tiered_zero.tiers.rack import TierRack, nvme_needs
-from tiered_zero.train_step import TrainStep
 from tiered_zero.update.handle import ParamGroupWatch, TieredOptimizer, make_scheduler, restored_on_error
 from tiered_zero.update.masters import Masters
 from tiered_zero.update.optimizer_state import OptimizerState

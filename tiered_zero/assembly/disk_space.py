@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tiered_zero.errors import StoreError
-from tiered_zero.hardware.collectives import Collectives
+from tiered_zero.hardware.ranks.collectives import Collectives
 from tiered_zero.sizes import format_nbytes
 from tiered_zero.store.owner import boot_id
 

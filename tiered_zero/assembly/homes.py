@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from tiered_zero.assembly.run_spec import RunSpec
 from tiered_zero.checkpoint.commit import Commits
 from tiered_zero.checkpoint.commit_layout import run_fingerprint
 from tiered_zero.checkpoint.copies import DurableCopies
 from tiered_zero.checkpoint.portable import RunState
 from tiered_zero.layout.flat import Unit
 from tiered_zero.plan.slots import BUFFERS
-from tiered_zero.run_spec import RunSpec
 from tiered_zero.tiers.inventory import Home, Inventory
 from tiered_zero.tiers.nvme import NvmeTier
 from tiered_zero.tiers.rack import TierRack

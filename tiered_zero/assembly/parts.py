@@ -8,6 +8,8 @@ from functools import partial
 
 import torch
 
+from tiered_zero.assembly.run_spec import RunSpec
+from tiered_zero.concurrency.teardown import Teardown
 from tiered_zero.config.schema import Config
 from tiered_zero.grads.accumulator import GradientStore
 from tiered_zero.grads.in_flight import InFlightGradients
@@ -17,13 +19,11 @@ from tiered_zero.grads.reducer import GradientReducer, Reduction
 from tiered_zero.grads.unit_gradients import UnitGradients
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.layout.buckets import Bucket, cut_buckets
-from tiered_zero.optim.kernel_rule import open_kernel
 from tiered_zero.params.pager import Pager
 from tiered_zero.params.update_guard import ShardGather, UpdateGuard
 from tiered_zero.plan.remedies import open_settings
 from tiered_zero.plan.request import RankRequest
-from tiered_zero.run_spec import RunSpec
-from tiered_zero.teardown import Teardown
+from tiered_zero.rules.kernel_rule import open_kernel
 from tiered_zero.telemetry.observer import RunObserver, StepLog
 from tiered_zero.telemetry.report import StepReport
 from tiered_zero.telemetry.runlog import RunHeader

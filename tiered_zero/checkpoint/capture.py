@@ -17,10 +17,10 @@ from tiered_zero.checkpoint.shares import Share
 from tiered_zero.checkpoint.tag_manifest import WrittenBy
 from tiered_zero.checkpoint.tag_writer import TagWriter
 from tiered_zero.checkpoint.values import encode
+from tiered_zero.concurrency.transfer import Transfer
 from tiered_zero.config.schema import Config
-from tiered_zero.optim.rule import UpdateRule
+from tiered_zero.rules.rule import UpdateRule
 from tiered_zero.sizes import MIB
-from tiered_zero.transfer import Transfer
 from tiered_zero.version import __version__
 
 _MOST_COPIED_NBYTES = 64 * MIB

@@ -41,11 +41,11 @@ from tiered_zero.checkpoint.resume import AdoptedValues, Adoption, FoundCheckpoi
 from tiered_zero.checkpoint.shares import Share
 from tiered_zero.checkpoint.tag_manifest import TagManifest
 from tiered_zero.checkpoint.tag_writer import TagWriter
+from tiered_zero.concurrency.transfer import Transfer
 from tiered_zero.config.schema import Config
 from tiered_zero.errors import ConfigError, StoreError
-from tiered_zero.hardware.agreement import agree
+from tiered_zero.hardware.ranks.agreement import agree
 from tiered_zero.plan.planner import Plan
-from tiered_zero.transfer import Transfer
 from tiered_zero.update.policy import UpdatePolicy
 
 logger = logging.getLogger("tiered_zero")

@@ -12,9 +12,9 @@ import os
 from collections.abc import Iterable, Sequence
 
 from tiered_zero.config.schema import Config
-from tiered_zero.optim.state_layout import StateLayout
 from tiered_zero.plan.planner import Plan
 from tiered_zero.plan.slots import PlannedSlot
+from tiered_zero.rules.state_layout import StateLayout
 from tiered_zero.tiers.rack import nvme_needs
 
 

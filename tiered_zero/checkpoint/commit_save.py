@@ -19,10 +19,10 @@ from tiered_zero.checkpoint.last_save import QueuedSave
 from tiered_zero.checkpoint.ranks import SAVE
 from tiered_zero.checkpoint.shares import Share
 from tiered_zero.checkpoint.tag_manifest import TagManifest
+from tiered_zero.concurrency.transfer import Transfer
 from tiered_zero.errors import StoreError, UntaggedCommitError
-from tiered_zero.hardware.agreement import agree
+from tiered_zero.hardware.ranks.agreement import agree
 from tiered_zero.hardware.runtime import Runtime
-from tiered_zero.transfer import Transfer
 
 
 @final

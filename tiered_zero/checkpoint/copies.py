@@ -14,12 +14,12 @@ from typing import final
 import torch
 import xxhash
 
+from tiered_zero.concurrency.transfer import Transfer, wait_all
 from tiered_zero.errors import StoreError
 from tiered_zero.layout.flat import Unit
 from tiered_zero.sizes import MIB, PAGE_NBYTES, align_up, format_nbytes
 from tiered_zero.tiers.inventory import Home
 from tiered_zero.tiers.tier import BufferView, as_bytes
-from tiered_zero.transfer import Transfer, wait_all
 
 _CHUNK_NBYTES = MIB
 """What is compared and written at once: a checksum of the store covers as much."""

@@ -25,8 +25,8 @@ from tiered_zero.checkpoint.schedules import (
 from tiered_zero.checkpoint.values import encode
 from tiered_zero.errors import ModelError, StoreError
 from tiered_zero.grads.overflow import OverflowCounts, OverflowGuard
-from tiered_zero.hardware.collectives import Collectives, SingleRank
 from tiered_zero.hardware.random_states import check_random_states, random_states, restore_random_states
+from tiered_zero.hardware.ranks.collectives import Collectives, SingleRank
 from tiered_zero.update.handle import TieredOptimizer
 from tiered_zero.update.policy import UpdatePolicy
 

@@ -8,8 +8,8 @@ from contextlib import suppress
 from typing import final
 
 from tiered_zero.checkpoint.tag_writer import TagWriter
-from tiered_zero.hardware.lanes import runs_on_lane
-from tiered_zero.transfer import Completion, Transfer
+from tiered_zero.concurrency.transfer import Completion, Transfer
+from tiered_zero.hardware.device.lanes import runs_on_lane
 
 logger = logging.getLogger("tiered_zero")
 

@@ -22,10 +22,10 @@ from tiered_zero.checkpoint.reader import Target, TargetReading, TensorReader
 from tiered_zero.checkpoint.tensors import copy_values, in_memory_order
 from tiered_zero.layout.flat import ParamSpec, Unit
 from tiered_zero.layout.subgroups import QUANTIZED_BLOCK_NUMEL, ParamPiece
-from tiered_zero.optim.quantized import decode, encode
-from tiered_zero.optim.rule import Run
-from tiered_zero.optim.state_formats import split_master
-from tiered_zero.optim.state_layout import StateLayout
+from tiered_zero.rules.quantized import decode, encode
+from tiered_zero.rules.rule import Run
+from tiered_zero.rules.state_formats import split_master
+from tiered_zero.rules.state_layout import StateLayout
 from tiered_zero.sizes import PAGE_NBYTES, align_up
 from tiered_zero.tiers.inventory import Home
 from tiered_zero.update.subgroup_io import SubGroupWork

@@ -16,8 +16,8 @@ from tiered_zero.checkpoint.values import decode
 from tiered_zero.errors import ConfigError, ModelError, StoreError
 from tiered_zero.layout.flat import ParamSpec
 from tiered_zero.layout.subgroups import QUANTIZED_BLOCK_NUMEL, ParamPiece
-from tiered_zero.optim.optimizer_copy import same
-from tiered_zero.optim.state_layout import StateLayout
+from tiered_zero.rules.optimizer_copy import same
+from tiered_zero.rules.state_layout import StateLayout
 
 logger = logging.getLogger("tiered_zero")
 

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from tiered_zero.errors import InternalError
-from tiered_zero.optim.state_layout import StateLayout
+from tiered_zero.rules.state_layout import StateLayout
 from tiered_zero.update.subgroup_io import SubGroupIO, SubGroupWork
 
 _READ_AHEAD = 4

@@ -25,7 +25,7 @@ from tiered_zero.checkpoint.tag_manifest import Part, RecordName, Source, Tensor
 from tiered_zero.checkpoint.tensors import describe
 from tiered_zero.layout.flat import PARAM_ALIGNMENT_NBYTES, Unit
 from tiered_zero.layout.subgroups import Segment
-from tiered_zero.optim.state_layout import StateLayout
+from tiered_zero.rules.state_layout import StateLayout
 from tiered_zero.sizes import align_up
 from tiered_zero.tiers.inventory import Home
 

@@ -28,13 +28,13 @@ from tiered_zero.checkpoint.tag_manifest import TensorEntry
 from tiered_zero.checkpoint.tensors import describe
 from tiered_zero.checkpoint.weights import state_tensors
 from tiered_zero.errors import InternalError
+from tiered_zero.hardware.memory.staging import StagingPool
 from tiered_zero.hardware.runtime import Runtime
-from tiered_zero.hardware.staging import StagingPool
 from tiered_zero.layout.flat import ParamSpec, Unit
 from tiered_zero.layout.subgroups import ParamPiece
-from tiered_zero.optim.optimizer_copy import same
-from tiered_zero.optim.rule import StateField, UpdateRule
-from tiered_zero.optim.state_layout import StateArray, StateLayout
+from tiered_zero.rules.optimizer_copy import same
+from tiered_zero.rules.rule import StateField, UpdateRule
+from tiered_zero.rules.state_layout import StateArray, StateLayout
 from tiered_zero.tiers.inventory import Inventory
 from tiered_zero.update.stepper import StreamingStepper
 from tiered_zero.update.subgroup_io import SubGroupIO

@@ -23,8 +23,8 @@ from tiered_zero.checkpoint.tag_manifest import TagManifest
 from tiered_zero.checkpoint.tag_writer import TagWriter
 from tiered_zero.checkpoint.weights import WeightTensor
 from tiered_zero.errors import ModelError, RankError, StoreError
-from tiered_zero.hardware.agreement import agree
-from tiered_zero.hardware.collectives import Collectives
+from tiered_zero.hardware.ranks.agreement import agree
+from tiered_zero.hardware.ranks.collectives import Collectives
 from tiered_zero.io.engine import IOEngine
 
 logger = logging.getLogger("tiered_zero")

@@ -28,12 +28,12 @@ from tiered_zero.checkpoint.reader import TensorReader
 from tiered_zero.checkpoint.tag_manifest import MANIFEST_NAME, TagManifest
 from tiered_zero.config.schema import Config
 from tiered_zero.errors import StoreError
-from tiered_zero.hardware.agreement import agree
-from tiered_zero.hardware.collectives import Collectives
+from tiered_zero.hardware.ranks.agreement import agree
+from tiered_zero.hardware.ranks.collectives import Collectives
 from tiered_zero.layout.flat import Unit
-from tiered_zero.optim.state_layout import StateLayout
 from tiered_zero.plan.planner import Plan
 from tiered_zero.plan.slots import PlannedSlot
+from tiered_zero.rules.state_layout import StateLayout
 from tiered_zero.sizes import format_nbytes
 from tiered_zero.store.owner import OWNER_NAME
 from tiered_zero.tiers.rack import AdoptedStore

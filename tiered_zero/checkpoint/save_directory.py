@@ -16,7 +16,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final, final
 
-from tiered_zero.descriptor import Descriptor
 from tiered_zero.errors import StoreError
 from tiered_zero.sizes import format_nbytes
 from tiered_zero.store.descriptors import (
@@ -30,6 +29,7 @@ from tiered_zero.store.descriptors import (
 )
 from tiered_zero.store.durable import sync_directory, write_new_file
 from tiered_zero.store.owner import start_ticks
+from tiered_zero.system.descriptor import Descriptor
 
 logger = logging.getLogger("tiered_zero")
 

@@ -15,13 +15,13 @@ import torch
 from tiered_zero.checkpoint.pipeline import run_ahead
 from tiered_zero.checkpoint.places import CopiedPlaces, pack
 from tiered_zero.checkpoint.portable import RunState, StateSnapshot
+from tiered_zero.concurrency.transfer import Transfer, wait_all, wait_quietly
 from tiered_zero.layout.flat import PARAM_ALIGNMENT_NBYTES, Unit
-from tiered_zero.mappings import map_memory
-from tiered_zero.optim.state_layout import StateLayout
+from tiered_zero.rules.state_layout import StateLayout
 from tiered_zero.sizes import MIB, PAGE_NBYTES, align_up
 from tiered_zero.store.record_writer import RecordWriter
+from tiered_zero.system.mappings import map_memory
 from tiered_zero.tiers.tier import as_bytes
-from tiered_zero.transfer import Transfer, wait_all, wait_quietly
 from tiered_zero.update.subgroup_io import SubGroupWork
 
 SCRATCH_NBYTES = MIB

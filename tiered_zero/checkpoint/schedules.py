@@ -15,7 +15,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
 from tiered_zero.errors import ModelError
-from tiered_zero.optim.lr import Schedule
+from tiered_zero.rules.lr import Schedule
 from tiered_zero.store.checked_json import MOST_INTEGER
 from tiered_zero.update.handle import TieredOptimizer
 

@@ -58,7 +58,7 @@ def swap_need(config: Config, shape: GPTConfig) -> SwapNeed:
     """Plan the run from its shape; for an optimizer whose state only torch can count, from the model itself."""
     if state_arrays(config) is not None:
         return SwapNeed.of(plan_gpt(config, shape))
+    from tiered_zero.assembly.run_spec import specify_run
     from tiered_zero.demo.gpt import build_gpt
-    from tiered_zero.run_spec import specify_run
 
     return SwapNeed.of(specify_run(config, build_gpt(shape)).plan)

@@ -237,7 +237,7 @@ def _torch() -> Iterator[Finding]:
 
 
 def _pinning() -> Iterator[Finding]:
-    from tiered_zero.hardware.select import build_accelerator
+    from tiered_zero.hardware.device.select import build_accelerator
 
     accelerator = build_accelerator()
     try:

@@ -27,7 +27,7 @@ def explain(config: str, changed: bool, as_json: bool, world_size: int) -> None:
     """Print each key of CONFIG and each default: its value, its source and its effect."""
     loaded = load(config, world_size=world_size, to_train=False)
     if loaded.optimizer is not None or loaded.scheduler is not None:
-        from tiered_zero.optim.from_config import check_sections  # torch takes seconds
+        from tiered_zero.rules.from_config import check_sections  # torch takes seconds
 
         check_sections(loaded)
     rows = [row for row in loaded.explain() if not changed or row.source not in ("default", "derived")]

@@ -89,7 +89,7 @@ def plan(
         settings["optimizer"] = {"type": optimizer}
     # Not imported for --help: torch takes seconds.
     from tiered_zero.cli.planned_run import build_planned, count_parameters, specify_planned
-    from tiered_zero.optim.from_config import check_sections
+    from tiered_zero.rules.from_config import check_sections
 
     loaded = load(settings, world_size=ranks, to_train=False)
     check_sections(loaded)

@@ -10,15 +10,15 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from tiered_zero.assembly.run_spec import RunSpec, specify_run
 from tiered_zero.config.json_file import read_json
 from tiered_zero.config.schema import Config
 from tiered_zero.demo.gpt import build_gpt
 from tiered_zero.errors import ConfigError
-from tiered_zero.hardware.collectives import Collectives
 from tiered_zero.hardware.probe import available_host_nbytes
+from tiered_zero.hardware.ranks.collectives import Collectives
 from tiered_zero.plan.gpt_shape import GPTConfig
 from tiered_zero.plan.request import NO_LIMIT
-from tiered_zero.run_spec import RunSpec, specify_run
 
 
 def build_planned(source: GPTConfig | Path | str) -> nn.Module:

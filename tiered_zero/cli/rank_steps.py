@@ -9,7 +9,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import final
 
-from tiered_zero.engine import Engine
+from tiered_zero.engine.engine import Engine
 from tiered_zero.telemetry.report import MAX_STEPS_KEPT
 
 _MESSAGE = struct.Struct("<ddq")

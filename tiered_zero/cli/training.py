@@ -24,9 +24,9 @@ from tiered_zero.config import load
 from tiered_zero.config.json_file import read_json
 from tiered_zero.demo.corpus import NUM_BYTE_VALUES, Corpus, read_corpus
 from tiered_zero.demo.gpt import build_gpt
-from tiered_zero.engine import Engine
+from tiered_zero.engine.engine import Engine
 from tiered_zero.errors import ConfigError, NonFiniteError
-from tiered_zero.hardware.launcher import rank_here, world_size_here
+from tiered_zero.hardware.ranks.launcher import rank_here, world_size_here
 from tiered_zero.plan.gpt_shape import GPTConfig, num_parameters
 from tiered_zero.plan.remedies import open_settings
 from tiered_zero.sizes import TIERS, format_nbytes

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
+from tiered_zero.concurrency.transfer import Transfer
 from tiered_zero.errors import ModelError
 from tiered_zero.grads.in_flight import InFlightGradients, land
 from tiered_zero.grads.norms import GradNorm
@@ -21,7 +22,6 @@ from tiered_zero.layout.flat import FlatEntry, ParamSpec, Unit
 from tiered_zero.sizes import format_nbytes
 from tiered_zero.tiers.inventory import Inventory
 from tiered_zero.tiers.step_gradients import StepGradients
-from tiered_zero.transfer import Transfer
 
 logger = logging.getLogger("tiered_zero")
 

@@ -12,11 +12,11 @@ from typing import Any, final
 import torch
 from torch import nn
 
+from tiered_zero.concurrency.interrupts import protected
 from tiered_zero.errors import ModelError
 from tiered_zero.grads.accumulator import GRAD_SLOT, GradientStore
 from tiered_zero.grads.reducer import GradientReducer
 from tiered_zero.grads.unit_uses import UseMark
-from tiered_zero.interrupts import protected
 from tiered_zero.layout.flat import Unit
 
 

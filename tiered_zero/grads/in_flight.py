@@ -7,12 +7,12 @@ from typing import final
 
 import torch
 
+from tiered_zero.concurrency.transfer import Transfer
 from tiered_zero.grads.norms import GradNorm
 from tiered_zero.grads.unit_gradients import UnitGradients
+from tiered_zero.hardware.memory.staging import StagingPool
 from tiered_zero.hardware.runtime import Runtime
-from tiered_zero.hardware.staging import StagingPool
 from tiered_zero.layout.flat import ParamSpec
-from tiered_zero.transfer import Transfer
 
 SUM_CHUNK_NUMEL = 1 << 15
 """Sums on the reduce lane go in chunks of so many elements: few enough for torch to stay on the lane's one thread."""

@@ -10,7 +10,7 @@ from zlib import crc32
 
 from tiered_zero.errors import RankError
 from tiered_zero.grads.norms import NONE_BAD
-from tiered_zero.hardware.collectives import Collectives
+from tiered_zero.hardware.ranks.collectives import Collectives
 
 _CALL = struct.Struct("<cqqq")
 _SQUARES = struct.Struct("<dqI")

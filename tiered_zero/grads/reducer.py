@@ -16,6 +16,7 @@ from typing import Any, final
 
 import torch
 
+from tiered_zero.concurrency.transfer import Transfer
 from tiered_zero.grads.accumulator import GradientStore
 from tiered_zero.grads.check import GradCheck, check_squares
 from tiered_zero.grads.norms import sum_squares
@@ -25,7 +26,6 @@ from tiered_zero.grads.unit_uses import UnitUses, UseMark
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.layout.buckets import Bucket
 from tiered_zero.layout.flat import Unit
-from tiered_zero.transfer import Transfer
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
+from tiered_zero.concurrency.transfer import Transfer
 from tiered_zero.errors import ModelError
-from tiered_zero.hardware.host_memory import typed_view
+from tiered_zero.hardware.memory.host_memory import typed_view
 from tiered_zero.layout.flat import FlatEntry, Unit
 from tiered_zero.tiers.step_gradients import UnitShare
 from tiered_zero.tiers.tier import Tier
-from tiered_zero.transfer import Transfer
 
 
 class ExpiredGradient(torch.Tensor):

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 
-from tiered_zero.cgroups import read_text
-from tiered_zero.hardware.collectives import Collectives
 from tiered_zero.hardware.probe import PROC, SYSTEM
+from tiered_zero.hardware.ranks.collectives import Collectives
+from tiered_zero.system.cgroups import read_text
 
 logger = logging.getLogger("tiered_zero")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tiered_zero.hardware.accelerator import Accelerator
-from tiered_zero.hardware.collectives import Collectives, SingleRank
+from tiered_zero.hardware.device.accelerator import Accelerator
+from tiered_zero.hardware.ranks.collectives import Collectives, SingleRank
 from tiered_zero.telemetry.ledger import Ledger
 from tiered_zero.telemetry.spans import Recorder
 

@@ -7,8 +7,8 @@ import os
 import time
 from abc import abstractmethod
 
+from tiered_zero.concurrency.failure_latch import FailureLatch
 from tiered_zero.errors import TransferError
-from tiered_zero.failure_latch import FailureLatch
 from tiered_zero.io.disk_file import DiskFile, memory_address, open_descriptor
 from tiered_zero.io.engine import File, IOEngine, IOSettings, IOTransfer, Request
 from tiered_zero.io.watch import dump_in_flight

@@ -10,11 +10,11 @@ import os
 from collections.abc import Callable
 from typing import final
 
-from tiered_zero.descriptor import Descriptor, opened
 from tiered_zero.errors import TransferError
 from tiered_zero.io.engine import File, Request
 from tiered_zero.native import struct_fields
 from tiered_zero.sizes import MIB, align_up, format_nbytes
+from tiered_zero.system.descriptor import Descriptor, opened
 
 _O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 

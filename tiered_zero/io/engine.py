@@ -5,8 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
+from tiered_zero.concurrency.transfer import Transfer
 from tiered_zero.sizes import GIB, MIB, PAGE_NBYTES, align_up
-from tiered_zero.transfer import Transfer
 
 
 @dataclass(frozen=True, kw_only=True)

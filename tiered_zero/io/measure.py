@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tiered_zero.io.engine import IOEngine, IOTransfer
-from tiered_zero.mappings import map_memory
 from tiered_zero.sizes import MIB, PAGE_NBYTES, align_up
+from tiered_zero.system.mappings import map_memory
 
 MODES = ("read", "write", "mixed")
 

@@ -165,7 +165,7 @@ KERNEL void store(void *base, int64_t i, int type, vf x) {
 }
 
 /* TZ_REMAINDER, for Adam alone: the master is (out << 16) + the signed 16-bit remainder + the mark, 0 or 0x10000. The mark
- * is the sign of the second moment, which is none of its own: see optim/state_formats.py. */
+ * is the sign of the second moment, which is none of its own: see rules/state_formats.py. */
 KERNEL vu load_mark(const struct tz_run *r, int64_t i) {
     if (r->hyper->state_type == TZ_F32) {
         vu bits;
@@ -333,7 +333,7 @@ TARGET static void NAME(advance)(const struct tz_run *run, int64_t from, int64_t
     }
 }
 
-/* Elements [from, to) of 8-bit moments, from a block's start, to or from floats: see optim/quantized.py. Plain loops over a
+/* Elements [from, to) of 8-bit moments, from a block's start, to or from floats: see rules/quantized.py. Plain loops over a
  * block, of which the compiler makes vectors. */
 TARGET static void NAME(convert)(const struct tz_moments *q, int64_t from, int64_t to) {
     for (int64_t begin = from; begin < to; begin += TZ_SHARED) {

@@ -11,7 +11,7 @@ from typing import final
 import torch
 
 from tiered_zero.errors import ModelError
-from tiered_zero.hardware.process import OwnProcess
+from tiered_zero.system.process import OwnProcess
 
 
 class Phase(Enum):

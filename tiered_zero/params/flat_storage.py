@@ -3,7 +3,7 @@
 The parameters of a unit are views of `flat`. `storage.resize_(0)` frees the memory while every view keeps its shape,
 dtype and place in autograd's graphs; a later `resize_` and copy brings the bytes back under the same views.
 While they are guarded the parameters are views of a second storage, whose address torch refuses.
-On the CPU device the storage is a range of huge pages (hardware/huge_pages.py): it stays, and its memory is unmapped.
+On the CPU device the storage is a range of huge pages (hardware/memory/huge_pages.py): it stays, and its memory is unmapped.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from tiered_zero.errors import ModelError
-from tiered_zero.hardware.huge_pages import PageRange
+from tiered_zero.hardware.memory.huge_pages import PageRange
 from tiered_zero.layout.flat import Unit
 from tiered_zero.params.dispatch_key import keyed
 from tiered_zero.params.guarded_parameter import ClosedEngine, OffloadedParameter

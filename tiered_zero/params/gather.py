@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from tiered_zero.concurrency.interrupts import INTERRUPTS, mark_protected
 from tiered_zero.errors import ModelError
-from tiered_zero.interrupts import INTERRUPTS, mark_protected
 from tiered_zero.params.guarded_parameter import ClosedEngine
 from tiered_zero.params.pager import Pager
 from tiered_zero.params.param_handlers import handler_of

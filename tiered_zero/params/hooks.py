@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from tiered_zero.concurrency.interrupts import INTERRUPTS, mark_protected
 from tiered_zero.errors import ModelError
-from tiered_zero.interrupts import INTERRUPTS, mark_protected
 from tiered_zero.layout.flat import Unit
 from tiered_zero.params.gather import gather
 from tiered_zero.params.guarded_parameter import OffloadedParameter

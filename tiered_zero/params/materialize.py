@@ -25,10 +25,10 @@ from safetensors import safe_open
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from tiered_zero.concurrency.interrupts import INTERRUPTS
 from tiered_zero.errors import ModelError
-from tiered_zero.hardware.collectives import Collectives
-from tiered_zero.hardware.host_memory import temporary_zeros, trim_malloc
-from tiered_zero.interrupts import INTERRUPTS
+from tiered_zero.hardware.memory.host_memory import temporary_zeros, trim_malloc
+from tiered_zero.hardware.ranks.collectives import Collectives
 from tiered_zero.layout.flat import ParamSpec, Unit
 from tiered_zero.params.pager import Pager
 from tiered_zero.params.param_handlers import FaultHandler

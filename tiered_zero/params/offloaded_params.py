@@ -8,8 +8,8 @@ from itertools import pairwise
 
 import torch
 
-from tiered_zero.hardware.collectives import Collectives, SingleRank
-from tiered_zero.hardware.staging import StagingPool
+from tiered_zero.hardware.memory.staging import StagingPool
+from tiered_zero.hardware.ranks.collectives import Collectives, SingleRank
 from tiered_zero.layout.flat import Unit
 from tiered_zero.params.outside_modes import runs_outside_modes
 from tiered_zero.tiers.inventory import Inventory

@@ -10,7 +10,7 @@ import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
-from tiered_zero.interrupts import INTERRUPTS, mark_protected
+from tiered_zero.concurrency.interrupts import INTERRUPTS, mark_protected
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")

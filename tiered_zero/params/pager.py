@@ -9,9 +9,9 @@ from typing import final
 import torch
 from torch import nn
 
+from tiered_zero.concurrency.interrupts import INTERRUPTS, protected
 from tiered_zero.errors import ModelError
 from tiered_zero.hardware.runtime import Runtime
-from tiered_zero.interrupts import INTERRUPTS, protected
 from tiered_zero.layout.flat import Unit
 from tiered_zero.params.driver_thread import CallPhase, DriverThread
 from tiered_zero.params.flat_storage import FlatStorage

@@ -9,10 +9,10 @@ from typing import final
 import torch
 from torch import nn
 
+from tiered_zero.concurrency.interrupts import shielded
 from tiered_zero.errors import ModelError, RankError
-from tiered_zero.hardware.agreement import agree
+from tiered_zero.hardware.ranks.agreement import agree
 from tiered_zero.hardware.runtime import Runtime
-from tiered_zero.interrupts import shielded
 from tiered_zero.params.offloaded_params import OffloadedParams
 from tiered_zero.params.outside_modes import runs_outside_modes
 from tiered_zero.params.unit_state import PagedUnit, UnitState, UnitTable

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from tiered_zero.errors import BudgetError
-from tiered_zero.hardware.collectives import Collectives
-from tiered_zero.hardware.launcher import local_world_size
 from tiered_zero.hardware.probe import available_host_nbytes
+from tiered_zero.hardware.ranks.collectives import Collectives
+from tiered_zero.hardware.ranks.launcher import local_world_size
 from tiered_zero.layout.flat import Unit
 from tiered_zero.params.driver_thread import DriverThread
 from tiered_zero.params.offloaded_params import OffloadedParams

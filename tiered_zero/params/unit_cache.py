@@ -9,6 +9,7 @@ from typing import final
 
 import torch
 
+from tiered_zero.concurrency.transfer import Transfer
 from tiered_zero.errors import BudgetError
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.params.driver_thread import CallPhase, Phase
@@ -19,7 +20,6 @@ from tiered_zero.params.unit_state import PagedUnit, UnitState, UnitTable, Weigh
 from tiered_zero.plan.planner import PagerLimits
 from tiered_zero.sizes import format_nbytes
 from tiered_zero.tiers.inventory import Inventory
-from tiered_zero.transfer import Transfer
 
 logger = logging.getLogger("tiered_zero")
 

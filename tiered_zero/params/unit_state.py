@@ -20,10 +20,10 @@ from enum import Enum
 
 from torch import nn
 
+from tiered_zero.concurrency.transfer import Transfer
 from tiered_zero.errors import InternalError
 from tiered_zero.layout.flat import Unit
 from tiered_zero.params.flat_storage import FlatStorage
-from tiered_zero.transfer import Transfer
 
 
 class UnitState(Enum):

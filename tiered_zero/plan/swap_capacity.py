@@ -107,7 +107,7 @@ class StateArrays:
     format: str
 
     def nbytes(self, numel: int, params: Iterable[int] = ()) -> int:
-        """Bytes of a sub-group's slot, masters and state, as optim/state_layout.py lays them. `params`: elements of
+        """Bytes of a sub-group's slot, masters and state, as rules/state_layout.py lays them. `params`: elements of
         each parameter in it.
         """
         if self.whole:

@@ -16,7 +16,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, final
 
-from tiered_zero.descriptor import opened
 from tiered_zero.errors import StoreError
 from tiered_zero.sizes import PAGE_NBYTES, align_up, format_nbytes
 from tiered_zero.store.checked_json import (
@@ -32,6 +31,7 @@ from tiered_zero.store.checked_json import (
 from tiered_zero.store.descriptors import error_text, open_directory, read_file
 from tiered_zero.store.durable import sync_directory, write_and_sync
 from tiered_zero.store.ranges import Range
+from tiered_zero.system.descriptor import opened
 
 MANIFEST_NAME = "manifest"
 NEXT_NAME = "manifest.next"

@@ -15,16 +15,16 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Final, NamedTuple, final
 
+from tiered_zero.concurrency.transfer import Transfer, wait_all, wait_quietly
 from tiered_zero.errors import CorruptionError, StoreError
 from tiered_zero.io.engine import File, IOEngine, IOSettings
 from tiered_zero.io.select import select_reader
-from tiered_zero.mappings import map_memory
 from tiered_zero.sizes import MIB
 from tiered_zero.store.checksums import digest
 from tiered_zero.store.manifest import Contents
 from tiered_zero.store.stripes import Stripes
 from tiered_zero.store.transfers import Once, Worker
-from tiered_zero.transfer import Transfer, wait_all, wait_quietly
+from tiered_zero.system.mappings import map_memory
 
 BUFFER_NBYTES: Final = 2 * MIB
 NUM_BUFFERS: Final = 12

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import final
 
+from tiered_zero.concurrency.transfer import Completion, Transfer, wait_all
 from tiered_zero.errors import InternalError
 from tiered_zero.io.disk_file import memory_address
 from tiered_zero.io.engine import File, IOEngine
@@ -32,7 +33,6 @@ from tiered_zero.store.checksums import CHUNK_NBYTES, digest
 from tiered_zero.store.manifest import Contents, Record
 from tiered_zero.store.ranges import Range
 from tiered_zero.store.transfers import Joined, Worker
-from tiered_zero.transfer import Completion, Transfer, wait_all
 
 _LOWEST_PRIORITY = 19
 

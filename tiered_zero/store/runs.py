@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import final
 
-from tiered_zero.descriptor import CLOSED, Descriptor
 from tiered_zero.errors import StoreError
 from tiered_zero.io.preflight import filesystem_type, is_local
 from tiered_zero.sizes import format_nbytes
@@ -44,6 +43,7 @@ from tiered_zero.store.owner import (
     start_ticks,
 )
 from tiered_zero.store.stripes import DATA_NAME
+from tiered_zero.system.descriptor import CLOSED, Descriptor
 
 _UNOWNED_GRACE_S = 3600.0
 """A directory without a readable owner file is being made right now, or is this old and dead."""

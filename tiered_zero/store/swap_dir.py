@@ -21,7 +21,6 @@ from pathlib import Path
 from types import FrameType
 from typing import final
 
-from tiered_zero.descriptor import CLOSED, Descriptor
 from tiered_zero.errors import StoreError
 from tiered_zero.io.preflight import preflight_directory
 from tiered_zero.store.descriptors import (
@@ -43,6 +42,7 @@ from tiered_zero.store.owner import (
     start_ticks,
     write_owner,
 )
+from tiered_zero.system.descriptor import CLOSED, Descriptor
 
 logger = logging.getLogger("tiered_zero")
 

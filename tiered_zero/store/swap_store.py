@@ -11,9 +11,9 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal, final
 
+from tiered_zero.concurrency.failure_latch import FailureLatch
+from tiered_zero.concurrency.transfer import COMPLETED, Transfer
 from tiered_zero.errors import CorruptionError, StoreError, TransferError
-from tiered_zero.failure_latch import FailureLatch
-from tiered_zero.hardware.process import OwnProcess
 from tiered_zero.io.engine import IOEngine, IOTransfer
 from tiered_zero.store import manifest
 from tiered_zero.store.checksums import ChecksumMode, Checksums, first_mismatch, is_same
@@ -25,8 +25,8 @@ from tiered_zero.store.swap_dir import SwapDir
 from tiered_zero.store.transfers import Once, StoreTransfer, Worker
 from tiered_zero.store.two_phase_commit import TwoPhaseCommit
 from tiered_zero.store.verify import Broken, find_broken
+from tiered_zero.system.process import OwnProcess
 from tiered_zero.telemetry.spans import Recorder
-from tiered_zero.transfer import COMPLETED, Transfer
 
 _STUCK_S = 5.0
 """How long `close` waits for requests after a failure; they may be stuck for ever."""

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import final
 
+from tiered_zero.concurrency.transfer import Transfer, wait_all
 from tiered_zero.errors import StoreError, TransferError
 from tiered_zero.io.engine import IOTransfer
-from tiered_zero.transfer import Transfer, wait_all
 
 
 class Once(Transfer):

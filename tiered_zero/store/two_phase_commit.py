@@ -6,10 +6,10 @@ import errno
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 
+from tiered_zero.concurrency.failure_latch import FailureLatch
+from tiered_zero.concurrency.transfer import Transfer, wait_all
 from tiered_zero.errors import CorruptionError, StoreError, TransferError
-from tiered_zero.failure_latch import FailureLatch
 from tiered_zero.io.engine import IOTransfer
-from tiered_zero.mappings import map_memory
 from tiered_zero.store import manifest
 from tiered_zero.store.checksums import digest
 from tiered_zero.store.manifest import Manifest, Record
@@ -17,7 +17,7 @@ from tiered_zero.store.ranges import Range
 from tiered_zero.store.records import RecordTable
 from tiered_zero.store.stripes import StripedFiles
 from tiered_zero.store.swap_dir import SwapDir
-from tiered_zero.transfer import Transfer, wait_all
+from tiered_zero.system.mappings import map_memory
 
 _TRANSIENT = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE)
 """Failures to write a manifest after which the same commit may be tried again."""

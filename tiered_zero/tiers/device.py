@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from tiered_zero.hardware.accelerator import Accelerator
+from tiered_zero.concurrency.transfer import Transfer
+from tiered_zero.hardware.device.accelerator import Accelerator
 from tiered_zero.telemetry.ledger import Ledger
 from tiered_zero.tiers.tier import HostBuffer, Slot, Tier, as_bytes
 from tiered_zero.tiers.unit_update import UnitUpdate
-from tiered_zero.transfer import Transfer
 
 
 class DeviceTier(Tier):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from tiered_zero.hardware.host_memory import HostArena, HostSlot
+from tiered_zero.concurrency.transfer import COMPLETED, Transfer
+from tiered_zero.hardware.memory.host_memory import HostArena, HostSlot
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.tiers.tier import HostBuffer, Slot, Tier, as_bytes
 from tiered_zero.tiers.unit_update import UnitUpdate
-from tiered_zero.transfer import COMPLETED, Transfer
 
 
 class HostTier(Tier):

@@ -9,16 +9,16 @@ from functools import partial
 
 import torch
 
+from tiered_zero.concurrency.transfer import Transfer, wait_all
 from tiered_zero.errors import StoreError, TieredZeroError
+from tiered_zero.hardware.memory.staging import Lease, StagingPool
 from tiered_zero.hardware.runtime import Runtime
-from tiered_zero.hardware.staging import Lease, StagingPool
 from tiered_zero.plan.slots import COMMIT_KINDS
 from tiered_zero.sizes import PAGE_NBYTES, align_up
 from tiered_zero.store.manifest import Record
 from tiered_zero.store.swap_store import SwapStore
 from tiered_zero.tiers.tier import HostBuffer, Slot, Tier, as_bytes
 from tiered_zero.tiers.unit_update import UnitUpdate
-from tiered_zero.transfer import Transfer, wait_all
 
 
 @dataclass(kw_only=True)

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
+from tiered_zero.concurrency.teardown import Teardown
 from tiered_zero.config.schema import Config
 from tiered_zero.errors import StoreError
-from tiered_zero.hardware.host_memory import HostArena
+from tiered_zero.hardware.memory.host_memory import HostArena
+from tiered_zero.hardware.memory.staging import StagingPool
 from tiered_zero.hardware.runtime import Runtime
-from tiered_zero.hardware.staging import StagingPool
 from tiered_zero.io.engine import IOEngine, IOSettings
 from tiered_zero.io.measure import weigh_directories
 from tiered_zero.io.select import select_engine
@@ -21,7 +22,6 @@ from tiered_zero.plan.planner import Plan
 from tiered_zero.plan.staging import StagingSize
 from tiered_zero.store.swap_dir import SwapDir
 from tiered_zero.store.swap_store import SwapStore
-from tiered_zero.teardown import Teardown
 from tiered_zero.telemetry.spans import Recorder
 from tiered_zero.tiers.device import DeviceTier
 from tiered_zero.tiers.host import HostTier

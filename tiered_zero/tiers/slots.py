@@ -11,8 +11,8 @@ from contextlib import contextmanager
 
 import torch
 
-from tiered_zero.hardware.staging import StagingPool
-from tiered_zero.interrupts import INTERRUPTS
+from tiered_zero.concurrency.interrupts import INTERRUPTS
+from tiered_zero.hardware.memory.staging import StagingPool
 from tiered_zero.sizes import PAGE_NBYTES, align_up
 from tiered_zero.tiers.inventory import Home
 from tiered_zero.tiers.tier import BufferView, as_bytes

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from tiered_zero.concurrency.transfer import Transfer
 from tiered_zero.layout.flat import ParamSpec, Unit
 from tiered_zero.layout.subgroups import Segment
-from tiered_zero.transfer import Transfer
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,8 @@ from typing import Protocol
 
 import torch
 
+from tiered_zero.concurrency.transfer import Transfer
 from tiered_zero.tiers.unit_update import UnitUpdate
-from tiered_zero.transfer import Transfer
 
 
 class HostBuffer(Protocol):

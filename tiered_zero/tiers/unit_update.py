@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from tiered_zero.transfer import Completion
+from tiered_zero.concurrency.transfer import Completion
 
 Copy = Callable[[torch.Tensor, torch.Tensor], None]
 """copy(target, source)"""

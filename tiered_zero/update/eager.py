@@ -8,12 +8,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tiered_zero.concurrency.transfer import Completion, Transfer
 from tiered_zero.layout.flat import Unit
 from tiered_zero.layout.subgroups import SubGroup
-from tiered_zero.optim.state_layout import StateLayout
+from tiered_zero.rules.state_layout import StateLayout
 from tiered_zero.tiers.step_gradients import StepGradients
 from tiered_zero.tiers.unit_update import UnitUpdate
-from tiered_zero.transfer import Completion, Transfer
 
 
 class ReadyQueue:

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from tiered_zero.concurrency.interrupts import protected, shielded
 from tiered_zero.config.schema import SchedulerSection
 from tiered_zero.errors import ConfigError, ModelError
-from tiered_zero.interrupts import protected, shielded
-from tiered_zero.optim.lr import build_scheduler
-from tiered_zero.optim.optimizer_copy import bare_copy
+from tiered_zero.rules.lr import build_scheduler
+from tiered_zero.rules.optimizer_copy import bare_copy
 from tiered_zero.update.optimizer_state import OptimizerState, ParamState
 from tiered_zero.update.policy import UpdatePolicy
 from tiered_zero.update.state_access import NO_COPY, StateAccess

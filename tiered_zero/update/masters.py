@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
-from tiered_zero.hardware.staging import StagingPool
+from tiered_zero.hardware.memory.staging import StagingPool
 from tiered_zero.layout.flat import Unit
 from tiered_zero.layout.subgroups import Segment
-from tiered_zero.optim.state_formats import Parts
-from tiered_zero.optim.state_layout import StateLayout
+from tiered_zero.rules.state_formats import Parts
+from tiered_zero.rules.state_layout import StateLayout
 from tiered_zero.tiers.inventory import Inventory
 from tiered_zero.tiers.slots import read_slot, write_slot
 

@@ -14,16 +14,16 @@ import torch
 from torch import nn
 
 from tiered_zero.errors import BudgetError, ModelError
-from tiered_zero.hardware.agreement import agree
-from tiered_zero.hardware.launcher import local_world_size
+from tiered_zero.hardware.memory.staging import StagingPool
 from tiered_zero.hardware.probe import available_host_nbytes
-from tiered_zero.hardware.staging import StagingPool
+from tiered_zero.hardware.ranks.agreement import agree
+from tiered_zero.hardware.ranks.launcher import local_world_size
 from tiered_zero.layout.flat import ParamSpec
 from tiered_zero.layout.subgroups import ParamPiece
-from tiered_zero.optim.optimizer_copy import changes, same
-from tiered_zero.optim.rule import Run, UpdateRule
-from tiered_zero.optim.state_layout import StateLayout
-from tiered_zero.optim.torch_rule import PROBE_STEPS
+from tiered_zero.rules.optimizer_copy import changes, same
+from tiered_zero.rules.rule import Run, UpdateRule
+from tiered_zero.rules.state_layout import StateLayout
+from tiered_zero.rules.torch_rule import PROBE_STEPS
 from tiered_zero.sizes import format_nbytes
 from tiered_zero.tiers.inventory import Inventory
 from tiered_zero.tiers.slots import leased_slot

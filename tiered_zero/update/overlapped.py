@@ -10,13 +10,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
+from tiered_zero.concurrency.transfer import Completion, Transfer
 from tiered_zero.errors import ModelError
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.layout.flat import Unit
 from tiered_zero.tiers.inventory import Inventory
 from tiered_zero.tiers.step_gradients import StepGradients
 from tiered_zero.tiers.unit_update import UnitUpdate
-from tiered_zero.transfer import Completion, Transfer
 from tiered_zero.update.eager import EagerUpdate, UpdateJob
 from tiered_zero.update.policy import UpdatePolicy
 from tiered_zero.update.stepper import StreamingStepper

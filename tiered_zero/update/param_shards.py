@@ -7,8 +7,8 @@ from typing import TypeVar, final
 
 import torch
 
-from tiered_zero.hardware.agreement import agree
-from tiered_zero.hardware.collectives import Collectives, SingleRank
+from tiered_zero.hardware.ranks.agreement import agree
+from tiered_zero.hardware.ranks.collectives import Collectives, SingleRank
 from tiered_zero.layout.flat import ParamSpec, Unit
 
 Result = TypeVar("Result")

@@ -35,14 +35,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
+from tiered_zero.concurrency.failure_latch import FailureLatch
+from tiered_zero.concurrency.transfer import Completion, Transfer, wait_all
 from tiered_zero.errors import EngineFailedError
-from tiered_zero.failure_latch import FailureLatch
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.layout.flat import Unit
-from tiered_zero.optim.state_layout import StateLayout
+from tiered_zero.rules.state_layout import StateLayout
 from tiered_zero.tiers.step_gradients import StepGradients
 from tiered_zero.tiers.unit_update import UnitUpdate
-from tiered_zero.transfer import Completion, Transfer, wait_all
 from tiered_zero.update.eager import UpdateJob
 from tiered_zero.update.stepper import StreamingStepper
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 
 from tiered_zero.errors import TieredZeroError
-from tiered_zero.optim.state_layout import StateLayout
+from tiered_zero.rules.state_layout import StateLayout
 from tiered_zero.update.subgroup_io import SubGroupIO, SubGroupWork
 
 

@@ -12,17 +12,17 @@ from typing import Any
 
 import torch
 
+from tiered_zero.concurrency.transfer import COMPLETED, Transfer, wait_all
+from tiered_zero.hardware.memory.staging import StagingPool
 from tiered_zero.hardware.runtime import Runtime
-from tiered_zero.hardware.staging import StagingPool
 from tiered_zero.layout.flat import Unit
 from tiered_zero.layout.subgroups import ParamPiece, Segment, SubGroup
-from tiered_zero.optim.optimizer_copy import copied_group
-from tiered_zero.optim.rule import Run, UpdateRule
-from tiered_zero.optim.state_layout import StateLayout
+from tiered_zero.rules.optimizer_copy import copied_group
+from tiered_zero.rules.rule import Run, UpdateRule
+from tiered_zero.rules.state_layout import StateLayout
 from tiered_zero.tiers.inventory import Inventory
 from tiered_zero.tiers.step_gradients import StepGradients
 from tiered_zero.tiers.unit_update import UnitUpdate
-from tiered_zero.transfer import COMPLETED, Transfer, wait_all
 from tiered_zero.update.eager import ReadyQueue, UpdateJob, has_gradient
 from tiered_zero.update.prefetch import NullPrefetcher, Prefetcher
 from tiered_zero.update.subgroup_io import SubGroupIO, SubGroupWork

@@ -8,16 +8,16 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from tiered_zero.hardware.lanes import runs_on_lane
+from tiered_zero.concurrency.transfer import Transfer, wait_quietly
+from tiered_zero.hardware.device.lanes import runs_on_lane
+from tiered_zero.hardware.memory.staging import Lease, StagingPool
 from tiered_zero.hardware.runtime import Runtime
-from tiered_zero.hardware.staging import Lease, StagingPool
 from tiered_zero.layout.flat import Unit
 from tiered_zero.layout.subgroups import Segment, SubGroup
-from tiered_zero.optim.state_layout import StateLayout
+from tiered_zero.rules.state_layout import StateLayout
 from tiered_zero.tiers.inventory import Inventory
 from tiered_zero.tiers.tier import BufferView, as_bytes
 from tiered_zero.tiers.unit_update import UnitUpdate
-from tiered_zero.transfer import Transfer, wait_quietly
 
 
 @dataclass(kw_only=True)

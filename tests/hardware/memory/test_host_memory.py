@@ -1,0 +1,245 @@
+"""The host arena: exact sizes, first fit, pinning, and what outlives it."""
+
+import ctypes
+import gc
+import mmap
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tiered_zero.errors import BudgetError
+from tiered_zero.hardware.device.cpu import CpuAccelerator
+from tiered_zero.hardware.memory.host_memory import HostArena, temporary_zeros, typed_view
+from tiered_zero.hardware.probe import huge_pages
+from tiered_zero.sizes import MIB, PAGE_NBYTES, align_up
+from tiered_zero.telemetry.ledger import Ledger
+
+
+class Pinning(CpuAccelerator):
+    """Pins at most `limit_nbytes`, and remembers."""
+
+    def __init__(self, limit_nbytes):
+        super().__init__(poison=True)
+        self.limit_nbytes = limit_nbytes
+        self.pinned = {}
+
+    def pin(self, address, nbytes):
+        if nbytes > self.limit_nbytes:
+            return False
+        self.pinned[address] = nbytes
+        return True
+
+    def unpin(self, address):
+        del self.pinned[address]
+
+
+@pytest.fixture
+def ledger():
+    return Ledger()
+
+
+@pytest.fixture
+def arena(ledger):
+    arena = HostArena(16 * PAGE_NBYTES, CpuAccelerator(poison=True), pin=False, ledger=ledger)
+    yield arena
+    arena.close()
+
+
+def taken_nbytes(arena):
+    return arena.capacity_nbytes - arena._extents.free_nbytes
+
+
+def test_a_slot_is_whole_pages_and_its_views_are_the_same_bytes(arena, ledger):
+    slot = arena.take(5000, "master")
+    assert slot.nbytes == 2 * PAGE_NBYTES == slot.tensor.numel() == len(slot.memory)
+    assert slot.tensor.dtype == torch.uint8 and slot.tensor.data_ptr() % PAGE_NBYTES == 0
+    slot.memory[:4] = b"\x00\x00\x80\x3f"
+    flat = typed_view(slot.tensor, torch.float32, 1250)
+    assert flat.shape == (1250,) and flat[0] == 1.0
+    flat[1] = 2.0
+    assert bytes(slot.memory[4:8]) == b"\x00\x00\x00\x40"
+    assert ledger.now("host") == slot.nbytes and ledger.by_kind()["host"] == {"master": (8192, 8192)}
+    with pytest.raises(BudgetError, match=r"2049 elements of torch.float32 need 8196 bytes; this memory has 8192"):
+        typed_view(slot.tensor, torch.float32, 2049)
+
+
+def test_over_capacity_is_a_budget_error_that_says_what_is_free(arena):
+    arena.take(10 * PAGE_NBYTES, "a")
+    with pytest.raises(BudgetError, match=r"gradients needs 28.0 KiB .* 64.0 KiB, 24.0 KiB are free"):
+        arena.take(7 * PAGE_NBYTES, "gradients")
+    arena.take(6 * PAGE_NBYTES, "b")
+
+
+def test_a_ledger_limit_takes_nothing():
+    ledger = Ledger({"host": 2 * PAGE_NBYTES})
+    arena = HostArena(8 * PAGE_NBYTES, CpuAccelerator(), pin=False, ledger=ledger)
+    with pytest.raises(BudgetError, match="allowed"):
+        arena.take(3 * PAGE_NBYTES, "a")
+    assert taken_nbytes(arena) == 0 == ledger.now("host")
+    arena.take(2 * PAGE_NBYTES, "a")
+    arena.close()
+
+
+def test_released_bytes_are_poisoned_merged_and_taken_again(arena, ledger):
+    slots = [arena.take(4 * PAGE_NBYTES, "a") for _ in range(4)]
+    flat = typed_view(slots[1].tensor, torch.float32, 16)
+    flat.zero_()
+    for index in (1, 3, 2, 0):
+        slots[index].release()
+    assert flat.isnan().all()
+    assert taken_nbytes(arena) == 0 == ledger.now("host")
+    assert arena.take(16 * PAGE_NBYTES, "a").offset == 0
+    with pytest.raises(RuntimeError, match="released before"):
+        slots[1].release()
+
+
+def test_fresh_memory_is_poisoned_too(arena):
+    assert typed_view(arena.take(1, "a").tensor, torch.float32, 1024).isnan().all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 3 * PAGE_NBYTES), st.integers(0, 9)), max_size=60))
+def test_slots_never_overlap_and_nothing_is_lost(steps):
+    ledger = Ledger()
+    arena = HostArena(16 * PAGE_NBYTES, CpuAccelerator(), pin=False, ledger=ledger)
+    live = []
+    for nbytes, choice in steps:
+        if live and choice < 5:
+            live.pop(choice % len(live)).release()
+        else:
+            free = arena.capacity_nbytes - taken_nbytes(arena)
+            try:
+                live.append(arena.take(nbytes, "a"))
+            except BudgetError:
+                spans = sorted((slot.offset, slot.offset + slot.nbytes) for slot in live)
+                edges = [0, *(edge for span in spans for edge in span), arena.capacity_nbytes]
+                gaps = [edges[i + 1] - edges[i] for i in range(0, len(edges), 2)]
+                assert max(gaps) < align_up(nbytes, PAGE_NBYTES) and sum(gaps) == free
+        spans = sorted((slot.offset, slot.offset + slot.nbytes) for slot in live)
+        assert all(spans[i][1] <= spans[i + 1][0] for i in range(len(spans) - 1))
+        assert taken_nbytes(arena) == sum(slot.nbytes for slot in live) == ledger.now("host")
+    for slot in live:
+        slot.release()
+    assert arena.take(16 * PAGE_NBYTES, "all").offset == 0
+    arena.close()
+
+
+@pytest.mark.parametrize("nbytes", [MIB + 1, 3 * MIB - 5, 33 * MIB + 17, 100_000_001])
+def test_big_sizes_take_at_most_2_percent_more(nbytes):
+    accelerator, ledger = Pinning(1 << 40), Ledger()
+    accelerator._poison = False  # untouched pages cost nothing
+    arena = HostArena(nbytes, accelerator, pin=True, ledger=ledger)
+    assert list(accelerator.pinned.values()) == [arena.capacity_nbytes]
+    assert arena.take(nbytes, "a").nbytes <= arena.capacity_nbytes <= 1.02 * nbytes
+    assert ledger.now("host") <= 1.02 * nbytes
+    arena.close()
+
+
+def test_the_arena_is_pinned_as_one_block_and_unpinned_at_close(ledger):
+    accelerator = Pinning(64 * PAGE_NBYTES)
+    arena = HostArena(64 * PAGE_NBYTES, accelerator, pin=True, ledger=ledger)
+    assert arena.pinned and list(accelerator.pinned.values()) == [64 * PAGE_NBYTES]
+    arena.close()
+    assert not accelerator.pinned and not arena.pinned
+
+
+@pytest.mark.parametrize(("pin", "capacity"), [(False, 64), (True, 65)])
+def test_not_asked_or_not_possible_is_pageable_and_works(ledger, pin, capacity):
+    accelerator = Pinning(64 * PAGE_NBYTES)
+    arena = HostArena(capacity * PAGE_NBYTES, accelerator, pin=pin, ledger=ledger)
+    assert not arena.pinned and not accelerator.pinned
+    arena.take(capacity * PAGE_NBYTES, "a")
+    arena.close()
+
+
+def test_views_outlive_the_arena(ledger):
+    arena = HostArena(4 * PAGE_NBYTES, CpuAccelerator(), pin=False, ledger=ledger)
+    slot = arena.take(PAGE_NBYTES, "a")
+    flat, memory = typed_view(slot.tensor, torch.float32, 8), slot.memory
+    flat.fill_(3.0)
+    arena.close()
+    arena.close()
+    slot.release()  # after close there is nothing left to give back
+    del slot, arena
+    gc.collect()
+    assert torch.equal(flat, torch.full((8,), 3.0)) and memory.nbytes == PAGE_NBYTES
+    assert ledger.now("host") == 0
+
+
+def _resident_nbytes():
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * mmap.PAGESIZE
+
+
+def test_closing_gives_the_memory_back(ledger):
+    before = _resident_nbytes()
+    for _ in range(3):
+        arena = HostArena(64 * MIB, CpuAccelerator(), pin=False, ledger=ledger)
+        arena.take(64 * MIB, "a").tensor.fill_(1)
+        assert _resident_nbytes() - before > 60 * MIB
+        arena.close()
+        assert _resident_nbytes() - before < 8 * MIB
+
+
+def test_a_forked_child_does_not_have_the_pages_and_they_may_be_huge(arena):
+    """So that a child's copy-on-write cannot take a page from under a direct read that is in flight, and so that direct
+    transfers pin few pages."""
+    slot = arena.take(PAGE_NBYTES, "a")
+    with open("/proc/self/smaps") as smaps:
+        text = smaps.read()
+    mappings = {line.split()[0]: flags for line, flags in _mappings(text)}
+    inside = [
+        flags
+        for span, flags in mappings.items()
+        if int(span.split("-")[0], 16) <= slot.tensor.data_ptr() < int(span.split("-")[1], 16)
+    ]
+    assert len(inside) == 1 and "dc" in inside[0].split()
+    assert huge_pages() is None or "hg" in inside[0].split()
+
+
+def _mappings(smaps):
+    header = None
+    for line in smaps.splitlines():
+        if line.startswith("VmFlags:"):
+            yield header, line.removeprefix("VmFlags:")
+        elif "-" in line.split()[0]:
+            header = line
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool])
+@pytest.mark.parametrize("shape", [(), (0,), (3, 5), (300, 1000)])
+def test_temporary_zeros_are_like_any_other(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    found = temporary_zeros(shape, dtype)
+    assert torch.equal(found, torch.zeros(shape, dtype=dtype)) and found.shape == torch.Size(shape)
+    assert found.dtype is dtype and found.is_contiguous() and not found.requires_grad
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="glibc before 2.33 does not report heap sizes")
+def test_large_ones_that_come_and_go_leave_nothing_in_the_heap() -> None:
+    """Small blocks that stay are allocated in between; 30 MiB in all pass by."""
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 1 << 20
+
+
+SCRIPT = """
+import ctypes, torch
+from tiered_zero.hardware.memory.host_memory import temporary_zeros
+
+class Figures(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_size_t) for name in "arena a b c d e f used free keep".split()]
+
+mallinfo2 = ctypes.CDLL(None).mallinfo2
+mallinfo2.restype = Figures
+kept = [temporary_zeros((1,), torch.float32)]
+before = mallinfo2().arena
+for _ in range(30):
+    large = temporary_zeros((1 << 18,), torch.float32).fill_(1.0)
+    kept.append([bytes(600) for _ in range(10)])
+    del large
+print(mallinfo2().arena - before)
+"""

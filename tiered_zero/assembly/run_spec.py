@@ -1,0 +1,362 @@
+"""Specify a run: units, sub-groups, rule and plan, from a config and a model, before a byte is allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from tiered_zero.config.schema import Config
+from tiered_zero.errors import ModelError
+from tiered_zero.hardware.device.select import find_device, shares_cores
+from tiered_zero.hardware.probe import available_device_nbytes, available_host_nbytes
+from tiered_zero.hardware.ranks.collectives import Collectives, SingleRank
+from tiered_zero.hardware.ranks.launcher import local_world_size
+from tiered_zero.layout.flat import CUT_NUMEL, ParamSpec, Unit
+from tiered_zero.layout.subgroups import MAX_SUB_GROUPS, cut_subgroups, sub_group_numel
+from tiered_zero.layout.units import find_units
+from tiered_zero.params.aliases import check_memory
+from tiered_zero.params.guarded_parameter import ClosedEngine
+from tiered_zero.params.model_spec import list_params, module_tree, packed_nbytes, persistent_buffers
+from tiered_zero.params.param_handlers import handler_of
+from tiered_zero.plan.planner import Plan, make_plan
+from tiered_zero.plan.rank_facts import compare_facts
+from tiered_zero.plan.request import (
+    Limits,
+    SubGroupSize,
+    plan_request,
+    splits_masters_off_device,
+    unit_rules,
+)
+from tiered_zero.plan.slots import PlannedSlot, list_slots
+from tiered_zero.rules.from_config import format_rule, group_params, make_optimizer, make_rule
+from tiered_zero.rules.rule import UpdateRule
+from tiered_zero.rules.state_formats import check_params, master_format
+from tiered_zero.rules.state_layout import StateLayout
+from tiered_zero.sizes import TIERS, format_nbytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSpec:
+    """Everything that can be known before a byte is allocated."""
+
+    config: Config
+    model: nn.Module
+    specs: dict[nn.Parameter, ParamSpec]
+    units: list[Unit]
+    source: Optimizer
+    rule: UpdateRule
+    layouts: list[StateLayout]
+    plan: Plan
+    slots: list[PlannedSlot]
+    """Of units, sub-groups and durable copies."""
+    trained: frozenset[str]
+    """Names of the parameters that an update changes, on whatever rank."""
+    trains: bool = True
+    """False where there is no optimizer: the run evaluates."""
+
+    def params_of(self, unit: Unit) -> list[nn.Parameter]:
+        """List the parameters of a unit in the order of its entries."""
+        return [self._param_by_index[entry.param.index] for entry in unit.entries]
+
+    @cached_property
+    def _param_by_index(self) -> dict[int, nn.Parameter]:
+        return {spec.index: param for param, spec in self.specs.items()}
+
+
+def specify_run(
+    config: Config,
+    model: nn.Module,
+    optimizer: Optimizer | Callable[[Any], Optimizer] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    limits: Limits | None = None,
+    collectives: Collectives | None = None,
+) -> RunSpec:
+    """Lay the model out and plan its bytes. Reads no parameter's bytes; raises ConfigError and ModelError.
+
+    Without an optimizer, given or in the config, the run evaluates: every parameter is frozen to it. `collectives`:
+    with the other ranks, which call this at the same time; the plans must agree (RankError).
+    """
+    ranks = collectives or SingleRank()
+    _check_ranks(config, ranks.world_size)
+    trains = optimizer is not None or config.optimizer is not None
+    specs = list_params(model, lambda dtype: compute_dtype(config, dtype), trains)
+    _check_params(specs, trains)
+    _check_embeddings(model)
+    check_memory(model, specs)
+    source = make_optimizer(config.optimizer, model, optimizer, model_parameters)
+    settings = config.tiered_zero
+    request = plan_request(
+        config,
+        limits=_limits(config, model, limits or {}, ranks),
+        shares_cores=shares_cores(settings.device, settings.debug_delay_seed),
+        buffers_nbytes=packed_nbytes(persistent_buffers(model).values()),
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+    )
+    rule = make_rule(source, is_own=request.ranks.shards_params or settings.state_format != "fp32")
+    rule, masters = format_rule(settings.state_format, rule), master_format(settings.state_format)
+    rules = unit_rules(config, ranks.world_size, whole_params=not rule.elementwise)
+    units = find_units(module_tree(model, specs), list(specs.values()), rules)
+    group_of = group_params(source, specs) if trains else {}
+    if request.ranks.shards_params and not rule.elementwise:
+        raise ModelError(
+            f"{rule.name} steps whole parameters, and at stage 3 each of {ranks.world_size} ranks has a part of them. "
+            "Set zero_optimization.stage to 2, where each rank steps parameters of its own, or take Adam, AdamW, SGD, "
+            "Adagrad or Lion."
+        )
+    size = sub_group_numel(config.zero_optimization.sub_group_size, units)
+    rank = ranks.rank if request.ranks.shards_state else None
+    subgroups = cut_subgroups(
+        units, group_of, size, elementwise=rule.elementwise, apart=request.state.is_split, rank=rank
+    )
+    layouts = [StateLayout(subgroup, rule, source.param_groups, masters) for subgroup in subgroups]
+    sizes = [
+        SubGroupSize(state_nbytes=layout.nbytes, parts=layout.subgroup.parts, embedding=layout.subgroup.embedding)
+        for layout in layouts
+    ]
+    if rule.keeps_group_state and request.ranks.shards_state:
+        raise ModelError(
+            f"{rule.name} keeps state of whole param groups, and at stage {config.zero_optimization.stage} each of "
+            f"{ranks.world_size} ranks steps a part of them. Set zero_optimization.stage to 0."
+        )
+    if rule.keeps_group_state:  # known from the layouts on; such state changes when a step is taken, and not before
+        request = replace(request, update=replace(request.update, in_backward=False))
+    plan = make_plan(units, sizes, request)
+    check_params(masters, subgroups, plan.tiers.params, plan.tiers.state)
+    slots = list_slots(units, sizes, plan.tiers, plan.request, delayed=plan.delayed)
+    if ranks.world_size > 1:  # before anything is allocated
+        facts = {
+            **_config_facts(config),
+            "optimizer": rule.name if trains else None,
+            **_model_facts(model, specs, units),
+            "param groups": dict(group_of),
+            "update policy": plan.update_policy.policy,
+            "tiered_zero.delay_start_step": config.tiered_zero.delay_start_step if plan.delayed else None,
+            "tiered_zero.state_format": plan.request.state.format,
+            "tiered_zero.checkpoint.in_place": config.tiered_zero.checkpoint.in_place,
+            "tiered_zero.checkpoint.resume, a directory that all hosts share, or null": (
+                None if config.tiered_zero.checkpoint.resume is None else "a directory"
+            ),
+            "tiers of parameters": {units[index].name: tier for index, tier in plan.tiers.params.items()},
+        }
+        compare_facts(facts, ranks.exchange)
+    plan = _with_common_window(plan, ranks)
+    return RunSpec(
+        config=config,
+        model=model,
+        specs=specs,
+        units=units,
+        source=source,
+        rule=rule,
+        layouts=layouts,
+        plan=plan,
+        slots=slots,
+        trained=frozenset(
+            entry.param.name
+            for unit in units
+            for entry in unit.entries
+            if unit.trainable and entry.param.numel and entry.param.name in group_of
+        ),
+        trains=trains,
+    )
+
+
+def _check_ranks(config: Config, world_size: int) -> None:
+    """Raise ModelError for what this version does not do with more ranks than one, each by its name."""
+    if world_size == 1:
+        return
+    zero, settings = config.zero_optimization, config.tiered_zero
+    if settings.update == "delayed" and zero.stage in (1, 2):
+        raise ModelError(
+            f"tiered_zero.update: expected auto or barrier at stage {zero.stage} with {world_size} ranks, which gather "
+            "each other's new parameters inside step(); found 'delayed'. Leave it out, or set zero_optimization.stage "
+            "to 0 or 3."
+        )
+    if (device := find_device(settings.device)).type != "cpu":
+        raise ModelError(
+            f"tiered_zero.device: expected cpu with {world_size} ranks, whose collectives run over gloo on CPU tensors "
+            f"in this version; found {device}. Set it to cpu, or start one process."
+        )
+
+
+def _config_facts(config: Config) -> dict[str, Any]:
+    """By key, those of a section as `section.key`: each value that is the same on all ranks. Devices, paths and files
+    may differ."""
+    path: dict[str, Any] = {"nvme_path": True}
+    zero = {"offload_param": path, "offload_optimizer": path}
+    own: dict[str, Any] = {"tiered_zero": True, "aio": True, "zero_optimization": zero}
+    facts: dict[str, Any] = {}
+    for name, value in config.model_dump(mode="json", exclude=own).items():
+        facts |= {f"{name}.{key}": entry for key, entry in value.items()} if isinstance(value, dict) else {name: value}
+    return facts
+
+
+def _model_facts(model: nn.Module, specs: Mapping[nn.Parameter, ParamSpec], units: Iterable[Unit]) -> dict[str, Any]:
+    """What of the model is the same on all ranks."""
+    return {
+        "parameters": {
+            spec.name: {
+                "place": spec.index,
+                "shape": spec.shape,
+                "dtype": str(spec.dtype),
+                "requires_grad": spec.trainable,
+                "tied names": spec.aliases,
+                "stride": spec.stride,
+                "use as an embedding": spec.embedding,
+            }
+            for spec in specs.values()
+        },
+        "buffers": {
+            name: {"shape": tuple(buffer.shape), "dtype": str(buffer.dtype)} for name, buffer in model.named_buffers()
+        },
+        "modules around parameters": {unit.name: [entry.param.name for entry in unit.entries] for unit in units},
+    }
+
+
+def _with_common_window(plan: Plan, ranks: Collectives) -> Plan:
+    """Take the least room for paged parameters that any rank has: the order of gathers depends on it."""
+    if not plan.request.ranks.shards_params:
+        return plan
+    own = plan.pager_limits
+    found = ranks.exchange(f"{own.live_nbytes} {own.most_live_nbytes}".encode(), "room for parameters")
+    live, most_live = (min(map(int, values)) for values in zip(*(each.split() for each in found), strict=True))
+    return replace(plan, pager_limits=replace(own, live_nbytes=live, most_live_nbytes=most_live))
+
+
+def _check_embeddings(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+            raise ModelError(
+                f"{type(module).__name__} {name!r} has max_norm={module.max_norm:g}: its forward changes rows of its "
+                "weight, and the next update, which starts from the values on the tiers, would undo that. Build it "
+                "without max_norm; rows can be limited after step(), inside `with tiered_zero.gathered(weight, "
+                "modify=True):`."
+            )
+
+
+def _check_params(specs: Mapping[nn.Parameter, ParamSpec], trains: bool) -> None:
+    for param, spec in specs.items():
+        handler = handler_of(param)
+        if isinstance(handler, ClosedEngine):
+            raise ModelError(
+                f"Parameter {spec.name} has no value: it rested on a tier of an engine that is closed. Take "
+                "engine.module.state_dict() before engine.close(), and call model.load_state_dict() with it before "
+                "tiered_zero.initialize()."
+            )
+        if handler is not None:
+            raise ModelError(
+                f"Parameter {spec.name} belongs to an engine already, which is open. Use that engine, or close it "
+                "first."
+            )
+        if spec.trainable and spec.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise ModelError(
+                f"Parameter {spec.name} is {spec.dtype}; trainable ones are float32, bfloat16 or float16. Convert it "
+                "(model.float()), or set requires_grad=False for it."
+            )
+    if not trains:
+        return
+    if not any(spec.trainable for spec in specs.values()):
+        raise ModelError(
+            "No parameter of the model requires a gradient; there is nothing to train. Set requires_grad=True."
+        )
+    if not any(spec.trainable and spec.numel for spec in specs.values()):
+        raise ModelError("Every parameter of the model that requires a gradient is empty; there is nothing to train.")
+
+
+def compute_dtype(config: Config, dtype: torch.dtype) -> torch.dtype:
+    """What a tensor of `dtype` is on the device: 16 bit if the config says so and it is a float; else as it is."""
+    wanted: torch.dtype = getattr(torch, config.param_dtype_name)
+    return wanted if dtype.is_floating_point and wanted != torch.float32 else dtype
+
+
+def _limits(config: Config, model: nn.Module, given: Limits, ranks: Collectives) -> Limits:
+    """Bytes that this rank may use on each tier: those `given` go before the config's and the machine's.
+
+    A model that is on the device leaves it, unit by unit, for its place in the plan. Ranks of one host share its
+    memory, and every rank plans with the least that any has.
+    """
+    settings = config.tiered_zero
+    limits: dict[str, tuple[int, str]] = {}
+    device_nbytes = available_device_nbytes(find_device(settings.device), model.parameters())
+    if device_nbytes is not None:
+        limits["device"] = (device_nbytes, "what the device has free")
+    if (
+        settings.device_memory_limit is not None
+        and settings.device_memory_limit <= limits.get("device", (settings.device_memory_limit, ""))[0]
+    ):
+        limits["device"] = (settings.device_memory_limit, "tiered_zero.device_memory_limit")
+    limits["host"] = (available_host_nbytes(), "what this machine and its cgroup have free")
+    if ranks.world_size > 1:
+        shares = ranks.exchange(str(limits["host"][0] // local_world_size()).encode(), "free host memory")
+        limits["host"] = (min(map(int, shares)), "each rank's part of what its machine and cgroup have free")
+    if settings.host_memory_limit is not None and settings.host_memory_limit <= limits["host"][0]:
+        limits["host"] = (settings.host_memory_limit, "tiered_zero.host_memory_limit")
+    return {**limits, **given}
+
+
+def planning_notices(run_spec: RunSpec) -> list[str]:
+    """One line for each setting that the plan could not follow to the letter."""
+    zero, plan = run_spec.config.zero_optimization, run_spec.plan
+    lines = []
+    if "stage3_param_persistence_threshold" in zero.model_fields_set and zero.stage3_param_persistence_threshold:
+        key = "zero_optimization.stage3_param_persistence_threshold"
+        if plan.tiers.sharded:
+            lines.append(f"{key}: no parameter stays whole with many ranks; small ones are gathered with their block")
+        elif splits_masters_off_device(run_spec.config):
+            lines.append(f"{key}: no parameter stays on the device with bf16_remainder, as each is half of its master")
+    ranks = plan.request.ranks
+    if run_spec.rule.elementwise and any(group.get("fused") for group in run_spec.source.param_groups):
+        cause = (
+            "each rank has parts of parameters"
+            if ranks.shards_params
+            else f"state is kept as {plan.request.state.format}"
+        )
+        lines.append(
+            f"{run_spec.rule.name} with fused=True is stepped as with fused=False, which rounds otherwise, for {cause}"
+        )
+    keys = ("gradient_allreduce_op", "prescale_gradients", "gradient_predivide_factor", "communication_data_type")
+    defaults = type(run_spec.config).model_fields
+    idle = [key for key in keys if getattr(run_spec.config, key) not in (defaults[key].default, False)]
+    if idle and ranks.world_size == 1:
+        lines.append(f"one rank has no gradients to sum with others': without effect are {', '.join(idle)}")
+    if plan.request.update.policy == "overlapped" and ranks.shards_state and not ranks.shards_params:
+        lines.append(f"tiered_zero.update: overlapped was asked for; {plan.update_policy.text}")
+    given = zero.sub_group_size
+    numel = sub_group_numel(given, run_spec.units)
+    if numel < given < 1_000_000_000:  # DeepSpeed's default asks for nothing, here and below
+        lines.append(f"zero_optimization.sub_group_size: {given} is a limit; sub-groups are cut at {numel} elements")
+    elif numel > max(given, CUT_NUMEL):
+        lines.append(
+            f"zero_optimization.sub_group_size: {given} would cut this model into more than {MAX_SUB_GROUPS} pieces; "
+            f"sub-groups are cut at {numel} elements"
+        )
+    if ranks.world_size > 1 and ranks.bucket_numel < zero.reduce_bucket_size != 500_000_000:
+        lines.append(
+            f"zero_optimization.reduce_bucket_size: {zero.reduce_bucket_size} is a limit; buckets have "
+            f"{ranks.bucket_numel} elements"
+        )
+    allowed = zero.stage3_max_live_parameters
+    paged = [unit for unit in run_spec.units if not plan.tiers.is_resident(unit)]
+    needed = plan.pager_limits.live_nbytes // max((unit.itemsize for unit in paged), default=1)
+    if paged and 0 < allowed < needed:  # 0 asks for just what is in use
+        lines.append(
+            f"zero_optimization.stage3_max_live_parameters: {allowed} is less than the {needed} elements that are in "
+            "use at once; those are kept on the device. Lower tiered_zero.unit_size_cap to need fewer."
+        )
+    asked = {f"tiered_zero.state_limits.{tier}": tier for tier in plan.request.state.limits}
+    if zero.offload_optimizer.ratio < 1:
+        asked["zero_optimization.offload_optimizer.ratio"] = "device"
+    used = {TIERS.index(tier) for tier in plan.tiers.state}
+    smallest = format_nbytes(min((layout.nbytes for layout in run_spec.layouts), default=0))
+    return lines + [
+        f"{name}: no sub-group rests on tier {tier}, for the smallest needs {smallest}. Lower "
+        "zero_optimization.sub_group_size, or give more room."
+        for name, tier in asked.items()
+        if TIERS.index(tier) not in used and any(TIERS.index(tier) < other for other in used)
+    ]

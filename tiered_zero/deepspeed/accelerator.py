@@ -1,0 +1,98 @@
+"""DeepSpeed's `accelerator` namespace: what scripts ask of the device that torch computes on."""
+
+from __future__ import annotations
+
+import functools
+import resource
+from typing import Any, final
+
+import torch
+
+from tiered_zero.errors import MissingNameError
+from tiered_zero.hardware.device.select import find_device
+from tiered_zero.hardware.ranks.launcher import local_rank
+
+__all__ = ["CurrentAccelerator", "get_accelerator"]
+
+
+@functools.cache
+def get_accelerator() -> CurrentAccelerator:
+    """Return the accelerator of this process: a GPU where torch finds one, else the CPU."""
+    return CurrentAccelerator()
+
+
+@final
+class CurrentAccelerator:
+    """DeepSpeed's questions, by its names. What it asks of `torch.cuda` (Stream, Event, manual_seed ...) is answered by
+    torch's module for the device, `torch.get_device_module()`."""
+
+    def __init__(self) -> None:
+        self._type = find_device("auto").type
+        self._module = torch.get_device_module(self._type)
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("_") and hasattr(self._module, name):
+            return getattr(self._module, name)
+        raise MissingNameError(
+            f"get_accelerator().{name} of DeepSpeed does not exist here for {self._type}: take torch.accelerator, or "
+            f"torch.{self._type}."
+        )
+
+    def device_name(self, device_index: int | None = None) -> str:
+        """Name the device as torch does: "cpu", "cuda" or "cuda:1"."""
+        return self._type if device_index is None or self._type == "cpu" else f"{self._type}:{device_index}"
+
+    def current_device(self) -> int:
+        """Index of the current device; on a CPU this process's rank on its host, as in DeepSpeed."""
+        return local_rank() if self._type == "cpu" else int(self._module.current_device())
+
+    def current_device_name(self) -> str:
+        """Name the current device: "cpu" or "cuda:0"."""
+        return self.device_name(self.current_device())
+
+    def is_available(self) -> bool:
+        """True: a CPU at least."""
+        return True
+
+    def communication_backend_name(self) -> str:
+        """Name the backend that collectives run over here."""
+        return "gloo"
+
+    def synchronize(self, device_index: int | None = None) -> None:
+        """Wait for the device's work; a CPU has none that is not done."""
+        if self._type != "cpu":
+            self._module.synchronize(device_index)
+
+    def empty_cache(self) -> None:
+        """Give cached memory back to the device; a CPU caches none."""
+        if self._type != "cpu":
+            self._module.empty_cache()
+
+    def memory_allocated(self, device_index: int | None = None) -> int:
+        """Bytes that tensors take on the device; on a CPU the process's resident memory, as in DeepSpeed."""
+        if self._type != "cpu":
+            return int(self._module.memory_allocated(device_index))
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * resource.getpagesize()
+
+    def max_memory_allocated(self, device_index: int | None = None) -> int:
+        """The most of `memory_allocated` so far."""
+        if self._type != "cpu":
+            return int(self._module.max_memory_allocated(device_index))
+        return max(self.memory_allocated(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+
+    def is_bf16_supported(self) -> bool:
+        """Whether the device computes in bfloat16."""
+        return self._type == "cpu" or bool(self._module.is_bf16_supported())
+
+    def is_fp16_supported(self) -> bool:
+        """True: a CPU computes in float16 too, slowly."""
+        return True
+
+    def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:
+        """Return the tensor in pinned memory; on a CPU as it is."""
+        return tensor if self._type == "cpu" else tensor.pin_memory()
+
+    def on_accelerator(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor is on the device."""
+        return tensor.device.type == self._type

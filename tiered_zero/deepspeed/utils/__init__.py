@@ -1,0 +1,120 @@
+"""DeepSpeed's `utils` namespace: full masters, gradients and state of a parameter, and a loader without end.
+
+`utils.zero_to_fp32` reads the weights of a checkpoint."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from tiered_zero.engine.full_values import get_grad, get_master, get_state, set_grad, set_master, set_state
+from tiered_zero.errors import ConfigError
+
+logger = logging.getLogger("tiered_zero")
+
+__all__ = [
+    "RepeatingLoader",
+    "get_z3_leaf_modules",
+    "log_dist",
+    "logger",
+    "safe_get_full_fp32_param",
+    "safe_get_full_grad",
+    "safe_get_full_optimizer_state",
+    "safe_set_full_fp32_param",
+    "safe_set_full_grad",
+    "safe_set_full_optimizer_state",
+    "set_z3_leaf_modules",
+    "unset_z3_leaf_modules",
+    "z3_leaf_module",
+]
+
+
+class RepeatingLoader:
+    """Begins again where `loader` ends."""
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self.loader = loader
+        self._batches = iter(loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return next(self._batches)
+        except StopIteration:
+            self._batches = iter(self.loader)
+            return next(self._batches)
+
+
+def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
+    """Log `message` unless `ranks` leaves this rank, 0, out."""
+    if ranks is None or 0 in ranks or -1 in ranks:
+        logger.log(level, "%s", message)
+
+
+_LEAF = "_z3_leaf"
+
+
+def set_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """Flag the modules of these classes (or class names, with or without their module's), and return them. The flag is
+    DeepSpeed's, and changes nothing here: what a module needs is fetched as it is called. Raises ConfigError."""
+    return _flag(model, leaf_module_classes, True, raise_if_not_found)
+
+
+def unset_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """Take the flag of `set_z3_leaf_modules` off again. Raises ConfigError."""
+    return _flag(model, leaf_module_classes, False, raise_if_not_found)
+
+
+def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
+    """Return the modules of `model` that are flagged."""
+    return [module for module in model.modules() if z3_leaf_module(module)]
+
+
+def z3_leaf_module(model: nn.Module) -> bool:
+    """Whether this module is flagged."""
+    return bool(getattr(model, _LEAF, False))
+
+
+def _flag(
+    model: nn.Module, classes: Sequence[type[nn.Module] | str], value: bool, raise_if_not_found: bool
+) -> list[nn.Module]:
+    kinds = tuple(kind for kind in classes if isinstance(kind, type))
+
+    def is_meant(module: nn.Module) -> bool:
+        own = type(module)
+        return isinstance(module, kinds) or own.__name__ in classes or f"{own.__module__}.{own.__qualname__}" in classes
+
+    found = [module for module in model.modules() if is_meant(module)]
+    for module in found:
+        setattr(module, _LEAF, value)
+    if not found and raise_if_not_found:
+        names = ", ".join(getattr(kind, "__name__", str(kind)) for kind in classes)
+        raise ConfigError(
+            f"Expected modules of {names or 'some class'} in {type(model).__name__}; found none. Correct the names, or "
+            "pass raise_if_not_found=False."
+        )
+    return found
+
+
+safe_get_full_fp32_param, safe_set_full_fp32_param = get_master, set_master
+safe_get_full_grad, safe_set_full_grad = get_grad, set_grad
+
+
+def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
+    """State such as "exp_avg", fp32, a copy on the CPU; None before the first step."""
+    return get_state(param, optim_state_key)
+
+
+def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
+    """Set state such as "exp_avg". Raises ModelError before the first step."""
+    set_state(param, optim_state_key, value)

@@ -1,0 +1,76 @@
+"""DeepSpeed's `zero` namespace: scripts that build models under `zero.Init` and touch weights under GatheredParameters.
+
+Nothing is sharded while a model is built, so most of it has nothing to do.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+from torch import nn
+
+from tiered_zero.errors import ModelError
+from tiered_zero.hardware.ranks.collectives import open_default_group
+from tiered_zero.hardware.ranks.launcher import get_world_size
+from tiered_zero.params.gather import gathered
+
+logger = logging.getLogger("tiered_zero")
+
+__all__ = ["GatheredParameters", "Init", "register_external_parameter"]
+
+
+class Init:
+    """Builds the model as it is written, in host memory; `initialize` moves it to its tiers.
+
+    DeepSpeed shards each module as it is made. The meta device would save host memory too, but what a constructor
+    writes into parameters would be lost there, so it is left to the user: build under `torch.device("meta")` a model
+    larger than host memory, whose values come from `reset_parameters`, `_init_weights` or `tiered_zero.weights`. With
+    many ranks each builds the model, and all get rank 0's values, unit by unit: so no rank has the whole of one that is
+    built on meta.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        data_parallel_group: Any = None,
+        *,
+        config_dict_or_path: Any = None,
+        enabled: bool = True,
+        **others: Any,
+    ) -> None:
+        """Every argument of DeepSpeed is taken; the config that counts is that of `initialize`. Makes the process group
+        where there is none, as DeepSpeed does: scripts ask for their rank while they build the model."""
+        if enabled:
+            open_default_group()
+            logger.info("zero.Init: the model is built in host memory, and moves to its tiers in initialize()")
+
+    def __enter__(self) -> Init:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return
+
+
+@contextmanager
+def GatheredParameters(
+    params: nn.Parameter | Iterable[nn.Parameter] | nn.Module,
+    modifier_rank: int | None = None,
+    fwd_module: nn.Module | None = None,
+    enabled: bool = True,
+) -> Iterator[None]:
+    """`tiered_zero.gathered`; with `modifier_rank` the changes of that rank are kept. Before `initialize` it does
+    nothing."""
+    num_ranks = get_world_size()
+    if modifier_rank is not None and modifier_rank not in range(num_ranks):
+        raise ModelError(
+            f"modifier_rank: expected None or less than {num_ranks}, the number of ranks; found {modifier_rank!r}."
+        )
+    with gathered(params, modifier_rank is not None, modifier_rank or 0) if enabled else nullcontext():
+        yield
+
+
+def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Nothing to do: functions of any module find the parameters that they are called with."""

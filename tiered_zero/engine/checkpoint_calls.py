@@ -1,0 +1,240 @@
+"""The engine's calls that read and write what a run holds: checkpoints, weight files, values by a parameter's name."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+
+from tiered_zero.checkpoint.driver import LoadParts
+from tiered_zero.checkpoint.ranks import write_together
+from tiered_zero.checkpoint.weights import (
+    MAX_SHARD_NBYTES,
+    WEIGHTS_NAME,
+    WeightTensor,
+    model_weights,
+    reading_order,
+    write_model_config,
+    write_weights,
+)
+from tiered_zero.engine.calls import Run, on_one_thread
+from tiered_zero.engine.full_values import get_grad, get_master, get_state, set_grad, set_master, set_state
+from tiered_zero.engine.train_step import TrainStep
+from tiered_zero.errors import ModelError
+from tiered_zero.params.outside_modes import runs_outside_modes
+from tiered_zero.sizes import parse_nbytes
+from tiered_zero.telemetry.spans import SAVE_LANE
+
+logger = logging.getLogger("tiered_zero")
+
+
+class CheckpointCalls:
+    """Mixed into Engine; holds no state. Driver thread; blocks."""
+
+    _run: Run
+    _step: TrainStep
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    @on_one_thread
+    @runs_outside_modes
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        client_state: Mapping[str, Any] = MappingProxyType({}),
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save everything that the run holds as `save_dir/tag` (default: global_step{N}), on any placement for any
+        other, so that training goes on with the same bits. Call it after a `step()` that updates.
+
+        The save is queued behind the update that is under way. It is durable once `flush()`, `close()`, or the next
+        save or load has returned; the first of them raises its error, and training can go on in any case. A delayed
+        update becomes visible first. `client_state`: plain values, tensors and arrays. Without frozen parameters a
+        checkpoint is loaded with load_module_strict=False. Raises ModelError, StoreError and TransferError.
+
+        With many ranks every rank calls this, and rank 0's `client_state` is saved. It returns on all of them once the
+        checkpoint is durable, or raises on all the error of one.
+        """
+
+        def begin() -> tuple[int, str]:
+            _directory("save_checkpoint", save_dir)
+            self._step.check_between_steps("A checkpoint is saved")
+            step = self._step.counts.global_steps
+            return step, f"global_step{step}" if tag is None else str(tag)
+
+        with self._step.runtime.recorder.span(SAVE_LANE, "save"):
+            self._run.checkpoints.save(
+                save_dir,
+                begin,
+                client_state,
+                save_latest=save_latest,
+                exclude_frozen=exclude_frozen_parameters,
+            )
+        return True
+
+    @on_one_thread
+    @runs_outside_modes
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+    ) -> tuple[str | None, dict[str, Any]]:
+        """Go on from `load_dir/tag`; without a tag from what `latest` names, or else the newest complete checkpoint.
+        Returns its path and client_state; (None, {}), with a warning, where `load_dir` is missing or empty. Anything
+        else in it that is no checkpoint of ours is refused (StoreError), so that no run begins at step 0 by mistake.
+
+        Masters take the saved fp32 values, and parameters those rounded, whatever else is loaded. Optimizer state
+        starts anew with `load_module_only`, which leaves counts, schedule and random numbers as they are, and without
+        `load_optimizer_states`. Nothing is changed where the checkpoint does not fit (ModelError, ConfigError,
+        StoreError); damage that is found later ends the use of this engine. No pickle is read. With many ranks every
+        rank calls this; any number of ranks loads what any other has saved.
+        """
+        if custom_load_fn is not None:
+            raise ModelError(
+                "load_checkpoint(custom_load_fn=...) would need the whole model in memory. Load without it, and change "
+                "weights inside tiered_zero.gathered(module, modify=True)."
+            )
+
+        def begin() -> None:
+            _directory("load_checkpoint", load_dir)
+            self._step.check_between_steps("A checkpoint is loaded")
+
+        found = self._run.checkpoints.find(load_dir, None if tag is None else str(tag), begin)
+        if found is None:
+            return None, {}
+        parts = LoadParts(
+            optimizer_states=load_optimizer_states,
+            lr_scheduler_states=load_lr_scheduler_states,
+            module_only=load_module_only,
+        )
+        with self._step.failures.surfacing():
+            return str(found.path), self._run.checkpoints.load(found, parts, strict=load_module_strict)
+
+    @property
+    def resumed(self) -> tuple[Path, dict[str, Any]] | None:
+        """What tiered_zero.checkpoint.resume was, and the client_state that was saved there; None of a new run."""
+        return self._run.checkpoints.resumed
+
+    # -- weights -------------------------------------------------------------------------------------------------------
+
+    @on_one_thread
+    @runs_outside_modes
+    def save_16bit_model(
+        self,
+        save_dir: str | Path,
+        save_filename: str = WEIGHTS_NAME,
+        exclude_frozen_parameters: bool = False,
+        *,
+        max_shard_size: int | str = MAX_SHARD_NBYTES,
+    ) -> bool:
+        """Write the parameters, in the dtype that they train in, and the buffers as safetensors files, which
+        `from_pretrained(save_dir)` of transformers and plain torch load.
+
+        Weights larger than `max_shard_size` go to numbered files with an index. Tied weights are written under each of
+        their names, as `load_state_dict(strict=True)` wants them. A transformers model's config is written besides.
+        Earlier weights of this name are replaced at the end. Rank 0 writes; at stage 3 every rank calls this.
+        """
+        directory = _directory("save_16bit_model", save_dir)
+        ranks, is_sharded = self._step.runtime.collectives, self._run.plan.request.ranks.shards_params
+        if ranks.rank > 0 and not is_sharded:
+            return True  # rank 0 has the same weights
+        name = save_filename
+        if name == "pytorch_model.bin":
+            name = WEIGHTS_NAME
+            logger.warning("save_16bit_model writes safetensors: %s, not %s", name, save_filename)
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            raise ModelError(f"save_filename: expected a name that ends with .safetensors; found {save_filename!r}.")
+        self._step.check()
+        self._step.before_weights_read()
+        pager = self._step.pager
+        units = pager.units.by_param
+
+        def unit_of(param: nn.Parameter) -> int:
+            return units[param].unit.index
+
+        weights = model_weights(self._run.module, pager.copies.take, unit_of, exclude_frozen=exclude_frozen_parameters)
+        max_nbytes = parse_nbytes(max_shard_size)
+
+        def write(tensors: Sequence[WeightTensor]) -> None:
+            write_weights(directory, tensors, max_shard_nbytes=max_nbytes, file_name=name)
+            write_model_config(self._run.module, directory)
+
+        try:
+            if is_sharded:
+                write_together(ranks, reading_order(weights, max_nbytes), write)
+            else:
+                write(weights)
+        finally:
+            pager.copies.end()  # drops the unit read last
+        return True
+
+    def save_fp16_model(
+        self,
+        save_dir: str | Path,
+        save_filename: str = WEIGHTS_NAME,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """The same as `save_16bit_model`: DeepSpeed's older name."""
+        return self.save_16bit_model(save_dir, save_filename, exclude_frozen_parameters)
+
+    # -- values of one parameter ---------------------------------------------------------------------------------------
+
+    @on_one_thread
+    def peek(self, name: str, kind: str = "master") -> torch.Tensor | None:
+        """Read one value of the parameter `name`, as `module.named_parameters()` calls it: a copy on the CPU, from any
+        tier. Masters and gradients are fp32 in the parameter's shape; state has torch's dtype and shape.
+
+        `kind`: "master", "grad" (between backward and `step()`, without the loss scale), or state as torch's optimizer
+        calls it, such as "exp_avg". None for what there is not: of a frozen parameter, before the first step, without
+        a gradient. Raises ModelError. Waits for every update and reads whole sub-groups: not for every step. Where
+        masters and state are sharded (many ranks, stage 1 and up) every rank calls this.
+        """
+        param = self._named(name)
+        if kind == "master":
+            return get_master(param)
+        return get_grad(param) if kind == "grad" else get_state(param, kind)
+
+    @on_one_thread
+    def poke(self, name: str, kind: str, value: torch.Tensor) -> None:
+        """Set what `peek` reads, on whatever tier it rests; the next step goes on from it.
+
+        A master takes `value` exactly, and its parameter becomes that rounded to its dtype. State in a lossy
+        `state_format` is rounded. Raises ModelError for what there is not. With many ranks every rank calls this, and
+        rank 0's value is set.
+        """
+        param = self._named(name)
+        if kind == "master":
+            set_master(param, value)
+        elif kind == "grad":
+            set_grad(param, value)
+        else:
+            set_state(param, kind, value)
+
+    def _named(self, name: str) -> nn.Parameter:
+        found = dict(self._run.module.named_parameters(remove_duplicate=False))
+        if name not in found:
+            near = difflib.get_close_matches(str(name), found, n=1)
+            ask = f" Did you mean {near[0]!r}?" if near else ""
+            raise ModelError(f"Expected a name of module.named_parameters(); found {name!r:.200}.{ask}")
+        return found[name]
+
+
+def _directory(call: str, given: object) -> Path:
+    """Check the directory that a call was given. Raises ModelError."""
+    if not isinstance(given, str | os.PathLike) or not os.fspath(given):
+        raise ModelError(f"engine.{call}() expects the path of a directory; found {given!r:.200}.")
+    return Path(given)

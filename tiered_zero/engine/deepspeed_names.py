@@ -1,0 +1,293 @@
+"""The names of DeepSpeed's engine that are not the engine's own: questions, and what one rank has no need of.
+
+Names that DeepSpeed has and that do not exist here say so, with what to do instead. Source: DeepSpeed 0.19,
+runtime/engine.py.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from operator import attrgetter
+from typing import Any, TypeVar, final
+
+from torch import nn
+
+from tiered_zero.config.schema import OffloadOptimizerSection, OffloadParamSection
+from tiered_zero.engine.calls import Run
+from tiered_zero.engine.train_step import TrainStep
+from tiered_zero.errors import MissingNameError, ModelError
+
+_Value = TypeVar("_Value")
+
+_OTHER_CHECKPOINTS = (
+    "a checkpoint of engine.save_checkpoint() depends on no placement and no number of ranks; engine.load_checkpoint() "
+    "reads it as it is."
+)
+_PAGED = (
+    "the plan says when units are on the device; see stage3_max_live_parameters and tiered_zero.device_memory_limit."
+)
+_RESTS = (
+    "state rests where the config says, between steps too: set zero_optimization.offload_optimizer.device to cpu, "
+    "and take the call out."
+)
+_FIXED_BATCH = "the batch sizes are planned when the run starts. Set them in the config."
+_REPORTS = "engine.step_report, engine.memory_report() and tiered_zero.report have the numbers."
+_OTHER_WORK = "pipelines, quantization, compression and curricula are not here; train with the three calls."
+MISSING: Mapping[str, str] = {
+    **dict.fromkeys(("load_universal_checkpoint", "get_all_ranks_from_group", "checkpoint_engine"), _OTHER_CHECKPOINTS),
+    **dict.fromkeys(("offload_states", "reload_states"), _RESTS),
+    **dict.fromkeys(("coalesce_grad_reduction", "fetch_parameters"), _PAGED),
+    **dict.fromkeys(("set_train_batch_size", "set_train_micro_batch_size"), _FIXED_BATCH),
+    **dict.fromkeys(("monitor", "timers", "flops_profiler", "flops_profiler_enabled"), _REPORTS),
+    **dict.fromkeys(("train_batch", "eval_batch", "set_custom_curriculum_learning_schedule"), _OTHER_WORK),
+    **dict.fromkeys(("eigenvalue", "quantizer", "progressive_layer_drop", "random_ltd_scheduler"), _OTHER_WORK),
+    **dict.fromkeys(("is_compiled", "is_deepcompile_enabled"), "compile the model with torch.compile."),
+    "deepspeed_io": "build a torch.utils.data.DataLoader, or pass training_data to initialize().",
+    "training_dataloader": "initialize(training_data=...) returns the loader as its third value.",
+    "client_optimizer": "the optimizer passed in is only read; engine.optimizer is the one that steps.",
+    "basic_optimizer": "engine.optimizer is the one that steps.",
+    "csr_gradients": "gradients are dense; build embeddings with sparse=False.",
+}
+"""Name of DeepSpeed's engine that does not exist here -> what to do."""
+
+
+def _reader(path: str, kind: type[_Value], text: str = "") -> Callable[[DeepSpeedNames], _Value]:
+    """Make the method that returns the config's value at `path`, of this `kind`."""
+
+    def read(self: DeepSpeedNames) -> _Value:
+        value: _Value = attrgetter(path)(self._run.config)
+        return value
+
+    read.__doc__ = text or f"`{path}` of the config."
+    return read
+
+
+@final
+@dataclass(kw_only=True)
+class ThroughputTimer:
+    """DeepSpeed's `engine.tput_timer`, whose epochs scripts count."""
+
+    samples_per_s: Callable[[], float]
+    epoch_count: int = 0
+
+    def update_epoch_count(self) -> None:
+        """Count an epoch."""
+        self.epoch_count += 1
+
+    def avg_samples_per_sec(self) -> float:
+        """Samples a second of the last optimizer step, over all ranks; 0.0 before the first."""
+        return self.samples_per_s()
+
+
+class DeepSpeedNames(ABC):
+    """Mixed into Engine; holds no state."""
+
+    _run: Run
+    _step: TrainStep
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+    # -- calls ---------------------------------------------------------------------------------------------------------
+
+    def destroy(self) -> None:
+        """The same as `close`."""
+        self.close()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Nothing to do where gradients of ranks are reduced in the step() that updates, and in no backward. Raises
+        ModelError where each rank keeps only its shard of them."""
+        self._step.check_no_sync()
+        yield
+
+    def allreduce_gradients(self, bucket_size: int = 0) -> None:
+        """Nothing to do: backward or step() reduces them."""
+        return
+
+    def empty_partition_cache(self) -> None:
+        """Nothing to do: what is fetched goes when its room is needed."""
+        return
+
+    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
+        """`module.state_dict()`: CPU tensors of real shape from any tier."""
+        state: dict[str, Any] = self._run.module.state_dict()
+        if exclude_frozen_parameters:
+            for name, param in self._run.module.named_parameters(remove_duplicate=False):
+                if not param.requires_grad:
+                    state.pop(name, None)
+        return state
+
+    def load_module_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+        """Load `state_dict` into the module, and into its masters."""
+        self._run.module.load_state_dict(state_dict, strict=strict)
+
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
+        """`module_state_dict` on rank 0, and None on the others; at stage 3 every rank calls it."""
+        state = self.module_state_dict(exclude_frozen_parameters)
+        return state if self.global_rank == 0 else None
+
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        """True: state_dict() always gives whole weights."""
+        return True
+
+    @property
+    def _modules(self) -> dict[str, nn.Module]:
+        """As of an `nn.Module` around the module, which Accelerate takes the engine for."""
+        return {"module": self._run.module}
+
+    def set_lr(self, lr: float) -> None:
+        """Set the learning rate of every param group."""
+        for group in self._run.optimizer.param_groups if self._run.optimizer else []:
+            group["lr"] = lr
+
+    # -- questions -----------------------------------------------------------------------------------------------------
+
+    def get_global_grad_norm(self) -> float | None:
+        """L2 norm of all gradients of the last step, unscaled and before clipping; None before the first step."""
+        check = self._step.counts.grad_check
+        return check.norm if check is not None else None
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the next `step()` updates the weights. False where managed_gradient_accumulation is, as in
+        DeepSpeed: the caller knows."""
+        return self._run.config.managed_gradient_accumulation and self._step.counts.is_boundary()
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        """Say of this micro-batch, and of those that follow, whether their `step()` updates; None: count again. Raises
+        ModelError where every `step()` does."""
+        if not self._run.config.managed_gradient_accumulation:
+            raise ModelError(
+                "set_gradient_accumulation_boundary() was expected where the engine counts micro-batches; found "
+                "managed_gradient_accumulation false, with which every step() updates. Leave step() out instead."
+            )
+        self._step.counts.boundary = is_boundary
+
+    def was_step_applied(self) -> bool:
+        """Whether the last `step()` updated the weights: not within an accumulation, nor where it was skipped."""
+        return self._step.counts.was_applied
+
+    @property
+    def global_samples(self) -> int:
+        """Samples of all optimizer steps so far."""
+        counts, config = self._step.counts, self._run.config
+        if not config.managed_gradient_accumulation:
+            return counts.micro_steps * config.train_micro_batch_size_per_gpu * self.world_size
+        return counts.global_steps * config.train_batch_size
+
+    @property
+    def local_rank(self) -> int:
+        """What the launcher says; 0 without one."""
+        given = os.environ.get("LOCAL_RANK", "0")
+        return int(given) if given.isdecimal() else 0
+
+    @property
+    def global_rank(self) -> int:
+        """This process's rank."""
+        return self._step.runtime.collectives.rank
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that train together, each on its own batches."""
+        return self._step.runtime.collectives.world_size
+
+    dp_world_size = world_size
+    mp_world_size = 1
+
+    gradient_accumulation_steps = _reader("gradient_accumulation_steps", int, "Micro-batches of one update.")
+    train_batch_size = _reader("train_batch_size", int, "Samples of one update.")
+    train_micro_batch_size_per_gpu = _reader("train_micro_batch_size_per_gpu", int, "Samples of one forward.")
+    gradient_clipping = _reader("gradient_clipping", float)
+    zero_optimization_stage = _reader("zero_optimization.stage", int)
+    zero_sub_group_size = _reader("zero_optimization.sub_group_size", int)
+    zero_offload_optimizer = _reader("zero_optimization.offload_optimizer", OffloadOptimizerSection)
+    zero_offload_param = _reader("zero_optimization.offload_param", OffloadParamSection)
+    fp16_enabled = _reader("fp16.enabled", bool)
+    bfloat16_enabled = _reader("bf16.enabled", bool)
+
+    @cached_property
+    def tput_timer(self) -> ThroughputTimer:
+        """Counts epochs, and says samples a second."""
+        meter, config = self._step.meter, self._run.config
+
+        def samples_per_s() -> float:
+            return config.train_batch_size / meter.report.wall_s if meter.report is not None else 0.0
+
+        return ThroughputTimer(samples_per_s=samples_per_s)
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of each param group."""
+        return [float(group["lr"]) for group in self._run.optimizer.param_groups] if self._run.optimizer else []
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """(train batch, micro-batch, accumulation steps)."""
+        return self._run.config.batch
+
+    def zero_optimization(self) -> bool:
+        """Whether the stage is above 0."""
+        return self._run.config.zero_optimization.stage > 0
+
+    def zero_optimization_partition_weights(self) -> bool:
+        """Whether the stage is 3, at which each rank keeps its part of the parameters."""
+        return self._run.config.zero_optimization.stage == 3
+
+    def zero_cpu_offload(self) -> bool:
+        """Whether `offload_optimizer.device` is cpu."""
+        return self._run.config.zero_optimization.offload_optimizer.device == "cpu"
+
+    def amp_enabled(self) -> bool:
+        """False: there is no such thing here."""
+        return False
+
+    sparse_gradients_enabled = wall_clock_breakdown = amp_enabled
+
+    def steps_per_print(self) -> int | None:
+        """Optimizer steps between two log lines; None: no lines."""
+        return self._run.config.steps_per_print
+
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the loss scale follows overflows: fp16 without a fixed scale."""
+        return self._run.config.fp16.enabled and self._run.config.fp16.loss_scale == 0
+
+    def optimizer_name(self) -> str | None:
+        """As the config has it; None where the script passes the optimizer."""
+        return self._run.config.optimizer.type if self._run.config.optimizer else None
+
+    def optimizer_params(self) -> dict[str, Any] | None:
+        """The optimizer's params in the config; None without one there."""
+        return dict(self._run.config.optimizer.params) if self._run.config.optimizer else None
+
+    def scheduler_name(self) -> str | None:
+        """As the config has it; None without one there."""
+        return self._run.config.scheduler.type if self._run.config.scheduler else None
+
+    def scheduler_params(self) -> dict[str, Any] | None:
+        """The scheduler's params in the config; None without one there."""
+        return dict(self._run.config.scheduler.params) if self._run.config.scheduler else None
+
+    def get_mom(self) -> list[Any]:
+        """Momentum, or betas, of each param group."""
+        groups = self._run.optimizer.param_groups if self._run.optimizer else []
+        key = "momentum" if any("momentum" in group for group in groups) else "betas"
+        return [group.get(key) for group in groups]
+
+    def __getattr__(self, name: str) -> Any:
+        """What the engine does not have is the module's (as user code written for DeepSpeed expects)."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        module = self._run.module
+        try:
+            return getattr(module, name)
+        except AttributeError as error:
+            if name in MISSING:
+                raise MissingNameError(f"engine.{name} of DeepSpeed does not exist here: {MISSING[name]}") from None
+            if name in dir(type(module)):  # a property of the model that raises
+                raise
+            raise MissingNameError(
+                f"Neither the engine nor its module ({type(module).__name__}) has an attribute {name!r}."
+            ) from error

@@ -1,0 +1,198 @@
+"""fp32 master weights and optimizer state of one parameter at a time, read and set by the user on any tier."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from tiered_zero.concurrency.interrupts import protected, shielded
+from tiered_zero.engine.train_step import TrainStep
+from tiered_zero.errors import ModelError
+from tiered_zero.layout.flat import FlatEntry, Unit
+from tiered_zero.params.gather import access_of, gathered
+from tiered_zero.update.masters import Masters
+from tiered_zero.update.optimizer_state import OptimizerState, check_name
+from tiered_zero.update.param_shards import ParamShards
+
+_of_step: weakref.WeakKeyDictionary[TrainStep, weakref.ref[FullValues]] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FullValues:
+    """Between steps, on the driver thread; blocks. Reads and writes whole sub-groups: not for every step.
+
+    Masters are fp32 copies on the CPU in the parameter's shape; state is as torch's optimizer has it. None stands for
+    what the run does not have: the parameter is frozen, or in no param group, or no update has made its state yet. With
+    many ranks every call is collective where masters and state are sharded.
+    """
+
+    step: TrainStep
+    masters: Masters
+    state: OptimizerState
+    groups: Sequence[Mapping[str, Any]]
+    """The live param groups."""
+
+    @property
+    def shards(self) -> ParamShards:
+        return self.state.shards
+
+    def register(self) -> None:
+        """Let `full_values_of` find this, as long as it is referenced."""
+        _of_step[self.step] = weakref.ref(self)
+
+    def unregister(self) -> None:
+        _of_step.pop(self.step, None)
+
+    def read_master(self, param: nn.Parameter) -> torch.Tensor | None:
+        unit, entry = self._place(param)
+        if entry.param.name not in self.shards.trained:
+            return None
+
+        def read() -> torch.Tensor:
+            self.step.before_weights_read()
+            return self._read_masters(unit)[entry.start : entry.stop].clone()
+
+        return entry.param.view(self.shards.gather(entry.param, self.shards.read("a master is read", read)))
+
+    def set_master(self, param: nn.Parameter, value: torch.Tensor) -> None:
+        """The parameter becomes `value` rounded to its dtype."""
+        unit, entry = self._place(param)
+
+        def check() -> None:
+            self._check_shape(entry, value)
+            if entry.param.name not in self.shards.trained:
+                raise ModelError(
+                    f"{entry.param.name} is not trained: it has no master. Set it inside tiered_zero.gathered."
+                )
+
+        self.shards.change("a master is set", check)
+        value = self.shards.same(value)
+        with gathered(param, modify=True), torch.no_grad():
+            param.copy_(value)
+        self.step.before_weights_write()
+        flat = self._read_masters(unit)
+        flat[entry.start : entry.stop] = entry.param.flatten(value.detach())
+        self.masters.replace(unit, flat)
+
+    def read_state(self, param: nn.Parameter, name: str) -> torch.Tensor | None:
+        """`name`: as torch's optimizer calls it, such as "exp_avg"."""
+        _, entry = self._place(param)
+        if entry.param.name not in self.shards.trained:
+            return None
+        self.shards.read("optimizer state is read", self.step.before_weights_read)
+        values = self.state.read(self.groups, only=param).get(param)
+        if values is None:
+            return None
+        check_name(name, [own for own, value in values.items() if isinstance(value, torch.Tensor)])
+        return cast("torch.Tensor", values[name])
+
+    def set_state(self, param: nn.Parameter, name: str, value: torch.Tensor) -> None:
+        """Set the state as its format can hold it."""
+        _, entry = self._place(param)
+
+        def check() -> None:
+            _check_tensor(value)
+            if entry.param.name not in self.shards.trained:
+                raise ModelError(f"{entry.param.name} is not trained: it has no optimizer state.")
+            self.step.before_weights_write()
+
+        self.shards.change("optimizer state is set", check)
+        new = self.shards.same(value, self.state.check_tensor(param, name, value))
+        try:
+            self.shards.change("optimizer state is set", lambda: self.state.set_tensor(param, name, new, self.groups))
+        except Exception as error:
+            self.step.policy.failures.set(error)  # partly the old state, partly the new
+            raise
+
+    def _place(self, param: nn.Parameter) -> tuple[Unit, FlatEntry]:
+        paged = self.step.pager.units.by_param.get(param)
+        assert paged is not None, "the pager has gathered this parameter"
+        return paged.unit, paged.unit.entries[paged.params[param]]
+
+    def _read_masters(self, unit: Unit) -> torch.Tensor:
+        params = None
+        if self.masters.need_params:
+            resident = self.step.pager.is_resident(unit)
+            params = (
+                self.step.pager.storage(unit).flat.to("cpu")
+                if resident
+                else self.step.pager.offloaded_params.read_own(unit)
+            )
+        return self.masters.read(unit, params)
+
+    @staticmethod
+    def _check_shape(entry: FlatEntry, value: torch.Tensor) -> None:
+        _check_tensor(value)
+        if tuple(value.shape) != entry.param.shape:
+            raise ModelError(
+                f"Expected shape {entry.param.shape}, that of {entry.param.name}; found {tuple(value.shape)}."
+            )
+
+
+def full_values_of(param: nn.Parameter) -> FullValues | None:
+    """Of the engine that trains the parameter, while it is open."""
+    access = access_of(param)
+    found = _of_step.get(access) if isinstance(access, TrainStep) else None
+    return found() if found is not None else None
+
+
+@protected
+def get_master(param: nn.Parameter) -> torch.Tensor | None:
+    """The fp32 master, a copy on the CPU; None for a parameter that no engine trains. Where masters are sharded every
+    rank calls this, and the other functions of this module."""
+    values = full_values_of(param)
+    return values.read_master(param) if values is not None else None
+
+
+@shielded
+def set_master(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Set the fp32 master, and the parameter to what it rounds to. Raises ModelError."""
+    _expected(param).set_master(param, value)
+
+
+@protected
+def get_state(param: nn.Parameter, name: str) -> torch.Tensor | None:
+    """State such as "exp_avg", fp32, a copy on the CPU; None before the first step."""
+    values = full_values_of(param)
+    return values.read_state(param, name) if values is not None else None
+
+
+@shielded
+def set_state(param: nn.Parameter, name: str, value: torch.Tensor) -> None:
+    """Set state such as "exp_avg". Raises ModelError before the first step."""
+    _expected(param).set_state(param, name, value)
+
+
+def get_grad(param: nn.Parameter) -> torch.Tensor | None:
+    """The gradient between backward and step(), fp32, a copy on the CPU, as `param.grad` has it; None without one."""
+    grad = param.grad
+    return None if grad is None else grad.detach().to("cpu", torch.float32, copy=True)
+
+
+def set_grad(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Set the gradient that the next step() takes. Raises ModelError where backward has left none."""
+    grad = param.grad
+    if grad is None:
+        raise ModelError("There is no gradient to set: call it between backward and step().")
+    _check_tensor(value)
+    if value.shape != grad.shape:
+        raise ModelError(f"Expected a gradient of shape {tuple(grad.shape)}; found {tuple(value.shape)}.")
+    with torch.no_grad():
+        grad.copy_(value)
+
+
+def _expected(param: nn.Parameter) -> FullValues:
+    values = full_values_of(param)
+    if values is None:
+        raise ModelError("Expected a parameter that an open engine trains; found one that no engine has.")
+    return values
+
+
+def _check_tensor(value: object) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise ModelError(f"Expected a tensor as the value; found {type(value).__name__}.")

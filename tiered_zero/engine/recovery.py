@@ -1,0 +1,239 @@
+"""Clean up after a call that did not finish. See [Note: Interrupted calls]."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+
+from tiered_zero.concurrency.interrupts import INTERRUPTS, shielded
+from tiered_zero.engine.counts import StepCounts
+from tiered_zero.errors import ModelError, TieredZeroError
+from tiered_zero.grads.accumulator import GradientStore
+from tiered_zero.grads.arrivals import GradientArrivals
+from tiered_zero.grads.overflow import OverflowGuard
+from tiered_zero.grads.reducer import GradientReducer
+from tiered_zero.hardware.runtime import Runtime
+from tiered_zero.params.driver_thread import Phase
+from tiered_zero.params.pager import Pager
+from tiered_zero.params.pass_scope import PassScope
+from tiered_zero.params.visible_gradients import VisibleGradients
+from tiered_zero.telemetry.report import StepMeter
+from tiered_zero.update.handle import ParamGroupWatch
+from tiered_zero.update.policy import UpdatePolicy
+
+CAUGHT = "an exception that its program has caught"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Movers:
+    """What `TrainStep` orders. `reducer`: averages gradients over ranks; None where there is one. `drain`: blocks until
+    lanes and disk are idle, also after a call that has failed."""
+
+    pager: Pager
+    scope: PassScope
+    gradients: GradientStore
+    visible_gradients: VisibleGradients
+    reducer: GradientReducer | None
+    policy: UpdatePolicy
+    groups: ParamGroupWatch
+    runtime: Runtime
+    drain: Callable[[], None]
+
+
+@final
+class StepRecovery:
+    """Drops the step of a call that has failed, or latches the engine where the update has begun. `TrainStep` holds it
+    and goes through it into each phase. Driver thread.
+    """
+
+    def __init__(
+        self,
+        movers: Movers,
+        counts: StepCounts,
+        overflow: OverflowGuard,
+        arrivals: GradientArrivals,
+        meter: StepMeter,
+    ) -> None:
+        self._movers = movers
+        self._counts, self._overflow, self._arrivals, self._meter = counts, overflow, arrivals, meter
+        self._phase = movers.pager.phase
+        self._ranks = movers.runtime.collectives
+        self._num_broken = INTERRUPTS.num_broken
+        self._before_step: tuple[Any, Any] | None = None
+
+    def check_outside(self, call: str, may_recompute: bool = False) -> None:
+        """Raise ModelError where a hook of the user, or a signal's handler, makes `call` inside of a forward, backward
+        or step(). The call would clear up what still runs, and find it half made. `may_recompute`: a backward that the
+        user has started past the engine may make it."""
+        if INTERRUPTS.num_broken != self._num_broken:
+            self._latch_broken()
+        if running := self._running(may_recompute):
+            raise ModelError(
+                f"{call} was called inside of a {running}, by a hook or a signal's handler, where weights and state "
+                "are half of one step and half of the next. Call it after step() has returned: a hook or handler sets "
+                "a flag for it, as tiered_zero.stop_on_signals() does."
+            )
+
+    def _running(self, may_recompute: bool) -> str:
+        """Name what the caller runs inside of; empty: nothing."""
+        now = self._phase.now
+        if torch._C._current_graph_task_id() != -1 and not (may_recompute and now is Phase.IDLE):
+            return "backward"
+        if now is not Phase.IDLE:
+            return now.value if now in (Phase.FORWARD, Phase.BACKWARD) else "step"
+        return "forward" if self._movers.scope.runs_directly() else ""
+
+    @contextmanager
+    def call(self, phase: Phase) -> Iterator[None]:
+        """Run the block as a call in `phase`; drop the step, or latch, where it raises."""
+        self._phase.now = phase
+        try:
+            yield
+        except BaseException as error:
+            INTERRUPTS.note(error)
+            self._ranks.fail(f"{type(error).__name__}: {error}")
+            self._end_failed()
+            self.latch_ranks(phase.value, error)
+            raise
+        self._phase.now = Phase.IDLE
+
+    def begin_step(self) -> None:
+        """Remember counts and loss scale, which a step that is dropped gets back."""
+        self._before_step = self._counts.state(), self._overflow.state()
+
+    def end_step(self) -> None:
+        """Keep the counts: the step is made, or counted as one that is not."""
+        self._before_step = None
+
+    def recover(self) -> None:
+        """Begin a call: latch where a call of this process was broken off at any line; else clear up after a forward or
+        backward past the engine that has failed, which nothing of ours has seen."""
+        if INTERRUPTS.num_broken != self._num_broken:
+            self._latch_broken()
+        if self._phase.now is Phase.IDLE and (self._movers.pager.has_failed or self._arrivals.has_failed):
+            is_backward = self._phase.has_own_backward or self._arrivals.has_failed
+            self._phase.now = Phase.BACKWARD if is_backward else Phase.FORWARD
+            self.fail_ranks(_caught_in_backward() if is_backward else None)
+            self._end_failed()
+
+    @shielded
+    def _end_failed(self) -> None:
+        """End the phase of a call that has failed: a forward's frames, or the step, or the engine."""
+        if INTERRUPTS.num_broken != self._num_broken:
+            self._latch_broken()
+        elif self._phase.now is Phase.FORWARD:
+            self._end_forward()
+        else:
+            if self._phase.now is Phase.UPDATE:
+                self._drain()
+                self.latch("step() has failed after its update had begun")
+            self.drop()
+        self._phase.now = Phase.IDLE
+
+    def _end_forward(self) -> None:
+        self._movers.pager.abort()
+        self._movers.scope.abort()
+        self._movers.visible_gradients.show()
+
+    @shielded
+    def drop(self) -> None:
+        """Drop the step of a call whose own error is raised."""
+        try:
+            self.abort()
+        except TieredZeroError:
+            pass  # of a transfer whose gradient is dropped
+        except Exception as error:
+            self.latch(f"a step could not be dropped ({type(error).__name__}: {error})")
+
+    @shielded
+    def abort(self) -> None:
+        """Drop the step: drain transfers, evict units, drop gradients. Raises the error of a gradient's transfer."""
+        self._drain()
+        self._movers.policy.abort()
+        self._movers.pager.abort()
+        self._movers.scope.abort()
+        self._meter.clear()
+        if self._before_step is not None:
+            counts, overflow = self._before_step
+            self._counts.restore(counts)
+            self._overflow.restore(overflow)
+            self._before_step = None
+        self._counts.drop()
+        try:
+            self.drop_gradients()
+        finally:
+            self._arrivals.abort()
+            self._movers.gradients.abort()
+            if self._movers.reducer is not None:
+                self._movers.reducer.abort()
+
+    def drop_gradients(self) -> None:
+        visible = self._movers.visible_gradients
+        self._arrivals.reset()
+        visible.hide()
+        visible.set_hidden()
+        self._movers.gradients.discard()
+
+    def _drain(self) -> None:
+        self._movers.policy.cancel_open()
+        self._movers.drain()
+        self._movers.policy.cancel_prefetch()
+
+    # -- the end of the run ----------------------------------------------------------------------------------------
+
+    def latch(self, why: str) -> None:
+        """Refuse every later call."""
+        if self._movers.policy.failures.error is None:
+            self._movers.policy.latch(why)
+
+    def _latch_broken(self) -> None:
+        """Nothing waits here: the user wants to stop now."""
+        self._num_broken = INTERRUPTS.num_broken
+        self._movers.policy.cancel_open()
+        self.latch("A call was broken off in its middle, as by a second Ctrl-C")
+        self._phase.now = Phase.IDLE
+
+    def latch_ranks(self, what: str, error: BaseException) -> None:
+        """With other ranks an error ends the run: they have made other collectives than this one."""
+        if self._ranks.world_size > 1 and self._movers.policy.failures.error is None:
+            self._drain()
+            self.latch(f"{what} raised {type(error).__name__}, which ends the run on all ranks")
+
+    @property
+    def _others_wait(self) -> bool:
+        """Whether a forward or backward past the engine, if it ends early, has made other collectives than the other
+        ranks make."""
+        reducer = self._movers.reducer
+        return reducer is not None and (reducer.shards_params or reducer.is_open)
+
+    def own_backward_failed(self) -> None:
+        """A backward past the engine fails. The program may catch that, and never call the engine again: nothing is
+        known here of the error, which comes later. Any thread."""
+        if self._others_wait:
+            self._ranks.fail_unless_known(f"its backward past the engine was ended by {CAUGHT}")
+
+    def fail_ranks(self, error: BaseException | None) -> None:
+        """End the run on all ranks where a forward or backward past the engine has ended early on this one, between
+        collectives of it: the others wait there, and this rank's program goes on. `error`: None where the program has
+        handled it by now, so that it is not known."""
+        name = self._phase.now.value
+        if not self._others_wait:
+            return
+        text = CAUGHT if error is None else f"{type(error).__name__}: {error}"
+        self._ranks.fail(f"its {name} past the engine was ended by {text}")
+        if self._movers.policy.failures.error is None:
+            self._drain()
+            self.latch(f"a {name} past the engine was ended by {text}, which ends the run on all ranks")
+
+
+def _caught_in_backward() -> BaseException | None:
+    """Return the exception that the program handles now, if autograd has raised it."""
+    error = sys.exc_info()[1]
+    frames = traceback.walk_tb(error.__traceback__ if error is not None else None)
+    return error if any(frame.f_code.co_name == "_engine_run_backward" for frame, _ in frames) else None

@@ -1,0 +1,425 @@
+"""The order of events within a step: the one place where phase, parameters, gradients and updates meet."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from tiered_zero.concurrency.interrupts import INTERRUPTS, call_open, call_shielded, shielded
+from tiered_zero.config.schema import Config
+from tiered_zero.engine.counts import StepCounts
+from tiered_zero.engine.recovery import Movers, StepRecovery
+from tiered_zero.errors import ModelError, NonFiniteError
+from tiered_zero.grads.arrivals import GradientArrivals
+from tiered_zero.grads.check import GradCheck, check_gradients
+from tiered_zero.grads.overflow import OverflowGuard
+from tiered_zero.layout.flat import Unit
+from tiered_zero.params.driver_thread import CallPhase, Phase
+from tiered_zero.plan.update_policy import UpdateChoice
+from tiered_zero.telemetry.report import StepMeter
+from tiered_zero.update.handle import TieredOptimizer
+
+logger = logging.getLogger("tiered_zero")
+
+NO_OPTIMIZER = (
+    'This engine evaluates: initialize() was given no optimizer, and the config has no section "optimizer". Add one of '
+    "the two to train."
+)
+
+
+class TrainStep:
+    """Orders the events of one engine, to which it has no reference.
+
+    Module hooks, the guard of offloaded parameters, `gathered`, state_dict and the engine call it; the movers know
+    neither it nor each other. Driver thread, or autograd's while the driver waits in backward.
+    """
+
+    def __init__(
+        self,
+        movers: Movers,
+        config: Config,
+        choice: UpdateChoice,
+        *,
+        trains: bool,
+        overflow: OverflowGuard,
+    ) -> None:
+        self.pager, self.scope = movers.pager, movers.scope
+        self.gradients, self.visible_gradients = movers.gradients, movers.visible_gradients
+        self.policy, self.runtime, self._drain_lanes = movers.policy, movers.runtime, movers.drain
+        self._reducer = movers.reducer
+        self.phase: CallPhase = movers.pager.phase
+        self.overflow = overflow
+        self.meter = StepMeter(self.runtime.recorder, self.runtime.ledger)
+        self.counts = StepCounts(config.gradient_accumulation_steps, managed=config.managed_gradient_accumulation)
+        self.is_closed = False
+        self.failures = self.policy.failures
+        self.arrivals = GradientArrivals(
+            self.gradients,
+            self.counts.num_micro_batches,
+            overflow.scaler is not None,
+            self.unit_grads_complete,
+            self.visible_gradients.show,
+            lambda: self.recovery.own_backward_failed(),
+            self._reducer,
+        )
+        self.recovery = StepRecovery(movers, self.counts, overflow, self.arrivals, self.meter)
+        self._groups = movers.groups
+        self._trains = trains
+        self._clipping = config.gradient_clipping
+        self._optimizer_in_backward = choice.optimizer_in_backward
+        self._warned_of_no_gradient = False
+        self._records = True
+        """Whether autograd records the outermost forward; reentrant checkpoints inside of it stop that for a while."""
+        self._handled = 0
+        """The id of the exception that the program handled as it called a module directly."""
+        self.visible_gradients.set_hidden()
+
+    # -- module hooks, on the driver thread or in a recomputation in backward ------------------------------------------
+
+    def pre_forward(self, module: nn.Module, units: Sequence[Unit], inputs: Sequence[Any] = ()) -> None:
+        """Open the module's frame and make `units` usable; begin a pass where the module is called directly. `inputs`:
+        the call's arguments."""
+        if self.scope.is_root(module):  # the root never runs inside itself: a forward that is open was interrupted
+            self._end_interrupted_forward()
+        is_direct = self.pager.is_called_directly()
+        if is_direct:
+            INTERRUPTS.install()
+            self.recover()
+            if not torch.is_grad_enabled() or (self.scope.is_root(module) and not module.training):
+                self.policy.prepare_evaluation()
+            self.scope.begin_direct(module)
+            self._handled = id(sys.exc_info()[1])
+        if is_direct or self.scope.is_root(module):
+            self._records = torch.is_grad_enabled()
+        self.pager.enter_frame(units)
+        if torch._C._current_graph_task_id() == -1:  # a recomputation runs where its forward ran
+            self.runtime.accelerator.check_compute()
+            if units and (self._records or torch.is_grad_enabled()):
+                self.arrivals.note_use(units, inputs)
+        if is_direct:
+            self.scope.save_direct()
+
+    def post_forward(self) -> None:
+        """Close the module's frame: release what it used."""
+        self.pager.exit_frame()
+        if self.scope.is_direct and not self.pager.is_running():
+            self.scope.end_direct()
+            error = sys.exc_info()[1]
+            if error is not None and id(error) != self._handled:
+                self.phase.now = Phase.FORWARD
+                self.recovery.fail_ranks(error)
+                self.phase.now = Phase.IDLE
+
+    def _end_interrupted_forward(self) -> None:
+        """Close what an interrupted direct call of a module has left open: torch runs no forward hook after it."""
+        self.pager.driver.check("A module's forward")
+        if self.scope.is_direct:
+            self.recover()
+            self.scope.abort()
+            self.pager.abort()
+
+    def grad_ready(self, param: nn.Parameter) -> None:
+        """Move `param.grad`, summed over all uses in this backward (of a tied weight too), home. Autograd's thread."""
+        if not self._trains:
+            param.grad = None
+            raise ModelError(NO_OPTIMIZER)
+        self.arrivals.take(param)
+
+    def unit_grads_complete(self, unit: Unit) -> None:
+        """Release the unit; begin its update where the policy updates in backward."""
+        self.pager.finish_gradients(unit)
+        self.policy.unit_ready(unit)
+
+    # -- reads and writes of weights -----------------------------------------------------------------------------------
+
+    def before_weights_read(self) -> None:
+        """Wait for every update, and make a delayed one visible. Called by `gathered`, state_dict and copies."""
+        if not self.pager.is_running() and self.phase.now is Phase.IDLE:
+            self.recover()
+        self.policy.flush()
+        self.runtime.accelerator.check_compute()
+
+    def before_weights_write(self) -> None:
+        """Wait for every update, and drop prefetched state. Called before weights or state are changed by hand."""
+        self.policy.quiesce()
+
+    def latch(self, why: str) -> None:
+        """Refuse every later call: a change of weights has failed half way."""
+        self.recovery.latch(why)
+
+    def check_between_steps(self, act: str) -> None:
+        """Raise ModelError where `act` comes while gradients wait for a step: a checkpoint is of the state between two
+        steps, of the parameters that are trained."""
+        self.check()
+        self.scope.check_parameters()
+        counts = self.counts
+        if counts.num_backwards or counts.is_accumulating or self.arrivals.has_noticed or self.policy.is_open:
+            raise ModelError(
+                f"{act} between two steps: expected no gradients that wait for one; found micro-batch "
+                f"{counts.micro_steps} of an accumulation under way. Call it right after the step() that updates, or "
+                "drop them with engine.abort_step()."
+            )
+
+    def check_no_sync(self) -> None:
+        """Raise ModelError where a backward cannot leave the other ranks' gradients out."""
+        if self._reducer is not None and self._reducer.reduces_in_backward:
+            raise ModelError(
+                "no_sync() was expected where every rank keeps whole gradients until step(): zero_optimization.stage "
+                "0, or 1 without offload_optimizer, and overlap_comm left out. Here backward reduces gradients. Leave "
+                "it out: gradient_accumulation_steps adds micro-batches up too."
+            )
+
+    def pre_state_dict(self, module: nn.Module) -> None:
+        """Begin a module's state_dict: make every update visible, and copy each parameter once until it ends."""
+        self.pager.num_uses += 1
+        self.pager.copies.start(self.before_weights_read, module.parameters())
+
+    def fault_in(self, params: Sequence[nn.Parameter], function: str) -> None:
+        """Make `params`, arguments of `function`, usable, or raise; the first is guarded."""
+        self.pager.fault_in(params, function)
+
+    def copy_of(self, param: nn.Parameter) -> torch.Tensor | None:
+        """Copy a guarded parameter to the CPU while a state_dict is taken; else return None."""
+        return self.pager.copies.take(param) if self.pager.copies.is_open else None
+
+    def idle_copy(self, param: nn.Parameter) -> torch.Tensor | None:
+        """Copy a guarded parameter to the CPU for a copy of its module; return None while modules run."""
+        return self.pager.idle_copy(param, self.before_weights_read)
+
+    def recover(self) -> None:
+        """Clear up after a forward or backward past the engine that has failed; latch where a call was broken off.
+        Raises ModelError in a forked child, which has no lane whose job would end."""
+        self.pager.driver.process.check()
+        if not self.is_closed:
+            self.recovery.recover()
+
+    def watch(self, param: nn.Parameter) -> None:
+        """Watch the values of a parameter in use, whose memory user code is about to get."""
+        self.pager.changes.watch(param)
+
+    # -- the engine's calls --------------------------------------------------------------------------------------------
+
+    def check(self, trains: bool = False) -> None:
+        """Begin a call: clear up after an interrupted one. Raises EngineFailedError once an update has failed, and
+        ModelError where the engine is closed, `trains` without an optimizer, or where the param groups have other
+        parameters."""
+        self.recover()
+        if self.is_closed:
+            raise ModelError("This engine is closed; its tiers are gone. Make another with tiered_zero.initialize().")
+        with self.failures.surfacing():
+            self.policy.check()
+            self._groups.check()
+            self.runtime.accelerator.check_compute()
+        if trains and not self._trains:
+            raise ModelError(NO_OPTIMIZER)
+
+    def forward(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], num_tokens: int) -> Any:
+        self.check()
+        with self.failures.surfacing(), self._pass(Phase.FORWARD):
+            if not (torch.is_grad_enabled() and module.training):
+                self.policy.prepare_evaluation()
+            self.meter.num_tokens += num_tokens if torch.is_grad_enabled() else 0
+            with self.pager.frame(), self.scope.saving_views():
+                return call_open(module, *args, **kwargs)
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool, by_steps: bool) -> None:
+        """`by_steps`: divide the loss by the accumulation steps."""
+        self.check(trains=True)
+        if not isinstance(loss, torch.Tensor):
+            raise ModelError(
+                f"backward() takes the loss as a tensor; found {type(loss).__name__}. Pass the tensor itself."
+            )
+        with self.failures.surfacing(), self._pass(Phase.BACKWARD):
+            scaled = self.scaled(loss, by_steps)
+            if not loss.requires_grad:
+                raise ModelError(
+                    "backward() was given a loss that requires no gradient: it was computed under torch.no_grad() or "
+                    "detached, or every parameter that it depends on is frozen (requires_grad=False) by now."
+                )
+            self.meter.losses.append(loss.detach())
+            boundary = self.counts.is_boundary()
+            self.gradients.begin_backward(is_last=boundary and self._reducer is None)
+            step_follows = self.counts.begin_backward(retain_graph) and boundary
+            self.phase.step_follows = boundary  # the same on every rank, which `retain_graph` need not be
+            self.visible_gradients.set_hidden(step_follows and self._optimizer_in_backward)
+            backward = self.arrivals.engine_backward(is_last=boundary, frees_graph=not retain_graph)
+            with self.scope.saving_views(), backward:
+                if step_follows and self.counts.global_steps:
+                    self.policy.begin_backward()
+                # where the update begins in backward an interrupt waits for the end of the step
+                call = call_shielded if self.policy.is_open else call_open
+                call(scaled.backward, retain_graph=retain_graph)
+            self.counts.end_backward(self.pager.num_uses)
+
+    def scaled(self, loss: torch.Tensor, by_steps: bool = True) -> torch.Tensor:
+        """The loss divided by the accumulation steps and multiplied by the loss scale."""
+        num_steps = self.counts.num_micro_batches
+        scaled = loss / num_steps if num_steps > 1 and by_steps else loss
+        return scaled if self.overflow.scaler is None else scaled.float() * self.overflow.loss_scale
+
+    def step(self, optimizer: TieredOptimizer, lr_scheduler: Any) -> bool:
+        """Count a micro-batch; at a boundary: gradient check -> loss scaler -> update -> learning rate -> report.
+
+        `optimizer`: runs its hooks around the update. Optimizer and scheduler are arguments, not attributes: modules
+        refer to this object, and would keep them and the engine from being garbage. Returns whether it was a boundary.
+        """
+        self.check(trains=True)
+        if self.counts.is_boundary():
+            self.scope.check_parameters()
+        with self.failures.surfacing(), self.recovery.call(Phase.STEP):
+            self.recovery.begin_step()
+            self.counts.was_applied = False
+            boundary = self.counts.begin_step(self.pager.num_uses)
+            self.arrivals.has_noticed = False
+            if boundary:
+                with self.runtime.recorder.span("compute", "step"):
+                    self._take_step(optimizer, lr_scheduler)
+                self.failures.has_surfaced = False
+        if boundary:
+            check = self.counts.grad_check
+            self.meter.finish(
+                self.counts.global_steps,
+                grad_norm=check.norm if check else None,
+                loss_scale=self.overflow.loss_scale,
+                skipped=self.overflow.counts.skipped_in_a_row > 0,
+            )
+        return boundary
+
+    def exchange(self, data: bytes) -> list[bytes]:
+        """Return every rank's `data`, in rank order."""
+        self.check()
+        ranks = self.runtime.collectives
+        with self.failures.surfacing():
+            try:
+                return ranks.exchange(data, "a message of the program")
+            except BaseException as error:
+                ranks.fail(f"{type(error).__name__}: {error}")
+                self.recovery.latch_ranks("exchange", error)
+                raise
+
+    def flush(self) -> None:
+        self.recover()
+        with self.failures.surfacing():
+            self.policy.flush()
+
+    def abort(self) -> None:
+        """Drop the step: drain transfers, evict units, drop gradients. Raises the error of a gradient's transfer."""
+        self.recover()
+        if not self.is_closed:
+            self.recovery.abort()
+
+    @contextmanager
+    def _pass(self, phase: Phase) -> Iterator[None]:
+        """Run the block as a forward or a backward."""
+        with self.recovery.call(phase):
+            self.visible_gradients.hide()
+            with self.runtime.recorder.span("compute", phase.value):
+                yield
+            self.pager.end_pass()
+            self.visible_gradients.show()
+
+    @property
+    def zero_grad_drops(self) -> bool:
+        """Whether `zero_grad` drops gradients: not right after a `step()` that only counted a micro-batch, nor where
+        their update has begun."""
+        counts = self.counts
+        has_own = counts.num_backwards > 0 or self.arrivals.has_noticed or not counts.is_accumulating
+        return has_own and not self.policy.is_open
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        self.recover()
+        self.policy.check_untouched("Gradients are dropped")
+        if not self.zero_grad_drops:
+            return
+        with self.recovery.call(Phase.DROP):
+            if set_to_none:
+                self.recovery.drop_gradients()
+                self.gradients.reset_zero()
+            else:
+                self.arrivals.reset()
+                self.gradients.zero()
+                self.visible_gradients.show()
+                self.visible_gradients.set_hidden()
+            self.counts.num_backwards = 0
+            self.meter.losses.clear()
+
+    # -- inside a step -------------------------------------------------------------------------------------------------
+
+    def _take_step(self, optimizer: TieredOptimizer, lr_scheduler: Any) -> None:
+        self.gradients.collect_assigned()
+        self.gradients.wait_transfers()
+        check = self.counts.grad_check = self._check_gradients()
+        if not self.gradients.has_gradients and not self._warned_of_no_gradient:
+            self._warned_of_no_gradient = True
+            logger.warning(
+                "step() without backward(): no parameter has a gradient, so this step changes no weight. It counts "
+                "as a step for the learning rate schedule; this is said once."
+            )
+        self.counts.global_steps += 1
+        try:
+            is_applied = self.overflow.allows(check, self.counts.global_steps)
+        except NonFiniteError:
+            self.recovery.end_step()  # training ends here, and this step is counted
+            raise
+        if is_applied:
+            self.policy.prepare()
+            self._update(optimizer, lr_scheduler, check)
+        else:
+            self.policy.skip()
+            optimizer.overflow = True
+            self._end_step()
+
+    @shielded
+    def _end_step(self) -> None:
+        self.recovery.drop_gradients()
+        self.recovery.end_step()
+
+    def _check_gradients(self) -> GradCheck:
+        """Check this rank's gradients, or reduce those of all ranks and check the averages."""
+        loss_scale, counts = self.overflow.loss_scale, self.counts
+        if self._reducer is None:
+            return check_gradients(self.gradients.norms(), loss_scale, self._clipping)
+        values = self._groups.values()
+        return self._reducer.check(counts.micro_steps, counts.global_steps, loss_scale, self._clipping, values)
+
+    @shielded
+    def _update(self, optimizer: TieredOptimizer, lr_scheduler: Any, check: GradCheck) -> None:
+        def apply() -> None:
+            self.phase.now = Phase.UPDATE
+            self.policy.apply(self.gradients.detach_step(), check.grad_scale)
+            self.counts.was_applied = True
+
+        try:
+            optimizer.update(apply)
+            if lr_scheduler is not None:
+                lr_scheduler.step()
+        except MemoryError:
+            raise
+        except Exception:
+            if self.counts.was_applied:  # the error of a hook, or of the scheduler: the step is made all the same
+                self.recovery.end_step()
+                self.phase.now = Phase.IDLE
+            raise
+        self._end_step()
+
+    # -- the first acts of shutdown ------------------------------------------------------------------------------------
+
+    def end_eager_update(self) -> None:
+        """Cancel the update that began in backward, if its step is not taken."""
+        if self.policy.is_open:
+            self.policy.cancel_open()
+            self._drain_lanes()
+        self.policy.abort()
+
+    def finish_update(self) -> None:
+        """Finish the last update that was taken."""
+        try:
+            self.policy.finalize()
+        except Exception as error:
+            logger.error("the last update was not completed: %s", error)

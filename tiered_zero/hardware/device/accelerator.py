@@ -1,0 +1,139 @@
+"""What the runtime needs of a device: ordered lanes of work besides compute, memory figures.
+
+[Note: Lanes]
+A lane is a worker thread with a device stream of its own: `gather` carries parameters to the device, `reduce` carries
+gradients to the host. A job is a plain function; it may first wait for a disk transfer (so nvme -> host -> device needs
+no callback from an I/O worker) and then launches copies. Each job is a transfer, which its consumer waits for.
+The driver thread (or autograd's) is the `compute` lane: `record_compute` marks what it has launched so far,
+`wait_on_compute` orders everything that it launches from now on after a transfer. On the CPU both reduce to threading.
+Transfers of lanes and marks of compute order streams; any other transfer (the disk's) is waited for on the host.
+
+A mark is recorded where the work is launched. On a lane's thread the current stream is the lane's own, so a lane that
+must come after compute is handed compute's mark by the driver: both calls are refused on a lane, and `record` marks
+what the calling thread itself has launched.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+
+import torch
+
+from tiered_zero.concurrency.transfer import Transfer
+from tiered_zero.hardware.device.lanes import Lane
+from tiered_zero.hardware.memory.huge_pages import PageRange
+
+
+class Accelerator(ABC):
+    """The device. `shares_cores`: compute and the host's own work take each other's time."""
+
+    name: str
+    device: torch.device
+    shares_cores = False
+
+    def __init__(self, poison: bool) -> None:
+        """`poison`: debug mode, in which freed memory becomes NaN."""
+        self._poison = poison
+        self._lanes: dict[str, Lane] = {}
+        self._lock = threading.Lock()
+        self._closed = False
+
+    @abstractmethod
+    def _build_lane(self, name: str) -> Lane: ...
+
+    def lane(self, name: str) -> Lane:
+        """The lane of that name, started at first use."""
+        with self._lock:
+            if self._closed:
+                raise RuntimeError(f"the {self.name} accelerator is closed; lane {name} cannot be had any more")
+            if name not in self._lanes:
+                self._lanes[name] = self._build_lane(name)
+            return self._lanes[name]
+
+    def check_compute(self) -> None:
+        """Raise ModelError where the calling thread's current stream is not compute's, the one that was current as the
+        engine was made. Driver thread, as a call of the engine or the forward of one of its modules begins."""
+        return
+
+    @abstractmethod
+    def record_compute(self) -> Transfer:
+        """Mark everything that compute has launched so far. Driver or autograd's thread; InternalError on a lane."""
+
+    @abstractmethod
+    def record(self) -> Transfer:
+        """Mark everything that the calling thread has launched on its own stream so far: compute's, or its lane's."""
+
+    @abstractmethod
+    def wait_on_compute(self, transfer: Transfer) -> None:
+        """Order what compute launches from now on after `transfer`; raise its error. Driver or autograd's thread;
+        InternalError on a lane.
+
+        Blocks the host only as far as the device needs it to (on the CPU: until the transfer is done).
+        """
+
+    @abstractmethod
+    def copy(self, target: torch.Tensor, source: torch.Tensor, finish: bool = False) -> None:
+        """Launch target <- source (contiguous, same dtype and size) on the calling lane's stream.
+
+        `finish`: return only when the bytes are there, because the caller is about to reuse the host memory.
+        Starts no threads and leaves autograd's version counters alone.
+        """
+
+    def release_cached_memory(self) -> None:
+        """Return what the device's allocator keeps for reuse, before an allocation that failed is tried again."""
+        return
+
+    def synchronize(self) -> None:
+        """Wait for everything launched. For measurements and shutdown only."""
+        with self._lock:
+            lanes = list(self._lanes.values())
+        for transfer in [lane.submit(_nothing) for lane in lanes]:
+            transfer.wait()
+
+    def prepare(self, flat: torch.Tensor) -> None:
+        """`flat` on the device has just been given memory, whose content is undefined: poisoned in debug mode."""
+        self.poison(flat)
+
+    def reserve_place(self, nbytes: int, window_nbytes: int) -> PageRange | None:
+        """Reserve addresses for a flat that is fetched and evicted; all such flats hold at most `window_nbytes` at
+        once. None where the device's allocator is to give it memory."""
+        return None
+
+    def host_pages(self, flat: torch.Tensor) -> memoryview | None:
+        """The whole pages of `flat`, a unit's on the device or a shard of it, where the disk can write to them."""
+        return None
+
+    def alias(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return `flat`, which has memory, as a tensor that does not count as a view of its storage where the memory
+        has an owner of its own: what is handed to threads that let go of it at some later time."""
+        return flat.data
+
+    def poison(self, flat: torch.Tensor) -> None:
+        """In debug mode overwrite `flat` (any float or integer dtype) with NaN or a pattern; else do nothing."""
+        if not self._poison:
+            return
+        # .data: a version counter of its own, so that views saved by autograd do not count this as a change
+        if flat.is_floating_point() or flat.is_complex():
+            flat.data.fill_(float("nan"))
+        else:
+            flat.data.view(torch.uint8).fill_(0xA5)
+
+    @abstractmethod
+    def pin(self, address: int, nbytes: int) -> bool:
+        """Register host memory for direct copies. False (once logged, with the reason) where it cannot be."""
+
+    @abstractmethod
+    def unpin(self, address: int) -> None: ...
+
+    def close(self) -> None:
+        """Finish every lane's jobs and stop the threads; errors that were not waited for are logged. Idempotent."""
+        with self._lock:
+            self._closed = True
+            lanes = list(self._lanes.values())
+        for lane in lanes:
+            lane.close()
+
+
+def _nothing() -> None:
+    """The job whose completion says that every job before it is complete."""

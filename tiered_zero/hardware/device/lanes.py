@@ -1,0 +1,234 @@
+"""Worker lanes, shared by every accelerator: one thread, one queue, one transfer a job.
+
+A job is submitted after the jobs whose transfers it waits for, and a lane runs its jobs in order: so lanes cannot wait
+for each other in a circle through `after`. What a job waits for in its own body is the job's affair.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from queue import SimpleQueue
+from types import TracebackType
+from typing import Protocol
+
+import torch
+
+from tiered_zero.concurrency.interrupts import wait_for_event
+from tiered_zero.concurrency.transfer import Transfer
+from tiered_zero.errors import InternalError, PlanError
+
+logger = logging.getLogger("tiered_zero")
+
+Job = Callable[[], None]
+
+_this_thread = threading.local()
+
+
+def runs_on_lane() -> bool:
+    """Whether the calling thread is a lane's."""
+    return getattr(_this_thread, "is_lane", False)
+
+
+def refuse_on_lane(call: str) -> None:
+    """Raise InternalError where a lane's thread makes `call`, which is about compute's stream."""
+    if runs_on_lane():
+        raise InternalError(
+            f"{call} was called on {threading.current_thread().name}, whose current stream is not compute's. This is "
+            "an error in tiered_zero, not in the model: please report it with this message."
+        )
+
+
+class DeviceMarker(Protocol):
+    """The device's side of a transfer; `torch.cuda.Event` is one."""
+
+    def query(self) -> bool: ...
+
+    def synchronize(self) -> None: ...
+
+
+@dataclass(slots=True, kw_only=True)
+class Failure:
+    """Why a job failed; shared by the transfers of the jobs that failed because of it."""
+
+    lane: str
+    error: BaseException
+    traceback: TracebackType | None
+    collected: bool = False
+
+
+class LaneTransfer(Transfer):
+    """Launched on the host, then complete on the device. Without a marker the two are one (the CPU)."""
+
+    def __init__(self) -> None:
+        self._launched = threading.Event()
+        self.marker: DeviceMarker | None = None
+        self.failure: Failure | None = None
+
+    @classmethod
+    def launched(cls, marker: DeviceMarker | None = None) -> LaneTransfer:
+        """The transfer of work that the calling thread has already launched."""
+        transfer = cls()
+        transfer.finish_launch(marker, None)
+        return transfer
+
+    def finish_launch(self, marker: DeviceMarker | None, failure: Failure | None) -> None:
+        """Lane's thread only, once."""
+        self.marker, self.failure = marker, failure
+        self._launched.set()
+
+    def wait_launched(self) -> Failure | None:
+        """Block until the job was launched or failed."""
+        wait_for_event(self._launched)
+        return self.failure
+
+    def check_launched(self) -> None:
+        """Block until the job was launched; raise its error if it failed."""
+        failure = self.wait_launched()
+        if failure is not None:
+            failure.collected = True
+            # the error may be raised several times: each from where it happened, without the earlier raisers' frames
+            raise failure.error.with_traceback(failure.traceback)
+
+    def done(self) -> bool:
+        return self._launched.is_set() and (self.marker is None or self.marker.query())
+
+    def wait(self) -> None:
+        self.check_launched()
+        if self.marker is not None:
+            self.marker.synchronize()
+
+
+@dataclass(slots=True, kw_only=True)
+class Work:
+    """What a lane's thread takes from its queue. By the time of its launch, `after` was launched without failing."""
+
+    job: Job
+    after: Sequence[Transfer]
+    holds: Sequence[torch.Tensor]
+    transfer: LaneTransfer
+
+
+Launch = Callable[[Work], DeviceMarker | None]
+"""Runs a job on the calling thread, after `work.after` on the device, and marks its completion there. May raise."""
+
+
+class DelayInjector:
+    """Seeded delays at the start and the end of jobs: a missing wait then finds its partner late. One thread."""
+
+    def __init__(self, seed: int, lane: str) -> None:
+        self._random = random.Random(f"{seed}/{lane}")
+
+    def delay(self) -> None:
+        """Sleep: nothing in 2 of 5 calls, up to 300 us mostly, 1 to 3 ms in 1 of 20."""
+        draw = self._random.random()
+        if draw >= 0.95:
+            time.sleep(self._random.uniform(1e-3, 3e-3))
+        elif draw >= 0.4:
+            time.sleep(self._random.uniform(0.0, 300e-6))
+
+
+class Lane:
+    """An ordered queue of jobs, and the thread that launches them. A failed job does not stop the jobs behind it.
+
+    `inline`: jobs that wait for nothing run on the thread that submits them, while the lane is idle.
+    """
+
+    def __init__(self, name: str, launch: Launch, delays: DelayInjector | None = None, inline: bool = False) -> None:
+        self.name = name
+        self._inline = inline
+        self._launch = launch
+        self._delays = delays
+        self._queue: SimpleQueue[Work | None] = SimpleQueue()
+        self._failures: list[Failure] = []
+        self._closed = False
+        self._lock = threading.Lock()
+        self._num_queued = 0
+        self._running = threading.RLock()  # held while a job runs, on whichever thread
+        self._thread = threading.Thread(target=self._run, name=f"tiered_zero {name}", daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # ulimit -u or -v
+            raise PlanError(
+                f"The thread of lane {name} cannot be started: {error}. Raise the limit of processes (ulimit -u) or of "
+                "address space (ulimit -v)."
+            ) from error
+
+    def submit(
+        self, job: Job, after: Sequence[Transfer] = (), holds: Sequence[torch.Tensor] = (), waits: bool = True
+    ) -> LaneTransfer:
+        """Run `job` on this lane's thread and stream, after all earlier jobs and after `after`.
+
+        `holds`: device tensors that the job reads or writes, referenced until it is launched. Free their memory only
+        after `wait_on_compute(transfer)` or `transfer.wait()`: the allocator knows of no stream but compute.
+        `waits`: False of a job that waits for nothing but `after`. Where the device is the CPU and nothing is before
+        it, it runs at once on the calling thread: on its own thread it would take a core from compute.
+        Returns the transfer that is done when the job is complete on the device. Any thread.
+        """
+        work = Work(job=job, after=tuple(after), holds=tuple(holds), transfer=LaneTransfer())
+        with self._lock:  # nothing is queued behind the end mark
+            if self._closed:
+                raise RuntimeError(f"lane {self.name} is closed; jobs are submitted before the accelerator is closed")
+            inline = self._inline and not waits and not self._num_queued and all(transfer.done() for transfer in after)
+            if not inline:
+                self._num_queued += 1
+                self._queue.put(work)
+                return work.transfer
+        with self._running:
+            marker, failure = self._perform(work)
+        work.transfer.finish_launch(marker, failure)
+        return work.transfer
+
+    def close(self) -> None:
+        """Finish queued jobs and stop the thread; log errors that were not waited for. Idempotent."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._queue.put(None)
+        self._thread.join()
+        for failure in self._failures:
+            if not failure.collected:
+                failure.collected = True
+                exc_info = (type(failure.error), failure.error, failure.traceback)
+                logger.error("a job on lane %s failed and was not waited for", self.name, exc_info=exc_info)
+        self._failures.clear()
+
+    def _run(self) -> None:
+        _this_thread.is_lane = True
+        while (work := self._queue.get()) is not None:
+            transfer = work.transfer
+            with self._running:
+                marker, failure = self._perform(work)
+            with self._lock:
+                self._num_queued -= 1
+            del work  # what the job holds is free before its transfer says so
+            if failure is not None:
+                traceback.clear_frames(failure.traceback)  # as are the names in the frames of a job that failed
+            transfer.finish_launch(marker, failure)
+            del transfer, marker, failure
+
+    def _perform(self, work: Work) -> tuple[DeviceMarker | None, Failure | None]:
+        marker: DeviceMarker | None = None
+        failure: Failure | None = None
+        try:
+            for earlier in work.after:
+                if not isinstance(earlier, LaneTransfer):
+                    earlier.wait()
+                elif (failure := earlier.wait_launched()) is not None:
+                    return None, failure
+            self._delay()
+            marker = self._launch(work)
+        except BaseException as error:
+            failure = Failure(lane=self.name, error=error, traceback=error.__traceback__)
+            self._failures = [old for old in self._failures if not old.collected] + [failure]
+        self._delay()
+        return marker, failure
+
+    def _delay(self) -> None:
+        if self._delays is not None:
+            self._delays.delay()

@@ -1,0 +1,145 @@
+"""Host memory: one block of exactly the planned size, from which named slots are taken."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import threading
+from dataclasses import dataclass
+from typing import final
+
+import torch
+
+from tiered_zero.errors import BudgetError
+from tiered_zero.hardware.device.accelerator import Accelerator
+from tiered_zero.layout.extents import ExtentMap
+from tiered_zero.sizes import PAGE_NBYTES, align_up, format_nbytes
+from tiered_zero.system.mappings import map_memory
+from tiered_zero.telemetry.ledger import Ledger
+
+_MAPPED_NBYTES = 128 * 1024
+"""malloc, too, gives blocks from this size on a mapping of their own, until the first of them is freed."""
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class HostSlot:
+    """Whole pages of the arena. `nbytes`: the size asked for, rounded up to a page.
+
+    `tensor`: [nbytes] uint8, host. `memory`: the same bytes for the I/O engines.
+    """
+
+    offset: int
+    nbytes: int
+    kind: str
+    tensor: torch.Tensor
+    memory: memoryview
+    _arena: HostArena
+
+    def release(self) -> None:
+        """Free the bytes, once. The caller keeps no view of them, for the arena gives them to the next slot."""
+        self._arena._release(self)
+
+
+def trim_malloc() -> None:
+    """Return the retained heap, malloc's freed blocks, to the system; glibc only.
+
+    glibc raises its threshold for blocks of their own to the largest one freed, so that a unit's first values, freed
+    before the next unit's are made, leave holes of up to 32 MiB each in the heap. A few milliseconds.
+    """
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        trim(0)
+
+
+def temporary_zeros(shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros on the CPU that are needed for a moment; large ones in a mapping of their own.
+
+    Values that are allocated and freed one after another, while small blocks stay between them, make malloc's heap
+    grow by their sum; what is allocated in the holes later makes them resident, up to all of it.
+    """
+    nbytes = math.prod(shape) * dtype.itemsize
+    if nbytes < _MAPPED_NBYTES:
+        return torch.zeros(shape, dtype=dtype)
+    return torch.frombuffer(map_memory(nbytes), dtype=dtype).view(shape)
+
+
+def typed_view(raw: torch.Tensor, dtype: torch.dtype, numel: int) -> torch.Tensor:
+    """`raw`: [n] uint8 -> [numel] `dtype` over its first bytes. Raises BudgetError where they are too few."""
+    nbytes = numel * dtype.itemsize
+    if nbytes > raw.numel():
+        raise BudgetError(f"{numel} elements of {dtype} need {nbytes} bytes; this memory has {raw.numel()}")
+    return raw[:nbytes].view(dtype)
+
+
+@final
+class HostArena:
+    """One anonymous, page-aligned mapping, pinned as a whole where that is asked for and possible. Any thread.
+
+    Torch's pinned allocator rounds every size up to a power of two; here a byte asked for is a byte taken.
+    """
+
+    def __init__(self, capacity_nbytes: int, accelerator: Accelerator, pin: bool, ledger: Ledger) -> None:
+        self._extents = ExtentMap(max(capacity_nbytes, 1))
+        self.capacity_nbytes = self._extents.capacity_nbytes
+        self._accelerator = accelerator
+        self._ledger = ledger
+        self._lock = threading.Lock()
+        self._taken: dict[int, HostSlot] = {}
+        self._closed = False
+        # Kept from forked children: a child's copy-on-write would take pages from under a direct transfer in flight
+        # (open(2), O_DIRECT notes).
+        mapping = map_memory(self.capacity_nbytes, "MADV_DONTFORK", "MADV_HUGEPAGE")
+        self._memory, self._tensor = memoryview(mapping), torch.frombuffer(mapping, dtype=torch.uint8)
+        self.pinned = pin and accelerator.pin(self._tensor.data_ptr(), self.capacity_nbytes)
+        self.poison(self._tensor)
+
+    def take(self, nbytes: int, kind: str) -> HostSlot:
+        """A slot of at least `nbytes` bytes, first fit. Its contents are undefined. Raises BudgetError."""
+        size = align_up(max(nbytes, 1), PAGE_NBYTES)
+        with self._lock:
+            offset = self._extents.allocate(size)
+            if offset is None:
+                raise BudgetError(
+                    f"{kind} needs {format_nbytes(size)} of the host arena; {self._extents.describe()}. This run has "
+                    "left its plan."
+                )
+            try:
+                self._ledger.charge("host", kind, size)
+            except BudgetError:
+                self._extents.free(offset, size)
+                raise
+            end = offset + size
+            tensor, memory = self._tensor[offset:end], self._memory[offset:end]
+            slot = HostSlot(offset=offset, nbytes=size, kind=kind, tensor=tensor, memory=memory, _arena=self)
+            self._taken[offset] = slot
+        return slot
+
+    def _release(self, slot: HostSlot) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            if self._taken.get(slot.offset) is not slot:
+                raise RuntimeError(f"the {slot.kind} slot at offset {slot.offset} was released before")
+            self.poison(slot.tensor)
+            del self._taken[slot.offset]
+            self._extents.free(slot.offset, slot.nbytes)
+            self._ledger.discharge("host", slot.kind, slot.nbytes)
+
+    def poison(self, pages: torch.Tensor) -> None:
+        """In debug mode overwrite whole pages ([n] uint8): NaN in fp32 and in every other 16-bit float."""
+        self._accelerator.poison(pages.view(torch.float32))
+
+    def close(self) -> None:
+        """Unpin, and give the memory back once the last view of it is gone. Idempotent.
+
+        A tensor or memoryview that outlives the arena stays valid (it holds the mapping); it is no longer pinned.
+        """
+        with self._lock:
+            self._closed = True
+            for slot in self._taken.values():
+                self._ledger.discharge("host", slot.kind, slot.nbytes)
+            self._taken.clear()
+            if self.pinned:
+                self._accelerator.unpin(self._tensor.data_ptr())
+                self.pinned = False
+            self._tensor, self._memory = torch.empty(0, dtype=torch.uint8), memoryview(b"")

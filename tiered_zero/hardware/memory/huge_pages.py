@@ -1,0 +1,151 @@
+"""Memory for paged units where the CPU is the device: huge pages move from one unit's addresses to another's.
+
+malloc gives a large block back to the system when it is freed, and the system clears it page by page when it is asked
+for again: on the machine where this was measured, a virtual one, that took several times as long as to read the unit
+from its disk. Here each unit keeps its own addresses, without memory behind them. Memory is mapped there in huge pages
+(mremap(2), which moves an entry of the page table, not bytes), and unmapped again into a store of such pages. So it is
+never fragmented, and the disk can write to it directly, for it begins at a page.
+
+Addresses without memory of their own show NaN (all bits set, -1 in whole numbers). Code that reads a tensor past every
+guard (at a constant address in C++, as `torch.jit.save` does) meets those, and not zeros that look like weights.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from contextlib import suppress
+from typing import Any, final
+
+import torch
+
+from tiered_zero.sizes import HUGE_PAGE_NBYTES, PAGE_NBYTES, align_up
+from tiered_zero.system.mappings import map_memory
+
+_MAYMOVE, _FIXED, _DONTUNMAP = 1, 2, 4
+_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
+_FAILED = ctypes.c_void_p(-1).value
+_MAX_STORED = 4096
+"""Pages in the store, at most: each is an entry of its own in the process's table of mappings."""
+
+
+@final
+class HugePagePool:
+    """Address ranges for units, and a store of huge pages that no unit has; full ranges and the store hold `nbytes` at
+    most. Driver thread.
+
+    Raises OSError where the system cannot move pages (not Linux, before 5.7).
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._libc = _bind()
+        num_pages = min(nbytes // HUGE_PAGE_NBYTES, _MAX_STORED)
+        self._store = map_memory(
+            (num_pages + 2) * HUGE_PAGE_NBYTES, flags=_MAP_NORESERVE
+        )  # two more: one is lost where it begins inside of a page
+        start = align_up(_address(self._store), HUGE_PAGE_NBYTES)
+        self._vacant = [start + index * HUGE_PAGE_NBYTES for index in range(num_pages)]
+        self._stored: list[int] = []
+        self._nbytes = nbytes
+        self._used_nbytes = 0
+        self._nans = mmap.mmap(-1, HUGE_PAGE_NBYTES, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS)
+        self._nans.write(b"\xff" * HUGE_PAGE_NBYTES)
+        if self._vacant:  # try it: onto itself is refused, so onto the spare page behind
+            self._move(start, start + num_pages * HUGE_PAGE_NBYTES)
+
+    def close(self) -> None:
+        """Free what is stored, and from now on what ranges are emptied of. Idempotent."""
+        self._vacant.clear()
+        self._stored.clear()
+        self._store.close()
+
+    def map(self, address: int, nbytes: int) -> None:
+        """Map huge pages of the store at `address`, as many as there are; the system gives the others when they are
+        touched, and the store frees what would be too much with them."""
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED | _MAP_NORESERVE
+        size = align_up(nbytes, PAGE_NBYTES)
+        if self._libc.mmap(address, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0) == _FAILED:
+            raise OSError(ctypes.get_errno(), "mmap of memory for units")
+        for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTFORK):  # the latter as for HostArena's memory
+            self._libc.madvise(address, size, advice)
+        with suppress(OSError):  # out of mappings: then the system gives the rest too
+            for index in range(min(nbytes // HUGE_PAGE_NBYTES, len(self._stored))):
+                self._move(self._stored[-1], address + index * HUGE_PAGE_NBYTES)
+                self._vacant.append(self._stored.pop())
+        self._used_nbytes += nbytes
+        while self._stored and len(self._stored) * HUGE_PAGE_NBYTES + self._used_nbytes > self._nbytes:
+            self._libc.madvise(self._stored[-1], HUGE_PAGE_NBYTES, mmap.MADV_DONTNEED)
+            self._vacant.append(self._stored.pop())
+
+    def unmap(self, address: int, nbytes: int, keep: bool) -> None:
+        """Move the huge pages at `address` into the store as far as it has room, and free the rest. `keep`: False frees
+        everything."""
+        with suppress(OSError):  # then the rest is freed
+            for index in range(min(nbytes // HUGE_PAGE_NBYTES, len(self._vacant)) if keep else 0):
+                self._move(address + index * HUGE_PAGE_NBYTES, self._vacant[-1])
+                self._stored.append(self._vacant.pop())
+        self._used_nbytes -= nbytes
+        self.show_nans(address, nbytes)
+
+    def show_nans(self, address: int, nbytes: int) -> None:
+        """Map the pattern of NaN under these addresses, piece by piece; the memory that they had goes to the system."""
+        template = _address(self._nans)
+        for start in range(0, align_up(nbytes, PAGE_NBYTES), HUGE_PAGE_NBYTES):
+            size = min(HUGE_PAGE_NBYTES, align_up(nbytes, PAGE_NBYTES) - start)
+            # of a shared mapping, an old size of 0 makes a second one of the same memory
+            if self._libc.mremap(template, 0, size, _MAYMOVE | _FIXED, address + start) == _FAILED:
+                raise OSError(ctypes.get_errno(), "mremap of memory for units")
+
+    def _move(self, page: int, to: int) -> None:
+        """A huge page; nothing is left behind under its old address, which stays ours."""
+        size = HUGE_PAGE_NBYTES
+        if self._libc.mremap(page, size, size, _MAYMOVE | _FIXED | _DONTUNMAP, to) == _FAILED:
+            raise OSError(ctypes.get_errno(), "mremap of memory for units")
+
+
+@final
+class PageRange:
+    """A unit's addresses, empty at first. `tensor`: [nbytes] uint8; `alias`: the same with a storage of its own;
+    `memory`: the same as whole pages.
+
+    What is in them is undefined after `fill` until something is written, and NaN before it and after `empty`. The
+    mapping ends with its last view.
+    """
+
+    def __init__(self, pool: HugePagePool, nbytes: int) -> None:
+        self._pool = pool
+        self._nbytes = align_up(max(nbytes, 1), PAGE_NBYTES)
+        mapping = map_memory(align_up(self._nbytes, HUGE_PAGE_NBYTES) + HUGE_PAGE_NBYTES, flags=_MAP_NORESERVE)
+        start = -_address(mapping) % HUGE_PAGE_NBYTES
+        self._address_of_first = _address(mapping) + start
+        self.memory = memoryview(mapping)[start : start + self._nbytes]
+        self.tensor, self.alias = (
+            torch.frombuffer(mapping, dtype=torch.uint8, offset=start, count=nbytes) for _ in range(2)
+        )
+        self.is_full = False
+        pool.show_nans(self._address_of_first, self._nbytes)
+
+    def fill(self) -> None:
+        self._pool.map(self._address_of_first, self._nbytes)
+        self.is_full = True
+
+    def empty(self, keep: bool = True) -> None:
+        """`keep`: False where something may still write to this memory, so that no other range may get it."""
+        self._pool.unmap(self._address_of_first, self._nbytes, keep)
+        self.is_full = False
+
+
+def _address(mapping: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+
+
+def _bind() -> Any:
+    libc = ctypes.CDLL(None, use_errno=True)
+    pointer, size, integer = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    try:
+        libc.mremap.restype, libc.mremap.argtypes = pointer, [pointer, size, size, integer, pointer]
+        libc.mmap.restype, libc.mmap.argtypes = pointer, [pointer, size, integer, integer, integer, ctypes.c_ssize_t]
+        libc.madvise.argtypes = [pointer, size, integer]
+    except AttributeError as error:
+        raise OSError("this system has no mremap") from error
+    return libc

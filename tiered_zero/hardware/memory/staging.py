@@ -1,0 +1,172 @@
+"""Staging buffers: a fixed number of equal buffers, leased one at a time, with back-pressure instead of failure."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import final
+
+import torch
+
+from tiered_zero.concurrency.interrupts import INTERRUPTS, POLL_S
+from tiered_zero.errors import BudgetError
+from tiered_zero.hardware.memory.host_memory import HostArena, typed_view
+from tiered_zero.sizes import PAGE_NBYTES, align_up, format_nbytes
+from tiered_zero.telemetry.spans import Recorder
+
+logger = logging.getLogger("tiered_zero")
+
+
+@final
+class Lease:
+    """Ownership of one staging buffer, until `release()` (any thread, once counts) or the end of a `with` block.
+
+    `tensor`: [n] uint8, host, n the asked size rounded up to a page; `memory`: the same bytes for the I/O engines.
+    After release both are empty, so that a late use fails.
+    """
+
+    def __init__(self, pool: StagingPool, index: int, holder: str, tensor: torch.Tensor, memory: memoryview) -> None:
+        self._pool = pool
+        self._index = index
+        self.holder = holder
+        self.since_s = time.monotonic()
+        self.tensor = tensor
+        self.memory = memory
+
+    def view(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
+        """The first `numel` elements as a flat of `dtype`."""
+        return typed_view(self.tensor, dtype, numel)
+
+    def release(self) -> None:
+        self._pool._release(self, self._index)
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+@final
+class StagingPool:
+    """`count` buffers of `buffer_nbytes` in one slot of the arena. Any thread."""
+
+    def __init__(
+        self,
+        arena: HostArena,
+        buffer_nbytes: int,
+        count: int,
+        kind: str,
+        recorder: Recorder,
+        timeout_s: float = 300.0,
+    ) -> None:
+        """`timeout_s`: how long a lease may be waited for; longer is a deadlock."""
+        self.buffer_nbytes = align_up(buffer_nbytes, PAGE_NBYTES)
+        self.count = count
+        self.kind = kind
+        self._arena = arena
+        self._recorder = recorder
+        self._timeout_s = timeout_s
+        self._slot = arena.take(self.buffer_nbytes * count, kind)
+        self._changed = threading.Condition()
+        self._leased: dict[int, Lease] = {}
+        self._free = list(range(count))[::-1]
+        """The others: the one that was released last is leased first."""
+        self._closed = False
+
+    @property
+    def memory(self) -> memoryview:
+        """All buffers, one behind the other."""
+        return self._slot.memory
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def lease_nowait(self, nbytes: int, holder: str = "") -> Lease | None:
+        """A buffer if one is free now. Raises BudgetError where `nbytes` is more than a buffer."""
+        with self._changed:
+            return self._lease(nbytes, holder)
+
+    def lease(self, nbytes: int, holder: str = "", lane: str = "compute") -> Lease:
+        """A buffer, as soon as one is free; the wait is recorded as `wait_lease` on `lane`.
+
+        `holder`: a name for the table of holders. Raises BudgetError: more than a buffer, or the time is up.
+        """
+        with self._changed:
+            if (lease := self._lease(nbytes, holder)) is not None:
+                return lease
+            with self._recorder.span(lane, "wait_lease", f"{self.kind} {holder}".strip()):
+                in_time = self._wait_free()
+            if not in_time:
+                raise BudgetError(self._describe_deadlock(holder))
+            lease = self._lease(nbytes, holder)
+            assert lease is not None, "woken with a free buffer under the lock"
+            return lease
+
+    def _wait_free(self) -> bool:
+        """Wait until a buffer is free or the pool closed, `timeout_s` at most; return whether it is. Under the lock."""
+        until_s = time.monotonic() + self._timeout_s
+        while (left_s := until_s - time.monotonic()) > 0:
+            if self._changed.wait_for(lambda: self.num_free or self._closed, min(left_s, POLL_S)):
+                return True
+            INTERRUPTS.check()
+        return bool(self.num_free or self._closed)
+
+    def holders(self) -> list[tuple[str, float]]:
+        """The holders of buffers, each with the lease's age in seconds, oldest first."""
+        now_s = time.monotonic()
+        with self._changed:
+            return [(lease.holder, now_s - lease.since_s) for lease in self._leased.values()]
+
+    def close(self) -> None:
+        """Give the buffers back to the arena; waiting threads raise. Leases still out are logged: their I/O was not
+        drained. Idempotent."""
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            self._changed.notify_all()
+        for holder, age_s in self.holders():
+            logger.error("a %s buffer was still leased at close, by %s for %.1f s", self.kind, holder, age_s)
+        self._slot.release()
+
+    def _lease(self, nbytes: int, holder: str) -> Lease | None:
+        """Under the lock."""
+        if nbytes > self.buffer_nbytes:
+            raise BudgetError(
+                f"a lease of {format_nbytes(nbytes)} ({nbytes} bytes) was asked of the {self.kind} buffers; each has "
+                f"{format_nbytes(self.buffer_nbytes)} ({self.buffer_nbytes} bytes). This run has left its plan."
+            )
+        if self._closed:
+            raise BudgetError(f"the {self.kind} buffers are closed; {holder or 'a caller'} asked for one")
+        if not self._free:
+            return None
+        index = self._free.pop()
+        start = index * self.buffer_nbytes
+        end = start + align_up(max(nbytes, 1), PAGE_NBYTES)
+        holder = holder or threading.current_thread().name
+        lease = Lease(self, index, holder, self._slot.tensor[start:end], self._slot.memory[start:end])
+        self._leased[index] = lease
+        return lease
+
+    def _release(self, lease: Lease, index: int) -> None:
+        with self._changed:
+            if self._leased.get(index) is not lease:
+                return
+            self._changed.notify()  # the woken thread goes on once the lock is free
+            del self._leased[index]
+            self._free.append(index)
+            tensor = lease.tensor
+            lease.tensor, lease.memory = tensor[:0], lease.memory[:0]
+            if not self._closed:
+                self._arena.poison(tensor)
+
+    def _describe_deadlock(self, holder: str) -> str:
+        table = "".join(f"\n  {age_s:8.1f} s  {name}" for name, age_s in self.holders())
+        return (
+            f"{holder or threading.current_thread().name} waited {self._timeout_s:g} s for one of {self.count} "
+            f"{self.kind} buffers; none was released. Held, oldest first, by:{table}\n"
+            "This is a stalled transfer or a deadlock in the schedule; the run can be resumed from its last checkpoint."
+        )

@@ -1,0 +1,76 @@
+"""Acts in which every rank takes part: all get each one's result, or all raise the error of one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from tiered_zero import errors
+from tiered_zero.hardware.ranks.collectives import Collectives
+
+Result = TypeVar("Result")
+
+
+def agree(
+    ranks: Collectives,
+    call: str,
+    act: Callable[[], Result],
+    *,
+    encode: Callable[[Result], Any] = lambda result: result,
+    decode: Callable[[Any], Result] = lambda value: value,
+) -> list[Result]:
+    """Run `act` on every rank and return the results in rank order. Driver thread, at the same time on every rank;
+    blocks until the slowest has ended.
+
+    An error of `act` on one rank is raised there, and on the others as one of its class that names the rank: the ranks
+    stay in step, and the run goes on if the caller lets it. `encode`, `decode`: between a result and JSON. An `act`
+    that makes collectives calls `ranks.fail` where it fails in their midst: the others wait in one of them, and not for
+    its answer. Raises RankError where another rank is in another `call`, fails or does not answer, from this rank's own
+    error if it has one. With one rank it is `[act()]`.
+    """
+    if ranks.world_size == 1:
+        return [act()]
+    failure: Exception | None = None
+    value: Any = None
+    try:
+        try:
+            value = encode(act())
+        except Exception as error:
+            failure = error
+        failed = None if failure is None else [type(failure).__name__, str(failure)]
+        messages = ranks.exchange(json.dumps({"call": call, "error": failed, "value": value}).encode(), call)
+    except errors.RankError as error:
+        if failure is None:
+            raise
+        raise error from failure
+    except (KeyboardInterrupt, SystemExit) as interrupt:
+        # the others wait for this rank's answer, or have it and go on
+        ranks.fail(f"{call}: {type(interrupt).__name__}")
+        raise
+    found = [_decoded(message) for message in messages]
+    calls = [message.get("call", "another call") for message in found]
+    if len(set(calls)) > 1:
+        texts = ", ".join(f"rank {rank}: {name}" for rank, name in enumerate(calls))
+        raise errors.RankError(f"Every rank was expected to make the same call; found {texts}.") from failure
+    if failure is not None:
+        raise failure
+    for rank, message in enumerate(found):
+        if message["error"] is not None:
+            kind, text = message["error"]
+            raise _class_of(kind)(f"Rank {rank}: {text}")
+    return [decode(message["value"]) for message in found]
+
+
+def _decoded(message: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(message)
+    except ValueError:  # of step(), whose messages are packed numbers
+        found = None
+    return found if isinstance(found, dict) else {}
+
+
+def _class_of(name: str) -> type[errors.TieredZeroError]:
+    """An error class of this package by its name; their base for any other."""
+    found = getattr(errors, name, None)
+    return found if isinstance(found, type) and issubclass(found, errors.TieredZeroError) else errors.TieredZeroError

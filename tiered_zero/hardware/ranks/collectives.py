@@ -1,0 +1,262 @@
+"""Collectives: their interface, and the ranks that a run has."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Protocol, final
+
+import torch
+import torch.distributed as dist
+
+from tiered_zero.concurrency.transfer import COMPLETED, Transfer, wait_all
+from tiered_zero.errors import ModelError, RankError
+from tiered_zero.hardware.ranks.collective_transfer import RankTraffic
+from tiered_zero.hardware.ranks.launcher import (
+    is_initialized,
+    launched_world_size,
+    network_interface,
+    rank_here,
+    world_size_here,
+)
+from tiered_zero.hardware.ranks.process_groups import ProcessGroups
+from tiered_zero.telemetry.spans import Recorder
+
+logger = logging.getLogger("tiered_zero")
+
+
+class Collectives(Protocol):
+    """What the ranks of a run exchange. Driver thread only: every rank makes the same calls in the same order.
+
+    `what`: names the call in errors. Raises RankError where another rank fails or does not answer.
+    """
+
+    rank: int
+    world_size: int
+    traffic: RankTraffic
+    recorder: Recorder
+    """Of the whole run. Has a span of each gather and reduction, with the bytes that this rank has handed over; the
+    driver's waits are `wait_ranks`."""
+
+    def all_gather(
+        self,
+        flat: torch.Tensor,
+        shard: torch.Tensor,
+        what: str = ...,
+        *,
+        after: Sequence[Transfer] = ...,
+        order: str | None = ...,
+        bounds: Sequence[int] | None = ...,
+    ) -> Transfer:
+        """Start to fill `flat` [W * n] with every rank's `shard` [n], in rank order. `shard` may be its part of `flat`.
+        Both are this call's until the transfer is done. `bounds`: W+1 offsets of the shards, of any sizes; None: of one
+        size.
+
+        `after`: what fills `shard`; an error of it is this transfer's. `order`: what this call gathers: where another
+        rank gathers something else now, every rank raises RankError with what each does. None: the order of calls is
+        known to be the same."""
+
+    def reduce_scatter(
+        self, bucket: torch.Tensor, room: torch.Tensor, what: str = ..., *, bounds: Sequence[int] | None = ...
+    ) -> Transfer:
+        """Start to sum part `rank` of all ranks' `bucket` [W * n] into this rank's: that of rank 0 first, then the
+        others' in rank order, so that an element's sum depends on its values alone. Other parts are undefined then.
+        `room`, 1-D: [W - 1] at least, to receive others' parts in; (W - 1) n are received at once. Both are this call's
+        until the transfer is done. `bounds`: as of `all_gather`."""
+
+    def wait_reduced(self, reduction: Transfer) -> bool:
+        """Block until what `reduce_scatter` has returned is complete. Return False, before, where another rank waits in
+        a gather: this rank may have to join that one first."""
+
+    def broadcast(self, tensor: torch.Tensor, source: int = ..., what: str = ...) -> None:
+        """Fill `tensor` with that of rank `source`. Blocks."""
+
+    def exchange(self, data: bytes, what: str = ..., *, kind: str = ...) -> list[bytes]:
+        """Return every rank's `data`, in rank order: what each gave, of any length. Blocks. `kind`: of call, where
+        `what` says more, as the number of a step. Raises RankError, on every rank, where kinds differ."""
+
+    def fail(self, message: str) -> None:
+        """End the run on every rank: the others raise RankError with `message`. Idempotent; raises nothing."""
+
+    def fail_unless_known(self, message: str) -> None:
+        """End the run on every rank as `fail` does, some seconds later, unless the program ends or calls by then: its
+        own message is better than `message`. For what may never call again. Any thread; raises nothing."""
+
+    def open(self) -> None:
+        """Connect to the other ranks. Once, before any other call; every rank calls it at the same time. `close` ends
+        what it has begun where it raises. Raises ModelError and RankError."""
+
+    def close(self) -> None:
+        """Free what this has created. Idempotent."""
+
+
+def make_collectives(
+    timeout_s: float, dist_init_required: bool | None = None, gather_numel: int = 1 << 62
+) -> Collectives:
+    """Return the collectives of the ranks that the launcher has started, or that torch.distributed has: one, or many.
+    They are still to be opened, by a caller that closes them where that fails.
+
+    Every rank calls it at the same time. `timeout_s`: after which a rank that does not answer is an error.
+    `dist_init_required`: False initializes no process group. `gather_numel`: elements that a gather moves at once, at
+    most. Raises ModelError and RankError.
+    """
+    logger.addFilter(_comes_from_rank_0)
+    if world_size_here() == 1:
+        return SingleRank(dist_init_required)
+    ensure_many(timeout_s, dist_init_required)
+    return ProcessGroups(timeout_s, gather_numel)
+
+
+def _comes_from_rank_0(record: logging.LogRecord) -> bool:
+    """Let notices and warnings come from rank 0 alone, which are the same on every rank; errors from each."""
+    return record.levelno >= logging.ERROR or rank_here() == 0
+
+
+def ensure_many(timeout_s: float, dist_init_required: bool | None = None) -> None:
+    """Initialize torch.distributed from the launcher's environment, if it is not.
+
+    The group stays until the process ends: the launcher's store takes no second one, and another engine may follow.
+    """
+    if is_initialized():
+        return
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in names if not os.environ.get(name)]
+    if missing or dist_init_required is False or not dist.is_available():
+        found = f"without {', '.join(missing)}" if missing else "and no process group may be made for them"
+        raise ModelError(
+            f"The launcher's WORLD_SIZE has {os.environ.get('WORLD_SIZE')} ranks, {found}. Start the script with "
+            "torchrun --nproc-per-node N, or call torch.distributed.init_process_group() before initialize()."
+        )
+    rank, world_size = os.environ["RANK"], world_size_here()
+    if not rank.isdecimal() or int(rank) >= world_size:
+        raise ModelError(
+            f"The environment variable RANK was expected from 0 to {world_size - 1}, as WORLD_SIZE is {world_size}; "
+            f"found {rank!r}. torchrun sets both."
+        )
+    try:
+        with network_interface():
+            dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
+    except (RuntimeError, ValueError, OSError) as error:
+        raise RankError(
+            f"rank {rank}: the process group of {world_size} ranks cannot be made at {os.environ['MASTER_ADDR']}:"
+            f"{os.environ['MASTER_PORT']} (MASTER_ADDR, MASTER_PORT): {str(error).rstrip('.')}. Each rank needs a "
+            "process of its own, started at about the same time, and a free port of rank 0's host that all of them "
+            "reach."
+        ) from error
+
+
+def open_default_group(timeout_s: float = 1800.0, dist_init_required: bool | None = None) -> None:
+    """Initialize torch.distributed, if it is not: of the ranks that the launcher has started, or of one. Raises
+    ModelError and RankError."""
+    if world_size_here() > 1:
+        ensure_many(timeout_s, dist_init_required)
+    else:
+        SingleRank(dist_init_required).open()
+
+
+@final
+class SingleRank:
+    """Rank 0 of 1: every collective is the identity, and changes no bit."""
+
+    rank = 0
+    world_size = 1
+
+    def __init__(self, dist_init_required: bool | None = None) -> None:
+        """`dist_init_required`: False lets `open` create no group."""
+        self.traffic = RankTraffic()
+        self.recorder = Recorder()
+        self._dist_init_required = dist_init_required
+        self._owns_group = False
+
+    def open(self) -> None:
+        """Let scripts that ask torch.distributed for a rank go on: create a private one-rank group if there is none.
+
+        It opens no connection: an in-memory store, the loopback interface. A group that exists is respected. Raises
+        ModelError where more than one rank runs.
+        """
+        self._check_world_size("the launcher's WORLD_SIZE", launched_world_size())
+        if not dist.is_available():
+            return
+        if dist.is_initialized():
+            self._check_world_size("torch.distributed's group", dist.get_world_size())
+        elif self._dist_init_required is not False:
+            self._create_group()
+
+    def all_gather(
+        self,
+        flat: torch.Tensor,
+        shard: torch.Tensor,
+        what: str = "",
+        *,
+        after: Sequence[Transfer] = (),
+        order: str | None = None,
+        bounds: Sequence[int] | None = None,
+    ) -> Transfer:
+        wait_all(after)
+        if flat.data_ptr() != shard.data_ptr():
+            flat.copy_(shard)
+        return COMPLETED
+
+    def reduce_scatter(
+        self, bucket: torch.Tensor, room: torch.Tensor, what: str = "", *, bounds: Sequence[int] | None = None
+    ) -> Transfer:
+        return COMPLETED
+
+    def wait_reduced(self, reduction: Transfer) -> bool:
+        return True
+
+    def broadcast(self, tensor: torch.Tensor, source: int = 0, what: str = "") -> None:
+        """There is no other rank."""
+
+    def exchange(self, data: bytes, what: str = "", *, kind: str = "") -> list[bytes]:
+        return [data]
+
+    def fail(self, message: str) -> None:
+        """There is no other rank."""
+
+    def fail_unless_known(self, message: str) -> None:
+        """There is no other rank."""
+
+    def close(self) -> None:
+        """Destroy the group if this object created it. Idempotent."""
+        if self._owns_group and dist.is_initialized():
+            dist.destroy_process_group()
+        self._owns_group = False
+
+    def _create_group(self) -> None:
+        hook = sys.excepthook
+        try:
+            with network_interface():
+                dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+        except (RuntimeError, ValueError, OSError) as error:
+            logger.warning("no torch.distributed group was created, scripts that ask for a rank will fail: %s", error)
+        else:
+            self._owns_group = True
+            _keep_group_in_children()
+            logger.debug("torch.distributed: made a process group of one rank, without a connection")
+        finally:
+            sys.excepthook = hook  # torch's prefixes every traceback with [rank0], which says nothing of one rank
+
+    @staticmethod
+    def _check_world_size(source: str, world_size: int) -> None:
+        if world_size > 1:
+            raise ModelError(
+                f"expected one rank; {source} has {world_size}. Start the script with one process "
+                "(python script.py, or --num_gpus 1)."
+            )
+
+
+@functools.cache
+def _keep_group_in_children() -> None:
+    """Once a process. A forked child has none of gloo's threads, and the destructor of a group joins them."""
+
+    def keep() -> None:
+        if dist.is_initialized():
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(dist.group.WORLD))
+
+    os.register_at_fork(after_in_child=keep)

@@ -1,0 +1,397 @@
+"""Collectives of many ranks, over torch.distributed's process groups."""
+
+from __future__ import annotations
+
+import logging
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext, suppress
+from datetime import timedelta
+from enum import Enum, auto
+from hashlib import sha256
+from itertools import pairwise
+from typing import Any, final
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+
+from tiered_zero.concurrency.transfer import Transfer, wait_all
+from tiered_zero.errors import RankError
+from tiered_zero.hardware.device.lanes import DeviceMarker, Lane, Work
+from tiered_zero.hardware.ranks.collective_transfer import CollectiveTransfer, RankTraffic, WaitContext
+from tiered_zero.hardware.ranks.launcher import network_interface
+from tiered_zero.hardware.ranks.rank_failures import CollectiveCall, RankFailures
+from tiered_zero.telemetry.spans import Recorder
+
+logger = logging.getLogger("tiered_zero")
+
+GROUPS = ("all_gather", "reduce_scatter", "control")
+"""One process group and one lane each: collectives of one group run in the order of their calls, those of two groups
+beside each other."""
+
+CAUGHT_S = 3.0
+"""What ends the program posts its message within so long; else the program has caught it."""
+
+LINGER_S = 5.0
+"""A rank that closes its engine waits so long for the others to do the same: what they still receive then arrives."""
+
+INLINE_NBYTES = 248
+"""An exchange of at most so many bytes is one collective of 256 bytes a rank; a longer one takes a second."""
+
+_HEAD = struct.Struct("<II")
+"""Before the data of an exchange: how many bytes it has, and the number of its kind of call."""
+
+_CLOSED = 0
+"""The kind of what a rank that closes its engine answers to an exchange of the others."""
+
+_ORDER_NBYTES = 256
+"""What ranks compare of the order of a gather: a digest, and as much of its text as there is room for. The names of
+calls that differ have as much room."""
+
+
+class _Phase(Enum):
+    """Of this rank's groups. FAILED: this rank has posted its failure, and starts no collective any more."""
+
+    NEW = auto()
+    OPEN = auto()
+    FAILED = auto()
+    CLOSED = auto()
+
+
+def _wait_each(started: Iterable[Any]) -> None:
+    """Wait until every one of `started`, works of torch.distributed, has left its memory; raise the first error."""
+    errors: list[Exception] = []
+    for work in list(started):
+        try:
+            work.wait()
+        except Exception as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+
+
+def _exchange_parts(
+    parts: Sequence[torch.Tensor], received: Sequence[torch.Tensor], rank: int, group: Any
+) -> Iterator[Any]:
+    """Start to send each other rank its part, and to receive what it has of this rank's."""
+    for other, part in enumerate(received):
+        if other != rank and part.numel():
+            yield dist.irecv(part, group_src=other, group=group)
+    for other, part in enumerate(parts):
+        if other != rank and part.numel():
+            yield dist.isend(part, group_dst=other, group=group)
+
+
+def _add_in_order(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    """Put the sum of `parts`, the first first, into `out`, which is one of them; the others are overwritten."""
+    first, *others = parts
+    room = first if first is not out else others[0]
+    for number, part in enumerate(others, start=1):
+        first = torch.add(first, part, out=out if number == len(others) else room)
+
+
+@final
+class ProcessGroups:
+    """Rank `rank` of `world_size`: `Collectives` of CPU tensors over three gloo groups of its own.
+
+    Driver thread, but for the lanes inside. A rank that fails calls `fail`: it posts its message to the store and
+    closes its groups, and every other rank raises RankError with the message, at most seconds later. A rank that is
+    stopped is found by the timeout.
+
+    [Note: Collectives by owner] A gather is a broadcast of each rank's shard, a reduction a message of each part to the
+    rank that owns it, which adds them up in rank order: all of a call are under way at once. Parts may differ in size,
+    each moves from and to where it rests, and as many bytes pass as in a ring. gloo's all_gather and reduce_scatter
+    copy the whole aside first: of 64 MiB at 4 ranks on one host the gather took 235 ms and 64 MiB more, the broadcasts
+    58 ms and nothing. gloo's reduce adds in an order that depends on where an element lies in the tensor, and took 2 to
+    8 times the processor time for 1 MiB at 2 to 4 ranks, and 1.1 to 2 times for 16 MiB.
+    """
+
+    def __init__(self, timeout_s: float, gather_numel: int) -> None:
+        """torch.distributed is initialized. `gather_numel`: elements that a gather moves at once, at most."""
+        self._timeout_s = timeout_s
+        self._gather_numel = gather_numel
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.traffic = RankTraffic()
+        self.recorder = Recorder()
+        self._groups: dict[str, Any] = {}
+        self._lanes: dict[str, Lane] = {}
+        self._last: dict[str, CollectiveTransfer] = {}
+        """The last collective of each lane."""
+        self._phase = _Phase.NEW
+        self._why_closed = "its engine was closed"
+        self._caught: threading.Timer | None = None
+
+    def open(self) -> None:
+        try:
+            with network_interface():
+                for name in GROUPS:
+                    timeout = timedelta(seconds=self._timeout_s)
+                    self._groups[name] = dist.new_group(backend="gloo", timeout=timeout)
+            run = f"tiered_zero/{_next_run(self._groups['control'])}"
+        except RuntimeError as error:
+            raise RankError(
+                f"rank {self.rank} of {self.world_size} cannot connect to the others: {error}. Every rank calls "
+                "tiered_zero.initialize() once, in the same order."
+            ) from error
+        store = dist.distributed_c10d.PrefixStore(run, dist.distributed_c10d._get_default_store())
+        self.failures = RankFailures(store, self.rank, self.world_size, self._timeout_s)
+        self._waits = WaitContext(failures=self.failures, traffic=self.traffic, recorder=self.recorder)
+        self._phase = _Phase.OPEN  # from now on `fail` reaches the others
+        for name in GROUPS:
+            self._lanes[name] = Lane(f"rank {name}", _launch)
+
+    # -- collectives ---------------------------------------------------------------------------------------------------
+
+    def all_gather(
+        self,
+        flat: torch.Tensor,
+        shard: torch.Tensor,
+        what: str = "parameters",
+        *,
+        after: Sequence[Transfer] = (),
+        order: str | None = None,
+        bounds: Sequence[int] | None = None,
+    ) -> Transfer:
+        """See [Note: Collectives by owner]. At most `gather_numel` elements are under way at once."""
+        rows = self._rows(flat, bounds)
+        assert rows[self.rank].numel() == shard.numel(), "the part is this rank's"
+        group = self._groups.get("all_gather")
+        self.traffic.gathered_nbytes += flat.nbytes
+        part_numel = max(1, self._gather_numel // self.world_size)
+
+        def gather() -> None:
+            if order is not None:
+                self._compare(order, group)
+            if rows[self.rank].data_ptr() != shard.data_ptr():
+                rows[self.rank].copy_(shard)
+            for start in range(0, max(row.numel() for row in rows), part_numel):
+                parts = [row[start : start + part_numel].view(torch.uint8) for row in rows]  # gloo takes few dtypes
+                _wait_each(
+                    dist.broadcast(part, group_src=owner, group=group, async_op=True)
+                    for owner, part in enumerate(parts)
+                    if part.numel()
+                )
+
+        return self._submit("all_gather", what, gather, flat.nbytes, after)
+
+    def _compare(self, order: str, group: Any) -> None:
+        """Raise RankError where another rank gathers something else now. On the lane of gathers."""
+        message = sha256(order.encode()).digest() + order.encode()
+        own = torch.frombuffer(bytearray(message[:_ORDER_NBYTES].ljust(_ORDER_NBYTES)), dtype=torch.uint8)
+        out = torch.empty(self.world_size * _ORDER_NBYTES, dtype=torch.uint8)
+        dist.all_gather_single(out, own, group=group)
+        found = [bytes(message.tolist()) for message in out.view(self.world_size, -1)]
+        if len(set(found)) > 1:
+            texts = [message[sha256().digest_size :].decode(errors="replace").strip() for message in found]
+            raise RankError(
+                "Every rank was expected to use the same modules in the same order, as each has a shard of their "
+                f"parameters; now {', '.join(f'rank {rank} gathers {text}' for rank, text in enumerate(texts))}. Let "
+                "every rank call every module (a part that some leave out can be multiplied by zero), or set "
+                "zero_optimization.stage to 2. Experts that a rank chooses belong inside one block, and "
+                "tiered_zero.unit_size_cap left out."
+            )
+
+    def reduce_scatter(
+        self,
+        bucket: torch.Tensor,
+        room: torch.Tensor,
+        what: str = "gradients",
+        *,
+        bounds: Sequence[int] | None = None,
+    ) -> Transfer:
+        """See [Note: Collectives by owner]."""
+        rows = self._rows(bucket, bounds)
+        group = self._groups.get("reduce_scatter")
+        self.traffic.reduced_nbytes += bucket.nbytes
+        part_numel = room.numel() // (self.world_size - 1)
+        assert part_numel, "there is room for an element of each other rank"
+
+        def reduce() -> None:
+            for start in range(0, max(row.numel() for row in rows), part_numel):
+                parts = [row[start : start + part_numel] for row in rows]
+                own_numel = parts[self.rank].numel()
+                received = [room[other * part_numel :][:own_numel] for other in range(self.world_size - 1)]
+                received.insert(self.rank, parts[self.rank])
+                _wait_each(_exchange_parts(parts, received, self.rank, group))
+                _add_in_order(received, parts[self.rank])
+
+        return self._submit("reduce_scatter", what, reduce, bucket.nbytes)
+
+    def wait_reduced(self, reduction: Transfer) -> bool:
+        assert isinstance(reduction, CollectiveTransfer), "reduce_scatter has returned it"
+        return reduction.wait_unless_gathering()
+
+    def _rows(self, flat: torch.Tensor, bounds: Sequence[int] | None) -> list[torch.Tensor]:
+        """View the part of each rank: gloo ends the process where sizes differ from those of another rank."""
+        ends = range(0, flat.numel() + 1, flat.numel() // self.world_size or 1) if bounds is None else bounds
+        rows = [flat[start:stop] for start, stop in pairwise(ends)]
+        assert len(rows) == self.world_size and ends[-1] == flat.numel(), "bounds are of the whole"
+        return rows
+
+    def broadcast(self, tensor: torch.Tensor, source: int = 0, what: str = "values") -> None:
+        if not tensor.numel():
+            return
+        group = self._groups.get("control")
+        values = tensor.detach().contiguous()
+        memory = values.view(-1).view(torch.uint8)  # gloo takes few dtypes
+        self._submit(
+            "control", what, lambda: dist.broadcast(memory, group_src=source, group=group), kind="broadcast"
+        ).wait()
+        if values.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(values)
+
+    def exchange(self, data: bytes, what: str = "messages", *, kind: str = "") -> list[bytes]:
+        own = crc32((kind or what).encode()) | 1  # never _CLOSED
+        found = self._gather_bytes(_packed(own, data), what)
+        sizes, kinds = zip(*(_HEAD.unpack_from(message) for message in found), strict=True)
+        if _CLOSED in kinds:
+            raise RankError(
+                f"Rank {kinds.index(_CLOSED)} has closed its engine, or ended, while this rank goes on with {what}. "
+                "Its own output says why; every rank makes the same number of steps."
+            )
+        if len(set(kinds)) > 1:
+            names = [each.decode(errors="replace").strip() for each in self._gather_bytes(_name_of(what), what)]
+            texts = ", ".join(f"rank {rank}: {name}" for rank, name in enumerate(names))
+            raise RankError(f"Every rank was expected to make the same call; found {texts}.")
+        if max(sizes) <= INLINE_NBYTES:
+            return [message[_HEAD.size : _HEAD.size + size] for message, size in zip(found, sizes, strict=True)]
+        found = self._gather_bytes(data.ljust(max(sizes), b"\0"), what)
+        return [message[:size] for message, size in zip(found, sizes, strict=True)]
+
+    def _gather_bytes(self, data: bytes, what: str) -> list[bytes]:
+        transfer, out = self._start_gather_bytes(data, what)
+        transfer.wait()
+        return [part.numpy().tobytes() for part in out.view(self.world_size, -1)]
+
+    def _start_gather_bytes(self, data: bytes, what: str) -> tuple[CollectiveTransfer, torch.Tensor]:
+        group = self._groups.get("control")
+        own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        out = torch.empty(self.world_size * own.numel(), dtype=torch.uint8)
+        return self._submit("control", what, lambda: dist.all_gather_single(out, own, group=group)), out
+
+    def _submit(
+        self,
+        name: str,
+        what: str,
+        job: Callable[[], object],
+        nbytes: int = 0,
+        after: Sequence[Transfer] = (),
+        kind: str = "",
+    ) -> CollectiveTransfer:
+        """`nbytes`: that this rank hands over. `after`: what comes before, on which no time is counted. `kind`: where a
+        group has collectives that do not meet."""
+        self._check_open()
+        self.failures.num_calls[name] += 1
+        call = CollectiveCall(group=name, number=self.failures.num_calls[name], kind=kind)
+        transfer = CollectiveTransfer(self._waits, call, f"{name} of {what}")
+        timed = nullcontext() if name == "control" else self.recorder.span(name, name, what, nbytes)
+
+        def run() -> None:
+            try:
+                wait_all(after)
+                with timed:
+                    job()
+            except BaseException as error:
+                transfer.end(error)
+            else:
+                transfer.end(None)
+
+        self._last[name] = transfer
+        self._lanes[name].submit(run)
+        return transfer
+
+    # -- failures ------------------------------------------------------------------------------------------------------
+
+    def fail(self, message: str) -> None:
+        """Post `message`, which the others raise, and close the groups. Called by the rank on which the first error is
+        raised, and by those that it reaches."""
+        if self._phase is not _Phase.OPEN:
+            return
+        self._phase, self._why_closed = _Phase.FAILED, message
+        self.failures.post(message)
+        self._close_groups()
+
+    def fail_unless_known(self, message: str) -> None:
+        if self._caught is None and self._phase is _Phase.OPEN:
+            self._caught = threading.Timer(CAUGHT_S, self.failures.post, [message])
+            self._caught.daemon = True
+            with suppress(RuntimeError):  # the program ends, and posts its own message
+                self._caught.start()
+
+    def _check_open(self) -> None:
+        if self.failures.found is not None:
+            raise self.failures.found
+        if self._phase is not _Phase.OPEN:
+            raise RankError(f"The process groups of this run are closed: {self._why_closed}.")
+
+    # -- the end -------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Close the lanes and the groups. Idempotent; waits for the other ranks for some seconds at most.
+
+        At the end of a program that an error ends, the others raise that error.
+        """
+        if self._phase is _Phase.CLOSED:
+            return
+        if (uncaught := getattr(sys, "last_value", None)) is not None:
+            self.fail(f"{type(uncaught).__name__}: {uncaught}")
+        if self._phase is _Phase.FAILED and self.failures.found is None:
+            self.failures.wait_known(LINGER_S)
+        if self._phase is _Phase.OPEN and self.failures.found is None:
+            with suppress(Exception):
+                transfer, _ = self._start_gather_bytes(_packed(_CLOSED, b""), "the end of the run")
+                if not transfer.wait_at_most(LINGER_S):  # for those that wait in a gather
+                    self.failures.post("it has closed its engine, or ended, while others go on")
+        self._close_groups()
+        self._close_lanes()
+        self._phase = _Phase.CLOSED
+        if self._caught is not None:
+            self._caught.cancel()
+
+    def _close_groups(self) -> None:
+        """Close the groups, which frees a peer that is blocked in one of them at once."""
+        groups, self._groups = self._groups, {}
+        for group in groups.values():
+            with suppress(Exception):
+                dist.destroy_process_group(group)
+
+    def _close_lanes(self) -> None:
+        """End the threads of lanes. One that is blocked is freed as the others close, seconds later at most: it would
+        end the process, if it came back from C++ while Python ends. That of a stopped peer stays."""
+        deadline_s = time.monotonic() + LINGER_S
+        for name, transfer in self._last.items():
+            if transfer.wait_at_most(max(0.0, deadline_s - time.monotonic())):
+                self._lanes.pop(name).close()
+        for name in self._lanes.keys() - self._last.keys():
+            self._lanes[name].close()
+
+
+_num_runs = 0
+
+
+def _next_run(group: Any) -> int:
+    """Number the runs of these processes, which each have their own keys in the store: the same on every rank."""
+    global _num_runs
+    number = torch.tensor(_num_runs + 1)
+    dist.all_reduce(number, op=dist.ReduceOp.MAX, group=group)
+    _num_runs = int(number)
+    return _num_runs
+
+
+def _packed(kind: int, data: bytes) -> bytes:
+    """The first message of an exchange: its head, and as much of the data as there is room for."""
+    return (_HEAD.pack(len(data), kind) + data[:INLINE_NBYTES]).ljust(_HEAD.size + INLINE_NBYTES, b"\0")
+
+
+def _name_of(call: str) -> bytes:
+    """A call's name as the other ranks receive it: of one size on every rank."""
+    return call.encode()[:_ORDER_NBYTES].ljust(_ORDER_NBYTES)
+
+
+def _launch(work: Work) -> DeviceMarker | None:
+    work.job()
+    return None

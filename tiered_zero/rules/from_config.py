@@ -1,0 +1,296 @@
+"""The optimizer that the user asks for, in JSON or as an object: its class, its groups and the rule that steps it.
+
+Source of names and defaults: DeepSpeed 0.19, runtime/config.py and runtime/engine.py (_configure_basic_optimizer).
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import logging
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from tiered_zero.config.deepspeed_keys import OTHER_WORDS, runs_as_adamw
+from tiered_zero.config.schema import Config, OptimizerSection
+from tiered_zero.config.values import switch
+from tiered_zero.errors import ConfigError, ModelError
+from tiered_zero.layout.flat import ParamSpec
+from tiered_zero.native.update import UpdateKernel
+from tiered_zero.rules.kernel_rule import open_kernel
+from tiered_zero.rules.lr import build_scheduler
+from tiered_zero.rules.native_rules import BIAS_CORRECTION, AdagradRule, AdamRule, Lion, LionRule, SgdRule
+from tiered_zero.rules.quantized import QuantizedAdam
+from tiered_zero.rules.rule import UpdateRule
+from tiered_zero.rules.torch_rule import REFUSED, TorchRule
+
+logger = logging.getLogger("tiered_zero")
+
+_ADAM = {"adam", "adamw"}
+_CLASSES: dict[str, type[Optimizer]] = {
+    name.lower(): kind
+    for name, kind in vars(torch.optim).items()
+    if isinstance(kind, type) and issubclass(kind, Optimizer) and kind is not Optimizer
+} | {"lion": Lion}
+
+_FLAG_OR_NULL = (".foreach", ".fused")
+_TORCH_CODE = ("fused", "foreach", "capturable", "differentiable")
+"""Options for which torch's own code takes the step."""
+_REFUSED_OPTIONS = {"capturable", "differentiable"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedOptimizer:
+    """`optimizer_class(params, **defaults)` is the plain torch optimizer whose bits the rule gives.
+
+    `text`: the algorithm in words, for the start-up log and `explain`. `bias_correction`: False for Adam without it,
+    which torch does not have.
+    """
+
+    optimizer_class: type[Optimizer]
+    defaults: dict[str, Any]
+    text: str
+    bias_correction: bool = True
+
+
+def make_optimizer(
+    section: OptimizerSection | None,
+    model: nn.Module,
+    optimizer: Optimizer | Callable[[Any], Optimizer] | None,
+    model_parameters: Iterable[Any] | None,
+) -> Optimizer:
+    """Return the torch optimizer whose param groups and defaults the run uses, and which is never stepped itself.
+    Without one, given or in the config: an optimizer without groups."""
+    if isinstance(optimizer, Optimizer):
+        return _chosen(optimizer, section)
+    if optimizer is None and section is None:
+        none = torch.optim.SGD([torch.zeros(1)])
+        none.param_groups.clear()
+        return none
+    trainable = (param for param in model.parameters() if param.requires_grad)
+    params: list[Any] = list(trainable if model_parameters is None else model_parameters)
+    if not params:
+        raise ModelError("model_parameters is empty. Leave it out, or pass the parameters that are to be trained.")
+    if section is None or optimizer is not None:
+        made = optimizer(params) if callable(optimizer) else optimizer
+        if not isinstance(made, Optimizer):
+            raise ModelError(
+                f"optimizer must be a torch.optim.Optimizer, or a callable that makes one; found {type(made).__name__}."
+            )
+        return _chosen(made, section)
+    resolved = resolve_optimizer(section.type, section.params)
+    logger.info("optimizer: %s", resolved.text)
+    source = _example(resolved.optimizer_class, resolved.defaults)
+    source.param_groups.clear()
+    if not resolved.bias_correction:
+        source.defaults[BIAS_CORRECTION] = False  # of every group, as in DeepSpeed
+    source.state.clear()  # Adagrad makes its state when it is made; here it is made on the tiers
+    try:
+        for group in params if isinstance(params[0], dict) else [{"params": params}]:
+            source.add_param_group(group)
+    except (TypeError, ValueError) as error:
+        raise ModelError(f"model_parameters cannot be the optimizer's param groups: {error}. Correct them.") from error
+    return source
+
+
+def _chosen(given: Optimizer, section: OptimizerSection | None) -> Optimizer:
+    """Take the user's optimizer, with a warning where the config names one too."""
+    if section is not None:
+        logger.warning("config: optimizer %s is not used, for initialize() was given one", section.type)
+    if type(given) in (torch.optim.Adam, torch.optim.AdamW) and _is_uncorrected(given):
+        raise ModelError(
+            f"The optimizer's param groups have {BIAS_CORRECTION} False, which torch's {type(given).__name__} does not "
+            "know. Name the optimizer in the config, with that in optimizer.params, or leave it out."
+        )
+    return given
+
+
+def _is_uncorrected(optimizer: Optimizer) -> bool:
+    return any(not group.get(BIAS_CORRECTION, True) for group in optimizer.param_groups)
+
+
+def group_params(source: Optimizer, specs: Mapping[nn.Parameter, ParamSpec]) -> dict[str, int]:
+    """Map each parameter's name to the index of its param group. Raises ModelError."""
+    group_of: dict[str, int] = {}
+    for index, group in enumerate(source.param_groups):
+        for param in group["params"]:
+            if param not in specs:
+                raise ModelError(
+                    f"The optimizer's param group {index} holds a parameter of shape {tuple(param.shape)} that is not "
+                    "the model's. Build the optimizer over model.parameters(), after the last change to the model."
+                )
+            group_of[specs[param].name] = index
+    if not any(spec.trainable and spec.name in group_of for spec in specs.values()):
+        raise ModelError(
+            "The optimizer holds no parameter that requires a gradient. Build it over those to be trained."
+        )
+    return group_of
+
+
+def make_rule(source: Optimizer, *, is_own: bool = False) -> UpdateRule:
+    """Make the rule on the native kernel for what it covers (on a GPU it takes torch's code); else on torch's class.
+
+    `is_own`: the project's own rule also where fused or foreach asks for torch's code, which takes neither parts of
+    parameters nor other formats of state.
+    """
+    natives: dict[type, Callable[[UpdateKernel | None], UpdateRule]] = {
+        torch.optim.AdamW: lambda kernel: AdamRule(decoupled=True, kernel=kernel),
+        torch.optim.Adam: lambda kernel: AdamRule(decoupled=False, kernel=kernel),
+        torch.optim.SGD: SgdRule,
+        torch.optim.Adagrad: AdagradRule,
+        Lion: LionRule,
+    }
+    given = [option for option in _TORCH_CODE if any(group.get(option) for group in source.param_groups)]
+    special = [option for option in given if not (is_own and option in ("fused", "foreach"))]
+    if special and _is_uncorrected(source):
+        raise ConfigError(
+            f"optimizer.params.{BIAS_CORRECTION}: expected true with {special[0]}, for which torch's own code takes "
+            "the step, and always corrects; found false. Leave one of the two out."
+        )
+    make = None if special else natives.get(type(source))
+    return TorchRule.from_optimizer(source) if make is None else make(open_kernel())
+
+
+def format_rule(name: str, rule: UpdateRule) -> UpdateRule:
+    """Make the rule keep its moments in the format `name`. Raises ConfigError for a rule that cannot."""
+    if name == "fp32":
+        return rule
+    if not isinstance(rule, AdamRule):
+        raise ConfigError(
+            f"tiered_zero.state_format: expected fp32 with {rule.name} as it is given; found {name!r}. The others are "
+            "made of the moments of Adam and AdamW, stepped by the project's own rule: without capturable and "
+            "differentiable. Write fp32, or change the optimizer."
+        )
+    if name == "lossy_bf16_moments":
+        return rule.with_state(torch.bfloat16)
+    return QuantizedAdam(rule) if name == "lossy_8bit_moments" else rule
+
+
+def resolve_optimizer(type_name: str, params: Mapping[str, Any]) -> ResolvedOptimizer:
+    """Resolve `optimizer.type` and `optimizer.params` as `config.load` leaves them: without "auto" and without the
+    parameters that the table of DeepSpeed's keys refuses. Raises ConfigError naming the key."""
+    name = type_name.strip().lower()
+    kind = _CLASSES.get(name)
+    if kind is None:
+        known = {kind.__name__ for kind in _CLASSES.values() if kind not in REFUSED}
+        raise ConfigError(_unknown("optimizer.type", type_name, known))
+    if kind in REFUSED:
+        raise ConfigError(f"optimizer.type {type_name!r} is not supported: {REFUSED[kind]}.")
+    options, corrected = dict(params), True
+    if name in _ADAM:
+        kind, corrected = _adam_class(name, options)
+    defaults = _checked(kind, options)
+    text = _text(name, kind, defaults) + ("" if corrected else ", without bias correction")
+    return ResolvedOptimizer(optimizer_class=kind, defaults=defaults, text=text, bias_correction=corrected)
+
+
+def check_sections(config: Config) -> None:
+    """Build the config's optimizer and schedule as a run does, over one element, so that `plan` and `explain` refuse
+    what a run would. Raises ConfigError."""
+    optimizer, scheduler = config.optimizer, config.scheduler
+    resolved = resolve_optimizer(*(("Adam", {}) if optimizer is None else (optimizer.type, optimizer.params)))
+    if scheduler is None or any(path.startswith("scheduler.") for path in config.unfilled):
+        return
+    example = _example(resolved.optimizer_class, resolved.defaults)
+    lists = [len(value) for value in scheduler.params.values() if isinstance(value, list)]
+    for _ in range(1, max(lists, default=1)):  # one value a param group
+        example.add_param_group({"params": [torch.zeros(1, 1, requires_grad=True)]})
+    build_scheduler(scheduler, example)
+
+
+def _adam_class(name: str, options: dict[str, Any]) -> tuple[type[Optimizer], bool]:
+    """DeepSpeed's mapping: AdamW unless the type is "Adam" and adam_w_mode is false. Returns the class, and whether it
+    corrects the bias of its first steps. Takes its keys out of `options`.
+
+    DeepSpeed's own kernels have weight_decay 0 where torch's AdamW has 0.01; only `torch_adam` asks for torch's.
+    """
+    flags: dict[str, Any] = {"adam_w_mode": True, "torch_adam": False, BIAS_CORRECTION: True}
+    for key in flags:
+        given = options.pop(key, flags[key])
+        flags[key] = switch(given) if key == BIAS_CORRECTION else given
+        if not isinstance(flags[key], bool):
+            raise ConfigError(f"optimizer.params.{key} must be true or false; found {flags[key]!r}.")
+    if options.pop("set_grad_none", True) not in (True,):
+        raise ConfigError(
+            "optimizer.params.set_grad_none must be true, as gradients are always set to None here and ignoring "
+            "another value would change the numbers. Remove it."
+        )
+    if not flags["torch_adam"]:
+        options.setdefault("weight_decay", 0.0)
+    kind = torch.optim.AdamW if runs_as_adamw(name, flags["adam_w_mode"]) else torch.optim.Adam
+    return kind, flags[BIAS_CORRECTION]
+
+
+def _checked(kind: type[Optimizer], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Check the constructor's keyword arguments, each on its own so that an error can name its key."""
+    accepted = {name: p.default for name, p in inspect.signature(kind).parameters.items() if name != "params"}
+    defaults: dict[str, Any] = {}
+    for key, value in options.items():
+        path = f"optimizer.params.{key}"
+        if key not in accepted:
+            raise ConfigError(_unknown(path, key, set(accepted), f"parameter of {kind.__name__}"))
+        if key in _REFUSED_OPTIONS and value not in (False, None):
+            raise ConfigError(
+                f"{path} must be false; found {value!r}. It serves a graph over the update; there is none."
+            )
+        defaults[key] = _coerced(path, value, accepted[key])
+        if key != "nesterov":  # the one flag that is only valid together with another
+            _tried(kind, {key: defaults[key]}, path)
+    _tried(kind, defaults, "optimizer.params")
+    return defaults
+
+
+def _coerced(path: str, value: Any, default: Any) -> Any:
+    """Convert a list to the tuple that torch expects, and check types."""
+    if isinstance(default, tuple):
+        if not isinstance(value, (list, tuple)) or len(value) != len(default):
+            raise ConfigError(f"{path} must be a list of {len(default)} numbers; found {value!r}.")
+        return tuple(_coerced(f"{path}[{i}]", item, default[i]) for i, item in enumerate(value))
+    if path.endswith(_FLAG_OR_NULL) and value is None:
+        return None
+    if (isinstance(default, bool) or path.endswith(_FLAG_OR_NULL)) and not isinstance(value, bool):
+        raise ConfigError(f"{path} must be true or false; found {value!r}.")
+    if isinstance(default, bool) or not isinstance(default, (int, float)):
+        return value
+    try:
+        number = value if isinstance(value, (int, float)) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if isinstance(value, bool) or not math.isfinite(number):
+        raise ConfigError(f"{path} must be a finite number; found {value!r}.")
+    return number
+
+
+def _tried(kind: type[Optimizer], defaults: Mapping[str, Any], path: str) -> None:
+    try:
+        _example(kind, defaults)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"{path}: {kind.__name__} does not take {dict(defaults)}: {error}. Correct it.") from error
+
+
+def _example(kind: type[Optimizer], defaults: Mapping[str, Any]) -> Optimizer:
+    return kind([torch.zeros(1, 1, requires_grad=True)], **defaults)
+
+
+def _unknown(path: str, given: str, known: set[str], what: str = "known optimizer") -> str:
+    name = OTHER_WORDS.get(given, given)
+    near = difflib.get_close_matches(name.lower(), {entry.lower() for entry in known}, n=1)
+    nearest = [f" Did you mean {entry!r}?" for entry in known if near and entry.lower() == near[0]]
+    return f"{path}: {given!r} is no {what}.{''.join(nearest)} Known: {', '.join(sorted(known))}."
+
+
+def _text(name: str, kind: type[Optimizer], defaults: Mapping[str, Any]) -> str:
+    settings = ", ".join(f"{key} {value}" for key, value in defaults.items())
+    text = f"{kind.__name__} ({settings})" if settings else kind.__name__
+    if kind in (torch.optim.Adam, torch.optim.AdamW):
+        decoupled = _example(kind, defaults).defaults["decoupled_weight_decay"]
+        text += ", decoupled weight decay" if decoupled else ", weight decay as L2 in the gradient"
+        if name == "adam" and kind is torch.optim.AdamW:
+            text += '; "Adam" means AdamW as in DeepSpeed, unless optimizer.params.adam_w_mode is false'
+    return text

@@ -1,0 +1,227 @@
+"""Adam, SGD, Adagrad and Lion on the native kernel. And Lion itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, cast, final
+
+import torch
+from torch.optim import Optimizer
+
+from tiered_zero.native.update import Hyper, Rule, UpdateKernel
+from tiered_zero.rules.kernel_rule import NativeRule, flags_of
+from tiered_zero.rules.rule import Run
+from tiered_zero.rules.torch_rule import ELEMENTWISE
+
+BIAS_CORRECTION = "bias_correction"
+_STARTED = {"initialized": True}
+_WITHOUT_BUFFER = {"momentum_buffer": "absent"}
+
+
+@final
+class AdamRule(NativeRule):
+    """Adam (Kingma and Ba, 2015; weight decay in the gradient) or AdamW (Loshchilov and Hutter, 2019; decoupled).
+
+    Hyper keys are torch's: lr, betas, eps, weight_decay, amsgrad, maximize; lr and betas may be 0-d tensors. As in
+    torch, decoupled_weight_decay of the group decides; `decoupled` is its default. State: exp_avg, exp_avg_sq and,
+    with amsgrad, max_exp_avg_sq; scalar: step.
+
+    Where DeepSpeed's key bias_correction is false, which torch does not have, every step is one after infinitely many:
+    all powers of the betas are 0, and the factors of the correction 1.
+    """
+
+    unsigned_field = "exp_avg_sq"
+    _takes_root = True
+    _variants = (
+        {"weight_decay": 0.1, "maximize": True},
+        {"weight_decay": 0.1, "amsgrad": True, "betas": (0.3, 0.6), "eps": 1e-3},  # the other branch of lerp
+    )
+
+    def __init__(
+        self, *, decoupled: bool, kernel: UpdateKernel | None, state_dtype: torch.dtype = torch.float32
+    ) -> None:
+        self.decoupled = decoupled
+        self._class = torch.optim.AdamW if decoupled else torch.optim.Adam
+        super().__init__(kernel, state_dtype)
+
+    def with_state(self, state_dtype: torch.dtype) -> AdamRule:
+        """Make the same rule on the same kernel, with its moments in `state_dtype`."""
+        return AdamRule(decoupled=self.decoupled, kernel=self.kernel, state_dtype=state_dtype)
+
+    @staticmethod
+    def seed_of(step: float) -> int:
+        """Seed the stochastic rounding of a step's first array; the next arrays have the next numbers."""
+        return int(step) * 0x9E3779B1 & 0xFFFFFFFF
+
+    def _array_names(self, hyper: Mapping[str, Any]) -> tuple[str, ...]:
+        return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if hyper["amsgrad"] else ("exp_avg", "exp_avg_sq")
+
+    def _kernel_hyper(self, hyper: Mapping[str, Any], scalars: Mapping[str, Any]) -> Hyper:
+        # numbers, or 0-d tensors: then torch computes all this in fp32, and so do we
+        lr, (beta1, beta2), weight_decay = hyper["lr"], hyper["betas"], hyper["weight_decay"]
+        number, decoupled = self._phase(scalars) + 1, hyper["decoupled_weight_decay"]
+        step = number if hyper.get(BIAS_CORRECTION, True) else math.inf
+        return Hyper(
+            rule=Rule.ADAM,
+            flags=flags_of(MAXIMIZE=hyper["maximize"], AMSGRAD=hyper["amsgrad"], L2=weight_decay and not decoupled),
+            seed=self.seed_of(number),
+            l2=weight_decay,
+            decay=float(1 - lr * weight_decay) if decoupled else 1.0,
+            weight1=float(1 - beta1),
+            beta2=float(beta2),
+            weight2=float(1 - beta2),
+            root2=float((1 - beta2**step) ** 0.5),
+            eps=float(hyper["eps"]),
+            rate=float(-(lr / (1 - beta1**step))),
+        )
+
+    def _reference_scalars(self, hyper: Mapping[str, Any], scalars: Mapping[str, Any]) -> dict[str, Any]:
+        corrected = hyper.get(BIAS_CORRECTION, True)
+        return self._torch_scalars(scalars) if corrected else {"step": torch.tensor(math.inf)}
+
+
+@final
+class SgdRule(NativeRule):
+    """torch.optim.SGD: momentum, dampening, nesterov. State: momentum_buffer, which the first step fills."""
+
+    _class = torch.optim.SGD
+    _counts_steps = False
+    _variants = (
+        {"momentum": 0.0, "weight_decay": 0.1, "nesterov": False},
+        {"momentum": 0.9, "dampening": 0.3, "weight_decay": 0.1, "nesterov": False, "maximize": True},
+        {"momentum": 0.9, "dampening": 0.0, "weight_decay": 0.1, "nesterov": True},
+    )
+
+    def _array_names(self, hyper: Mapping[str, Any]) -> tuple[str, ...]:
+        return ("momentum_buffer",) if hyper["momentum"] else ()
+
+    def _phase(self, scalars: Mapping[str, Any]) -> float:
+        return float("initialized" in scalars)
+
+    def _next_scalars(self, hyper: Mapping[str, Any], scalars: Mapping[str, Any]) -> dict[str, Any]:
+        return dict(_STARTED if hyper["momentum"] or "initialized" in scalars else _WITHOUT_BUFFER)
+
+    def _kernel_hyper(self, hyper: Mapping[str, Any], scalars: Mapping[str, Any]) -> Hyper:
+        flags = {name.upper(): hyper[name] for name in ("maximize", "momentum", "nesterov")}
+        return Hyper(
+            rule=Rule.SGD,
+            flags=flags_of(**flags, L2=hyper["weight_decay"], FIRST=not self._phase(scalars)),
+            l2=hyper["weight_decay"],
+            beta2=hyper["momentum"],
+            weight2=1 - hyper["dampening"],
+            rate=float(-hyper["lr"]),
+        )
+
+
+@final
+class AdagradRule(NativeRule):
+    """torch.optim.Adagrad. State: sum; scalar: step."""
+
+    _class = torch.optim.Adagrad
+    _takes_root = True
+    _variants = ({"weight_decay": 0.1, "maximize": True, "lr_decay": 0.1, "eps": 1e-3},)
+
+    def _array_names(self, hyper: Mapping[str, Any]) -> tuple[str, ...]:
+        return ("sum",)
+
+    def init_state(self, run: Run) -> None:
+        run.state["sum"].fill_({**self._defaults, **run.hyper}["initial_accumulator_value"])
+
+    def _kernel_hyper(self, hyper: Mapping[str, Any], scalars: Mapping[str, Any]) -> Hyper:
+        return Hyper(
+            rule=Rule.ADAGRAD,
+            flags=flags_of(MAXIMIZE=hyper["maximize"], L2=hyper["weight_decay"]),
+            l2=hyper["weight_decay"],
+            decay=1.0,
+            root2=1.0,
+            eps=hyper["eps"],
+            rate=float(-hyper["lr"] / (1 + self._phase(scalars) * hyper["lr_decay"])),
+        )
+
+
+class Lion(Optimizer):
+    """Lion as a plain torch optimizer: torch.optim has none, and DeepSpeed's JSON names one.
+
+    EvoLved Sign Momentum (Chen et al., 2023, "Symbolic Discovery of Optimization Algorithms", program 1).
+
+    c = b1 * m + (1 - b1) * g;  p = p * (1 - lr * weight_decay) - lr * sign(c);  m = b2 * m + (1 - b2) * g.
+    Elementwise; one state array, `exp_avg`. The defaults are those of DeepSpeed's Lion.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+    ) -> None:
+        if not float(lr) >= 0.0:
+            raise ValueError(f"Invalid learning rate: {lr}")
+        if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
+            raise ValueError(f"Invalid betas: {betas}; two numbers in [0, 1) are needed")
+        if not weight_decay >= 0.0:
+            raise ValueError(f"Invalid weight_decay value: {weight_decay}")
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update every parameter that has a gradient. Returns the closure's loss, if there is a closure."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            lr = float(group["lr"])
+            beta1, beta2 = cast("tuple[float, float]", group["betas"])
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                grad = -parameter.grad if group["maximize"] else parameter.grad
+                state = self.state[parameter]
+                if not state:
+                    state["exp_avg"] = torch.zeros_like(parameter)
+                exp_avg = state["exp_avg"]
+                direction = exp_avg.lerp(grad, 1.0 - beta1).sign_()
+                parameter.mul_(1.0 - lr * group["weight_decay"]).add_(direction, alpha=-lr)
+                exp_avg.lerp_(grad, 1.0 - beta2)
+        return loss
+
+
+ELEMENTWISE.add(Lion)
+
+
+@final
+class LionRule(NativeRule):
+    """`Lion`. State: exp_avg."""
+
+    _class = Lion
+    _counts_steps = False
+    _variants = (
+        {"weight_decay": 0.1, "maximize": True},
+        {"weight_decay": 0.1, "betas": (0.3, 0.6)},  # lerp with weights on both sides of a half
+        {"betas": (0.6, 0.3)},
+    )
+
+    def _array_names(self, hyper: Mapping[str, Any]) -> tuple[str, ...]:
+        return ("exp_avg",)
+
+    def _phase(self, scalars: Mapping[str, Any]) -> float:
+        return 0.0
+
+    def _next_scalars(self, hyper: Mapping[str, Any], scalars: Mapping[str, Any]) -> dict[str, Any]:
+        return dict(_STARTED)
+
+    def _kernel_hyper(self, hyper: Mapping[str, Any], scalars: Mapping[str, Any]) -> Hyper:
+        lr = float(hyper["lr"])
+        beta1, beta2 = (float(beta) for beta in hyper["betas"])
+        return Hyper(
+            rule=Rule.LION,
+            flags=flags_of(MAXIMIZE=hyper["maximize"]),
+            decay=1 - lr * hyper["weight_decay"],
+            weight1=1 - beta1,
+            weight2=1 - beta2,
+            rate=-lr,
+        )

@@ -1,0 +1,188 @@
+"""Adam with its moments in 8 bits, block by block: lossy, opt-in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any, final
+
+import torch
+
+from tiered_zero.layout.subgroups import QUANTIZED_BLOCK_NUMEL
+from tiered_zero.native.update import Moments, UpdateKernel
+from tiered_zero.rules.native_rules import AdamRule
+from tiered_zero.rules.rule import Run, StateField, UpdateRule
+from tiered_zero.rules.state_formats import hash_noise
+
+_CHUNK_NUMEL = 1 << 19
+_DEVICE_CHUNK_NUMEL = 1 << 22
+_SIGNED = 127
+_UNSIGNED = 255
+_TINY = torch.finfo(torch.float32).tiny
+
+
+def _decoded_bytes() -> dict[torch.dtype, torch.Tensor]:
+    """What each code, taken as a byte, is to its scale: [256] fp32. One table for torch and for the kernel. Products
+    alone, without pow: the same on every processor."""
+    code = torch.arange(256, dtype=torch.float64)
+    signed, square = torch.where(code < 128, code, code - 256) / _SIGNED, (code / _UNSIGNED).square()
+    return {torch.int8: (signed * signed.abs()).float(), torch.uint8: (square * square).float()}
+
+
+_TABLES = _decoded_bytes()
+
+
+@final
+class QuantizedAdam(UpdateRule):
+    """AdamRule on chunks of moments that are decoded before it and encoded after it.
+
+    A block is QUANTIZED_BLOCK_NUMEL elements, which is what parameters are aligned to in every dtype: so no block holds
+    two of them, none is cut, and its codes depend on its own elements and the step alone. Its scale is its largest
+    magnitude. Codes are roots, which gives small values their share: the first moment is scale * sign * (code / 127)^2,
+    the second scale * (code / 255)^4. They are rounded stochastically, since a second moment moves by less than a code
+    in a step; and one that is not zero never becomes zero, or the next step would divide by nothing.
+    """
+
+    elementwise = True
+
+    def __init__(self, inner: AdamRule) -> None:
+        self.name, self.kernel = inner.name, inner.kernel
+        self._inner = inner
+        self._floats: dict[str, torch.Tensor] = {}
+
+    def state_fields(self, shape: tuple[int, ...], hyper: Mapping[str, Any]) -> list[StateField]:
+        names = [field.name for field in self._inner.state_fields(shape, hyper)]
+        scales = (-(-prod(shape) // QUANTIZED_BLOCK_NUMEL),)
+        return [StateField(name=name, shape=shape, dtype=_dtype(name)) for name in names] + [
+            StateField(name=_scale(name), shape=scales, dtype=torch.float32, block_numel=QUANTIZED_BLOCK_NUMEL)
+            for name in names
+        ]
+
+    def update(self, runs: Sequence[Run]) -> None:
+        for run in runs:
+            scalars = run.scalars
+            chunk = _CHUNK_NUMEL if run.master.is_cpu else _DEVICE_CHUNK_NUMEL
+            for start in range(0, run.master.numel(), chunk):
+                scalars = self._update_chunk(run, start, min(start + chunk, run.master.numel()))
+            run.scalars = scalars
+
+    def first_state(self, shape: tuple[int, ...], hyper: Mapping[str, Any]) -> dict[str, Any]:
+        return self._inner.first_state(shape, hyper)
+
+    def export_state(self, state: Mapping[str, torch.Tensor], scalars: Mapping[str, Any]) -> dict[str, Any]:
+        floats: dict[str, torch.Tensor] = {}
+        for name, codes in state.items():
+            if _scale(name) in state:
+                floats[name] = torch.empty(codes.shape, device=codes.device)
+                decode(codes, state[_scale(name)], floats[name], None)
+        return self._inner.export_state(floats, scalars)
+
+    def check_state(self, values: Mapping[str, Any], shape: tuple[int, ...], hyper: Mapping[str, Any]) -> None:
+        self._inner.check_state(values, shape, hyper)
+
+    def import_state(
+        self, values: Mapping[str, Any], state: Mapping[str, torch.Tensor], hyper: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        names = [name for name in state if _scale(name) in state]
+        floats = {name: torch.empty(state[name].shape, device=state[name].device) for name in names}
+        scalars = self._inner.import_state(values, floats, hyper)
+        for name, array in floats.items():
+            encode(state[name], state[_scale(name)], array, None, None)
+        return scalars
+
+    def load_scalars(self, scalars: Mapping[str, Any]) -> dict[str, Any]:
+        return self._inner.load_scalars(scalars)
+
+    def announce(self) -> None:
+        self._inner.announce()
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def _update_chunk(self, run: Run, start: int, stop: int) -> dict[str, Any]:
+        part = slice(start, stop)
+        blocks = slice(start // QUANTIZED_BLOCK_NUMEL, -(-stop // QUANTIZED_BLOCK_NUMEL))
+        kernel = self.kernel if run.master.is_cpu else None
+        arrays = {
+            name: (array[part], run.state[_scale(name)][blocks], self._scratch(name, array, stop - start))
+            for name, array in run.state.items()
+            if _scale(name) in run.state
+        }
+        for array in arrays.values():
+            decode(*array, kernel)
+        state = {name: values for name, (_, _, values) in arrays.items()}
+        out = None if run.out is None else run.out[part]
+        chunk = Run(
+            master=run.master[part],
+            grad=run.grad[part],
+            state=state,
+            scalars=dict(run.scalars),
+            hyper=run.hyper,
+            out=out,
+            grad_scale=run.grad_scale,
+        )
+        self._inner.update([chunk])
+        seed = self._inner.seed_of(chunk.scalars["step"])
+        for which, array in enumerate(arrays.values()):
+            encode(*array, seed + which, kernel)
+        return chunk.scalars
+
+    def _scratch(self, name: str, array: torch.Tensor, numel: int) -> torch.Tensor:
+        """[numel] fp32 for one chunk; kept, so that it stays in the cache."""
+        kept = self._floats.get(name)
+        if kept is None or kept.numel() < numel or kept.device != array.device:
+            kept = self._floats[name] = torch.empty(numel, device=array.device)
+        return kept[:numel]
+
+
+def decode(codes: torch.Tensor, scales: torch.Tensor, values: torch.Tensor, kernel: UpdateKernel | None) -> None:
+    """[n] int8 (signed squares) or uint8 (fourth powers), and a scale a block -> `values` [n] fp32."""
+    if kernel is not None:
+        kernel.convert(_moments(codes, scales, values))
+        return
+    table = _TABLES[codes.dtype].to(codes.device)
+    values.copy_(table[codes.view(torch.uint8).to(torch.int64)]).mul_(_spread(scales, values.numel()))
+
+
+def encode(
+    codes: torch.Tensor, scales: torch.Tensor, values: torch.Tensor, seed: int | None, kernel: UpdateKernel | None
+) -> None:
+    """`values` -> codes and scales, with noise of each value and `seed`, for which the kernel gives the same bits; to
+    the nearest code without `seed`, which gives decoded values their codes back."""
+    if kernel is not None and seed is not None:
+        kernel.convert(_moments(codes, scales, values, seed & 0xFFFFFFFF, encode=True))
+        return
+    signed = codes.dtype is torch.int8
+    top = _SIGNED if signed else _UNSIGNED
+    magnitude = values.abs()
+    padded = torch.nn.functional.pad(magnitude, (0, -values.numel() % QUANTIZED_BLOCK_NUMEL))
+    scales.copy_(padded.view(-1, QUANTIZED_BLOCK_NUMEL).amax(1))
+    root = _exact_root(magnitude / _spread(scales, values.numel()).clamp_(min=_TINY))
+    noise = 0.5 if seed is None else hash_noise(values, seed).to(torch.float32) / (1 << 16)
+    found = (root if signed else _exact_root(root)).mul_(top).add_(noise).nan_to_num_(0.0).clamp_(max=top).floor_()
+    codes.copy_(found.copysign_(values) if signed else torch.where(values != 0, found.clamp_(min=1.0), 0.0))
+
+
+def _exact_root(values: torch.Tensor) -> torch.Tensor:
+    """The fp32 root, correctly rounded, which torch's own is not ([Note: bits of torch]). An error of one unit in
+    double cannot matter: no root of a 24-bit number is nearer than four such units to where fp32 rounds otherwise."""
+    return values.to(torch.float64).sqrt_().to(torch.float32)
+
+
+def _moments(
+    codes: torch.Tensor, scales: torch.Tensor, values: torch.Tensor, seed: int = 0, encode: bool = False
+) -> Moments:
+    addresses = (tensor.data_ptr() for tensor in (codes, scales, values, _TABLES[codes.dtype]))
+    return Moments(*addresses, values.numel(), codes.dtype is torch.int8, encode, seed)
+
+
+def _spread(scales: torch.Tensor, numel: int) -> torch.Tensor:
+    return scales.repeat_interleave(QUANTIZED_BLOCK_NUMEL)[:numel]
+
+
+def _scale(name: str) -> str:
+    return f"{name}_scale"
+
+
+def _dtype(name: str) -> torch.dtype:
+    return torch.int8 if name == "exp_avg" else torch.uint8

@@ -1,0 +1,138 @@
+"""Where master weights and optimizer state lie inside a sub-group's slot."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tiered_zero.layout.subgroups import ParamPiece, Segment, SubGroup
+from tiered_zero.rules.rule import StateField, UpdateRule
+from tiered_zero.rules.state_formats import FullMasters, MasterFormat
+from tiered_zero.sizes import PAGE_NBYTES, align_up
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateArray:
+    """`piece`: index of the piece that it belongs to; None for an array over the whole sub-group. `offset`: bytes."""
+
+    field: StateField
+    piece: int | None
+    offset: int
+
+
+class StateLayout:
+    """The slot of a sub-group: masters [numel], then each state array, every one at a page's start.
+
+    `masters`: how they rest. Where that takes a state array besides, it is the first after them, and `master_nbytes`,
+    which a slot holds from the start, counts both. `state_start`: the first byte of the state arrays.
+
+    For an elementwise rule each array spans the sub-group, so that a run is a slice of it; a field that only some param
+    groups have exists for all. For any other rule each piece (a whole parameter) has its own arrays.
+    """
+
+    def __init__(
+        self,
+        subgroup: SubGroup,
+        rule: UpdateRule,
+        groups: Sequence[Mapping[str, Any]],
+        masters: MasterFormat | None = None,
+    ) -> None:
+        self.subgroup = subgroup
+        self.masters = masters or FullMasters()
+        self.master_nbytes = sum(dtype.itemsize for dtype in self.masters.dtypes) * subgroup.numel
+        self.arrays: list[StateArray] = []
+        self._arrays_of: defaultdict[int | None, list[StateArray]] = defaultdict(list)
+        self._fields_of_group: dict[int, tuple[str, ...]] = {}
+        self._end = self.state_start = self.masters.dtypes[0].itemsize * subgroup.numel
+        if rule.elementwise:
+            merged: dict[str, StateField] = {}
+            held = {piece.group for piece in subgroup.pieces}
+            # padding alone, as the last rank has of a small unit, still has masters in each of their arrays
+            for group in sorted(held or range(len(self.masters.dtypes) - 1)):
+                fields = rule.state_fields((subgroup.numel,), groups[group])
+                self._fields_of_group[group] = tuple(field.name for field in fields)
+                merged.update({field.name: field for field in fields})
+            for field in sorted(merged.values(), key=lambda field: field.name != rule.unsigned_field):
+                self._append(field, None)
+        else:
+            for index, piece in enumerate(subgroup.pieces):
+                for field in rule.state_fields(piece.param.shape, groups[piece.group]):
+                    self._append(field, index)
+        self.nbytes = self._end
+
+    def _append(self, field: StateField, piece: int | None) -> None:
+        array = StateArray(field=field, piece=piece, offset=self._end)
+        self.arrays.append(array)
+        self._arrays_of[piece].append(array)
+        self._end += align_up(field.nbytes, PAGE_NBYTES)
+
+    def master(self, raw: torch.Tensor) -> torch.Tensor:
+        """View the masters in `raw`, the slot's bytes: [numel], `Run.master` of all its elements."""
+        dtype = self.masters.dtypes[0]
+        return raw[: dtype.itemsize * self.subgroup.numel].view(dtype)
+
+    def master_spans(self, segment: Segment) -> list[tuple[int, int, torch.dtype]]:
+        """Locate a segment's masters: (first byte in the slot, bytes, dtype) of each of the format's arrays."""
+        spans, start = [], 0
+        for dtype in self.masters.dtypes:
+            spans.append((start + dtype.itemsize * segment.start, dtype.itemsize * segment.numel, dtype))
+            start += dtype.itemsize * self.subgroup.numel
+        return spans
+
+    def spans(self, part: SubGroup) -> list[tuple[int, int]]:
+        """Locate the masters and the state of some of the segments: (first byte in the slot, last + 1), whole pages,
+        disjoint and in order."""
+        spans: list[tuple[int, int]] = []
+        for segment in part.segments:
+            spans += [(start, start + nbytes) for start, nbytes, _ in self.master_spans(segment)]
+            for array in self._arrays_of[None]:
+                elements = _part(array.field, segment.start, segment.stop)
+                itemsize = array.field.dtype.itemsize
+                spans.append((array.offset + elements.start * itemsize, array.offset + elements.stop * itemsize))
+            for piece in segment.pieces:
+                spans += [(array.offset, array.offset + array.field.nbytes) for array in self._arrays_of[piece.index]]
+        merged: list[tuple[int, int]] = []
+        for start, stop in sorted((start - start % PAGE_NBYTES, align_up(stop, PAGE_NBYTES)) for start, stop in spans):
+            first, last = merged.pop() if merged and start <= merged[-1][1] else (start, stop)
+            merged.append((first, max(last, stop)))
+        return merged
+
+    def marks(self, raw: torch.Tensor) -> torch.Tensor | None:
+        """View the state array whose signs belong to the masters, [numel]; None where no array has such signs."""
+        return _view(raw, self.arrays[0]) if len(self.masters.dtypes) > 1 else None
+
+    def state(self, raw: torch.Tensor, piece: ParamPiece, start: int, stop: int) -> dict[str, torch.Tensor]:
+        """View the state of elements [start, stop) of the sub-group (elementwise), or of `piece` in its own shapes."""
+        return {
+            array.field.name: _view(raw, array)[_part(array.field, start, stop)]
+            if array.piece is None
+            else _shaped(piece, array.field, _view(raw, array))
+            for array in self.arrays_for(piece)
+        }
+
+    def fields(self, piece: ParamPiece) -> list[StateField]:
+        """List the state arrays of a piece; one over the whole sub-group is of the sub-group's shape."""
+        return [array.field for array in self.arrays_for(piece)]
+
+    def arrays_for(self, piece: ParamPiece) -> list[StateArray]:
+        """List the state arrays that hold a piece's state: over the whole sub-group, and its own."""
+        shared = [array for array in self._arrays_of[None] if array.field.name in self._fields_of_group[piece.group]]
+        return shared + self._arrays_of[piece.index]
+
+
+def _shaped(piece: ParamPiece, field: StateField, memory: torch.Tensor) -> torch.Tensor:
+    """In the field's shape; one of the parameter's shape has its strides, as torch's zeros_like() gives them."""
+    return piece.param.view(memory) if field.shape == piece.param.shape else memory.view(field.shape)
+
+
+def _part(field: StateField, start: int, stop: int) -> slice:
+    return slice(start // field.block_numel, -(-stop // field.block_numel))
+
+
+def _view(raw: torch.Tensor, array: StateArray) -> torch.Tensor:
+    """[n] of the field's dtype."""
+    return raw[array.offset : array.offset + array.field.nbytes].view(array.field.dtype)
