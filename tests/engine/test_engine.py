@@ -516,7 +516,7 @@ def test_a_close_that_is_interrupted_twice_is_made_by_the_next(
     def interrupted() -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(policy(engine), "flush", interrupted)
+    monkeypatch.setattr(policy(engine), "finish", interrupted)
     with pytest.raises(KeyboardInterrupt):
         engine.close()
     engine.close()

@@ -60,7 +60,7 @@ def test_a_bit_flipped_at_rest(
     engine = build(swap_path, policy)
     assert train(engine, 2) is None
     engine.flush()
-    policy_of(engine).cancel_prefetch()  # what is read already is not at rest
+    policy_of(engine).finish(before_write=True)  # what is read already is not at rest
     place = extent(engine, what)
     flip_in_file(place.path, place.offsets[100])
     failure = train(engine, 5, first=2)
@@ -134,7 +134,7 @@ def test_a_punched_file(policy: str, swap_path: Path, enter_row: EnterRow, caplo
     engine = build(swap_path, policy)
     assert train(engine, 2) is None
     engine.flush()
-    policy_of(engine).cancel_prefetch()
+    policy_of(engine).finish(before_write=True)
     offsets = extent(engine, "state").offsets
     try:
         punch(data_files(swap_path)[0], offsets.start, len(offsets))

@@ -157,10 +157,10 @@ def test_what_was_read_ahead_is_left_to_an_exact_update_that_still_runs(swap_pat
             time.sleep(0.002)
         time.sleep(0.05)  # what there is room for is read
         ahead = prefetched(engine)
-        policy.cancel_prefetch()
+        policy._cancel_prefetch()
         assert ahead and prefetched(engine) == ahead, "an update runs"
         disks[0].release()
         engine.flush()
-        policy.cancel_prefetch()
+        policy._cancel_prefetch()
         assert not prefetched(engine)
         assert train(engine, 7, first=3) is None

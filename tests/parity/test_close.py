@@ -35,23 +35,17 @@ class HeldUpdates:
     def __init__(self, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         self.numel = 0
         own = stepper(engine)
-        ending = threading.Event()
-        step, end, update = own.step, own.end, own._rule.update
+        step, update = own.step, own._rule.update
 
         def held_step(job: Any) -> None:
-            assert ending.wait(60)
+            assert own._ending.wait(60)
             step(job)
-
-        def end_and_go() -> None:
-            end()
-            ending.set()
 
         def count(runs: Any) -> None:
             self.numel += sum(run.master.numel() for run in runs)
             update(runs)
 
         monkeypatch.setattr(own, "step", held_step)
-        monkeypatch.setattr(own, "end", end_and_go)
         monkeypatch.setattr(own._rule, "update", count)
 
 
@@ -92,20 +86,15 @@ def test_an_update_under_way_drops_what_it_has_read(swap_path: Path, monkeypatch
     train(engine, partial(data, 0), 2)
     engine.flush()
     own = stepper(engine)
-    begun, ending, numel = threading.Event(), threading.Event(), []
-    end, update = own.end, own._rule.update
-
-    def end_and_go() -> None:
-        end()
-        ending.set()
+    begun, numel = threading.Event(), []
+    update = own._rule.update
 
     def wait_for_the_end(runs: Any) -> None:
         begun.set()
-        assert ending.wait(60)
+        assert own._ending.wait(60)
         numel.append(sum(run.master.numel() for run in runs))
         update(runs)
 
-    monkeypatch.setattr(own, "end", end_and_go)
     monkeypatch.setattr(own._rule, "update", wait_for_the_end)
     train(engine, partial(data, 2), 1)
     assert begun.wait(60)

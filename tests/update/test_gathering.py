@@ -108,7 +108,7 @@ def test_a_unit_is_gathered_while_those_behind_are_updated(runtime: Runtime) -> 
     policy.apply(gradients_of(range(4)), 1.0)
     assert gather.started == [0, 1, 2, 3] and log == ["prepare", "end"]
     assert policy.num_applied == 1
-    policy.flush()
+    policy.finish()
 
 
 @pytest.mark.parametrize("order", [[3, 2, 1, 0], [2, 0, 3, 1]])

@@ -179,7 +179,7 @@ def _build(run_spec: RunSpec, lr_scheduler: Any, collectives: Collectives, loade
         stepper = StreamingStepper(run_spec.layouts, run_spec.rule, inventory, runtime, tiers.state_staging, flat_of)
         whole = whole_weights(run_spec, runtime, pager)
         policy = make_policy(run_spec, stepper, inventory, runtime, whole, gradients)
-        resources.add("prefetch", policy.cancel_prefetch)
+        resources.add("prefetch", stepper.cancel_prefetch)
 
         def drain() -> None:
             accelerator.synchronize()
@@ -272,6 +272,7 @@ def _build(run_spec: RunSpec, lr_scheduler: Any, collectives: Collectives, loade
             checkpoints=checkpoints,
         )
         resources.add("last update", once(step.finish_update))
+        resources.add("last update", stepper.end)  # before it
         resources.add("open update", step.end_eager_update)
         engine = Engine(run, step, resources)
         own_state = run_spec.source.state

@@ -293,7 +293,7 @@ class Checkpoints:
                 return reader.manifest
 
             def prepare() -> None:
-                self._policy.quiesce()
+                self._policy.finish(before_write=True)
                 self._guard.invalidate_all()
 
             def read() -> None:

@@ -131,7 +131,6 @@ class StepRecovery:
             self._end_forward()
         else:
             if self._phase.now is Phase.UPDATE:
-                self._drain()
                 self.latch("step() has failed after its update had begun")
             self.drop()
         self._phase.now = Phase.IDLE
@@ -154,8 +153,7 @@ class StepRecovery:
     @shielded
     def abort(self) -> None:
         """Drop the step: drain transfers, evict units, drop gradients. Raises the error of a gradient's transfer."""
-        self._drain()
-        self._movers.policy.abort()
+        self._movers.policy.drop(self._movers.drain)
         self._movers.pager.abort()
         self._movers.scope.abort()
         self._meter.clear()
@@ -180,11 +178,6 @@ class StepRecovery:
         visible.set_hidden()
         self._movers.gradients.discard()
 
-    def _drain(self) -> None:
-        self._movers.policy.cancel_open()
-        self._movers.drain()
-        self._movers.policy.cancel_prefetch()
-
     # -- the end of the run ----------------------------------------------------------------------------------------
 
     def latch(self, why: str) -> None:
@@ -195,15 +188,14 @@ class StepRecovery:
     def _latch_broken(self) -> None:
         """Nothing waits here: the user wants to stop now."""
         self._num_broken = INTERRUPTS.num_broken
-        self._movers.policy.cancel_open()
         self.latch("A call was broken off in its middle, as by a second Ctrl-C")
         self._phase.now = Phase.IDLE
 
     def latch_ranks(self, what: str, error: BaseException) -> None:
         """With other ranks an error ends the run: they have made other collectives than this one."""
         if self._ranks.world_size > 1 and self._movers.policy.failures.error is None:
-            self._drain()
             self.latch(f"{what} raised {type(error).__name__}, which ends the run on all ranks")
+            self._movers.drain()
 
     @property
     def _others_wait(self) -> bool:
@@ -228,8 +220,8 @@ class StepRecovery:
         text = CAUGHT if error is None else f"{type(error).__name__}: {error}"
         self._ranks.fail(f"its {name} past the engine was ended by {text}")
         if self._movers.policy.failures.error is None:
-            self._drain()
             self.latch(f"a {name} past the engine was ended by {text}, which ends the run on all ranks")
+            self._movers.drain()
 
 
 def _caught_in_backward() -> BaseException | None:

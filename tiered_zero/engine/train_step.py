@@ -142,12 +142,12 @@ class TrainStep:
         """Wait for every update, and make a delayed one visible. Called by `gathered`, state_dict and copies."""
         if not self.pager.is_running() and self.phase.now is Phase.IDLE:
             self.recover()
-        self.policy.flush()
+        self.policy.finish()
         self.runtime.accelerator.check_compute()
 
     def before_weights_write(self) -> None:
         """Wait for every update, and drop prefetched state. Called before weights or state are changed by hand."""
-        self.policy.quiesce()
+        self.policy.finish(before_write=True)
 
     def latch(self, why: str) -> None:
         """Refuse every later call: a change of weights has failed half way."""
@@ -306,7 +306,7 @@ class TrainStep:
     def flush(self) -> None:
         self.recover()
         with self.failures.surfacing():
-            self.policy.flush()
+            self.policy.finish()
 
     def abort(self) -> None:
         """Drop the step: drain transfers, evict units, drop gradients. Raises the error of a gradient's transfer."""
@@ -371,7 +371,7 @@ class TrainStep:
             self.policy.prepare()
             self._update(optimizer, lr_scheduler, check)
         else:
-            self.policy.skip()
+            self.policy.finish()  # an earlier one that is delayed becomes visible
             optimizer.overflow = True
             self._end_step()
 
@@ -413,13 +413,11 @@ class TrainStep:
     def end_eager_update(self) -> None:
         """Cancel the update that began in backward, if its step is not taken."""
         if self.policy.is_open:
-            self.policy.cancel_open()
-            self._drain_lanes()
-        self.policy.abort()
+            self.policy.drop(self._drain_lanes)
 
     def finish_update(self) -> None:
         """Finish the last update that was taken."""
         try:
-            self.policy.finalize()
+            self.policy.finish()
         except Exception as error:
             logger.error("the last update was not completed: %s", error)

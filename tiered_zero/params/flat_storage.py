@@ -3,7 +3,8 @@
 The parameters of a unit are views of `flat`. `storage.resize_(0)` frees the memory while every view keeps its shape,
 dtype and place in autograd's graphs; a later `resize_` and copy brings the bytes back under the same views.
 While they are guarded the parameters are views of a second storage, whose address torch refuses.
-On the CPU device the storage is a range of huge pages (hardware/memory/huge_pages.py): it stays, and its memory is unmapped.
+On the CPU device the storage is a range of huge pages, which stays while its memory is unmapped: see
+hardware/memory/huge_pages.py.
 """
 
 from __future__ import annotations

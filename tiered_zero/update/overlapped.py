@@ -85,7 +85,7 @@ class OverlappedPolicy(UpdatePolicy):
 
     def prepare(self) -> None:
         if self._open is None:
-            self.flush()
+            self._finish()
         self.guard.block_for_update()
 
     def apply(self, gradients: StepGradients, grad_scale: float) -> None:
@@ -108,26 +108,26 @@ class OverlappedPolicy(UpdatePolicy):
     def is_open(self) -> bool:
         return self._open is not None
 
-    def cancel_open(self) -> None:
-        if self._open is not None:
-            self._open.cancel()
-
-    def abort(self) -> None:
-        if self._open is not None:
-            if self._open.cancel():
+    def drop(self, drain: Callable[[], None]) -> None:
+        update, self._open = self._open, None
+        has_begun = update is not None and update.cancel()
+        try:
+            super().drop(drain)
+        finally:
+            if has_begun:
                 self.latch(
                     "backward or step() has failed after some of the step's updates had begun, as they do in "
                     'backward where nothing is clipped or checked. Set "tiered_zero": {"optimizer_in_backward": false} '
                     "to be able to leave a step out"
                 )
-            else:
-                for unit_update in self._open.job.unit_updates.values():
+            elif update is not None:
+                for unit_update in update.job.unit_updates.values():
                     unit_update.complete()
                 self.guard.unblock()
-            self._open = None
-        super().abort()
 
     def latch(self, why: str) -> None:
+        if self._open is not None:
+            self._open.cancel()
         super().latch(why)
         error = self.failures.error
         assert error is not None
@@ -144,7 +144,7 @@ class OverlappedPolicy(UpdatePolicy):
                 '"barrier"}.'
             )
 
-    def flush(self) -> None:
+    def _finish(self) -> None:
         self.check_untouched("Weights are looked at")
         self._join()
         self.check()
@@ -179,7 +179,7 @@ class OverlappedPolicy(UpdatePolicy):
             with self._runtime.recorder.span("compute", "wait_update"):
                 self._started.computed.wait()
         if self._is_idle() or self.failures.error is not None:
-            self.flush()
+            self._finish()
 
     def _add_unit_update(self, unit: Unit, job: UpdateJob) -> None:
         unit_update = job.unit_updates[unit.index] = UnitUpdate()
@@ -213,7 +213,7 @@ class DelayedPolicy(UpdatePolicy):
 
     def at_cut(self, job: Callable[[], None], cut: Completion | None = None) -> Transfer:
         """Publish the delayed update first: what is saved is the state of one step."""
-        self.flush()
+        self._finish()
         return super().at_cut(job, cut)
 
     def run_behind(self, act: Callable[[], None], after: Sequence[Transfer] = ()) -> None:
@@ -226,7 +226,7 @@ class DelayedPolicy(UpdatePolicy):
         if self.num_applied < self._start_step:
             self._exact.prepare()
         else:
-            self.flush()
+            self._finish()
 
     def apply(self, gradients: StepGradients, grad_scale: float) -> None:
         self.num_applied += 1
@@ -239,7 +239,7 @@ class DelayedPolicy(UpdatePolicy):
         self._exact.run_behind(partial(self._step, job), after=[job.after])
 
     def prepare_evaluation(self) -> None:
-        self.flush()
+        self._finish()
 
     def check(self) -> None:
         super().check()
@@ -248,8 +248,8 @@ class DelayedPolicy(UpdatePolicy):
             self._is_unpublished = False
             self._is_publishing = False
 
-    def flush(self) -> None:
-        self._exact.flush()
+    def _finish(self) -> None:
+        self._exact._finish()
         self._is_publishing = self._is_unpublished
         self.check()
 

@@ -69,7 +69,7 @@ class UpdatePolicy(ABC):
     @abstractmethod
     def prepare(self) -> None:
         """Finish the updates under way, and block compute from what is about to change: the step will be applied. May
-        raise, or be followed by `abort`, with nothing changed."""
+        raise, or be followed by `drop`, with nothing changed."""
 
     @abstractmethod
     def apply(self, gradients: StepGradients, grad_scale: float) -> None:
@@ -77,9 +77,35 @@ class UpdatePolicy(ABC):
         half an update may be done: the caller then calls `latch`."""
 
     @abstractmethod
-    def flush(self) -> None:
+    def _finish(self) -> None:
+        """Wait for the updates under way, and make them visible."""
+
+    # -- three ways to end ---------------------------------------------------------------------------------------------
+
+    def finish(self, *, before_write: bool = False) -> None:
         """Return when every update so far is done and visible. Raises the error of one that fails during the wait, and
-        EngineFailedError if one has failed before: what would be read is partly of its step."""
+        EngineFailedError if one has failed before: what would be read is partly of its step.
+
+        `before_write`: state or parameters are about to be changed by hand, so what was read ahead is dropped, and a
+        save that reads them is waited for.
+        """
+        self._finish()
+        if before_write:
+            self._cancel_prefetch()
+            self._stepper.wait_held()
+
+    def drop(self, drain: Callable[[], None]) -> None:
+        """Drop the step: nothing more of it begins, and what was read ahead is dropped. `drain`: blocks until the lanes
+        are idle. Raises only what `drain` raises; latches where half of the update is done."""
+        drain()
+        self._cancel_prefetch()
+
+    def latch(self, why: str) -> None:
+        """Fail after a change of weights or state that was not completed, and wake every thread that waits for them;
+        `check` raises from now on."""
+        self.failures.set(EngineFailedError(why))
+
+    # -- in a step -----------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
         """Raise EngineFailedError once an update has failed."""
@@ -97,56 +123,21 @@ class UpdatePolicy(ABC):
         """Begin the unit's update where updates begin in backward: its gradients are complete."""
         return
 
-    def latch(self, why: str) -> None:
-        """Fail after a change of weights or state that was not completed, and wake every thread that waits for them.
-        Call `cancel_open` before; `check` raises from now on."""
-        self.failures.set(EngineFailedError(why))
-
     @property
     def is_open(self) -> bool:
         """Whether an eager update runs or waits for gradients: step() has not taken its step yet."""
         return False
-
-    def cancel_open(self) -> None:
-        """Let the open update begin nothing more, and end."""
-        return
-
-    def abort(self) -> None:
-        """Drop the step; the lanes are idle since `cancel_open`. Raises nothing; latches where that is too late."""
-        self.cancel_prefetch()
 
     def prepare_evaluation(self) -> None:
         """Make every update visible to the forward that begins. Exact policies wait for what is used, as in
         training."""
         return
 
-    def skip(self) -> None:
-        """Skip the step: it has no update of its own, but an earlier one becomes visible."""
-        self.flush()
-
-    def cancel_prefetch(self) -> None:
-        """Drop the state that was read ahead. Does nothing while an update runs, which reads ahead itself."""
-        if self._is_idle():
-            self._stepper.cancel_prefetch()
-
-    def finalize(self) -> None:
-        """End the last update when the engine ends: what remains of it updates only parameters that rest on the device,
-        which outlive the engine. Raises as `flush`."""
-        self._stepper.end()
-        self.flush()
-
-    def quiesce(self) -> None:
-        """Return when no update runs and nothing is read ahead: state or parameters are about to be changed by
-        hand."""
-        self.flush()
-        self.cancel_prefetch()
-        self._stepper.wait_held()
-
     def at_cut(self, job: Callable[[], None], cut: Completion | None = None) -> Transfer:
         """Run `job` between two updates: behind every write of the last, before the next begins. A save runs there.
 
-        On the update lane where updates run on it, else at once. `flush` and `quiesce` wait for it; the transfer, which
-        is `cut` where one is given, carries its error. Raises ModelError while an update is open in backward,
+        On the update lane where updates run on it, else at once. `finish` waits for it; the transfer, which is `cut`
+        where one is given, carries its error. Raises ModelError while an update is open in backward,
         EngineFailedError after a failure.
         """
         self.check_untouched("State is to be saved")
@@ -162,6 +153,11 @@ class UpdatePolicy(ABC):
     def has_state(self, layout: StateLayout) -> bool:
         """Whether the sub-group has state besides its masters: from its first update on."""
         return self._stepper.has_state(layout)
+
+    def _cancel_prefetch(self) -> None:
+        """Drop the state that was read ahead. Does nothing while an update runs, which reads ahead itself."""
+        if self._is_idle():
+            self._stepper.cancel_prefetch()
 
     def _prefetch(self) -> None:
         if self._is_idle() and self.failures.error is None:
@@ -237,7 +233,7 @@ class BarrierPolicy(UpdatePolicy):
         self._step(self._job(gradients, grad_scale))
         self._guard.end_update()
 
-    def flush(self) -> None:
+    def _finish(self) -> None:
         self.check()  # no update is under way between steps
 
 

@@ -102,7 +102,7 @@ class StateAccess(Mapping[nn.Parameter, ParamState]):
 
         def check() -> None:
             self._policy.check_untouched("Optimizer state is loaded")
-            self._policy.quiesce()
+            self._policy.finish(before_write=True)
             state.check_groups(groups, self._groups)
             state.check(states, groups)
 
@@ -120,7 +120,7 @@ class StateAccess(Mapping[nn.Parameter, ParamState]):
     def _flushed(self) -> OptimizerState:
         state = self._open()
         self._policy.check_untouched("Optimizer state is read")
-        self._policy.flush()
+        self._policy.finish()
         return state
 
     def _open(self) -> OptimizerState:
