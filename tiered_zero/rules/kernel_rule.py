@@ -9,7 +9,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import cache, reduce
 from operator import attrgetter, or_
 from typing import Any
 
@@ -37,6 +37,7 @@ _PROBE_NUMEL = 1 << 21
 _TRIAL_NUMELS = (*range(1, 33), 1031)
 _NBYTES_PER_ELEMENT = 28
 _SLOW_FRACTION = 0.25
+_RATES: dict[Hashable, float] = {}  # an engine of a small model would spend half its start on measuring again
 _UNFUSED = {"fused": None}
 _DTYPE = attrgetter("dtype")
 _IS_CPU = attrgetter("is_cpu")
@@ -87,7 +88,6 @@ class NativeRule(UpdateRule):
         self.name = self._reference.name
         self._defaults = self._reference.defaults
         self._root_flag = Flag(0)
-        self._rate: float | None = None
         self.torch_bits = kernel is None or self._find_torch_bits()
 
     @abstractmethod
@@ -167,8 +167,8 @@ class NativeRule(UpdateRule):
                     self._update_by_torch(run)
 
     def report(self) -> dict[str, Any]:
-        """Report what runs the update: backend, isa, threads, elements a second (measured once, with bf16 gradients),
-        whether the kernel has torch's bits on fp32 gradients, and why it is not used, for all gradients or for those.
+        """Report what runs the update: backend, isa, threads, elements a second (with bf16 gradients), whether the
+        kernel has torch's bits on fp32 gradients, and why it is not used, for all gradients or for those.
         """
         kernel = self.kernel
         return {
@@ -200,8 +200,11 @@ class NativeRule(UpdateRule):
             )
 
     def measure_rate(self) -> float:
-        """Measure elements a second with bf16 gradients and parameters, at the first call."""
-        if self._rate is None:
+        """Measure elements a second with bf16 gradients and parameters, once in a process for all rules alike."""
+        kernel = self.kernel
+        threads = kernel.num_threads if kernel else torch.get_num_threads()
+        key = self.name, self.state_dtype, kernel and kernel.level, threads
+        if key not in _RATES:
             values = torch.arange(1, _PROBE_NUMEL + 1, dtype=torch.float32).mul_(0.618034).frac_()
             grad = values.flip(0).sub_(0.5).to(torch.bfloat16)
             state = {f.name: torch.zeros(f.shape, dtype=f.dtype) for f in self.state_fields((_PROBE_NUMEL,), {})}
@@ -212,8 +215,8 @@ class NativeRule(UpdateRule):
             self.update([run])
             start_s = time.perf_counter()
             self.update([run])
-            self._rate = _PROBE_NUMEL / (time.perf_counter() - start_s)
-        return self._rate
+            _RATES[key] = _PROBE_NUMEL / (time.perf_counter() - start_s)
+        return _RATES[key]
 
     def close(self) -> None:
         """End the kernel's threads."""
@@ -360,8 +363,9 @@ def flags_of(**chosen: Any) -> Flag:
     return reduce(or_, (Flag[name] for name, is_set in chosen.items() if is_set), Flag(0))
 
 
+@cache
 def measure_copy_rate(nbytes: int = 1 << 25) -> float:
-    """Measure the bytes that one large copy on the CPU reads and writes a second."""
+    """Measure the bytes that one large copy on the CPU reads and writes a second, once in a process."""
     source, target = torch.zeros(nbytes, dtype=torch.uint8), torch.zeros(nbytes, dtype=torch.uint8)
     start_s = time.perf_counter()
     target.copy_(source)
