@@ -33,9 +33,11 @@ from tiered_zero.layout.flat import ParamSpec, Unit
 from tiered_zero.params.pager import Pager
 from tiered_zero.params.param_handlers import FaultHandler
 from tiered_zero.params.weight_paths import weight_paths
+from tiered_zero.sizes import MIB
 
 _NUM_NAMED = 5
 """So many names are spelled out in an error about many."""
+_TRIM_NBYTES = 4 * MIB
 
 
 class WeightFiles:
@@ -244,16 +246,21 @@ def materialize_model(
     """Place every unit, module group by module group.
 
     The memory that parameters had is freed unit by unit. So what can be foreseen is refused before this, and a failure
-    in the middle leaves a model of which some parameters are gone, and say so when they are read."""
+    in the middle leaves a model of which some parameters are gone, and say so when they are read. Freed blocks go back
+    to the system each `_TRIM_NBYTES`, for a walk over the heap takes longer than to place a small unit."""
     materializer.fill_buffers()
+    freed_nbytes = 0
     for prefix, group in groupby(units, key=lambda unit: unit.module):
         INTERRUPTS.check()
         params = [(unit, params_of(unit)) for unit in group]
         materializer.fill(prefix, [param for _, own in params for param in own])
         for unit, own in params:
             placer.place(unit, own)
+            freed_nbytes += unit.nbytes
         del params, own
-        trim_malloc()
+        if freed_nbytes >= _TRIM_NBYTES:
+            trim_malloc()
+            freed_nbytes = 0
     materializer.fill_buffers()  # also beside parameters that are all tied to another module's
 
 
