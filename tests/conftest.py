@@ -24,6 +24,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests.support.imports import freeze_imports
 from tests.support.native_build import UPDATE_SOURCE, compile_shared
 from tiered_zero.io.preflight import filesystem_type, is_local
 from tiered_zero.native import find_library
@@ -39,6 +40,11 @@ if threading.current_thread() is threading.main_thread():
     for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, handler)
+
+
+def pytest_collection_finish() -> None:
+    """See `freeze_imports`."""
+    freeze_imports()
 
 
 @pytest.fixture(autouse=True)

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.support.imports import freeze_imports
+
 PROCESSORS = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
 
 
@@ -37,6 +39,7 @@ def main() -> None:
     faulthandler.enable()
     faulthandler.dump_traceback_later(120, exit=False)
     torch.set_num_threads(1)
+    freeze_imports()
     with os.fdopen(int(sys.argv[1]), "wb") as answers:
         while True:
             try:

@@ -1,0 +1,12 @@
+"""What a process that runs many tests imports once, and the collector of garbage need not walk again."""
+
+import gc
+
+
+def freeze_imports() -> None:
+    """Import what `initialize` imports, and take it all out of the collector's sight: `gc.collect`, which tests call
+    so that nothing of one is found in the next, then takes 1 ms instead of 180."""
+    import tiered_zero.api  # noqa: F401
+
+    gc.collect()
+    gc.freeze()
