@@ -91,7 +91,10 @@ def make_policy(runtime: Runtime, stepper: Any, log: list[str]) -> tuple[Gatheri
 def gradients_of(units: Sequence[int]) -> StepGradients:
     shares = {
         unit.index: UnitShare(
-            flat=torch.zeros(1), start=0, present=frozenset({1} if unit.index in units else ()), last=None
+            flat=torch.zeros(1),
+            start=0,
+            present=frozenset(e.param.index for e in unit.entries if unit.index in units),
+            last=None,
         )
         for unit in UNITS
     }

@@ -27,6 +27,7 @@ from tiered_zero.tiers.host import HostTier
 from tiered_zero.tiers.inventory import Home, Inventory
 from tiered_zero.tiers.unit_update import UnitUpdate
 from tiered_zero.update.eager import ReadyQueue, UpdateJob
+from tiered_zero.update.places import UnitParameters
 from tiered_zero.update.stepper import StreamingStepper
 
 LATE = 10**9
@@ -153,7 +154,12 @@ class World:
         buffer_nbytes = max(layout.nbytes for layout in self.layouts) + out_nbytes
         self.staging = StagingPool(arena, buffer_nbytes, num_buffers, "staging", self.runtime.recorder, 5.0)
         self.stepper = StreamingStepper(
-            self.layouts, self.rule, self.inventory, self.runtime, self.staging, lambda unit: torch.empty(0)
+            self.layouts,
+            self.rule,
+            self.inventory,
+            self.runtime,
+            self.staging,
+            UnitParameters(self.inventory, self.runtime, lambda unit: torch.empty(0)),
         )
 
     def step(self, gradients: Gradients | None = None, grad_scale: float = 1.0, **job: Any) -> None:

@@ -51,6 +51,7 @@ from tiered_zero.update.handle import ParamGroupWatch, TieredOptimizer, make_sch
 from tiered_zero.update.masters import Masters
 from tiered_zero.update.optimizer_state import OptimizerState
 from tiered_zero.update.param_shards import ParamShards
+from tiered_zero.update.places import UnitParameters
 from tiered_zero.update.stepper import StreamingStepper
 
 logger = logging.getLogger("tiered_zero")
@@ -176,7 +177,8 @@ def _build(run_spec: RunSpec, lr_scheduler: Any, collectives: Collectives, loade
         def flat_of(unit: Unit) -> torch.Tensor:
             return pager.storage(unit).flat
 
-        stepper = StreamingStepper(run_spec.layouts, run_spec.rule, inventory, runtime, tiers.state_staging, flat_of)
+        params = UnitParameters(inventory, runtime, flat_of)
+        stepper = StreamingStepper(run_spec.layouts, run_spec.rule, inventory, runtime, tiers.state_staging, params)
         whole = whole_weights(run_spec, runtime, pager)
         policy = make_policy(run_spec, stepper, inventory, runtime, whole, gradients)
         resources.add("prefetch", stepper.cancel_prefetch)

@@ -36,6 +36,7 @@ from tiered_zero.rules.optimizer_copy import same
 from tiered_zero.rules.rule import StateField, UpdateRule
 from tiered_zero.rules.state_layout import StateArray, StateLayout
 from tiered_zero.tiers.inventory import Inventory
+from tiered_zero.update.places import UnitParameters
 from tiered_zero.update.stepper import StreamingStepper
 from tiered_zero.update.subgroup_io import SubGroupIO
 
@@ -118,7 +119,8 @@ class RunState:
 
     @cached_property
     def io(self) -> SubGroupIO:
-        return SubGroupIO(self.inventory, self.runtime, self.state_staging, self.param_flat)
+        params = UnitParameters(self.inventory, self.runtime, self.param_flat)
+        return SubGroupIO(self.inventory, self.runtime, self.state_staging, params)
 
     @cached_property
     def updated_units(self) -> frozenset[int]:

@@ -39,7 +39,8 @@ class StepGradients:
 
     def has(self, unit: Unit, param: ParamSpec) -> bool:
         """Whether autograd gave this parameter a gradient in this step."""
-        return param.index in self.shares[unit.index].present
+        share = self.shares.get(unit.index)
+        return share is not None and param.index in share.present
 
     def wait_transfers(self, unit: Unit) -> None:
         """Block until the unit's gradients are where `part` says."""

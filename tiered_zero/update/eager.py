@@ -14,6 +14,7 @@ from tiered_zero.layout.subgroups import SubGroup
 from tiered_zero.rules.state_layout import StateLayout
 from tiered_zero.tiers.step_gradients import StepGradients
 from tiered_zero.tiers.unit_update import UnitUpdate
+from tiered_zero.update.places import GradientSource
 
 
 class ReadyQueue:
@@ -120,7 +121,7 @@ class UpdateJob:
     once every update is computed, while the last are still written, or when the job fails.
     """
 
-    gradients: StepGradients
+    gradients: GradientSource
     grad_scale: float
     groups: Sequence[Mapping[str, Any]]
     after: Transfer
@@ -158,7 +159,8 @@ class EagerUpdate:
             for index in self._waits_for[layout.subgroup.index]:
                 self._layouts_of.setdefault(index, []).append(layout)
         self._queued: set[int] = set()
-        self.job = UpdateJob(gradients=StepGradients(), grad_scale=1.0, groups=groups, after=after, queue=self._queue)
+        self._gradients = StepGradients()
+        self.job = UpdateJob(gradients=self._gradients, grad_scale=1.0, groups=groups, after=after, queue=self._queue)
 
     def updates(self, unit: Unit) -> bool:
         """Whether a sub-group holds a part of the unit."""
@@ -170,7 +172,7 @@ class EagerUpdate:
 
     def add(self, unit: Unit, after: Transfer) -> None:
         """Begin the update of the unit: its gradients are complete, and compute does not use it beyond `after`."""
-        self._freeze(unit, self.job.gradients)
+        self._freeze(unit, self._gradients)
         for layout in self._layouts_of[unit.index]:
             waits_for = self._waits_for[layout.subgroup.index]
             waits_for.discard(unit.index)
@@ -181,11 +183,11 @@ class EagerUpdate:
 
     def finish(self, gradients: StepGradients, after: Transfer) -> None:
         """Add what has a gradient and was not begun, and skip the rest: the step is taken. `after`: compute's mark."""
-        self.job.gradients.fill(gradients)
+        self._gradients.fill(gradients)
         for layout in self._layouts:
             if layout.subgroup.index in self._queued:
                 continue
-            if has_gradient(layout.subgroup, self.job.gradients):
+            if has_gradient(layout.subgroup, self._gradients):
                 self.job.after_of[layout.subgroup.index] = after
                 self._queue.add(layout)
             else:
@@ -199,5 +201,5 @@ class EagerUpdate:
         return bool(self._queued)
 
 
-def has_gradient(subgroup: SubGroup, gradients: StepGradients) -> bool:
+def has_gradient(subgroup: SubGroup, gradients: GradientSource) -> bool:
     return any(gradients.has(s.unit, piece.param) for s in subgroup.segments for piece in s.pieces)

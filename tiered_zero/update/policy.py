@@ -44,6 +44,7 @@ from tiered_zero.rules.state_layout import StateLayout
 from tiered_zero.tiers.step_gradients import StepGradients
 from tiered_zero.tiers.unit_update import UnitUpdate
 from tiered_zero.update.eager import UpdateJob
+from tiered_zero.update.places import GradientSource
 from tiered_zero.update.stepper import StreamingStepper
 
 
@@ -178,7 +179,7 @@ class UpdatePolicy(ABC):
         else:
             cut.complete()
 
-    def _job(self, gradients: StepGradients, grad_scale: float, **options: Any) -> UpdateJob:
+    def _job(self, gradients: GradientSource, grad_scale: float, **options: Any) -> UpdateJob:
         groups = self._stepper.freeze_groups(self._groups)
         after = self._stepper.record_compute()
         return UpdateJob(gradients=gradients, grad_scale=grad_scale, groups=groups, after=after, **options)
@@ -228,7 +229,7 @@ class BarrierPolicy(UpdatePolicy):
     def prepare(self) -> None:
         self._guard.invalidate()
 
-    def apply(self, gradients: StepGradients, grad_scale: float) -> None:
+    def apply(self, gradients: GradientSource, grad_scale: float) -> None:
         self.num_applied += 1
         self._step(self._job(gradients, grad_scale))
         self._guard.end_update()
@@ -261,10 +262,10 @@ class GatheringPolicy(BarrierPolicy):
         self._runtime = runtime
         self._gather = gather
 
-    def apply(self, gradients: StepGradients, grad_scale: float) -> None:
+    def apply(self, gradients: GradientSource, grad_scale: float) -> None:
         self.num_applied += 1
-        shares = gradients.shares  # of each unit, what is present on any rank
-        changed = [unit for unit in self._gather.units if unit.index in shares and shares[unit.index].present]
+        # on any rank, as the ranks have exchanged
+        changed = [u for u in self._gather.units if any(gradients.has(u, entry.param) for entry in u.entries)]
         updates = {unit.index: UnitUpdate() for unit in changed}
         job = self._job(gradients, grad_scale, unit_updates=updates)
         accelerator, recorder = self._runtime.accelerator, self._runtime.recorder

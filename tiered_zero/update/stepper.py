@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,15 +15,14 @@ import torch
 from tiered_zero.concurrency.transfer import COMPLETED, Transfer, wait_all
 from tiered_zero.hardware.memory.staging import StagingPool
 from tiered_zero.hardware.runtime import Runtime
-from tiered_zero.layout.flat import Unit
 from tiered_zero.layout.subgroups import ParamPiece, Segment, SubGroup
 from tiered_zero.rules.optimizer_copy import copied_group
 from tiered_zero.rules.rule import Run, UpdateRule
 from tiered_zero.rules.state_layout import StateLayout
 from tiered_zero.tiers.inventory import Inventory
-from tiered_zero.tiers.step_gradients import StepGradients
 from tiered_zero.tiers.unit_update import UnitUpdate
 from tiered_zero.update.eager import ReadyQueue, UpdateJob, has_gradient
+from tiered_zero.update.places import GradientSource, ParameterSink
 from tiered_zero.update.prefetch import NullPrefetcher, Prefetcher
 from tiered_zero.update.subgroup_io import SubGroupIO, SubGroupWork
 
@@ -31,7 +30,7 @@ from tiered_zero.update.subgroup_io import SubGroupIO, SubGroupWork
 class StreamingStepper:
     """Steps sub-groups in order; with state on nvme as many are in flight as there are staging buffers.
 
-    `device_flat`: the flat of a unit that lives on the device. One step at a time, on the thread that calls `step`.
+    `params`: what it writes. One step at a time, on the thread that calls `step`.
     """
 
     def __init__(
@@ -41,12 +40,12 @@ class StreamingStepper:
         inventory: Inventory,
         runtime: Runtime,
         staging: StagingPool | None,
-        device_flat: Callable[[Unit], torch.Tensor],
+        params: ParameterSink,
     ) -> None:
         self._layouts = layouts
         self._rule = rule
         self._runtime = runtime
-        self._io = SubGroupIO(inventory, runtime, staging, device_flat)
+        self._io = SubGroupIO(inventory, runtime, staging, params)
         self._prefetcher = Prefetcher(self._io, self._open_nowait)
         self._retire_lane = runtime.accelerator.lane("retire") if staging is not None else None
         self._scalars: dict[tuple[int, int], Mapping[str, Any]] = {}
@@ -258,7 +257,7 @@ class StreamingStepper:
             self._step_runs(work, job, grads)
 
     @contextmanager
-    def _gradients(self, work: SubGroupWork, gradients: StepGradients) -> Iterator[list[torch.Tensor]]:
+    def _gradients(self, work: SubGroupWork, gradients: GradientSource) -> Iterator[list[torch.Tensor]]:
         """Each segment's gradients, on the device of its state. Those of a unit whose state is split over tiers rest in
         host memory: for the part on the device they are copied back, into the room of gradients in flight, all of which
         have left it by now."""
@@ -301,7 +300,7 @@ class StreamingStepper:
         for run, pieces in runs:
             self._scalars.update(dict.fromkeys(((work.subgroup.index, piece.index) for piece in pieces), run.scalars))
 
-    def _spans(self, work: SubGroupWork, segment: Segment, gradients: StepGradients) -> Iterator[list[ParamPiece]]:
+    def _spans(self, work: SubGroupWork, segment: Segment, gradients: GradientSource) -> Iterator[list[ParamPiece]]:
         """Yield neighbouring pieces that one `Run` can take: with a gradient, the same group and the same scalars."""
         current: list[ParamPiece] = []
         for piece in segment.pieces:

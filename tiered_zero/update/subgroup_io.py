@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
@@ -12,12 +12,12 @@ from tiered_zero.concurrency.transfer import Transfer, wait_quietly
 from tiered_zero.hardware.device.lanes import runs_on_lane
 from tiered_zero.hardware.memory.staging import Lease, StagingPool
 from tiered_zero.hardware.runtime import Runtime
-from tiered_zero.layout.flat import Unit
 from tiered_zero.layout.subgroups import Segment, SubGroup
 from tiered_zero.rules.state_layout import StateLayout
 from tiered_zero.tiers.inventory import Inventory
 from tiered_zero.tiers.tier import BufferView, as_bytes
 from tiered_zero.tiers.unit_update import UnitUpdate
+from tiered_zero.update.places import ParameterSink
 
 
 @dataclass(kw_only=True)
@@ -50,14 +50,13 @@ class SubGroupWork:
 class SubGroupIO:
     """Brings sub-groups to where they are updated, and back to their homes. Any one thread at a time.
 
-    `_device_flat`: the flat of a unit that lives on the device. A staging buffer holds one sub-group's state and, where
-    parameters are not updated in place, its 16-bit parameters.
+    A staging buffer holds one sub-group's state and, where parameters are not updated in place, its parameters.
     """
 
     _inventory: Inventory
     _runtime: Runtime
     _staging: StagingPool | None
-    _device_flat: Callable[[Unit], torch.Tensor]
+    _params: ParameterSink
 
     @property
     def num_free(self) -> int:
@@ -71,9 +70,7 @@ class SubGroupIO:
 
     def resident_part(self, subgroup: SubGroup) -> SubGroup:
         """The part of a sub-group whose parameters rest on the device, and outlive the engine."""
-        return replace(
-            subgroup, segments=tuple(s for s in subgroup.segments if self._inventory.find(s.unit, "param") is None)
-        )
+        return replace(subgroup, segments=tuple(s for s in subgroup.segments if self._params.is_resident(s)))
 
     def open_nowait(
         self,
@@ -131,15 +128,9 @@ class SubGroupIO:
     def _read_params(self, work: SubGroupWork) -> None:
         """Read the old parameters to where the new ones will be written, where they are not there already."""
         for segment, window in self._staged_outs(work):
-            home = self._inventory.find(segment.unit, "param")
-            if home is None:
-                continue  # on the device, and updated there
-            if window is not None:
-                work.reads.append(home.tier.read(home.slot, window, home.offset_of(segment)))
-            elif work.param_kind != "param":
-                old, new = (self._out_view(kind, work.subgroup, segment) for kind in ("param", work.param_kind))
-                assert old is not None and new is not None, "both homes of a unit are on one tier"
-                new.copy_(old)
+            read = self._params.read(segment, work.param_kind, window)
+            if read is not None:
+                work.reads.append(read)
 
     def bind_outputs(self, work: SubGroupWork) -> None:
         """Choose where the rule writes: into the lease, behind the state, or into the parameters' home."""
@@ -154,13 +145,8 @@ class SubGroupIO:
             work.outs.append(view)
 
     def _out_view(self, param_kind: str, subgroup: SubGroup, segment: Segment) -> torch.Tensor | None:
-        """The parameters' home, [numel] of their dtype, where the update can write it directly."""
-        unit = segment.unit
-        on_device = self.updates_on_device(subgroup)
-        home = self._inventory.find(unit, param_kind)
-        if home is None:
-            return segment.part_of(self._device_flat(unit)) if on_device else None
-        return home.view_of(segment) if on_device == (home.tier.name == "device") else None
+        """View the parameters, [numel] of their dtype, where the update can write them directly."""
+        return self._params.view(segment, param_kind, on_device=self.updates_on_device(subgroup))
 
     def _staged_outs(self, work: SubGroupWork) -> Iterator[tuple[Segment, BufferView | None]]:
         """Each segment with its part of the lease, or None where it is written in place."""
@@ -197,33 +183,13 @@ class SubGroupIO:
             if window is not None:
                 if self.updates_on_device(work.subgroup):  # on the stream that has made it
                     self._runtime.accelerator.copy(window.tensor, as_bytes(out), finish=True)
-                self._send(work, unit_updates.get(segment.unit.index), segment, window, after)
+                unit_update = unit_updates.get(segment.unit.index)
+                written, offset = self._params.write(segment, work.param_kind, window, after, unit_update)
+                work.writes.append(written)
+                if unit_update is not None and offset is not None:
+                    work.pending.append((unit_update, offset))
         if self.updates_on_device(work.subgroup) and runs_on_lane():  # whose stream compute does not wait for
             work.writes.append(self._runtime.accelerator.record())
-
-    def _send(
-        self,
-        work: SubGroupWork,
-        unit_update: UnitUpdate | None,
-        segment: Segment,
-        window: BufferView,
-        after: Transfer,
-    ) -> None:
-        """Start to write a segment's new parameters, which are in host memory, to where they rest."""
-        accelerator = self._runtime.accelerator
-        home = self._inventory.find(segment.unit, work.param_kind)
-        if home is not None:
-            offset = home.offset_of(segment)
-            work.writes.append(home.tier.write(home.slot, window, offset, after))
-            if unit_update is not None:
-                unit_update.add_pending(offset, window.tensor, accelerator.copy)
-                work.pending.append((unit_update, offset))
-            return
-        target = as_bytes(segment.part_of(self._device_flat(segment.unit)))
-        event = accelerator.lane("write_back").submit(
-            lambda: accelerator.copy(target, window.tensor), after=[after], holds=[target]
-        )
-        work.writes.append(event)
 
     def finish(self, work: SubGroupWork) -> None:
         """Wait until the work is written, and release its buffer."""
