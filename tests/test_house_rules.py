@@ -25,7 +25,7 @@ FLOORS = (
     "checkpoint",
     "engine",
     "assembly",
-    "api | deepspeed | stopping",
+    "api | optim | deepspeed | stopping",
     "tiered_zero",
     "cli __main__ demo",
 )

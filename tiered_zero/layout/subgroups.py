@@ -104,7 +104,7 @@ class SubGroup:
 
     @cached_property
     def numel(self) -> int:
-        return sum(segment.numel for segment in self.segments)
+        return align_up(self.segments[-1].stop, CUT_NUMEL) if self.segments else 0
 
     @cached_property
     def parts(self) -> dict[int, int]:
@@ -164,6 +164,53 @@ def cut_subgroups(
                 start += numel
                 if filled >= limit:
                     close()
+    close()
+    return subgroups
+
+
+def pack_params(
+    params: Sequence[tuple[ParamSpec, int]], size_numel: int, *, elementwise: bool, first_index: int = 0
+) -> list[SubGroup]:
+    """Cut parameters that lie in memory of their own, each a unit of just its elements, into sub-groups of at most
+    `size_numel` elements (rounded up to a page's worth); a parameter that a rule steps as a whole may be larger.
+
+    `params`: with their param groups. Every part begins at a multiple of a block of the sub-group. `first_index`: of
+    the sub-groups.
+    """
+    limit = max(CUT_NUMEL, align_up(size_numel, CUT_NUMEL))
+    subgroups: list[SubGroup] = []
+    segments: list[Segment] = []
+    filled = 0
+
+    def close() -> None:
+        nonlocal filled
+        if segments:
+            subgroups.append(SubGroup(index=first_index + len(subgroups), segments=tuple(segments)))
+        segments.clear()
+        filled = 0
+
+    for param, group in params:
+        unit = Unit(
+            index=param.index,
+            name=param.name,
+            module="",
+            dtype=param.dtype,
+            trainable=False,  # its gradient is the user's
+            persistent=False,
+            entries=(FlatEntry(param, 0),),
+            bounds=(0, param.numel),
+        )
+        start = 0
+        while start < param.numel:
+            if filled >= limit or (not elementwise and filled + param.numel > limit):
+                close()
+            numel = min(limit - filled, param.numel - start) if elementwise else param.numel
+            piece = ParamPiece(
+                index=len(segments), param=param, group=group, start=filled, param_start=start, numel=numel
+            )
+            segments.append(Segment(unit=unit, unit_start=start, start=filled, numel=numel, pieces=(piece,)))
+            start += numel
+            filled = align_up(filled + numel, QUANTIZED_BLOCK_NUMEL)
     close()
     return subgroups
 

@@ -44,7 +44,7 @@ def list_params(
             index=index,
             aliases=tuple(others),
             embedding=param in embeddings,
-            stride=_kept_stride(param),
+            stride=kept_stride(param),
         )
         for index, (param, (first, *others)) in enumerate(names.items())
     }
@@ -72,7 +72,7 @@ def _is_stack(module: nn.Module) -> bool:
     return isinstance(module, (nn.ModuleList, nn.ModuleDict)) and len(module) > 1
 
 
-def _kept_stride(param: nn.Parameter) -> tuple[int, ...] | None:
+def kept_stride(param: nn.Parameter) -> tuple[int, ...] | None:
     """Strides that are dense but not row-major, as with channels_last: kernels and sums follow the order in memory."""
     with torch._C.DisableTorchFunctionSubclass():
         if param.layout is not torch.strided or not param.numel():

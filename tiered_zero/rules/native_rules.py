@@ -126,7 +126,12 @@ class AdagradRule(NativeRule):
         return ("sum",)
 
     def init_state(self, run: Run) -> None:
-        run.state["sum"].fill_({**self._defaults, **run.hyper}["initial_accumulator_value"])
+        run.state["sum"].fill_(self._completed(run.hyper)["initial_accumulator_value"])
+
+    def first_state(self, shape: tuple[int, ...], hyper: Mapping[str, Any]) -> dict[str, Any]:
+        state = super().first_state(shape, hyper)
+        state["sum"].fill_(self._completed(hyper)["initial_accumulator_value"])
+        return state
 
     def _kernel_hyper(self, hyper: Mapping[str, Any], scalars: Mapping[str, Any]) -> Hyper:
         return Hyper(

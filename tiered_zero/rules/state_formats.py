@@ -73,11 +73,19 @@ Parts = Sequence[torch.Tensor]
 class MasterFormat(ABC):
     """`dtypes`: of the arrays. The first is a rule's `Run.master`; the second, if any, is the rule's unsigned field.
 
-    `needs_params`: whether the update needs the old parameters besides what is in the slot.
+    `needs_params`: whether the update needs the old parameters besides what is in the slot. `follows_params`: whether
+    each update takes over the parameters that were changed since the last, so that nothing has to watch them; the first
+    makes the masters, and a slot holds none before it.
     """
 
     dtypes: tuple[torch.dtype, ...]
     needs_params: bool
+    follows_params: bool = False
+
+    def bind(self, master: torch.Tensor, params: torch.Tensor) -> torch.Tensor:
+        """Return the masters [n] that an update steps. `params`: [n], where it writes the parameters; where masters
+        follow them, their present values."""
+        return master
 
     @abstractmethod
     def split(self, master: torch.Tensor) -> Parts:
@@ -103,7 +111,6 @@ class MasterFormat(ABC):
         """Write the parameters of masters that are not stepped to `out` [n]: they are what their masters say."""
 
 
-@final
 class FullMasters(MasterFormat):
     """fp32 masters."""
 
@@ -126,6 +133,48 @@ class FullMasters(MasterFormat):
 
     def copy_unstepped(self, master: torch.Tensor, out: torch.Tensor) -> None:
         out.copy_(master)
+
+
+@final
+class FollowingMasters(FullMasters):
+    """fp32 masters of 16-bit parameters that their user changes at any time between updates."""
+
+    follows_params = True
+
+    def bind(self, master: torch.Tensor, params: torch.Tensor) -> torch.Tensor:
+        (followed,) = self.follow((master,), params, None) or (master,)
+        return master if followed is master else master.copy_(followed)
+
+    def copy_unstepped(self, master: torch.Tensor, out: torch.Tensor) -> None:
+        """Nothing: `out` holds the parameters, which the masters follow."""
+
+
+@final
+class ParamMasters(MasterFormat):
+    """fp32 parameters that are their own masters: the update steps them where they are, and no tier holds them."""
+
+    dtypes = ()
+    needs_params = False
+    follows_params = True
+
+    def bind(self, master: torch.Tensor, params: torch.Tensor) -> torch.Tensor:
+        return params
+
+    def split(self, master: torch.Tensor) -> Parts:
+        return ()
+
+    def join(self, parts: Parts, params: torch.Tensor | None) -> torch.Tensor:
+        assert params is not None, "the parameters are the masters"
+        return params
+
+    def replace(self, parts: Parts, master: torch.Tensor) -> Parts:
+        return ()
+
+    def follow(self, parts: Parts, new: torch.Tensor, old: torch.Tensor | None) -> Parts | None:
+        return None
+
+    def copy_unstepped(self, master: torch.Tensor, out: torch.Tensor) -> None:
+        """Nothing: they are the same memory."""
 
 
 @final

@@ -27,8 +27,8 @@ class StateArray:
 class StateLayout:
     """The slot of a sub-group: masters [numel], then each state array, every one at a page's start.
 
-    `masters`: how they rest. Where that takes a state array besides, it is the first after them, and `master_nbytes`,
-    which a slot holds from the start, counts both. `state_start`: the first byte of the state arrays.
+    `masters`: how they rest. Where that takes a state array besides, it is the first after them, and `master_nbytes`
+    counts both. `state_start`: the first byte of the state arrays. `initial_nbytes`: what a slot holds from the start.
 
     For an elementwise rule each array spans the sub-group, so that a run is a slice of it; a field that only some param
     groups have exists for all. For any other rule each piece (a whole parameter) has its own arrays.
@@ -47,7 +47,8 @@ class StateLayout:
         self.arrays: list[StateArray] = []
         self._arrays_of: defaultdict[int | None, list[StateArray]] = defaultdict(list)
         self._fields_of_group: dict[int, tuple[str, ...]] = {}
-        self._end = self.state_start = self.masters.dtypes[0].itemsize * subgroup.numel
+        self.initial_nbytes = 0 if self.masters.follows_params else self.master_nbytes
+        self._end = self.state_start = sum(dtype.itemsize for dtype in self.masters.dtypes[:1]) * subgroup.numel
         if rule.elementwise:
             merged: dict[str, StateField] = {}
             held = {piece.group for piece in subgroup.pieces}
@@ -64,6 +65,11 @@ class StateLayout:
                     self._append(field, index)
         self.nbytes = self._end
 
+    @property
+    def has_own_masters(self) -> bool:
+        """Whether masters follow their parameters and rest beside the state: nothing else saves them."""
+        return self.masters.follows_params and bool(self.masters.dtypes)
+
     def _append(self, field: StateField, piece: int | None) -> None:
         array = StateArray(field=field, piece=piece, offset=self._end)
         self.arrays.append(array)
@@ -72,8 +78,17 @@ class StateLayout:
 
     def master(self, raw: torch.Tensor) -> torch.Tensor:
         """View the masters in `raw`, the slot's bytes: [numel], `Run.master` of all its elements."""
+        if not self.masters.dtypes:
+            return raw[:0].view(torch.float32)
         dtype = self.masters.dtypes[0]
         return raw[: dtype.itemsize * self.subgroup.numel].view(dtype)
+
+    def initialize(self, raw: torch.Tensor) -> None:
+        """Fill a slot that was not stepped: state with zeros; masters that follow their parameters with NaN, which
+        differs from every parameter, so that the next update takes them over."""
+        if self.masters.follows_params:
+            self.master(raw).fill_(float("nan"))
+        raw[self.master_nbytes :].zero_()
 
     def master_spans(self, segment: Segment) -> list[tuple[int, int, torch.dtype]]:
         """Locate a segment's masters: (first byte in the slot, bytes, dtype) of each of the format's arrays."""

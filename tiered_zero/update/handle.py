@@ -6,27 +6,24 @@ from __future__ import annotations
 import logging
 import operator
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
-from itertools import accumulate, chain
+from itertools import accumulate
 from types import MethodType
-from typing import Any, NoReturn, Protocol, final
+from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from tiered_zero.concurrency.interrupts import protected, shielded
 from tiered_zero.config.schema import SchedulerSection
 from tiered_zero.errors import ConfigError, ModelError
 from tiered_zero.rules.lr import build_scheduler
-from tiered_zero.rules.optimizer_copy import bare_copy
-from tiered_zero.update.optimizer_state import OptimizerState, ParamState
+from tiered_zero.update.optimizer_state import OptimizerState
 from tiered_zero.update.policy import UpdatePolicy
-from tiered_zero.update.state_access import NO_COPY, StateAccess
+from tiered_zero.update.state_access import StateAccess
+from tiered_zero.update.state_calls import TierStateOptimizer, replace_values
 
 logger = logging.getLogger("tiered_zero")
 
@@ -42,7 +39,7 @@ class EngineCalls(Protocol):
     def zero_grad(self, set_to_none: bool = True) -> None: ...
 
 
-class TieredOptimizer(Optimizer):
+class TieredOptimizer(TierStateOptimizer):
     """Live `param_groups` over the model's parameters; state rests on the tiers, and `state` shows which have any.
 
     Every LR scheduler of torch drives it, and changes to a group's values take effect at the next step. `param_groups`
@@ -133,34 +130,6 @@ class TieredOptimizer(Optimizer):
         """Do `engine.zero_grad()`."""
         self._calls().zero_grad(set_to_none)
 
-    @protected
-    def state_dict(self) -> dict[str, Any]:
-        """Copy the state in torch's own format: fp32 CPU tensors in the parameters' shapes, from any tier and format.
-
-        Waits for the updates under way. fp32 masters are no part of it: they follow `module.state_dict()`, in whose
-        16 bits those of a 16-bit model lose their last ones. Raises BudgetError where the tensors do not fit into free
-        host memory. Where state is sharded (many ranks, stage 1 and up) every rank calls this, and gets the whole.
-        """
-        with self._access.reading():
-            return super().state_dict()
-
-    @shielded
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what `state_dict()` or a plain torch optimizer of the same class gave, as torch does.
-
-        Values of the param groups change in place, so that schedulers and the engine see one list. Arrays are rounded
-        where tiered_zero.state_format has fewer bits; a warning says so. Raises ModelError, with nothing changed, where
-        groups, shapes or keys do not fit. With many ranks every rank calls this with the whole state.
-        """
-        given = dict(state_dict)
-        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
-            given = pre_hook(self, given) or given
-        states, groups = self._matched(given)
-        self._access.replace(states, groups)
-        replace_values(self.param_groups, groups)
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
-            post_hook(self)
-
     def group_options(self) -> list[dict[str, Any]]:
         """List the values of each param group; "params" is how many it has."""
         return [{**group, "params": len(group["params"])} for group in self.param_groups]
@@ -203,11 +172,6 @@ class TieredOptimizer(Optimizer):
         ]
         return self._matched({"state": {}, "param_groups": saved})[1]
 
-    @protected
-    def read_state(self, param: nn.Parameter) -> ParamState:
-        """Read one parameter's state, as `state_dict()` gives it, on every rank; empty before its first step."""
-        return self._access.read_one(param)
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if hasattr(self, "_engine"):
             raise ModelError(
@@ -216,57 +180,10 @@ class TieredOptimizer(Optimizer):
             )
         super().add_param_group(param_group)
 
-    def __getstate__(self) -> NoReturn:
-        raise ModelError(NO_COPY)
-
     def _calls(self) -> EngineCalls:
         if self._engine is None:
             raise ModelError("The optimizer steps once tiered_zero.initialize() has returned; it was called before.")
         return self._engine
-
-    def _matched(self, given: Mapping[str, Any]) -> tuple[dict[nn.Parameter, ParamState], list[dict[str, Any]]]:
-        """Match state to parameters, and complete the groups' new values, with "params", as the class itself does."""
-        try:
-            states, saved = given["state"], deepcopy(given["param_groups"])
-            sizes = [len(group["params"]) for group in saved]
-        except (KeyError, TypeError) as error:
-            raise ModelError(
-                'An optimizer state_dict was expected: {"state": ..., "param_groups": [{"params": ...}, ...]}; reading '
-                f"it raised {type(error).__name__}: {error}."
-            ) from error
-        own = [len(group["params"]) for group in self.param_groups]
-        if sizes != own:
-            raise ModelError(
-                f"The state_dict was expected to have param groups of {own} parameters, as this optimizer has; found "
-                f"{sizes}. Load the state of an optimizer over the same parameters in the same groups."
-            )
-        ids = chain.from_iterable(group["params"] for group in saved)
-        params = dict(zip(ids, chain.from_iterable(group["params"] for group in self.param_groups), strict=True))
-        if unknown := [key for key in states if key not in params]:
-            raise ModelError(
-                "The state_dict was expected to hold state of the parameters in its param groups alone; found state "
-                f"of {unknown[:3]}. Load the state of an optimizer of this class."
-            )
-        for group, new in zip(self.param_groups, saved, strict=True):
-            new["params"] = group["params"]
-            if "param_names" in group:
-                new.setdefault("param_names", group["param_names"])
-        twin = bare_copy(self._source)  # torch's classes convert what older versions of them have saved
-        found = {params[key]: dict(values) for key, values in states.items()}
-        try:
-            twin.__setstate__({"state": defaultdict(dict, found), "param_groups": saved})
-        except Exception as error:
-            raise ModelError(
-                f"The state_dict was expected to be one of {type(self._source).__name__}, which raised "
-                f"{type(error).__name__} over it: {error}. Load the state of an optimizer of this class."
-            ) from error
-        for new in saved:
-            if missing := sorted(self._source.defaults.keys() - new.keys()):
-                raise ModelError(
-                    f"The state_dict was expected to have every option of {type(self._source).__name__} in its param "
-                    f"groups; missing: {missing}. Load the state of an optimizer of this class."
-                )
-        return {param: twin.state[param] for param in found}, saved
 
 
 @final
@@ -343,13 +260,6 @@ def restored_on_error(groups: list[dict[str, Any]]) -> Iterator[None]:
     except BaseException:
         replace_values(groups, before)
         raise
-
-
-def replace_values(groups: list[dict[str, Any]], values: list[dict[str, Any]]) -> None:
-    """Give each group these values and no others, in place."""
-    for group, new in zip(groups, values, strict=True):
-        group.clear()
-        group.update(new)
 
 
 _HOOKED = ("step", "state_dict", "load_state_dict")

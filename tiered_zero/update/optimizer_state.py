@@ -32,6 +32,9 @@ from tiered_zero.update.stepper import StreamingStepper
 
 logger = logging.getLogger("tiered_zero")
 
+MASTER = "master"
+"""The key of a 16-bit parameter's fp32 master, where no checkpoint but the optimizer's state_dict holds it."""
+
 ParamState = dict[str, Any]
 """One parameter's state as `torch.optim.Optimizer.state` holds it: arrays of any shape, 0-d tensors, plain values."""
 
@@ -154,7 +157,12 @@ class OptimizerState:
     def _export(self, layout: StateLayout, piece: ParamPiece, raw: torch.Tensor, values: ParamState) -> None:
         """Copy a piece's state from `raw`, its sub-group's slot, to its place in `values`."""
         state = layout.state(raw, piece, piece.start, piece.stop)
-        for name, value in self._exported(layout, piece, state).items():
+        exported = self._exported(layout, piece, state)
+        if layout.has_own_masters:
+            state[MASTER] = exported[MASTER] = layout.master(raw)[piece.start : piece.stop]
+            if not self._rule.elementwise:
+                exported[MASTER] = piece.param.view(exported[MASTER])
+        for name, value in exported.items():
             if not isinstance(value, torch.Tensor) or name not in state:
                 values[name] = value
             elif not self._rule.elementwise:
@@ -186,10 +194,10 @@ class OptimizerState:
             )
 
     def _exported_nbytes(self, layout: StateLayout, piece: ParamPiece) -> int:
-        fields = layout.fields(piece)
+        fields, masters = layout.fields(piece), 4 * piece.numel * layout.has_own_masters
         if self._rule.elementwise:
-            return 4 * piece.numel * sum(field.block_numel == 1 for field in fields)
-        return sum(field.nbytes for field in fields)
+            return 4 * piece.numel * sum(field.block_numel == 1 for field in fields) + masters
+        return sum(field.nbytes for field in fields) + masters
 
     # -- in ------------------------------------------------------------------------------------------------------------
 
@@ -203,6 +211,7 @@ class OptimizerState:
                 self._check_planned(layout, piece, hyper)
                 if piece.param_start == 0 and (values := states.get(param)):
                     try:
+                        values = {name: value for name, value in values.items() if name != MASTER}
                         self._rule.check_state(values, piece.param.shape, hyper)
                     except ModelError as error:
                         raise ModelError(f"Optimizer state of {piece.param.name}: {error}") from error
@@ -261,9 +270,11 @@ class OptimizerState:
                 continue
             home = self._inventory.home(subgroup, "state")
             # bytes that were written at once are read and written at once, so that they are verified
-            first = 0 if has_state else layout.state_start
-            last = layout.nbytes if has_state else layout.master_nbytes
+            first = 0 if has_state or not layout.initial_nbytes else layout.state_start
+            last = layout.nbytes if has_state else layout.initial_nbytes
             with leased_slot(home, self._staging, slice(first, last), slice(first, layout.nbytes)) as raw:
+                if not has_state and layout.masters.follows_params:
+                    layout.initialize(raw)
                 scalars, rounded = self._fill(layout, raw, given, groups)
             num_rounded += rounded
             stepper.replace_scalars(subgroup, scalars)
@@ -292,6 +303,10 @@ class OptimizerState:
                     self._rule.init_state(Run(master=master, grad=master, state=state, scalars={}, hyper=hyper))
                     continue
                 values = self._part(given[piece.index], state, piece)
+                if (master := values.pop(MASTER, None)) is not None and layout.has_own_masters:
+                    layout.master(raw)[piece.start : piece.stop].copy_(
+                        piece.param.flatten(master)[piece.param_start : piece.param_start + piece.numel]
+                    )
                 own = self._rule.import_state(values, state, hyper)
                 last = last if same(last, own) else own  # neighbours of one history are stepped together
                 scalars[piece.index] = last

@@ -12,16 +12,13 @@ from tiered_zero.errors import ModelError
 from tiered_zero.update.optimizer_state import OptimizerState, ParamState
 from tiered_zero.update.policy import UpdatePolicy
 
-NO_COPY = (
-    "An optimizer whose state rests on the tiers of an engine cannot be copied or pickled. Save optimizer.state_dict() "
-    "instead."
-)
+NO_COPY = "An optimizer whose state rests on tiers cannot be copied or pickled. Save optimizer.state_dict() instead."
 
 
 def refuse_state(*_: object) -> NoReturn:
     raise ModelError(
         "optimizer.state is not at hand: the state of each parameter rests on its tier. Read it with "
-        "engine.optimizer.state_dict() or read_state(param), and change it with load_state_dict()."
+        "optimizer.state_dict() or read_state(param), and change it with load_state_dict()."
     )
 
 
@@ -125,5 +122,5 @@ class StateAccess(Mapping[nn.Parameter, ParamState]):
 
     def _open(self) -> OptimizerState:
         if self._state is None:
-            raise ModelError("The engine is closed, and the optimizer state is gone. Read it before engine.close().")
+            raise ModelError("The run is closed, and the optimizer state is gone. Read it before close().")
         return self._state

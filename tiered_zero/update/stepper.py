@@ -282,20 +282,21 @@ class StreamingStepper:
         if not self.has_state(layout):
             self._initialize_state(work, job)
         runs: list[tuple[Run, list[ParamPiece]]] = []
-        master, copy_unstepped = layout.master(work.raw), layout.masters.copy_unstepped
+        masters, copy_unstepped = layout.master(work.raw), layout.masters.copy_unstepped
         self._io.bind_outputs(work)
         for segment, out, grad in zip(work.subgroup.segments, work.outs, grads, strict=True):
+            master = layout.masters.bind(masters[segment.start : segment.stop], out)
             position = 0  # in the segment, as are `first` and `last`
             for pieces in self._spans(work, segment, gradients):
                 first, last = pieces[0].start - segment.start, pieces[-1].stop - segment.start
-                run = self._run(work, job, pieces)
+                run = self._run(work, job, pieces, self._shaped(pieces[0], master[first:last]))
                 run.grad, run.grad_scale = self._shaped(pieces[0], grad[first:last]), job.grad_scale
-                run.out = self._shaped(pieces[0], out[first:last])
+                run.out = None if master is out else self._shaped(pieces[0], out[first:last])
                 runs.append((run, pieces))
                 # what is not stepped (padding, no gradient) stays what its master says
-                copy_unstepped(master[segment.start + position : segment.start + first], out[position:first])
+                copy_unstepped(master[position:first], out[position:first])
                 position = last
-            copy_unstepped(master[segment.start + position : segment.stop], out[position:])
+            copy_unstepped(master[position:], out[position:])
         self._rule.update([run for run, _ in runs])
         for run, pieces in runs:
             self._scalars.update(dict.fromkeys(((work.subgroup.index, piece.index) for piece in pieces), run.scalars))
@@ -322,11 +323,10 @@ class StreamingStepper:
             and self._scalars.get((subgroup.index, left.index)) is self._scalars.get((subgroup.index, right.index))
         )
 
-    def _run(self, work: SubGroupWork, job: UpdateJob, pieces: Sequence[ParamPiece]) -> Run:
+    def _run(self, work: SubGroupWork, job: UpdateJob, pieces: Sequence[ParamPiece], master: torch.Tensor) -> Run:
         """A run over neighbouring pieces, its gradient and output still to be set."""
-        first, start, stop = pieces[0], pieces[0].start, pieces[-1].stop
-        master = self._shaped(first, work.layout.master(work.raw)[start:stop])
-        state = work.layout.state(work.raw, first, start, stop)
+        first = pieces[0]
+        state = work.layout.state(work.raw, first, first.start, pieces[-1].stop)
         scalars = dict(self._scalars.get((work.subgroup.index, first.index), {}))
         return Run(master=master, grad=master, state=state, scalars=scalars, hyper=job.groups[first.group])
 
@@ -335,10 +335,11 @@ class StreamingStepper:
         return memory if self._rule.elementwise else piece.param.view(memory)
 
     def _initialize_state(self, work: SubGroupWork, job: UpdateJob) -> None:
-        """Make a sub-group's state before its first step, when its tier holds none: zeros first."""
-        work.raw[work.layout.master_nbytes :].zero_()
+        """Make a sub-group's state before its first step, when its tier holds none."""
+        work.layout.initialize(work.raw)
+        masters = work.layout.master(work.raw)
         for piece in work.subgroup.pieces:
-            self._rule.init_state(self._run(work, job, [piece]))
+            self._rule.init_state(self._run(work, job, [piece], masters[piece.start : piece.stop]))
         self._initialized.add(work.subgroup.index)
 
 

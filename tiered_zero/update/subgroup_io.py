@@ -112,7 +112,7 @@ class SubGroupIO:
             if not reads:
                 return work
             if staged and lease is not None:
-                stored = layout.nbytes if initialized else layout.master_nbytes
+                stored = layout.nbytes if initialized else layout.initial_nbytes
                 spans = [(0, stored)] if part is None else layout.spans(part)
                 for start, last in spans:
                     if start < (stop := min(last, stored)):
@@ -142,6 +142,10 @@ class SubGroupIO:
             elif view is None:
                 assert window is not None, "a segment without a view is staged"
                 view = window.tensor.view(segment.unit.dtype)
+            if work.layout.masters.follows_params and window is not None:  # not before: they are the user's
+                read = self._params.read(segment, work.param_kind, window)
+                if read is not None:
+                    self.wait(read, work)
             work.outs.append(view)
 
     def _out_view(self, param_kind: str, subgroup: SubGroup, segment: Segment) -> torch.Tensor | None:

@@ -1,0 +1,208 @@
+"""An OffloadedOptimizer gives the bits of the plain optimizer in any loop."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+from tiered_zero.optim import OffloadedOptimizer
+
+pytestmark = pytest.mark.usefixtures("one_thread", "no_leaks")
+
+RULES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+    "adam": (torch.optim.Adam, {"lr": 1e-2, "amsgrad": True}),
+    "adamw": (torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1}),
+    "adagrad": (torch.optim.Adagrad, {"lr": 1e-2, "initial_accumulator_value": 0.1}),
+    "rmsprop": (torch.optim.RMSprop, {"lr": 1e-2, "centered": True}),
+    "nadam": (torch.optim.NAdam, {"lr": 1e-2}),
+    "adafactor": (torch.optim.Adafactor, {"lr": 1e-2}),
+    "muon": (torch.optim.Muon, {"lr": 1e-2}),
+    "fused": (torch.optim.AdamW, {"lr": 1e-2, "fused": True}),
+}
+
+
+class Net(nn.Module):
+    """Linear layers, one tied, one frozen, and a parameter that is used in some steps only."""
+
+    def __init__(self, bias: bool = True) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 40, bias=bias)
+        self.inner = nn.ModuleList(nn.Linear(40, 40, bias=bias) for _ in range(3))
+        self.inner[2].weight = self.inner[0].weight
+        self.frozen = nn.Linear(40, 40, bias=bias).requires_grad_(False)
+        self.rare = nn.Linear(40, 40, bias=False)
+
+    def forward(self, x: torch.Tensor, rare: bool) -> torch.Tensor:
+        x = self.first(x).tanh()
+        for layer in self.inner:
+            x = layer(x).tanh()
+        return self.frozen(self.rare(x) if rare else x).square().mean()
+
+
+def models(bias: bool = True) -> tuple[Net, Net]:
+    torch.manual_seed(3)
+    net = Net(bias)
+    return net, copy.deepcopy(net)
+
+
+def backward(net: nn.Module, step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(step)
+    loss = net(torch.randn(5, 6, generator=generator), step % 2 == 0)
+    loss.backward()
+    return loss.detach()
+
+
+def assert_same(one: nn.Module, other: nn.Module) -> None:
+    for (name, left), right in zip(one.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(left.view(torch.int32), right.view(torch.int32)), name
+
+
+def assert_same_state(left: dict[str, Any], right: dict[str, Any]) -> None:
+    assert left["param_groups"] == right["param_groups"]
+    assert left["state"].keys() == right["state"].keys()
+    for index, values in left["state"].items():
+        other = right["state"][index]
+        assert values.keys() == other.keys()
+        for name, value in values.items():
+            if isinstance(value, torch.Tensor):
+                assert value.dtype == other[name].dtype and torch.equal(value, other[name]), (index, name)
+            else:
+                assert value == other[name], (index, name)
+
+
+@pytest.fixture(params=["cpu", "nvme"])
+def offload(request: pytest.FixtureRequest, swap_path: Path) -> Iterator[dict[str, Any]]:
+    yield {"device": request.param, **({"nvme_path": str(swap_path)} if request.param == "nvme" else {})}
+    assert not list(swap_path.iterdir())
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_the_numbers_are_those_of_the_plain_optimizer(name: str, offload: dict[str, Any]) -> None:
+    kind, options = RULES[name]
+    plain, ours = models(bias=name != "muon")
+    reference = kind(plain.parameters(), **options)
+    with OffloadedOptimizer(ours.parameters(), kind, offload, **options) as optimizer:
+        for step in range(5):
+            for net, own in ((plain, reference), (ours, optimizer)):
+                for micro in range(2):
+                    backward(net, 2 * step + micro)
+                nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+                own.step()
+                own.zero_grad()
+            assert_same(plain, ours)
+        assert_same_state(reference.state_dict(), optimizer.state_dict())
+
+
+def groups_of(net: Net) -> list[dict[str, Any]]:
+    decayed = [param for param in net.parameters() if param.dim() > 1]
+    return [
+        {"params": decayed, "weight_decay": 0.2},
+        {"params": [param for param in net.parameters() if param.dim() == 1], "lr": 3e-3},
+    ]
+
+
+SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "one cycle": lambda own: lr_scheduler.OneCycleLR(own, max_lr=[1e-2, 2e-2], total_steps=12),
+    "cyclic": lambda own: lr_scheduler.CyclicLR(own, 1e-3, 1e-2, step_size_up=3, cycle_momentum=False),
+    "cosine": lambda own: lr_scheduler.CosineAnnealingLR(own, 5),
+    "plateau": lambda own: lr_scheduler.ReduceLROnPlateau(own, patience=0, factor=0.5),
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_schedules_and_groups_act(schedule: str, swap_path: Path) -> None:
+    plain, ours = models()
+    reference = torch.optim.AdamW(groups_of(plain), lr=1e-2)
+    where = {"device": "nvme", "nvme_path": str(swap_path)}
+    with OffloadedOptimizer(groups_of(ours), torch.optim.AdamW, where, lr=1e-2) as optimizer:
+        pairs = [(net, own, SCHEDULES[schedule](own)) for net, own in ((plain, reference), (ours, optimizer))]
+        for step in range(6):
+            for net, own, scheduler in pairs:
+                loss = backward(net, step)
+                own.step()
+                scheduler.step(loss) if schedule == "plateau" else scheduler.step()
+                own.zero_grad()
+        assert_same(plain, ours)
+        assert_same_state(reference.state_dict(), optimizer.state_dict())
+
+
+def test_a_grad_scaler_scales_skips_and_clips(offload: dict[str, Any]) -> None:
+    plain, ours = models()
+    reference = torch.optim.Adam(plain.parameters(), lr=1e-2)
+    with OffloadedOptimizer(ours.parameters(), torch.optim.Adam, offload, lr=1e-2) as optimizer:
+        scalers = [torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2) for _ in range(2)]
+        for step in range(5):
+            for net, own, scaler in zip((plain, ours), (reference, optimizer), scalers, strict=True):
+                scaler.scale(net(torch.ones(2, 6) * (torch.inf if step == 2 else 1), step % 2 == 0)).backward()
+                scaler.unscale_(own)
+                nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+                scaler.step(own)
+                scaler.update()
+                own.zero_grad()
+        assert scalers[0].get_scale() == scalers[1].get_scale()
+        assert_same(plain, ours)
+        assert optimizer.num_steps == 4
+
+
+def test_state_moves_between_it_and_a_plain_optimizer(offload: dict[str, Any]) -> None:
+    plain, ours = models()
+    reference = torch.optim.AdamW(groups_of(plain), lr=1e-2, amsgrad=True)
+    with OffloadedOptimizer(groups_of(ours), torch.optim.AdamW, offload, lr=1e-2, amsgrad=True) as first:
+        assert first.state_dict() == torch.optim.AdamW(groups_of(plain), lr=1e-2, amsgrad=True).state_dict()
+        first.load_state_dict(first.state_dict())  # as accelerate does before the first step
+        for step in range(3):
+            for net, own in ((plain, reference), (ours, first)):
+                backward(net, step)
+                own.step()
+                own.zero_grad()
+        saved = first.state_dict()
+    back = torch.optim.AdamW(groups_of(ours), lr=1.0, amsgrad=True)
+    back.load_state_dict(saved)
+    with OffloadedOptimizer(groups_of(plain), torch.optim.AdamW, offload, lr=1.0, amsgrad=True) as second:
+        second.load_state_dict(reference.state_dict())
+        for step in range(3, 6):
+            for net, own in ((plain, second), (ours, back)):
+                backward(net, step)
+                own.step()
+                own.zero_grad()
+        assert_same(plain, ours)
+        assert_same_state(second.state_dict(), back.state_dict())
+
+
+def test_what_a_loop_changes_between_steps_is_seen(offload: dict[str, Any]) -> None:
+    """A group added and one thawed, values that are loaded, averaged or assigned, another memory, strides."""
+    plain, ours = models()
+    before = copy.deepcopy(plain.state_dict())
+    with OffloadedOptimizer(ours.inner.parameters(), torch.optim.AdamW, offload, lr=1e-2) as optimizer:
+        pairs = ((plain, torch.optim.AdamW(plain.inner.parameters(), lr=1e-2)), (ours, optimizer))
+        for step in range(8):
+            for net, own in pairs:
+                if step == 2:
+                    own.add_param_group({"params": [*net.first.parameters(), *net.frozen.parameters()], "lr": 3e-3})
+                if step == 3:
+                    net.frozen.requires_grad_(True)
+                if step == 4:
+                    net.load_state_dict(before)
+                if step == 5:
+                    with torch.no_grad():
+                        for param in net.parameters():
+                            param.data = param.data.clone().mul_(0.5)
+                if step == 6:
+                    weight = net.inner[1].weight
+                    weight.data = weight.data.t().contiguous().t()
+                if step == 7:
+                    weight = net.inner[1].weight
+                    weight.data = torch.zeros(40, 80)[:, ::2].copy_(weight.data)
+                backward(net, step)
+                own.step()
+                own.zero_grad(set_to_none=step > 3)
+            assert_same(plain, ours)
+        assert_same_state(pairs[0][1].state_dict(), optimizer.state_dict())

@@ -1,0 +1,227 @@
+"""A torch optimizer whose state rests in host memory or swap files."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tiered_zero.concurrency.interrupts import INTERRUPTS, call_open, protected, shielded
+from tiered_zero.engine.calls import end_unreferenced_run
+from tiered_zero.errors import ModelError
+from tiered_zero.optim.pipeline import Pipeline, open_pipeline, read_offload
+from tiered_zero.plan.planner import Plan
+from tiered_zero.system.process import OwnProcess
+from tiered_zero.telemetry.ledger import Ledger
+from tiered_zero.telemetry.report import StepReport, build_step_report
+from tiered_zero.update.optimizer_state import OptimizerState, ParamState
+from tiered_zero.update.state_access import StateAccess
+from tiered_zero.update.state_calls import TierStateOptimizer
+
+
+class OffloadedOptimizer(TierStateOptimizer):
+    """`optimizer_class(params, **defaults)` with its state on the tier of `offload`: the same numbers, bit for bit.
+
+    `offload`: {"device": "cpu" or "nvme", "nvme_path": a directory}, and, where wanted, "state_format", "buffer_count",
+    "pin_memory", "checksums", "host_memory_limit", "io_engine", "io_timeout_s", as in the config of an engine. fp32
+    parameters are stepped where they lie; those of 16 bits get fp32 master weights on the tier. Parameters that change
+    between steps are seen. Clipping, accumulation, loss scaling and schedules stay the loop's own.
+
+    A failure inside `step()` latches: state is rewritten in place. `close()` frees the tiers; so do the end of a `with`
+    block, of the object and of the process. Use it from one thread.
+    """
+
+    _end: weakref.finalize[Any, Any]
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        optimizer_class: type[Optimizer],
+        offload: Mapping[str, Any],
+        **defaults: Any,
+    ) -> None:
+        """Raises what `optimizer_class` raises, and ConfigError, ModelError, PlanError and StoreError, with nothing
+        left behind."""
+        self._config = read_offload(offload)
+        self._pipeline: Pipeline | None = None
+        params = list(params) if not isinstance(params, Tensor) else params
+        Optimizer.__init__(self, params, {})
+        self._source = _plain(optimizer_class, self.param_groups, defaults)
+        self.defaults = self._source.defaults
+        for group, values in zip(self.param_groups, self._source.param_groups, strict=True):
+            group.update({name: value for name, value in values.items() if name != "params"})
+        self._process = OwnProcess("optimizer")
+        self._step_start_s = time.perf_counter()
+        self.num_steps = 0
+        self.step_report: StepReport | None = None
+        """Of the last step: seconds by cause, bytes by link, the most on each tier."""
+        INTERRUPTS.install()
+        try:
+            self._open()
+        finally:
+            INTERRUPTS.uninstall()  # unless it is open
+
+    # -- the step ------------------------------------------------------------------------------------------------------
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update every parameter that has a gradient; return what the closure returned. All of it is written then."""
+        INTERRUPTS.install()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = call_open(closure)
+        self._update()
+        return loss
+
+    @shielded
+    def _update(self) -> None:
+        pipeline = self._current()
+        pipeline.params.check_gradients()
+        with torch.no_grad(), pipeline.policy.failures.surfacing():
+            pipeline.policy.check()
+            with pipeline.runtime.recorder.span("compute", "step"):
+                pipeline.policy.apply(pipeline.params, 1.0)
+        pipeline.params.release_gradients()
+        torch.autograd.graph.increment_version(pipeline.params.stepped())
+        self.num_steps += 1
+        end_s = time.perf_counter()
+        totals, ledger = pipeline.runtime.recorder.take_totals(), pipeline.runtime.ledger
+        self.step_report = build_step_report(self.num_steps, totals, end_s - self._step_start_s, ledger)
+        self._step_start_s = end_s
+
+    # -- questions -----------------------------------------------------------------------------------------------------
+
+    @property
+    def plan(self) -> Plan:
+        """Every byte on every tier; `print` shows it as a table."""
+        return self._running().plan
+
+    @property
+    def ledger(self) -> Ledger:
+        """The account of the bytes that are allocated."""
+        return self._running().runtime.ledger
+
+    # -- groups --------------------------------------------------------------------------------------------------------
+
+    @protected
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, as torch does. State moves to tiers with room for theirs, parameter by parameter."""
+        before = len(self.param_groups)
+        super().add_param_group(param_group)
+        if self._pipeline is None:
+            return
+        try:
+            self._source.add_param_group(dict(self.param_groups[-1]))
+            values = self._source.param_groups[-1]
+            self.param_groups[-1].update({name: value for name, value in values.items() if name != "params"})
+            self._open()
+        except BaseException:
+            del self.param_groups[before:], self._source.param_groups[before:]
+            raise
+
+    # -- the end -------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Free the tiers: state is gone, swap files are removed; parameters keep their values. Idempotent."""
+        if self._pipeline is not None and self._process.is_current():
+            self._end.detach()
+            self._pipeline.resources.close()
+
+    def __enter__(self) -> OffloadedOptimizer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # -- the pipeline --------------------------------------------------------------------------------------------------
+
+    def _running(self) -> Pipeline:
+        if self._pipeline is None:
+            raise ModelError("The optimizer is not built: its constructor has raised. Build it anew.")
+        return self._pipeline
+
+    def _current(self) -> Pipeline:
+        """Return the pipeline of the parameters as they lie now. Raises ModelError once closed, and for groups that
+        were changed by hand."""
+        self._process.check()
+        pipeline = self._running()
+        if not self._end.alive:
+            raise ModelError("The optimizer is closed, and its state is gone. Save state_dict() before close().")
+        pipeline.watch.check()
+        if pipeline.params.has_moved():
+            self._open()
+        return self._running()
+
+    def _open(self) -> None:
+        """Build the pipeline of the present groups; state moves into it from the one before, which is closed."""
+        former = self._pipeline
+        if former is not None:
+            former.policy.check()
+            former.stepper.cancel_prefetch()
+        pipeline = open_pipeline(self._source, self, self._config)
+        try:
+            own = self._source.state if former is None else _MovedState(former.state, self.param_groups)
+            pipeline.state.write(own, self.param_groups)
+        except BaseException:
+            pipeline.resources.close()
+            raise
+        self._pipeline = pipeline
+        access = StateAccess(pipeline.state, pipeline.policy, self.param_groups)
+        pipeline.resources.add("state", access.close)
+        self._access = access
+        self.state = access  # type: ignore[assignment]
+        if former is not None:
+            self._end.detach()
+            former.resources.close()
+        self._end = weakref.finalize(self, end_unreferenced_run, self._process, pipeline.resources)  # at exit too
+        for values in self._source.state.values():
+            values.clear()  # the tier has it
+
+
+class _MovedState(Mapping[nn.Parameter, ParamState]):
+    """The state of a pipeline that another takes the place of, read one parameter at a time."""
+
+    def __init__(self, state: OptimizerState, groups: list[dict[str, Any]]) -> None:
+        self._state = state
+        self._groups = groups
+        self._last: tuple[nn.Parameter | None, ParamState] = None, {}
+        """A parameter in many sub-groups is asked for once for each."""
+
+    def __getitem__(self, param: nn.Parameter) -> ParamState:
+        if self._last[0] is not param:
+            self._last = param, self._state.read(self._groups, only=param).get(param, {})
+        return self._last[1]
+
+    def __iter__(self) -> Iterator[nn.Parameter]:
+        return iter(self._state.stepped())
+
+    def __len__(self) -> int:
+        return len(self._state.stepped())
+
+
+def _plain(kind: type[Optimizer], groups: list[dict[str, Any]], defaults: Mapping[str, Any]) -> Optimizer:
+    """Build a plain optimizer over these groups, for its class's checks and defaults; it is never stepped. Over
+    parameters without memory, where the class takes them: Adagrad makes its state as it is built."""
+
+    def build(make: Callable[[Tensor], Tensor]) -> Optimizer:
+        given = [
+            {**{k: v for k, v in group.items() if k != "param_names"}, "params": [make(p) for p in group["params"]]}
+            for group in groups
+        ]
+        return kind(given, **defaults)
+
+    def on_meta(param: Tensor) -> Tensor:
+        return torch.empty_like(param, device="meta").requires_grad_(param.requires_grad)
+
+    try:
+        return build(on_meta)
+    except Exception:  # what is wrong with the arguments themselves is raised again
+        return build(lambda param: param)

@@ -1,0 +1,191 @@
+"""Build the update pipeline of parameters that no engine holds: plan, tiers, rule, stepper."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from tiered_zero.concurrency.interrupts import INTERRUPTS
+from tiered_zero.concurrency.teardown import Teardown
+from tiered_zero.config.load import load
+from tiered_zero.config.schema import Config
+from tiered_zero.errors import ConfigError
+from tiered_zero.hardware.device.select import build_accelerator
+from tiered_zero.hardware.probe import available_host_nbytes
+from tiered_zero.hardware.ranks.collectives import SingleRank
+from tiered_zero.hardware.ranks.launcher import local_world_size
+from tiered_zero.hardware.runtime import Runtime
+from tiered_zero.io.preflight import preflight_directory
+from tiered_zero.layout.subgroups import SubGroup, pack_params, sub_group_numel
+from tiered_zero.optim.user_params import UserParameters
+from tiered_zero.plan.planner import Plan, make_plan
+from tiered_zero.plan.request import SubGroupSize, plan_request
+from tiered_zero.plan.slots import list_slots
+from tiered_zero.rules.from_config import format_rule, make_rule
+from tiered_zero.rules.rule import UpdateRule
+from tiered_zero.rules.state_formats import FollowingMasters, ParamMasters
+from tiered_zero.rules.state_layout import StateLayout
+from tiered_zero.store.new_parents import make_missing
+from tiered_zero.store.runs import leftover_notices
+from tiered_zero.telemetry.ledger import Ledger
+from tiered_zero.telemetry.spans import Recorder
+from tiered_zero.tiers.inventory import Home, Inventory
+from tiered_zero.tiers.rack import TierRack
+from tiered_zero.update.handle import ParamGroupWatch
+from tiered_zero.update.optimizer_state import OptimizerState
+from tiered_zero.update.param_shards import ParamShards
+from tiered_zero.update.policy import BarrierPolicy
+from tiered_zero.update.stepper import StreamingStepper
+
+logger = logging.getLogger("tiered_zero")
+
+_ORDER = ("state", "lanes", "prefetch", "tiers", "rule", "interrupts")
+_SECTION = ("device", "nvme_path", "buffer_count", "pin_memory")
+_RUNTIME = ("state_format", "checksums", "host_memory_limit", "io_engine", "io_timeout_s")
+
+
+def read_offload(offload: Mapping[str, Any]) -> Config:
+    """Read `OffloadedOptimizer(offload=...)`: keys of the config's offload_optimizer and tiered_zero sections. Raises
+    ConfigError."""
+    if unknown := [name for name in offload if name not in (*_SECTION, *_RUNTIME)]:
+        raise ConfigError(f"offload: expected keys among {[*_SECTION, *_RUNTIME]}; found {unknown[0]!r}. Correct it.")
+    if offload.get("device") not in ("cpu", "nvme"):
+        raise ConfigError(
+            f'offload["device"]: expected "cpu" or "nvme"; found {offload.get("device")!r}. Take the plain optimizer '
+            "to keep state where the parameters are."
+        )
+    config = load(
+        {
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_optimization": {
+                "stage": 2,
+                "offload_optimizer": {name: offload[name] for name in _SECTION if name in offload},
+            },
+            "tiered_zero": {"update": "barrier", **{name: offload[name] for name in _RUNTIME if name in offload}},
+        }
+    )
+    if config.tiered_zero.state_format == "bf16_remainder":
+        raise ConfigError(
+            'offload["state_format"]: expected fp32, lossy_bf16_moments or lossy_8bit_moments; found bf16_remainder, '
+            "whose masters are half in the parameters, which a loop may change unseen. Take fp32."
+        )
+    return config
+
+
+class _NoGuard:
+    """Parameters that no pager holds: nothing of them is cached."""
+
+    def invalidate(self) -> None:
+        """There is nothing to drop."""
+
+    def end_update(self) -> None:
+        """The update has written the parameters themselves."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Pipeline:
+    """The parts of an offloaded optimizer, from `open_pipeline`. `resources` closes them."""
+
+    params: UserParameters
+    plan: Plan
+    runtime: Runtime
+    policy: BarrierPolicy
+    stepper: StreamingStepper
+    state: OptimizerState
+    watch: ParamGroupWatch
+    resources: Teardown
+
+
+def open_pipeline(source: Optimizer, owner: Optimizer, config: Config) -> Pipeline:
+    """Plan and allocate the tiers of the state of `owner.param_groups`, which a plain `source` is the rule of.
+
+    Raises ConfigError, ModelError, PlanError, StoreError, with nothing left behind.
+    """
+    groups = owner.param_groups
+    params = UserParameters(groups)
+    rule = format_rule(config.tiered_zero.state_format, make_rule(source, is_own=_is_lossy(config)))
+    layouts = _lay_out(params, rule, groups, config)
+    in_buffers = [
+        SubGroupSize(
+            state_nbytes=layout.nbytes,
+            parts={segment.unit.index: segment.numel for segment in params.staged(layout.subgroup.segments)},
+        )
+        for layout in layouts
+    ]
+    staged = {s.unit.index: s.unit for layout in layouts for s in params.staged(layout.subgroup.segments)}
+    free = available_host_nbytes() // local_world_size()
+    limits = {"host": (free, "this process's part of what the machine and its cgroup have free")}
+    given = config.tiered_zero.host_memory_limit
+    if given is not None and given <= free:
+        limits["host"] = given, "host_memory_limit"
+    request = plan_request(config, limits=limits, shares_cores=params.device.type == "cpu")
+    plan = make_plan(list(staged.values()), in_buffers, request)
+    plan.check()
+    offload = config.zero_optimization.offload_optimizer
+    paths = [offload.nvme_paths] if offload.device == "nvme" else []
+    with make_missing(paths), Teardown(_ORDER) as resources:
+        for path in (path for group in paths for path in group):
+            for line in preflight_directory(path):
+                logger.warning("%s", line)
+        for line in leftover_notices(path for group in paths for path in group):
+            logger.warning("%s", line)
+        INTERRUPTS.keep(resources)
+        resources.add("interrupts", partial(INTERRUPTS.drop, resources))
+        accelerator = build_accelerator(str(params.device))
+        resources.add("lanes", accelerator.close)
+        params.connect(accelerator)
+        ledger = Ledger({tier: limit for tier, (limit, _) in plan.limits.items()})
+        runtime = Runtime(accelerator=accelerator, ledger=ledger, recorder=Recorder())
+        resources.add("rule", rule.close)
+        torch.ones(1).sqrt()  # MKL's first square root is not safe among threads (pytorch#188792): take it alone
+        tiers = Teardown()
+        resources.add("tiers", tiers.close)
+        rack = TierRack(config, plan, runtime, tiers, model_name=type(source).__name__)
+        inventory = Inventory()
+        for slot in list_slots([], in_buffers, plan.tiers, request, delayed=False):
+            tier = rack.for_state(slot.tier)
+            home = Home(tier, tier.reserve(slot.name, slot.nbytes, slot.kind))
+            inventory.place(layouts[slot.index].subgroup, slot.kind, home)
+        stepper = StreamingStepper(layouts, rule, inventory, runtime, rack.state_staging, params)
+        resources.add("prefetch", stepper.cancel_prefetch)
+        named = {spec.name: param for param, (spec, _) in zip(params.params, params.specs, strict=True)}
+        units = [segment.unit for layout in layouts for segment in layout.subgroup.segments]
+        shards = ParamShards(SingleRank(), units, frozenset(named), is_sharded=False)
+        state = OptimizerState(named, layouts, rule, stepper, inventory, rack.state_staging, shards)  # type: ignore[arg-type]
+        return Pipeline(
+            params=params,
+            plan=plan,
+            runtime=runtime,
+            policy=BarrierPolicy(stepper, groups, _NoGuard()),
+            stepper=stepper,
+            state=state,
+            watch=ParamGroupWatch([owner]),
+            resources=resources,
+        )
+
+
+def _is_lossy(config: Config) -> bool:
+    return config.tiered_zero.state_format != "fp32"
+
+
+def _lay_out(
+    params: UserParameters, rule: UpdateRule, groups: Sequence[Mapping[str, Any]], config: Config
+) -> list[StateLayout]:
+    """Cut fp32 parameters, which are their own masters, apart from those of 16 bits, whose masters rest on the tier."""
+    size = sub_group_numel(config.zero_optimization.sub_group_size, [])
+    layouts: list[StateLayout] = []
+    for masters, is_full in ((ParamMasters(), True), (FollowingMasters(), False)):
+        alike = [(spec, group) for spec, group in params.specs if (spec.dtype == torch.float32) == is_full]
+        subgroups: list[SubGroup] = pack_params(alike, size, elementwise=rule.elementwise, first_index=len(layouts))
+        layouts += [StateLayout(subgroup, rule, groups, masters) for subgroup in subgroups]
+        if alike and not is_full:
+            logger.warning(
+                "%d parameters of 16 bits get fp32 master weights beside their state: 4 bytes a parameter", len(alike)
+            )
+    return layouts

@@ -1,0 +1,164 @@
+"""The parameters of a user's loop, and their gradients, as the update pipeline asks for them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tiered_zero.concurrency.transfer import COMPLETED, Transfer
+from tiered_zero.errors import ModelError
+from tiered_zero.hardware.device.accelerator import Accelerator
+from tiered_zero.layout.flat import ParamSpec, Unit
+from tiered_zero.layout.subgroups import Segment
+from tiered_zero.params.model_spec import kept_stride
+from tiered_zero.tiers.tier import BufferView
+from tiered_zero.tiers.unit_update import UnitUpdate
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def is_in_place(param: Tensor) -> bool:
+    """Whether an update on the CPU can step the parameter where it lies: its elements are dense in host memory."""
+    return param.device.type == "cpu" and bool(torch.ops.aten.is_non_overlapping_and_dense(param))
+
+
+class UserParameters:
+    """Parameters as they lie in the user's memory: the sink of the pipeline, and, with their `grad`, its source.
+
+    `params`: the tensors of `specs`, in their order. Nothing is copied that the CPU can reach: an update of fp32
+    parameters steps them in place. The thread that steps; copies to a device on the lane "write_back".
+    """
+
+    def __init__(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """`groups`: param groups. Raises ModelError for a parameter that cannot be stepped."""
+        self.params: list[Tensor] = []
+        self.specs: list[tuple[ParamSpec, int]] = []
+        """Each parameter and its group."""
+        self._accelerator: Accelerator | None = None
+        for index, group in enumerate(groups):
+            names = group.get("param_names") or [f"parameter {place}" for place in range(len(group["params"]))]
+            for name, param in zip(names, group["params"], strict=True):
+                self._add(f"{name} of group {index}", param, index)
+        if len(set(map(id, self.params))) < len(self.params):
+            raise ModelError("A parameter stands twice in a param group. Name each once: model.parameters() does.")
+        self._places = [_place(param) for param in self.params]
+        self._in_place = [is_in_place(param) for param in self.params]
+        self._flat_grad: tuple[Tensor | None, Tensor | None] = None, None
+        """The last gradient that was copied to be flat, and its copy."""
+
+    def _add(self, name: str, param: Tensor, group: int) -> None:
+        if param.dtype not in _DTYPES or param.layout is not torch.strided:
+            kind = str(param.dtype if param.layout is torch.strided else param.layout).removeprefix("torch.")
+            raise ModelError(
+                f"{name}: expected a dense tensor of float32, bfloat16 or float16; found {kind}. Give it to a plain "
+                "optimizer of its own."
+            )
+        spec = ParamSpec(
+            name=name,
+            shape=tuple(param.shape),
+            dtype=param.dtype,
+            trainable=True,
+            index=len(self.params),
+            stride=kept_stride(param) if param.device.type == "cpu" else None,  # type: ignore[arg-type]
+        )
+        self.params.append(param)
+        self.specs.append((spec, group))
+
+    def connect(self, accelerator: Accelerator) -> None:
+        """Copy to parameters that the CPU cannot reach by this device's lanes."""
+        self._accelerator = accelerator
+
+    @property
+    def device(self) -> torch.device:
+        """The first device of a parameter that is not the CPU; else the CPU."""
+        found = (param.device for param in self.params if param.device.type != "cpu")
+        return next(found, torch.device("cpu"))
+
+    def staged(self, segments: Sequence[Segment]) -> list[Segment]:
+        """List the segments whose parameters pass through a staging buffer."""
+        return [segment for segment in segments if not self._in_place[segment.unit.index]]
+
+    def has_moved(self) -> bool:
+        """Return whether a parameter has another device, dtype or strides than when this was made."""
+        return any(_place(param) != place for param, place in zip(self.params, self._places, strict=True))
+
+    def check_gradients(self) -> None:
+        """Raise ModelError for a gradient that no rule takes."""
+        for param, (spec, _) in zip(self.params, self.specs, strict=True):
+            if (grad := param.grad) is not None and grad.layout is not torch.strided:
+                raise ModelError(
+                    f"{spec.name}: expected a dense gradient; found {grad.layout}. Build its nn.Embedding with "
+                    "sparse=False, or give it to a torch.optim.SparseAdam of its own."
+                )
+
+    def stepped(self) -> list[Tensor]:
+        """List the parameters that have a gradient."""
+        return [param for param in self.params if param.grad is not None]
+
+    # -- the source of gradients ---------------------------------------------------------------------------------------
+
+    def has(self, unit: Unit, param: ParamSpec) -> bool:
+        return self.params[param.index].grad is not None
+
+    def wait_transfers(self, unit: Unit) -> None:
+        """They are there: `step()` follows backward on compute's own stream."""
+
+    def on_device(self, unit: Unit) -> bool:
+        return False
+
+    def part(self, segment: Segment) -> Tensor:
+        spec, param = segment.unit.entries[0].param, self.params[segment.unit.index]
+        grad = param.grad
+        if grad is None:
+            return torch.empty(0)
+        if grad is not self._flat_grad[0]:
+            flat = spec.flatten(grad.detach())
+            self._flat_grad = grad, flat
+        flat = self._flat_grad[1]  # type: ignore[assignment]
+        return flat[segment.unit_start : segment.unit_start + segment.numel].to("cpu")
+
+    def release_gradients(self) -> None:
+        """Let go of what `part` has kept: the step has ended."""
+        self._flat_grad = None, None
+
+    # -- the sink of parameters ----------------------------------------------------------------------------------------
+
+    def is_resident(self, segment: Segment) -> bool:
+        return True
+
+    def view(self, segment: Segment, kind: str, *, on_device: bool) -> Tensor | None:
+        index = segment.unit.index
+        if not self._in_place[index]:
+            return None
+        return segment.part_of(segment.unit.entries[0].param.flatten(self.params[index].detach()))
+
+    def read(self, segment: Segment, kind: str, window: BufferView | None) -> Transfer | None:
+        if window is not None:
+            flat = segment.unit.entries[0].param.flatten(self.params[segment.unit.index].detach())
+            window.tensor.view(segment.unit.dtype).copy_(segment.part_of(flat))
+        return None
+
+    def write(
+        self, segment: Segment, kind: str, window: BufferView, after: Transfer, unit_update: UnitUpdate | None
+    ) -> tuple[Transfer, int | None]:
+        param, values = self.params[segment.unit.index].detach(), window.tensor.view(segment.unit.dtype)
+
+        def copy() -> None:
+            if param.is_contiguous():
+                segment.part_of(param.view(-1)).copy_(values, non_blocking=True)
+            else:
+                flat = param.contiguous().view(-1)
+                segment.part_of(flat).copy_(values)
+                param.copy_(flat.view(param.shape))
+
+        if self._accelerator is None or param.device.type == "cpu":
+            copy()
+            return COMPLETED, None
+        return self._accelerator.lane("write_back").submit(copy, after=[after], holds=[param]), None
+
+
+def _place(param: Tensor) -> tuple[Any, ...]:
+    return param.device, param.dtype, param.stride(), tuple(param.shape)
