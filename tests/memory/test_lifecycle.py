@@ -96,7 +96,7 @@ def test_initialize_that_fails_leaves_nothing(place, error, swap_path, monkeypat
     targets = {
         "birth": "tiered_zero.params.materialize.UnitPlacer.place",
         "gradients": "tiered_zero.assembly.parts.GradientStore",
-        "hooks": "tiered_zero.assembly.builder.ModuleHooks",
+        "hooks": "tiered_zero.assembly.model.ModuleHooks",
     }
     before = held()
     if place in targets:

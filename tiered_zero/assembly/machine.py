@@ -1,0 +1,106 @@
+"""Open what a run works on: device and lanes, tiers with their files and staging buffers, the slots of all bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from tiered_zero.assembly.disk_space import check_disk_space
+from tiered_zero.assembly.homes import place_homes
+from tiered_zero.assembly.run_spec import RunSpec
+from tiered_zero.checkpoint.ranks import find_together
+from tiered_zero.checkpoint.resume import Adoption, FoundCheckpoint, adopt, find_checkpoint
+from tiered_zero.concurrency.teardown import Teardown
+from tiered_zero.config.schema import Config
+from tiered_zero.hardware.device.select import build_accelerator
+from tiered_zero.hardware.ranks.collectives import Collectives
+from tiered_zero.hardware.runtime import Runtime
+from tiered_zero.io.preflight import preflight_directory
+from tiered_zero.params.materialize import WeightFiles
+from tiered_zero.store.runs import leftover_notices
+from tiered_zero.telemetry.ledger import Ledger
+from tiered_zero.tiers.inventory import Home, Inventory
+from tiered_zero.tiers.rack import AdoptedStore, TierRack, nvme_needs
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Source:
+    """Where the first values come from. `found`: the checkpoint to resume; `adoption`: its swap files, where the run
+    goes on in them; `weights`: files of weights; all None where the model has its values. `warnings`: for the log."""
+
+    found: FoundCheckpoint | None
+    adoption: Adoption | None
+    weights: WeightFiles | None
+    warnings: Sequence[str]
+
+    @property
+    def directories(self) -> Mapping[tuple[str, ...], AdoptedStore]:
+        """Swap directories that are taken over, by the paths that they stripe."""
+        return {} if self.adoption is None else self.adoption.directories
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Machine:
+    """`copy_homes`: of durable copies, by the index of their unit."""
+
+    runtime: Runtime
+    tiers: TierRack
+    inventory: Inventory
+    copy_homes: dict[int, Home] = field(repr=False)
+
+
+def find_source(run_spec: RunSpec, collectives: Collectives) -> Source:
+    """Look at disks and files, and refuse what cannot work, before a byte is allocated. Collective."""
+    config = run_spec.config
+    warnings = [
+        line
+        for path in sorted({path for paths in nvme_paths(config) for path in paths})
+        for line in preflight_directory(path)
+    ]
+    resume = config.tiered_zero.checkpoint.resume
+    found = None if resume is None else find_together(collectives, resume, partial(find_checkpoint, resume))
+    adoption = (
+        None if found is None else adopt(found, collectives, config, run_spec.plan, run_spec.slots, run_spec.layouts)
+    )
+    if collectives.rank == 0:
+        warnings += leftover_notices(path for paths in nvme_paths(config) for path in paths)
+    weights = WeightFiles(config.tiered_zero.weights) if config.tiered_zero.weights else None
+    source = Source(found=found, adoption=adoption, weights=weights, warnings=warnings)
+    needs = nvme_needs(config, run_spec.plan)
+    check_disk_space({paths: nbytes for paths, nbytes in needs.items() if paths not in source.directories}, collectives)
+    if weights is not None:
+        warnings += weights.check(run_spec.model, run_spec.specs)
+    return source
+
+
+def open_runtime(run_spec: RunSpec, collectives: Collectives, resources: Teardown) -> Runtime:
+    """Open the device and start the threads of its lanes."""
+    settings = run_spec.config.tiered_zero
+    ledger = Ledger({tier: limit for tier, (limit, _) in run_spec.plan.limits.items()})
+    accelerator = build_accelerator(settings.device, settings.debug_poison, settings.debug_delay_seed)
+    resources.add("lanes", accelerator.close)
+    for lane in ("gather", "reduce", "update"):
+        accelerator.lane(lane)  # a thread that cannot be started fails here, not in mid-run
+    resources.add("ranks", collectives.close)
+    resources.add("rule", run_spec.rule.close)
+    torch.ones(1).sqrt()  # MKL's first square root is not safe among threads (pytorch#188792): take it alone
+    return Runtime(accelerator=accelerator, ledger=ledger, recorder=collectives.recorder, collectives=collectives)
+
+
+def open_machine(run_spec: RunSpec, runtime: Runtime, source: Source, resources: Teardown) -> Machine:
+    """Allocate what the plan says of host memory and files, and give every slot its place."""
+    acts = Teardown()
+    resources.add("tiers", acts.close)
+    name = type(run_spec.model).__name__
+    tiers = TierRack(run_spec.config, run_spec.plan, runtime, acts, model_name=name, adopted=source.directories)
+    inventory, copy_homes = place_homes(run_spec, tiers)
+    return Machine(runtime=runtime, tiers=tiers, inventory=inventory, copy_homes=copy_homes)
+
+
+def nvme_paths(config: Config) -> list[tuple[str, ...]]:
+    """List the paths of each tier on NVMe; several of one tier are striped."""
+    zero = config.zero_optimization
+    return [part.nvme_paths for part in (zero.offload_param, zero.offload_optimizer) if part.device == "nvme"]

@@ -1,0 +1,192 @@
+"""Place a model on a machine: its units and their movers, the first values of parameters and state, the hooks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from tiered_zero.assembly.homes import make_copies
+from tiered_zero.assembly.machine import Machine, Source
+from tiered_zero.assembly.parts import WholeWeights, make_gradients, make_policy, whole_weights
+from tiered_zero.assembly.run_spec import RunSpec
+from tiered_zero.checkpoint.copies import DurableCopies
+from tiered_zero.checkpoint.portable import RunState
+from tiered_zero.checkpoint.resume import AdoptedValues
+from tiered_zero.concurrency.teardown import Teardown, once
+from tiered_zero.engine.recovery import Movers
+from tiered_zero.engine.train_step import TrainStep
+from tiered_zero.grads.overflow import OverflowGuard
+from tiered_zero.layout.flat import Unit
+from tiered_zero.params.driver_thread import CallPhase
+from tiered_zero.params.hooks import ModuleHooks
+from tiered_zero.params.materialize import Materializer, UnitPlacer, materialize_model
+from tiered_zero.params.offloaded_params import OffloadedParams
+from tiered_zero.params.pager import Pager
+from tiered_zero.params.pass_scope import PassScope
+from tiered_zero.params.visible_gradients import VisibleGradients
+from tiered_zero.update.handle import ParamGroupWatch, TieredOptimizer
+from tiered_zero.update.masters import Masters
+from tiered_zero.update.optimizer_state import OptimizerState
+from tiered_zero.update.param_shards import ParamShards
+from tiered_zero.update.places import UnitParameters
+from tiered_zero.update.policy import UpdatePolicy
+from tiered_zero.update.stepper import StreamingStepper
+
+logger = logging.getLogger("tiered_zero")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PlacedModel:
+    """A model whose parameters are on their tiers, and what moves them. `copies`: durable ones, for commits in place;
+    None without such commits. `adopted`: see `Source.adoption`."""
+
+    step: TrainStep
+    policy: UpdatePolicy
+    whole: WholeWeights
+    masters: Masters
+    run_state: RunState
+    state: OptimizerState
+    copies: DurableCopies | None
+    adopted: AdoptedValues | None
+
+
+def place_model(
+    run_spec: RunSpec, machine: Machine, source: Source, handle: TieredOptimizer | None, resources: Teardown
+) -> PlacedModel:
+    """Build the movers, give every parameter its home and its first value, and hook the modules. `handle`: the
+    optimizer that the user gets; None where the run evaluates."""
+    runtime, tiers, inventory = machine.runtime, machine.tiers, machine.inventory
+    masters = Masters(run_spec.layouts, inventory, tiers.state_staging)
+    step, pager, stepper, whole = _make_step(run_spec, machine, masters, handle, resources)
+    run_state = RunState(
+        module=run_spec.model,
+        specs=list(run_spec.specs.values()),
+        units=run_spec.units,
+        layouts=run_spec.layouts,
+        trained=run_spec.trained,
+        is_sharded=run_spec.plan.request.ranks.shards_state,
+        rule=run_spec.rule,
+        stepper=stepper,
+        inventory=inventory,
+        runtime=runtime,
+        state_staging=tiers.state_staging,
+        param_staging=tiers.param_staging,
+        param_flat=_flats(pager),
+    )
+    copies = make_copies(run_spec, machine.copy_homes, run_state)
+    has_values = source.adoption is not None and copies is not None
+    adopted = AdoptedValues(state=run_state, masters=masters, copies=copies) if has_values and copies else None
+    state = _make_state(run_spec, machine, stepper)
+    if source.adoption is None:
+        state.check(run_spec.source.state, run_spec.source.param_groups)
+    _place_values(run_spec, machine, source, masters, pager, step, adopted)
+    trainable = [unit for unit in run_spec.units if unit.trainable]
+    step.visible_gradients.open([param for unit in trainable for param in run_spec.params_of(unit)])
+    hooks = ModuleHooks(run_spec.model, run_spec.units, step)
+    resources.add("hooks", hooks.remove)
+    hooks.install()
+    if source.adoption is None:
+        state.write(run_spec.source.state, run_spec.source.param_groups)
+    elif any(run_spec.source.state.values()):
+        logger.warning("the optimizer's own state is left out: the run goes on with what was committed")
+    return PlacedModel(
+        step=step,
+        policy=step.policy,
+        whole=whole,
+        masters=masters,
+        run_state=run_state,
+        state=state,
+        copies=copies,
+        adopted=adopted,
+    )
+
+
+def _make_step(
+    run_spec: RunSpec, machine: Machine, masters: Masters, handle: TieredOptimizer | None, resources: Teardown
+) -> tuple[TrainStep, Pager, StreamingStepper, WholeWeights]:
+    """Build the movers, and the object that orders them."""
+    config, plan = run_spec.config, run_spec.plan
+    runtime, tiers, inventory = machine.runtime, machine.tiers, machine.inventory
+    cuts = masters.cuts if masters.need_params else None
+    offloaded_params = OffloadedParams(inventory, tiers.param_staging, masters.follow, cuts, runtime.collectives)
+    pager = Pager(
+        runtime,
+        inventory,
+        offloaded_params,
+        plan.pager_limits,
+        CallPhase(),
+        lambda: step.arrivals.notice_backward(),
+    )
+    resources.add("pager", pager.close)
+    overflow = OverflowGuard.from_config(config)
+    gradients, reducer = make_gradients(run_spec, tiers, inventory, runtime, overflow)
+    resources.add("gradients", gradients.close)
+    if reducer is not None:
+        resources.add("gradients", reducer.close)
+    visible_gradients = VisibleGradients(gradients, runtime.collectives.world_size)
+    resources.add("param.grad", visible_gradients.close)
+    params = UnitParameters(inventory, runtime, _flats(pager))
+    stepper = StreamingStepper(run_spec.layouts, run_spec.rule, inventory, runtime, tiers.state_staging, params)
+    whole = whole_weights(run_spec, runtime, pager)
+    policy = make_policy(run_spec, stepper, inventory, runtime, whole, gradients)
+    resources.add("prefetch", stepper.cancel_prefetch)
+
+    def drain() -> None:
+        runtime.accelerator.synchronize()
+        stepper.wait_held()  # a save beside training leases buffers
+        tiers.drain()
+
+    step = TrainStep(
+        Movers(
+            pager=pager,
+            scope=PassScope(run_spec.model, pager, run_spec.trains),
+            gradients=gradients,
+            visible_gradients=visible_gradients,
+            reducer=reducer,
+            policy=policy,
+            groups=ParamGroupWatch([handle, run_spec.source] if handle is not None else []),
+            runtime=runtime,
+            drain=drain,
+        ),
+        config,
+        plan.update_policy,
+        trains=run_spec.trains,
+        overflow=overflow,
+    )
+    resources.add("last update", once(step.finish_update))
+    resources.add("last update", stepper.end)  # before it
+    resources.add("open update", step.end_eager_update)
+    return step, pager, stepper, whole
+
+
+def _make_state(run_spec: RunSpec, machine: Machine, stepper: StreamingStepper) -> OptimizerState:
+    collectives, staging = machine.runtime.collectives, machine.tiers.state_staging
+    is_sharded = run_spec.plan.request.ranks.shards_state
+    shards = ParamShards(collectives, run_spec.units, run_spec.trained, is_sharded=is_sharded)
+    named = {spec.name: param for param, spec in run_spec.specs.items()}
+    return OptimizerState(named, run_spec.layouts, run_spec.rule, stepper, machine.inventory, staging, shards)
+
+
+def _place_values(
+    run_spec: RunSpec,
+    machine: Machine,
+    source: Source,
+    masters: Masters,
+    pager: Pager,
+    step: TrainStep,
+    adopted: AdoptedValues | None,
+) -> None:
+    """Give every parameter its first value: the module's own, one of a file of weights, or the committed one."""
+    collectives = machine.runtime.collectives
+    materializer = Materializer(run_spec.model, source.weights, run_spec.specs)
+    resumed = None if adopted is None else adopted.flat
+    placer = UnitPlacer(pager=pager, handler=step, store_masters=masters.store, ranks=collectives, resumed=resumed)
+    materialize_model(materializer, run_spec.units, run_spec.params_of, placer)
+    materializer.move_buffers(machine.runtime.accelerator.device, collectives)
+
+
+def _flats(pager: Pager) -> Callable[[Unit], torch.Tensor]:
+    return lambda unit: pager.storage(unit).flat
