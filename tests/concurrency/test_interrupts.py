@@ -296,7 +296,7 @@ def test_a_forward_is_interrupted_while_it_waits_and_leaves_the_fetch_alone(swap
         train(engine, 0, 1)
         engine.flush()
         hung = threading.Event()
-        lane(engine, "gather").submit(hung.wait)
+        lane(engine, "fetch").submit(hung.wait)
         timer = interrupt_soon()
         with pytest.raises(KeyboardInterrupt):
             train(engine, 1)

@@ -28,7 +28,7 @@ def occupy(device):
 
 
 def test_gather_compute_reduce_over_200_rounds(accelerator):
-    """A ring of one device buffer: compute waits for gather, reduce for compute, the next gather for compute."""
+    """A ring of one device buffer: compute waits for fetch, reduce for compute, the next fetch for compute."""
     arena = HostArena(64 * MIB, accelerator, pin=True, ledger=Ledger())
     assert arena.pinned
     numel = 1 << 20
@@ -38,10 +38,10 @@ def test_gather_compute_reduce_over_200_rounds(accelerator):
     source.copy_(torch.arange(numel))
     carried, held = [], deque(maxlen=4)
     for turn in range(200):
-        gather = accelerator.lane("gather").submit(
+        fetch = accelerator.lane("fetch").submit(
             lambda: accelerator.copy(flat, source), after=[accelerator.record_compute()], holds=[flat]
         )
-        accelerator.wait_on_compute(gather)
+        accelerator.wait_on_compute(fetch)
         if turn % 20 == 0:
             occupy(accelerator.device)
         result = flat * (turn + 1)
@@ -66,7 +66,7 @@ def test_gather_compute_reduce_over_200_rounds(accelerator):
 def test_an_event_is_done_when_the_device_is(accelerator):
     occupy(accelerator.device)
     event = accelerator.record_compute()
-    after = accelerator.lane("gather").submit(lambda: None, after=[event])
+    after = accelerator.lane("fetch").submit(lambda: None, after=[event])
     after.wait()
     assert event.done() and after.done()
 
@@ -75,7 +75,7 @@ def test_an_error_reaches_who_waits(accelerator):
     def fail():
         raise OSError("the disk is gone")
 
-    event = accelerator.lane("gather").submit(fail)
+    event = accelerator.lane("fetch").submit(fail)
     with pytest.raises(OSError, match="the disk is gone"):
         accelerator.wait_on_compute(event)
 

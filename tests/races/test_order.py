@@ -102,8 +102,8 @@ def lane_that_waits_for_nothing(name: str) -> Callable[[pytest.MonkeyPatch], Non
 
 FAULTS = {
     "mark on the update's own lane": (mark_on_the_updates_own_lane, ("none", "cpu"), {("compute", "write_back")}),
-    "no wait of compute": (no_wait_of_compute, ("cpu", "cpu"), {("gather", "compute")}),
-    "a fetch after nothing": (lane_that_waits_for_nothing("gather"), ("cpu", "cpu"), {("compute", "gather")}),
+    "no wait of compute": (no_wait_of_compute, ("cpu", "cpu"), {("fetch", "compute")}),
+    "a fetch after nothing": (lane_that_waits_for_nothing("fetch"), ("cpu", "cpu"), {("compute", "fetch")}),
     "a gradient after nothing": (lane_that_waits_for_nothing("reduce"), ("cpu", "cpu"), {("compute", "reduce")}),
     "new parameters after nothing": (
         lane_that_waits_for_nothing("write_back"),

@@ -34,7 +34,7 @@ def report(seconds: dict[str, float], busy_s: dict[str, float], settings: list[s
         ({"forward": 0.5, "other": 0.5}, {"compute": 0.5}, r"50% of a typical step .* outside of the engine"),
         (
             {"forward": 0.4, "wait_param": 0.35, "wait_grad": 0.25},
-            {"compute": 0.4, "gather": 0.3},
+            {"compute": 0.4, "fetch": 0.3},
             r"35% of a typical step .* compute waits for .*\(wait_param\)\. .* the model's own compute, with 40%",
         ),
         ({"forward": 0.4, "wait_update": 0.6}, {"compute": 0.4, "update": 0.5}, r"60% .* waits for an update .*cores"),

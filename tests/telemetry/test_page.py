@@ -13,7 +13,7 @@ from tiered_zero.sizes import TIERS
 from tiered_zero.telemetry.page import MAX_BARS, MAX_ROWS, draw_timeline, render_page
 from tiered_zero.telemetry.page_style import COLOURS, STYLE, style_of
 from tiered_zero.telemetry.report import CAUSES, StepReport
-from tiered_zero.telemetry.runlog import Run, RunHeader, Timeline
+from tiered_zero.telemetry.runlog import RunHeader, RunRecord, Timeline
 from tiered_zero.telemetry.spans import LANES, Span
 
 MIB = 1 << 20
@@ -49,7 +49,7 @@ class Outline(HTMLParser):
         self.words += data
 
 
-def make_run(num_steps: int = 3) -> Run:
+def make_run(num_steps: int = 3) -> RunRecord:
     header = RunHeader(
         model="gpt <b>",
         num_parameters=1000,
@@ -78,7 +78,7 @@ def make_run(num_steps: int = 3) -> Run:
         Span(lane="disk read", name="block.0", start_s=1.0 + i / 10, end_s=1.15 + i / 10, nbytes=MIB, kind="read")
         for i in range(2)
     ]
-    return Run(header=header, steps=steps, timeline=Timeline(step=2, spans=spans))
+    return RunRecord(header=header, steps=steps, timeline=Timeline(step=2, spans=spans))
 
 
 def test_it_is_whole_html_without_anything_from_outside() -> None:
@@ -118,9 +118,9 @@ def test_a_run_that_was_resumed_says_after_which_step() -> None:
 
 
 def test_what_was_not_recorded_is_said() -> None:
-    words = Outline(render_page(Run(header=RunHeader(model="m", num_parameters=0)), "empty")).words
+    words = Outline(render_page(RunRecord(header=RunHeader(model="m", num_parameters=0)), "empty")).words
     assert words.count("Not recorded.") == 7
-    bare = Run(
+    bare = RunRecord(
         header=RunHeader(model="m", num_parameters=0),
         steps=[StepReport(step=1, wall_s=1.0, seconds={"other": 1.0}, loss=math.nan)],
     )

@@ -88,8 +88,8 @@ def test_rates_are_bytes_over_busy_time_and_need_one() -> None:
         step=1,
         wall_s=2.0,
         seconds={},
-        link_nbytes={"disk read": 100, "gather": 5},
-        busy_s={"disk read": 0.5, "gather": 0.0},
+        link_nbytes={"disk read": 100, "fetch": 5},
+        busy_s={"disk read": 0.5, "fetch": 0.0},
     )
     assert report.bytes_per_s == {"disk read": 200.0}
 

@@ -61,7 +61,7 @@ def test_a_worker_of_another_lane_is_no_cause_and_takes_nothing(clock: Clock) ->
     recorder = Recorder()
 
     def work() -> None:
-        with recorder.span("gather", "fetch"), recorder.span("gather", "wait_lease"):
+        with recorder.span("fetch", "fetch"), recorder.span("fetch", "wait_lease"):
             clock.sleep(0.02)
 
     with recorder.span("compute", "forward"):
@@ -71,7 +71,7 @@ def test_a_worker_of_another_lane_is_no_cause_and_takes_nothing(clock: Clock) ->
     totals = recorder.take_totals()
     assert set(totals.causes) == {"forward"}
     assert totals.causes["forward"] == totals.busy_s["compute"] == pytest.approx(0.02)
-    assert totals.busy_s["gather"] == pytest.approx(0.0)
+    assert totals.busy_s["fetch"] == pytest.approx(0.0)
 
 
 def test_a_request_that_the_driver_records_is_not_its_own_work(clock: Clock) -> None:
@@ -112,7 +112,7 @@ def test_failed_work_counts_no_bytes_but_its_time() -> None:
 
 def test_a_wait_moves_no_bytes() -> None:
     recorder = Recorder()
-    recorder.add("gather", "wait_lease", "", 0.0, 1.0, nbytes=4096)
+    recorder.add("fetch", "wait_lease", "", 0.0, 1.0, nbytes=4096)
     assert not recorder.take_totals().nbytes
 
 

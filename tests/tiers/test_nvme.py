@@ -116,7 +116,7 @@ def test_chunks_with_free_buffers_are_read_before_the_lane_reaches_them(swap_pat
         home, data = fill(rig, "a", 5)
         engine.operations.clear()
         gate = threading.Event()
-        rig.runtime.accelerator.lane("gather").submit(gate.wait)
+        rig.runtime.accelerator.lane("fetch").submit(gate.wait)
         transfer = rig.tier.fetch(home.slot, out := torch.zeros_like(data))
         num_reads = sum(operation[0] == "read" for operation in engine.operations)
         gate.set()

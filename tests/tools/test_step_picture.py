@@ -24,7 +24,7 @@ def test_lanes_and_units_are_on_it(swap_path: Path, tmp_path: Path) -> None:
     words = {
         "".join(text.itertext()).strip() for text in ElementTree.parse(out).iter("{http://www.w3.org/2000/svg}text")
     }
-    assert {"compute", "gather", "reduce", "update", "disk read", "disk write"} <= words
+    assert {"compute", "fetch", "reduce", "update", "disk read", "disk write"} <= words
 
 
 def test_a_run_without_steps_has_none(swap_path: Path, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from tiered_zero.checkpoint.driver import DriverState
 from tiered_zero.concurrency.interrupts import INTERRUPTS
 from tiered_zero.concurrency.teardown import Teardown, once
 from tiered_zero.data import TrainingLoader
-from tiered_zero.engine.calls import Run
+from tiered_zero.engine.calls import EngineParts
 from tiered_zero.engine.engine import Engine
 from tiered_zero.engine.full_values import FullValues
 from tiered_zero.errors import PlanError
@@ -143,7 +143,7 @@ def _join(
         commits=make_commits(run_spec, machine.tiers, placed.run_state, placed.copies),
     )
     resources.add("saves", once(checkpoints.last_save.wait))
-    run = Run(
+    run = EngineParts(
         module=run_spec.model,
         config=config,
         plan=run_spec.plan,

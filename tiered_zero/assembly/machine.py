@@ -82,7 +82,7 @@ def open_runtime(run_spec: RunSpec, collectives: Collectives, resources: Teardow
     ledger = Ledger({tier: limit for tier, (limit, _) in run_spec.plan.limits.items()})
     accelerator = build_accelerator(settings.device, settings.debug_poison, settings.debug_delay_seed)
     resources.add("lanes", accelerator.close)
-    for lane in ("gather", "reduce", "update"):
+    for lane in ("fetch", "reduce", "update"):
         accelerator.lane(lane)  # a thread that cannot be started fails here, not in mid-run
     resources.add("ranks", collectives.close)
     resources.add("rule", run_spec.rule.close)

@@ -53,7 +53,7 @@ logger = logging.getLogger("tiered_zero")
 T = TypeVar("T")
 
 
-class WeightGuard(Protocol):
+class DeviceWeights(Protocol):
     """Keeps what the device holds of parameters in step with their homes."""
 
     def invalidate_all(self) -> None:
@@ -80,7 +80,7 @@ class Checkpoints:
         self,
         state: RunState,
         policy: UpdatePolicy,
-        guard: WeightGuard,
+        guard: DeviceWeights,
         driver: DriverState,
         written_by: Mapping[str, Any],
         *,

@@ -46,7 +46,7 @@ VALUE_KINDS = (MASTER, PARAM, BUFFER)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Range:
+class KeyRange:
     """Elements [start, stop), in memory order, of the tensor `key`, which belongs to `param`. `first`: where they begin
     in what holds them."""
 
@@ -151,7 +151,7 @@ class RunState:
             unit for unit in self.own_units if unit.index not in self.updated_units and (with_frozen or unit.trainable)
         ]
 
-    def unit_ranges(self, unit: Unit) -> list[Range]:
+    def unit_ranges(self, unit: Unit) -> list[KeyRange]:
         """List the parameters of such a unit, of the elements that are here; they begin in its home, or its flat."""
         home = self.inventory.find(unit, "param")
         own = slice(0, unit.numel) if home is None else home.elements(unit)
@@ -160,7 +160,7 @@ class RunState:
             low, high = max(entry.start, own.start), min(entry.stop, own.stop)
             if low < high:
                 start, stop, key = low - entry.start, high - entry.start, param_key(entry.param)
-                found.append(Range(key=key, param=entry.param, start=start, stop=stop, first=low - own.start))
+                found.append(KeyRange(key=key, param=entry.param, start=start, stop=stop, first=low - own.start))
         return found
 
     def _is_own(self, index: int) -> bool:
@@ -216,11 +216,11 @@ class RunState:
 
     def array_ranges(
         self, layout: StateLayout, stepped: Callable[[StateLayout, ParamPiece], bool]
-    ) -> Iterator[tuple[StateArray, Range]]:
+    ) -> Iterator[tuple[StateArray, KeyRange]]:
         """Yield the state arrays of the pieces for which `stepped` says so, with what each holds of a parameter's."""
         for piece in layout.subgroup.pieces:
             for array in layout.arrays_for(piece) if stepped(layout, piece) else ():
                 start, stop = field_range(piece, array.field, self.rule.elementwise)
                 first = piece.start // array.field.block_numel if array.piece is None else 0
                 key = f"{array.field.name}/{piece.param.name}"
-                yield array, Range(key=key, param=piece.param, start=start, stop=stop, first=first)
+                yield array, KeyRange(key=key, param=piece.param, start=start, stop=stop, first=first)

@@ -23,7 +23,7 @@ from tiered_zero.update.handle import TieredOptimizer
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class EngineParts:
     """What an engine trains, and with what. `optimizer`: None where it evaluates. `observers`: called with the report
     of each optimizer step."""
 

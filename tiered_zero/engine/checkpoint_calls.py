@@ -24,7 +24,7 @@ from tiered_zero.checkpoint.weights import (
     write_model_config,
     write_weights,
 )
-from tiered_zero.engine.calls import Run, on_one_thread
+from tiered_zero.engine.calls import EngineParts, on_one_thread
 from tiered_zero.engine.full_values import get_grad, get_master, get_state, set_grad, set_master, set_state
 from tiered_zero.engine.train_step import TrainStep
 from tiered_zero.errors import ModelError
@@ -38,7 +38,7 @@ logger = logging.getLogger("tiered_zero")
 class CheckpointCalls:
     """Mixed into Engine; holds no state. Driver thread; blocks."""
 
-    _run: Run
+    _run: EngineParts
     _step: TrainStep
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------

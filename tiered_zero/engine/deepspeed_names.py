@@ -18,7 +18,7 @@ from typing import Any, TypeVar, final
 from torch import nn
 
 from tiered_zero.config.schema import OffloadOptimizerSection, OffloadParamSection
-from tiered_zero.engine.calls import Run
+from tiered_zero.engine.calls import EngineParts
 from tiered_zero.engine.train_step import TrainStep
 from tiered_zero.errors import MissingNameError, ModelError
 
@@ -87,7 +87,7 @@ class ThroughputTimer:
 class DeepSpeedNames(ABC):
     """Mixed into Engine; holds no state."""
 
-    _run: Run
+    _run: EngineParts
     _step: TrainStep
 
     @abstractmethod

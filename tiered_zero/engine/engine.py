@@ -12,7 +12,7 @@ from torch import nn
 from tiered_zero.concurrency.interrupts import shielded
 from tiered_zero.concurrency.teardown import Teardown
 from tiered_zero.config.schema import Config
-from tiered_zero.engine.calls import Run, count_tokens, end_unreferenced_run, halved, on_one_thread
+from tiered_zero.engine.calls import EngineParts, count_tokens, end_unreferenced_run, halved, on_one_thread
 from tiered_zero.engine.checkpoint_calls import CheckpointCalls
 from tiered_zero.engine.deepspeed_names import DeepSpeedNames
 from tiered_zero.engine.train_step import TrainStep
@@ -31,7 +31,7 @@ class Engine(CheckpointCalls, DeepSpeedNames):
     out and training goes on; a failure inside the update latches the engine, because state is rewritten in place.
     """
 
-    def __init__(self, run: Run, step: TrainStep, resources: Teardown) -> None:
+    def __init__(self, run: EngineParts, step: TrainStep, resources: Teardown) -> None:
         """`resources`: closes everything, in order, when the engine ends."""
         self._run = run
         self._step = step

@@ -38,7 +38,7 @@ _RANKS: tuple[Remedy, ...] = (
 
 _LANES: dict[str, tuple[str, tuple[Remedy, ...]]] = {
     "compute": ("the model's own compute", (("", "a faster device"),)),
-    "gather": (
+    "fetch": (
         "fetching parameters",
         (
             ("offload_param.device none", "parameters on the device, which has room (offload_param.device none)"),
@@ -94,7 +94,7 @@ MEANINGS = {
     "backward": "the model's backward, without the waits inside it",
     "step": "the gradient check and what step() does itself",
     "update": "the optimizer's update",
-    "gather": "parameters on their way to the device",
+    "fetch": "parameters on their way to the device",
     "reduce": "gradients on their way to their home",
     "disk read": "reads from the swap directory",
     "disk write": "writes to the swap directory",

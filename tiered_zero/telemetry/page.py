@@ -21,7 +21,7 @@ from tiered_zero.telemetry.charts import (
 )
 from tiered_zero.telemetry.page_style import PAGE, STYLE, style_of
 from tiered_zero.telemetry.report import CAUSES, RunReport, StepReport, known_first
-from tiered_zero.telemetry.runlog import Run, Timeline
+from tiered_zero.telemetry.runlog import RunRecord, Timeline
 from tiered_zero.telemetry.spans import DRIVER_LANE, LANES, Span, is_wait
 from tiered_zero.telemetry.trace import RowLayout, by_start
 
@@ -35,7 +35,7 @@ MAX_ROWS = 6
 """Of a lane: a disk may have many requests at a time, of which so many are drawn."""
 
 
-def render_page(run: Run, title: str) -> str:
+def render_page(run: RunRecord, title: str) -> str:
     """The page's text."""
     body = "\n".join(
         (
@@ -58,7 +58,7 @@ def render_page(run: Run, title: str) -> str:
     return PAGE.format(title=escape(title), style=STYLE, body=body)
 
 
-def _about(run: Run) -> str:
+def _about(run: RunRecord) -> str:
     header = run.header
     started = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(header.started_at))
     facts = {"model": header.model, "parameters": f"{header.num_parameters:,}", "started": started, **header.facts}
@@ -206,7 +206,7 @@ def _meanings() -> str:
     return _figure("What the names mean", f'<table class="meanings"><tbody>{rows}</tbody></table>')
 
 
-def _plan(run: Run) -> str:
+def _plan(run: RunRecord) -> str:
     planned, peak = run.report.planned_nbytes, run.report.peak_nbytes
     tiers = known_first(TIERS, (*planned, *peak))
     scale, unit = _bytes_unit(max((*planned.values(), *peak.values()), default=0))
@@ -221,7 +221,7 @@ def _plan(run: Run) -> str:
     return _figure("Planned beside measured", f'<div class="bars">{chart}</div>{_kinds_table(run)}')
 
 
-def _kinds_table(run: Run) -> str:
+def _kinds_table(run: RunRecord) -> str:
     planned, most = run.header.planned_nbytes, run.steps[-1].kind_nbytes if run.steps else {}
     rows = []
     for tier in known_first(TIERS, (*planned, *most)):

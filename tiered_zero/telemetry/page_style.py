@@ -14,7 +14,7 @@ COLOURS = {
     "save": ("#8a5a83", "#c79bc0"),
     "other": ("#b4bdc4", "#66727b"),
     "compute": ("#2f6fb5", "#6aa5e0"),
-    "gather": ("#2b8196", "#6cc0d6"),
+    "fetch": ("#2b8196", "#6cc0d6"),
     "reduce": ("#6d4c41", "#c79a86"),
     "disk read": ("#4a8638", "#88c476"),
     "disk write": ("#a8651f", "#e0a860"),

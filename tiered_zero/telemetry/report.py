@@ -22,7 +22,7 @@ from tiered_zero.telemetry.ledger import Ledger
 from tiered_zero.telemetry.spans import LANES, WAIT_CAUSES, Recorder, Totals
 
 OTHER = "other"
-CAUSES = ("forward", "backward", "step", "update", "gather", "reduce", "save", *WAIT_CAUSES, OTHER)
+CAUSES = ("forward", "backward", "step", "update", "fetch", "reduce", "save", *WAIT_CAUSES, OTHER)
 """In the order in which they are shown."""
 
 BOUND_SHARE = 0.5

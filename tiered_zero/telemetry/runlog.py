@@ -62,7 +62,7 @@ class Timeline:
 
 
 @dataclass(kw_only=True)
-class Run:
+class RunRecord:
     """A record read back. `footer` is None where the run did not end by itself."""
 
     header: RunHeader
@@ -166,19 +166,19 @@ class RunLog:
             self._file.write(json.dumps({"record": record, **values}, separators=(",", ":"), allow_nan=False) + "\n")
 
 
-def read_run(path: str | os.PathLike[str]) -> Run:
+def read_run(path: str | os.PathLike[str]) -> RunRecord:
     """Raises StoreError, with the line, where the file is not a run's record."""
     try:
         *lines, _cut_off = Path(path).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise StoreError(f"The record {path} cannot be read: {error}. Name the file of tiered_zero.report.") from error
-    run: Run | None = None
+    run: RunRecord | None = None
     for number, line in enumerate(lines, start=1):
         try:
             values = json.loads(line)
             record = values.pop("record")
             if record == "header":
-                run = Run(header=RunHeader.from_json(values))
+                run = RunRecord(header=RunHeader.from_json(values))
             elif run is None:
                 raise StoreError("there is no header before it")
             elif record == "step":

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 WAIT_CAUSES = ("wait_param", "wait_update", "wait_grad", "wait_state", "wait_lease", "wait_ranks")
-LANES = ("compute", "gather", "reduce", "update", "disk read", "disk write", "all_gather", "reduce_scatter", "save")
+LANES = ("compute", "fetch", "reduce", "update", "disk read", "disk write", "all_gather", "reduce_scatter", "save")
 
 
 DRIVER_LANE = "compute"
@@ -27,7 +27,7 @@ def is_wait(kind: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """`start_s`, `end_s`: time.perf_counter() seconds. `lane`: compute, gather, reduce, update, disk read, ..."""
+    """`start_s`, `end_s`: time.perf_counter() seconds. `lane`: compute, fetch, reduce, update, disk read, ..."""
 
     lane: str
     name: str

@@ -45,7 +45,7 @@ class DeviceTier(Tier):
     def fetch(self, slot: Slot, out: torch.Tensor, after: UnitUpdate | None = None) -> Transfer:
         target = as_bytes(out)
         source, written = self.view(slot)[: target.numel()], [after.written] if after else []
-        return self._copy("gather", target, source, self._accelerator.record_compute(), *written)
+        return self._copy("fetch", target, source, self._accelerator.record_compute(), *written)
 
     def close(self) -> None:
         for slot, _ in list(self._slots.values()):

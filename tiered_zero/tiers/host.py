@@ -46,10 +46,10 @@ class HostTier(Tier):
         before = [self._accelerator.record_compute(), *([after.computed] if after else [])]  # in place
 
         def job() -> None:
-            with self._recorder.span("gather", "fetch", slot.name, target.numel()):
+            with self._recorder.span("fetch", "fetch", slot.name, target.numel()):
                 self._accelerator.copy(target, source)
 
-        return self._accelerator.lane("gather").submit(job, after=before, holds=[target], waits=False)
+        return self._accelerator.lane("fetch").submit(job, after=before, holds=[target], waits=False)
 
     def close(self) -> None:
         self._slots.clear()

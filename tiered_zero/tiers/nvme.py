@@ -106,7 +106,7 @@ class NvmeTier(Tier):
             charged.append((kind, slot.nbytes))
 
     def fetch(self, slot: Slot, out: torch.Tensor, after: UnitUpdate | None = None) -> Transfer:
-        """One job on the gather lane carries all chunks, each at most one staging buffer: disk -> buffer -> device.
+        """One job on the fetch lane carries all chunks, each at most one staging buffer: disk -> buffer -> device.
 
         Chunks whose buffer is free are read at once; the job takes buffers for the others. While a job with such chunks
         is queued, later fetches take no buffer either, so a buffer is only ever waited for behind jobs ahead on the
@@ -134,7 +134,7 @@ class NvmeTier(Tier):
                 self._deferred += deferred
             before = [self._accelerator.record_compute(), *([after.written] if after else [])]
             job = partial(self._land, record, chunks, deferred)
-            return self._accelerator.lane("gather").submit(job, after=before, holds=[target])
+            return self._accelerator.lane("fetch").submit(job, after=before, holds=[target])
         except Exception:
             _release_all(chunks)
             raise
@@ -153,10 +153,10 @@ class NvmeTier(Tier):
         def job() -> None:  # without `target`: the error of one that failed must not keep its memory from others
             try:
                 rest = pending.finish_forward(self._accelerator.copy) if pending is not None else []
-                with self._recorder.span("gather", "fetch", record.name):  # bytes that the disk moves are its own
+                with self._recorder.span("fetch", "fetch", record.name):  # bytes that the disk moves are its own
                     for start, stop in rest:
                         reads.append(self.store.read(record, pages[start:stop], start, urgent=True))
-                    with self._recorder.span("gather", "wait_param", record.name):  # the disk works, not this lane
+                    with self._recorder.span("fetch", "wait_param", record.name):  # the disk works, not this lane
                         wait_all(reads)
             except Exception:
                 with suppress(TieredZeroError):
@@ -167,7 +167,7 @@ class NvmeTier(Tier):
             if pending is not None:
                 for start, stop in pending.forward_to(target):
                     reads.append(self.store.read(record, pages[start:stop], start, urgent=True))
-            return self._accelerator.lane("gather").submit(
+            return self._accelerator.lane("fetch").submit(
                 job, after=[self._accelerator.record_compute()], holds=[target]
             )
         except Exception:
@@ -178,17 +178,17 @@ class NvmeTier(Tier):
             raise
 
     def _land(self, record: Record, chunks: list[_Chunk], deferred: bool) -> None:
-        """Copy each chunk to the device, on the gather lane. Releases every lease, also when a chunk fails."""
+        """Copy each chunk to the device, on the fetch lane. Releases every lease, also when a chunk fails."""
         try:
             while chunks:
                 chunk = chunks.pop(0)
                 nbytes = align_up(chunk.part.numel(), PAGE_NBYTES)
-                lease = chunk.lease or self._staging.lease(nbytes, record.name, lane="gather")
+                lease = chunk.lease or self._staging.lease(nbytes, record.name, lane="fetch")
                 with lease:
                     read = chunk.read or self.store.read(record, lease.memory, chunk.offset, urgent=True)
-                    with self._recorder.span("gather", "wait_param", record.name):
+                    with self._recorder.span("fetch", "wait_param", record.name):
                         read.wait()
-                    with self._recorder.span("gather", "fetch", record.name, chunk.part.numel()):
+                    with self._recorder.span("fetch", "fetch", record.name, chunk.part.numel()):
                         self._accelerator.copy(chunk.part, lease.tensor[: chunk.part.numel()], finish=True)
         finally:
             _release_all(chunks)

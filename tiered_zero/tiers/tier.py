@@ -78,7 +78,7 @@ class Tier(ABC):
 
     @abstractmethod
     def fetch(self, slot: Slot, out: torch.Tensor, after: UnitUpdate | None = None) -> Transfer:
-        """The whole slot -> `out`, a contiguous device tensor of at most as many bytes, on the gather lane.
+        """The whole slot -> `out`, a contiguous device tensor of at most as many bytes, on the fetch lane.
 
         Starts after what compute has launched so far, since `out` may be memory that compute has just released, and
         after `after`: the update that is still writing the slot, or that forwards its new bytes to `out`.

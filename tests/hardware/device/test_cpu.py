@@ -45,9 +45,9 @@ def test_copy_bytes_refuses_what_memmove_would_ruin():
 def test_a_copy_in_a_lane_starts_no_threads_and_leaves_torch_settings_alone(accelerator):
     source, target = torch.rand(1 << 21), torch.empty(1 << 21)
     accelerator.synchronize()
-    accelerator.lane("gather").submit(lambda: None).wait()
+    accelerator.lane("fetch").submit(lambda: None).wait()
     before, threads = len(os.listdir("/proc/self/task")), torch.get_num_threads()
-    accelerator.lane("gather").submit(lambda: accelerator.copy(target, source, finish=True)).wait()
+    accelerator.lane("fetch").submit(lambda: accelerator.copy(target, source, finish=True)).wait()
     assert len(os.listdir("/proc/self/task")) == before
     seen = []
     thread = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
@@ -104,7 +104,7 @@ def test_compute_is_always_done(accelerator):
 
 def test_a_job_that_waits_for_nothing_runs_at_once_and_in_order():
     accelerator = CpuAccelerator()
-    lane, here, threads, order = accelerator.lane("gather"), threading.get_ident(), [], []
+    lane, here, threads, order = accelerator.lane("fetch"), threading.get_ident(), [], []
     job = lambda name: lambda: (threads.append(threading.get_ident()), order.append(name))  # noqa: E731
     assert lane.submit(job("at once"), waits=False).done() and threads == [here]
     gate = threading.Event()
@@ -122,6 +122,6 @@ def test_a_job_that_waits_for_nothing_runs_at_once_and_in_order():
 def test_with_delays_the_cpu_is_a_machine_of_its_own():
     accelerator = CpuAccelerator(delay_seed=0)
     threads = []
-    accelerator.lane("gather").submit(lambda: threads.append(threading.get_ident()), waits=False).wait()
+    accelerator.lane("fetch").submit(lambda: threads.append(threading.get_ident()), waits=False).wait()
     assert threads != [threading.get_ident()] and not accelerator.shares_cores
     accelerator.close()

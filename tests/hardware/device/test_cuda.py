@@ -138,7 +138,7 @@ def accelerator(monkeypatch, calls, runtime):
 
 
 def test_a_job_waits_for_compute_on_the_device_and_marks_its_end(accelerator, calls):
-    lane = accelerator.lane("gather")
+    lane = accelerator.lane("fetch")
     before = accelerator.record_compute()
     event = lane.submit(lambda: calls.append("job"), after=[before], holds=[torch.zeros(1)])
     event.check_launched()
@@ -176,7 +176,7 @@ def test_memory_is_reused_at_once_while_the_device_lags(accelerator):
     allocator = LaggingAllocator()
     for _ in range(20):
         block = allocator.take()
-        event = accelerator.lane("gather").submit(lambda: None, holds=[block])
+        event = accelerator.lane("fetch").submit(lambda: None, holds=[block])
         accelerator.wait_on_compute(event)
         assert not event.done(), "the device lags"
         allocator.give(block)
@@ -184,7 +184,7 @@ def test_memory_is_reused_at_once_while_the_device_lags(accelerator):
 
 
 def test_close_waits_for_the_device_after_its_threads(accelerator, calls, monkeypatch, caplog):
-    accelerator.lane("gather").submit(lambda: calls.append("job"))
+    accelerator.lane("fetch").submit(lambda: calls.append("job"))
     accelerator.close()
     assert calls == ["job", "record lane 1", "synchronize cuda:1"]
 
@@ -207,7 +207,7 @@ def test_host_memory_is_pinned_on_the_lanes_device(accelerator, runtime, monkeyp
 
 
 def test_a_failed_job_has_nothing_on_its_way(accelerator, calls):
-    event = accelerator.lane("gather").submit(lambda: 1 / 0)
+    event = accelerator.lane("fetch").submit(lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         accelerator.wait_on_compute(event)
     assert calls == ["lane synchronize"] and event.done()
@@ -215,13 +215,13 @@ def test_a_failed_job_has_nothing_on_its_way(accelerator, calls):
 
 def test_a_copy_that_must_finish_waits_for_its_own_stream(accelerator, calls):
     target, source = torch.zeros(4, requires_grad=True), torch.ones(4)
-    accelerator.lane("gather").submit(lambda: accelerator.copy(target, source, finish=True)).check_launched()
+    accelerator.lane("fetch").submit(lambda: accelerator.copy(target, source, finish=True)).check_launched()
     assert calls[0] == "lane synchronize"
     assert torch.equal(target.data, source) and target._version == 0
 
 
 def test_synchronize_drains_the_queues_first(accelerator, calls):
-    accelerator.lane("gather").submit(lambda: calls.append("job"))
+    accelerator.lane("fetch").submit(lambda: calls.append("job"))
     accelerator.synchronize()
     assert calls == ["job", "record lane 1", "record lane 2", "synchronize cuda:1"]
 

@@ -27,20 +27,20 @@ def fail():
 def test_a_lane_runs_jobs_in_order_on_one_thread_of_its_own(accelerator):
     seen = []
     events = [
-        accelerator.lane("gather").submit(lambda i=i: seen.append((i, threading.current_thread().name)))
+        accelerator.lane("fetch").submit(lambda i=i: seen.append((i, threading.current_thread().name)))
         for i in range(50)
     ]
     events[-1].wait()
     assert [i for i, _ in seen] == list(range(50))
-    assert {name for _, name in seen} == {"tiered_zero gather"}
+    assert {name for _, name in seen} == {"tiered_zero fetch"}
     assert all(event.done() for event in events)
-    assert accelerator.lane("gather") is accelerator.lane("gather")
-    assert accelerator.lane("gather") is not accelerator.lane("reduce")
+    assert accelerator.lane("fetch") is accelerator.lane("fetch")
+    assert accelerator.lane("fetch") is not accelerator.lane("reduce")
 
 
 def test_an_event_is_not_done_before_its_job(accelerator):
     gate = threading.Event()
-    event = accelerator.lane("gather").submit(gate.wait)
+    event = accelerator.lane("fetch").submit(gate.wait)
     assert not event.done()
     gate.set()
     event.wait()
@@ -49,12 +49,12 @@ def test_an_event_is_not_done_before_its_job(accelerator):
 
 def test_after_orders_lanes(accelerator):
     gate, seen = threading.Event(), []
-    first = accelerator.lane("gather").submit(lambda: (gate.wait(), seen.append("gather")))
+    first = accelerator.lane("fetch").submit(lambda: (gate.wait(), seen.append("fetch")))
     second = accelerator.lane("reduce").submit(lambda: seen.append("reduce"), after=[first])
     assert not second.done()
     gate.set()
     second.wait()
-    assert seen == ["gather", "reduce"]
+    assert seen == ["fetch", "reduce"]
 
 
 class DiskEvent(Transfer):
@@ -75,10 +75,10 @@ class DiskEvent(Transfer):
 
 def test_a_foreign_event_is_waited_for_on_the_lane(accelerator):
     transfer = DiskEvent()
-    accelerator.lane("gather").submit(lambda: None, after=[transfer]).wait()
+    accelerator.lane("fetch").submit(lambda: None, after=[transfer]).wait()
     assert transfer.waited == 1
     ran = []
-    event = accelerator.lane("gather").submit(lambda: ran.append(1), after=[DiskEvent(OSError("short read"))])
+    event = accelerator.lane("fetch").submit(lambda: ran.append(1), after=[DiskEvent(OSError("short read"))])
     with pytest.raises(OSError, match="short read"):
         event.wait()
     assert not ran
@@ -86,11 +86,11 @@ def test_a_foreign_event_is_waited_for_on_the_lane(accelerator):
 
 def test_a_failed_job_fails_what_waits_for_it_and_nothing_else(accelerator):
     ran = []
-    gather, reduce = accelerator.lane("gather"), accelerator.lane("reduce")
-    failed = gather.submit(fail)
-    behind = gather.submit(lambda: ran.append("behind"))
+    fetch, reduce = accelerator.lane("fetch"), accelerator.lane("reduce")
+    failed = fetch.submit(fail)
+    behind = fetch.submit(lambda: ran.append("behind"))
     dependent = reduce.submit(lambda: ran.append("dependent"), after=[failed])
-    chained = gather.submit(lambda: ran.append("chained"), after=[dependent])
+    chained = fetch.submit(lambda: ran.append("chained"), after=[dependent])
     behind.wait()
     with pytest.raises(OSError, match="the disk is gone") as first:
         chained.wait()
@@ -101,7 +101,7 @@ def test_a_failed_job_fails_what_waits_for_it_and_nothing_else(accelerator):
 
 
 def test_an_error_raised_twice_keeps_only_its_origin_and_the_last_raiser(accelerator):
-    event = accelerator.lane("gather").submit(fail)
+    event = accelerator.lane("fetch").submit(fail)
     lengths = []
     for _ in range(3):
         with pytest.raises(OSError, match="gone") as caught:
@@ -113,19 +113,19 @@ def test_an_error_raised_twice_keeps_only_its_origin_and_the_last_raiser(acceler
 
 def test_an_error_that_nobody_collected_is_logged_once_at_close(caplog):
     accelerator = CpuAccelerator()
-    lost = accelerator.lane("gather").submit(fail)
+    lost = accelerator.lane("fetch").submit(fail)
     accelerator.lane("reduce").submit(lambda: None, after=[lost])
     with caplog.at_level(logging.ERROR, "tiered_zero"):
         accelerator.close()
         accelerator.close()
     [record] = caplog.records
     assert record.levelno == logging.ERROR
-    assert "gather" in record.getMessage() and "the disk is gone" in caplog.text
+    assert "fetch" in record.getMessage() and "the disk is gone" in caplog.text
 
 
 def test_a_collected_error_is_not_logged(caplog):
     accelerator = CpuAccelerator()
-    lost = accelerator.lane("gather").submit(fail)
+    lost = accelerator.lane("fetch").submit(fail)
     dependent = accelerator.lane("reduce").submit(lambda: None, after=[lost])
     with pytest.raises(OSError, match="gone"):
         dependent.wait()
@@ -137,7 +137,7 @@ def test_close_finishes_queued_jobs_stops_threads_and_refuses_more():
     before = threading.active_count()
     accelerator = CpuAccelerator(delay_seed=1)
     seen = []
-    lane = accelerator.lane("gather")
+    lane = accelerator.lane("fetch")
     for i in range(20):
         lane.submit(lambda i=i: seen.append(i))
     accelerator.close()
@@ -151,10 +151,10 @@ def test_close_finishes_queued_jobs_stops_threads_and_refuses_more():
 
 def test_synchronize_waits_for_every_lane(accelerator):
     seen = []
-    for name in ("gather", "reduce"):
+    for name in ("fetch", "reduce"):
         accelerator.lane(name).submit(lambda name=name: (time.sleep(0.01), seen.append(name)))
     accelerator.synchronize()
-    assert sorted(seen) == ["gather", "reduce"]
+    assert sorted(seen) == ["fetch", "reduce"]
 
 
 def test_a_job_and_what_it_holds_are_free_once_its_event_is_done(accelerator):
@@ -169,7 +169,7 @@ def test_a_job_and_what_it_holds_are_free_once_its_event_is_done(accelerator):
 
     for _ in range(50):
         held = Held()
-        event = accelerator.lane("gather").submit(lambda held=held: None)
+        event = accelerator.lane("fetch").submit(lambda held=held: None)
         del held
         event.wait()
         assert Held.alive == 0
@@ -200,9 +200,9 @@ def test_pace_is_a_function_of_seed_and_lane(monkeypatch):
             pace.delay()
         return slept
 
-    sleeps = draw(7, "gather")
-    assert sleeps == draw(7, "gather")
-    assert sleeps != draw(8, "gather") and sleeps != draw(7, "reduce")
+    sleeps = draw(7, "fetch")
+    assert sleeps == draw(7, "fetch")
+    assert sleeps != draw(8, "fetch") and sleeps != draw(7, "reduce")
     assert 0.5 < len(sleeps) / 500 < 0.7  # the rest is no delay at all
     assert sum(s <= 300e-6 for s in sleeps) > 200 and any(s >= 1e-3 for s in sleeps)
 
@@ -211,14 +211,14 @@ def test_every_job_is_delayed_at_its_start_and_before_its_event(monkeypatch):
     seen = []
     monkeypatch.setattr(DelayInjector, "delay", lambda pace: seen.append("delay"))
     accelerator = CpuAccelerator(delay_seed=0)
-    event = accelerator.lane("gather").submit(lambda: seen.append("job"))
+    event = accelerator.lane("fetch").submit(lambda: seen.append("job"))
     event.wait()
     assert seen == ["delay", "job", "delay"]
     accelerator.close()
 
 
 class Ring:
-    """Compute consumes blocks that `gather` fetches into a ring of poisoned slots; `reduce` carries results back.
+    """Compute consumes blocks that `fetch` fetches into a ring of poisoned slots; `reduce` carries results back.
 
     Two waits make it exact: a block is computed with after its fetch (`fetched`), and a result slot is written again
     after what it held was carried back (`reuse`). `missing_wait` leaves one out.
@@ -239,7 +239,7 @@ class Ring:
         self.back = torch.full_like(self.source, float("nan"))
 
     def run(self):
-        gather, reduce = self.accelerator.lane("gather"), self.accelerator.lane("reduce")
+        fetch, reduce = self.accelerator.lane("fetch"), self.accelerator.lane("reduce")
         fetched, carried = {}, {}
         try:
             for block in range(self.BLOCKS):
@@ -247,7 +247,7 @@ class Ring:
                     if ahead not in fetched:
                         slot = ahead % self.SLOTS
                         job = lambda slot=slot, ahead=ahead: copy_bytes(self.slots[slot], self.source[ahead])  # noqa: E731
-                        fetched[ahead] = gather.submit(job, after=[self.accelerator.record_compute()])
+                        fetched[ahead] = fetch.submit(job, after=[self.accelerator.record_compute()])
                 slot = block % self.SLOTS
                 if self.missing_wait != "fetched":
                     self.accelerator.wait_on_compute(fetched[block])
@@ -293,7 +293,7 @@ def test_jobs_from_many_threads_are_all_done(accelerator):
             with lock:
                 chosen = draw.sample(range(len(events)), min(len(events), draw.randint(0, 3)))
                 name, needs = (seed, i), {events[k][0] for k in chosen}
-                lane = accelerator.lane(draw.choice(["gather", "reduce", "act"]))
+                lane = accelerator.lane(draw.choice(["fetch", "reduce", "act"]))
                 event = lane.submit(lambda n=name, w=needs: job(n, w), after=[events[k][1] for k in chosen])
                 events.append((name, event))
 

@@ -88,9 +88,9 @@ def test_a_wait_is_recorded_under_its_name_and_only_then(pool, recorder):
     assert not recorder.take_spans()
     timer = threading.Timer(0.05, held[0].release)
     timer.start()
-    pool.lease(4096, "unit 3", lane="gather").release()
+    pool.lease(4096, "unit 3", lane="fetch").release()
     [span] = recorder.take_spans()
-    assert (span.lane, span.kind, span.name) == ("gather", "wait_lease", "param staging unit 3")
+    assert (span.lane, span.kind, span.name) == ("fetch", "wait_lease", "param staging unit 3")
     assert span.end_s - span.start_s >= 0.03
     held[1].release()
     timer.join()

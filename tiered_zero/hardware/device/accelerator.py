@@ -1,7 +1,7 @@
 """What the runtime needs of a device: ordered lanes of work besides compute, memory figures.
 
 [Note: Lanes]
-A lane is a worker thread with a device stream of its own: `gather` carries parameters to the device, `reduce` carries
+A lane is a worker thread with a device stream of its own: `fetch` carries parameters to the device, `reduce` carries
 gradients to the host. A job is a plain function; it may first wait for a disk transfer (so nvme -> host -> device needs
 no callback from an I/O worker) and then launches copies. Each job is a transfer, which its consumer waits for.
 The driver thread (or autograd's) is the `compute` lane: `record_compute` marks what it has launched so far,
