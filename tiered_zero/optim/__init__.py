@@ -10,5 +10,6 @@ and its threads and files until `close()`. Never: a process group or a config fi
 """
 
 from tiered_zero.optim.offloaded import OffloadedOptimizer
+from tiered_zero.optim.zero_redundancy import ZeroRedundancyOptimizer
 
-__all__ = ["OffloadedOptimizer"]
+__all__ = ["OffloadedOptimizer", "ZeroRedundancyOptimizer"]

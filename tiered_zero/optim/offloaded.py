@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 from tiered_zero.concurrency.interrupts import INTERRUPTS, call_open, protected, shielded
 from tiered_zero.engine.calls import end_unreferenced_run
 from tiered_zero.errors import ModelError
+from tiered_zero.layout.flat import Unit
 from tiered_zero.optim.pipeline import Pipeline, open_pipeline, read_offload
 from tiered_zero.plan.planner import Plan
 from tiered_zero.system.process import OwnProcess
@@ -69,24 +71,36 @@ class OffloadedOptimizer(TierStateOptimizer):
 
     # -- the step ------------------------------------------------------------------------------------------------------
 
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient; return what the closure returned. All of it is written then."""
+    def step(  # type: ignore[override]
+        self,
+        closure: Callable[[], float] | None = None,
+        *,
+        on_written: Callable[[Tensor], None] | None = None,
+    ) -> float | None:
+        """Update every parameter that has a gradient; return what the closure returned. All of it is written then.
+
+        `on_written`: called on this thread with each parameter of the groups, in their order, once it has its new value
+        or where it keeps the old one, while those behind are updated.
+        """
         INTERRUPTS.install()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = call_open(closure)
-        self._update()
+        self._update(on_written)
         return loss
 
     @shielded
-    def _update(self) -> None:
+    def _update(self, on_written: Callable[[Tensor], None] | None) -> None:
         pipeline = self._current()
         pipeline.params.check_gradients()
         with torch.no_grad(), pipeline.policy.failures.surfacing():
             pipeline.policy.check()
             with pipeline.runtime.recorder.span("compute", "step"):
-                pipeline.policy.apply(pipeline.params, 1.0)
+                if on_written is None:
+                    pipeline.policy.apply(pipeline.params, 1.0)
+                else:
+                    _apply_in_order(pipeline, on_written)
         pipeline.params.release_gradients()
         torch.autograd.graph.increment_version(pipeline.params.stepped())
         self.num_steps += 1
@@ -184,6 +198,21 @@ class OffloadedOptimizer(TierStateOptimizer):
         self._end = weakref.finalize(self, end_unreferenced_run, self._process, pipeline.resources)  # at exit too
         for values in self._source.state.values():
             values.clear()  # the tier has it
+
+
+def _apply_in_order(pipeline: Pipeline, on_written: Callable[[Tensor], None]) -> None:
+    """Apply a step; call `on_written` for every parameter: those without a gradient, before the next that has one."""
+    waiting = deque(pipeline.params.params)
+
+    def written(unit: Unit) -> None:
+        while waiting:
+            on_written(param := waiting.popleft())
+            if param is pipeline.params.params[unit.index]:
+                return
+
+    pipeline.policy.apply_in_order(pipeline.params, 1.0, pipeline.units, written, pipeline.runtime)
+    for param in waiting:
+        on_written(param)
 
 
 class _MovedState(Mapping[nn.Parameter, ParamState]):

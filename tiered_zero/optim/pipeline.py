@@ -22,6 +22,7 @@ from tiered_zero.hardware.ranks.collectives import SingleRank
 from tiered_zero.hardware.ranks.launcher import local_world_size
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.io.preflight import preflight_directory
+from tiered_zero.layout.flat import Unit
 from tiered_zero.layout.subgroups import SubGroup, pack_params, sub_group_numel
 from tiered_zero.optim.user_params import UserParameters
 from tiered_zero.plan.planner import Plan, make_plan
@@ -93,6 +94,8 @@ class Pipeline:
     """The parts of an offloaded optimizer, from `open_pipeline`. `resources` closes them."""
 
     params: UserParameters
+    units: Sequence[Unit]
+    """Of the parameters that have elements, in their order."""
     plan: Plan
     runtime: Runtime
     policy: BarrierPolicy
@@ -155,11 +158,13 @@ def open_pipeline(source: Optimizer, owner: Optimizer, config: Config) -> Pipeli
         stepper = StreamingStepper(layouts, rule, inventory, runtime, rack.state_staging, params)
         resources.add("prefetch", stepper.cancel_prefetch)
         named = {spec.name: param for param, (spec, _) in zip(params.params, params.specs, strict=True)}
-        units = [segment.unit for layout in layouts for segment in layout.subgroup.segments]
+        by_index = {s.unit.index: s.unit for layout in layouts for s in layout.subgroup.segments}
+        units = [unit for _, unit in sorted(by_index.items())]
         shards = ParamShards(SingleRank(), units, frozenset(named), is_sharded=False)
         state = OptimizerState(named, layouts, rule, stepper, inventory, rack.state_staging, shards)  # type: ignore[arg-type]
         return Pipeline(
             params=params,
+            units=units,
             plan=plan,
             runtime=runtime,
             policy=BarrierPolicy(stepper, groups, _NoGuard()),

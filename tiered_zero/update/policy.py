@@ -234,6 +234,29 @@ class BarrierPolicy(UpdatePolicy):
         self._step(self._job(gradients, grad_scale))
         self._guard.end_update()
 
+    def apply_in_order(
+        self,
+        gradients: GradientSource,
+        grad_scale: float,
+        units: Sequence[Unit],
+        written: Callable[[Unit], None],
+        runtime: Runtime,
+    ) -> None:
+        """Apply on the update lane; call `written`, on the driver, for each of `units` that has a gradient once its
+        parameters are where they rest, in their order, while those behind are updated."""
+        self.num_applied += 1
+        changed = [u for u in units if any(gradients.has(u, entry.param) for entry in u.entries)]
+        updates = {unit.index: UnitUpdate() for unit in changed}
+        job = self._job(gradients, grad_scale, unit_updates=updates)
+        update = runtime.accelerator.lane("update").submit(partial(self._step, job), after=[job.after])
+        try:
+            for unit in changed:
+                with runtime.recorder.span("compute", "wait_update", unit.name):
+                    updates[unit.index].written.wait()
+                written(unit)
+        finally:
+            update.wait()  # raises its error, of which that of a unit comes
+
     def _finish(self) -> None:
         self.check()  # no update is under way between steps
 
@@ -263,21 +286,14 @@ class GatheringPolicy(BarrierPolicy):
         self._gather = gather
 
     def apply(self, gradients: GradientSource, grad_scale: float) -> None:
-        self.num_applied += 1
-        # on any rank, as the ranks have exchanged
-        changed = [u for u in self._gather.units if any(gradients.has(u, entry.param) for entry in u.entries)]
-        updates = {unit.index: UnitUpdate() for unit in changed}
-        job = self._job(gradients, grad_scale, unit_updates=updates)
-        accelerator, recorder = self._runtime.accelerator, self._runtime.recorder
-        update = accelerator.lane("update").submit(partial(self._step, job), after=[job.after])
-        gathers = []
-        try:
-            for unit in changed:
-                with recorder.span("compute", "wait_update", unit.name):
-                    updates[unit.index].written.wait()
-                gathers.append(self._gather.start(unit))
-        finally:
-            update.wait()  # raises its error, of which that of a unit comes
-        with recorder.span("compute", "wait_param"):
+        gathers: list[Transfer] = []
+        self.apply_in_order(  # of gradients that any rank has, as they have exchanged
+            gradients,
+            grad_scale,
+            self._gather.units,
+            lambda unit: gathers.append(self._gather.start(unit)),
+            self._runtime,
+        )
+        with self._runtime.recorder.span("compute", "wait_param"):
             wait_all(gathers)
         self._guard.end_update()

@@ -1,0 +1,31 @@
+"""ZeroRedundancyOptimizer beside torch's class: the same bits under DDP on 1, 2 and 4 ranks, names, errors, state."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import sharded_optimizers as cases
+from tests.ranks.pool import RankPool
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_the_numbers_are_those_of_torchs_class(world_size: int, ranks: RankPool, swap_path: Path) -> None:
+    ranks.run(cases.train_beside_torch, world_size, str(swap_path))
+    assert not list(swap_path.iterdir())
+
+
+@pytest.mark.parametrize("offload", [None, {"device": "cpu"}])
+def test_state_moves_in_each_direction(offload: dict[str, str] | None, ranks: RankPool) -> None:
+    ranks.run(cases.move_state, 2, offload)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_the_cases_of_pytorchs_own_tests_pass(world_size: int, ranks: RankPool, swap_path: Path) -> None:
+    ranks.run(cases.follow_the_cases_of_torch, world_size, str(swap_path))
+
+
+def test_parameters_are_broadcast_while_those_behind_are_updated(ranks: RankPool, swap_path: Path) -> None:
+    for seen in ranks.run(cases.broadcast_in_the_order_of_updates, 2, str(swap_path)):
+        assert len(seen) == 6 and seen[0] and not seen[-1]

@@ -1,0 +1,79 @@
+"""A process group of the user's, as an optimizer needs it whose ranks own parameters: broadcasts, and messages between
+two ranks. Without lanes, and without groups of its own: calls are made on the thread, and the stream, of the loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+
+__all__ = ["Joinable", "ShardGroup", "StepHook", "notify_join_context"]
+
+
+def notify_join_context(joinable: Joinable) -> None:
+    """Tell torch's Join context, if there is one, that this rank has not run out of data. Collective in it."""
+    Join.notify_join_context(joinable)
+
+
+@final
+class StepHook(JoinHook):
+    """Steps where this rank has no data any more, so that the others' broadcasts find it."""
+
+    def __init__(self, step: Callable[[], Any]) -> None:
+        self._step = step
+
+    def main_hook(self) -> None:
+        self._step()
+
+
+@final
+class ShardGroup:
+    """The ranks of `process_group`; None: those of the default group. Raises what torch raises without one."""
+
+    def __init__(self, process_group: Any = None) -> None:
+        self.process_group: Any = dist.group.WORLD if process_group is None else process_group
+        self.world_size = dist.get_world_size(self.process_group)
+        self.rank = dist.get_rank(self.process_group)
+        self.global_rank = dist.get_rank()
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> Any:
+        """Start to fill `tensor` with that of rank `source` of the group; `wait()` of what is returned ends it."""
+        return dist.broadcast(tensor, self._global(source), group=self.process_group, async_op=True)
+
+    def send(self, data: bytes, to: int) -> None:
+        """Send bytes of any number. Blocks, as does `receive`, which the other rank calls."""
+        self.send_tensor(torch.tensor([len(data)]), to)
+        self.send_tensor(torch.frombuffer(bytearray(data), dtype=torch.uint8), to)
+
+    def receive(self, source: int) -> bytes:
+        length = torch.empty(1, dtype=torch.int64)
+        self.receive_tensor(length, source)
+        data = torch.empty(int(length), dtype=torch.uint8)
+        self.receive_tensor(data, source)
+        return bytes(data.numpy())
+
+    def send_tensor(self, tensor: torch.Tensor, to: int) -> None:
+        """Send a tensor of any device, one that this call may copy to where the group communicates."""
+        if tensor.numel():
+            dist.send(tensor.to(self._device).contiguous(), self._global(to), group=self.process_group)
+
+    def receive_tensor(self, tensor: torch.Tensor, source: int) -> None:
+        """Fill a contiguous CPU tensor."""
+        if not tensor.numel():
+            return
+        room = tensor if self._device.type == "cpu" else torch.empty_like(tensor, device=self._device)
+        dist.recv(room, self._global(source), group=self.process_group)
+        if room is not tensor:
+            tensor.copy_(room)
+
+    @property
+    def _device(self) -> torch.device:
+        """Where messages lie: in host memory, unless the backend takes none there."""
+        types: Sequence[str] = [device.type for device in self.process_group._device_types]
+        return torch.device("cpu" if "cpu" in types else types[0])
+
+    def _global(self, rank: int) -> int:
+        return dist.get_global_rank(self.process_group, rank)
