@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -88,39 +89,49 @@ def report_of(swap_path: Path, model: nn.Module) -> StepReport:
         return engine.step_report
 
 
-def delay_of(swap_path: Path) -> float:
-    """Seconds that are long beside a step on this machine, as busy as it is now."""
-    return max(0.02, 2 * report_of(swap_path, ParityGPT()).wall_s)
+def slowed(swap_path: Path, model: nn.Module, bottleneck: str, slow_down: Callable[[float], None]) -> StepReport:
+    """Train with a delay of twice a step on this machine, as busy as it is now; where it becomes busier, with a longer
+    one, up to 16 times as long. Returns the first report that names `bottleneck`, or the last."""
+    delay_s = max(0.02, 2 * report_of(swap_path, ParityGPT()).wall_s)
+    for _ in range(5):
+        slow_down(delay_s)
+        report = report_of(swap_path, model)
+        if report.bound_by.startswith(f"{bottleneck} ("):
+            break
+        delay_s *= 2
+    return report
 
 
 @pytest.mark.parametrize("kind", ["read", "write"])
 def test_a_slow_disk(kind: str, swap_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    delay_s = delay_of(swap_path) / 2
+    def slow_down(delay_s: float) -> None:
+        def select(*args: Any, **options: Any) -> Selection:
+            selection = select_engine(*args, **options)
+            return replace(selection, engine=LateEngine(selection.engine, kind, delay_s / 2))
 
-    def select(*args: Any, **options: Any) -> Selection:
-        selection = select_engine(*args, **options)
-        return replace(selection, engine=LateEngine(selection.engine, kind, delay_s))
+        monkeypatch.setattr(rack, "select_engine", select)
 
-    monkeypatch.setattr(rack, "select_engine", select)
-    assert report_of(swap_path, ParityGPT()).bound_by.startswith(f"disk {kind} (")
+    assert slowed(swap_path, ParityGPT(), f"disk {kind}", slow_down).bound_by.startswith(f"disk {kind} (")
 
 
 def test_a_slow_update(swap_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    update, delay_s = NativeRule.update, delay_of(swap_path)
+    update = NativeRule.update
 
-    def slow(rule: NativeRule, runs: Any) -> None:
-        time.sleep(delay_s)
-        update(rule, runs)
+    def slow_down(delay_s: float) -> None:
+        def slow(rule: NativeRule, runs: Any) -> None:
+            time.sleep(delay_s)
+            update(rule, runs)
 
-    monkeypatch.setattr(NativeRule, "update", slow)
-    assert report_of(swap_path, ParityGPT()).bound_by.startswith("update (")
+        monkeypatch.setattr(NativeRule, "update", slow)
+
+    assert slowed(swap_path, ParityGPT(), "update", slow_down).bound_by.startswith("update (")
 
 
 def test_a_slow_model(swap_path: Path) -> None:
-    model, delay_s = ParityGPT(), delay_of(swap_path)
-    model.register_forward_pre_hook(lambda *_: time.sleep(delay_s))
-    report = report_of(swap_path, model)
-    assert report.bound_by.startswith("compute (") and report.seconds["forward"] > delay_s
+    model, delays_s = ParityGPT(), [0.0]
+    model.register_forward_pre_hook(lambda *_: time.sleep(delays_s[-1]))
+    report = slowed(swap_path, model, "compute", delays_s.append)
+    assert report.bound_by.startswith("compute (") and report.seconds["forward"] > delays_s[-1]
     assert sum(report.seconds.values()) == pytest.approx(report.wall_s, rel=0.05)
 
 
