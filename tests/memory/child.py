@@ -2,6 +2,7 @@
 
 python -m tests.memory.child depth SWAP LAYERS
 python -m tests.memory.child interrupt SWAP
+python -m tests.memory.child activations SWAP LAYERS
 """
 
 import json
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import tiered_zero
 from tests.support.configs import zero_section
@@ -19,6 +22,8 @@ from tiered_zero.demo.gpt import build_gpt
 from tiered_zero.plan.gpt_shape import GPTConfig
 
 HIDDEN = 512
+BOUNDARY = (1024, 1024)
+"""Of the input of a checkpoint: 4 MiB of fp32."""
 
 
 def resident_nbytes(peak: bool = False) -> int:
@@ -75,7 +80,42 @@ def interrupt(swap: str) -> dict[str, Any]:
         train(engine, batch, 1)
 
 
+class Boundaries(nn.Module):
+    """Checkpoints, one after another, of blocks that have hardly any weights."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(BOUNDARY[1], 1, bias=False) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(lambda x, block=block: x + block(x).tanh(), x, use_reentrant=False)
+        return x.mean()
+
+
+def activations(swap: str, layers: str) -> dict[str, Any]:
+    """The same of a chain whose inputs of checkpoints rest on NVMe: what it adds to the resident set, at its peak."""
+    model, limit = Boundaries(int(layers)), 80 * 4 * BOUNDARY[0] * BOUNDARY[1]
+    section = {"device": "nvme", "nvme_path": swap, "limit": limit}
+    x = torch.randn(BOUNDARY, requires_grad=True)
+    with tiered(model, Path(swap), ("none", "none"), runtime={"activations": section, "io_uring": False}) as engine:
+        before = resident_nbytes()
+        for _ in range(2):
+            engine.backward(engine(x))
+            engine.step()
+        report = engine.step_report
+        assert report is not None
+        return {
+            "added": resident_nbytes(peak=True) - before,
+            "moved": report.activations["moved_nbytes"],
+            "in_flight": engine.plan.nbytes("device", "activation_in_flight"),
+            "staging": engine.plan.nbytes("host", "staging_activation"),
+        }
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     what, *arguments = sys.argv[1:]
-    print(json.dumps({"depth": depth, "interrupt": interrupt}[what](*arguments)), flush=True)
+    print(
+        json.dumps({"depth": depth, "interrupt": interrupt, "activations": activations}[what](*arguments)), flush=True
+    )

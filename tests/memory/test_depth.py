@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.house import ROOT
-from tests.memory.child import HIDDEN
+from tests.memory.child import BOUNDARY, HIDDEN
 
 LAYERS = (8, 32)
 BLOCK_NUMEL = 12 * HIDDEN**2 + 13 * HIDDEN
@@ -51,3 +51,12 @@ def test_the_plan_and_the_ledger_do_not_grow_at_all(depths):
     shallow, deep = depths
     assert deep["host"] - deep["gradients"] == shallow["host"] - shallow["gradients"]
     assert deep["device"] <= 1.01 * shallow["device"]
+
+
+def test_twice_the_checkpoints_add_no_more_than_is_on_its_way(tmp_path):
+    """Each holds 4 MiB from forward to backward, which rests on NVMe: 32 more take 128 MiB of the device else."""
+    shallow, deep = (run_child("activations", str(tmp_path), str(layers)) for layers in (32, 64))
+    nbytes = 4 * BOUNDARY[0] * BOUNDARY[1]
+    assert deep["moved"] - shallow["moved"] >= 32 * nbytes
+    assert deep["added"] - shallow["added"] <= deep["in_flight"] < 6 * nbytes
+    assert deep["added"] <= deep["in_flight"] + deep["staging"] + 8 * nbytes

@@ -15,10 +15,11 @@ from torch.autograd.graph import allow_mutation_on_saved_tensors, save_on_cpu, s
 from torch.utils.checkpoint import checkpoint
 
 import tiered_zero
-from tests.support.trainers import Plain, tiered
+from tests.support.trainers import OptimizerMaker, Plain, adamw, tiered
 from tiered_zero.errors import ModelError
 
-PLACES = {"device": ("none", "none"), "host": ("cpu", "cpu")}
+PLACES = ("device", "host", "moved")
+"""Of parameters; with "moved" what autograd saves besides rests on NVMe."""
 
 Forward = Callable[["Net", Tensor], Tensor]
 FORWARDS: list[Forward] = []
@@ -208,6 +209,12 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
+def placed(net: Net, swap_path: Path, place: str, make_optimizer: OptimizerMaker = adamw) -> tiered_zero.Engine:
+    moved = {"activations": {"device": "nvme", "nvme_path": str(swap_path), "limit": "1MiB", "min_nbytes": 1}}
+    placement = ("none", "none") if place == "device" else ("cpu", "cpu")
+    return tiered(net, swap_path, placement, make_optimizer, runtime=moved if place == "moved" else {})
+
+
 Use = Callable[[Any, Tensor], Tensor]
 
 
@@ -242,7 +249,7 @@ def assert_same(expected: Any, found: Any) -> None:
 @pytest.mark.parametrize("function", FORWARDS, ids=lambda function: function.__name__)
 def test_it_is_refused_as_in_plain_pytorch_or_the_same(function: Forward, place: str, swap_path: Path) -> None:
     expected = outcome(Plain(Net(function), sgd))
-    assert_same(expected, outcome(tiered(Net(function), swap_path, PLACES[place], sgd)))
+    assert_same(expected, outcome(placed(Net(function), swap_path, place, sgd)))
 
 
 def direct(trainer: Any, x: Tensor) -> Tensor:
@@ -263,7 +270,7 @@ def compute_in_gathered(trainer: Any, x: Tensor) -> Tensor:
 def test_it_is_refused_too(function: Forward, use: Use, own: bool, place: str, swap_path: Path) -> None:
     """Past the engine, and in `gathered`."""
     assert outcome(Plain(Net(function), sgd), use, own) == CHANGED
-    assert outcome(tiered(Net(function), swap_path, PLACES[place], sgd), use, own) == CHANGED
+    assert outcome(placed(Net(function), swap_path, place, sgd), use, own) == CHANGED
 
 
 def test_the_words_are_torchs(swap_path: Path) -> None:
@@ -287,7 +294,7 @@ def test_a_second_backward_is_refused(swap_path: Path) -> None:
 @pytest.mark.parametrize("place", PLACES)
 def test_a_graph_that_nothing_holds_is_freed(place: str, swap_path: Path) -> None:
     """Its nodes hold their own outputs, also where no backward frees them."""
-    engine = tiered(Net(lambda net, x: Square.apply(net.b(net.a(x).exp()).tanh())), swap_path, PLACES[place])
+    engine = placed(Net(lambda net, x: Square.apply(net.b(net.a(x).exp()).tanh())), swap_path, place)
     for module in (engine, engine.module):
         x = torch.ones(3, 4, requires_grad=True)
         alive = weakref.ref(x)
@@ -328,14 +335,14 @@ def blocks_in_checkpoints(trainer: Any, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("function", [change_an_output, change_a_part_in_place, differentiate_forward])
 def test_hooks_around_a_call_have_their_effect(function: Forward, use: Use, place: str, swap_path: Path) -> None:
     expected = outcome(Plain(Net(function), sgd), use, own=True)
-    assert_same(expected, outcome(tiered(Net(function), swap_path, PLACES[place], sgd), use, own=True))
+    assert_same(expected, outcome(placed(Net(function), swap_path, place, sgd), use, own=True))
 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_what_is_saved_may_be_changed_where_the_program_allows_it(place: str, swap_path: Path) -> None:
     with allow_mutation_on_saved_tensors():
         expected = outcome(Plain(Net(change_an_output), sgd))
-        assert_same(expected, outcome(tiered(Net(change_an_output), swap_path, PLACES[place], sgd)))
+        assert_same(expected, outcome(placed(Net(change_an_output), swap_path, place, sgd)))
 
 
 def test_hooks_around_a_call_get_all_but_weights(swap_path: Path) -> None:
@@ -355,7 +362,7 @@ def test_a_checkpoint_around_a_call_computes_again(use: Use, place: str, swap_pa
     counts = []
     for trainer in (
         Plain(Net(change_a_part_in_place)),
-        tiered(Net(change_a_part_in_place), swap_path, PLACES[place]),
+        placed(Net(change_a_part_in_place), swap_path, place),
     ):
         calls: list[int] = []
         trainer.module.b.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))

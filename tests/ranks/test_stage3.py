@@ -103,3 +103,14 @@ def test_bytes_of_a_rank(train: Any, param: str, state: str, delayed: int) -> No
         window = memory["device"]["param_window"]
         assert 0 < window["peak"] <= window["planned"] <= num_live * max(nbytes for _, _, nbytes in found["units"])
         assert all(kind["peak"] <= kind["planned"] for tier in memory.values() for kind in tier.values())
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_offloaded_activations_add_no_collective(ranks: RankPool, train: Any, swap_path: Path, stage: int) -> None:
+    """Also where some find no room."""
+    case = Case(detours=TOGETHER, steps=2)
+    section = {"device": "nvme", "nvme_path": str(swap_path), "limit": 20_480, "min_nbytes": 64}
+    moving = replace(case, runtime={"activations": section})
+    found = train(sharded(moving, "nvme", "nvme") if stage == 3 else moving)
+    assert_equal(found, reference(ranks, case))
+    assert all(each["activations"]["num_moved"] and each["activations"]["num_kept"] for each in found)

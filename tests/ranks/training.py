@@ -134,6 +134,7 @@ def train_tiered(case: Case, swap_path: str) -> dict[str, Any]:
         "links": engine.step_report.link_nbytes if engine.step_report else {},
         "world": engine.world_size,
         "loss_scale": engine.loss_scale,
+        "activations": engine.step_report.activations if engine.step_report else {},
     }
     engine.close()
     return found

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 import tiered_zero
+from tiered_zero.activations.mover import ActivationMover
 from tiered_zero.checkpoint.driver import DriverState
 from tiered_zero.data import TrainingLoader
 from tiered_zero.hardware.device.lanes import Lane
@@ -29,6 +30,12 @@ from tiered_zero.update.stepper import StreamingStepper
 
 def pager(engine: tiered_zero.Engine) -> Pager:
     return engine._inspect().pager
+
+
+def activations(engine: tiered_zero.Engine) -> ActivationMover:
+    mover = engine._inspect()._activations
+    assert mover is not None
+    return mover
 
 
 def policy(engine: tiered_zero.Engine) -> UpdatePolicy:

@@ -42,6 +42,7 @@ SHUTDOWN = (
     "hooks",
     "param.grad",
     "gradients",
+    "activations",
     "pager",  # parameters on the device get memory of their own
     "tiers",
     "rule",

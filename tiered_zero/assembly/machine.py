@@ -69,8 +69,13 @@ def find_source(run_spec: RunSpec, collectives: Collectives) -> Source:
         warnings += leftover_notices(path for paths in nvme_paths(config) for path in paths)
     weights = WeightFiles(config.tiered_zero.weights) if config.tiered_zero.weights else None
     source = Source(found=found, adoption=adoption, weights=weights, warnings=warnings)
-    needs = nvme_needs(config, run_spec.plan)
-    check_disk_space({paths: nbytes for paths, nbytes in needs.items() if paths not in source.directories}, collectives)
+    needs = {
+        paths: nbytes for paths, nbytes in nvme_needs(config, run_spec.plan).items() if paths not in source.directories
+    }
+    if nbytes := run_spec.plan.nbytes("nvme", "activation"):
+        paths = config.tiered_zero.activations.nvme_paths
+        needs[paths] = needs.get(paths, 0) + nbytes
+    check_disk_space(needs, collectives)
     if weights is not None:
         warnings += weights.check(run_spec.model, run_spec.specs)
     return source
@@ -82,7 +87,7 @@ def open_runtime(run_spec: RunSpec, collectives: Collectives, resources: Teardow
     ledger = Ledger({tier: limit for tier, (limit, _) in run_spec.plan.limits.items()})
     accelerator = build_accelerator(settings.device, settings.debug_poison, settings.debug_delay_seed)
     resources.add("lanes", accelerator.close)
-    for lane in ("fetch", "reduce", "update"):
+    for lane in ("fetch", "reduce", "update", *(["activations"] if run_spec.plan.activations is not None else [])):
         accelerator.lane(lane)  # a thread that cannot be started fails here, not in mid-run
     resources.add("ranks", collectives.close)
     resources.add("rule", run_spec.rule.close)
@@ -103,4 +108,5 @@ def open_machine(run_spec: RunSpec, runtime: Runtime, source: Source, resources:
 def nvme_paths(config: Config) -> list[tuple[str, ...]]:
     """List the paths of each tier on NVMe; several of one tier are striped."""
     zero = config.zero_optimization
-    return [part.nvme_paths for part in (zero.offload_param, zero.offload_optimizer) if part.device == "nvme"]
+    parts = (zero.offload_param, zero.offload_optimizer, config.tiered_zero.activations)
+    return [part.nvme_paths for part in parts if part.device == "nvme"]

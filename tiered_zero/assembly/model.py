@@ -10,7 +10,7 @@ import torch
 
 from tiered_zero.assembly.homes import make_copies
 from tiered_zero.assembly.machine import Machine, Source
-from tiered_zero.assembly.parts import WholeWeights, make_gradients, make_policy, whole_weights
+from tiered_zero.assembly.parts import WholeWeights, make_activations, make_gradients, make_policy, whole_weights
 from tiered_zero.assembly.run_spec import RunSpec
 from tiered_zero.checkpoint.copies import DurableCopies
 from tiered_zero.checkpoint.portable import RunState
@@ -112,6 +112,7 @@ def _make_step(
     runtime, tiers, inventory = machine.runtime, machine.tiers, machine.inventory
     cuts = masters.cuts if masters.need_params else None
     offloaded_params = OffloadedParams(inventory, tiers.param_staging, masters.follow, cuts, runtime.collectives)
+    activations = make_activations(run_spec, tiers, runtime, resources)
     pager = Pager(
         runtime,
         inventory,
@@ -119,6 +120,7 @@ def _make_step(
         plan.pager_limits,
         CallPhase(),
         lambda: step.arrivals.notice_backward(),
+        activations,
     )
     resources.add("pager", pager.close)
     overflow = OverflowGuard.from_config(config)
@@ -148,6 +150,7 @@ def _make_step(
             reducer=reducer,
             policy=policy,
             groups=ParamGroupWatch([handle, run_spec.source] if handle is not None else []),
+            activations=activations,
             runtime=runtime,
             drain=drain,
         ),

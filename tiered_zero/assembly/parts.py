@@ -8,6 +8,8 @@ from functools import partial
 
 import torch
 
+from tiered_zero.activations.extents import HostPlace, NvmePlace, Place
+from tiered_zero.activations.mover import ActivationMover, MoverSettings
 from tiered_zero.assembly.run_spec import RunSpec
 from tiered_zero.concurrency.teardown import Teardown
 from tiered_zero.config.schema import Config
@@ -17,6 +19,7 @@ from tiered_zero.grads.norms import GradNorm
 from tiered_zero.grads.overflow import OverflowGuard
 from tiered_zero.grads.reducer import GradientReducer, Reduction
 from tiered_zero.grads.unit_gradients import UnitGradients
+from tiered_zero.hardware.memory.host_memory import MAX_MAPPED_FROM_NBYTES, map_blocks_from
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.layout.buckets import Bucket, cut_buckets
 from tiered_zero.params.pager import Pager
@@ -33,6 +36,32 @@ from tiered_zero.update.eager import EagerUpdate
 from tiered_zero.update.overlapped import DelayedPolicy, OverlappedPolicy
 from tiered_zero.update.policy import BarrierPolicy, GatheringPolicy, UpdatePolicy
 from tiered_zero.update.stepper import StreamingStepper
+
+
+def make_activations(
+    run_spec: RunSpec, tiers: TierRack, runtime: Runtime, resources: Teardown
+) -> ActivationMover | None:
+    """None where saved activations stay on the device."""
+    plan, asked = run_spec.plan.activations, run_spec.config.activation_checkpointing
+    if plan is None or not plan.nbytes:
+        return None
+    place: Place
+    if tiers.activation_nvme is not None and tiers.activation_staging is not None:
+        place = NvmePlace(tiers.activation_nvme, plan.nbytes, tiers.activation_staging, runtime)
+    else:
+        place = HostPlace(tiers.host, plan.nbytes, runtime)
+    settings = MoverSettings(
+        in_flight_nbytes=plan.in_flight_nbytes,
+        min_nbytes=plan.min_nbytes,
+        synchronize=asked.synchronize_checkpoint_boundary,
+        profile=asked.profile,
+    )
+    if runtime.accelerator.device.type == "cpu":
+        map_blocks_from(plan.min_nbytes)
+        resources.add("activations", partial(map_blocks_from, MAX_MAPPED_FROM_NBYTES))
+    mover = ActivationMover(place, plan.nbytes, settings, runtime)
+    resources.add("activations", mover.close)
+    return mover
 
 
 def make_gradients(

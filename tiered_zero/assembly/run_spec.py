@@ -327,6 +327,11 @@ def planning_notices(run_spec: RunSpec) -> list[str]:
         lines.append(f"one rank has no gradients to sum with others': without effect are {', '.join(idle)}")
     if plan.request.update.policy == "overlapped" and ranks.shards_state and not ranks.shards_params:
         lines.append(f"tiered_zero.update: overlapped was asked for; {plan.update_policy.text}")
+    if run_spec.config.activations_device == "cpu" and plan.activations is None:
+        lines.append(
+            "activation_checkpointing.cpu_checkpointing, tiered_zero.activations.device cpu: without effect where the "
+            "CPU computes, for activations rest in host memory there; tiered_zero.activations.device nvme frees it"
+        )
     given = zero.sub_group_size
     numel = sub_group_numel(given, run_spec.units)
     if numel < given < 1_000_000_000:  # DeepSpeed's default asks for nothing, here and below

@@ -203,13 +203,18 @@ OTHERS: tuple[Key, ...] = (
     *_no_effect("checkpoint.", _CHECKPOINT, parallel_write={}, checkpoint_serialization=True, writer={}),
     *_no_effect(
         "activation_checkpointing.",
-        "DeepSpeed's engine ignores it too; checkpoint the model's blocks with torch.utils.checkpoint",
+        "no module is split over ranks, so that no activation is held twice: DeepSpeed needs an mpu for it",
         partition_activations=False,
-        number_checkpoints=None,
+    ),
+    *_satisfied(
+        "activation_checkpointing.",
+        "offloaded activations rest in one preallocated piece of memory in any case",
         contiguous_memory_optimization=False,
-        cpu_checkpointing=False,
-        synchronize_checkpoint_boundary=False,
-        profile=False,
+    ),
+    *_satisfied(
+        "activation_checkpointing.",
+        "that piece is sized in bytes: tiered_zero.activations.limit",
+        number_checkpoints=None,
     ),
     *_no_effect("aio.", "requests are submitted as soon as a worker is free", single_submit=False, overlap_events=True),
     *_no_effect("aio.", "transfers pass through host memory", use_gds=False),

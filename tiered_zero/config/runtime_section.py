@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from tiered_zero.config.section import Nbytes, Number, PathText, Section, Whole, WholeOrNone
+from tiered_zero.config.section import Nbytes, Number, OffloadSection, PathText, Section, Whole, WholeOrNone
 
 
 def _compute_device(value: str) -> str:
@@ -38,6 +38,19 @@ class StateLimitsSection(Section):
     def by_tier(self) -> dict[str, int]:
         """Tier -> bytes, fastest first, of those that are set."""
         return {tier: nbytes for tier, nbytes in self if nbytes is not None}
+
+
+class ActivationsSection(OffloadSection):
+    """Where tensors rest that autograd saves in forward, until backward needs them: checkpoints' inputs, or all
+    activations where nothing is recomputed.
+    """
+
+    limit: Nbytes = Field(
+        None,
+        description="bytes that are preallocated for them there; what finds no room stays on the device. null: with "
+        "cpu a quarter of the host memory that the plan leaves, with nvme 16GiB",
+    )
+    min_nbytes: Nbytes = Field(1 << 20, description="smaller tensors stay on the device")
 
 
 class CheckpointSection(Section):
@@ -75,6 +88,7 @@ class RuntimeSection(Section):
     )
     state_limits: StateLimitsSection = StateLimitsSection()
     checkpoint: CheckpointSection = CheckpointSection()
+    activations: ActivationsSection = ActivationsSection()
     io_engine: Literal["auto", "native", "threads", "aiofiles"] = Field(
         "auto", description="how files are read and written; auto tries in the swap directory and takes the best"
     )

@@ -5,15 +5,14 @@ Each description says what the key does and in which unit; `tiered-zero explain`
 
 from __future__ import annotations
 
-import os
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field, PrivateAttr, ValidationInfo, field_validator, model_validator
 
 from tiered_zero.config import explain as explaining
 from tiered_zero.config.deepspeed_keys import OPTIMIZERS, runs_as_adamw, table
-from tiered_zero.config.runtime_section import RuntimeSection, StateLimitsSection
-from tiered_zero.config.section import Elements, Number, PathText, Section, SwitchedSection, Whole
+from tiered_zero.config.runtime_section import ActivationsSection, RuntimeSection, StateLimitsSection
+from tiered_zero.config.section import Device, Elements, Number, OffloadSection, Section, SwitchedSection, Whole
 from tiered_zero.config.values import switch, whole
 from tiered_zero.errors import ConfigError
 
@@ -26,22 +25,7 @@ def _capitalized(value: Any) -> Any:
     return value.capitalize() if isinstance(value, str) else value
 
 
-Device = Literal["none", "cpu", "nvme"]
-_PATH_LIST = "one directory, several separated by commas, or a list; used where device is nvme"
-
-
-class _OffloadSection(SwitchedSection):
-    device: Device = Field("none", description="where it rests between uses: none (device), cpu (host memory), nvme")
-    nvme_path: PathText | tuple[PathText, ...] | None = Field(None, description=f"swap directories: {_PATH_LIST}")
-
-    @property
-    def nvme_paths(self) -> tuple[str, ...]:
-        """The swap directories in the order given, with `~` as the home directory; empty where none is given."""
-        given = self.nvme_path.split(",") if isinstance(self.nvme_path, str) else self.nvme_path or ()
-        return tuple(os.path.expanduser(path.strip()) for path in given if path.strip())
-
-
-class OffloadParamSection(_OffloadSection):
+class OffloadParamSection(OffloadSection):
     """Where the compute parameters rest."""
 
     buffer_count: Whole = Field(5, ge=1, description="staging buffers for parameters on their way from nvme")
@@ -56,7 +40,7 @@ class OffloadParamSection(_OffloadSection):
     pin_memory: bool = Field(True, description="host memory of parameters is pinned, for asynchronous copies")
 
 
-class OffloadOptimizerSection(_OffloadSection):
+class OffloadOptimizerSection(OffloadSection):
     """Where master weights and optimizer state rest. Honoured at every stage, nvme too."""
 
     buffer_count: Whole = Field(4, ge=1, description="staging buffers for sub-groups on their way from and to nvme")
@@ -179,6 +163,23 @@ class TagSection(Section):
     )
 
 
+class ActivationCheckpointingSection(Section):
+    """DeepSpeed's section; `tiered_zero.activations` has the tiers and their sizes."""
+
+    cpu_checkpointing: Annotated[bool, BeforeValidator(switch)] = Field(
+        False,
+        description="true: what autograd saves for backward rests in host memory until then, as with "
+        "tiered_zero.activations.device cpu; where the CPU computes it is there already, and nothing moves",
+    )
+    synchronize_checkpoint_boundary: Annotated[bool, BeforeValidator(switch)] = Field(
+        False, description="true: forward waits until a tensor has left the device before it goes on"
+    )
+    profile: Annotated[bool, BeforeValidator(switch)] = Field(
+        False,
+        description="true: a step's report has rows for the time that forward and backward spend on moving activations",
+    )
+
+
 class OptimizerSection(Section):
     """The optimizer, where the script passes none."""
 
@@ -254,6 +255,7 @@ class Config(Section):
     zero_optimization: ZeroSection = ZeroSection()
     aio: AioSection = AioSection()
     checkpoint: TagSection = TagSection()
+    activation_checkpointing: ActivationCheckpointingSection = ActivationCheckpointingSection()
     tiered_zero: RuntimeSection = RuntimeSection()
 
     _reading: explaining.Reading = PrivateAttr(default_factory=explaining.Reading)
@@ -268,12 +270,21 @@ class Config(Section):
         _check_state_limits(self.zero_optimization.offload_optimizer, self.tiered_zero.state_limits)
         _check_io_uring(self.tiered_zero)
         _check_in_place(self.zero_optimization.offload_optimizer, self.tiered_zero)
+        _check_activations(self.tiered_zero.activations)
         return self
 
     @property
     def batch(self) -> BatchSizes:
         """The resolved batch triangle."""
         return BatchSizes(self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps)
+
+    @property
+    def activations_device(self) -> Device:
+        """Where saved activations rest, by tiered_zero.activations or else by cpu_checkpointing."""
+        own = self.tiered_zero.activations
+        if "device" not in own.model_fields_set and self.activation_checkpointing.cpu_checkpointing:
+            return "cpu"
+        return own.device
 
     @property
     def param_dtype_name(self) -> Literal["float32", "bfloat16", "float16"]:
@@ -347,6 +358,14 @@ def _check_in_place(state: OffloadOptimizerSection, runtime: RuntimeSection) -> 
         raise ConfigError(
             'tiered_zero.checkpoint.in_place: expected tiered_zero.checksums "all", so that whatever is resumed is '
             f"verified; found {runtime.checksums!r}. Leave checksums out, or set in_place to false."
+        )
+
+
+def _check_activations(activations: ActivationsSection) -> None:
+    if activations.device == "nvme" and not activations.nvme_paths:
+        raise ConfigError(
+            "tiered_zero.activations.nvme_path: expected a directory for device nvme; found "
+            f"{activations.nvme_path!r}. Give the path of a directory on a local disk."
         )
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Field,
     ValidationError,
     ValidationInfo,
     ValidatorFunctionWrapHandler,
@@ -91,3 +92,20 @@ class SwitchedSection(Section):
             if name == switch or info.data.get(switch) not in (False, "none"):
                 raise
             return cls.model_fields[name].default
+
+
+Device = Literal["none", "cpu", "nvme"]
+_PATH_LIST = "one directory, several separated by commas, or a list; used where device is nvme"
+
+
+class OffloadSection(SwitchedSection):
+    """Where one kind of bytes rests."""
+
+    device: Device = Field("none", description="where it rests between uses: none (device), cpu (host memory), nvme")
+    nvme_path: PathText | tuple[PathText, ...] | None = Field(None, description=f"swap directories: {_PATH_LIST}")
+
+    @property
+    def nvme_paths(self) -> tuple[str, ...]:
+        """The swap directories in the order given, with `~` as the home directory; empty where none is given."""
+        given = self.nvme_path.split(",") if isinstance(self.nvme_path, str) else self.nvme_path or ()
+        return tuple(os.path.expanduser(path.strip()) for path in given if path.strip())

@@ -11,6 +11,7 @@ from typing import Any, final
 
 import torch
 
+from tiered_zero.activations.mover import ActivationMover
 from tiered_zero.concurrency.interrupts import INTERRUPTS, shielded
 from tiered_zero.engine.counts import StepCounts
 from tiered_zero.errors import ModelError, TieredZeroError
@@ -32,8 +33,8 @@ CAUGHT = "an exception that its program has caught"
 
 @dataclass(frozen=True, kw_only=True)
 class Movers:
-    """What `TrainStep` orders. `reducer`: averages gradients over ranks; None where there is one. `drain`: blocks until
-    lanes and disk are idle, also after a call that has failed."""
+    """What `TrainStep` orders. `reducer`: averages gradients over ranks; None where there is one. `activations`: None
+    where these stay on the device. `drain`: blocks until lanes and disk are idle, also after a call that has failed."""
 
     pager: Pager
     scope: PassScope
@@ -42,6 +43,7 @@ class Movers:
     reducer: GradientReducer | None
     policy: UpdatePolicy
     groups: ParamGroupWatch
+    activations: ActivationMover | None
     runtime: Runtime
     drain: Callable[[], None]
 
@@ -156,6 +158,8 @@ class StepRecovery:
         self._movers.policy.drop(self._movers.drain)
         self._movers.pager.abort()
         self._movers.scope.abort()
+        if self._movers.activations is not None:
+            self._movers.activations.abort()
         self._meter.clear()
         if self._before_step is not None:
             counts, overflow = self._before_step

@@ -70,6 +70,7 @@ class TrainStep:
         )
         self.recovery = StepRecovery(movers, self.counts, overflow, self.arrivals, self.meter)
         self._groups = movers.groups
+        self._activations = movers.activations
         self._trains = trains
         self._clipping = config.gradient_clipping
         self._optimizer_in_backward = choice.optimizer_in_backward
@@ -288,6 +289,7 @@ class TrainStep:
                 grad_norm=check.norm if check else None,
                 loss_scale=self.overflow.loss_scale,
                 skipped=self.overflow.counts.skipped_in_a_row > 0,
+                activations=self._activations.take_counts() if self._activations is not None else {},
             )
         return boundary
 
@@ -352,6 +354,8 @@ class TrainStep:
     # -- inside a step -------------------------------------------------------------------------------------------------
 
     def _take_step(self, optimizer: TieredOptimizer, lr_scheduler: Any) -> None:
+        if self._activations is not None:
+            self._activations.end_step()
         self.gradients.collect_assigned()
         self.gradients.wait_transfers()
         check = self.counts.grad_check = self._check_gradients()

@@ -20,7 +20,7 @@ from tiered_zero.params.offloaded_params import OffloadedParams
 from tiered_zero.params.outside_modes import runs_outside_modes
 from tiered_zero.params.param_changes import ParamChanges
 from tiered_zero.params.param_handlers import FaultHandler
-from tiered_zero.params.saved_views import SavedViews
+from tiered_zero.params.saved_views import SavedViews, TensorMover
 from tiered_zero.params.state_dict import ParamCopies
 from tiered_zero.params.unit_cache import UnitCache
 from tiered_zero.params.unit_state import Frame, PagedUnit, UnitState, UnitTable, WeightState
@@ -46,9 +46,10 @@ class Pager:
         limits: PagerLimits,
         phase: CallPhase,
         begin_own_backward: Callable[[], None] = lambda: None,
+        mover: TensorMover | None = None,
     ) -> None:
         """`begin_own_backward`: called as a backward that the user has started past the engine comes to its first
-        parameter, before that is fetched."""
+        parameter, before that is fetched. `mover`: gets what autograd saves besides views of units."""
         self._accelerator = runtime.accelerator
         self._ledger = runtime.ledger
         self._recorder = runtime.recorder
@@ -63,7 +64,7 @@ class Pager:
         self.changes = ParamChanges(self.units, offloaded_params, runtime)
         self._cache = UnitCache(runtime, inventory, limits, self.units, self.changes)
         self.updates = UpdateGuard(self.units, self._cache, self.changes, inventory, runtime.recorder, self._frames)
-        self.saved_views = SavedViews(self.units, self._fault_in_saved)
+        self.saved_views = SavedViews(self.units, self._fault_in_saved, mover)
         self.copies = ParamCopies(offloaded_params, runtime.collectives, self.driver, self.units, self._cache)
         self.num_uses = 0
         """Frames, gathers and copies so far: whether weights were used since some moment."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, final
+from typing import Any, Protocol, final
 
 import torch
 
@@ -48,6 +48,23 @@ SavedTensor = tuple[torch.Tensor, int]
 """Any other tensor, and its version counter: see [Note: Versions of saved tensors]."""
 
 
+class MovedTensor(Protocol):
+    """Any other tensor whose bytes have left the device. `counter` shares its version counter, then at `version`."""
+
+    counter: torch.Tensor
+    version: int
+
+    def unpack(self) -> torch.Tensor:
+        """Return it on the device."""
+
+
+class TensorMover(Protocol):
+    """Moves what autograd saves besides views of units."""
+
+    def pack(self, tensor: torch.Tensor, version: int) -> MovedTensor | None:
+        """Begin to move a detached tensor; None where it stays."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class SavedByProgram:
     """What the hooks of the program return for any other tensor, where it has set some around the engine's call."""
@@ -56,7 +73,7 @@ class SavedByProgram:
     unpack: Callable[[Any], Any]
 
 
-Saved = SavedTensor | SavedView | SavedWrapper | SavedByProgram
+Saved = SavedTensor | SavedView | SavedWrapper | SavedByProgram | MovedTensor
 Pack = Callable[[torch.Tensor], Any]
 Unpack = Callable[[Any], Any]
 
@@ -66,10 +83,17 @@ class SavedViews:
     """The pair of saved-tensor hooks of one engine. Autograd calls them: `pack` on the thread of forward, `unpack` on
     that of backward."""
 
-    def __init__(self, units: UnitTable, fault_in_saved: Callable[[int, int | None], FlatStorage]) -> None:
-        """`fault_in_saved(unit_index, version)`: the unit's storage, filled for the backward that runs."""
+    def __init__(
+        self,
+        units: UnitTable,
+        fault_in_saved: Callable[[int, int | None], FlatStorage],
+        mover: TensorMover | None = None,
+    ) -> None:
+        """`fault_in_saved(unit_index, version)`: the unit's storage, filled for the backward that runs. `mover`: gets
+        all else that is saved, where no hooks of the program or of a checkpoint do."""
         self._units = units
         self._fault_in_saved = fault_in_saved
+        self._mover = mover
 
     @runs_outside_modes
     def pack(self, tensor: torch.Tensor) -> SavedTensor | SavedView | SavedWrapper:
@@ -98,19 +122,28 @@ class SavedViews:
             )
             return saved if inner is tensor else SavedWrapper(wrapper=tensor, view=inner.detach(), inner=saved)
 
+    @runs_outside_modes
+    def pack_and_move(self, tensor: torch.Tensor) -> Saved:
+        """Save a view of a unit's flat by name, and let the mover have anything else."""
+        saved = self.pack(tensor)
+        if self._mover is None or not isinstance(saved, tuple):
+            return saved
+        with torch._C.DisableTorchFunctionSubclass():
+            return self._mover.pack(*saved) or saved
+
     def hooks_inside(self, outer: tuple[Pack, Unpack] | None) -> tuple[Pack, Unpack] | None:
         """The hooks to set inside of those that autograd calls now: `outer` get what is no unit's, as save_on_cpu().
 
         None where these are set already, and where those of a checkpoint get all: it counts what is saved, weights too,
         and what it computes again runs without the engine's call around it."""
         if outer is None:
-            return self.pack, self.unpack
+            return (self.pack if self._mover is None else self.pack_and_move), self.unpack
         if self.is_own(outer[0]) or _is_of_checkpoint(outer[0]):
             return None
         return _PackInside(self, outer), self.unpack
 
     def is_own(self, pack: Pack) -> bool:
-        return pack == self.pack or (isinstance(pack, _PackInside) and pack.views is self)
+        return pack in (self.pack, self.pack_and_move) or (isinstance(pack, _PackInside) and pack.views is self)
 
     def save_recomputed(self) -> None:
         """In a backward, save by name also what is computed again, where no other hooks save it.
@@ -166,7 +199,7 @@ class SavedViews:
         if isinstance(saved, SavedWrapper):
             self._unpack_view(saved.inner)
             return saved.wrapper
-        return self._unpack_view(saved)
+        return self._unpack_view(saved) if isinstance(saved, SavedView) else self._unpack_moved(saved)
 
     @runs_outside_modes
     def _unpack_view(self, saved: SavedView) -> torch.Tensor:
@@ -177,6 +210,14 @@ class SavedViews:
         if saved.counter is not None and counter != saved.counter:
             raise _changed_in_place(view, counter, saved.counter)
         return view
+
+    @runs_outside_modes
+    def _unpack_moved(self, saved: MovedTensor) -> torch.Tensor:
+        counter = saved.counter._version
+        tensor = saved.unpack()
+        if counter != saved.version:
+            raise _changed_in_place(tensor, counter, saved.version)
+        return tensor
 
 
 @final
@@ -214,5 +255,5 @@ def _changed_in_place(tensor: torch.Tensor, found: int, expected: int) -> Runtim
     )
 
 
-SAVED_TENSOR_HOOKS = SavedViews.pack, SavedViews.unpack, _PackInside.__call__
+SAVED_TENSOR_HOOKS = SavedViews.pack, SavedViews.pack_and_move, SavedViews.unpack, _PackInside.__call__
 """What autograd calls, on the way of a compiled module too."""

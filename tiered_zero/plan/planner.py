@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from tiered_zero.errors import PlanError
 from tiered_zero.layout.buckets import cut_buckets
 from tiered_zero.layout.flat import Unit
+from tiered_zero.plan.activations import ActivationPlan, plan_activations
 from tiered_zero.plan.placement import Placement, place
 from tiered_zero.plan.remedies import how_to_fit
 from tiered_zero.plan.request import NO_LIMIT, Limits, LookAhead, ParamRequest, PlanRequest, RankRequest, SubGroupSize
@@ -77,6 +78,8 @@ class Plan:
     update_policy: UpdateChoice
     rows: tuple[PlanRow, ...]
     request: PlanRequest
+    activations: ActivationPlan | None = None
+    """None where they stay on the device."""
 
     @property
     def delayed(self) -> bool:
@@ -183,6 +186,15 @@ def make_plan(units: Sequence[Unit], subgroups: Sequence[SubGroupSize], request:
         ("host", "staging_gradient", staging.gradients.total_nbytes, "gradient staging buffer"),
         ("host", "bucket", staging.buckets.total_nbytes, buckets),
     ]
+    activations = None
+    if request.activations is not None:
+        room = request.limits.get("host", (NO_LIMIT, ""))[0] - sum(n for tier, _, n, _ in table if tier == "host")
+        activations = plan_activations(request.activations, room)
+        table += [
+            ("device", "activation_in_flight", activations.in_flight_nbytes, "activations on their way"),
+            (activations.tier, "activation", activations.nbytes, "activations saved for backward"),
+            ("host", "staging_activation", activations.staging.total_nbytes, "activation staging buffers"),
+        ]
     room = request.limits.get("device", (NO_LIMIT, ""))[0] - sum(n for tier, _, n, _ in table if tier == "device")
     paged = [unit for unit in units if not tiers.is_resident(unit)]
     pager_limits = _pager_limits(paged, request.params, room)
@@ -196,6 +208,7 @@ def make_plan(units: Sequence[Unit], subgroups: Sequence[SubGroupSize], request:
         update_policy=update_policy,
         rows=tuple(PlanRow(tier=tier, kind=kind, nbytes=n, what=what) for tier, kind, n, what in table if n),
         request=request,
+        activations=activations,
     )
 
 

@@ -69,6 +69,8 @@ def _change(plan: Plan, row: PlanRow) -> tuple[str, float]:
         return "set tiered_zero.update to overlapped, which holds gradients once", 0.5
     if kind == "gradient" and plan.gradients.sums and plan.gradients.itemsize < 4:
         return "set gradient_accumulation_steps to 1, which needs no fp32 sums", 0.5
+    if kind in ("activation", "activation_in_flight", "staging_activation"):
+        return "lower tiered_zero.activations.limit", 1.0
     if kind == "param_back":
         return "set tiered_zero.update to overlapped", 1.0
     if kind == "staging_state":

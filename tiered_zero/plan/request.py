@@ -108,10 +108,20 @@ class RankRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ActivationRequest:
+    """Saved activations rest on `tier`, host or nvme. `nbytes`: of them there; None: the planner chooses. `min_nbytes`:
+    smaller tensors stay on the device."""
+
+    tier: str
+    nbytes: int | None = None
+    min_nbytes: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlanRequest:
     """Everything that the config and the machine say to the planner. `sums_gradients`: over micro-batches, in fp32.
 
-    `commits`: None without in-place commits.
+    `commits`: None without in-place commits. `activations`: None where they stay on the device.
     """
 
     params: ParamRequest
@@ -121,6 +131,7 @@ class PlanRequest:
     sums_gradients: bool = False
     commits: CommitRequest | None = None
     ranks: RankRequest = field(default_factory=RankRequest)
+    activations: ActivationRequest | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,7 +220,16 @@ def plan_request(
             shards_gradients=world_size > 1 and (zero.stage > 1 or (zero.stage == 1 and state.device != "none")),
             bucket_numel=min(zero.reduce_bucket_size, MAX_BUCKET_NUMEL),
         ),
+        activations=_activation_request(config, shares_cores),
     )
+
+
+def _activation_request(config: Config, shares_cores: bool) -> ActivationRequest | None:
+    """None also for host memory where the CPU computes: there they rest in it already."""
+    tier, own = _TIER_OF_DEVICE[config.activations_device], config.tiered_zero.activations
+    if tier == "device" or (tier == "host" and shares_cores):
+        return None
+    return ActivationRequest(tier=tier, nbytes=own.limit, min_nbytes=own.min_nbytes or 1)
 
 
 def _check_delayed(config: Config) -> None:

@@ -58,6 +58,10 @@ _LANES: dict[str, tuple[str, tuple[Remedy, ...]]] = {
     "disk write": ("writing to the disk", _DISK),
     "all_gather": ("gathering parameters from the other ranks", _RANKS),
     "reduce_scatter": ("summing gradients over the ranks", _RANKS),
+    "activations": (
+        "moving activations",
+        (("", "a larger tiered_zero.activations.min_nbytes"), ("", "recomputing them (torch.utils.checkpoint)")),
+    ),
     "save": (
         "saving checkpoints",
         (("", "fewer saves"), ("checkpoint.in_place", "commits in place (tiered_zero.checkpoint.in_place)")),
@@ -87,11 +91,17 @@ _WAITS: dict[str, tuple[Remedy, ...]] = {
         ("offload_optimizer.buffer_count", "a larger offload_optimizer.buffer_count"),
     ),
     "wait_ranks": _RANKS,
+    "wait_activation": (
+        ("", "a larger tiered_zero.activations.limit, of which a part may be on its way"),
+        ("", "recomputing activations (torch.utils.checkpoint)"),
+    ),
 }
 
 MEANINGS = {
     "forward": "the model's forward, without the waits inside it",
     "backward": "the model's backward, without the waits inside it",
+    "pack": "forward hands activations over to the lane that moves them (activation_checkpointing.profile)",
+    "unpack": "backward gets them back, without the waits inside it (activation_checkpointing.profile)",
     "step": "the gradient check and what step() does itself",
     "update": "the optimizer's update",
     "fetch": "parameters on their way to the device",
@@ -100,6 +110,8 @@ MEANINGS = {
     "disk write": "writes to the swap directory",
     "all_gather": "parameters from the other ranks, waits for them included",
     "reduce_scatter": "gradients summed over the ranks, waits for them included",
+    "activations": "activations on their way between the device and their tier",
+    "wait_activation": "forward or backward waits for activations on their way",
     "save": "calls that save or load a checkpoint",
     "wait_param": "compute waits for parameters to arrive",
     "wait_update": "compute waits for an update that is not finished",

@@ -22,7 +22,7 @@ from tiered_zero.telemetry.ledger import Ledger
 from tiered_zero.telemetry.spans import LANES, WAIT_CAUSES, Recorder, Totals
 
 OTHER = "other"
-CAUSES = ("forward", "backward", "step", "update", "fetch", "reduce", "save", *WAIT_CAUSES, OTHER)
+CAUSES = ("forward", "backward", "pack", "unpack", "step", "update", "fetch", "reduce", "save", *WAIT_CAUSES, OTHER)
 """In the order in which they are shown."""
 
 BOUND_SHARE = 0.5
@@ -67,7 +67,8 @@ class StepReport(JsonRecord):
     `loss`: mean over the micro-batches, unscaled; None where it is not known. `tokens`: of all micro-batches; 0 where
     the model does not read tokens. `grad_norm`: before clipping; None where it is not taken. `seconds`: by cause.
     `link_nbytes`, `busy_s`: by lane. `tier_nbytes`: the most on each tier in this step. `peak_nbytes`: the most since
-    the run began. `kind_nbytes`: tier -> kind -> its own most since the run began.
+    the run began. `kind_nbytes`: tier -> kind -> its own most since the run began. `activations`: how many storages,
+    and bytes, were moved, and found no room in their budget (kept), where activations are offloaded.
     """
 
     step: int
@@ -83,6 +84,7 @@ class StepReport(JsonRecord):
     tier_nbytes: dict[str, int] = field(default_factory=dict)
     peak_nbytes: dict[str, int] = field(default_factory=dict)
     kind_nbytes: dict[str, dict[str, int]] = field(default_factory=dict)
+    activations: dict[str, int] = field(default_factory=dict)
 
     @property
     def bytes_per_s(self) -> dict[str, float]:

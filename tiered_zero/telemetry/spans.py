@@ -10,8 +10,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-WAIT_CAUSES = ("wait_param", "wait_update", "wait_grad", "wait_state", "wait_lease", "wait_ranks")
-LANES = ("compute", "fetch", "reduce", "update", "disk read", "disk write", "all_gather", "reduce_scatter", "save")
+WAIT_CAUSES = ("wait_param", "wait_update", "wait_grad", "wait_state", "wait_lease", "wait_ranks", "wait_activation")
+LANES = (
+    *("compute", "fetch", "reduce", "update", "disk read", "disk write", "all_gather", "reduce_scatter"),
+    *("activations", "save"),
+)
 
 
 DRIVER_LANE = "compute"

@@ -87,8 +87,9 @@ class NvmeTier(Tier):
     def view(self, slot: Slot) -> None:
         return None
 
-    def read(self, slot: Slot, out: HostBuffer, offset: int = 0) -> Transfer:
-        return self.store.read(self._records[slot.name], out.memory, offset)
+    def read(self, slot: Slot, out: HostBuffer, offset: int = 0, *, urgent: bool = False) -> Transfer:
+        """`urgent`: see `IOEngine.read`."""
+        return self.store.read(self._records[slot.name], out.memory, offset, urgent=urgent)
 
     def write(self, slot: Slot, data: HostBuffer, offset: int = 0, after: Transfer | None = None) -> Transfer:
         record = self._records[slot.name]

@@ -64,11 +64,13 @@ class TierRack:
         zero = config.zero_optimization
         stores: dict[tuple[str, ...], SwapStore] = {}
         engines: list[IOEngine] = []
+        open_store = _StoreOpener(config=config, model_name=model_name, recorder=runtime.recorder, resources=resources)
         for paths, nbytes in nvme_needs(config, plan).items():
-            open_store = _StoreOpener(
-                config=config, model_name=model_name, recorder=runtime.recorder, resources=resources
-            )
             stores[paths], engine = open_store(paths, nbytes, (adopted or {}).get(paths))
+            engines.append(engine)
+        activation_store: SwapStore | None = None
+        if nbytes := plan.nbytes("nvme", "activation"):  # its own: whatever fails there leaves the state alone
+            activation_store, engine = open_store(config.tiered_zero.activations.nvme_paths, nbytes, None)
             engines.append(engine)
         pin = zero.offload_param.pin_memory or zero.offload_optimizer.pin_memory
         accelerator = runtime.accelerator
@@ -77,7 +79,10 @@ class TierRack:
         self.param_staging = self._pool(plan.staging.params, "staging_param", runtime, resources)
         self.state_staging = self._pool(plan.staging.state, "staging_state", runtime, resources)
         self.gradient_staging = self._pool(plan.staging.gradients, "staging_gradient", runtime, resources)
-        staged = [pool.memory for pool in (self.param_staging, self.state_staging) if pool is not None]
+        size = plan.activations.staging if plan.activations is not None else StagingSize()
+        self.activation_staging = self._pool(size, "staging_activation", runtime, resources)
+        pools = (self.param_staging, self.state_staging, self.activation_staging)
+        staged = [pool.memory for pool in pools if pool is not None]
         for line in {engine.register(memory): None for engine in engines for memory in staged}:
             if line:
                 logger.info("%s", line)
@@ -88,15 +93,22 @@ class TierRack:
         self._nvme = {
             paths: NvmeTier(store, staging, runtime) for paths, store in stores.items() if staging is not None
         }
-        for tier in self._nvme.values():
+        self.activation_nvme: NvmeTier | None = None
+        if activation_store is not None and self.activation_staging is not None:
+            self.activation_nvme = NvmeTier(activation_store, self.activation_staging, runtime)
+        for tier in self._all_nvme:
             resources.callback(tier.close)
         self._param_paths = zero.offload_param.nvme_paths
         self._state_paths = zero.offload_optimizer.nvme_paths
 
     def drain(self) -> None:
         """Wait for the disks. The lanes are idle."""
-        for tier in self._nvme.values():
+        for tier in self._all_nvme:
             tier.drain()
+
+    @property
+    def _all_nvme(self) -> list[NvmeTier]:
+        return [*self._nvme.values(), *([self.activation_nvme] if self.activation_nvme is not None else [])]
 
     def for_params(self, name: str) -> Tier:
         """The tier `name` of parameters that are paged."""
@@ -115,7 +127,7 @@ class TierRack:
 
 
 def nvme_needs(config: Config, plan: Plan) -> dict[tuple[str, ...], int]:
-    """Directories that are striped together -> bytes planned there."""
+    """Directories that are striped together -> bytes of parameters and state planned there."""
     zero = config.zero_optimization
     needs: dict[tuple[str, ...], int] = {}
     param, state = zero.offload_param.nvme_paths, zero.offload_optimizer.nvme_paths

@@ -1,0 +1,181 @@
+"""Where saved activations rest: extents of one budget, first fit, and how bytes come there and back."""
+
+from __future__ import annotations
+
+from collections import deque
+from contextlib import suppress
+from typing import Any, Protocol, final
+
+import torch
+
+from tiered_zero.concurrency.transfer import Transfer, wait_all
+from tiered_zero.errors import TieredZeroError
+from tiered_zero.hardware.memory.staging import Lease, StagingPool
+from tiered_zero.hardware.runtime import Runtime
+from tiered_zero.layout.extents import ExtentMap
+from tiered_zero.sizes import PAGE_NBYTES, align_up
+from tiered_zero.system.mappings import map_memory
+from tiered_zero.tiers.host import HostTier
+from tiered_zero.tiers.nvme import NvmeTier
+from tiered_zero.tiers.tier import BufferView
+
+LANE = "activations"
+
+
+class Place(Protocol):
+    """The bytes of a budget. `write` and `read` run on the lane, in the order in which they were asked for."""
+
+    waits: bool
+    """Whether a job waits for more than the jobs before it."""
+
+    def write(self, at: int, source: torch.Tensor) -> None:
+        """Bytes of the device -> the budget at offset `at`. `source` is free once the job is complete."""
+
+    def read(self, at: int, target: torch.Tensor) -> None:
+        """The budget at offset `at` -> `target`, which `new_target` made."""
+
+    def new_target(self, nbytes: int) -> torch.Tensor:
+        """Device memory of `nbytes`, [n] uint8, that `read` can fill."""
+
+    def finish(self) -> None:
+        """Wait for every write. Raises the first error."""
+
+
+@final
+class Extents:
+    """Disjoint parts of the budget; what is freed joins its neighbours. Driver thread."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._map = ExtentMap(nbytes)
+
+    def allocate(self, nbytes: int) -> int | None:
+        """The offset of a new extent; None where no free one is large enough."""
+        return self._map.allocate(nbytes)
+
+    def free(self, at: int, nbytes: int) -> None:
+        self._map.free(at, nbytes)
+
+    def free_all(self) -> None:
+        self._map = ExtentMap(self.nbytes)
+
+
+@final
+class HostPlace:
+    """One slot of host memory, pinned where the machine allows it."""
+
+    waits = False
+
+    def __init__(self, tier: HostTier, nbytes: int, runtime: Runtime) -> None:
+        self._memory = tier.view(tier.reserve("activation", nbytes, "activation"))
+        self._accelerator = runtime.accelerator
+
+    def write(self, at: int, source: torch.Tensor) -> None:
+        self._accelerator.copy(self._memory[at : at + source.numel()], source)
+
+    def read(self, at: int, target: torch.Tensor) -> None:
+        self._accelerator.copy(target, self._memory[at : at + target.numel()])
+
+    def new_target(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._accelerator.device)
+
+    def finish(self) -> None:
+        """Copies are complete when their jobs are."""
+
+
+@final
+class NvmePlace:
+    """One record of a swap store. Writes pass through staging buffers and go on behind their job; where the CPU
+    computes, the disk reads straight into the target.
+
+    A write that is not complete is waited for before its bytes are read or written again.
+    """
+
+    waits = True
+
+    def __init__(self, tier: NvmeTier, nbytes: int, staging: StagingPool, runtime: Runtime) -> None:
+        self._tier = tier
+        self._slot = tier.reserve("activation", nbytes, "activation")
+        self._staging = staging
+        self._accelerator, self._recorder = runtime.accelerator, runtime.recorder
+        self._in_place = runtime.accelerator.device.type == "cpu"
+        self._writes: deque[tuple[range, Transfer, Lease]] = deque()
+
+    def write(self, at: int, source: torch.Tensor) -> None:
+        self._finish(range(at, at + source.numel()))
+        for start in range(0, source.numel(), self._staging.buffer_nbytes):
+            part = source[start : start + self._staging.buffer_nbytes]
+            lease = self._lease(part.numel())
+            try:
+                self._accelerator.copy(lease.tensor[: part.numel()], part, finish=True)
+                transfer = self._tier.write(self._slot, lease, at + start)
+            except BaseException:
+                lease.release()
+                raise
+            self._writes.append((range(at + start, at + start + part.numel()), transfer, lease))
+
+    def read(self, at: int, target: torch.Tensor) -> None:
+        self._finish(range(at, at + target.numel()))
+        if self._in_place:
+            self._wait(self._tier.read(self._slot, _pages(target), at, urgent=True))
+            return
+        reads: deque[tuple[torch.Tensor, Transfer, Lease]] = deque()
+        try:
+            for start in range(0, target.numel(), self._staging.buffer_nbytes):
+                part = target[start : start + self._staging.buffer_nbytes]
+                if not self._staging.num_free and reads:
+                    self._land(*reads.popleft())
+                lease = self._lease(part.numel())
+                try:
+                    reads.append((part, self._tier.read(self._slot, lease, at + start, urgent=True), lease))
+                except BaseException:
+                    lease.release()
+                    raise
+            while reads:
+                self._land(*reads.popleft())
+        finally:
+            for _, read, lease in reads:
+                with lease, suppress(TieredZeroError):
+                    read.wait()
+
+    def new_target(self, nbytes: int) -> torch.Tensor:
+        if not self._in_place:
+            return torch.empty(nbytes, dtype=torch.uint8, device=self._accelerator.device)
+        return torch.frombuffer(map_memory(align_up(nbytes, PAGE_NBYTES)), dtype=torch.uint8)[:nbytes]
+
+    def finish(self) -> None:
+        try:
+            wait_all(transfer for _, transfer, _ in self._writes)
+        finally:
+            while self._writes:
+                self._writes.popleft()[2].release()
+
+    def _lease(self, nbytes: int) -> Lease:
+        if not self._staging.num_free and self._writes:
+            self._finish_oldest()
+        return self._staging.lease(align_up(nbytes, PAGE_NBYTES), "activation", lane=LANE)
+
+    def _finish(self, touched: range) -> None:
+        while any(written.start < touched.stop and touched.start < written.stop for written, _, _ in self._writes):
+            self._finish_oldest()
+
+    def _finish_oldest(self) -> None:
+        _, transfer, lease = self._writes.popleft()
+        with lease:
+            self._wait(transfer)
+
+    def _land(self, part: torch.Tensor, read: Transfer, lease: Lease) -> None:
+        with lease:
+            self._wait(read)
+            self._accelerator.copy(part, lease.tensor[: part.numel()], finish=True)
+
+    def _wait(self, transfer: Transfer) -> None:
+        with self._recorder.span(LANE, "wait_activation"):  # the disk works, not this lane
+            transfer.wait()
+
+
+def _pages(target: torch.Tensor) -> BufferView:
+    """The whole pages of a target that `new_target` has mapped."""
+    pages = torch.empty(0, dtype=torch.uint8).set_(target.untyped_storage())
+    array: Any = pages.numpy()
+    return BufferView(pages, memoryview(array))

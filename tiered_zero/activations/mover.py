@@ -1,0 +1,337 @@
+"""Move what autograd saves to its place in forward, and bring it back ahead of its use in backward."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter, deque
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from tiered_zero.activations.extents import LANE, Extents, Place
+from tiered_zero.concurrency.transfer import Transfer, wait_quietly
+from tiered_zero.errors import ModelError, TieredZeroError
+from tiered_zero.hardware.runtime import Runtime
+
+MAX_SHARE_OF_STORAGE = 4
+"""A view of less than this part of its storage stays on the device, and the storage with it."""
+
+NUM_AHEAD = 2
+"""Records that are read before backward asks for them, room permitting."""
+
+MAX_GAP = 32
+"""Records looked back over for those: the others between were dropped, or are there already."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoverSettings:
+    """`in_flight_nbytes`: on their way at once. `min_nbytes`: of a storage that moves. `synchronize`: forward waits for
+    each. `profile`: spans around `pack` and `unpack`."""
+
+    in_flight_nbytes: int
+    min_nbytes: int
+    synchronize: bool = False
+    profile: bool = False
+
+
+@final
+class _Reference:
+    """What autograd's `SavedActivation`s of one record share: with the last of them the record is dropped."""
+
+    __slots__ = ("__weakref__", "_dropped", "index", "step")
+
+    def __init__(self, index: int, step: int, dropped: deque[tuple[int, int]]) -> None:
+        self.index, self.step, self._dropped = index, step, dropped
+
+    def __del__(self) -> None:
+        """At any time, on any thread: the driver does the rest."""
+        self._dropped.append((self.step, self.index))
+
+
+@final
+@dataclass(eq=False, kw_only=True)
+class _Record:
+    """One storage that was moved. `key`: see `ActivationMover._find`. `at`: its extent."""
+
+    index: int
+    key: tuple[int, int]
+    storage: StorageWeakRef
+    reference: weakref.ref[_Reference]
+    at: int
+    nbytes: int
+    num_left: int = 0
+    """Of those that refer to it, how many backward has not asked for yet."""
+    target: torch.Tensor | None = None
+    """Its bytes on the device, once `reading` is complete."""
+    reading: Transfer | None = None
+
+
+@final
+class SavedActivation:
+    """What autograd keeps of a tensor that was moved. `counter`: an empty tensor that shares its version counter."""
+
+    __slots__ = ("_mover", "_was_unpacked", "counter", "dtype", "offset", "reference", "size", "stride", "version")
+
+    def __init__(self, mover: ActivationMover, reference: _Reference, tensor: torch.Tensor, version: int) -> None:
+        self._mover, self.reference, self.version = mover, reference, version
+        self.counter = tensor.detach()
+        self.counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        self.size, self.stride, self.offset = tensor.size(), tensor.stride(), tensor.storage_offset()
+        self.dtype = tensor.dtype
+        self._was_unpacked = False
+
+    def unpack(self) -> torch.Tensor:
+        """Return the tensor on the device. Autograd's thread."""
+        is_first, self._was_unpacked = not self._was_unpacked, True
+        memory = self._mover.restore(self.reference, is_first=is_first).view(self.dtype)
+        return memory.as_strided(self.size, self.stride, memory.storage_offset() + self.offset)
+
+
+@final
+class ActivationMover:
+    """The records of one engine. Driver thread, or autograd's while the driver waits in backward."""
+
+    def __init__(self, place: Place, nbytes: int, settings: MoverSettings, runtime: Runtime) -> None:
+        """`nbytes`: the budget of `place`."""
+        self._place, self._extents, self._settings = place, Extents(nbytes), settings
+        self._accelerator, self._recorder, self._ledger = runtime.accelerator, runtime.recorder, runtime.ledger
+        self._device = runtime.accelerator.device
+        self._records: dict[int, _Record] = {}
+        self._by_key: dict[tuple[int, int], _Record] = {}
+        self._writing: deque[tuple[Transfer, torch.Tensor]] = deque()
+        self._dropped: deque[tuple[int, int]] = deque()
+        """Step and index of records that nothing refers to any more."""
+        self._next_index = self._step = 0
+        self._in_flight_nbytes = 0
+        self._is_closed = False
+        self._counts: Counter[str] = Counter()
+
+    # -- forward -------------------------------------------------------------------------------------------------------
+
+    def pack(self, tensor: torch.Tensor, version: int) -> SavedActivation | None:
+        """Begin to move the storage of `tensor`, detached; None where it stays on the device."""
+        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.device != self._device:
+            return None
+        if torch._C._current_graph_task_id() != -1 or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            return None  # what is computed again in backward is used at once
+        storage = tensor.untyped_storage()
+        nbytes = storage.nbytes()
+        if nbytes < self._settings.min_nbytes or not self._fits(tensor, nbytes):
+            return None
+        key = (storage._cdata, version)
+        with self._profiled("pack"):
+            reference = self._find(key) or self._begin_write(tensor, key, nbytes)
+            if reference is None:
+                return None
+            self._records[reference.index].num_left += 1
+            return SavedActivation(self, reference, tensor, version)
+
+    def _fits(self, tensor: torch.Tensor, nbytes: int) -> bool:
+        """Whether the tensor is most of its storage, and plain memory."""
+        if nbytes > MAX_SHARE_OF_STORAGE * tensor.nbytes or nbytes % tensor.itemsize or tensor.is_quantized:
+            return False
+        return not (tensor.is_conj() or tensor.is_neg() or 0 in tensor.stride())
+
+    def _find(self, key: tuple[int, int]) -> _Reference | None:
+        """The record of the storage with this identity, in this version, if both live."""
+        record = self._by_key.get(key)
+        if record is None or record.storage.expired():  # type: ignore[no-untyped-call]
+            return None
+        reference = record.reference()
+        self._counts["num_shared"] += reference is not None
+        return reference
+
+    def _begin_write(self, tensor: torch.Tensor, key: tuple[int, int], nbytes: int) -> _Reference | None:
+        self._free_dropped()
+        at = self._extents.allocate(nbytes) if nbytes <= self._settings.in_flight_nbytes else None
+        if at is None:
+            self._counts["num_kept"] += 1
+            self._counts["kept_nbytes"] += nbytes
+            return None
+        try:
+            self._wait_written(self._settings.in_flight_nbytes - nbytes)
+            source = torch.empty(0, dtype=torch.uint8, device=self._device).set_(tensor.untyped_storage())
+            self._charge(nbytes)
+        except BaseException:
+            self._extents.free(at, nbytes)
+            raise
+        place, recorder = self._place, self._recorder
+
+        def write() -> None:
+            with recorder.span(LANE, "offload", nbytes=nbytes):
+                place.write(at, source)
+
+        after = [self._accelerator.record_compute()]
+        written = self._accelerator.lane(LANE).submit(write, after=after, holds=[source], waits=place.waits)
+        self._writing.append((written, source))
+        reference = _Reference(self._next_index, self._step, self._dropped)
+        self._next_index += 1
+        self._by_key[key] = self._records[reference.index] = _Record(
+            index=reference.index,
+            key=key,
+            storage=StorageWeakRef(tensor.untyped_storage()),  # type: ignore[no-untyped-call]
+            reference=weakref.ref(reference),
+            at=at,
+            nbytes=nbytes,
+        )
+        self._counts["num_moved"] += 1
+        self._counts["moved_nbytes"] += nbytes
+        if self._settings.synchronize:
+            self._wait_written(0, on_host=True)
+        return reference
+
+    def _wait_written(self, allowed_nbytes: int, *, on_host: bool = False) -> None:
+        """Free the oldest sources until at most `allowed_nbytes` are on their way, and those that have left."""
+        while self._writing and (self._in_flight_nbytes > allowed_nbytes or self._writing[0][0].done()):
+            written, source = self._writing[0]
+            with nullcontext() if written.done() else self._recorder.span("compute", "wait_activation"):
+                if on_host:
+                    written.wait()
+                self._accelerator.wait_on_compute(written)
+            self._writing.popleft()
+            self._discharge(source.nbytes)
+
+    # -- backward ------------------------------------------------------------------------------------------------------
+
+    def restore(self, reference: _Reference, *, is_first: bool) -> torch.Tensor:
+        """Return the bytes of a record on the device, [n] uint8, and begin to read those that backward needs next.
+        `is_first`: a node asks for the first time. Raises ModelError after the step that saved them."""
+        with self._profiled("unpack"):
+            if self._is_closed or reference.step != self._step:
+                raise ModelError(
+                    "Backward was called through activations of a step that is over: expected it before step(), found "
+                    "it after that, or after the step was dropped. Their bytes on "
+                    "tiered_zero.activations.device are freed then. Run forward again."
+                )
+            self._free_dropped()
+            record = self._records[reference.index]
+            if record.reading is None:
+                self._make_room(record.nbytes)
+                self._begin_read(record)
+            self._read_ahead(record.index)
+            reading, target = record.reading, record.target
+            assert reading is not None and target is not None, "the read has begun"
+            with nullcontext() if reading.done() else self._recorder.span("compute", "wait_activation"):
+                self._accelerator.wait_on_compute(reading)
+            record.num_left -= is_first
+            if record.num_left <= 0:
+                self._release(record)
+            return target
+
+    def _begin_read(self, record: _Record) -> None:
+        at, nbytes, place, recorder = record.at, record.nbytes, self._place, self._recorder
+        target = place.new_target(nbytes)
+        self._charge(nbytes)
+
+        def read() -> None:
+            with recorder.span(LANE, "restore", nbytes=nbytes):
+                place.read(at, target)
+
+        after = [self._accelerator.record_compute()]  # the memory is what compute has just freed
+        record.target = target
+        record.reading = self._accelerator.lane(LANE).submit(read, after=after, holds=[target], waits=place.waits)
+
+    def _read_ahead(self, index: int) -> None:
+        """Begin to read the records that were packed right before."""
+        num_left = NUM_AHEAD
+        for before in range(index - 1, max(-1, index - 1 - MAX_GAP), -1):
+            record = self._records.get(before)
+            if record is None or record.num_left <= 0:
+                continue
+            if record.reading is None:
+                if self._in_flight_nbytes + record.nbytes > self._settings.in_flight_nbytes:
+                    return
+                self._begin_read(record)
+                self._counts["num_prefetched"] += 1
+            num_left -= 1
+            if not num_left:
+                return
+
+    def _make_room(self, nbytes: int) -> None:
+        """Free sources that have left, then targets that wait for a later node, the latest packed first."""
+        allowed_nbytes = self._settings.in_flight_nbytes - nbytes
+        self._wait_written(allowed_nbytes)
+        if self._in_flight_nbytes > allowed_nbytes:
+            for record in sorted(self._records.values(), key=lambda record: -record.index):
+                if self._in_flight_nbytes <= allowed_nbytes:
+                    return
+                self._release(record)
+
+    def _release(self, record: _Record) -> None:
+        """Let go of a record's memory on the device; it can be read again."""
+        reading, record.reading, record.target = record.reading, None, None
+        if reading is not None:
+            self._accelerator.wait_on_compute(reading)
+            self._discharge(record.nbytes)
+
+    # -- the ends of a step --------------------------------------------------------------------------------------------
+
+    def end_step(self) -> None:
+        """Free all that was saved in the step that is taken. Raises the error of a transfer."""
+        if self._next_index:
+            written = self._accelerator.lane(LANE).submit(self._place.finish)
+            with nullcontext() if written.done() else self._recorder.span("compute", "wait_activation"):
+                written.wait()
+            self._wait_written(0)
+            for record in self._records.values():
+                self._release(record)
+            self._clear()
+
+    def abort(self) -> None:
+        """Free all that was saved in the step that is dropped."""
+        if self._next_index:
+            wait_quietly(self._accelerator.lane(LANE).submit(self._place.finish))
+            self._clear()
+
+    def close(self) -> None:
+        """Free everything; the lane has ended."""
+        self._is_closed = True
+        with suppress(TieredZeroError):  # nothing asks for these bytes any more
+            self._place.finish()
+        self._clear()
+
+    def take_counts(self) -> dict[str, int]:
+        """Return what was moved, and what found no room, since the last call."""
+        counts, self._counts = dict(self._counts), Counter()
+        return counts
+
+    def _clear(self) -> None:
+        """No job is queued: every transfer is complete."""
+        self._step += 1
+        self._next_index = 0
+        self._records.clear()
+        self._by_key.clear()
+        self._writing.clear()
+        self._dropped.clear()
+        self._extents.free_all()
+        self._in_flight_nbytes = 0
+        self._ledger.correct("device", "activation_in_flight", 0)
+
+    def _free_dropped(self) -> None:
+        """Free the extents of records whose graph is gone."""
+        while self._dropped:
+            step, index = self._dropped.popleft()
+            if step != self._step:
+                continue
+            record = self._records.pop(index)
+            self._release(record)
+            self._extents.free(record.at, record.nbytes)
+            if self._by_key.get(record.key) is record:
+                del self._by_key[record.key]
+
+    def _charge(self, nbytes: int) -> None:
+        self._ledger.charge("device", "activation_in_flight", nbytes)
+        self._in_flight_nbytes += nbytes
+
+    def _discharge(self, nbytes: int) -> None:
+        self._in_flight_nbytes -= nbytes
+        self._ledger.discharge("device", "activation_in_flight", nbytes)
+
+    @contextmanager
+    def _profiled(self, kind: str) -> Iterator[None]:
+        with self._recorder.span("compute", kind) if self._settings.profile else nullcontext():
+            yield
