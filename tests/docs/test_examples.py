@@ -1,6 +1,7 @@
 """Every program in docs/examples runs as a user would run it, without a warning, and learns."""
 
 import os
+import re
 import runpy
 import signal
 from pathlib import Path
@@ -23,7 +24,7 @@ def main_of(name: str) -> Any:
     return runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"]
 
 
-@pytest.mark.parametrize("name", ["plain_loop", "lora", "own_data"])
+@pytest.mark.parametrize("name", ["plain_loop", "lora", "own_data", "offloaded_state"])
 def test_the_example_learns(name: str, no_leaks: None, capsys: pytest.CaptureFixture[str]) -> None:
     losses = main_of(name)()
     assert losses[-1] < losses[0]
@@ -63,6 +64,22 @@ def test_a_stopped_example_goes_on_with_the_same_losses(
     assert not list(Path("swap").glob("*"))
 
 
+def test_the_lines_of_the_page_on_optimizers_run(swap_path: Path) -> None:
+    page = (EXAMPLES.parent / "optimizers.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 2
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        for block in blocks:
+            names: dict[str, Any] = {"model": torch.nn.Linear(3, 2), "ddp_model": torch.nn.Linear(3, 2), "torch": torch}
+            exec(block.replace("/path/on/nvme", str(swap_path)), names)
+            names["optimizer"].step()
+            names["optimizer"].close()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_every_example_has_a_test() -> None:
-    tested = {"plain_loop", "lora", "own_data", "hf_model", "resume"}
+    tested = {"plain_loop", "lora", "own_data", "offloaded_state", "hf_model", "resume"}
     assert {path.stem for path in EXAMPLES.glob("*.py")} == tested

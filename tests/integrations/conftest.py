@@ -17,8 +17,11 @@ from torch.optim import Optimizer
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from tests.support.trainers import FAR, adamw, tiered
+from tiered_zero.optim import OffloadedOptimizer
 
 VOCAB, LENGTH = 30, 6
+LOOP = ("loop", "nvme")
+"""No engine: parameters where the loop has them, an OffloadedOptimizer's state on nvme."""
 PLACES = (("none", "none"), *FAR)
 Placement = tuple[str, str] | None
 """None: plain PyTorch."""
@@ -50,9 +53,16 @@ class Sentences(torch.utils.data.Dataset[dict[str, Tensor]]):
 
 @contextmanager
 def optimizer_for(model: nn.Module, placement: Placement, swap_path: Path) -> Iterator[Optimizer]:
-    """AdamW, of torch or of an engine over `model` that is closed at the end."""
+    """AdamW: of torch, offloaded, or of an engine over `model`; it is closed at the end."""
     if placement is None:
         yield adamw(model)
+        return
+    if placement == LOOP:
+        trained = [param for param in model.parameters() if param.requires_grad]
+        offload = {"device": "nvme", "nvme_path": str(swap_path)}
+        with OffloadedOptimizer(trained, torch.optim.AdamW, offload, lr=3e-3) as optimizer:
+            yield optimizer
+        assert not list(swap_path.iterdir())
         return
     with tiered(model, swap_path, placement, adamw) as engine:
         yield engine.optimizer

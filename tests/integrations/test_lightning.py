@@ -1,4 +1,4 @@
-"""Lightning's Trainer and Fabric drive an engine's optimizer: the bits of plain PyTorch under them."""
+"""Lightning's Trainer and Fabric drive an engine's optimizer, and one without an engine: the bits of plain PyTorch."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.integrations.conftest import PLACES, Placement, copies, optimizer_for
+from tests.integrations.conftest import LOOP, PLACES, Placement, copies, optimizer_for
 from tests.support.models import rows, two_layers
 from tests.support.trainers import Record, adamw, assert_same_bits, tiered
+from tiered_zero.optim import OffloadedOptimizer
 
 pytestmark = [pytest.mark.thorough, pytest.mark.filterwarnings("ignore")]  # the libraries warn of each other
 
@@ -59,6 +60,9 @@ def lightning_module(placement: Placement, swap_path: Path, is_manual: bool) -> 
         def configure_optimizers(self) -> Any:
             if placement is None:
                 optimizer = adamw(self)
+            elif placement == LOOP:
+                offload = {"device": "nvme", "nvme_path": str(swap_path)}
+                optimizer = self.engine = OffloadedOptimizer(self.parameters(), torch.optim.AdamW, offload, lr=3e-3)
             else:
                 self.engine = tiered(self, swap_path, placement, adamw)
                 optimizer = self.engine.optimizer
@@ -103,7 +107,7 @@ COURSES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("placement", PLACES, ids="-".join)
+@pytest.mark.parametrize("placement", [*PLACES, LOOP], ids="-".join)
 @pytest.mark.parametrize("course", COURSES)
 def test_trainer(course, placement, swap_path, tmp_path):
     """Losses, weights, and what a checkpoint of Lightning's holds of both weights and optimizer state."""
@@ -139,7 +143,7 @@ def with_fabric(
         return Record(seen, copies(own.state_dict()))
 
 
-@pytest.mark.parametrize("placement", PLACES, ids="-".join)
+@pytest.mark.parametrize("placement", [*PLACES, LOOP], ids="-".join)
 @pytest.mark.parametrize(
     ("precision", "clipping", "is_separate"),
     [("32-true", 0.0, False), ("32-true", 0.0, True), ("32-true", 0.05, False), ("bf16-mixed", 0.0, False)],

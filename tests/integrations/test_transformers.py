@@ -1,4 +1,5 @@
-"""The Trainer of Transformers and an Accelerator drive an engine's optimizer: the bits of plain PyTorch under them."""
+"""The Trainer of Transformers and an Accelerator drive an optimizer, of an engine or without one: the bits of plain
+PyTorch under them."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.integrations.conftest import PLACES, Placement, Sentences, copies, gpt2, optimizer_for, token_ids
+from tests.integrations.conftest import LOOP, PLACES, Placement, Sentences, copies, gpt2, optimizer_for, token_ids
 from tests.support.trainers import Record, assert_same_bits
 
 pytestmark = [pytest.mark.thorough, pytest.mark.filterwarnings("ignore")]  # the libraries warn of each other
@@ -45,7 +46,7 @@ def with_trainer(
     return Record(seen, weights)
 
 
-@pytest.mark.parametrize("placement", PLACES, ids="-".join)
+@pytest.mark.parametrize("placement", [*PLACES, LOOP], ids="-".join)
 @pytest.mark.parametrize("max_grad_norm", [1.0, 0.1, 0.0])
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_trainer(accumulation, max_grad_norm, placement, swap_path, tmp_path):
@@ -56,14 +57,14 @@ def test_trainer(accumulation, max_grad_norm, placement, swap_path, tmp_path):
     assert_same_bits(expected, with_trainer(placement, swap_path, tmp_path / "own", **options))
 
 
-@pytest.mark.parametrize("placement", PLACES, ids="-".join)
+@pytest.mark.parametrize("placement", [*PLACES, LOOP], ids="-".join)
 def test_trainer_that_resumes(placement, swap_path, tmp_path):
     expected = with_trainer(None, swap_path, tmp_path / "plain", resumes=True, max_grad_norm=1.0)
     found = with_trainer(placement, swap_path, tmp_path / "own", resumes=True, max_grad_norm=1.0)
     assert_same_bits(expected, found)
 
 
-@pytest.mark.parametrize("placement", PLACES, ids="-".join)
+@pytest.mark.parametrize("placement", [*PLACES, LOOP], ids="-".join)
 def test_trainer_with_gradient_checkpointing(placement, swap_path, tmp_path):
     options = {"max_grad_norm": 1.0, "gradient_checkpointing": True}
     expected = with_trainer(None, swap_path, tmp_path / "plain", **options)
@@ -103,7 +104,7 @@ def with_accelerator(
     return Record(seen, weights)
 
 
-@pytest.mark.parametrize("placement", PLACES, ids="-".join)
+@pytest.mark.parametrize("placement", [*PLACES, LOOP], ids="-".join)
 @pytest.mark.parametrize(
     ("precision", "accumulation", "clipping"),
     [("no", 1, 0.0), ("no", 1, 0.05), ("no", 2, 0.05), ("bf16", 1, 0.0), ("fp16", 1, 0.0)],

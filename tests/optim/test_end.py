@@ -12,13 +12,15 @@ import pytest
 import torch
 from torch import nn
 
-from tiered_zero.errors import ConfigError, EngineFailedError, ModelError, PlanError
+from tiered_zero.errors import BudgetError, ConfigError, EngineFailedError, ModelError, PlanError, StoreError
 from tiered_zero.optim import OffloadedOptimizer
 from tiered_zero.sizes import PAGE_NBYTES
 from tiered_zero.store.swap_store import SwapStore
+from tiered_zero.update import optimizer_state
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ADAM = torch.optim.AdamW
+DTYPES = (torch.float32, torch.bfloat16)
 
 
 def with_gradients(*params: nn.Parameter) -> list[nn.Parameter]:
@@ -220,3 +222,42 @@ def test_two_of_them_and_their_params_do_not_meet(swap_path: Path) -> None:
     for _ in range(2):
         plain.step()
     assert torch.equal(plain.param_groups[0]["params"][0], params[1][0])
+
+
+def test_state_larger_than_memory_goes_through_files(
+    swap_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parameter by parameter: fp32 and 16 bits, one without state, cut by sub-groups; the next steps are the same."""
+
+    def make(seed: int) -> list[nn.Parameter]:
+        torch.manual_seed(seed)
+        shapes = ((5,), (1100, 1024), (3, 4))
+        params = [nn.Parameter(torch.randn(shape, dtype=dtype)) for shape in shapes for dtype in DTYPES]
+        for param in params[1:]:
+            param.grad = torch.randn_like(param)
+        return params
+
+    first, second = make(1), make(1)
+    with OffloadedOptimizer(first, ADAM, on_disk(swap_path), lr=torch.tensor(1e-2)) as optimizer:
+        optimizer.step()
+        with monkeypatch.context() as patch, pytest.raises(BudgetError, match=r"optimizer.save_state\(directory\)"):
+            patch.setattr(optimizer_state, "available_host_nbytes", lambda: 1 << 23)
+            optimizer.state_dict()
+        with monkeypatch.context() as patch:
+            patch.setattr(optimizer_state, "available_host_nbytes", lambda: 14 << 20)  # of the largest parameter
+            assert [path.name for path in optimizer.save_state(tmp_path / "state")] == ["optimizer.safetensors"]
+        saved = optimizer.state_dict()
+        for own, param in zip(second, first, strict=True):
+            own.data.copy_(param.data)
+        optimizer.step()
+    with OffloadedOptimizer(second, ADAM, on_disk(swap_path), lr=1.0) as optimizer:
+        optimizer.load_state(tmp_path / "state")
+        found = optimizer.state_dict()
+        assert found["state"].keys() == saved["state"].keys() == set(range(1, 6))
+        for index, values in saved["state"].items():
+            assert all(torch.equal(value, found["state"][index][name]) for name, value in values.items())
+        optimizer.step()
+        assert all(map(torch.equal, first, second))
+        refused(lambda: optimizer.load_state(tmp_path), StoreError, "save_state")
+    with OffloadedOptimizer(second[:2], ADAM, {"device": "cpu"}) as optimizer:
+        refused(lambda: optimizer.load_state(tmp_path / "state"), StoreError, "same groups")

@@ -38,7 +38,7 @@ def consolidate(
 
 def _send(group: ShardGroup, state: Mapping[str, Any], to: int) -> None:
     tensors: list[Tensor] = []
-    group.send(json.dumps(_described(dict(state), tensors)).encode(), to)
+    group.send(json.dumps(describe(dict(state), tensors)).encode(), to)
     for tensor in tensors:
         group.send_tensor(tensor.detach(), to)
 
@@ -49,27 +49,27 @@ def _receive(group: ShardGroup, source: int) -> dict[str, Any]:
         group.receive_tensor(tensor, source)
         return tensor
 
-    state: dict[str, Any] = _rebuilt(json.loads(group.receive(source)), read)
+    state: dict[str, Any] = rebuild(json.loads(group.receive(source)), read)
     return state
 
 
 def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
     tensors: list[Tensor] = []
-    described = _described(dict(state), tensors)
+    described = describe(dict(state), tensors)
     left: Iterable[Tensor] = iter(tensors)
-    copied: dict[str, Any] = _rebuilt(described, lambda *_: next(left).detach().to("cpu", copy=True))  # type: ignore[call-overload]
+    copied: dict[str, Any] = rebuild(described, lambda *_: next(left).detach().to("cpu", copy=True))  # type: ignore[call-overload]
     return copied
 
 
-def _described(value: Any, tensors: list[Tensor]) -> list[Any]:
+def describe(value: Any, tensors: list[Tensor]) -> list[Any]:
     """Return a value as JSON; its tensors, in order, are added to `tensors`."""
     if isinstance(value, Tensor):
         tensors.append(value)
         return ["tensor", str(value.dtype).removeprefix("torch."), list(value.shape)]
     if type(value) in (list, tuple):
-        return [type(value).__name__, [_described(item, tensors) for item in value]]
+        return [type(value).__name__, [describe(item, tensors) for item in value]]
     if isinstance(value, Mapping):
-        return ["dict", [[_described(name, tensors), _described(item, tensors)] for name, item in value.items()]]
+        return ["dict", [[describe(name, tensors), describe(item, tensors)] for name, item in value.items()]]
     if value is None or isinstance(value, (bool, int, float, str)):
         return ["value", value]
     raise ModelError(
@@ -78,13 +78,13 @@ def _described(value: Any, tensors: list[Tensor]) -> list[Any]:
     )
 
 
-def _rebuilt(described: Sequence[Any], read: Callable[[str, Sequence[int]], Tensor]) -> Any:
+def rebuild(described: Sequence[Any], read: Callable[[str, Sequence[int]], Tensor]) -> Any:
     kind, *rest = described
     if kind == "tensor":
         return read(*rest)
     if kind == "value":
         return rest[0]
     if kind == "dict":
-        return {_rebuilt(name, read): _rebuilt(item, read) for name, item in rest[0]}
-    items = [_rebuilt(item, read) for item in rest[0]]
+        return {rebuild(name, read): rebuild(item, read) for name, item in rest[0]}
+    items = [rebuild(item, read) for item in rest[0]]
     return tuple(items) if kind == "tuple" else items

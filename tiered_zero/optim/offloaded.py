@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -18,13 +20,14 @@ from tiered_zero.engine.calls import end_unreferenced_run
 from tiered_zero.errors import ModelError
 from tiered_zero.layout.flat import Unit
 from tiered_zero.optim.pipeline import Pipeline, open_pipeline, read_offload
+from tiered_zero.optim.state_files import StateFiles, write_state
 from tiered_zero.plan.planner import Plan
 from tiered_zero.system.process import OwnProcess
 from tiered_zero.telemetry.ledger import Ledger
 from tiered_zero.telemetry.report import StepReport, build_step_report
 from tiered_zero.update.optimizer_state import OptimizerState, ParamState
 from tiered_zero.update.state_access import StateAccess
-from tiered_zero.update.state_calls import TierStateOptimizer
+from tiered_zero.update.state_calls import TierStateOptimizer, replace_values
 
 
 class OffloadedOptimizer(TierStateOptimizer):
@@ -138,6 +141,26 @@ class OffloadedOptimizer(TierStateOptimizer):
         except BaseException:
             del self.param_groups[before:], self._source.param_groups[before:]
             raise
+
+    # -- files ---------------------------------------------------------------------------------------------------------
+
+    @protected
+    def save_state(self, directory: str | os.PathLike[str]) -> list[Path]:
+        """Write what `state_dict()` returns to safetensors files, one parameter at a time. Returns their paths. Raises
+        StoreError, and leaves what was there."""
+        pipeline = self._current()
+        pipeline.policy.check()
+        pipeline.stepper.cancel_prefetch()
+        return write_state(Path(directory), _MovedState(pipeline.state, self.param_groups), self.param_groups)
+
+    @shielded
+    def load_state(self, directory: str | os.PathLike[str]) -> None:
+        """Load what `save_state` has written, one parameter at a time. Raises StoreError and ModelError, with nothing
+        changed, where it does not fit."""
+        self._current()
+        with StateFiles(Path(directory), self.param_groups) as files:
+            self._access.replace(files, files.groups)
+            replace_values(self.param_groups, files.groups)
 
     # -- the end -------------------------------------------------------------------------------------------------------
 

@@ -190,7 +190,8 @@ class OptimizerState:
             raise BudgetError(
                 f"The optimizer state was expected to fit into free host memory as fp32 tensors; it takes "
                 f"{format_nbytes(needed)} and {format_nbytes(free)} are free. Read it parameter by parameter with "
-                "optimizer.read_state(param)."
+                "optimizer.read_state(param), or stream it to files: engine.save_checkpoint(directory), or, without an "
+                "engine, optimizer.save_state(directory)."
             )
 
     def _exported_nbytes(self, layout: StateLayout, piece: ParamPiece) -> int:
