@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tiered_zero.config.load import load as load_config
     from tiered_zero.config.schema import Config
     from tiered_zero.data import TrainingLoader
-    from tiered_zero.deepspeed import accelerator, comm, utils, zero
+    from tiered_zero.deepspeed import accelerator, checkpointing, comm, utils, zero
     from tiered_zero.deepspeed.accelerator import get_accelerator
     from tiered_zero.deepspeed.comm import init_distributed
     from tiered_zero.engine.engine import Engine
@@ -61,10 +61,9 @@ _HOMES = {
     "Plan": "plan.planner",
     "stop_on_signals": "stopping",
 }
-_MODULES = ("accelerator", "comm", "utils", "zero")
+_MODULES = ("accelerator", "checkpointing", "comm", "utils", "zero")
 _EVALUATE = "give initialize() no optimizer, and call the engine: it evaluates"
 _TORCH_OPTIMIZER = "name the optimizer in the config, or pass any of torch's to initialize()"
-_LATER = "activation checkpointing comes in a later version; use torch.utils.checkpoint"
 _ONE_RANK = "this version does not split a model's modules over ranks; ZeRO stage 3 shards their parameters"
 _NUMBERS = "engine.step_report, engine.memory_report() and tiered_zero.report have the numbers"
 _MISSING = {
@@ -72,7 +71,6 @@ _MISSING = {
     "InferenceEngine": _EVALUATE,
     "default_inference_config": _EVALUATE,
     "ops": _TORCH_OPTIMIZER,
-    "checkpointing": _LATER,
     "PipelineModule": _ONE_RANK,
     "PipelineEngine": _ONE_RANK,
     "pipe": _ONE_RANK,
@@ -124,6 +122,7 @@ __all__ = [  # noqa: RUF022 (the order of the API page)
     "StoreError",
     "TransferError",
     "accelerator",
+    "checkpointing",
     "comm",
     "utils",
     "zero",

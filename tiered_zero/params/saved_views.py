@@ -237,6 +237,12 @@ class _PackInside:
         return saved
 
 
+def moves_saved_tensors() -> bool:
+    """Whether what autograd saves now goes to the mover of an engine."""
+    top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return top is not None and getattr(top[0], "__func__", None) is SavedViews.pack_and_move
+
+
 def _is_of_checkpoint(pack: Pack) -> bool:
     return getattr(pack, "__module__", "") == "torch.utils.checkpoint"
 
