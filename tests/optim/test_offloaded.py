@@ -111,8 +111,6 @@ def groups_of(net: Net) -> list[dict[str, Any]]:
 
 SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
     "one cycle": lambda own: lr_scheduler.OneCycleLR(own, max_lr=[1e-2, 2e-2], total_steps=12),
-    "cyclic": lambda own: lr_scheduler.CyclicLR(own, 1e-3, 1e-2, step_size_up=3, cycle_momentum=False),
-    "cosine": lambda own: lr_scheduler.CosineAnnealingLR(own, 5),
     "plateau": lambda own: lr_scheduler.ReduceLROnPlateau(own, patience=0, factor=0.5),
 }
 

@@ -230,6 +230,7 @@ def follow_the_cases_of_torch(swap_path: str) -> None:
         optimizer.step()
         assert all(torch.equal(param, torch.zeros_like(param)) for param in added)
         assert len(optimizer.optim.param_groups) == 2
+        check_few_parameters(swap_path)
         check_trainability(swap_path)
         check_join(rank, world)
         check_new_groups(rank, world)
@@ -281,6 +282,24 @@ def check_trainability(swap_path: str) -> None:
                 assert same(plain, own), step
         logger.removeHandler(handler)
         assert sum("trainable parameters changed" in line for line in lines) == 2
+
+
+def check_few_parameters(swap_path: str) -> None:
+    """A rank that steps nothing takes part all the same, and gets a parameter later."""
+    weight, later = nn.Parameter(torch.ones(3)), [nn.Parameter(torch.ones(2)) for _ in range(8)]
+    offload = {"device": "nvme", "nvme_path": swap_path}
+    with ZeroRedundancyOptimizer([weight], torch.optim.AdamW, offload=offload, lr=0.5, weight_decay=0) as optimizer:
+        weight.grad = torch.ones(3)
+        optimizer.step()
+        optimizer.add_param_group({"params": later})
+        for param in later:
+            param.grad = torch.ones(2)
+        optimizer.step()
+        torch.testing.assert_close(weight.detach(), torch.zeros(3), rtol=0, atol=1e-6)
+        for param in later:
+            torch.testing.assert_close(param.detach(), torch.full((2,), 0.5), rtol=0, atol=1e-6)
+        optimizer.consolidate_state_dict(0)
+        assert optimizer.rank or len(optimizer.state_dict()["state"]) == 9
 
 
 def check_join(rank: int, world: int) -> None:

@@ -66,7 +66,10 @@ def read_offload(offload: Mapping[str, Any]) -> Config:
             "train_micro_batch_size_per_gpu": 1,
             "zero_optimization": {
                 "stage": 2,
-                "offload_optimizer": {name: offload[name] for name in _SECTION if name in offload},
+                "offload_optimizer": {
+                    "pin_memory": True,
+                    **{name: offload[name] for name in _SECTION if name in offload},
+                },
             },
             "tiered_zero": {"update": "barrier", **{name: offload[name] for name in _RUNTIME if name in offload}},
         }

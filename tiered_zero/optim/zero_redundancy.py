@@ -132,8 +132,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     # -- groups --------------------------------------------------------------------------------------------------------
 
     def partition_parameters(self) -> list[list[dict[str, Any]]]:
-        """Return the param groups of every rank, each with the parameters that the rank steps."""
-        return self._parts
+        """Return the param groups of every rank, as they are now, each with the parameters that the rank steps."""
+        return partition_groups(self.param_groups, self.world_size)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, as torch does; every rank calls it."""
