@@ -11,13 +11,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiered_zero.utils import RepeatingLoader
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import tiered_zero
 from tiered_zero.checkpoint.values import decode, encode
 from tiered_zero.data import TrainingLoader
 from tiered_zero.errors import StoreError
+from tiered_zero.utils import RepeatingLoader
 
 
 class Numbers(Dataset[Any]):

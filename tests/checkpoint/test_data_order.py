@@ -10,7 +10,6 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from tiered_zero.utils import RepeatingLoader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -20,6 +19,7 @@ from tests.support.trainers import same_bits
 from tiered_zero.checkpoint.driver import LoadParts
 from tiered_zero.data import TrainingLoader
 from tiered_zero.errors import ModelError
+from tiered_zero.utils import RepeatingLoader
 
 EPOCHS = 3
 LENGTH = 7

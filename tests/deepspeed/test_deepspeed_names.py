@@ -13,6 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+
+import tiered_zero
+import tiered_zero as deepspeed
+from tests.support.configs import ADAMW, config_of, zero_section
+from tests.support.models import rows as batch
+from tiered_zero.errors import ConfigError, MissingNameError, ModelError
 from tiered_zero.utils import (
     RepeatingLoader,
     safe_get_full_fp32_param,
@@ -22,13 +29,6 @@ from tiered_zero.utils import (
     safe_set_full_grad,
     safe_set_full_optimizer_state,
 )
-from torch import Tensor, nn
-
-import tiered_zero
-import tiered_zero as deepspeed
-from tests.support.configs import ADAMW, config_of, zero_section
-from tests.support.models import rows as batch
-from tiered_zero.errors import ConfigError, MissingNameError, ModelError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

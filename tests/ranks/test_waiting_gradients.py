@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from tiered_zero.utils import safe_get_full_fp32_param
 from torch import Tensor, nn
 
 import tiered_zero
@@ -17,6 +16,7 @@ from tests.ranks import routed
 from tests.ranks.pool import RankPool
 from tests.ranks.routed import Run
 from tests.ranks.training import assert_all_ranks_agree, differences
+from tiered_zero.utils import safe_get_full_fp32_param
 
 SMALL = {"reduce_bucket_size": 2048}
 """Elements: less than one block with its experts."""

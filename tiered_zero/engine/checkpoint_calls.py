@@ -164,7 +164,7 @@ class CheckpointCalls:
         units = pager.units.by_param
 
         def unit_of(param: nn.Parameter) -> int:
-            return units[param].unit.index
+            return units[param].unit.index if param in units else -1  # without elements it is in none
 
         weights = model_weights(self._run.module, pager.copies.take, unit_of, exclude_frozen=exclude_frozen_parameters)
         max_nbytes = parse_nbytes(max_shard_size)

@@ -91,7 +91,8 @@ class ParamCopies:
         a state_dict is taken."""
         if param in self._by_param:
             return self._by_param[param]
-        paged = self._units.by_param[param]
+        if (paged := self._units.by_param.get(param)) is None:  # it has no elements
+            return param.detach().to("cpu", copy=True)
         flat = paged.storage.flat if paged.state is UnitState.IN_USE or paged.is_resident else self._read(paged)
         entry = paged.unit.entries[paged.params[param]]
         value = entry.param.view(flat[entry.start : entry.stop]).to("cpu", copy=True)
