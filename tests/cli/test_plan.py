@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from tiered_zero.cli.tables import plan_table
 from tiered_zero.plan import swap_capacity
 from tiered_zero.plan.gpt_shape import num_parameters
 from tiered_zero.plan.planner import Plan, PlanRow
+from tiered_zero.sizes import format_nbytes
 
 CONFIG = str(Path(__file__).parents[2] / "configs" / "gpt_nvme.json")
 
@@ -208,3 +210,31 @@ def test_tiers_come_fastest_first_with_their_sums_and_limits() -> None:
 def test_wrong_options_are_usage_errors(options: list[str], message: str) -> None:
     result = CliRunner().invoke(main, ["plan", CONFIG, *options])
     assert result.exit_code == 2 and message in result.stderr
+
+
+@pytest.mark.usefixtures("large_disk")
+def test_activations_of_a_long_sequence_are_estimated(tmp_path: Path) -> None:
+    """2 h L bytes a token for the inputs of checkpoints, as many as the budget takes; the rest is the device's."""
+    section = {"device": "nvme", "nvme_path": "swap", "limit": "6GiB"}
+    values = json.loads(Path(CONFIG).read_text())
+    values |= {"train_batch_size": 1, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
+    config = write(tmp_path / "config.json", **{**values, "tiered_zero": {"activations": section}})
+    options = (config, "--params", "7B", "--sequence-length", "32768", "--device-memory", "80GiB")
+    found = plan_json(*options, "--host-memory", "64GiB")[1]["activations"]
+    hidden, layers = (
+        int(re.findall(rf"{name}=(\d+)", plan_json(*options)[1]["model"])[0]) for name in ("hidden", "layers")
+    )
+    assert found["tokens"] == 32768 and found["num_boundaries"] == layers
+    assert found["boundary_nbytes"] == 2 * hidden * 32768
+    assert found["block_nbytes"] == 34 * hidden * 32768
+    fit = (6 << 30) // found["boundary_nbytes"] * found["boundary_nbytes"]
+    shown = CliRunner().invoke(main, ["plan", *options]).stdout
+    assert f"Of the inputs {format_nbytes(fit)} fit the budget on nvme." in shown
+    assert "the plan leaves" in shown and "(--device-memory)" in shown
+
+
+def test_activations_of_an_unknown_model_are_not_estimated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "some_model.py").write_text("import torch\ndef build(): return torch.nn.Linear(4, 4)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    shown = CliRunner().invoke(main, ["plan", CONFIG, "--model", "some_model:build"])
+    assert "Activations are not estimated" in shown.stdout

@@ -17,7 +17,15 @@ from tiered_zero.errors import ConfigError, PlanError
 from tiered_zero.layout.flat import Unit
 from tiered_zero.plan.placement import place_params
 from tiered_zero.plan.planner import Plan, make_plan
-from tiered_zero.plan.request import Limits, ParamRequest, PlanRequest, StateRequest, SubGroupSize, UpdateRequest
+from tiered_zero.plan.request import (
+    ActivationRequest,
+    Limits,
+    ParamRequest,
+    PlanRequest,
+    StateRequest,
+    SubGroupSize,
+    UpdateRequest,
+)
 from tiered_zero.plan.staging import (
     AUTO_STATE_STAGING_NBYTES,
     MAX_AUTO_STAGING_NBYTES,
@@ -433,3 +441,26 @@ def test_offloading_further_takes_nothing_more_of_the_device(run: tuple[list[Uni
     on_nvme = make_plan(units, sizes_of(units), replace(wished, params=replace(wished.params, tier="nvme")))
     assert on_host.nbytes("device") == on_nvme.nbytes("device")
     assert on_nvme.nbytes("host", "param") == 0
+
+
+@pytest.mark.parametrize(
+    ("limit", "budget", "in_flight"),
+    [(MIB, MIB, MIB), (64 * MIB, 64 * MIB, 16 * MIB), (4 << 30, 4 << 30, 256 * MIB), (1 << 40, 1 << 40, 1 << 30)],
+)
+def test_activations_have_a_budget_and_what_is_on_its_way(limit: int, budget: int, in_flight: int) -> None:
+    asked = replace(request("device", "host"), activations=ActivationRequest(tier="nvme", nbytes=limit))
+    plan = make_plan(some_units(), [], asked)
+    assert (plan.nbytes("nvme", "activation"), plan.nbytes("device", "activation_in_flight")) == (budget, in_flight)
+    assert plan.nbytes("host", "staging_activation") == 4 * min(in_flight, MAX_AUTO_STAGING_NBYTES)
+
+
+def test_without_a_limit_activations_take_a_quarter_of_the_host_memory_that_is_left() -> None:
+    limits = {"host": (400 * MIB, "here")}
+    without = make_plan(some_units(), [], request("host", "host", limits=limits))
+    asked = replace(request("host", "host", limits=limits), activations=ActivationRequest(tier="host"))
+    left = 400 * MIB - without.nbytes("host")
+    found = make_plan(some_units(), [], asked).nbytes("host", "activation")
+    assert found == left // 4 // PAGE_NBYTES * PAGE_NBYTES
+    asked = replace(asked, activations=ActivationRequest(tier="host", nbytes=MIB * 500))
+    with pytest.raises(PlanError, match=r"Lower tiered_zero\.activations\.limit"):
+        make_plan(some_units(), [], asked).check()

@@ -65,7 +65,7 @@ def test_the_plan_of_a_shape_is_the_plan_of_the_run(shape: GPTConfig, config: di
     assert [row for row in plan.rows if row.kind == "state"] == [row for row in run.rows if row.kind == "state"]
     need = SwapNeed.of(plan)
     assert need == SwapNeed.of(run) and need.total == run.nbytes("nvme")
-    directories = directory_needs(need, loaded.zero_optimization)
+    directories = directory_needs(need, loaded.zero_optimization, 1, loaded.tiered_zero.activations.nvme_paths)
     assert sum(directory.nbytes for directory in directories) == run.nbytes("nvme")
 
 

@@ -68,6 +68,9 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
         zero["offload_optimizer"] = state
     own: dict[str, Any] = {}
     if draw(st.booleans()):
+        activations = {"device": draw(st.sampled_from(["nvme", "cpu"])), "nvme_path": draw(PATHS)}
+        own["activations"] = {**activations, "limit": draw(st.one_of(st.none(), SIZES))}
+    if draw(st.booleans()):
         own["unit_size_cap"] = draw(st.integers(1, 500_000))
     if state["device"] != "none":
         own["update"] = draw(st.sampled_from(["overlapped", "barrier", "delayed"]))

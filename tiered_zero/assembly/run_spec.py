@@ -332,6 +332,11 @@ def planning_notices(run_spec: RunSpec) -> list[str]:
             "activation_checkpointing.cpu_checkpointing, tiered_zero.activations.device cpu: without effect where the "
             "CPU computes, for activations rest in host memory there; tiered_zero.activations.device nvme frees it"
         )
+    if plan.activations is not None and not plan.activations.nbytes:
+        lines.append(
+            f"tiered_zero.activations: the plan leaves no host memory for them ({plan.limits['host'][1]}), so they "
+            "stay on the device. Set tiered_zero.activations.limit, or offload more to nvme."
+        )
     given = zero.sub_group_size
     numel = sub_group_numel(given, run_spec.units)
     if numel < given < 1_000_000_000:  # DeepSpeed's default asks for nothing, here and below

@@ -21,13 +21,16 @@ from tiered_zero.plan.swap_capacity import SwapNeed, directory_needs, look_at_dr
 from tiered_zero.sizes import format_nbytes
 
 if TYPE_CHECKING:
+    from tiered_zero.plan.activations import ActivationEstimate
     from tiered_zero.plan.planner import Plan
 
 _EVALUATES = (
     "No optimizer is named: this is the plan of an evaluation. To plan training add --optimizer AdamW, or name one in "
     "the config."
 )
-_ACTIVATIONS = "Activations are in no plan: the model, the batch and activation checkpointing decide what they take."
+_NO_ESTIMATE = (
+    "Activations are not estimated: the model does not say its hidden size, layers and length (--sequence-length)."
+)
 
 
 @click.command()
@@ -47,6 +50,12 @@ _ACTIVATIONS = "Activations are in no plan: the model, the batch and activation 
     help="A Hugging Face model, from its config (needs transformers, and no network).",
 )
 @click.option("--optimizer", metavar="AdamW", help="Plan with this optimizer in place of the config's.")
+@click.option(
+    "--sequence-length",
+    type=click.IntRange(min=1),
+    metavar="TOKENS",
+    help="Of a sample, for the estimate of activations (default: the most that the model takes).",
+)
 @click.option("--ranks", type=click.IntRange(min=1), default=1, show_default=True, help="Processes on this host.")
 @click.option(
     "--device-memory",
@@ -70,6 +79,7 @@ def plan(
     sized: GPTConfig | None,
     model_config: Path | None,
     optimizer: str | None,
+    sequence_length: int | None,
     ranks: int,
     device_memory: int | None,
     host_memory: int | None,
@@ -88,16 +98,18 @@ def plan(
     if optimizer is not None:
         settings["optimizer"] = {"type": optimizer}
     # Not imported for --help: torch takes seconds.
-    from tiered_zero.cli.planned_run import build_planned, count_parameters, specify_planned
+    from tiered_zero.cli.planned_run import build_planned, count_parameters, estimate_of, specify_planned
     from tiered_zero.rules.from_config import check_sections
 
     loaded = load(settings, world_size=ranks, to_train=False)
     check_sections(loaded)
     model = build_planned(chosen)
     run = specify_planned(loaded, model, ranks, device_memory, host_memory)
-    needs = directory_needs(SwapNeed.of(run.plan), loaded.zero_optimization)
+    paths = loaded.tiered_zero.activations.nvme_paths
+    needs = directory_needs(SwapNeed.of(run.plan), loaded.zero_optimization, 1, paths)
     directories, drives = look_at_drives(dataclasses.replace(need, nbytes=ranks * need.nbytes) for need in needs)
     problems = [*_problems(run.plan, drives)]
+    estimate = estimate_of(model, chosen, loaded, sequence_length)
     if as_json:
         facts = {
             "model": str(chosen),
@@ -107,6 +119,7 @@ def plan(
             "problem": "\n".join(problems) or None,
             "update_policy": dataclasses.asdict(run.plan.update_policy),
             "rows": run.plan.table(),
+            "activations": None if estimate is None else dataclasses.asdict(estimate),
             "directories": directories,
             "drives": drives,
         }
@@ -121,13 +134,42 @@ def plan(
         for line in _directory_lines(directories, drives):
             click.echo(line)
         click.echo(run.plan.update_policy.text)
-        click.echo(_ACTIVATIONS)
+        for line in [_NO_ESTIMATE] if estimate is None else _estimate_lines(estimate, run.plan):
+            click.echo(line)
     for problem in problems:
         click.echo(f"Error: {problem.partition(chr(10))[0]}", err=True)
     if problems:
         if device_memory is None and run.plan.nbytes("device") > run.plan.limits.get("device", (1 << 62, ""))[0]:
             click.echo("To plan for another device, add for example --device-memory 24GiB.", err=True)
         ctx.exit(1)
+
+
+def _estimate_lines(estimate: ActivationEstimate, plan: Plan) -> Iterator[str]:
+    """Say what a micro-batch takes beside the plan, and where."""
+    offloaded = estimate.offloaded_nbytes(plan.activations)
+    kept = estimate.boundaries_nbytes - offloaded
+    yield (
+        f"Beside the plan, estimated for a micro-batch of {estimate.tokens:,} tokens with each block in a checkpoint: "
+        f"inputs of {estimate.num_boundaries} blocks {format_nbytes(estimate.boundaries_nbytes)}, one block's "
+        f"activations {format_nbytes(estimate.block_nbytes)}, logits {format_nbytes(estimate.logits_nbytes)}."
+    )
+    if plan.activations is not None:
+        yield f"Of the inputs {format_nbytes(offloaded)} fit the budget on {plan.activations.tier}."
+    limit, source = plan.limits.get("device", (None, ""))
+    if limit is not None:
+        needed, room = kept + estimate.block_nbytes + estimate.logits_nbytes, limit - plan.nbytes("device")
+        way = (
+            ""
+            if needed <= room
+            else (
+                "; take a smaller micro-batch"
+                + ("" if offloaded else " or offload the inputs (tiered_zero.activations)")
+            )
+        )
+        yield (
+            f"On the device they need {format_nbytes(needed)}; the plan leaves {format_nbytes(max(0, room))} ({source})"
+            f"{way}."
+        )
 
 
 def _problems(plan: Plan, drives: Sequence[Mapping[str, Any]]) -> Iterator[str]:

@@ -17,6 +17,7 @@ from tiered_zero.demo.gpt import build_gpt
 from tiered_zero.errors import ConfigError
 from tiered_zero.hardware.probe import available_host_nbytes
 from tiered_zero.hardware.ranks.collectives import Collectives
+from tiered_zero.plan.activations import ActivationEstimate, estimate_activations
 from tiered_zero.plan.gpt_shape import GPTConfig
 from tiered_zero.plan.request import NO_LIMIT
 
@@ -62,6 +63,25 @@ def specify_planned(
     elif ranks > 1 and (part := available_host_nbytes() // ranks) < (config.tiered_zero.host_memory_limit or NO_LIMIT):
         limits["host"] = (part, f"the part of each of {ranks} ranks in what this machine and its cgroup have free")
     return specify_run(config, model, limits=limits, collectives=cast(Collectives, _PlannedRanks(ranks)))
+
+
+def estimate_of(
+    model: nn.Module, source: GPTConfig | Path | str, config: Config, length: int | None
+) -> ActivationEstimate | None:
+    """Estimate the activations of a micro-batch of samples of `length` tokens; None: as long as the model takes. None
+    for a model that does not say its sizes, as those of Hugging Face do."""
+    sizes: Any = source if isinstance(source, GPTConfig) else getattr(model, "config", None)
+
+    def size(*names: str) -> int | None:
+        return next((value for name in names if isinstance(value := getattr(sizes, name, None), int)), None)
+
+    hidden, layers = size("hidden", "hidden_size", "n_embd"), size("layers", "num_hidden_layers", "n_layer")
+    length = length or size("context", "max_position_embeddings", "n_positions")
+    if hidden is None or layers is None or length is None:
+        return None
+    tokens = config.train_micro_batch_size_per_gpu * length
+    itemsize = 4 if config.param_dtype_name == "float32" else 2
+    return estimate_activations(tokens, hidden, layers, size("vocab", "vocab_size") or 0, itemsize)
 
 
 def count_parameters(model: nn.Module) -> int:

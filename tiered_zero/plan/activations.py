@@ -50,3 +50,48 @@ def plan_activations(request: ActivationRequest, host_room_nbytes: int) -> Activ
         min_nbytes=request.min_nbytes,
         staging=staging,
     )
+
+
+BLOCK_NBYTES = 17
+"""Activations of one transformer block, over the bytes of its input: 34 h bytes a token in 16 bit, without the scores
+of attention, which fused kernels do not keep (Korthikanti et al., Reducing Activation Recomputation, 2022, section 4).
+"""
+
+LOGIT_ITEMSIZE = 4
+"""Bytes a logit takes besides itself: its gradient, or its fp32 copy."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationEstimate:
+    """Bytes of one micro-batch, with a checkpoint around each block. `boundary_nbytes`: the input of one; there are
+    `num_boundaries`. `block_nbytes`: of one block, while it is computed again. `logits_nbytes`: with their loss."""
+
+    tokens: int
+    boundary_nbytes: int
+    num_boundaries: int
+    block_nbytes: int
+    logits_nbytes: int
+
+    @property
+    def boundaries_nbytes(self) -> int:
+        return self.boundary_nbytes * self.num_boundaries
+
+    def offloaded_nbytes(self, plan: ActivationPlan | None) -> int:
+        """Of the inputs, those that find room in the budget."""
+        if plan is None or not plan.min_nbytes <= self.boundary_nbytes <= plan.in_flight_nbytes:
+            return 0
+        return (
+            min(self.num_boundaries, plan.nbytes // align_up(self.boundary_nbytes, PAGE_NBYTES)) * self.boundary_nbytes
+        )
+
+
+def estimate_activations(tokens: int, hidden: int, layers: int, vocab: int, itemsize: int) -> ActivationEstimate:
+    """`tokens`: of a micro-batch, all its samples. `itemsize`: bytes of an activation's element."""
+    boundary_nbytes = itemsize * hidden * tokens
+    return ActivationEstimate(
+        tokens=tokens,
+        boundary_nbytes=boundary_nbytes,
+        num_boundaries=layers,
+        block_nbytes=BLOCK_NBYTES * boundary_nbytes,
+        logits_nbytes=tokens * vocab * (itemsize + LOGIT_ITEMSIZE),
+    )

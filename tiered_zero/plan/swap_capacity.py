@@ -30,10 +30,13 @@ _KINDS = {
     "commit_param": "parameters, for commits",
     "commit": "masters and state, likewise",
     "commit_copy": "kept from memory, likewise",
+    "activation": "activations, their budget",
 }
 """Of the rows of a plan for nvme, in words of at most 26 characters."""
 
 _NO_OPTIMIZER = "the config names no optimizer; two fp32 arrays per parameter are assumed, as Adam has them"
+
+_WRITTEN_BESIDES = "activations are written besides: as many bytes a step as forward saves, in their own store"
 
 _STATE_ARRAYS = {"adam": 2, "adamw": 2, "adagrad": 1, "lion": 1, "adadelta": 2, "adamax": 2, "nadam": 2, "radam": 2}
 _STATE_ARRAYS.update({"asgd": 1, "rprop": 2, "sgd": 0, "rmsprop": 1})
@@ -47,7 +50,8 @@ STATE_ITEMSIZES = {"fp32": (4, 4), "bf16_remainder": (2, 4), "lossy_bf16_moments
 @dataclass(frozen=True, kw_only=True)
 class SwapNeed:
     """Bytes by kind, as the plan has them. `param_back`: the second home of the delayed update. `commit_param`,
-    `commit`, `commit_copy`: what in-place commits take besides. `param_reads`: of each parameter in a step, for
+    `commit`, `commit_copy`: what in-place commits take besides. `activation`: their
+    budget. `param_reads`: of each parameter in a step, for
     forward, for backward and, where masters are made of them, for the update.
     """
 
@@ -57,6 +61,7 @@ class SwapNeed:
     commit_param: int = 0
     commit: int = 0
     commit_copy: int = 0
+    activation: int = 0
     param_reads: int = field(default=2, compare=False)
 
     @classmethod
@@ -67,7 +72,7 @@ class SwapNeed:
 
     @property
     def total(self) -> int:
-        return self.param_store + self.state_store
+        return self.param_store + self.state_store + self.activation
 
     @property
     def param_store(self) -> int:
@@ -177,20 +182,23 @@ class DirectoryNeed:
     written_per_step: int
 
 
-def directory_needs(need: SwapNeed, zero: ZeroSection, save_every: int = 1) -> list[DirectoryNeed]:
+def directory_needs(
+    need: SwapNeed, zero: ZeroSection, save_every: int = 1, activation_paths: tuple[str, ...] = ()
+) -> list[DirectoryNeed]:
     """List the directories in the order of the config: a store for each list of paths, parameters first, then state,
-    in stripes over its directories. `save_every`: steps from one in-place commit to the next.
+    in stripes over its directories, then activations, which have a store of their own. `save_every`: steps from one
+    in-place commit to the next.
     """
     copied = align_up(-(-need.written_per_commit // save_every), PAGE_NBYTES)
-    stores: dict[tuple[str, ...], list[int]] = {}
-    in_params = (zero.offload_param.nvme_paths, need.param_store, need.param)
-    in_state = (zero.offload_optimizer.nvme_paths, need.state_store, need.state + copied)
-    for paths, nbytes, written in (in_params, in_state):
+    stores: dict[tuple[tuple[str, ...], bool], list[int]] = {}
+    in_params = (zero.offload_param.nvme_paths, False, need.param_store, need.param)
+    in_state = (zero.offload_optimizer.nvme_paths, False, need.state_store, need.state + copied)
+    for paths, is_own, nbytes, written in (in_params, in_state, (activation_paths, True, need.activation, 0)):
         if nbytes:
-            sums = stores.setdefault(paths, [0, 0])
+            sums = stores.setdefault((paths, is_own), [0, 0])
             sums[0], sums[1] = sums[0] + nbytes, sums[1] + written
     found: dict[str, DirectoryNeed] = {}
-    for paths, (total, per_step) in stores.items():
+    for (paths, _), (total, per_step) in stores.items():
         weights = [1.0] * len(paths)
         sizes, parts = file_nbytes(total, weights), file_nbytes(per_step, weights)
         for index, path in enumerate(paths):
@@ -213,14 +221,16 @@ def capacity_report(
     `tbw`: TB (10**12 bytes) that one drive is rated to take; each file system counts as one drive. `save_every`:
     steps from one in-place commit to the next. The store's own bookkeeping, a few KiB a file, is not in these bytes.
     """
-    directories, drives = look_at_drives(directory_needs(need, config.zero_optimization, save_every))
+    directories, drives = look_at_drives(
+        directory_needs(need, config.zero_optimization, save_every, config.tiered_zero.activations.nvme_paths)
+    )
     for drive in drives:
         written = drive["written_nbytes_per_step"]
         if step_s is not None:
             drive["tb_per_day"] = written * 86400 / step_s / 1e12
-        if tbw is not None:
+        if tbw is not None and written:
             drive["steps_to_tbw"] = int(tbw * 1e12 // written)
-        if tbw is not None and step_s is not None:
+        if tbw is not None and step_s is not None and written:
             drive["days_to_tbw"] = tbw / drive["tb_per_day"]
     return {
         "model": str(shape),
@@ -235,7 +245,7 @@ def capacity_report(
         "directories": directories,
         "drives": drives,
         "fits": all(drive["fits"] for drive in drives),
-        "notes": [] if config.optimizer else [_NO_OPTIMIZER],
+        "notes": [_NO_OPTIMIZER] * (config.optimizer is None) + [_WRITTEN_BESIDES] * (need.activation > 0),
     }
 
 
