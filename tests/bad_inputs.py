@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 import tiered_zero
-from tests.support.configs import zero_section
+from tests.support.configs import SMALL_DEVICE, zero_section
 from tiered_zero.errors import ConfigError, ModelError, PlanError, TieredZeroError
 
 Json = dict[str, Any]
@@ -53,6 +53,7 @@ def good_config(path: Path) -> Json:
         "train_micro_batch_size_per_gpu": 4,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "zero_optimization": zero_section("nvme", "nvme", path),
+        "tiered_zero": SMALL_DEVICE,
     }
 
 

@@ -27,6 +27,7 @@ CONFIG = {
         # Adapters are small and used in every layer: up to so many elements each they stay on the device.
         "stage3_param_persistence_threshold": 512,
     },
+    "tiered_zero": {"device_memory_limit": "1GiB"},  # page on a CPU too
 }
 
 

@@ -49,7 +49,7 @@ def config(swap_directory: str, record: str | None) -> dict:
         },
         "dataloader_drop_last": True,
         "steps_per_print": 10,  # a line every 10 steps
-        "tiered_zero": {"report": record},
+        "tiered_zero": {"report": record, "device_memory_limit": "1GiB"},  # with it, a CPU pages as a GPU does
     }
 
 

@@ -24,6 +24,8 @@ CONFIG = {
         # Parameters of at most so many elements stay on the device. 0, because all of this model is small.
         "stage3_param_persistence_threshold": 0,
     },
+    # What may be taken of the device's memory. Leave it out on a GPU; on a CPU it makes the example page as there.
+    "tiered_zero": {"device_memory_limit": "1GiB"},
 }
 
 

@@ -36,6 +36,7 @@ def config(swap_directory: str) -> dict[str, Any]:
             "offload_param": {"device": "cpu"},
             "offload_optimizer": {"device": "nvme", "nvme_path": swap_directory},
         },
+        "tiered_zero": {"device_memory_limit": "1GiB"},  # page on a CPU too
     }
 
 

@@ -46,7 +46,8 @@ class Layers(nn.Module):
 
 def engine_of(model: nn.Module, path: Path, limit: str = "1MiB", **more: Any) -> tiered_zero.Engine:
     section = {"device": "nvme", "nvme_path": str(path), "limit": limit, "min_nbytes": 1024}
-    return tiered(model, path, ("none", "none"), runtime={"activations": section}, **more)
+    runtime = {"activations": section, "device_memory_limit": None}
+    return tiered(model, path, ("none", "none"), runtime=runtime, **more)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import tiered_zero
-from tests.support.configs import zero_section
+from tests.support.configs import SMALL_DEVICE, zero_section
 from tests.support.trainers import same_bits
 from tiered_zero.checkpoint.driver import LoadParts
 from tiered_zero.data import TrainingLoader
@@ -51,7 +51,7 @@ def start(swap: Path, tier: str, seed: int, data: Any, **checkpoint: Any) -> tup
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
         "zero_optimization": zero_section(tier, tier, swap),
-        "tiered_zero": {"device": "cpu", "checkpoint": checkpoint},
+        "tiered_zero": {**SMALL_DEVICE, "device": "cpu", "checkpoint": checkpoint},
     }
     engine, _, loader, _ = tiered_zero.initialize(model=model(seed), training_data=data, config=config)
     assert loader is not None

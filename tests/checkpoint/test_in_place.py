@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.checkpoint import load as dcp_load
 
 import tiered_zero
+from tests.support.configs import SMALL_DEVICE
 from tests.support.models import LENGTH, VOCAB, ParityGPT
 from tiered_zero.checkpoint.dcp import DcpReader
 from tiered_zero.checkpoint.directory import list_tags
@@ -49,7 +50,7 @@ def config(swap_path: Path, checkpoint: Settings, *, params: Settings | None = N
             "stage3_param_persistence_threshold": 0,
             "sub_group_size": size,
         },
-        "tiered_zero": {"device": "cpu", "checkpoint": checkpoint, **settings},
+        "tiered_zero": {**SMALL_DEVICE, "device": "cpu", "checkpoint": checkpoint, **settings},
     }
 
 

@@ -24,6 +24,7 @@ import torch
 import torch._dynamo
 
 import tiered_zero
+from tests.support.configs import SMALL_DEVICE
 from tests.support.models import LENGTH, VOCAB, ParityGPT
 
 STEPS_PER_KILL = 4
@@ -45,7 +46,13 @@ def config(
             "stage3_param_persistence_threshold": 0,
             "sub_group_size": 5000,
         },
-        "tiered_zero": {"device": "cpu", "update": update, "state_format": state_format, "checkpoint": checkpoint},
+        "tiered_zero": {
+            **SMALL_DEVICE,
+            "device": "cpu",
+            "update": update,
+            "state_format": state_format,
+            "checkpoint": checkpoint,
+        },
     }
 
 

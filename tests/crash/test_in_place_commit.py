@@ -22,6 +22,7 @@ import tiered_zero
 from tests.fakes.crash_disk import Choice, Operation, fates
 from tests.fakes.crash_tree import CrashTree, RecordingTree, lay_out
 from tests.fakes.sync_io import SyncEngine
+from tests.support.configs import SMALL_DEVICE
 from tests.support.tags import raw_bytes, read_all
 from tiered_zero.checkpoint import directory, save_directory, tag_writer
 from tiered_zero.checkpoint.directory import list_tags
@@ -89,7 +90,8 @@ def config(root: Path, checkpoint: dict[str, Any], settings: dict[str, Any]) -> 
             "stage3_param_persistence_threshold": 0,
         },
         "tiered_zero": {
-            **{"device": "cpu", "update": "barrier", "state_format": state_format, "checkpoint": checkpoint}
+            **{**SMALL_DEVICE, "device": "cpu", "update": "barrier"},
+            **{"state_format": state_format, "checkpoint": checkpoint},
         },
         **own,
     }

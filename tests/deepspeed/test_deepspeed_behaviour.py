@@ -39,13 +39,22 @@ def test_the_unit_in_use_fits_where_fewer_live_parameters_are_asked_for(caplog: 
     assert "stage3_max_live_parameters: 10 is less than the 2048 elements that are in use at once" in caplog.text
 
 
+def test_a_model_that_stays_on_the_device_whole_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    for threshold in (127, 128):
+        caplog.clear()
+        zero = {**OFFLOADED, "stage3_param_persistence_threshold": threshold}
+        tiered_zero.initialize(model=make_model(), config={**CONFIG, "zero_optimization": zero})[0].close()
+        said = "zero_optimization.offload_param has nothing to move: no parameter has more than 128 elements"
+        assert (said in caplog.text) == (threshold == 128)
+
+
 @pytest.mark.parametrize("device", ["none", "cpu", "nvme"])
 @pytest.mark.parametrize("frozen", [False, True])
 def test_an_engine_without_an_optimizer_evaluates(device: str, frozen: bool, swap_path: Path) -> None:
     model = make_model().requires_grad_(not frozen)
     expected, weights = model(batch()).detach(), {name: value.clone() for name, value in model.state_dict().items()}
     zero = {**OFFLOADED, "offload_param": {"device": device, "nvme_path": str(swap_path), "max_in_cpu": 0}}
-    config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": zero, "bf16": {"enabled": False}}
+    config = config_of(zero, bf16={"enabled": False})
     engine, optimizer, loader, scheduler = tiered_zero.initialize(model=model, config=config)
     with engine:
         assert (optimizer, engine.optimizer, loader, scheduler, engine.get_lr() + engine.get_mom()) == (
@@ -76,7 +85,7 @@ def test_an_engine_without_an_optimizer_evaluates(device: str, frozen: bool, swa
 
 
 def test_in_half_precision_an_evaluation_takes_two_bytes_an_element() -> None:
-    config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": OFFLOADED, "bf16": {"enabled": True}}
+    config = config_of(OFFLOADED, bf16={"enabled": True})
     with tiered_zero.initialize(model=make_model(), config=config)[0] as engine:
         assert engine(batch().bfloat16()).dtype == torch.bfloat16
         assert {row.kind for row in engine.plan.rows} == {"param", "param_window"}
@@ -108,7 +117,8 @@ def test_the_caller_decides_how_many_micro_batches_a_step_has(zero: Any, clippin
     model, plain = make_model(), make_model()
     optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01, weight_decay=0)
     config = {**CONFIG, "managed_gradient_accumulation": False, "gradient_accumulation_steps": 2}
-    config |= {"gradient_clipping": clipping, "zero_optimization": zero, "tiered_zero": {"update": update}}
+    config |= {"gradient_clipping": clipping, "zero_optimization": zero}
+    config["tiered_zero"] = {**CONFIG["tiered_zero"], "update": update}
     config["optimizer"] = {"type": "AdamW", "params": {"lr": 0.01}}
     with tiered_zero.initialize(model=model, config=config)[0] as engine:
         for number, micro in enumerate(range(count) for count in (1, 3, 2, 1, 4)):

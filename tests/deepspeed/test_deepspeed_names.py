@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import tiered_zero
 import tiered_zero as deepspeed
-from tests.support.configs import ADAMW, config_of, zero_section
+from tests.support.configs import ADAMW, SMALL_DEVICE, config_of, zero_section
 from tests.support.models import rows as batch
 from tiered_zero.errors import ConfigError, MissingNameError, ModelError
 from tiered_zero.utils import (
@@ -96,6 +96,7 @@ def test_the_script_of_the_first_page(tmp_path: Path) -> None:
         "offload_optimizer": {"device": "nvme", "nvme_path": "swap"},
     }
     config = {"train_batch_size": 4, "optimizer": {"type": "Adam", "params": {"lr": 1e-3}}, "zero_optimization": zero}
+    config["tiered_zero"] = SMALL_DEVICE
     (tmp_path / "ds_config.json").write_text(json.dumps(config))
     command = [sys.executable, "script.py", "--deepspeed", "--deepspeed_config", "ds_config.json"]
     environment = {"PYTHONPATH": os.environ["PYTHONPATH"], "PATH": ""}
@@ -314,8 +315,8 @@ class TestFullValues:
     def test_gradients(self, placement: str, bf16: bool, swap_path: Path) -> None:
         """Read and set between backward and step(), also of an accumulation."""
         model, plain = Net(), Net()
-        config = settings(swap_path, placement, gradient_accumulation_steps=2, bf16={"enabled": bf16})
-        config["tiered_zero"] = {"update": "barrier"}
+        more = {"gradient_accumulation_steps": 2, "bf16": {"enabled": bf16}, "tiered_zero": {"update": "barrier"}}
+        config = settings(swap_path, placement, **more)
         config["optimizer"] = {"type": "SGD", "params": {"lr": 0.5}}
         with deepspeed.initialize(model=model, config=config)[0] as engine:
             assert safe_get_full_grad(model.first.weight) is None

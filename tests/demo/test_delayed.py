@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import tiered_zero
+from tests.support.configs import SMALL_DEVICE
 from tiered_zero.demo.corpus import read_corpus
 from tiered_zero.demo.gpt import build_gpt
 from tiered_zero.plan.gpt_shape import GPTConfig
@@ -29,7 +30,7 @@ def losses(update: str) -> list[float]:
         "optimizer": {"type": "AdamW", "params": {"lr": 5e-4, "betas": [0.9, 0.95]}},
         "scheduler": {"type": "WarmupDecayLR", "params": SCHEDULE},
         "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}},
-        "tiered_zero": {"device": "cpu", "update": update, "delay_start_step": 40},
+        "tiered_zero": {**SMALL_DEVICE, "device": "cpu", "update": update, "delay_start_step": 40},
     }
     torch.manual_seed(0)
     corpus = read_corpus()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import tiered_zero
+from tests.support.configs import SMALL_DEVICE
 
 
 class _Breaks(torch.autograd.Function):
@@ -41,7 +42,7 @@ def test_a_backward_that_breaks_off_before_any_update_is_a_step_left_out(tier: s
         "gradient_clipping": 0,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
         "zero_optimization": zero,
-        "tiered_zero": {"device": "cpu", "unit_size_cap": 1},
+        "tiered_zero": {**SMALL_DEVICE, "device": "cpu", "unit_size_cap": 1},
     }
     x, found = torch.randn(2, 64, generator=torch.Generator().manual_seed(1)), []
     for breaks in (True, False):

@@ -531,6 +531,7 @@ rest = {"device": device, "nvme_path": swap, "max_in_cpu": 0}
 zero = {"stage": 3, "offload_param": rest, "offload_optimizer": {**rest}, "stage3_param_persistence_threshold": 0}
 del zero["offload_optimizer"]["max_in_cpu"]
 config = {"train_batch_size": 4, "optimizer": {"type": "AdamW"}, "zero_optimization": zero}
+config["tiered_zero"] = {"device_memory_limit": "1GiB"}
 engine = tiered_zero.initialize(model=torch.nn.Linear(64, 64), config=config)[0]
 for _ in range(3):
     engine.backward(engine(torch.ones(4, 64)).sum())

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import tiered_zero
-from tests.support.configs import zero_section
+from tests.support.configs import config_of, zero_section
 from tests.support.trainers import assert_parity, tiered
 
 
@@ -238,7 +238,7 @@ def test_what_replaces_an_added_parameter_is_checked(swap_path: Any) -> None:
 
 
 def test_an_engine_that_evaluates_takes_new_parameters(swap_path: Any) -> None:
-    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero_section("cpu", "none", swap_path)}
+    config = config_of(zero_section("cpu", "none", swap_path))
     with tiered_zero.initialize(model=Net(), config=config)[0] as engine:
         expected = engine(torch.ones(2, 8))
         engine.module.a = Adapter(engine.module.a)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import tiered_zero
+from tests.support.configs import SMALL_DEVICE
 from tiered_zero.engine.engine import Engine
 from tiered_zero.params.guarded_parameter import OffloadedParameter
 from tiered_zero.params.param_in_use import class_in_use
@@ -24,7 +25,7 @@ CONFIG: dict[str, Any] = {
         "offload_optimizer": {"device": "cpu"},
         "stage3_param_persistence_threshold": 0,
     },
-    "tiered_zero": {"unit_size_cap": 1, "device": "cpu"},
+    "tiered_zero": {**SMALL_DEVICE, "unit_size_cap": 1, "device": "cpu"},
 }
 
 Start = Callable[[nn.Module], Engine]

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import tiered_zero
+from tests.support.configs import SMALL_DEVICE
 from tiered_zero.demo.gpt import build_gpt
 from tiered_zero.errors import ModelError
 from tiered_zero.plan.gpt_shape import GPTConfig
@@ -30,7 +31,12 @@ def settings(**runtime: Any) -> dict[str, Any]:
     host = {"device": "cpu"}
     zero = {"stage": 3, "offload_param": host, "offload_optimizer": host, "stage3_param_persistence_threshold": 0}
     adam = {"type": "AdamW", "params": {"lr": 0.01}}
-    return {"train_batch_size": 4, "optimizer": adam, "zero_optimization": zero, "tiered_zero": runtime}
+    return {
+        "train_batch_size": 4,
+        "optimizer": adam,
+        "zero_optimization": zero,
+        "tiered_zero": {**SMALL_DEVICE, **runtime},
+    }
 
 
 def initialized(model: nn.Module, **runtime: Any) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import tiered_zero
 from tests.fakes.io_faults import Fault
-from tests.support.configs import zero_section
+from tests.support.configs import SMALL_DEVICE, zero_section
 from tests.support.faulty_runs import faulty_disks
 from tiered_zero.errors import ParameterOffloadedError, TieredZeroError, TransferError
 from tiered_zero.params.guarded_parameter import ClosedEngine
@@ -75,7 +75,7 @@ def settings(path: Path, param: str, state: str, bf16: bool, update: str = "over
         "train_micro_batch_size_per_gpu": 4,
         "zero_optimization": zero_section(param, state, path, sub_group_size=2048),
         "bf16": {"enabled": bf16},
-        "tiered_zero": {"device": "cpu", "update": update, "unit_size_cap": 1100},
+        "tiered_zero": {**SMALL_DEVICE, "device": "cpu", "update": update, "unit_size_cap": 1100},
     }
 
 

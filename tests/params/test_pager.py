@@ -10,6 +10,7 @@ from torch import nn
 
 import tiered_zero
 from tests.fakes.pager_world import World
+from tests.support.configs import config_of
 from tiered_zero.concurrency.transfer import Transfer
 from tiered_zero.errors import BudgetError, ModelError, ParameterOffloadedError, TransferError
 from tiered_zero.params.driver_thread import Phase
@@ -524,7 +525,7 @@ def test_an_attribute_is_named_as_the_user_wrote_it(name: str) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     zero = {"stage": 3, "offload_param": {"device": "cpu"}, "stage3_param_persistence_threshold": 0}
     optimizer = {"type": "SGD", "params": {"lr": 0.1}}
-    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": optimizer, "zero_optimization": zero}
+    config = config_of(zero, optimizer=optimizer)
     engine, *_ = tiered_zero.initialize(model=model, config=config)
     with engine, pytest.raises(ParameterOffloadedError, match=rf"^\.{name} needs the bytes of parameter '0\.weight'"):
         getattr(model[0].weight, name)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import tiered_zero
-from tests.support.configs import ADAMW, config_of, zero_section
+from tests.support.configs import ADAMW, SMALL_DEVICE, config_of, zero_section
 from tiered_zero.errors import ModelError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -23,7 +23,7 @@ def build(
     config = {
         **config_of(zero_section(device, device, path, stage3_param_persistence_threshold=threshold), optimizer=ADAMW),
         "gradient_accumulation_steps": steps,
-        "tiered_zero": {"device": "cpu", "update": update},
+        "tiered_zero": {**SMALL_DEVICE, "device": "cpu", "update": update},
         **more,
     }
     torch.manual_seed(0)

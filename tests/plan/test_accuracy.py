@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import tiered_zero
+from tests.support.configs import SMALL_DEVICE
 from tests.support.models import LENGTH, VOCAB, ParityGPT
 from tiered_zero.demo.gpt import build_gpt
 from tiered_zero.plan.gpt_shape import GPTConfig
@@ -79,7 +80,7 @@ def assert_planned(
             "stage3_param_persistence_threshold": 128,
             "sub_group_size": 50_000 if name == "gpt" else 5000,
         },
-        "tiered_zero": {"device": "cpu", "update": update, "delay_start_step": 0, **own},
+        "tiered_zero": {**SMALL_DEVICE, "device": "cpu", "update": update, "delay_start_step": 0, **own},
     }
     run_as_planned(models()[name], config, swap_path)
 
@@ -106,7 +107,13 @@ def test_each_state_format_takes_what_was_planned(
             "stage3_param_persistence_threshold": 0,
             "sub_group_size": 50_000,
         },
-        "tiered_zero": {"device": "cpu", "update": update, "delay_start_step": 0, "state_format": state_format},
+        "tiered_zero": {
+            **SMALL_DEVICE,
+            "device": "cpu",
+            "update": update,
+            "delay_start_step": 0,
+            "state_format": state_format,
+        },
     }
     plan = run_as_planned(models()["gpt"], config, swap_path)
     (row,) = (row for row in plan.rows if row.kind == "state")

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.configs import SMALL_DEVICE
 from tiered_zero.assembly.run_spec import specify_run
 from tiered_zero.config import load
 from tiered_zero.errors import PlanError
@@ -28,7 +29,7 @@ def config(in_place: bool, params: str = "nvme", states: str = "/a", **settings:
             "offload_optimizer": {"device": "nvme", "nvme_path": states},
             "stage3_param_persistence_threshold": 0,
         },
-        "tiered_zero": {"device": "cpu", "checkpoint": {"in_place": in_place}, **settings},
+        "tiered_zero": {**SMALL_DEVICE, "device": "cpu", "checkpoint": {"in_place": in_place}, **settings},
     }
 
 

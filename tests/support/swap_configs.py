@@ -6,6 +6,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from tests.support.configs import SMALL_DEVICE
 from tiered_zero.plan.gpt_shape import GPTConfig
 
 PATHS = st.sampled_from(["swap", "a, b", "a,b,c", ["x"], ["b", "a"]])
@@ -66,7 +67,7 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
         zero["cpu_offload"] = True
     else:
         zero["offload_optimizer"] = state
-    own: dict[str, Any] = {}
+    own: dict[str, Any] = dict(SMALL_DEVICE)
     if draw(st.booleans()):
         activations = {"device": draw(st.sampled_from(["nvme", "cpu"])), "nvme_path": draw(PATHS)}
         own["activations"] = {**activations, "limit": draw(st.one_of(st.none(), SIZES))}

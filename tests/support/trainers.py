@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import tiered_zero
-from tests.support.configs import zero_section
+from tests.support.configs import SMALL_DEVICE, zero_section
 from tests.support.models import named_weights
 
 OptimizerMaker = Callable[[nn.Module], Optimizer]
@@ -145,7 +145,7 @@ def tiered(
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": clipping,
         "zero_optimization": _given({**section, **(zero or {})}),
-        "tiered_zero": _given({"device": "cpu", **(runtime or {})}),
+        "tiered_zero": _given({"device": "cpu", **SMALL_DEVICE, **(runtime or {})}),
         **top,
     }
     return tiered_zero.initialize(

@@ -24,6 +24,7 @@ from tiered_zero.params.aliases import check_memory
 from tiered_zero.params.guarded_parameter import ClosedEngine
 from tiered_zero.params.model_spec import list_params, module_tree, packed_nbytes, persistent_buffers
 from tiered_zero.params.param_handlers import handler_of
+from tiered_zero.plan.host_device import describe_resolved_tiers, resolve_host_tiers
 from tiered_zero.plan.planner import Plan, make_plan
 from tiered_zero.plan.rank_facts import compare_facts
 from tiered_zero.plan.request import (
@@ -46,6 +47,8 @@ class RunSpec:
     """Everything that can be known before a byte is allocated."""
 
     config: Config
+    effective_config: Config
+    """`config` with parameters and optimizer state where they rest in this run."""
     model: nn.Module
     specs: dict[nn.Parameter, ParamSpec]
     units: list[Unit]
@@ -91,17 +94,21 @@ def specify_run(
     check_memory(model, specs)
     source = make_optimizer(config.optimizer, model, optimizer, model_parameters)
     settings = config.tiered_zero
+    limits = _limits(config, model, limits or {}, ranks)
+    on_cpu = shares_cores(settings.device, settings.debug_delay_seed)
+    effective = resolve_host_tiers(config, limits, shares_cores=on_cpu, world_size=ranks.world_size)
     request = plan_request(
-        config,
-        limits=_limits(config, model, limits or {}, ranks),
-        shares_cores=shares_cores(settings.device, settings.debug_delay_seed),
+        effective,
+        limits=limits,
+        shares_cores=on_cpu,
+        device_is_host=effective is not config,
         buffers_nbytes=packed_nbytes(persistent_buffers(model).values()),
         rank=ranks.rank,
         world_size=ranks.world_size,
     )
     rule = make_rule(source, is_own=request.ranks.shards_params or settings.state_format != "fp32")
     rule, masters = format_rule(settings.state_format, rule), master_format(settings.state_format)
-    rules = unit_rules(config, ranks.world_size, whole_params=not rule.elementwise)
+    rules = unit_rules(effective, ranks.world_size, whole_params=not rule.elementwise)
     units = find_units(module_tree(model, specs), list(specs.values()), rules)
     group_of = group_params(source, specs) if trains else {}
     if request.ranks.shards_params and not rule.elementwise:
@@ -149,6 +156,7 @@ def specify_run(
     plan = _with_common_window(plan, ranks)
     return RunSpec(
         config=config,
+        effective_config=effective,
         model=model,
         specs=specs,
         units=units,
@@ -304,11 +312,13 @@ def planning_notices(run_spec: RunSpec) -> list[str]:
     """One line for each setting that the plan could not follow to the letter."""
     zero, plan = run_spec.config.zero_optimization, run_spec.plan
     lines = []
+    if (moved := describe_resolved_tiers(run_spec.config, run_spec.effective_config)) is not None:
+        lines.append(moved)
     if "stage3_param_persistence_threshold" in zero.model_fields_set and zero.stage3_param_persistence_threshold:
         key = "zero_optimization.stage3_param_persistence_threshold"
         if plan.tiers.sharded:
             lines.append(f"{key}: no parameter stays whole with many ranks; small ones are gathered with their block")
-        elif splits_masters_off_device(run_spec.config):
+        elif splits_masters_off_device(run_spec.effective_config):
             lines.append(f"{key}: no parameter stays on the device with bf16_remainder, as each is half of its master")
     ranks = plan.request.ranks
     if run_spec.rule.elementwise and any(group.get("fused") for group in run_spec.source.param_groups):
@@ -351,8 +361,14 @@ def planning_notices(run_spec: RunSpec) -> list[str]:
             f"zero_optimization.reduce_bucket_size: {zero.reduce_bucket_size} is a limit; buckets have "
             f"{ranks.bucket_numel} elements"
         )
-    allowed = zero.stage3_max_live_parameters
     paged = [unit for unit in run_spec.units if not plan.tiers.is_resident(unit)]
+    if not paged and run_spec.effective_config.zero_optimization.offload_param.device != "none":
+        lines.append(
+            "zero_optimization.offload_param has nothing to move: no parameter has more than "
+            f"{zero.stage3_param_persistence_threshold} elements, and all stay on the device. Set "
+            "zero_optimization.stage3_param_persistence_threshold to 0 to offload them."
+        )
+    allowed = zero.stage3_max_live_parameters
     needed = plan.pager_limits.live_nbytes // max((unit.itemsize for unit in paged), default=1)
     if paged and 0 < allowed < needed:  # 0 asks for just what is in use
         lines.append(

@@ -25,7 +25,15 @@ def _capitalized(value: Any) -> Any:
     return value.capitalize() if isinstance(value, str) else value
 
 
-class OffloadParamSection(OffloadSection):
+class _PlacedSection(OffloadSection):
+    device: Device = Field(
+        "none",
+        description="where it rests between uses: none (device), cpu (host memory), nvme; where the CPU is the device, "
+        "cpu runs as none unless tiered_zero.device_memory_limit is given",
+    )
+
+
+class OffloadParamSection(_PlacedSection):
     """Where the compute parameters rest."""
 
     buffer_count: Whole = Field(5, ge=1, description="staging buffers for parameters on their way from nvme")
@@ -40,7 +48,7 @@ class OffloadParamSection(OffloadSection):
     pin_memory: bool = Field(True, description="host memory of parameters is pinned, for asynchronous copies")
 
 
-class OffloadOptimizerSection(OffloadSection):
+class OffloadOptimizerSection(_PlacedSection):
     """Where master weights and optimizer state rest. Honoured at every stage, nvme too."""
 
     buffer_count: Whole = Field(4, ge=1, description="staging buffers for sub-groups on their way from and to nvme")

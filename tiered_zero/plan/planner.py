@@ -95,6 +95,15 @@ class Plan:
         """Planned bytes of a tier, or of one kind on it."""
         return sum(row.nbytes for row in self.rows if row.tier == tier and kind in (None, row.kind))
 
+    def needed_nbytes(self, tier: str) -> int:
+        """Planned bytes that count against the tier's limit."""
+        return sum(row.nbytes for row in self.rows_of(tier))
+
+    def rows_of(self, tier: str) -> list[PlanRow]:
+        """List what counts against the tier's limit."""
+        tiers = ("host", "device") if tier == "host" and self.request.device_is_host else (tier,)
+        return [row for row in self.rows if row.tier in tiers]
+
     def table(self) -> list[dict[str, object]]:
         """Rows as plain values: tier, kind, nbytes, what."""
         return [asdict(row) for row in self.rows]
@@ -109,6 +118,7 @@ class Plan:
                 continue
             limit, source = self.limits.get(tier, (None, ""))
             allowed = "" if limit is None else f" of {format_nbytes(limit)} ({source})"
+            allowed = ", in host memory" if tier == "device" and self.request.device_is_host else allowed
             lines.append(f"  {tier}: {format_nbytes(self.nbytes(tier))}{allowed}")
             lines += [f"    {format_nbytes(row.nbytes):>10}  {row.what}" for row in own]
         return "\n".join(lines)
@@ -119,7 +129,7 @@ class Plan:
     def check(self) -> None:
         """Raise PlanError, with the table, for the first tier that is too small."""
         for tier, (limit, source) in self.limits.items():
-            needed = self.nbytes(tier)
+            needed = self.needed_nbytes(tier)
             if needed <= limit:
                 continue
             raise PlanError(

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 def how_to_fit(plan: Plan, tier: str) -> str:
     """Name the largest row of a tier that is too small, and the settings that free what is missing, largest first."""
     limit_nbytes, source = plan.limits[tier]
-    missing_nbytes = plan.nbytes(tier) - limit_nbytes
-    rows = sorted((row for row in plan.rows if row.tier == tier), key=lambda row: -row.nbytes)
+    missing_nbytes = plan.needed_nbytes(tier) - limit_nbytes
+    rows = sorted(plan.rows_of(tier), key=lambda row: -row.nbytes)
     changes: dict[str, None] = {}
     freed_nbytes = 0
     for row in rows:
@@ -44,25 +44,25 @@ def _sentence(text: str) -> str:
 def _change(plan: Plan, row: PlanRow) -> tuple[str, float]:
     """(what frees a row's bytes, or a part of them; that part), or ("", 0) where nothing does."""
     params, state, ranks = plan.request.params, plan.request.state, plan.request.ranks
-    kind = row.kind
-    if kind == "param" and row.tier == "device":
+    kind, on_host = row.kind, row.tier == "host" or plan.request.device_is_host
+    if kind == "param" and row.tier == "device" and not on_host:
         if params.tier == "device":
             return "offload parameters (zero_optimization.offload_param, at stage 3)", 1.0
         if ranks.world_size == 1:
             return "lower zero_optimization.stage3_param_persistence_threshold", 1.0
-    if kind == "param" and row.tier == "host":
+    if kind == "param" and on_host:
         lower = "lower zero_optimization.offload_param.max_in_cpu"
         return lower if params.tier == "nvme" else "set zero_optimization.offload_param.device to nvme", 1.0
     if kind == "gradient_in_flight" and ranks.shards_gradients:
         return "lower zero_optimization.reduce_bucket_size", 1.0
     if kind in ("param_window", "gradient_in_flight") and not plan.pager_limits.one_module:
         return "lower tiered_zero.unit_size_cap", 1.0
-    if kind in ("state", "gradient") and row.tier == "device":
+    if kind in ("state", "gradient") and row.tier == "device" and not on_host:
         if state.tier == "device":
             return "offload the optimizer (zero_optimization.offload_optimizer)", 1.0
         lower = "lower tiered_zero.state_limits.device"
         return lower if "device" in state.limits else "raise zero_optimization.offload_optimizer.ratio", 1.0
-    if kind == "state" and row.tier == "host":
+    if kind == "state" and on_host:
         lower = "lower tiered_zero.state_limits.host"
         return lower if state.tier == "nvme" else "set zero_optimization.offload_optimizer.device to nvme", 1.0
     if kind == "gradient" and plan.delayed:
@@ -96,7 +96,7 @@ def open_settings(plan: Plan) -> list[str]:
     "cores": the update runs on the CPU.
     """
     request, staging = plan.request, plan.staging
-    room = {tier: request.limits.get(tier, (NO_LIMIT, ""))[0] - plan.nbytes(tier) for tier in ("device", "host")}
+    room = {tier: request.limits.get(tier, (NO_LIMIT, ""))[0] - plan.needed_nbytes(tier) for tier in ("device", "host")}
     paged_nbytes, on_nvme = plan.nbytes("host", "param") + plan.nbytes("nvme", "param"), plan.nbytes("nvme", "state")
     limited_by, device_source = plan.pager_limits.limited_by, request.limits.get("device", (0, ""))[1]
     off_device = request.state.tier != "device"

@@ -121,7 +121,8 @@ class ActivationRequest:
 class PlanRequest:
     """Everything that the config and the machine say to the planner. `sums_gradients`: over micro-batches, in fp32.
 
-    `commits`: None without in-place commits. `activations`: None where they stay on the device.
+    `commits`: None without in-place commits. `activations`: None where they stay on the device. `device_is_host`: what
+    the device holds is of host memory, and counts against its limit. See [Note: The CPU as the device].
     """
 
     params: ParamRequest
@@ -132,6 +133,7 @@ class PlanRequest:
     commits: CommitRequest | None = None
     ranks: RankRequest = field(default_factory=RankRequest)
     activations: ActivationRequest | None = None
+    device_is_host: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,12 +176,19 @@ def unit_rules(config: Config, world_size: int = 1, *, whole_params: bool = Fals
 
 
 def plan_request(
-    config: Config, *, limits: Limits, shares_cores: bool, buffers_nbytes: int = 0, rank: int = 0, world_size: int = 1
+    config: Config,
+    *,
+    limits: Limits,
+    shares_cores: bool,
+    device_is_host: bool = False,
+    buffers_nbytes: int = 0,
+    rank: int = 0,
+    world_size: int = 1,
 ) -> PlanRequest:
     """Read from `config` what the planner must know. Raises ConfigError for a delayed update of state on the device.
 
     `limits`: of this machine, and those that go before the config's. `buffers_nbytes`: of the model's buffers, where
-    they are saved.
+    they are saved. `device_is_host`: see PlanRequest.
     """
     _check_delayed(config)
     zero, settings = config.zero_optimization, config.tiered_zero
@@ -210,6 +219,7 @@ def plan_request(
             in_backward=settings.optimizer_in_backward and config.managed_gradient_accumulation,
         ),
         limits=limits,
+        device_is_host=device_is_host,
         sums_gradients=config.gradient_accumulation_steps > 1 or not config.managed_gradient_accumulation,
         commits=CommitRequest(buffers_nbytes=buffers_nbytes) if settings.checkpoint.in_place else None,
         ranks=RankRequest(

@@ -139,7 +139,7 @@ def state_arrays(config: Config) -> StateArrays | None:
 
 
 def plan_gpt(config: Config, shape: GPTConfig) -> Plan:
-    """Plan what rests where in a run of the built-in GPT, without the limits of a machine.
+    """Plan what rests where in a run of the built-in GPT on a GPU, without the limits of a machine.
 
     Raises ConfigError for an optimizer whose state only torch can count. Sub-groups that lie on one tier are planned as
     one of their sum, for a model of 1e12 parameters has a million; so the staging of state is not the run's.

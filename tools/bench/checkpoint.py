@@ -117,7 +117,7 @@ def open_engine(options: argparse.Namespace, directory: Path, tier: str, **check
             "offload_optimizer": place,
             "stage3_param_persistence_threshold": 0,
         },
-        "tiered_zero": {"checkpoint": checkpoint},
+        "tiered_zero": {"checkpoint": checkpoint, "device_memory_limit": "1TiB"},  # tiers stay where the CPU computes
     }
     engine: tiered_zero.Engine = tiered_zero.initialize(model=model_of(options), config=config)[0]
     return engine

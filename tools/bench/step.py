@@ -218,7 +218,12 @@ def make_config(task: Task) -> dict[str, Any]:
             "offload_param": {"device": params, "max_in_cpu": 0, **paths},
             "offload_optimizer": {"device": state, **paths},
         },
-        "tiered_zero": {"update": task.update, "delay_start_step": 1, "checksums": task.checksums},
+        "tiered_zero": {
+            "update": task.update,
+            "delay_start_step": 1,
+            "checksums": task.checksums,
+            "device_memory_limit": "1TiB",  # page where the CPU is the device too; on a GPU its own memory is less
+        },
     }
 
 
