@@ -104,7 +104,7 @@ def _training_loader(
 ) -> TrainingLoader:
     if isinstance(data, TrainingLoader):
         if collate_fn is not None:
-            raise ConfigError("collate_fn: expected none beside a TrainingLoader, which has its own; leave it out.")
+            raise ConfigError("collate_fn: expected none with a TrainingLoader, which has its own; leave it out.")
         data.split(ranks.rank, ranks.world_size)
         return data
     if isinstance(data, IterableDataset) and ranks.world_size > 1:

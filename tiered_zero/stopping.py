@@ -1,4 +1,4 @@
-"""How training ends by a signal: at the next step boundary, where its state can be saved, or at once."""
+"""Stopping training by a signal: at the next step boundary, where its state can be saved, or at once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TERMINATED = 128 + signal.SIGTERM
 
 @final
 class StopRequest:
-    """What a signal asked for. `at_boundary`: the program ends its step, saves, and stops by itself; else, and from the
+    """The request of a signal. `at_boundary`: the program ends its step, saves, and stops by itself; else, and from the
     second signal on, Ctrl-C raises KeyboardInterrupt and SIGTERM SystemExit in the main thread, at a safe point of the
     engine's call where one runs, and the next one at once. `code`: the exit code
     of the first signal; None before it."""

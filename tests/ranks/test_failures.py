@@ -254,7 +254,7 @@ def test_a_learning_rate_of_one_rank_alone_is_named(ranks: RankPool, swap_path: 
         assert text.startswith("2: ") and "lr of group 0 is 0.003 on rank 0, 0.5 on rank 1. Set it alike" in text
 
 
-SAME = "RankError: Every rank was expected to bring the same "
+SAME = "RankError: All ranks must have the same "
 
 
 def changed(change: Callable[[Any], object]) -> Callable[[nn.Module], nn.Module]:

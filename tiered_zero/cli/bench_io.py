@@ -72,8 +72,8 @@ Measure = Callable[[Setting, str, float], float]
 
 @dataclass(kw_only=True)
 class Search:
-    """What was found. `rates`: setting -> mode -> bytes/s, of its last and longest trial. `ranking`: best first; those
-    that came further in the search stand before those that did not."""
+    """Results of a search. `rates`: setting -> mode -> bytes/s, of its last and longest trial. `ranking`: best first;
+    those that came further in the search stand before those that did not."""
 
     rates: dict[Setting, dict[str, float]] = field(default_factory=dict)
     ranking: list[Setting] = field(default_factory=list)

@@ -106,7 +106,7 @@ def _span(tags: Sequence[str]) -> str:
 
 
 def _problems_in_place(info: TagInfo) -> list[str]:
-    """What is wrong with the state that an in-place commit points to, in the stores of all ranks."""
+    """Describe what is wrong with the state that an in-place commit points to, in the stores of all ranks."""
     from tiered_zero.checkpoint.commit import COMMIT_ID
     from tiered_zero.checkpoint.committed import Commit
     from tiered_zero.checkpoint.directory import read_manifest
@@ -192,7 +192,7 @@ def _state(info: TagInfo) -> Text:
 
 
 def _tags(directory: Path) -> list[TagInfo]:
-    """Of a directory of checkpoints, or of one checkpoint."""
+    """List the tags of a directory of checkpoints, or of one checkpoint."""
     from tiered_zero.checkpoint.directory import list_tags
 
     if (directory / MANIFEST_NAME).exists():

@@ -1,4 +1,4 @@
-"""Where words go: one console each for stderr and stdout, and the package's log lines on the former."""
+"""Terminal output: one console each for stderr and stdout, and the package's log lines on stderr."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ConsoleHandler(logging.Handler):
 
 
 def configure_logging() -> None:
-    """Of the one logger that the package uses. Ranks but the first say errors alone."""
+    """Configure the one logger that the package uses. Ranks other than the first print errors only."""
     logger = logging.getLogger("tiered_zero")
     logger.setLevel(logging.INFO if rank_prefix() in ("", "rank 0: ") else logging.ERROR)
     logger.handlers = [ConsoleHandler()]

@@ -1,4 +1,4 @@
-"""What the commands print that list directories: a table, or JSON. Names and texts there may be another user's."""
+"""Listings of directories, as a table or JSON. Names and texts in them may be another user's."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from tiered_zero.stopping import INTERRUPTED
 
 
 class Command(NamedTuple):
-    """Where a command lives (module:attribute), and its line in `--help`."""
+    """The place of a command (module:attribute), and its line in `--help`."""
 
     target: str
     summary: str

@@ -1,4 +1,4 @@
-"""What several commands share: the built-in model as an option, and the demo's size."""
+"""Options that several commands share: the built-in model, and the demo's size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `tiered-zero plan` plans: a model, built on the `meta` device, where it takes no memory, and its ranks."""
+"""The model and the ranks that `tiered-zero plan` plans; the model is built on the `meta` device, without memory."""
 
 from __future__ import annotations
 

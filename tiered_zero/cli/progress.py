@@ -60,7 +60,7 @@ class TrainingProgress:
         self._bar.update(self._task, completed=step)
 
     def advance(self, loss: float, num_tokens: int, more: str = "") -> None:
-        """A step is done. `more`: is shown beside its figures."""
+        """Show a step that is done. `more`: text after its figures."""
         self.done += 1
         self.loss = loss
         now_s = time.monotonic()

@@ -1,4 +1,4 @@
-"""What the ranks of `tiered-zero train` tell each other after a step: the loss, whether to stop, and their own time."""
+"""Exchange among the ranks of `tiered-zero train` after a step: the loss, whether to stop, each rank's time."""
 
 from __future__ import annotations
 

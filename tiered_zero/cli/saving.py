@@ -113,7 +113,7 @@ class Saver:
         files = [entry.stat() for entry in os.scandir(path) if entry.is_file(follow_symlinks=False)]
         nbytes = format_nbytes(sum(file.st_size for file in files))
         in_place = (
-            " beside the state, which is committed in place," * self._engine.config.tiered_zero.checkpoint.in_place
+            " besides the state, which is committed in place," * self._engine.config.tiered_zero.checkpoint.in_place
         )
         seconds = max(0.0, path.stat().st_ctime - began_s)
         logger.info("saved %s: %s%s in %.2f s", path, nbytes, in_place, seconds)

@@ -1,4 +1,4 @@
-"""How results look on a terminal. Pure: records in, rich tables out."""
+"""Tables of results for a terminal. Pure: records in, rich tables out."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ POLL_S = 0.05
 
 
 class _Mark(Enum):
-    """What a function means for a signal that comes inside of it. SAFE_POINT: it raises what was noted."""
+    """The effect of a function on a signal that comes inside it. SAFE_POINT: it raises the deferred interrupt."""
 
     PROTECTED = "protected"
     SHIELDED = "shielded"

@@ -1,4 +1,4 @@
-"""What was asked: a DeepSpeed-shaped JSON (or dict) read into one frozen, typed `Config`.
+"""The config: a DeepSpeed-style JSON (or dict) that is read into one frozen, typed `Config`.
 
 Promise: every key of the file is honoured, renamed with a notice, accepted without effect with a reason, or refused
 with a reason (`deepspeed_keys`); an unknown key is an error that names the nearest one. `Config.explain` gives value,

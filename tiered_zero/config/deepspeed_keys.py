@@ -21,7 +21,7 @@ from tiered_zero.config.values import switch
 
 
 class Fate(str, Enum):
-    """What becomes of a key that a config file may hold."""
+    """The fate of a key of a config file: honoured, renamed, without effect, or refused."""
 
     HONOURED = "honoured"
     RENAMED = "renamed"

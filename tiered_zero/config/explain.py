@@ -1,4 +1,4 @@
-"""Where each value comes from and what it does: the rows of `tiered-zero explain`, and the JSON schema for editors."""
+"""Source and effect of each value: the rows of `tiered-zero explain`, and the JSON schema for editors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class KeyReport:
 
 @dataclass(kw_only=True)
 class Reading:
-    """What the loader saw on the way from the file to the values."""
+    """Facts that the loader collects between the file and the values."""
 
     auto: dict[str, Any] = field(default_factory=dict)
     """Path that said "auto" -> the value that it became."""

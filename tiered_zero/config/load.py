@@ -150,7 +150,7 @@ def _sort_params(path: str, params: Any, reading: Reading) -> dict[str, Any]:
 
 
 def _nearest(path: str) -> str:
-    """What the writer of an unknown key may have meant: a sibling, the same name elsewhere, or anything alike."""
+    """Return the valid key nearest to an unknown one: a sibling, the same name elsewhere, or a similar one."""
     section, _, name = path.rpartition(".")
     name = OTHER_WORDS.get(name, name)
     names = [*_KEYS, *_SECTIONS, *_ARGUMENTS]

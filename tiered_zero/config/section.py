@@ -1,4 +1,4 @@
-"""What sections of the config are made of: the types of values as files write them, and the base of a section."""
+"""Parts of the config's sections: the types of values as files write them, and the base of a section."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How one JSON value becomes a number: `8`, `"8"`, `1e9` and `"1e9"` are counts; booleans, NaN and infinities are not.
+"""Conversion of one JSON value to a number: `8`, `"8"`, `1e9` and `"1e9"` are counts; booleans, NaN and infinities not.
 
 Every function raises ValueError with what was expected; the caller adds the path and what was found.
 """
@@ -23,7 +23,7 @@ def number(value: Any) -> float:
 
 
 def shown(value: Any) -> str:
-    """What an error quotes: repr, cut to a line; also of a number with too many digits to print."""
+    """Return a value as an error quotes it: repr, cut to a line; also for a number with too many digits to print."""
     try:
         text = repr(value)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""What an engine runs, how a call of the user enters it and leaves it, and how a run ends that no call ends."""
+"""The run of an engine: entry and exit of the user's calls, and the end of a run that the user does not close."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ class CheckpointCalls:
 
     @property
     def resumed(self) -> tuple[Path, dict[str, Any]] | None:
-        """What tiered_zero.checkpoint.resume was, and the client_state that was saved there; None of a new run."""
+        """The path that tiered_zero.checkpoint.resume named, and the client_state saved there; None for a new run."""
         return self._run.checkpoints.resumed
 
     # -- weights -------------------------------------------------------------------------------------------------------

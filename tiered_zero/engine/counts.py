@@ -1,4 +1,4 @@
-"""What is counted of backwards, micro-batches and steps."""
+"""Counters of backward passes, micro-batches and steps."""
 
 from __future__ import annotations
 

@@ -182,7 +182,7 @@ class DeepSpeedNames(ABC):
 
     @property
     def local_rank(self) -> int:
-        """What the launcher says; 0 without one."""
+        """The local rank that the launcher sets; 0 without one."""
         given = os.environ.get("LOCAL_RANK", "0")
         return int(given) if given.isdecimal() else 0
 
@@ -277,7 +277,7 @@ class DeepSpeedNames(ABC):
         return [group.get(key) for group in groups]
 
     def __getattr__(self, name: str) -> Any:
-        """What the engine does not have is the module's (as user code written for DeepSpeed expects)."""
+        """Look up in the module what the engine does not have, as user code written for DeepSpeed expects."""
         if name.startswith("_"):
             raise AttributeError(name)
         module = self._run.module

@@ -138,7 +138,7 @@ class Engine(CheckpointCalls, DeepSpeedNames):
 
     @property
     def device(self) -> torch.device:
-        """Where the model computes: inputs belong there."""
+        """The device on which the model computes: inputs belong there."""
         return self._step.runtime.accelerator.device
 
     @property
@@ -148,7 +148,7 @@ class Engine(CheckpointCalls, DeepSpeedNames):
 
     @property
     def step_report(self) -> StepReport | None:
-        """Of the last optimizer step; None before the first."""
+        """The report of the last optimizer step; None before the first."""
         return self._step.meter.report
 
     @property
@@ -240,7 +240,7 @@ class Engine(CheckpointCalls, DeepSpeedNames):
                     step.policy.check()
 
     def _inspect(self) -> TrainStep:
-        """What tests look into, in tests/support/inspection.py."""
+        """The parts that tests inspect, in tests/support/inspection.py."""
         return self._step
 
     def __enter__(self) -> Engine:

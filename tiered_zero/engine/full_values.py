@@ -135,7 +135,7 @@ class FullValues:
 
 
 def full_values_of(param: nn.Parameter) -> FullValues | None:
-    """Of the engine that trains the parameter, while it is open."""
+    """Return the FullValues of the engine that trains the parameter, while that is open."""
     access = access_of(param)
     found = _of_step.get(access) if isinstance(access, TrainStep) else None
     return found() if found is not None else None

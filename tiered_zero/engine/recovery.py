@@ -33,8 +33,9 @@ CAUGHT = "an exception that its program has caught"
 
 @dataclass(frozen=True, kw_only=True)
 class Movers:
-    """What `TrainStep` orders. `reducer`: averages gradients over ranks; None where there is one. `activations`: None
-    where these stay on the device. `drain`: blocks until lanes and disk are idle, also after a call that has failed."""
+    """The movers that `TrainStep` orders. `reducer`: averages gradients over ranks; None where there is one.
+    `activations`: None where these stay on the device. `drain`: blocks until lanes and disk are idle, also after a call
+    that has failed."""
 
     pager: Pager
     scope: PassScope

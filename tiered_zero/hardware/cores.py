@@ -65,7 +65,7 @@ def share_of(places: Mapping[int, Place], nodes: Sequence[int | None], index: in
 
 
 def place_of(cpu: int, system: Path = SYSTEM) -> Place:
-    """Where a processor is; zeros where the system does not say."""
+    """Return the location of a processor; zeros where the system does not give it."""
     folder = system / "devices/system/cpu" / f"cpu{cpu}"
     nodes = [entry.name[4:] for entry in folder.glob("node[0-9]*")]
     package, core = (read_text(folder / "topology" / name) for name in ("physical_package_id", "core_id"))

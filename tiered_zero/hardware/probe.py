@@ -24,8 +24,8 @@ def cuda_device_names() -> list[str]:
 
 
 def available_device_nbytes(device: torch.device, own: Iterable[torch.Tensor] = ()) -> int | None:
-    """What this process can still have of a GPU's memory: what is free, what torch's allocator keeps unused, and the
-    bytes of `own`, tensors that will make room. None for the CPU, and where torch finds no such device."""
+    """Return the GPU memory that this process can still have: what is free, what torch's allocator keeps unused, and
+    the bytes of `own`, tensors that will make room. None for the CPU, and where torch finds no such device."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return None
     index = torch.cuda.current_device() if device.index is None else device.index
@@ -41,7 +41,7 @@ def total_host_nbytes(proc: Path = PROC) -> int:
 
 
 def available_host_nbytes(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
-    """What can still be allocated before the kernel kills a process: the least of MemAvailable and every enclosing
+    """Return what can be allocated before the kernel kills a process: the least of MemAvailable and every enclosing
     cgroup's limit minus its usage, where inactive page cache counts as free (the kernel drops it first)."""
     bounds = [_meminfo(proc).get("MemAvailable") or _physical_nbytes()]
     for folder in cgroup_folders("memory", proc, cgroup):

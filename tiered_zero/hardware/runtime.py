@@ -1,4 +1,4 @@
-"""What every mover of bytes works with."""
+"""The runtime: the parts of the machine that every mover of bytes works with."""
 
 from __future__ import annotations
 

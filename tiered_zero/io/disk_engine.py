@@ -1,4 +1,4 @@
-"""What the engines share: admission of requests, the in-flight table, the watchdog, closing."""
+"""Base of the engines: admission of requests, the in-flight table, the watchdog, closing."""
 
 from __future__ import annotations
 

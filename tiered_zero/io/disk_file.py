@@ -96,7 +96,7 @@ class _PyBuffer(ctypes.Structure):
 
 
 def memory_address(view: memoryview) -> int:
-    """Where the memory of a contiguous view starts; valid while the view lives."""
+    """Return the address of a contiguous view's memory; valid while the view lives."""
     buffer = _PyBuffer()
     ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(view), ctypes.byref(buffer), 0)
     address = int(buffer.buf or 0)

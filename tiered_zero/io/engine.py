@@ -41,7 +41,7 @@ class IOSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What one transfer was asked for: for error texts and the in-flight table.
+    """One requested transfer, for error texts and the in-flight table.
 
     `kind`: "read", "write" or "sync". `offset`, `nbytes`: bytes (0 for a sync). `urgent`: of a read.
     """

@@ -30,7 +30,7 @@ def fill_file(path: str, nbytes: int) -> None:
 
 
 def weigh_directories(engine: IOEngine, directories: Sequence[Path], nbytes: int) -> list[float]:
-    """What part of `nbytes` each is to hold, in proportion to its speed; they sum to 1.
+    """Return the share of the bytes that each directory holds, in proportion to its speed; the shares sum to 1.
 
     Each is measured for a fifth of a second, with reads and writes, in a file that is removed again and takes no more
     than an equal part would. Rates that differ by less than a quarter count as equal. Raises TransferError, OSError.

@@ -1,4 +1,4 @@
-"""What the engines written in Python share: requests cut into pieces, short transfers, syncs after writes."""
+"""Parts that the engines written in Python share: requests cut into pieces, short transfers, syncs after writes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MAX_TRIES = 16
 
 @final
 class Progress:
-    """How far one piece has come, and whether another try is due. Raises TransferError where none is.
+    """Progress of one piece, and whether another try is due. Raises TransferError where none is.
 
     A transfer that ends short is continued. With O_DIRECT the next one must start aligned, so that a short transfer
     with an unaligned end is issued again from the last aligned offset before it.
@@ -67,7 +67,7 @@ class Progress:
 
     @property
     def pause_s(self) -> float:
-        """What to sleep before the next transfer: 0 after progress, then 1 ms, doubled with each try up to 0.1 s."""
+        """Seconds to sleep before the next transfer: 0 after progress, then 1 ms, doubled with each try up to 0.1 s."""
         return min(0.001 * 2 ** (self._num_tries - 1), 0.1) if self._num_tries else 0.0
 
     def _error(self, code: int) -> TransferError:
@@ -143,7 +143,7 @@ class PieceEngine(DiskEngine):
 
     @abstractmethod
     def _piece_nbytes(self, nbytes: int) -> int:
-        """How large the pieces of a request of `nbytes` are; a whole number of blocks."""
+        """Return the size of the pieces of a request of `nbytes`: a whole number of blocks."""
 
     @abstractmethod
     def _enqueue(self, piece: IOPiece) -> None:

@@ -1,4 +1,4 @@
-"""What is wrong with a directory before anything is written to it."""
+"""Checks of a swap directory before anything is written to it."""
 
 from __future__ import annotations
 

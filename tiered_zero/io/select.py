@@ -52,7 +52,7 @@ class EngineConfig(TypedDict):
 
 
 def config_of(name: str) -> EngineConfig:
-    """What the section `tiered_zero` of a config says to get one of BUILDERS."""
+    """Return the keys of the section `tiered_zero` that select one of BUILDERS."""
     return {"io_engine": "native" if name == "io_uring" else name, "io_uring": name == "io_uring"}
 
 

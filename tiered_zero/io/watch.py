@@ -1,4 +1,4 @@
-"""What is in flight, as text: for the error of a stalled request and for SIGUSR1."""
+"""The in-flight table as text: for the error of a stalled request and for SIGUSR1."""
 
 from __future__ import annotations
 

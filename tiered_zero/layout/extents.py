@@ -47,7 +47,7 @@ class ExtentMap:
         self._free.append((start, capacity_nbytes))
 
     def describe(self) -> str:
-        """What is free, for the error of an allocation that failed."""
+        """Describe the free extents, for the error of an allocation that failed."""
         largest_nbytes = max((end - start for start, end in self._free), default=0)
         return (
             f"of {format_nbytes(self.capacity_nbytes)}, {format_nbytes(self.free_nbytes)} are free "

@@ -1,4 +1,4 @@
-"""Where each parameter lies in its unit's flat, and which range of the flat each rank owns."""
+"""Layout of a unit's flat: the place of each parameter, and the range that each rank owns."""
 
 from __future__ import annotations
 

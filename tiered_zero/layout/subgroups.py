@@ -79,7 +79,7 @@ class Segment:
 
     @property
     def nbytes(self) -> int:
-        """Of the elements in the unit's dtype."""
+        """Bytes of the elements in the unit's dtype."""
         return self.numel * self.unit.itemsize
 
     def entries(self) -> Iterator[tuple[FlatEntry, int, int]]:

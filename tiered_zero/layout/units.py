@@ -53,7 +53,7 @@ class ModuleSpec:
 
     @cached_property
     def all_params(self) -> tuple[int, ...]:
-        """Of the whole subtree, each once, in the order of `module.parameters()`."""
+        """Return the parameters of the whole subtree, each once, in the order of `module.parameters()`."""
         found = [*self.params, *(index for child in self.children for index in child.all_params)]
         return tuple(dict.fromkeys(found))
 
@@ -64,7 +64,7 @@ class ModuleSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class _Kind:
-    """What the parameters of a unit have in common."""
+    """The properties that all parameters of a unit share."""
 
     dtype: Any
     trainable: bool

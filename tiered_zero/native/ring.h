@@ -166,7 +166,7 @@ static int ring_enter(ring *ring)
 }
 
 /* Remove the last entry that was put and not taken by the kernel; 0 where there is none. */
-static int ring_take_back(ring *ring, uint64_t *tag)
+static int ring_remove_last(ring *ring, uint64_t *tag)
 {
     if (!ring_num_put(ring))
         return 0;

@@ -57,11 +57,11 @@ static int advance(ring *ring, block *block, int32_t index, int pause_ended, int
     return 0;
 }
 
-/* The kernel refuses even to take entries: they fail with its errno, as if each had been tried. */
-static int32_t take_back(tz_pool *pool, ring *ring, int code, int32_t *done, int *is_armed)
+/* Fail the entries that the kernel refuses to take, with its errno, as if each had been tried. */
+static int32_t fail_unsubmitted(tz_pool *pool, ring *ring, int code, int32_t *done, int *is_armed)
 {
     int32_t num_done = 0;
-    for (uint64_t tag; ring_take_back(ring, &tag);) {
+    for (uint64_t tag; ring_remove_last(ring, &tag);) {
         if (tag == TAG_WAKE) {
             *is_armed = 0;
         } else {
@@ -96,7 +96,7 @@ static int32_t turn(tz_pool *pool, ring *ring, int *num_failures, int *is_armed,
             done[num_done++] = index;
     }
     if (*num_failures >= MAX_TRIES)
-        num_done += take_back(pool, ring, code, done + num_done, is_armed);
+        num_done += fail_unsubmitted(pool, ring, code, done + num_done, is_armed);
     if (*num_failures)
         pause_before_try(*num_failures);
     return num_done;

@@ -1,4 +1,4 @@
-"""Which tier each unit, sub-group and gradient rests on."""
+"""Placement: the tier of each unit, sub-group and gradient."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Placement:
         return unit.shard_nbytes if unit.index in self.sharded else unit.nbytes
 
     def back_tier(self, unit: Unit) -> str:
-        """Where the delayed update writes the unit's parameters: where they rest, but of a resident unit in host
-        memory."""
+        """Return the tier to which the delayed update writes the unit's parameters: their own tier, or host memory
+        for a resident unit."""
         return "host" if self.is_resident(unit) else self.params[unit.index]
 
 

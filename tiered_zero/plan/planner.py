@@ -251,7 +251,7 @@ def _returned_nbytes(
 
 
 def _commit_rows(slots: Iterable[PlannedSlot]) -> list[tuple[str, str, int, str]]:
-    """What in-place commits take on nvme besides one place of everything that rests there."""
+    """Return the rows of what in-place commits take on nvme besides one place of everything that rests there."""
     charges = [charge for slot in slots if slot.num_durable for charge in slot.charges]
     return [
         ("nvme", kind, sum(nbytes for own, nbytes in charges if own == kind), what)

@@ -27,7 +27,7 @@ def compare_facts(facts: Mapping[str, Any], exchange: Exchange) -> None:
         path, first, other = _first_difference(values[0], values[others[0]])
         where = "".join(f"{each} of " for each in reversed(path)).removesuffix(" of ")
         raise RankError(
-            f"Every rank was expected to bring the same {what}; found {where}{' ' if where else ''}{_text(first)} on "
+            f"All ranks must have the same {what}; found {where}{' ' if where else ''}{_text(first)} on "
             f"rank 0, {_text(other)} on rank {others[0]}. Build the model, the optimizer and the config in the same "
             "way on all of them."
         )

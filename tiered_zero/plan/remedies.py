@@ -1,4 +1,4 @@
-"""What a user can change about a plan: how one that does not fit would fit, and which settings have room to change.
+"""Changes that a user can make to a plan: those with which it fits, and settings that have room to change.
 
 A setting is named only where the plan shows that it acts: what already rests on nvme is not said to be moved there.
 """

@@ -1,4 +1,4 @@
-"""What the config asks of a plan, in bytes, elements and tiers."""
+"""Requests to the planner, in bytes, elements and tiers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Limits = Mapping[str, tuple[int, str]]
 
 @dataclass(frozen=True, kw_only=True)
 class LookAhead:
-    """How the pager uses spare room. `prefetch_numel`: most elements fetched ahead of use. `reuse_numel`: a unit
+    """The pager's use of spare room. `prefetch_numel`: most elements fetched ahead of use. `reuse_numel`: a unit
     expected again within this many elements is kept, room permitting.
     """
 
@@ -29,7 +29,7 @@ class LookAhead:
 
 @dataclass(frozen=True, kw_only=True)
 class ParamRequest:
-    """Where the compute parameters rest. `max_host_numel`: with tier nvme, elements that rest in host memory instead.
+    """The tier of the compute parameters. `max_host_numel`: with tier nvme, elements that rest in host memory instead.
 
     `buffer_numel`, `num_buffers`: of staging; None: the planner chooses.
     """
@@ -44,7 +44,7 @@ class ParamRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class StateRequest:
-    """Where master weights and optimizer state rest. `tier`: the slowest one used.
+    """The tiers of master weights and optimizer state. `tier`: the slowest one used.
 
     `ratio`: the share of all bytes that leaves the device. `limits`: tier -> most bytes on it; what may not rest on a
     faster tier rests on `tier`. `num_buffers`: of staging; None: the planner chooses.
@@ -251,7 +251,7 @@ def _check_delayed(config: Config) -> None:
     found = found or ("tiered_zero.state_limits.device" if settings.state_limits.device else "")
     if found:
         raise ConfigError(
-            "tiered_zero.update: delayed needs the whole optimizer off the device, where its update can run beside "
+            "tiered_zero.update: delayed needs the whole optimizer off the device, where its update can overlap "
             f"compute; found {found}. Set offload_optimizer.device to cpu or nvme with ratio 1 and without "
             "tiered_zero.state_limits.device, or take overlapped."
         )

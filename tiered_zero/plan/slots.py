@@ -37,7 +37,7 @@ class PlannedSlot:
 
     @property
     def charges(self) -> list[tuple[str, int]]:
-        """What each of its places counts as: kind and bytes."""
+        """Return, for each of its places, the kind under which it is counted, and its bytes."""
         more = max(0, self.num_durable - 1)
         return [(self.kind, self.nbytes), *[(COMMIT_KINDS.get(self.kind, self.kind), self.nbytes)] * more]
 

@@ -76,12 +76,12 @@ class SwapNeed:
 
     @property
     def param_store(self) -> int:
-        """Of the store that parameters rest in."""
+        """Bytes of the store that holds parameters."""
         return self.param + self.param_back + self.commit_param
 
     @property
     def state_store(self) -> int:
-        """Of the store that masters and state rest in."""
+        """Bytes of the store that holds masters and state."""
         return self.state + self.commit + self.commit_copy
 
     @property
@@ -311,7 +311,7 @@ def _wear(report: Mapping[str, Any], drive: Mapping[str, Any]) -> list[str]:
 
 
 def _names(report: Mapping[str, Any], drive: Mapping[str, Any]) -> str:
-    """Which directories a line is about, where there is more than one drive."""
+    """Return the directories that a line is about, where there is more than one drive."""
     return f"  [{', '.join(drive['directories'])}]" if len(report["drives"]) > 1 else ""
 
 

@@ -1,4 +1,4 @@
-"""Which update policy runs, and why: decided with the plan, before anything is allocated."""
+"""Choice of the update policy, with its reason: made with the plan, before anything is allocated."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ def choose_update_policy(
     if set(state_tiers) == {"device"}:
         return UpdateChoice(policy="barrier", reason="all optimizer state is on the device, whose own time it takes")
     if automatic and request.shares_cores and "nvme" not in state_tiers:
-        return UpdateChoice(policy="barrier", reason="the CPU is the device: an update beside compute shares its cores")
+        return UpdateChoice(policy="barrier", reason="the CPU is the device: an update during compute shares its cores")
     return UpdateChoice(
         policy="overlapped",
-        reason="exact, and runs beside compute or disk" if automatic else asked,
+        reason="exact, and overlaps compute or disk" if automatic else asked,
         optimizer_in_backward=(
             request.in_backward
             and ranks.world_size == 1

@@ -22,8 +22,8 @@ _TINY = torch.finfo(torch.float32).tiny
 
 
 def _decoded_bytes() -> dict[torch.dtype, torch.Tensor]:
-    """What each code, taken as a byte, is to its scale: [256] fp32. One table for torch and for the kernel. Products
-    alone, without pow: the same on every processor."""
+    """Return the value of each code, taken as a byte, relative to its scale: [256] fp32. One table for torch and for
+    the kernel. Products alone, without pow: the same on every processor."""
     code = torch.arange(256, dtype=torch.float64)
     signed, square = torch.where(code < 128, code, code - 256) / _SIGNED, (code / _UNSIGNED).square()
     return {torch.int8: (signed * signed.abs()).float(), torch.uint8: (square * square).float()}

@@ -1,4 +1,4 @@
-"""Where master weights and optimizer state lie inside a sub-group's slot."""
+"""Layout of master weights and optimizer state inside a sub-group's slot."""
 
 from __future__ import annotations
 

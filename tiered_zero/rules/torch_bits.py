@@ -1,4 +1,4 @@
-"""Which fp32 square root torch takes on this processor, found out exhaustively.
+"""Detection of the fp32 square root that torch takes on this processor, by trying every value.
 
 [Note: bits of torch] On fp32 gradients the kernel gives, element by element, the bits of the torch optimizer's
 for-loop and foreach forms: the same operations in the same order, with fused multiply-add exactly where ATen's AVX2

@@ -358,7 +358,7 @@ class TorchRule(UpdateRule):
             )
 
     def refuse_unplanned(self, arrays: Collection[str], planned: Collection[str]) -> None:
-        """Raise ModelError if there are `arrays` beside the `planned` ones: an option was set too late."""
+        """Raise ModelError if there are `arrays` besides the `planned` ones: an option was set too late."""
         if arrays:
             raise ModelError(
                 f"{self.name} was planned with the state arrays {sorted(planned)}; it needs {sorted(arrays)} "

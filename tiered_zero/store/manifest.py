@@ -83,7 +83,7 @@ class Contents:
 
     @classmethod
     def from_body(cls, body: Any) -> Contents:
-        """Of JSON values that may be hostile. Raises ValueError."""
+        """Build from JSON values that may be hostile. Raises ValueError."""
         fields = check_fields(body, _CONTENTS_KINDS)
         if fields["capacity_nbytes"] < 0:
             raise ValueError("expected a capacity of 0 or more")

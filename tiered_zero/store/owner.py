@@ -84,7 +84,7 @@ def write_owner(fd: int, owner: Owner) -> None:
 
 
 def start_ticks(pid: int) -> int | None:
-    """When the process started, in clock ticks since boot; None if there is no such process, or no /proc."""
+    """Return when the process started, in clock ticks since boot; None if there is no such process, or no /proc."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     except (OSError, ValueError, IndexError):
@@ -92,7 +92,7 @@ def start_ticks(pid: int) -> int | None:
 
 
 def boot_id() -> str:
-    """Of the running kernel; empty where there is no /proc."""
+    """Return the boot id of the running kernel; empty where there is no /proc."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -122,7 +122,7 @@ def is_locked(dir_fd: int, uid: int) -> bool:
 
 
 def lock_failure_text(error: OSError) -> str:
-    """Why a directory's lock could not be taken, and what to do."""
+    """Describe why a directory's lock could not be taken, and what to do."""
     if error.errno in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
         return f"its file system has no locks ({error_text(error)}); name a directory on a local disk"
     return error_text(error)

@@ -1,4 +1,4 @@
-"""What is written where inside one record: a map of disjoint ranges, each with its slot and checksum."""
+"""The ranges written inside one record: a map of disjoint ranges, each with its slot and checksum."""
 
 from __future__ import annotations
 

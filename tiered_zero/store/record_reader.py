@@ -59,7 +59,7 @@ class Wanted(NamedTuple):
 @final
 @dataclass(eq=False, kw_only=True)
 class Reading:
-    """What was submitted at once. `num_left`: parts that are not taken yet."""
+    """The requests submitted at once. `num_left`: parts that are not taken yet."""
 
     num_left: int = 0
 
@@ -263,7 +263,7 @@ class RecordReader:
         self._worker.submit(window.verified.run)
 
     def _place(self, store: int, address: int) -> str:
-        """Where a byte lies, for messages."""
+        """Describe the place of a byte, for messages."""
         piece = next(self._stripes[store].pieces(address, 1))
         return f"{self._stores[store].paths[piece.file_index]}: the bytes from offset {piece.file_offset} on"
 

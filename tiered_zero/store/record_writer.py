@@ -4,8 +4,8 @@ checksums.
 Blocks are reserved when the file is made, so that a full disk is an error early, and so that direct writes need not
 change the file's size, which Linux does one at a time.
 
-[Note: Checksums beside training]  A checksum reads memory that is in no cache: 0.1 s of a processor for 1.6 GB, and
-0.3 s beside training, which waits for its slowest thread. At a low priority it takes what training leaves of the
+[Note: Checksums during training]  A checksum reads memory that is in no cache: 0.1 s of a processor for 1.6 GB, and
+0.3 s during training, which waits for its slowest thread. At a low priority it takes what training leaves of the
 processors: a step under a save then took 4 to 8% longer, and 9 to 12% at the usual one (3% without checksums). Where
 nothing is left, as beside other programs, it could take long: the usual priority takes over as soon as something waits
 for the save.
@@ -159,7 +159,7 @@ def _ranges(own: _Appended) -> list[Range]:
 @final
 class Hasher:
     """Computes checksums on a thread of the usual priority or, until `hurry`, on one that yields to training. See
-    [Note: Checksums beside training]."""
+    [Note: Checksums during training]."""
 
     def __init__(self, *, is_patient: bool) -> None:
         """`is_patient`: yield to training. Raises StoreError where a thread cannot be started."""
@@ -214,7 +214,7 @@ def _job(memory: memoryview, digests: list[int], hashed: Completion) -> Callable
 
 
 def _lower_priority() -> None:
-    """Of the calling thread alone, which Linux can."""
+    """Lower the priority of the calling thread alone, as Linux can."""
     if sys.platform == "linux":
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)

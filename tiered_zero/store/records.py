@@ -117,7 +117,7 @@ class RecordTable:
             return self._find(record).record
 
     def kept(self, record: Record, start: int, end: int) -> list[Range]:
-        """What a write of these bytes would change of the last commit, for want of a second slot."""
+        """Return the ranges of the last commit that a write of these bytes would change, for want of a second slot."""
         with self._lock:
             state = self._find(record)
             if not state.record.committed or len(state.record.offsets) > 1 or state.durable is None:
@@ -208,7 +208,7 @@ class RecordTable:
             return [(state.record, list(state.written)) for state in states]
 
     def durable(self, record: Record, start: int, end: int) -> list[Range]:
-        """What the durable manifest names of these bytes, untrimmed."""
+        """Return the ranges that the durable manifest names and that overlap these bytes, untrimmed."""
         with self._lock:
             durable = self._find(record).durable
             return [] if durable is None else durable.overlapping(start, end)

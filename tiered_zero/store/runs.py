@@ -81,7 +81,7 @@ class RunInfo:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Collected:
-    """What a collection did with one run, and why. With `dry_run` nothing was removed, only decided."""
+    """The outcome of a collection for one run, and its reason. With `dry_run` nothing was removed, only decided."""
 
     run: RunInfo
     removed: bool
@@ -193,7 +193,7 @@ def _take_lock(dir_fd: int, uid: int, unknown: bool) -> Descriptor:
 
 
 def _refusal(run: RunInfo, committed: bool, unknown: bool) -> str | None:
-    """Why a run is kept; None if it may be removed."""
+    """Return why a run is kept; None if it may be removed."""
     if run.state == "alive" or (run.state == "unknown" and not unknown):
         return run.reason
     if run.resumable and not committed:
@@ -229,7 +229,7 @@ def _inspect(path: Path, name: str, parent_fd: int, locked: bool | None = None) 
 
 
 def _inspect_open(run: RunInfo, fd: int, uid: int, locked: bool | None) -> RunInfo:
-    """What the directory that is open at `fd` says. Raises OSError, StoreError."""
+    """Read the state of the run directory that is open at `fd`. Raises OSError, StoreError."""
     run = replace(run, nbytes=disk_nbytes(fd))
     owner, unreadable = None, "there is none"
     try:

@@ -130,17 +130,17 @@ class SwapStore:
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """What was committed with it."""
+        """The metadata of the last commit."""
         return self._commits.metadata
 
     @property
     def engine(self) -> IOEngine:
-        """What moves the bytes."""
+        """The engine that moves the bytes."""
         return self._files.engine
 
     @property
     def run_id(self) -> str:
-        """Of the directories' owner."""
+        """The id of the run that owns the directories."""
         return self._directory.run_id
 
     def reserve(

@@ -163,7 +163,8 @@ class TwoPhaseCommit:
         return found
 
     def _with_digest(self, record: Record, item: Range) -> Range:
-        """Where the last commit names the whole that `item` is the rest of, that is verified first."""
+        """Return `item` with its digest. The whole of which it is the rest is verified first, where the last commit
+        names that."""
         durable = self._table.durable(record, item.start, item.end)
         whole = next((one for one in durable if one.slot == item.slot and one.digest is not None), item)
         memory, parts = memoryview(map_memory(whole.end - whole.start)), list[IOTransfer]()

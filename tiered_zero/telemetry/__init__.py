@@ -1,4 +1,4 @@
-"""What happened: spans of time by lane, bytes by tier, and what bound a step.
+"""Records of a run: spans of time by lane, bytes by tier, and what bound a step.
 
 Promise: the seconds of a step are its work plus its named waits and sum to its wall time; bytes are counted when they
 have arrived, never when they were asked for; a record on disk can be read up to its last line, however the run ended.

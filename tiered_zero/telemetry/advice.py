@@ -1,4 +1,4 @@
-"""Why a run's steps take as long as they do: one sentence, and what to change. Pure."""
+"""Advice on a run: one sentence on why its steps take as long as they do, and what to change. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is written while a run goes on: its record and its trace, a step at a time."""
+"""Writers of a run's record and trace, a step at a time."""
 
 from __future__ import annotations
 

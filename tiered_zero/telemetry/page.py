@@ -218,7 +218,7 @@ def _plan(run: RunRecord) -> str:
         for tier in tiers
     }
     chart = paired_bars("Planned and peak bytes by tier", unit, pairs)
-    return _figure("Planned beside measured", f'<div class="bars">{chart}</div>{_kinds_table(run)}')
+    return _figure("Planned and measured", f'<div class="bars">{chart}</div>{_kinds_table(run)}')
 
 
 def _kinds_table(run: RunRecord) -> str:

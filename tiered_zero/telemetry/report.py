@@ -1,4 +1,4 @@
-"""What a step and a run took: seconds by cause, bytes by link, and the resource that bound them.
+"""Reports of a step and a run: seconds by cause, bytes by link, and the resource that bound them.
 
 [Note: What is said of a step]
 Causes: `forward`, `backward`, `step` without what follows, the driver's work for other lanes (`update`), each named

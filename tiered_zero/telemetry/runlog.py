@@ -26,7 +26,7 @@ FORMAT_VERSION = 1
 
 @dataclass(frozen=True, kw_only=True)
 class RunHeader(JsonRecord):
-    """What is known before the first step. `planned_nbytes`: tier -> kind -> bytes. `facts`: any more, name -> text.
+    """Facts known before the first step. `planned_nbytes`: tier -> kind -> bytes. `facts`: any more, name -> text.
     `open_settings`: as of RunReport."""
 
     model: str
@@ -151,7 +151,7 @@ class RunLog:
         self._write("timeline", timeline.to_json())
 
     def report(self) -> RunReport:
-        """Of the steps added so far."""
+        """Return the report of the steps added so far."""
         return self._totals.report()
 
     def close(self) -> None:

@@ -37,7 +37,7 @@ class RowLayout:
         return name, len(rows) - 1
 
     def order(self, name: str) -> int:
-        """Of the lane or wait among all that are known."""
+        """Return the place of the lane or wait among all that are known."""
         return list(self._rows).index(name)
 
 

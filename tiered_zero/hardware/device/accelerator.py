@@ -1,4 +1,4 @@
-"""What the runtime needs of a device: ordered lanes of work besides compute, memory figures.
+"""Interface of a device: ordered lanes of work besides compute, and memory figures.
 
 [Note: Lanes]
 A lane is a worker thread with a device stream of its own: `fetch` carries parameters to the device, `reduce` carries

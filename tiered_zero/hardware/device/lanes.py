@@ -54,7 +54,7 @@ class DeviceMarker(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class Failure:
-    """Why a job failed; shared by the transfers of the jobs that failed because of it."""
+    """The cause of a failed job; shared by the transfers of the jobs that failed because of it."""
 
     lane: str
     error: BaseException
@@ -106,7 +106,7 @@ class LaneTransfer(Transfer):
 
 @dataclass(slots=True, kw_only=True)
 class Work:
-    """What a lane's thread takes from its queue. By the time of its launch, `after` was launched without failing."""
+    """An item of a lane's queue. By the time of its launch, `after` was launched without failing."""
 
     job: Job
     after: Sequence[Transfer]

@@ -1,4 +1,4 @@
-"""Which accelerator a configuration gets."""
+"""Choice of the accelerator for a config."""
 
 from __future__ import annotations
 

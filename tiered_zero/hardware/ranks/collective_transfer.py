@@ -30,7 +30,7 @@ class RankTraffic:
 
 @dataclass(frozen=True, kw_only=True)
 class WaitContext:
-    """What a wait asks, and where it is counted."""
+    """The records of a wait: failures to look for, traffic and spans to count it in."""
 
     failures: RankFailures
     traffic: RankTraffic

@@ -31,7 +31,7 @@ logger = logging.getLogger("tiered_zero")
 
 
 class Collectives(Protocol):
-    """What the ranks of a run exchange. Driver thread only: every rank makes the same calls in the same order.
+    """The collectives of a run. Driver thread only: every rank makes the same calls in the same order.
 
     `what`: names the call in errors. Raises RankError where another rank fails or does not answer.
     """

@@ -1,4 +1,4 @@
-"""What the launcher and torch.distributed say of this process: its rank, the others, and the way to them."""
+"""Facts of this process from the launcher and torch.distributed: its rank, the other ranks, how to reach them."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ logger = logging.getLogger("tiered_zero")
 
 GROUPS = ("all_gather", "reduce_scatter", "control")
 """One process group and one lane each: collectives of one group run in the order of their calls, those of two groups
-beside each other."""
+at the same time."""
 
 CAUGHT_S = 3.0
 """What ends the program posts its message within so long; else the program has caught it."""
@@ -54,7 +54,7 @@ calls that differ have as much room."""
 
 
 class _Phase(Enum):
-    """Of this rank's groups. FAILED: this rank has posted its failure, and starts no collective any more."""
+    """The phase of this rank's groups. FAILED: this rank has posted its failure, and starts no collective any more."""
 
     NEW = auto()
     OPEN = auto()

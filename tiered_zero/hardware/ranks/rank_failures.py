@@ -1,4 +1,4 @@
-"""What ranks post for each other in the store of torch.distributed: a failure, who knows of it, and who waits where."""
+"""Failures and waits that ranks post for each other in the store of torch.distributed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class CollectiveCall:
 
 @dataclass(frozen=True, kw_only=True)
 class RankWaits:
-    """Where the threads of one rank wait. `call`: the collective that its driver waits for, whatever it takes; None: it
+    """The waits of one rank's threads. `call`: the collective that its driver waits for, whatever it takes; None: it
     does not. `num_calls`: how many of each group it has made."""
 
     texts: Sequence[str] = ()
