@@ -134,6 +134,23 @@ def test_views_of_one_storage_move_once(engine: tiered_zero.Engine) -> None:
     assert free_nbytes(engine) == 1 << 20
 
 
+def test_parts_of_a_storage_that_are_written_one_by_one_keep_their_values(engine: tiered_zero.Engine) -> None:
+    """`.data` gives each a version counter of its own, and all are at the same version."""
+    slopes = []
+    for hooks in ((lambda tensor: tensor, lambda tensor: tensor), pager(engine).saved_views.hooks_inside(None)):
+        arena, factor = torch.empty(3, 32, WIDTH), torch.ones(32, WIDTH, requires_grad=True)
+        total = factor.new_zeros(())
+        with torch.autograd.graph.saved_tensors_hooks(*hooks):
+            for number in range(3):
+                part = arena.data[number]
+                part.copy_(rows(number))
+                total = total + (part * factor).sum()
+        total.backward()
+        slopes.append(factor.grad)
+    assert activations(engine).take_counts()["num_moved"] == 3
+    assert torch.equal(*slopes)
+
+
 def test_profile_and_synchronize_have_their_rows(swap_path: Path) -> None:
     section = {"profile": True, "synchronize_checkpoint_boundary": True}
     with engine_of(Layers(), swap_path, activation_checkpointing=section) as engine:

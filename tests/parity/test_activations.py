@@ -27,7 +27,7 @@ class Blocks(nn.Module):
         self.blocks = nn.ModuleList(Block(dropout=0.1) for _ in range(3))
         self._mode = mode
         if compiled:
-            self.blocks[1].compile(backend="aot_eager")
+            self.blocks[1].mlp.compile(backend="aot_eager")
 
     def _run(self, block: nn.Module, x: Tensor) -> Tensor:
         if self._mode == "no checkpoint":
@@ -90,7 +90,7 @@ def test_dropout_and_accumulation_keep_their_bits(mode: str, device: str, swap_p
 
 
 @pytest.mark.filterwarnings("ignore")  # of the compiler's own
-def test_a_compiled_block_keeps_its_bits(swap_path: Path) -> None:
+def test_a_compiled_part_keeps_its_bits(swap_path: Path) -> None:
     assert_moves_and_keeps_bits("no checkpoint", "nvme", "none", swap_path, compiled=True)
 
 

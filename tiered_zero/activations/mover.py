@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import final
 
 import torch
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.autograd.graph import increment_version
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tiered_zero.activations.extents import LANE, Extents, Place
@@ -55,10 +57,12 @@ class _Reference:
 @final
 @dataclass(eq=False, kw_only=True)
 class _Record:
-    """One storage that was moved. `key`: see `ActivationMover._find`. `at`: its extent."""
+    """One storage that was moved. `key`: see `ActivationMover._find`; `counter`: see `SavedActivation`. `at`: its
+    extent."""
 
     index: int
     key: tuple[int, int]
+    counter: torch.Tensor
     storage: StorageWeakRef
     reference: weakref.ref[_Reference]
     at: int
@@ -78,8 +82,7 @@ class SavedActivation:
 
     def __init__(self, mover: ActivationMover, reference: _Reference, tensor: torch.Tensor, version: int) -> None:
         self._mover, self.reference, self.version = mover, reference, version
-        self.counter = tensor.detach()
-        self.counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        self.counter = _counter_of(tensor)
         self.size, self.stride, self.offset = tensor.size(), tensor.stride(), tensor.storage_offset()
         self.dtype = tensor.dtype
         self._was_unpacked = False
@@ -89,6 +92,21 @@ class SavedActivation:
         is_first, self._was_unpacked = not self._was_unpacked, True
         memory = self._mover.restore(self.reference, is_first=is_first).view(self.dtype)
         return memory.as_strided(self.size, self.stride, memory.storage_offset() + self.offset)
+
+
+def _counter_of(tensor: torch.Tensor) -> torch.Tensor:
+    """An empty tensor that shares the version counter of `tensor`, and not its storage."""
+    counter = tensor.detach()
+    counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return counter
+
+
+def _is_shared(counter: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """Whether the two have one version counter. It is moved, and set back."""
+    before = tensor._version
+    with _unsafe_preserve_version_counter(counter):
+        increment_version(counter)
+        return tensor._version != before
 
 
 @final
@@ -124,7 +142,7 @@ class ActivationMover:
             return None
         key = (storage._cdata, version)
         with self._profiled("pack"):
-            reference = self._find(key) or self._begin_write(tensor, key, nbytes)
+            reference = self._find(key, tensor) or self._begin_write(tensor, key, nbytes)
             if reference is None:
                 return None
             self._records[reference.index].num_left += 1
@@ -136,10 +154,13 @@ class ActivationMover:
             return False
         return not (tensor.is_conj() or tensor.is_neg() or 0 in tensor.stride())
 
-    def _find(self, key: tuple[int, int]) -> _Reference | None:
-        """The record of the storage with this identity, in this version, if both live."""
+    def _find(self, key: tuple[int, int], tensor: torch.Tensor) -> _Reference | None:
+        """The record of the storage with this identity, in this version, if both live. Another counter at the same
+        version, as `.data` makes one, says nothing of what was written since."""
         record = self._by_key.get(key)
         if record is None or record.storage.expired():  # type: ignore[no-untyped-call]
+            return None
+        if not _is_shared(record.counter, tensor):
             return None
         reference = record.reference()
         self._counts["num_shared"] += reference is not None
@@ -173,6 +194,7 @@ class ActivationMover:
         self._by_key[key] = self._records[reference.index] = _Record(
             index=reference.index,
             key=key,
+            counter=_counter_of(tensor),
             storage=StorageWeakRef(tensor.untyped_storage()),  # type: ignore[no-untyped-call]
             reference=weakref.ref(reference),
             at=at,
