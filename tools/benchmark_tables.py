@@ -108,6 +108,17 @@ def update_table(record: dict[str, Any]) -> str:
     return head(record, title) + "\n" + rows(["way", "GB/s", "of triad", "s"], body)
 
 
+def optimizer_table(record: dict[str, Any]) -> str:
+    """Each way beside what its ratios name."""
+    held: dict[str, list[str]] = {}
+    for names, ratio in record["ratios"].items():
+        way, _, other = names.partition(" / ")
+        held.setdefault(way, []).append(f"{ratio:.2f} of {other}")
+    body = [[way, f"{seconds:.3f}", ", ".join(held.get(way, ()))] for way, seconds in record["median"].items()]
+    title = f"A step of AdamW without an engine over {record['arguments']['numel'] >> 20} Mi fp32 parameters on the CPU"
+    return head(record, title) + "\n" + rows(["state", "s", "held against"], body)
+
+
 def io_table(record: dict[str, Any]) -> str:
     body = [
         [name, f"{rate:.2f}", f"{record['ratio_to_fio'][name]:.2f}" if record["ratio_to_fio"].get(name) else ""]
@@ -161,6 +172,7 @@ def ranks_table(record: dict[str, Any]) -> str:
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "step": step_table,
     "update": update_table,
+    "optimizer": optimizer_table,
     "io": io_table,
     "checkpoint": checkpoint_table,
     "ranks": ranks_table,

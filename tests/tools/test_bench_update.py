@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -25,8 +26,22 @@ def test_smoke(tmp_path: Path, library: Path) -> None:
     assert set(record["rates_gb_per_s"]) == set(record["samples"]) and record["bound"]["triad_gb_per_s"] > 0
 
 
+def test_the_benchmark_of_optimizers_runs(swap_path: Path, tmp_path: Path) -> None:
+    out = tmp_path / "optimizer.jsonl"
+    command = [sys.executable, str(ROOT / "tools/bench/optimizer.py"), "--smoke", "--dir", str(swap_path)]
+    ran = subprocess.run([*command, "--out", str(out)], check=False, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert not list(swap_path.iterdir()), "nothing is left behind"
+    record = json.loads(out.read_text())
+    series = {"triad", "disk", "foreach", "fused", "torch ZeRO", "host", "nvme", "ZeRO nvme"}
+    assert record["name"] == "optimizer" and set(record["samples"]) == series
+    assert all(len(samples) == 2 and min(samples) > 0 for samples in record["samples"].values())
+    table = runpy.run_path(str(ROOT / "tools/benchmark_tables.py"))["optimizer_table"](record)
+    assert "| nvme |" in table and " of max(disk, triad)" in table
+
+
 def test_every_benchmark_has_a_smoke_run() -> None:
     found = {path.stem for path in (ROOT / "tools/bench").glob("*.py")}
-    assert found - {"gpt2", "record"} == {"checkpoint", "io", "ranks", "step", "update"}, (
+    assert found - {"gpt2", "record"} == {"checkpoint", "io", "optimizer", "ranks", "step", "update"}, (
         "io: tests/io; others: test_bench_*.py here"
     )

@@ -23,7 +23,7 @@ from tiered_zero.hardware.ranks.launcher import local_world_size
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.io.preflight import preflight_directory
 from tiered_zero.layout.flat import Unit
-from tiered_zero.layout.subgroups import SubGroup, pack_params, sub_group_numel
+from tiered_zero.layout.subgroups import AUTO_SUB_GROUP_NUMEL, MAX_SUB_GROUP_NUMEL, SubGroup, pack_params
 from tiered_zero.optim.user_params import UserParameters
 from tiered_zero.plan.planner import Plan, make_plan
 from tiered_zero.plan.request import SubGroupSize, plan_request
@@ -186,7 +186,8 @@ def _lay_out(
     params: UserParameters, rule: UpdateRule, groups: Sequence[Mapping[str, Any]], config: Config
 ) -> list[StateLayout]:
     """Cut fp32 parameters, which are their own masters, apart from those of 16 bits, whose masters rest on the tier."""
-    size = sub_group_numel(config.zero_optimization.sub_group_size, [])
+    streams = config.zero_optimization.offload_optimizer.device == "nvme" or not params.are_in_place
+    size = AUTO_SUB_GROUP_NUMEL if streams else MAX_SUB_GROUP_NUMEL  # nothing is staged then, and each costs calls
     layouts: list[StateLayout] = []
     for masters, is_full in ((ParamMasters(), True), (FollowingMasters(), False)):
         alike = [(spec, group) for spec, group in params.specs if (spec.dtype == torch.float32) == is_full]

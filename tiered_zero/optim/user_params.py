@@ -77,6 +77,11 @@ class UserParameters:
         found = (param.device for param in self.params if param.device.type != "cpu")
         return next(found, torch.device("cpu"))
 
+    @property
+    def are_in_place(self) -> bool:
+        """Whether the CPU can step all of them where they lie."""
+        return all(self._in_place)
+
     def staged(self, segments: Sequence[Segment]) -> list[Segment]:
         """List the segments whose parameters pass through a staging buffer."""
         return [segment for segment in segments if not self._in_place[segment.unit.index]]
