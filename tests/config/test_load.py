@@ -510,3 +510,14 @@ def test_frozen() -> None:
     config = load_with()
     with pytest.raises(ValueError, match="frozen"):
         config.fp16.enabled = True  # type: ignore[misc]
+
+
+def test_cpu_checkpointing_is_a_device_of_activations_unless_these_name_one() -> None:
+    section = {"cpu_checkpointing": True}
+    assert load({"train_batch_size": 1, "activation_checkpointing": section}).activations_device == "cpu"
+    for device in ("none", "nvme"):
+        own = {"activations": {"device": device, "nvme_path": "swap"}}
+        config = {"train_batch_size": 1, "activation_checkpointing": section, "tiered_zero": own}
+        assert load(config).activations_device == device
+    with pytest.raises(ConfigError, match=r"tiered_zero\.activations\.nvme_path: expected a directory"):
+        load({"train_batch_size": 1, "tiered_zero": {"activations": {"device": "nvme"}}})
