@@ -10,7 +10,7 @@ Never: views of units (params/saved_views.py names these), what a checkpoint com
 [Note: Saved storages]
 Whole storages move: nodes that save views of one share one record, found by live storage, version and version counter.
 What autograd keeps is a `SavedActivation`: the record, and the view's geometry and counter. The hook sees all that is
-saved; a floor in bytes is the filter. Parameters, subclasses, torch.func's wrappers, expanded tensors and small views of
-large storages stay. So does what a selective checkpoint keeps, which it holds past all hooks. A write to memory past
+saved; a floor in bytes is the filter. Parameters, subclasses, torch.func's wrappers, expanded tensors and small views
+of large storages stay. So does what a selective checkpoint keeps, which it holds past all hooks. A write to memory past
 autograd's counters (`.data`, NumPy) after a tensor was saved is not seen, as with torch.autograd.graph.save_on_cpu.
 """
