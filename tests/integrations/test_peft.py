@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import tiered_zero
-from tests.integrations.conftest import PLACES, gpt2, token_ids
-from tests.support.trainers import FAR, Plain, assert_parity
+from tests.integrations.conftest import LOOP, PLACES, copies, gpt2, optimizer_for, token_ids
+from tests.support.trainers import FAR, Plain, Record, assert_parity, assert_same_bits
 
 pytestmark = [pytest.mark.thorough, pytest.mark.filterwarnings("ignore")]  # the libraries warn of each other
 
@@ -152,3 +152,22 @@ def merge_a_copy(trainer: Any) -> list[Any]:
 @pytest.mark.parametrize("script", [keep_adapters, merge_and_unmerge, merge_a_copy])
 def test_what_adapters_are_kept_for(script, swap_path):
     assert_parity(adapted, script, swap_path, PLACES, clipping=0.5)
+
+
+@pytest.mark.parametrize("build", [gpt2, adapted])
+def test_state_on_disk_in_a_plain_loop(build, swap_path):
+    """Without an engine: the losses and weights of a plain GPT-2, and of its adapters."""
+    records = []
+    for placement in (None, LOOP):
+        model = build()
+        with optimizer_for(model, placement, swap_path) as optimizer:
+            losses = []
+            for number in range(4):
+                loss = model(input_ids=token_ids(number), labels=token_ids(number)).loss
+                loss.backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.detach())
+        records.append(Record(losses, copies(model.state_dict())))
+    assert_same_bits(*records)

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from torch import nn
 
 import tiered_zero
-from tests.optim.test_offloaded import Net, assert_same, backward, models
+from tests.optim.test_offloaded import Net, assert_same, assert_same_state, backward, models
 from tests.support.configs import config_of, zero_section
 from tests.support.schedulers import SCHEDULERS
 from tiered_zero.cli.main import main
@@ -54,6 +54,8 @@ def test_it_steps_beside_an_engine(swap_path: Path) -> None:
     config = config_of(zero_section("cpu", "nvme", swap_path))
     other = nn.Linear(6, 6)
     engine, *_ = tiered_zero.initialize(model=other, optimizer=ADAM(other.parameters()), config=config)
+    with pytest.raises(ModelError, match="belongs to an engine"):
+        OffloadedOptimizer(other.parameters(), ADAM, offload)
     with engine, OffloadedOptimizer(ours.parameters(), ADAM, offload, lr=1e-2) as optimizer:
         for step in range(4):
             engine.backward(engine(torch.ones(2, 6)).sum())
@@ -102,6 +104,20 @@ def test_an_average_of_weights_and_parametrizations_are_trained(swap_path: Path)
         assert_same(*averages)
         with pytest.raises(ModelError, match="cannot be copied"):
             copy.deepcopy(optimizer)
+
+
+def test_named_parameters_keep_their_names() -> None:
+    saved = []
+    for make in (ADAM, lambda params, **options: OffloadedOptimizer(params, ADAM, {"device": "cpu"}, **options)):
+        torch.manual_seed(1)
+        net = nn.Linear(3, 2)
+        optimizer = make(net.named_parameters(), lr=1e-2)
+        net(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        saved.append(optimizer.state_dict())
+    optimizer.load_state_dict(saved[0])
+    optimizer.close()
+    assert_same_state(*saved)
 
 
 def test_step_hooks_fire_once(swap_path: Path) -> None:
@@ -178,3 +194,19 @@ def test_compiled_models_are_trained() -> None:
                 own.step()
                 own.zero_grad()
         assert_same(plain, ours)
+
+
+def test_a_model_that_changes_its_dtype_keeps_its_state() -> None:
+    """Masters are made where there are none, and left out where the parameters are fp32 again."""
+    weight = nn.Parameter(torch.randn(30, 40))
+    with OffloadedOptimizer([weight], torch.optim.NAdam, {"device": "cpu"}, lr=1e-2) as optimizer:
+        for step, dtype in enumerate((torch.float32, torch.bfloat16, torch.float32)):
+            before = optimizer.read_state(weight)
+            weight.data, weight.grad = weight.data.to(dtype), None
+            optimizer.step()
+            found = optimizer.read_state(weight)
+            assert ("master" in found) == (dtype is torch.bfloat16 and step > 0)
+            assert all(torch.equal(before[name], found[name]) for name in before.keys() - {"master"})
+            weight.grad = torch.ones_like(weight)
+            optimizer.step()
+            assert optimizer.read_state(weight)["step"] == step + 1

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from tiered_zero.errors import BudgetError, ConfigError, EngineFailedError, ModelError, PlanError, StoreError
 from tiered_zero.optim import OffloadedOptimizer
@@ -163,6 +164,8 @@ def test_what_cannot_be_stepped_is_refused(swap_path: Path) -> None:
     unseen = {**host, "state_format": "bf16_remainder"}
     refused(lambda: OffloadedOptimizer([weight], ADAM, unseen), ConfigError, "bf16_remainder")
     refused(lambda: OffloadedOptimizer([weight.double()], ADAM, host), ValueError, "non-leaf")
+    wrapped = nn.Parameter(TwoTensor(torch.ones(2), torch.ones(2)))
+    refused(lambda: OffloadedOptimizer([wrapped], ADAM, host), ModelError, "found TwoTensor")
     double = nn.Parameter(torch.ones(3, dtype=torch.float64))
     refused(lambda: OffloadedOptimizer([double], ADAM, host), ModelError, "float64")
     refused(lambda: OffloadedOptimizer([weight], torch.optim.LBFGS, host), ModelError, "LBFGS")

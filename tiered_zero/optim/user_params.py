@@ -14,6 +14,7 @@ from tiered_zero.hardware.device.accelerator import Accelerator
 from tiered_zero.layout.flat import ParamSpec, Unit
 from tiered_zero.layout.subgroups import Segment
 from tiered_zero.params.model_spec import kept_stride
+from tiered_zero.params.param_handlers import handler_of
 from tiered_zero.tiers.tier import BufferView
 from tiered_zero.tiers.unit_update import UnitUpdate
 
@@ -50,6 +51,13 @@ class UserParameters:
         """The last gradient that was copied to be flat, and its copy."""
 
     def _add(self, name: str, param: Tensor, group: int) -> None:
+        if handler_of(param) is not None:  # type: ignore[arg-type]
+            raise ModelError(f"{name}: it belongs to an engine, whose own optimizer steps it. Use engine.optimizer.")
+        if type(param).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+            raise ModelError(
+                f"{name}: expected a plain tensor; found {type(param).__name__}, whose parts cannot be moved between "
+                "tiers. Give it to a plain optimizer of its own."
+            )
         if param.dtype not in _DTYPES or param.layout is not torch.strided:
             kind = str(param.dtype if param.layout is torch.strided else param.layout).removeprefix("torch.")
             raise ModelError(
