@@ -210,10 +210,15 @@ class ActivationMover:
         """Free the oldest sources until at most `allowed_nbytes` are on their way, and those that have left."""
         while self._writing and (self._in_flight_nbytes > allowed_nbytes or self._writing[0][0].done()):
             written, source = self._writing[0]
-            with nullcontext() if written.done() else self._recorder.span("compute", "wait_activation"):
-                if on_host:
-                    written.wait()
-                self._accelerator.wait_on_compute(written)
+            try:
+                with nullcontext() if written.done() else self._recorder.span("compute", "wait_activation"):
+                    if on_host:
+                        written.wait()
+                    self._accelerator.wait_on_compute(written)
+            except TieredZeroError:  # of the transfer, which is over: it is raised once
+                self._writing.popleft()
+                self._discharge(source.nbytes)
+                raise
             self._writing.popleft()
             self._discharge(source.nbytes)
 
