@@ -46,7 +46,8 @@ class Completion(Transfer):
         return self._event.is_set()
 
     def wait(self) -> None:
-        wait_for_event(self._event)
+        if not self._event.is_set():
+            wait_for_event(self._event)
         if self.error is not None:
             raise self.error
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import operator
 import threading
 import time
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 WAIT_CAUSES = ("wait_param", "wait_update", "wait_grad", "wait_state", "wait_lease", "wait_ranks", "wait_activation")
@@ -23,9 +23,15 @@ DRIVER_LANE = "compute"
 SAVE_LANE = "save"
 """The lane of that thread's calls that save or load a checkpoint, which are no compute."""
 
+_DRIVER_LANES = (DRIVER_LANE, SAVE_LANE)
+
+
+_WAIT = "wait_"
+"""What every kind of wait begins with."""
+
 
 def is_wait(kind: str) -> bool:
-    return kind.startswith("wait_")
+    return kind.startswith(_WAIT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +67,7 @@ class Recorder:
         self.keep_spans = keep_spans
         self._lock = threading.Lock()
         self._spans: list[Span] = []
-        self._open: list[_Frame] = []
+        self._open: list[_OpenSpan] = []
         self._reset()
 
     def _reset(self) -> None:
@@ -70,32 +76,21 @@ class Recorder:
         self._worked: defaultdict[str, _Union] = defaultdict(_Union)
         self._idle_s: defaultdict[str, float] = defaultdict(float)
 
-    @contextmanager
-    def span(self, lane: str, kind: str, name: str = "", nbytes: int = 0) -> Iterator[None]:
-        """Time a block as a span of `lane`. A block that raises counts its time and no bytes.
+    def span(self, lane: str, kind: str, name: str = "", nbytes: int = 0) -> _OpenSpan:
+        """Time the block of a `with` statement as a span of `lane`. A block that raises counts its time and no bytes.
 
         `kind` is what totals are kept by ("forward", "wait_param", ...). One thread at a time is inside the spans of a
         lane (autograd's while main waits in backward), so that they nest.
         """
-        thread = threading.get_ident()
-        with self._lock:
-            outer = self._innermost(lambda frame: frame.thread == thread) or self._innermost_of(lane)
-            frame = _Frame(lane=lane, start_s=time.perf_counter(), outer=outer, thread=thread)
-            self._open.append(frame)
-        arrived = 0
-        try:
-            yield
-            arrived = nbytes
-        finally:
-            end_s = time.perf_counter()
-            with self._lock:
-                self._open.remove(frame)
-                self._add(frame, kind, name, end_s, arrived)
+        return _OpenSpan(self, lane, kind, name, nbytes)
 
     def add(self, lane: str, kind: str, name: str, start_s: float, end_s: float, nbytes: int = 0) -> None:
         """Record a span that has ended, of any thread. `nbytes`: those that arrived."""
         with self._lock:
-            self._add(_Frame(lane=lane, start_s=start_s, outer=self._innermost_of(lane)), kind, name, end_s, nbytes)
+            outer = next((span for span in reversed(self._open) if span.lane == lane), None)
+            on_driver = outer.on_driver if outer is not None else lane in _DRIVER_LANES
+            span = _OpenSpan(self, lane, kind, name, start_s=start_s, outer=outer, on_driver=on_driver)
+            self._count(span, end_s, nbytes)
 
     def take_totals(self) -> Totals:
         """Return the sums since the last call, and reset them."""
@@ -110,46 +105,65 @@ class Recorder:
             spans, self._spans = self._spans, []
         return spans
 
-    def _innermost(self, matches: Callable[[_Frame], bool]) -> _Frame | None:
-        return next(filter(matches, reversed(self._open)), None)
-
-    def _innermost_of(self, lane: str) -> _Frame | None:
-        return self._innermost(lambda frame: frame.lane == lane)
-
-    def _add(self, frame: _Frame, kind: str, name: str, end_s: float, nbytes: int) -> None:
-        lane, outer = frame.lane, frame.outer
+    def _count(self, span: _OpenSpan, end_s: float, nbytes: int) -> None:
+        """Add up a span that has ended. Under the lock."""
+        lane, kind, start_s, outer = span.lane, span.kind, span.start_s, span.outer
+        is_covered = False
         if outer is not None:
-            inside_s = max(0.0, end_s - max(frame.start_s, outer.start_s))
+            is_covered = outer.lane == lane and outer.start_s <= start_s  # the outer one counts this time as worked
+            inside_s = max(0.0, end_s - max(start_s, outer.start_s))
             outer.inner_s += inside_s
             if outer.lane != lane:
                 self._idle_s[outer.lane] += inside_s
-        own_s = max(0.0, end_s - frame.start_s - frame.inner_s)
-        if frame.on_driver:
+        own_s = max(0.0, end_s - start_s - span.inner_s)
+        if span.on_driver:
             self._causes[kind] += own_s
-        self._worked[lane].add(frame.start_s, end_s)
-        if is_wait(kind):
+        if not is_covered:
+            self._worked[lane].add(start_s, end_s)
+        if kind.startswith(_WAIT):
             self._idle_s[lane] += own_s
         else:
             self._nbytes[lane] += nbytes
         if self.keep_spans:
-            self._spans.append(
-                Span(lane=lane, name=name or kind, start_s=frame.start_s, end_s=end_s, nbytes=nbytes, kind=kind)
-            )
+            name = span.name or kind
+            self._spans.append(Span(lane=lane, name=name, start_s=start_s, end_s=end_s, nbytes=nbytes, kind=kind))
 
 
-@dataclass(eq=False, slots=True, kw_only=True)
-class _Frame:
-    """A span that is still open. `outer`: the one around it. `inner_s`: what the spans inside it have taken."""
+@dataclass(eq=False, slots=True)
+class _OpenSpan:
+    """A span whose block runs. `outer`: the one around it. `inner_s`: what the spans inside it have taken. `on_driver`:
+    whether it, or the outermost one around it, is of the driver."""
 
+    recorder: Recorder
     lane: str
-    start_s: float
-    outer: _Frame | None
+    kind: str
+    name: str
+    nbytes: int = 0
+    start_s: float = 0.0
+    outer: _OpenSpan | None = None
+    on_driver: bool = False
     thread: int = 0
     inner_s: float = 0.0
 
-    @property
-    def on_driver(self) -> bool:
-        return self.outer.on_driver if self.outer else self.lane in (DRIVER_LANE, SAVE_LANE)
+    def __enter__(self) -> None:
+        recorder = self.recorder
+        self.thread = thread = threading.get_ident()
+        with recorder._lock:
+            for span in reversed(recorder._open):
+                if span.thread == thread:
+                    self.outer = span
+                    break
+                if span.lane == self.lane and self.outer is None:
+                    self.outer = span
+            self.on_driver = self.outer.on_driver if self.outer is not None else self.lane in _DRIVER_LANES
+            self.start_s = time.perf_counter()
+            recorder._open.append(self)
+
+    def __exit__(self, kind: object, _error: object, _traceback: object) -> None:
+        end_s, recorder = time.perf_counter(), self.recorder
+        with recorder._lock:
+            recorder._open.remove(self)
+            recorder._count(self, end_s, self.nbytes if kind is None else 0)
 
 
 class _Union:
@@ -165,4 +179,4 @@ class _Union:
         self._bounds[first:last] = [start_s] * (first % 2 == 0) + [end_s] * (last % 2 == 0)
 
     def seconds(self) -> float:
-        return sum(end - start for start, end in zip(self._bounds[::2], self._bounds[1::2], strict=True))
+        return math.fsum(map(operator.sub, self._bounds[1::2], self._bounds[::2]))

@@ -27,21 +27,22 @@ logger = logging.getLogger("tiered_zero")
 
 Job = Callable[[], None]
 
-_this_thread = threading.local()
+
+class _ThisThread(threading.local):
+    """Of the calling thread. `is_lane`: whether it is a lane's."""
+
+    is_lane = False
 
 
-def runs_on_lane() -> bool:
-    """Whether the calling thread is a lane's."""
-    return getattr(_this_thread, "is_lane", False)
+THIS_THREAD = _ThisThread()
 
 
-def refuse_on_lane(call: str) -> None:
-    """Raise InternalError where a lane's thread makes `call`, which is about compute's stream."""
-    if runs_on_lane():
-        raise InternalError(
-            f"{call} was called on {threading.current_thread().name}, whose current stream is not compute's. This is "
-            "an error in tiered_zero, not in the model: please report it with this message."
-        )
+def compute_on_lane_error(call: str) -> InternalError:
+    """The error of a lane's thread that makes `call`, which is about compute's stream."""
+    return InternalError(
+        f"{call} was called on {threading.current_thread().name}, whose current stream is not compute's. This is "
+        "an error in tiered_zero, not in the model: please report it with this message."
+    )
 
 
 class DeviceMarker(Protocol):
