@@ -173,7 +173,7 @@ class ClockedAccelerator(Accelerator):
         return self.record()
 
     def record(self) -> LaneTransfer:
-        return LaneTransfer.launched(Mark(self.clocks))
+        return LaneTransfer(Mark(self.clocks))
 
     def wait_on_compute(self, transfer: Transfer) -> None:
         refuse_on_lane("wait_on_compute()")

@@ -185,7 +185,7 @@ def test_a_marker_makes_an_event_wait_for_the_device_too():
         def synchronize(self):
             self.complete = True
 
-    event = LaneTransfer.launched(Marker())
+    event = LaneTransfer(Marker())
     assert not event.done()
     event.wait()
     assert event.done()

@@ -78,7 +78,7 @@ class CudaAccelerator(Accelerator):
         return self.record()
 
     def record(self) -> LaneTransfer:
-        return LaneTransfer.launched(_mark(torch.cuda.current_stream(self.device)))
+        return LaneTransfer(_mark(torch.cuda.current_stream(self.device)))
 
     def wait_on_compute(self, transfer: Transfer) -> None:
         refuse_on_lane("wait_on_compute()")

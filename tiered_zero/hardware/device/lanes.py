@@ -29,20 +29,24 @@ Job = Callable[[], None]
 
 
 class _ThisThread(threading.local):
-    """Of the calling thread. `is_lane`: whether it is a lane's."""
-
     is_lane = False
 
 
-THIS_THREAD = _ThisThread()
+_this_thread = _ThisThread()
 
 
-def compute_on_lane_error(call: str) -> InternalError:
-    """The error of a lane's thread that makes `call`, which is about compute's stream."""
-    return InternalError(
-        f"{call} was called on {threading.current_thread().name}, whose current stream is not compute's. This is "
-        "an error in tiered_zero, not in the model: please report it with this message."
-    )
+def runs_on_lane() -> bool:
+    """Whether the calling thread is a lane's."""
+    return _this_thread.is_lane
+
+
+def refuse_on_lane(call: str) -> None:
+    """Raise InternalError where a lane's thread makes `call`, which is about compute's stream."""
+    if _this_thread.is_lane:
+        raise InternalError(
+            f"{call} was called on {threading.current_thread().name}, whose current stream is not compute's. This is "
+            "an error in tiered_zero, not in the model: please report it with this message."
+        )
 
 
 class DeviceMarker(Protocol):
@@ -63,20 +67,24 @@ class Failure:
     collected: bool = False
 
 
+_LAUNCHED = threading.Event()
+"""Of every transfer whose job was launched before it was made."""
+
+_LAUNCHED.set()
+
+
 class LaneTransfer(Transfer):
     """Launched on the host, then complete on the device. Without a marker the two are one (the CPU)."""
 
-    def __init__(self) -> None:
-        self._launched = threading.Event()
-        self.marker: DeviceMarker | None = None
-        self.failure: Failure | None = None
-
-    @classmethod
-    def launched(cls, marker: DeviceMarker | None = None) -> LaneTransfer:
-        """The transfer of work that the calling thread has already launched."""
-        transfer = cls()
-        transfer.finish_launch(marker, None)
-        return transfer
+    def __init__(
+        self,
+        marker: DeviceMarker | None = None,
+        failure: Failure | None = None,
+        launched: threading.Event = _LAUNCHED,
+    ) -> None:
+        """`launched`: set by the lane's thread, with marker and failure, where the job is queued."""
+        self.marker, self.failure = marker, failure
+        self._launched = launched
 
     def finish_launch(self, marker: DeviceMarker | None, failure: Failure | None) -> None:
         """Lane's thread only, once."""
@@ -85,7 +93,8 @@ class LaneTransfer(Transfer):
 
     def wait_launched(self) -> Failure | None:
         """Block until the job was launched or failed."""
-        wait_for_event(self._launched)
+        if not self._launched.is_set():
+            wait_for_event(self._launched)
         return self.failure
 
     def check_launched(self) -> None:
@@ -112,7 +121,6 @@ class Work:
     job: Job
     after: Sequence[Transfer]
     holds: Sequence[torch.Tensor]
-    transfer: LaneTransfer
 
 
 Launch = Callable[[Work], DeviceMarker | None]
@@ -145,7 +153,7 @@ class Lane:
         self._inline = inline
         self._launch = launch
         self._delays = delays
-        self._queue: SimpleQueue[Work | None] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[Work, LaneTransfer] | None] = SimpleQueue()
         self._failures: list[Failure] = []
         self._closed = False
         self._lock = threading.Lock()
@@ -171,19 +179,19 @@ class Lane:
         it, it runs at once on the calling thread: on its own thread it would take a core from compute.
         Returns the transfer that is done when the job is complete on the device. Any thread.
         """
-        work = Work(job=job, after=tuple(after), holds=tuple(holds), transfer=LaneTransfer())
+        work = Work(job=job, after=tuple(after), holds=tuple(holds))
         with self._lock:  # nothing is queued behind the end mark
             if self._closed:
                 raise RuntimeError(f"lane {self.name} is closed; jobs are submitted before the accelerator is closed")
-            inline = self._inline and not waits and not self._num_queued and all(transfer.done() for transfer in after)
-            if not inline:
+            runs_now = self._inline and not waits and not self._num_queued
+            for transfer in after:
+                runs_now = runs_now and transfer.done()
+            if not runs_now:
                 self._num_queued += 1
-                self._queue.put(work)
-                return work.transfer
+                self._queue.put((work, queued := LaneTransfer(launched=threading.Event())))
+                return queued
         with self._running:
-            marker, failure = self._perform(work)
-        work.transfer.finish_launch(marker, failure)
-        return work.transfer
+            return LaneTransfer(*self._perform(work))
 
     def close(self) -> None:
         """Finish queued jobs and stop the thread; log errors that were not waited for. Idempotent."""
@@ -201,13 +209,13 @@ class Lane:
 
     def _run(self) -> None:
         _this_thread.is_lane = True
-        while (work := self._queue.get()) is not None:
-            transfer = work.transfer
+        while (queued := self._queue.get()) is not None:
+            work, transfer = queued
             with self._running:
                 marker, failure = self._perform(work)
             with self._lock:
                 self._num_queued -= 1
-            del work  # what the job holds is free before its transfer says so
+            del work, queued  # what the job holds is free before its transfer says so
             if failure is not None:
                 traceback.clear_frames(failure.traceback)  # as are the names in the frames of a job that failed
             transfer.finish_launch(marker, failure)
@@ -222,14 +230,12 @@ class Lane:
                     earlier.wait()
                 elif (failure := earlier.wait_launched()) is not None:
                     return None, failure
-            self._delay()
+            if self._delays is not None:
+                self._delays.delay()
             marker = self._launch(work)
         except BaseException as error:
             failure = Failure(lane=self.name, error=error, traceback=error.__traceback__)
             self._failures = [old for old in self._failures if not old.collected] + [failure]
-        self._delay()
-        return marker, failure
-
-    def _delay(self) -> None:
         if self._delays is not None:
             self._delays.delay()
+        return marker, failure
