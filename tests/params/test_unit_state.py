@@ -52,7 +52,7 @@ def make_paged(state: State) -> PagedUnit:
     unit = make_unit(0, [8, 8])
     storage = FlatStorage(unit, make_params(unit), torch.device("cpu"), None)  # type: ignore[arg-type]  # never asked
     storage.fill()
-    paged = PagedUnit(unit=unit, storage=storage, is_resident=False, params={}, _at=state)
+    paged = PagedUnit(unit=unit, storage=storage, is_resident=False, params={}, state=state[0], weights=state[1])
     if state[0] is UnitState.IN_USE:
         storage.unguard()
     return paged
@@ -110,6 +110,6 @@ def test_what_is_evictable() -> None:
 
 
 def test_one_class_writes_the_state_of_a_unit() -> None:
-    writes = re.compile(r"paged\.(num_users|version|_at)\b[^=\n]*[+-]?=(?!=)|\._change\(")
+    writes = re.compile(r"paged\.(num_users|version|state|weights)\b[^=\n]*[+-]?=(?!=)|\._change\(")
     found = [path.name for path in (ROOT / "tiered_zero").rglob("*.py") if writes.search(path.read_text("utf-8"))]
     assert found == ["unit_state.py"]

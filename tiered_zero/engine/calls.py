@@ -57,11 +57,15 @@ def on_one_thread(method: _Method[_Engine, _Arguments, _Result]) -> _Method[_Eng
     def entered(self: _Engine, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
         INTERRUPTS.install()
         step, call = self._step, f"engine.{method.__name__}()"
+        driver = step.pager.driver
         try:
-            with step.pager.driver.entered(call):
+            driver.enter(call)
+            try:
                 if method.__name__ != "peek":  # which looks at what is there
                     step.recovery.check_outside(call, may_recompute=method.__name__ == "forward")
                 return method(self, *args, **kwargs)
+            finally:
+                driver.leave()
         except BaseException as error:
             INTERRUPTS.note(error)
             raise

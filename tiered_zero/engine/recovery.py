@@ -94,7 +94,7 @@ class StepRecovery:
 
     @contextmanager
     def call(self, phase: Phase) -> Iterator[None]:
-        """Run the block as a call in `phase`; drop the step, or latch, where it raises."""
+        """Run the block as a call in `phase`; drop the step, or latch, where it raises, and let the failure surface."""
         self._phase.now = phase
         try:
             yield
@@ -103,7 +103,8 @@ class StepRecovery:
             self._ranks.fail(f"{type(error).__name__}: {error}")
             self._end_failed()
             self.latch_ranks(phase.value, error)
-            raise
+            with self._movers.policy.failures.surfacing():
+                raise
         self._phase.now = Phase.IDLE
 
     def begin_step(self) -> None:

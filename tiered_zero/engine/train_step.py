@@ -86,22 +86,23 @@ class TrainStep:
     def pre_forward(self, module: nn.Module, units: Sequence[Unit], inputs: Sequence[Any] = ()) -> None:
         """Open the module's frame and make `units` usable; begin a pass where the module is called directly. `inputs`:
         the call's arguments."""
-        if self.scope.is_root(module):  # the root never runs inside itself: a forward that is open was interrupted
+        is_root = module is self.scope.model
+        if is_root and self.scope.is_direct:  # it never runs inside itself: a forward that is open was interrupted
             self._end_interrupted_forward()
         is_direct = self.pager.is_called_directly()
         if is_direct:
             INTERRUPTS.install()
             self.recover()
-            if not torch.is_grad_enabled() or (self.scope.is_root(module) and not module.training):
+            if not torch.is_grad_enabled() or (is_root and not module.training):
                 self.policy.prepare_evaluation()
             self.scope.begin_direct(module)
             self._handled = id(sys.exc_info()[1])
-        if is_direct or self.scope.is_root(module):
+        if is_direct or is_root:
             self._records = torch.is_grad_enabled()
         self.pager.enter_frame(units)
         if torch._C._current_graph_task_id() == -1:  # a recomputation runs where its forward ran
             self.runtime.accelerator.check_compute()
-            if units and (self._records or torch.is_grad_enabled()):
+            if self._reducer is not None and units and (self._records or torch.is_grad_enabled()):
                 self.arrivals.note_use(units, inputs)
         if is_direct:
             self.scope.save_direct()
@@ -120,10 +121,9 @@ class TrainStep:
     def _end_interrupted_forward(self) -> None:
         """Close what an interrupted direct call of a module has left open: torch runs no forward hook after it."""
         self.pager.driver.check("A module's forward")
-        if self.scope.is_direct:
-            self.recover()
-            self.scope.abort()
-            self.pager.abort()
+        self.recover()
+        self.scope.abort()
+        self.pager.abort()
 
     def grad_ready(self, param: nn.Parameter) -> None:
         """Move `param.grad`, summed over all uses in this backward (of a tied weight too), home. Autograd's thread."""
@@ -215,14 +215,15 @@ class TrainStep:
             raise ModelError("This engine is closed; its tiers are gone. Make another with tiered_zero.initialize().")
         with self.failures.surfacing():
             self.policy.check()
-            self._groups.check()
+            if trains:
+                self._groups.check()
             self.runtime.accelerator.check_compute()
         if trains and not self._trains:
             raise ModelError(NO_OPTIMIZER)
 
     def forward(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], num_tokens: int) -> Any:
         self.check()
-        with self.failures.surfacing(), self._pass(Phase.FORWARD):
+        with self._pass(Phase.FORWARD):
             if not (torch.is_grad_enabled() and module.training):
                 self.policy.prepare_evaluation()
             self.meter.num_tokens += num_tokens if torch.is_grad_enabled() else 0
@@ -236,7 +237,7 @@ class TrainStep:
             raise ModelError(
                 f"backward() takes the loss as a tensor; found {type(loss).__name__}. Pass the tensor itself."
             )
-        with self.failures.surfacing(), self._pass(Phase.BACKWARD):
+        with self._pass(Phase.BACKWARD):
             scaled = self.scaled(loss, by_steps)
             if not loss.requires_grad:
                 raise ModelError(
@@ -273,7 +274,7 @@ class TrainStep:
         self.check(trains=True)
         if self.counts.is_boundary():
             self.scope.check_parameters()
-        with self.failures.surfacing(), self.recovery.call(Phase.STEP):
+        with self.recovery.call(Phase.STEP):
             self.recovery.begin_step()
             self.counts.was_applied = False
             boundary = self.counts.begin_step(self.pager.num_uses)

@@ -91,7 +91,7 @@ class FlatEntry:
     param: ParamSpec
     start: int
 
-    @property
+    @cached_property
     def stop(self) -> int:
         return self.start + self.param.numel
 
@@ -114,12 +114,12 @@ class Unit:
     entries: tuple[FlatEntry, ...]
     bounds: tuple[int, ...]
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Elements of the flat, padding included."""
         return self.bounds[-1]
 
-    @property
+    @cached_property
     def itemsize(self) -> int:
         return int(self.dtype.itemsize)
 

@@ -54,7 +54,7 @@ class ParamPiece:
     param_start: int
     numel: int
 
-    @property
+    @cached_property
     def stop(self) -> int:
         return self.start + self.numel
 
@@ -73,11 +73,11 @@ class Segment:
     numel: int
     pieces: tuple[ParamPiece, ...]
 
-    @property
+    @cached_property
     def stop(self) -> int:
         return self.start + self.numel
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes of the elements in the unit's dtype."""
         return self.numel * self.unit.itemsize

@@ -75,6 +75,7 @@ class DriverThread:
 
     def enter(self, call: str) -> None:
         """Raises ModelError while another thread is inside, and in a forked child. Pairs with `leave`."""
+        self.process.check()
         self.check(call)
         if self._inside.setdefault("ident", threading.current_thread().ident or 0) == threading.get_ident():
             self._depth += 1
@@ -88,9 +89,8 @@ class DriverThread:
                 self._inside.clear()
 
     def check(self, call: str) -> None:
-        """Raises ModelError while another thread is inside, and in a forked child."""
-        self.process.check()
-        if self.is_other():
+        """Raises ModelError while another thread is inside."""
+        if self._inside.get("ident") != threading.get_ident() and self.is_other():
             self._refuse(call)
 
     def is_other(self) -> bool:

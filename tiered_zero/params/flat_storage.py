@@ -28,7 +28,7 @@ from tiered_zero.params.param_watch import ParamWatch
 
 
 class FlatStorage:
-    """The device memory of one unit. `flat`: [P] of the unit's dtype; it has no memory or all of it, never a part.
+    """The device memory of one unit. `flat`: [P] of the unit's dtype; it has no memory, or all of it (`is_full`).
 
     Driver thread.
     """
@@ -66,6 +66,8 @@ class FlatStorage:
             self._guarded_bytes.resize_(0)  # before the next one takes as much
         self.flat = self._new_flat(None if self._place is None else self._place.tensor)
         self._bytes = self.flat.untyped_storage()
+        self.key = int(self._bytes._cdata)
+        """The identity of the storage, the same for every view of it."""
         with torch._C.DisableTorchFunctionSubclass():
             self._views = self._views_of(self.flat)
             for param, view in zip(self._params, self._views, strict=True):
@@ -74,6 +76,7 @@ class FlatStorage:
         self._num_own_uses = self._num_uses
         if self._place is None:
             self._bytes.resize_(0)
+        self.is_full = False
 
     def _new_flat(self, memory: torch.Tensor | None) -> torch.Tensor:
         if memory is not None:
@@ -121,16 +124,13 @@ class FlatStorage:
     def _count_references(self) -> list[int]:
         return list(map(sys.getrefcount, self._params))
 
-    @property
-    def is_full(self) -> bool:
-        return self._bytes.nbytes() != 0 if self._place is None else self._place.is_full
-
     def fill(self) -> None:
         """Allocate the flat's memory; its content is undefined until a transfer has written it."""
         if self._place is not None:
             self._place.fill()
         else:
             self._bytes.resize_(self.unit.nbytes)
+        self.is_full = True
 
     def empty(self, keep: bool = True) -> None:
         """Free the memory. Every view keeps its shape; autograd's version counters do not move. `keep`: False where a
@@ -145,6 +145,7 @@ class FlatStorage:
         else:
             self._take_storage()
             self.guard()
+        self.is_full = False
 
     def blank(self) -> None:
         """Overwrite the values: NaN in every float type. Views that other code has kept then show none, rather than
@@ -205,11 +206,6 @@ class FlatStorage:
             for param, view in zip(self._params, self._keyed_views, strict=True):
                 param.__class__ = OffloadedParameter  # first: only such a parameter may have the key
                 set_data(param, view)
-
-    @property
-    def key(self) -> int:
-        """The identity of the storage, the same for every view of it."""
-        return int(self._bytes._cdata)
 
     def view(self, size: Sequence[int], stride: Sequence[int], offset: int, dtype: torch.dtype) -> torch.Tensor:
         """The saved view with this geometry (in elements of `dtype`), on the bytes as they are now."""

@@ -100,26 +100,22 @@ class Pager:
 
     # -- use -------------------------------------------------------------------------------------------------------
 
-    @runs_outside_modes
-    def acquire(self, unit: Unit) -> None:
-        """Make the unit's parameters usable by what compute launches from now on. Pairs with `release`."""
-        self.num_uses += 1
-        paged = self.units.by_index[unit.index]
-        paged.storage.count_references(is_recomputed=self.phase.pass_name == "backward")
-        self._bring(paged).add_user()
+    def _acquire(self, paged: PagedUnit, pass_name: str) -> None:
+        """Make the unit's parameters usable by what compute launches from now on. Pairs with `_release`."""
+        paged.storage.count_references(is_recomputed=pass_name == "backward")
+        self._bring(paged, pass_name)
+        paged.add_user()
 
-    @runs_outside_modes
-    def release(self, unit: Unit) -> None:
+    def _release(self, paged: PagedUnit, pass_name: str) -> None:
         """End one use. After the last, forward guards or evicts the unit; backward holds it until it needs the room."""
-        paged = self.units.by_index[unit.index]
         paged.remove_user()
-        if self.phase.pass_name != "backward":
+        if pass_name != "backward":
             self._cache.retire(paged)
 
-    def _bring(self, paged: PagedUnit) -> PagedUnit:
+    def _bring(self, paged: PagedUnit, pass_name: str) -> None:
         """Fetch the unit if it is offloaded, wait for its own update, unguard it. Adds no user."""
         if not paged.is_resident:
-            self._cache.note_use(paged, self.phase.pass_name)
+            self._cache.note_use(paged, pass_name)
         state = paged.state
         if paged.weights is WeightState.UPDATING:
             raise ModelError(
@@ -127,7 +123,7 @@ class Pager:
                 'nothing is clipped or checked. Set "tiered_zero": {"optimizer_in_backward": false} for such a loop.'
             )
         if state is UnitState.IN_USE:
-            return paged
+            return
         if state is UnitState.OFFLOADED:
             self._cache.fetch(paged)
         # before the wait: an update under way then has where to put what it computes
@@ -145,16 +141,18 @@ class Pager:
                 self._cache.evict(paged)  # these are not its bytes
                 raise
         paged.begin_use()
-        return paged
 
+    @runs_outside_modes
     def begin_gather(self, paged: PagedUnit) -> None:
         """Acquire a unit outside of forward and backward, until `end_gather`."""
-        self.acquire(paged.unit)
+        self.num_uses += 1
+        self._acquire(paged, self.phase.pass_name)
         paged.num_gathers += 1
 
+    @runs_outside_modes
     def end_gather(self, paged: PagedUnit) -> None:
         paged.num_gathers -= 1
-        self.release(paged.unit)
+        self._release(paged, self.phase.pass_name)
 
     # -- entry points ----------------------------------------------------------------------------------------------
 
@@ -171,16 +169,17 @@ class Pager:
     def enter_frame(self, units: Sequence[Unit]) -> None:
         self.driver.check("A module's forward")
         self.num_uses += 1
-        if not self._frames:
-            self.copies.end()  # of a state_dict that its own hooks broke off
+        is_outermost = not self._frames
         self._frames.append(frame := Frame())
-        self.changes.refuse()
+        if is_outermost:
+            self.copies.end()  # of a state_dict that its own hooks broke off
+            self.changes.refuse()
+        pass_name = self.phase.pass_name if units else ""
         for unit in units:
-            self.acquire(unit)
-            frame.held.append(self.units.by_index[unit.index])
-        frame.is_in_checkpoint = self.saved_views.begin_in_checkpoint()
-        if not frame.is_in_checkpoint:
-            self.saved_views.save_recomputed()
+            paged = self.units.by_index[unit.index]
+            self._acquire(paged, pass_name)
+            frame.held.append(paged)
+        frame.is_in_checkpoint = self.saved_views.begin_module()
 
     @runs_outside_modes
     def exit_frame(self) -> None:
@@ -189,9 +188,12 @@ class Pager:
         frame = self._frames.pop()
         if frame.is_in_checkpoint:
             self.saved_views.end_in_checkpoint()
+        if not (frame.held or frame.faulted):
+            return
+        pass_name = self.phase.pass_name
         for paged in frame.held:
-            self.release(paged.unit)
-        if self.phase.pass_name != "backward":
+            self._release(paged, pass_name)
+        if pass_name != "backward":
             for paged in frame.faulted:
                 paged.storage.count_references(is_recomputed=False)
                 self._cache.retire(paged)
@@ -220,7 +222,7 @@ class Pager:
             paged.add_user()
         try:
             for paged in paged_units:
-                self._bring(paged)
+                self._bring(paged, self.phase.pass_name)
         finally:
             for paged in paged_units:
                 paged.remove_user()
@@ -232,7 +234,8 @@ class Pager:
         """Raise ParameterOffloadedError for a unit without bytes on the device. A resident one waits for its update."""
         if paged.state is UnitState.IN_USE or paged.is_resident:
             return
-        self._cache.check_open(paged)
+        if self._cache.is_closed:
+            self._cache.refuse_closed(paged)
         name = paged.unit.entries[paged.params[param]].param.name
         tier = self._inventory.home(paged.unit, "param").tier.name
         raise offloaded_error(function, name, tier, paged.unit.dtype, self._accelerator.device)
@@ -247,7 +250,8 @@ class Pager:
                 f"Backward needs weights of {paged.unit.name} as its forward saw them, and they have changed since (by "
                 "a step, or by hand). Call backward before step(), or forward again after it."
             )
-        return self._bring(paged).storage
+        self._bring(paged, self.phase.pass_name)
+        return paged.storage
 
     # -- backward --------------------------------------------------------------------------------------------------
 
@@ -278,8 +282,9 @@ class Pager:
     @runs_outside_modes
     def end_pass(self) -> None:
         """Guard or evict every unit without users: forward or backward is over, or has failed."""
-        for paged in self.units:
-            self._cache.retire(paged)
+        for paged in self.units.by_index.values():
+            if paged.state is UnitState.IN_USE and not paged.num_users:
+                self._cache.retire(paged)
 
     # -- failures and the end --------------------------------------------------------------------------------------
 

@@ -30,7 +30,7 @@ class PassScope:
     """
 
     def __init__(self, model: nn.Module, pager: Pager, trains: bool) -> None:
-        self._model = model
+        self.model = model
         self._pager = pager
         self._trains = trains
         named = dict(model.named_parameters())
@@ -48,9 +48,6 @@ class PassScope:
         self._innermost: nn.Module | None = None
         """The module without units that was called directly, and how often it runs inside itself."""
         self._depth = 0
-
-    def is_root(self, module: nn.Module) -> bool:
-        return module is self._model
 
     def runs_directly(self) -> bool:
         """Whether the caller runs inside of a module that was called directly. torch calls no hook where an interrupt
@@ -81,7 +78,7 @@ class PassScope:
     def check_parameters(self) -> None:
         """Raise ModelError where a parameter, or the module that has it, was replaced or removed, a trainable one was
         added, or a frozen one was thawed. Called in `step()` and before weights are saved: compares identities."""
-        if (seen := list(map(id, self._model.parameters()))) != self._seen:
+        if (seen := list(map(id, self.model.parameters()))) != self._seen:
             self._check_changed(seen)
             self._seen = seen
         with torch._C.DisableTorchFunctionSubclass():
@@ -99,7 +96,7 @@ class PassScope:
         if kept != self._own:
             changed = next(at for at, identity in enumerate(self._own) if kept[at : at + 1] != [identity])
             raise _replaced_error(self._names[changed])
-        for name, param in self._model.named_parameters():
+        for name, param in self.model.named_parameters():
             if id(param) in own:
                 continue
             if not param.requires_grad:

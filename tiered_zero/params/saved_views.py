@@ -145,41 +145,40 @@ class SavedViews:
     def is_own(self, pack: Pack) -> bool:
         return pack in (self.pack, self.pack_and_move) or (isinstance(pack, _PackInside) and pack.views is self)
 
+    def begin_module(self) -> bool:
+        """Save by name what a module computes: of a recomputation, see `save_recomputed`, or inside of a checkpoint.
+        Returns whether it is inside of one, and `end_in_checkpoint` follows.
+
+        A checkpoint would hold the weights of what it has computed again until the backward of its region ends, and
+        their units could not be evicted. A module does the same in forward and in the recomputation, so that the
+        checkpoint counts alike."""
+        top: tuple[Pack, Unpack] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if top is None:
+            self.save_recomputed()
+        elif top[0] != self.pack and _is_of_checkpoint(top[0]) and self._may_save():
+            torch._C._autograd._push_saved_tensors_default_hooks(_PackInside(self, top), self.unpack)
+            return True
+        return False
+
+    def end_in_checkpoint(self) -> None:
+        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if top is not None and self.is_own(top[0]):
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+
     def save_recomputed(self) -> None:
         """In a backward, save by name also what is computed again, where no other hooks save it.
 
         In one that the user has started past the engine none do, and autograd would save parameters themselves, whose
         bytes go as their unit is evicted. The hooks stay until the node of the backward that runs has ended: autograd
         then restores those of its thread."""
-        if torch._C._current_graph_task_id() != -1 and self._may_save() and self._top() is None:
+        if torch._C._current_graph_task_id() == -1 or not self._may_save():
+            return
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
             torch._C._autograd._push_saved_tensors_default_hooks(self.pack, self.unpack)
-
-    def begin_in_checkpoint(self) -> bool:
-        """Save by name what a module computes inside of a checkpoint, until `end_in_checkpoint`. Returns whether it is
-        inside of one.
-
-        The checkpoint would hold the weights of what it has computed again until the backward of its region ends, and
-        their units could not be evicted. A module does the same in forward and in the recomputation, so that the
-        checkpoint counts alike."""
-        top = self._top()
-        if top is None or not _is_of_checkpoint(top[0]) or not self._may_save():
-            return False
-        torch._C._autograd._push_saved_tensors_default_hooks(_PackInside(self, top), self.unpack)
-        return True
-
-    def end_in_checkpoint(self) -> None:
-        top = self._top()
-        if top is not None and self.is_own(top[0]):
-            torch._C._autograd._pop_saved_tensors_default_hooks()
 
     def _may_save(self) -> bool:
         enabled: bool = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
         return enabled and torch.is_grad_enabled()
-
-    @staticmethod
-    def _top() -> tuple[Pack, Unpack] | None:
-        found: tuple[Pack, Unpack] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        return found
 
     def unpack(self, saved: Saved) -> torch.Tensor:
         """Return what forward saved, fetched where it is needed: an entry point of [Note: Entry points].

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator
+from operator import itemgetter
 from typing import final
 
 Use = tuple[str, int]
@@ -34,11 +35,12 @@ class Schedule:
         """Unit -> its last use, and the position after it."""
         self._distances: dict[Pair, int] = {}
         """Use -> elements of the uses between it and the next use of the same unit, when that came last."""
-        self._expected: deque[Use] = deque()
+        self._ahead: deque[Use] = deque()
+        """The expected uses."""
         self._tip: Pair = (None, None)
         """The last expected use, or the last use."""
-        self._wanted: Counter[int] = Counter()
-        """Unit -> expected uses."""
+        self.expected: dict[int, int] = {}
+        """Unit -> how many of the expected uses are of it; none without any."""
         self._numels: dict[int, int] = {}
         """Expected unit -> its part of `expected_numel`."""
         self.expected_numel = 0
@@ -56,14 +58,15 @@ class Schedule:
             self._distances[earlier[0]] = self._position - earlier[1]
         self._position += numel
         self._uses[unit_index] = self._last, self._position
-        if not self._expected:
+        if not self._ahead:
             self._tip = self._last
             return True
-        if self._expected[0] != use:
+        if self._ahead[0] != use:
             return False
-        self._expected.popleft()
-        self._wanted[unit_index] -= 1
-        if not self._wanted[unit_index]:
+        self._ahead.popleft()
+        self.expected[unit_index] -= 1
+        if not self.expected[unit_index]:
+            del self.expected[unit_index]
             self.expected_numel -= self._numels.pop(unit_index)
         return True
 
@@ -80,35 +83,31 @@ class Schedule:
     def upcoming(self) -> Iterator[Use]:
         """Yield the uses that follow the expected ones; end where nothing is known or the chain closes on itself."""
         pair, seen = self._tip, set()
-        while pair not in seen and len(self._expected) < len(self._next) and (use := self._next.get(pair)) is not None:
+        while pair not in seen and len(self._ahead) < len(self._next) and (use := self._next.get(pair)) is not None:
             seen.add(pair)
             yield use
             pair = (pair[1], use)
 
     def expect(self, use: Use, numel: int) -> None:
         """Provide for `use`, which is what `upcoming` yields first. `numel`: of its unit, as far as that counts."""
-        self._expected.append(use)
+        self._ahead.append(use)
         self._tip = (self._tip[1], use)
-        self._wanted[use[1]] += 1
+        self.expected[use[1]] = self.expected.get(use[1], 0) + 1
         if use[1] not in self._numels:
             self._numels[use[1]] = numel
             self.expected_numel += numel
 
-    def is_expected(self, unit_index: int) -> bool:
-        """Whether an expected use is of this unit."""
-        return self._wanted[unit_index] > 0
-
     def end_expected(self) -> list[int]:
         """Expect nothing: another use came, or a unit is not on the device any more. Returns the units that were
         expected, the farthest first."""
-        units = list(self.expected_units())
-        self._expected.clear()
-        self._wanted.clear()
+        units = self.expected_units()
+        self._ahead.clear()
+        self.expected.clear()
         self._numels.clear()
         self._tip = self._last
         self.expected_numel = 0
         return units
 
-    def expected_units(self) -> Iterator[int]:
-        """Yield the units of expected uses, the farthest first."""
-        return (index for _, index in reversed(self._expected))
+    def expected_units(self) -> list[int]:
+        """List the units of expected uses, each once, the one that is used last first."""
+        return list(dict.fromkeys(map(itemgetter(1), self._ahead)))[::-1]

@@ -65,17 +65,16 @@ class UnitCache:
         """Make a unit with memory the most recently used."""
         index = paged.unit.index
         self._order.pop(index, None)
-        if paged.storage.is_full and not self.schedule.is_expected(index):
+        if paged.storage.is_full and index not in self.schedule.expected:
             self._order[index] = paged
 
     def _end_expected(self) -> None:
         for index in self.schedule.end_expected():
             self._touch(self._units.by_index[index])
 
-    def check_open(self, paged: PagedUnit) -> None:
-        """Raises ParameterOffloadedError once the engine is closed."""
-        if self.is_closed:
-            ClosedEngine(paged.unit.name).fault_in((), "This call")
+    def refuse_closed(self, paged: PagedUnit) -> None:
+        """Raise ParameterOffloadedError: the engine is closed."""
+        ClosedEngine(paged.unit.name).fault_in((), "This call")
 
     # -- fetch -----------------------------------------------------------------------------------------------------
 
@@ -91,13 +90,14 @@ class UnitCache:
             self._fetch(paged)
 
     def _fetch(self, paged: PagedUnit) -> None:
-        self.check_open(paged)
+        if self.is_closed:
+            self.refuse_closed(paged)
         unit, storage = paged.unit, paged.storage
         if self._shares_order or not storage.is_full:
             self._make_room(paged)
-        if paged.is_kept:
+        if storage.is_full:  # it is offloaded, and a view keeps its memory
             self._kept_nbytes -= unit.nbytes
-        if not storage.is_full:
+        else:
             self._ledger.charge("device", "param_window", unit.nbytes)
             try:
                 storage.fill()
@@ -138,7 +138,7 @@ class UnitCache:
             if ends and pass_name == "forward":
                 return
             paged, numel = self._units.by_index[index], 0
-            if not schedule.is_expected(index) and paged is not current:
+            if index not in schedule.expected and paged is not current:
                 numel = paged.unit.numel
                 is_first = schedule.expected_numel == 0
                 if (schedule.expected_numel + numel > bucket_numel and not is_first) or not self._may_prefetch(paged):
@@ -151,21 +151,20 @@ class UnitCache:
     def _prefetch(self, paged: PagedUnit, current: PagedUnit) -> bool:
         """Fetch a unit ahead of its use, in the place of units that are neither expected nor `current`; False where
         there is no room."""
-        new_nbytes = 0 if self._counts(paged) else paged.unit.nbytes
-        missing = self._counted_nbytes + new_nbytes - self._limits.live_nbytes
-        victims = []
-        for idle in self._idle():
-            if missing <= 0:
-                break
-            if idle is not current:
-                victims.append(idle)
-                missing -= idle.unit.nbytes
-        if missing > 0:
-            return False
-        for victim in victims:
-            self.evict(victim)
-        if self._counted_nbytes + new_nbytes > self._limits.live_nbytes:
-            return False  # a view keeps the memory of a unit that is evicted
+        missing_nbytes, victims = self._missing_nbytes(paged), []
+        if missing_nbytes > 0:
+            for idle in self._idle():
+                if idle is not current:
+                    victims.append(idle)
+                    missing_nbytes -= idle.unit.nbytes
+                    if missing_nbytes <= 0:
+                        break
+            else:
+                return False
+            for victim in victims:
+                self.evict(victim)
+            if self._missing_nbytes(paged) > 0:
+                return False  # a view keeps the memory of a unit that is evicted
         try:
             self._fetch(paged)
         except torch.OutOfMemoryError:
@@ -190,7 +189,7 @@ class UnitCache:
         if paged.num_users or paged.state is not UnitState.IN_USE or paged.is_resident:
             return
         self.guard(paged)
-        if self._counted_nbytes <= self._limits.live_nbytes:
+        if self._missing_nbytes(paged) <= 0:
             distance = self.schedule.distance(paged.unit.index)
             if distance is not None and distance <= self._limits.look_ahead.reuse_numel:
                 return
@@ -209,7 +208,7 @@ class UnitCache:
         storage = paged.storage
         if not storage.is_full or paged.is_resident:
             return
-        if self.schedule.is_expected(paged.unit.index):
+        if paged.unit.index in self.schedule.expected:
             self._end_expected()
         self._changes.look(paged)
         has_arrived, was_kept = True, paged.is_kept
@@ -250,23 +249,22 @@ class UnitCache:
         """List offloaded units whose memory a view has kept, and keeps no more."""
         return [paged for paged in self._order.values() if paged.is_kept and not paged.storage.is_viewed]
 
-    @property
-    def _counted_nbytes(self) -> int:
-        """Bytes on the device, as decisions count them. [Note: Order of gathers]"""
-        return self._live_nbytes - (self._kept_nbytes if self._shares_order else 0)
-
-    def _counts(self, paged: PagedUnit) -> bool:
-        return paged.state is not UnitState.OFFLOADED if self._shares_order else paged.storage.is_full
+    def _missing_nbytes(self, paged: PagedUnit) -> int:
+        """By how much the device would be too full with `paged` on it, as decisions count. [Note: Order of gathers]"""
+        if self._shares_order:
+            counted_nbytes, is_counted = self._live_nbytes - self._kept_nbytes, paged.state is not UnitState.OFFLOADED
+        else:
+            counted_nbytes, is_counted = self._live_nbytes, paged.storage.is_full
+        return counted_nbytes + (0 if is_counted else paged.unit.nbytes) - self._limits.live_nbytes
 
     def _make_room(self, paged: PagedUnit) -> None:
         unit = paged.unit
         for kept in self._kept() if self._kept_nbytes else ():
             self.evict(kept)
-        limit = self._limits.live_nbytes - (0 if self._counts(paged) else unit.nbytes)
-        if self._counted_nbytes > limit:
+        if self._missing_nbytes(paged) > 0:
             for idle in itertools.chain(self._idle(), self._idle_ahead()):
                 self.evict(idle)
-                if self._counted_nbytes <= limit:
+                if self._missing_nbytes(paged) <= 0:
                     break
         new_nbytes = 0 if paged.storage.is_full else unit.nbytes
         limit = self._limits.live_nbytes - new_nbytes

@@ -107,19 +107,12 @@ class PagedUnit:
     num_users: int = 0
     version: int = 0
     num_gathers: int = 0
-    _at: State = _OFFLOADED
+    state: UnitState = UnitState.OFFLOADED
+    weights: WeightState = WeightState.CURRENT
 
     def __post_init__(self) -> None:
         if self.is_resident:
-            self._at = _CACHED
-
-    @property
-    def state(self) -> UnitState:
-        return self._at[0]
-
-    @property
-    def weights(self) -> WeightState:
-        return self._at[1]
+            self.state = UnitState.CACHED
 
     # One method an act of LEGAL_CHANGES, and of users and versions: nothing else writes them.
 
@@ -136,23 +129,23 @@ class PagedUnit:
 
     def end_residence(self) -> None:
         """The device has no bytes of it that count; the home's are current."""
-        self._change(UnitState.OFFLOADED, WeightState.CURRENT if self._at[1] is WeightState.STALE else None)
+        self._change(UnitState.OFFLOADED, WeightState.CURRENT if self.weights is WeightState.STALE else None)
         self.fetch = None
 
     def mark_stale(self) -> None:
         """User code has written to a unit in use. The storage of a unit that lives on the device is its home, and is
         never stale."""
-        if self._at == _IN_USE and not self.is_resident:
+        if (self.state, self.weights) == _IN_USE and not self.is_resident:
             self._change(UnitState.IN_USE, WeightState.STALE)
 
     def block(self) -> None:
         """Refuse any use: an update has begun, of a step that is not taken yet."""
-        if self._at[1] is not WeightState.UPDATING:  # it was blocked already where backward runs twice
-            self._change(self._at[0], WeightState.UPDATING)
+        if self.weights is not WeightState.UPDATING:  # it was blocked already where backward runs twice
+            self._change(self.state, WeightState.UPDATING)
 
     def unblock(self) -> None:
-        if self._at[1] is WeightState.UPDATING:
-            self._change(self._at[0], WeightState.CURRENT)
+        if self.weights is WeightState.UPDATING:
+            self._change(self.state, WeightState.CURRENT)
 
     def add_user(self) -> None:
         self.num_users += 1
@@ -173,7 +166,7 @@ class PagedUnit:
 
         Raises InternalError for a change that LEGAL_CHANGES has not, with nothing changed.
         """
-        before = self._at
+        before = self.state, self.weights
         after = state, before[1] if weights is None else weights
         if (before, after) not in LEGAL_CHANGES:
             raise InternalError(
@@ -182,26 +175,26 @@ class PagedUnit:
             )
         if state is UnitState.IN_USE and before[0] is not state:
             self.storage.unguard()
-        self._at = after
+        self.state, self.weights = after
         if state is UnitState.OFFLOADED or state is UnitState.CACHED:
             self.storage.guard()
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing uses it and it can be evicted, as its state says, whatever else holds a view of it."""
-        return not self.num_users and self._at[0] is not UnitState.OFFLOADED
+        return not self.num_users and self.state is not UnitState.OFFLOADED
 
     @property
     def is_kept(self) -> bool:
         """Whether it is offloaded, and a view keeps its memory."""
-        return self._at[0] is UnitState.OFFLOADED and self.storage.is_full
+        return self.state is UnitState.OFFLOADED and self.storage.is_full
 
     @property
     def is_evictable(self) -> bool:
         """Whether nothing uses it and eviction frees memory. A transfer in flight views the storage too."""
         if self.num_users or not self.storage.is_full:
             return False
-        return self._at[0] is UnitState.FETCHING or not self.storage.is_viewed
+        return self.state is UnitState.FETCHING or not self.storage.is_viewed
 
 
 def _describe(state: State) -> str:

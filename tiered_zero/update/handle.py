@@ -212,12 +212,13 @@ class ParamGroupWatch:
 
     def check(self) -> None:
         """Raise ModelError where the list, the parameters of a group or its choice of code were changed."""
-        owners = [owner for ref in self._optimizers if (owner := ref()) is not None]
-        if any(owner.param_groups is not self._groups for owner in owners):
-            raise ModelError(
-                "optimizer.param_groups was replaced by another list, which the engine and its schedulers do not see. "
-                "Put the former list back, and set values in its groups: optimizer.param_groups[0]['lr'] = 0.1."
-            )
+        for ref in self._optimizers:
+            if (owner := ref()) is not None and owner.param_groups is not self._groups:
+                raise ModelError(
+                    "optimizer.param_groups was replaced by another list, which the engine and its schedulers do not "
+                    "see. Put the former list back, and set values in its groups: optimizer.param_groups[0]['lr'] = "
+                    "0.1."
+                )
         if len(self._groups) != len(self._params):
             raise ModelError(
                 f"optimizer.param_groups was expected to have {len(self._params)} groups, as when the run started; "

@@ -110,7 +110,8 @@ class UpdatePolicy(ABC):
 
     def check(self) -> None:
         """Raise EngineFailedError once an update has failed."""
-        self.failures.check(_refusal)
+        if self.failures.error is not None:
+            self.failures.check(_refusal)
 
     def check_untouched(self, act: str) -> None:
         """Raise ModelError where `act` comes too late, because an eager update is open."""

@@ -107,9 +107,10 @@ class CpuAccelerator(Accelerator):
 
     def prepare(self, flat: torch.Tensor) -> None:
         """Advise huge pages: a unit's memory is mapped twice a step, with a few page faults then, not thousands."""
-        if self.host_pages(flat) is None:
+        if self._page_pool is None:  # whose places are of huge pages
             advise_huge_pages(flat)
-        super().prepare(flat)
+        if self._poison:
+            self.poison(flat)
 
     def wait_on_compute(self, transfer: Transfer) -> None:
         refuse_on_lane("wait_on_compute()")
