@@ -7,6 +7,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -18,11 +19,13 @@ from tests.support.tier_rig import make_runtime
 from tests.support.units import make_params, make_unit
 from tiered_zero.concurrency.transfer import Completion
 from tiered_zero.errors import ModelError
+from tiered_zero.grads import in_flight as in_flight_module
 from tiered_zero.grads.accumulator import GradientStore
 from tiered_zero.grads.in_flight import NUM_KEPT, SUM_CHUNK_NUMEL, InFlightGradients
 from tiered_zero.grads.norms import GradNorm
 from tiered_zero.grads.overflow import OverflowGuard
 from tiered_zero.grads.unit_gradients import UnitGradients
+from tiered_zero.hardware.device.lanes import LaneTransfer
 from tiered_zero.hardware.memory.host_memory import HostArena
 from tiered_zero.hardware.memory.staging import StagingPool
 from tiered_zero.hardware.runtime import Runtime
@@ -183,7 +186,37 @@ def test_single_gradients_stay_in_16_bit(runtime: Runtime, caplog: pytest.LogCap
     assert caplog.text == ""
 
 
-def test_autograd_waits_while_too_much_is_on_its_way(runtime: Runtime) -> None:
+@pytest.fixture
+def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Send each gradient in a batch of its own."""
+    monkeypatch.setattr(in_flight_module, "BATCH_NBYTES", 1)
+
+
+def test_small_gradients_of_a_unit_go_together(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until the unit is complete, the next unit begins, somebody waits, or the batch is full."""
+    monkeypatch.setattr(in_flight_module, "BATCH_NBYTES", 3000)
+    lane, names = runtime.accelerator.lane("reduce"), []
+    submit = lane.submit
+
+    def count(*args: Any, **kwargs: Any) -> LaneTransfer:
+        names.append(len(kwargs["holds"]))
+        return submit(*args, **kwargs)
+
+    monkeypatch.setattr(lane, "submit", count)
+    world = World([make_unit(0, [100] * 3), make_unit(1, [100] * 3), make_unit(2, [400] * 3)], runtime=runtime)
+    grads = [randn(param.numel()) for params in world.params for param in params]
+    params = [param for params in world.params for param in params]
+    for index in (0, 1, 3, 2, 4):
+        world.give(params[index], grads[index].clone())
+    assert names == [2, 1, 1], "the batch of the second unit is open"
+    world.homes[1].wait_transfers()
+    for index in (5, 6, 7, 8):
+        world.give(params[index], grads[index].clone())
+    assert names == [2, 1, 1, 1, 1, 2, 1]
+    assert all(map(torch.equal, world.sums().values(), grads))
+
+
+def test_autograd_waits_while_too_much_is_on_its_way(runtime: Runtime, one_by_one: None) -> None:
     """Three gradients of 4000 bytes with room for two: the third waits for the first."""
     world = World([make_unit(0, [1000] * 4)], in_flight=8000, runtime=runtime)
     gate, ledger = threading.Event(), runtime.ledger
@@ -209,7 +242,9 @@ def test_a_gradient_larger_than_the_room_goes_alone(runtime: Runtime) -> None:
 
 
 @pytest.mark.parametrize("end", ["finish_transfers", "wait_transfers", "discard", "close"])
-def test_the_oldest_gradients_are_freed_first_and_the_last_at_the_end(end: str, runtime: Runtime) -> None:
+def test_the_oldest_gradients_are_freed_first_and_the_last_at_the_end(
+    end: str, runtime: Runtime, one_by_one: None
+) -> None:
     world = World([make_unit(0, [1000] * 9)], runtime=runtime)
     alive = []
     for param in world.params[0]:
@@ -233,7 +268,7 @@ def test_gradients_that_fail_to_cross_are_forgotten_all(runtime: Runtime, monkey
         raise OSError("the link is down")
 
     with monkeypatch.context() as patch:
-        patch.setattr(GradNorm, "fuses_copy", fail)
+        patch.setattr(GradNorm, "fuses", fail)
         for param in world.params[0]:
             world.give(param, randn(1000))
         gate.set()
@@ -394,7 +429,7 @@ def test_norms_taken_on_arrival_are_those_of_the_sums(num_passes: int, runtime: 
     norms = {spec.index: norm for spec, norm in world.store.norms()}
     assert norms.keys() == sums.keys()
     for index, grad in sums.items():
-        assert torch.equal(norms[index], torch.linalg.vector_norm(grad))
+        assert norms[index] == torch.linalg.vector_norm(grad)
 
 
 def test_a_norm_that_became_old_is_forgotten(runtime: Runtime) -> None:

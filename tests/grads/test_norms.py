@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tiered_zero.grads import norms as norms_module
-from tiered_zero.grads.norms import GradNorm
+from tiered_zero.grads.norms import GradCopy, GradNorm
 from tiered_zero.native.update import UpdateKernel
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -27,30 +27,29 @@ def test_they_have_the_bits_of_torch(numel: int, dtype: torch.dtype, norms: Grad
     for scale in (1e-3, 1.0, 30.0):
         grad = (torch.randn(numel) * scale).to(dtype)
         expected = torch.linalg.vector_norm(grad, 2, dtype=torch.float32)
-        assert torch.equal(GradNorm(None).of(grad), expected)
-        assert torch.equal(norms.of(grad), expected)
+        assert GradNorm(None).of(grad) == norms.of(grad) == expected
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("numel", SIZES)
 def test_a_copy_brings_every_bit_and_the_same_norm(numel: int, dtype: torch.dtype, norms: GradNorm) -> None:
     target, source = torch.empty(numel, dtype=dtype), torch.randn(numel).to(dtype)
-    if norms.fuses_copy(target, source):  # always, where torch is a build for x86
-        assert torch.equal(norms.copy_with_norm(target, source, add=False), norms.of(source))
-        assert torch.equal(target, source)
-        total = source.float() + source.float()
-        target = source.float()
-        assert torch.equal(norms.copy_with_norm(target, source, add=True), norms.of(total))
-        assert torch.equal(target, total)
+    total, sums = source.float() + source.float(), source.float()
+    copies = [GradCopy(index=0, target=target, source=source, adds=False)]
+    copies.append(GradCopy(index=1, target=sums, source=source, adds=True))
+    if norms.fuses(copies):  # always, where torch is a build for x86
+        assert norms.copy(copies) == [norms.of(source), norms.of(total)]
+        assert torch.equal(target, source) and torch.equal(sums, total)
 
 
 def test_the_kernel_takes_them_here(norms: GradNorm) -> None:
     """On x86 with torch's own wheels; elsewhere torch may take them."""
-    assert norms.fuses_copy(torch.ones(3), torch.ones(3)) or torch.backends.cpu.get_cpu_capability() not in (
+    copy = GradCopy(index=0, target=torch.ones(3), source=torch.ones(3), adds=False)
+    assert norms.fuses([copy]) or torch.backends.cpu.get_cpu_capability() not in (
         "AVX2",
         "AVX512",
     )
-    assert not GradNorm(None).fuses_copy(torch.ones(3), torch.ones(3))
+    assert not GradNorm(None).fuses([copy])
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -58,7 +57,7 @@ def test_the_kernel_takes_them_here(norms: GradNorm) -> None:
 def test_what_is_not_finite_shows(bad: float, dtype: torch.dtype, norms: GradNorm) -> None:
     source = torch.ones(100_000).to(dtype)
     source[77_777] = bad
-    assert not math.isfinite(norms.of(source).item()) and not math.isfinite(GradNorm(None).of(source).item())
+    assert not math.isfinite(norms.of(source)) and not math.isfinite(GradNorm(None).of(source))
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -71,4 +70,4 @@ def test_torchs_defaults_do_not_matter(device: str, library: Path, monkeypatch: 
             norm = GradNorm(UpdateKernel(library)).of(grad)
     finally:
         torch.set_default_dtype(torch.float32)
-    assert torch.equal(norm, expected)
+    assert norm == expected

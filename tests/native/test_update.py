@@ -23,7 +23,6 @@ from tiered_zero.errors import ConfigError
 from tiered_zero.native.update import (
     ADDRESSES_PER_RUN,
     LEVELS,
-    CopyNormArgs,
     Dtype,
     Flag,
     Hyper,
@@ -182,7 +181,7 @@ def convert(kernel: UpdateKernel, source: torch.Tensor, target_dtype: torch.dtyp
     codes = {dtype: code for code, dtype in DTYPES.items()}
     target = torch.empty(source.shape, dtype=target_dtype)
     types = codes[source.dtype], codes[target_dtype]
-    kernel.copy_norm(CopyNormArgs(source.data_ptr(), target.data_ptr(), source.numel(), *types), fused_tail=False)
+    kernel.copy_norms([(source.data_ptr(), target.data_ptr(), source.numel(), *types, False)], fused_tail=False)
     return target
 
 
@@ -206,7 +205,8 @@ def test_numbers_are_rounded_to_16_bits_as_torch_rounds_them(kernels: list[Updat
 
 
 def norm(kernel: UpdateKernel, source: torch.Tensor, dtype: Dtype, fused_tail: bool = True) -> float:
-    return kernel.copy_norm(CopyNormArgs(source.data_ptr(), None, source.numel(), dtype), fused_tail=fused_tail)
+    scan = source.data_ptr(), None, source.numel(), dtype, Dtype.FLOAT32, False
+    return kernel.copy_norms([scan], fused_tail=fused_tail)[0]
 
 
 @pytest.mark.parametrize("source_type", [Dtype.FLOAT32, Dtype.BFLOAT16, Dtype.FLOAT16])
@@ -236,19 +236,19 @@ def test_receiving_copies_or_adds_and_measures_in_one_call(kernels: list[UpdateK
     for kernel in kernels:
         gradient, total = torch.randn(numel).bfloat16(), torch.randn(numel)
         space, expected = torch.zeros(numel + 1, dtype=torch.bfloat16), total + gradient.float()
-        copy = CopyNormArgs(gradient.data_ptr(), space.data_ptr(), numel, Dtype.BFLOAT16, Dtype.BFLOAT16)
-        assert kernel.copy_norm(copy, fused_tail=True) == norm(kernel, gradient, Dtype.BFLOAT16)
+        copy = gradient.data_ptr(), space.data_ptr(), numel, Dtype.BFLOAT16, Dtype.BFLOAT16, False
+        sums = gradient.data_ptr(), total.data_ptr(), numel, Dtype.BFLOAT16, Dtype.FLOAT32, True
+        norms = [norm(kernel, gradient, Dtype.BFLOAT16), norm(kernel, expected, Dtype.FLOAT32)]
+        assert kernel.copy_norms([copy, sums], fused_tail=True) == norms
         assert torch.equal(space[:-1], gradient) and space[-1] == 0, "and nothing behind it"
-        sums = CopyNormArgs(gradient.data_ptr(), total.data_ptr(), numel, Dtype.BFLOAT16, Dtype.FLOAT32, True)
-        assert kernel.copy_norm(sums, fused_tail=True) == norm(kernel, expected, Dtype.FLOAT32)
         assert torch.equal(total, expected)
 
 
 def test_what_overflows_when_it_is_stored_is_not_finite(kernels: list[UpdateKernel]) -> None:
     source, target = torch.full((20,), 1e5), torch.zeros(20, dtype=torch.float16)
     for kernel in kernels:
-        args = CopyNormArgs(source.data_ptr(), target.data_ptr(), 20, Dtype.FLOAT32, Dtype.FLOAT16)
-        assert kernel.copy_norm(args, fused_tail=True) == math.inf
+        copy = source.data_ptr(), target.data_ptr(), 20, Dtype.FLOAT32, Dtype.FLOAT16, False
+        assert kernel.copy_norms([copy], fused_tail=True) == [math.inf]
 
 
 def test_denormals_are_kept_whatever_the_caller_does_to_its_own(library: Path) -> None:

@@ -57,7 +57,7 @@ def races(monkeypatch: pytest.MonkeyPatch, swap_path: Path, placement: tuple[str
     device = ClockedAccelerator()
     pass_completions(device.clocks, monkeypatch)
     read_until_blocked(device, monkeypatch)
-    monkeypatch.setattr(GradNorm, "fuses_copy", lambda *_: False)  # on a device gradients go by `copy`
+    monkeypatch.setattr(GradNorm, "fuses", lambda *_: False)  # on a device gradients go by `copy`
     monkeypatch.setattr(machine, "build_accelerator", lambda *_: device)
     torch.manual_seed(0)
     runtime = {"update": policy, "delay_start_step": 1}

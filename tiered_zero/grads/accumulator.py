@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch.autograd.graph import get_gradient_edge
 from tiered_zero.concurrency.transfer import Transfer
 from tiered_zero.errors import ModelError
 from tiered_zero.grads.in_flight import InFlightGradients, land
-from tiered_zero.grads.norms import GradNorm
+from tiered_zero.grads.norms import GradCopy, GradNorm, Norm
 from tiered_zero.grads.overflow import OverflowGuard
 from tiered_zero.grads.unit_gradients import UnitGradients
 from tiered_zero.hardware.runtime import Runtime
@@ -28,6 +29,7 @@ logger = logging.getLogger("tiered_zero")
 GRAD_SLOT: Any = torch.Tensor.grad
 """The descriptor of autograd's own attribute, past the `grad` property of guarded parameters."""
 
+_PRESENT: Callable[[UnitGradients], set[int]] = attrgetter("present")
 
 _SECOND_BACKWARD = (
     "backward() called again before step(): gradients accumulate in fp32 (%s). If unintended, call engine.step() or "
@@ -57,8 +59,9 @@ class GradientStore:
         overflow: OverflowGuard,
     ) -> None:
         """`overflow`: has the loss scale, which multiplies gradients at their homes."""
-        self._params = dict(params)
         self._units = {gradients.unit.index: gradients for gradients in units}
+        self._places = {param: (self._units[unit.index], entry) for param, (unit, entry) in params.items()}
+        """None of an empty parameter, which is in no unit."""
         self._storages = {storage for each in self._units.values() for storage in each.storages()}
         self._inventory = inventory
         self._norms = norms
@@ -86,7 +89,7 @@ class GradientStore:
         with torch._C.DisableTorchFunctionSubclass():
             grad: torch.Tensor | None = GRAD_SLOT.__get__(param)
             GRAD_SLOT.__set__(param, None)
-        if grad is None or (place := self._place(param)) is None:
+        if grad is None or (place := self._places.get(param)) is None:
             return None
         gradients, entry = place
         unit, index = gradients.unit, entry.param.index
@@ -103,20 +106,26 @@ class GradientStore:
             self._keep_waiting(gradients, entry, entry.param.flatten(grad))
         gradients.present.add(index)
         gradients.arrived.add(index)
-        return unit if len(gradients.arrived) == len(unit.entries) else None
+        if len(gradients.arrived) < len(unit.entries):
+            return None
+        self._in_flight.flush()
+        return unit
 
     def _store(self, gradients: UnitGradients, entry: FlatEntry, source: torch.Tensor) -> None:
         """Bring a gradient [numel] to its home, which holds whole units."""
         index = entry.param.index
-        self.wait_update(gradients.unit)
-        self._store_shown(gradients)
+        if not gradients.arrived:  # else a gradient of the unit that came before has waited
+            self.wait_update(gradients.unit)
+        if gradients.shown:
+            self._store_shown(gradients)
         adds = gradients.adds_to(index)
         if adds:
             self.promote(gradients)
         gradients.zeroed.discard(index)
         target = gradients.flat[entry.start : entry.stop]
         if not gradients.on_device:
-            self._in_flight.send(gradients, entry.param, target, source, adds=adds, measures=self._measures_norms)
+            copy = GradCopy(index=index, target=target, source=source, adds=adds)
+            self._in_flight.send(gradients, copy, measures=self._measures_norms)
         elif adds:
             target.add_(source)
         else:
@@ -168,7 +177,7 @@ class GradientStore:
         backward."""
         with torch._C.DisableTorchFunctionSubclass():
             grad: torch.Tensor | None = GRAD_SLOT.__get__(param)
-        if grad is None or (place := self._place(param)) is None:
+        if grad is None or (place := self._places.get(param)) is None:
             return
         gradients, entry = place
         gradients.check_new(entry, grad)
@@ -250,13 +259,13 @@ class GradientStore:
     @property
     def has_gradients(self) -> bool:
         """Whether any parameter has a gradient in this step."""
-        return any(gradients.present for gradients in self._units.values())
+        return any(map(_PRESENT, self._units.values()))
 
     def read(self, param: nn.Parameter) -> torch.Tensor | None:
         """Return `param.grad` between backward and step(): a live view of the gradient's home, to be read and changed
         in place. Under a loss scale it is a copy in fp32 without that factor; changes of it count as well. Waits until
         the gradient is there. Raises ModelError while hidden. Driver thread."""
-        if (place := self._place(param)) is None or place[1].param.index not in place[0].present:
+        if (place := self._places.get(param)) is None or place[1].param.index not in place[0].present:
             return None
         self._refuse_if_hidden(place[1])
         return place[0].show(place[1], self._overflow.loss_scale)
@@ -268,7 +277,7 @@ class GradientStore:
         `value`: of the parameter's shape, of the dtype and on the device of the parameter or of the gradient's home; or
         fp32 where there is a loss scale, by which it is not multiplied. Raises ModelError for others, and while hidden.
         Driver thread."""
-        if (place := self._place(param)) is None:
+        if (place := self._places.get(param)) is None:
             return
         gradients, entry = place
         index = entry.param.index
@@ -301,7 +310,8 @@ class GradientStore:
         for param, grad in self._take_unstored():
             self.assign(param, grad)
         for gradients in self._units.values():
-            self._store_shown(gradients)
+            if gradients.shown:
+                self._store_shown(gradients)
 
     def zero(self) -> None:
         """Set gradients to 0 instead of None, also those of earlier steps since they were last set to None."""
@@ -319,34 +329,39 @@ class GradientStore:
     def accumulators(self) -> list[Any]:
         """List the node of autograd that brings the gradient of each parameter, where it gets one."""
         with torch._C.DisableTorchFunctionSubclass():
-            return [get_gradient_edge(param).node for param in self._params if param.requires_grad]
+            return [get_gradient_edge(param).node for param in self._places if param.requires_grad]
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
     def present(self) -> Sequence[tuple[ParamSpec, torch.Tensor]]:
         """Parameters with a gradient and its [numel] view, in the order of `model.parameters()`."""
-        found = [
-            (entry.param, gradients.flat[entry.start : entry.stop])
-            for gradients in self._units.values()
-            for entry in gradients.unit.entries
-            if entry.param.index in gradients.present
-        ]
-        return sorted(found, key=lambda item: item[0].index)
+        return [(entry.param, gradients.flat[entry.start : entry.stop]) for gradients, entry in self._found()]
 
-    def norms(self) -> Sequence[tuple[ParamSpec, torch.Tensor]]:
-        """Parameters with a gradient and its norm, 0-d fp32, in the order of `model.parameters()`; those that were not
-        taken when the gradient arrived are taken now."""
-        known = {
-            index: norm
-            for gradients in self._units.values()
-            for index, norm in gradients.norms.items()
-            if index not in gradients.shown  # a user may have changed the gradient
-        }
-        return [(spec, known[spec.index] if spec.index in known else self._norms.of(g)) for spec, g in self.present()]
+    def norms(self) -> Sequence[tuple[ParamSpec, Norm]]:
+        """Parameters with a gradient and its norm, in the order of `model.parameters()`; those that were not taken when
+        the gradient arrived are taken now."""
+        found: list[tuple[ParamSpec, Norm]] = []
+        for gradients, entry in self._found():
+            index = entry.param.index
+            norm = gradients.norms.get(index)
+            if norm is None or index in gradients.shown:  # a user may have changed the gradient
+                norm = self._norms.of(gradients.flat[entry.start : entry.stop])
+            found.append((entry.param, norm))
+        return found
+
+    def _found(self) -> list[tuple[UnitGradients, FlatEntry]]:
+        """List the gradients of the step, in the order of `model.parameters()`."""
+        found = {}
+        for gradients in self._units.values():
+            for entry in gradients.unit.entries:
+                if entry.param.index in gradients.present:
+                    found[entry.param.index] = gradients, entry
+        return [found[index] for index in sorted(found)]
 
     def close(self) -> None:
         """Lanes have ended."""
         self._in_flight.clear()
+        self._places.clear()
         self._units.clear()
         for tier, nbytes in self._extra_nbytes.items():
             self._ledger.discharge(tier, "gradient_sums", nbytes)
@@ -367,17 +382,10 @@ class GradientStore:
     def _take_unstored(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
         """Take the gradients that are in autograd's own attribute, which no hook has moved to their homes."""
         with torch._C.DisableTorchFunctionSubclass():
-            found = [(param, grad) for param in self._params if (grad := GRAD_SLOT.__get__(param)) is not None]
+            found = [(param, grad) for param in self._places if (grad := GRAD_SLOT.__get__(param)) is not None]
             for param, _ in found:
                 GRAD_SLOT.__set__(param, None)
         return found
-
-    def _place(self, param: nn.Parameter) -> tuple[UnitGradients, FlatEntry] | None:
-        """None for an empty parameter, which is in no unit, and after `close`."""
-        if param not in self._params:
-            return None
-        unit, entry = self._params[param]
-        return (self._units[unit.index], entry) if self._units else None
 
     def _refuse_if_hidden(self, entry: FlatEntry) -> None:
         if self._hidden is not None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tiered_zero.grads.norms import Norm
 from tiered_zero.layout.flat import ParamSpec
 
 
@@ -22,13 +23,14 @@ class GradCheck:
     first_bad: str | None = None
 
 
-def check_gradients(norms: Sequence[tuple[ParamSpec, torch.Tensor]], loss_scale: float, max_norm: float) -> GradCheck:
+def check_gradients(norms: Sequence[tuple[ParamSpec, Norm]], loss_scale: float, max_norm: float) -> GradCheck:
     """The arithmetic of torch.nn.utils.clip_grad_norm_, from each parameter's norm on: the norm of the norms, in fp32.
 
-    `norms`: 0-d fp32, of gradients scaled by `loss_scale`, in the order of `model.parameters()`. `max_norm`: 0 does not
-    clip.
+    `norms`: of gradients scaled by `loss_scale`, in the order of `model.parameters()`. `max_norm`: 0 does not clip.
     """
-    values = [norm for _, norm in norms]
+    on_host = torch.tensor([norm for _, norm in norms if isinstance(norm, float)], dtype=torch.float32, device="cpu")
+    numbers = iter(on_host.unbind())
+    values = [next(numbers) if isinstance(norm, float) else norm for _, norm in norms]
     if len({norm.device for norm in values}) > 1:  # some gradients rest on the device: their norms come in one copy
         come = iter(torch.stack([norm for norm in values if norm.device.type != "cpu"]).cpu())
         values = [norm if norm.device.type == "cpu" else next(come) for norm in values]

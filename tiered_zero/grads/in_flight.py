@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 from typing import final
 
 import torch
 
 from tiered_zero.concurrency.transfer import Transfer
-from tiered_zero.grads.norms import GradNorm
+from tiered_zero.grads.norms import GradCopy, GradNorm
 from tiered_zero.grads.unit_gradients import UnitGradients
 from tiered_zero.hardware.memory.staging import StagingPool
 from tiered_zero.hardware.runtime import Runtime
-from tiered_zero.layout.flat import ParamSpec
 
 SUM_CHUNK_NUMEL = 1 << 15
 """Sums on the reduce lane go in chunks of so many elements: few enough for torch to stay on the lane's one thread."""
 
+BATCH_NBYTES = 1 << 20
+"""Gradients of one unit go together until they are so many bytes, or the unit's last one has come: a job of the lane
+costs more than the copy of a bias."""
+
 NUM_KEPT = 4
-"""Transferred gradients kept before they are freed. Autograd's thread frees them, in order, so that every step meets
+"""Transferred batches kept before they are freed. Autograd's thread frees them, in order, so that every step meets
 the same heap: freed by the reduce lane, at varying times, they left holes of 25 MiB in it.
 """
 
@@ -34,6 +39,29 @@ def land(source: torch.Tensor, target: torch.Tensor, *, adds: bool, divisor: flo
 
 
 @final
+class GradientBatch(Transfer):
+    """Gradients of one unit that one job brings home. It is sent when it is full or complete, or as the driver or
+    autograd's thread waits for it. `measures`: their norms are taken too."""
+
+    def __init__(self, gradients: UnitGradients, measures: bool, send: Callable[[], None]) -> None:
+        """`send`: sends the open batch."""
+        self.gradients, self.measures = gradients, measures
+        self.copies: list[GradCopy] = []
+        self.nbytes = 0
+        self.job: Transfer | None = None
+        self._send = send
+
+    def done(self) -> bool:
+        return self.job is not None and self.job.done()
+
+    def wait(self) -> None:
+        if self.job is None:
+            self._send()
+        if self.job is not None:  # else it was dropped
+            self.job.wait()
+
+
+@final
 class InFlightGradients:
     """Bounds the gradients on the device whose transfer has not ended. Driver or autograd's thread."""
 
@@ -44,56 +72,76 @@ class InFlightGradients:
         self._limit_nbytes = limit_nbytes
         self._staging = staging
         self._norms = norms
-        self._transfers: deque[tuple[Transfer, torch.Tensor]] = deque()
-        self._transferred: deque[torch.Tensor] = deque()
-        """Gradients that are to be freed, the oldest first."""
+        self._open: GradientBatch | None = None
+        self._batches: deque[GradientBatch] = deque()
+        """Those that are sent, the oldest first."""
+        self._in_flight_nbytes = 0
+        """Of both."""
+        self._transferred: deque[GradientBatch] = deque()
+        """Those whose gradients are to be freed, the oldest first."""
+        self._transferred_nbytes = 0
 
-    def send(
-        self,
-        gradients: UnitGradients,
-        spec: ParamSpec,
-        target: torch.Tensor,
-        source: torch.Tensor,
-        *,
-        adds: bool,
-        measures: bool,
-    ) -> None:
-        """Send `source` [n], on the device, to `target` [n] in host memory, or add it there; wait for the oldest until
-        there is room. `measures`: take its norm too."""
-        accelerator, nbytes = self._accelerator, source.nbytes
-        self._wait(max(0, self._limit_nbytes - nbytes))
+    def send(self, gradients: UnitGradients, copy: GradCopy, *, measures: bool) -> None:
+        """Send a gradient, perhaps with the next ones of its unit; wait for the oldest until there is room."""
+        nbytes, batch = copy.source.nbytes, self._open
+        if batch is not None and (batch.gradients is not gradients or batch.measures != measures):
+            self.flush()
+        held_nbytes = self._in_flight_nbytes + self._transferred_nbytes
+        if self._open is None or held_nbytes + nbytes > self._limit_nbytes:
+            self._wait(max(0, self._limit_nbytes - nbytes))
+        if (batch := self._open) is None:
+            batch = self._open = gradients.last = GradientBatch(gradients, measures, self.flush)
         self._ledger.charge("device", "gradient_in_flight", nbytes)
+        batch.copies.append(copy)
+        batch.nbytes += nbytes
+        self._in_flight_nbytes += nbytes
+        if batch.nbytes >= BATCH_NBYTES:
+            self.flush()
 
-        def send() -> None:
-            with self._recorder.span("reduce", "reduce", spec.name, nbytes):
-                gradients.norms.pop(spec.index, None)
-                norm: torch.Tensor | None = None
-                if self._norms.fuses_copy(target, source):
-                    norm = self._norms.copy_with_norm(target, source, add=adds)
-                elif not adds and target.dtype == source.dtype:
-                    accelerator.copy(target, source, finish=measures)
+    def flush(self) -> None:
+        """Send what waits for more gradients of its unit."""
+        batch, self._open = self._open, None
+        if batch is None:
+            return
+        after, holds = [self._accelerator.record_compute()], [copy.source for copy in batch.copies]
+        lane = self._accelerator.lane("reduce")
+        batch.job = lane.submit(partial(self._bring, batch), after=after, holds=holds, waits=False)
+        self._batches.append(batch)
+
+    def _bring(self, batch: GradientBatch) -> None:
+        """On the reduce lane."""
+        gradients, norms = batch.gradients, batch.gradients.norms
+        for copy in batch.copies:
+            norms.pop(copy.index, None)
+        with self._recorder.span("reduce", "reduce", gradients.unit.name, batch.nbytes):
+            if self._norms.fuses(batch.copies):
+                measured = self._norms.copy(batch.copies)
+                if batch.measures:
+                    norms.update({copy.index: norm for copy, norm in zip(batch.copies, measured, strict=True)})
+                return
+            for copy in batch.copies:
+                if not copy.adds and copy.target.dtype == copy.source.dtype:
+                    self._accelerator.copy(copy.target, copy.source, finish=batch.measures)
                 else:
-                    self._add(target, source, adds)
-                if measures:
-                    gradients.norms[spec.index] = self._norms.of(target) if norm is None else norm
+                    self._add(copy)
+                if batch.measures:
+                    norms[copy.index] = self._norms.of(copy.target)
 
-        after = [accelerator.record_compute()]
-        gradients.last = accelerator.lane("reduce").submit(send, after=after, holds=[source], waits=False)
-        self._transfers.append((gradients.last, source))
-
-    def _add(self, target: torch.Tensor, source: torch.Tensor, adds: bool) -> None:
+    def _add(self, copy: GradCopy) -> None:
         """On the reduce lane: to host memory by way of a staging buffer, then into the fp32 sum."""
         assert self._staging is not None, "sums in host memory are planned with a staging buffer"
+        source = copy.source
         step = self._staging.buffer_nbytes // source.element_size()
         for start in range(0, source.numel(), step):
             part = source[start : start + step]
             with self._staging.lease(part.nbytes, "gradient", lane="reduce") as lease:
                 staged = lease.view(part.dtype, part.numel())
                 self._accelerator.copy(staged, part, finish=True)
-                land(staged, target[start:], adds=adds)
+                land(staged, copy.target[start:], adds=copy.adds)
 
     def end_backward(self) -> None:
         """Wait until what is left is within the limit, and free the rest. Raises transfer errors."""
+        self.flush()
         self._wait(self._limit_nbytes)
         self._free(0, 0)
 
@@ -104,7 +152,7 @@ class InFlightGradients:
     def drain(self) -> None:
         """Wait for every transfer, whatever fails. Raises the first error."""
         failure: Exception | None = None
-        for _ in range(len(self._transfers) + 1):  # each failure ends one wait
+        for _ in range(len(self._batches) + 2):  # each failure ends one wait
             try:
                 self.wait_all()
             except Exception as error:
@@ -114,25 +162,35 @@ class InFlightGradients:
 
     def clear(self) -> None:
         """Free everything, also what a wait that failed has left. The lanes are idle."""
-        self._transfers.clear()
+        self._open = None
+        self._batches.clear()
         self._transferred.clear()
+        self._in_flight_nbytes = self._transferred_nbytes = 0
         self._ledger.correct("device", "gradient_in_flight", 0)
 
     def _wait(self, allowed_nbytes: int) -> None:
-        """Wait for the oldest gradients until at most `allowed_nbytes` are in flight or not freed yet."""
-        in_flight_nbytes = sum(source.nbytes for _, source in self._transfers)
-        while self._transfers and (in_flight_nbytes > allowed_nbytes or self._transfers[0][0].done()):
-            event, source = self._transfers.popleft()
-            in_flight_nbytes -= source.nbytes
-            self._transferred.append(source)
+        """Wait for the oldest batches until at most `allowed_nbytes` are in flight or not freed yet."""
+        while self._batches or self._open is not None:
+            is_over = self._in_flight_nbytes > allowed_nbytes
+            if not self._batches:
+                if not is_over:
+                    break
+                self.flush()
+            oldest = self._batches[0]
+            if not (is_over or oldest.done()):
+                break
+            self._batches.popleft()
+            self._in_flight_nbytes -= oldest.nbytes
+            self._transferred.append(oldest)
+            self._transferred_nbytes += oldest.nbytes
             with self._recorder.span("compute", "wait_grad"):
-                event.wait()
-        self._free(NUM_KEPT, allowed_nbytes - in_flight_nbytes)
+                oldest.wait()
+        self._free(NUM_KEPT, allowed_nbytes - self._in_flight_nbytes)
 
     def _free(self, num_kept: int, allowed_nbytes: int) -> None:
-        """Free the oldest transferred gradients until at most so many, and so many bytes, are left."""
-        nbytes = sum(source.nbytes for source in self._transferred)
-        while self._transferred and (len(self._transferred) > num_kept or nbytes > allowed_nbytes):
-            freed_nbytes = self._transferred.popleft().nbytes
-            nbytes -= freed_nbytes
-            self._ledger.discharge("device", "gradient_in_flight", freed_nbytes)
+        """Free the oldest transferred batches until at most so many, and so many bytes, are left."""
+        while len(self._transferred) > num_kept or (self._transferred and self._transferred_nbytes > allowed_nbytes):
+            freed = self._transferred.popleft()
+            freed.copies.clear()
+            self._transferred_nbytes -= freed.nbytes
+            self._ledger.discharge("device", "gradient_in_flight", freed.nbytes)

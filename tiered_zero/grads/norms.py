@@ -3,27 +3,42 @@ the sum of squares of those of a rank's shards."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import final
 
 import torch
 
 from tiered_zero.grads.unit_gradients import UnitGradients
 from tiered_zero.layout.flat import FlatEntry
-from tiered_zero.native.update import CopyNormArgs, Dtype, UpdateKernel
+from tiered_zero.native.update import CopyNorm, Dtype, UpdateKernel
 
 SQUARES_CHUNK_NUMEL = 1 << 18
 """Elements whose squares are summed at once in fp64: 2 MiB beside the gradients, and one order of sums anywhere."""
 
 NONE_BAD = -1
+Norm = float | torch.Tensor
+"""Of fp32: a number where it was taken in host memory, 0-d where the gradient rests."""
+
 _DTYPES = {torch.float32: Dtype.FLOAT32, torch.bfloat16: Dtype.BFLOAT16, torch.float16: Dtype.FLOAT16}
 _fused_tails: dict[str, bool | None] = {}
 """Level of the kernel -> how ATen's vector_norm was compiled, or None where the kernel does not give its bits."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class GradCopy:
+    """A gradient `source` [n], on the device, of the parameter `index`, that goes to `target` [n] in host memory, or is
+    added there, in the target's dtype."""
+
+    index: int
+    target: torch.Tensor
+    source: torch.Tensor
+    adds: bool
+
+
 @final
 class GradNorm:
-    """The norm that `clip_grad_norm_` takes of one parameter's gradient, 0-d fp32. Not finite if an element is not.
+    """The norm that `clip_grad_norm_` takes of one parameter's gradient, in fp32. Not finite if an element is not.
 
     torch converts 16-bit gradients in a pass of their own and adds in another; the kernel gives the same bits in one.
     Whether it does is tried once; where not (ARM, another compiler), torch is taken. Any thread.
@@ -37,30 +52,37 @@ class GradNorm:
             if (fused_tail := _fused_tails[kernel.level]) is not None:
                 self._kernel, self._fused_tail = kernel, fused_tail
 
-    def of(self, grad: torch.Tensor) -> torch.Tensor:
+    def of(self, grad: torch.Tensor) -> Norm:
         """`grad`: [n] contiguous."""
         if self._kernel is None or not grad.is_cpu or grad.dtype not in _DTYPES:
             norm: torch.Tensor = torch.linalg.vector_norm(grad, 2, dtype=torch.float32)
-            return norm
-        return self._run(self._kernel, _copy_norm_args(grad, None, False))
+            return norm.item() if norm.is_cpu else norm
+        return self._kernel.copy_norms([_scan(grad)], fused_tail=self._fused_tail)[0]
 
-    def fuses_copy(self, target: torch.Tensor, source: torch.Tensor) -> bool:
-        """Whether `copy_with_norm` takes these."""
-        return self._kernel is not None and all(x.is_cpu and x.dtype in _DTYPES for x in (target, source))
+    def fuses(self, copies: Sequence[GradCopy]) -> bool:
+        """Whether `copy` takes these."""
+        if self._kernel is None:
+            return False
+        for copy in copies:
+            for values in (copy.target, copy.source):
+                if not values.is_cpu or values.dtype not in _DTYPES:
+                    return False
+        return True
 
-    def copy_with_norm(self, target: torch.Tensor, source: torch.Tensor, add: bool) -> torch.Tensor:
-        """`source` [n] -> `target` [n]: copied, or added in the target's dtype; the norm of what it then holds."""
-        assert self._kernel is not None and target.numel() == source.numel(), "as `fuses_copy` says"
-        return self._run(self._kernel, _copy_norm_args(source, target, add))
+    def copy(self, copies: Sequence[GradCopy]) -> list[float]:
+        """Make the copies, in their order; return the norm of what each target then holds."""
+        assert self._kernel is not None, "as `fuses` says"
+        rows = []
+        for copy in copies:
+            target, source = copy.target, copy.source
+            assert target.numel() == source.numel(), "a gradient has one place"
+            types = _DTYPES[source.dtype], _DTYPES[target.dtype]
+            rows.append((source.data_ptr(), target.data_ptr(), source.numel(), *types, copy.adds))
+        return self._kernel.copy_norms(rows, fused_tail=self._fused_tail)
 
-    def _run(self, kernel: UpdateKernel, args: CopyNormArgs) -> torch.Tensor:
-        return torch.tensor(kernel.copy_norm(args, fused_tail=self._fused_tail), dtype=torch.float32, device="cpu")
 
-
-def _copy_norm_args(source: torch.Tensor, target: torch.Tensor | None, add: bool) -> CopyNormArgs:
-    target_type = _DTYPES[torch.float32 if target is None else target.dtype]
-    address = None if target is None else target.data_ptr()
-    return CopyNormArgs(source.data_ptr(), address, source.numel(), _DTYPES[source.dtype], target_type, add)
+def _scan(grad: torch.Tensor) -> CopyNorm:
+    return grad.data_ptr(), None, grad.numel(), _DTYPES[grad.dtype], Dtype.FLOAT32, False
 
 
 def _find_fused_tail(kernel: UpdateKernel) -> bool | None:
@@ -69,8 +91,7 @@ def _find_fused_tail(kernel: UpdateKernel) -> bool | None:
     grads = [torch.randn(numel, generator=generator, dtype=torch.float32, device="cpu") for numel in numels]
     expected = [torch.linalg.vector_norm(grad).item() for grad in grads]
     for fused_tail in (True, False):
-        found = (kernel.copy_norm(_copy_norm_args(grad, None, False), fused_tail=fused_tail) for grad in grads)
-        if all(norm == want for norm, want in zip(found, expected, strict=True)):
+        if kernel.copy_norms(list(map(_scan, grads)), fused_tail=fused_tail) == expected:
             return fused_tail
     return None
 

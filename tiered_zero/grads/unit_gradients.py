@@ -54,7 +54,7 @@ class UnitGradients:
     on_device: bool
     present: set[int] = field(default_factory=set)
     arrived: set[int] = field(default_factory=set)
-    norms: dict[int, torch.Tensor] = field(default_factory=dict)
+    norms: dict[int, float | torch.Tensor] = field(default_factory=dict)
     last: Transfer | None = None
     frozen: bool = False
     shown: dict[int, torch.Tensor] = field(default_factory=dict)

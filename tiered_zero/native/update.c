@@ -438,12 +438,12 @@ API int tz_convert_moments(struct tz_pool *pool, const struct tz_moments *moment
 
 /* ---- Received gradients ---- */
 
-/* Copies, adds or scans an array on the calling thread. norm: of what then lies in the target (else in the source), with
- * the same bits at any level; not finite if an element is not. Returns as tz_convert_moments. */
-API int tz_copy_norm(const struct tz_copy *copy, int fused_tail, float *norm, int level) {
+/* Copies, adds or scans `count` arrays on the calling thread. norms: of what then lies in each target (else in the
+ * source), with the same bits at any level; not finite if an element is not. Returns as tz_convert_moments. */
+API int tz_copy_norms(const struct tz_copy *copies, int64_t count, int fused_tail, float *norms, int level) {
     if (!tz_supported(level)) return -2;
     unsigned mode = keep_denormals();
-    *norm = kernels[level].receive(copy, fused_tail);
+    for (int64_t i = 0; i < count; i++) norms[i] = kernels[level].receive(&copies[i], fused_tail);
     restore_denormals(mode);
     return 0;
 }

@@ -6,8 +6,9 @@ import ctypes
 import enum
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import starmap
 from pathlib import Path
 from typing import NamedTuple, final
 
@@ -81,8 +82,12 @@ class MklRoot(NamedTuple):
     set_threads: int
 
 
-class CopyNormArgs(ctypes.Structure):
-    """One array for `UpdateKernel.copy_norm`. `source`, `target`: addresses; without a target, `source` is only read.
+CopyNorm = tuple[int, int | None, int, Dtype, Dtype, bool]
+"""source, target, numel, source_type, target_type, add: see `_CopyNormArgs`."""
+
+
+class _CopyNormArgs(ctypes.Structure):
+    """One array for `UpdateKernel.copy_norms`. `source`, `target`: addresses; without a target, `source` is only read.
     `add`: to what the target holds, instead of replacing it. Types are `Dtype`s."""
 
     _fields_ = struct_fields(
@@ -161,15 +166,16 @@ class UpdateKernel:
         """Decode `values` from codes and scales, or encode them. The memory must be valid, as in `update`."""
         self._check(self._library.tz_convert_moments(self._pool, ctypes.byref(moments), LEVELS[self.level]))
 
-    def copy_norm(self, args: CopyNormArgs, *, fused_tail: bool) -> float:
-        """Copy, add or scan an array in one pass on the calling thread, and return the L2 norm of what the target then
+    def copy_norms(self, copies: Sequence[CopyNorm], *, fused_tail: bool) -> list[float]:
+        """Copy, add or scan arrays, each in one pass on the calling thread; return the L2 norm of what each target then
         holds (without one, of the source), taken in fp32 in the order of ATen's vector_norm.
 
         `fused_tail`: whether that was compiled with FMA. The memory must be valid, as in `update`.
         """
-        norm = ctypes.c_float()
-        self._check(self._library.tz_copy_norm(ctypes.byref(args), fused_tail, ctypes.byref(norm), LEVELS[self.level]))
-        return norm.value
+        table = (_CopyNormArgs * len(copies))(*starmap(_CopyNormArgs, copies))
+        norms = (ctypes.c_float * len(copies))()
+        self._check(self._library.tz_copy_norms(table, len(copies), fused_tail, norms, LEVELS[self.level]))
+        return list(norms)
 
     def close(self) -> None:
         """End the threads. Idempotent; the kernel must not be used after it. A kernel that is garbage closes itself."""
@@ -190,7 +196,7 @@ def _bind(path: Path) -> ctypes.CDLL:
     declare(library.tz_update_batch, integer, pointer, pointer, count, integer, pointer, pointer)
     declare(library.tz_square_roots, integer, pointer, pointer, count, integer, pointer, pointer)
     declare(library.tz_convert_moments, integer, pointer, pointer, integer)
-    declare(library.tz_copy_norm, integer, pointer, integer, pointer, integer)
+    declare(library.tz_copy_norms, integer, pointer, count, integer, pointer, integer)
     return library
 
 
