@@ -34,7 +34,7 @@ def test_they_have_the_bits_of_torch(numel: int, dtype: torch.dtype, norms: Grad
 @pytest.mark.parametrize("numel", SIZES)
 def test_a_copy_brings_every_bit_and_the_same_norm(numel: int, dtype: torch.dtype, norms: GradNorm) -> None:
     target, source = torch.empty(numel, dtype=dtype), torch.randn(numel).to(dtype)
-    total, sums = source.float() + source.float(), source.float()
+    total, sums = source.float() + source.float(), source.float().clone()
     copies = [GradCopy(index=0, target=target, source=source, adds=False)]
     copies.append(GradCopy(index=1, target=sums, source=source, adds=True))
     if norms.fuses(copies):  # always, where torch is a build for x86

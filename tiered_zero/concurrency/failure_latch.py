@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import final
+from typing import NoReturn, final
 
 from tiered_zero.errors import EngineFailedError, TieredZeroError
 
@@ -49,10 +49,14 @@ class FailureLatch:
         try:
             yield
         except Exception as error:
-            has_surfaced, self.has_surfaced = self.has_surfaced, True
-            if has_surfaced or (cause := root_cause(error)) is error:
-                raise
-            raise cause from cause.__cause__
+            self.surface(error)
+
+    def surface(self, error: Exception) -> NoReturn:
+        """Raise the original error of `error`, which is handled now, the first time; `error` itself after that."""
+        has_surfaced, self.has_surfaced = self.has_surfaced, True
+        if has_surfaced or (cause := root_cause(error)) is error:
+            raise  # what is handled now
+        raise cause from cause.__cause__
 
 
 def root_cause(error: BaseException) -> BaseException:

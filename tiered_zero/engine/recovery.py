@@ -90,7 +90,8 @@ class StepRecovery:
             return "backward"
         if now is not Phase.IDLE:
             return now.value if now in (Phase.FORWARD, Phase.BACKWARD) else "step"
-        return "forward" if self._movers.scope.runs_directly() else ""
+        scope = self._movers.scope
+        return "forward" if scope.is_direct and scope.runs_directly() else ""
 
     @contextmanager
     def call(self, phase: Phase) -> Iterator[None]:
@@ -103,8 +104,9 @@ class StepRecovery:
             self._ranks.fail(f"{type(error).__name__}: {error}")
             self._end_failed()
             self.latch_ranks(phase.value, error)
-            with self._movers.policy.failures.surfacing():
-                raise
+            if isinstance(error, Exception):
+                self._movers.policy.failures.surface(error)
+            raise
         self._phase.now = Phase.IDLE
 
     def begin_step(self) -> None:

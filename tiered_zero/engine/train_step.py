@@ -213,11 +213,13 @@ class TrainStep:
         self.recover()
         if self.is_closed:
             raise ModelError("This engine is closed; its tiers are gone. Make another with tiered_zero.initialize().")
-        with self.failures.surfacing():
+        try:
             self.policy.check()
             if trains:
                 self._groups.check()
             self.runtime.accelerator.check_compute()
+        except Exception as error:
+            self.failures.surface(error)
         if trains and not self._trains:
             raise ModelError(NO_OPTIMIZER)
 

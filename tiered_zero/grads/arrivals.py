@@ -72,13 +72,16 @@ class GradientArrivals:
 
     def take(self, param: nn.Parameter) -> None:
         """`param.grad` is complete for one pass."""
-        self._take_waiting()
+        if self._waiting:
+            self._take_waiting()
         if not self._is_engines:
             self.notice_backward()
             self.has_noticed = True
             self._begin_reduction(is_last=False)
             self._scale(param)
-        if len(param._post_accumulate_grad_hooks or ()) > 1:
+        with torch._C.DisableTorchFunctionSubclass():  # a guarded parameter's hooks are no bytes
+            hooks = param._post_accumulate_grad_hooks
+        if hooks is not None and len(hooks) > 1:
             self._store.show_sum(param)
             self._waiting.append(param)
         else:

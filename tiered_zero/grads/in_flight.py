@@ -91,7 +91,6 @@ class InFlightGradients:
             self._wait(max(0, self._limit_nbytes - nbytes))
         if (batch := self._open) is None:
             batch = self._open = gradients.last = GradientBatch(gradients, measures, self.flush)
-        self._ledger.charge("device", "gradient_in_flight", nbytes)
         batch.copies.append(copy)
         batch.nbytes += nbytes
         self._in_flight_nbytes += nbytes
@@ -103,6 +102,7 @@ class InFlightGradients:
         batch, self._open = self._open, None
         if batch is None:
             return
+        self._ledger.charge("device", "gradient_in_flight", batch.nbytes)
         after, holds = [self._accelerator.record_compute()], [copy.source for copy in batch.copies]
         lane = self._accelerator.lane("reduce")
         batch.job = lane.submit(partial(self._bring, batch), after=after, holds=holds, waits=False)
@@ -162,6 +162,8 @@ class InFlightGradients:
 
     def clear(self) -> None:
         """Free everything, also what a wait that failed has left. The lanes are idle."""
+        for batch in (*self._batches, *self._transferred):
+            batch.copies.clear()
         self._open = None
         self._batches.clear()
         self._transferred.clear()
@@ -183,6 +185,9 @@ class InFlightGradients:
             self._in_flight_nbytes -= oldest.nbytes
             self._transferred.append(oldest)
             self._transferred_nbytes += oldest.nbytes
+            if oldest.done():
+                oldest.wait()  # returns at once, or raises
+                continue
             with self._recorder.span("compute", "wait_grad"):
                 oldest.wait()
         self._free(NUM_KEPT, allowed_nbytes - self._in_flight_nbytes)

@@ -76,11 +76,14 @@ class DriverThread:
     def enter(self, call: str) -> None:
         """Raises ModelError while another thread is inside, and in a forked child. Pairs with `leave`."""
         self.process.check()
-        self.check(call)
-        if self._inside.setdefault("ident", threading.current_thread().ident or 0) == threading.get_ident():
-            self._depth += 1
-        elif not _works_for_autograd():
-            self._refuse(call)
+        ident = threading.get_ident()
+        if self._inside.setdefault("ident", ident) != ident:
+            self.check(call)  # which lets a thread go that ended inside
+            if self._inside.setdefault("ident", ident) != ident:
+                if not _works_for_autograd():
+                    self._refuse(call)
+                return
+        self._depth += 1
 
     def leave(self) -> None:
         if self._depth and self._inside.get("ident") == threading.get_ident():

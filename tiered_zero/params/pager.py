@@ -135,8 +135,11 @@ class Pager:
         else:
             try:
                 self.updates.wait(paged.unit, until_written=False)
-                with self._recorder.span("compute", "wait_param", paged.unit.name):
+                if paged.fetch.done():
                     self._accelerator.wait_on_compute(paged.fetch)
+                else:
+                    with self._recorder.span("compute", "wait_param", paged.unit.name):
+                        self._accelerator.wait_on_compute(paged.fetch)
             except Exception:
                 self._cache.evict(paged)  # these are not its bytes
                 raise
@@ -243,14 +246,16 @@ class Pager:
     def _fault_in_saved(self, unit_index: int, version: int | None) -> FlatStorage:
         """Bring a unit of which autograd unpacks a view that it saved at `version`. Raises ModelError where its weights
         have changed since."""
-        self._notice_backward()
+        if (pass_name := self.phase.pass_name) == "idle":
+            self._notice_backward()
+            pass_name = self.phase.pass_name
         paged = self.units.by_index[unit_index]
         if paged.weights is not WeightState.UPDATING and version not in (None, paged.version):
             raise ModelError(
                 f"Backward needs weights of {paged.unit.name} as its forward saw them, and they have changed since (by "
                 "a step, or by hand). Call backward before step(), or forward again after it."
             )
-        self._bring(paged, self.phase.pass_name)
+        self._bring(paged, pass_name)
         return paged.storage
 
     # -- backward --------------------------------------------------------------------------------------------------

@@ -59,8 +59,8 @@ class ParamChanges:
     @runs_outside_modes
     def check_converted(self) -> None:
         """Raises ModelError where a parameter that lives on the device was moved or converted."""
-        for paged in self._units:
-            if paged.state is UnitState.IN_USE and paged.is_resident:
+        for paged in self._units.by_index.values():
+            if paged.is_resident and paged.state is UnitState.IN_USE:
                 paged.storage.check_converted()
 
     # -- gathered --------------------------------------------------------------------------------------------------

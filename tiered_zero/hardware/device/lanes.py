@@ -99,8 +99,9 @@ class LaneTransfer(Transfer):
 
     def check_launched(self) -> None:
         """Block until the job was launched; raise its error if it failed."""
-        failure = self.wait_launched()
-        if failure is not None:
+        if not self._launched.is_set():
+            wait_for_event(self._launched)
+        if (failure := self.failure) is not None:
             failure.collected = True
             # the error may be raised several times: each from where it happened, without the earlier raisers' frames
             raise failure.error.with_traceback(failure.traceback)
