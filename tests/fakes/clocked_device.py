@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from tiered_zero.concurrency.transfer import Completion, Transfer
 from tiered_zero.hardware.device.accelerator import Accelerator
 from tiered_zero.hardware.device.cpu import copy_bytes
-from tiered_zero.hardware.device.lanes import Lane, LaneTransfer, Work, refuse_on_lane
+from tiered_zero.hardware.device.lanes import THIS_THREAD, Lane, LaneTransfer, Work, on_lane_error
 
 Vector = dict[str, int]
 """Stream -> how many of its accesses came before."""
@@ -169,14 +169,16 @@ class ClockedAccelerator(Accelerator):
         return lane
 
     def record_compute(self) -> LaneTransfer:
-        refuse_on_lane("record_compute()")
+        if THIS_THREAD.is_lane:
+            raise on_lane_error("record_compute()")
         return self.record()
 
     def record(self) -> LaneTransfer:
         return LaneTransfer(Mark(self.clocks))
 
     def wait_on_compute(self, transfer: Transfer) -> None:
-        refuse_on_lane("wait_on_compute()")
+        if THIS_THREAD.is_lane:
+            raise on_lane_error("wait_on_compute()")
         if isinstance(transfer, LaneTransfer) and (transfer.check_launched() or isinstance(transfer.marker, Mark)):
             with self.clocks.lock:
                 join(self.clocks.streams["compute"], transfer.marker.vector)

@@ -103,7 +103,7 @@ def fetched_nbytes(engine: tiered_zero.Engine) -> int:
 
 def is_idle(engine: tiered_zero.Engine) -> bool:
     """Whether the pager is inside no module and no phase."""
-    return not pager(engine)._frames and engine._inspect().phase.pass_name == "idle"
+    return not pager(engine).frames and engine._inspect().phase.pass_name == "idle"
 
 
 def evict_all(engine: tiered_zero.Engine) -> None:

@@ -76,7 +76,16 @@ class StateSaver:
     def _open(self, layout: StateLayout) -> SubGroupWork | None:
         home = self._state.inventory.home(layout.subgroup, "state")
         if (raw := home.tier.view(home.slot)) is not None and not layout.masters.needs_params:
-            return SubGroupWork(subgroup=layout.subgroup, layout=layout, param_kind="param", raw=raw, lease=None)
+            return SubGroupWork(
+                subgroup=layout.subgroup,
+                layout=layout,
+                param_kind="param",
+                raw=raw,
+                lease=None,
+                home=home,
+                is_staged=False,
+                on_device=home.tier.name == "device",
+            )
         has_state = layout.subgroup.index in self._snapshot.initialized
         return self._state.io.open_nowait(layout, "param", initialized=has_state)
 

@@ -97,8 +97,9 @@ class Engine(CheckpointCalls, DeepSpeedNames):
     def step(self) -> None:
         """Count a micro-batch; at an accumulation boundary check the gradients and update the weights, or skip the
         step."""
-        if self._step.step(self.optimizer, self.lr_scheduler) and (report := self.step_report) is not None:
-            for observer in self._run.observers:
+        run, step = self._run, self._step
+        if step.step(self.optimizer, run.lr_scheduler) and (report := step.meter.report) is not None:
+            for observer in run.observers:
                 observer(report)
 
     # -- questions -----------------------------------------------------------------------------------------------------

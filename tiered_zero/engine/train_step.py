@@ -89,7 +89,7 @@ class TrainStep:
         is_root = module is self.scope.model
         if is_root and self.scope.is_direct:  # it never runs inside itself: a forward that is open was interrupted
             self._end_interrupted_forward()
-        is_direct = self.pager.is_called_directly()
+        is_direct = not self.pager.frames and self.pager.is_called_directly()
         if is_direct:
             INTERRUPTS.install()
             self.recover()
@@ -252,6 +252,7 @@ class TrainStep:
             step_follows = self.counts.begin_backward(retain_graph) and boundary
             self.phase.step_follows = boundary  # the same on every rank, which `retain_graph` need not be
             self.visible_gradients.set_hidden(step_follows and self._optimizer_in_backward)
+            self.pager.changes.refuse()
             backward = self.arrivals.engine_backward(is_last=boundary, frees_graph=not retain_graph)
             with self.scope.saving_views(), backward:
                 if step_follows and self.counts.global_steps:

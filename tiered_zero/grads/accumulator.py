@@ -242,7 +242,8 @@ class GradientStore:
                     gradients.wait_transfers()
         finally:
             for gradients in self._units.values():
-                self.free_taken(gradients.waiting)
+                if gradients.waiting:
+                    self.free_taken(gradients.waiting)
                 gradients.clear()
             self._take_unstored()
 
@@ -356,7 +357,7 @@ class GradientStore:
             for entry in gradients.unit.entries:
                 if entry.param.index in gradients.present:
                     found[entry.param.index] = gradients, entry
-        return [found[index] for index in sorted(found)]
+        return list(map(found.__getitem__, sorted(found)))
 
     def close(self) -> None:
         """Lanes have ended."""
@@ -381,10 +382,12 @@ class GradientStore:
 
     def _take_unstored(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
         """Take the gradients that are in autograd's own attribute, which no hook has moved to their homes."""
+        found = []
         with torch._C.DisableTorchFunctionSubclass():
-            found = [(param, grad) for param in self._places if (grad := GRAD_SLOT.__get__(param)) is not None]
-            for param, _ in found:
-                GRAD_SLOT.__set__(param, None)
+            for param in self._places:
+                if (grad := GRAD_SLOT.__get__(param)) is not None:
+                    GRAD_SLOT.__set__(param, None)
+                    found.append((param, grad))
         return found
 
     def _refuse_if_hidden(self, entry: FlatEntry) -> None:

@@ -152,11 +152,12 @@ class InFlightGradients:
     def drain(self) -> None:
         """Wait for every transfer, whatever fails. Raises the first error."""
         failure: Exception | None = None
-        for _ in range(len(self._batches) + 2):  # each failure ends one wait
+        while self._batches or self._open is not None:  # each failure ends one wait, of a batch that is gone then
             try:
                 self.wait_all()
             except Exception as error:
                 failure = failure or error
+        self._free(0, 0)
         if failure is not None:
             raise failure
 

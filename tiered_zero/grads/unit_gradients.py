@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -91,7 +92,7 @@ class UnitGradients:
         """Identify the memory of both flats."""
         return {flat.untyped_storage()._cdata for flat in (self.flat, self.spare) if flat is not None}
 
-    @property
+    @cached_property
     def start(self) -> int:
         """The element of the unit's flat that `flat` begins with."""
         return 0 if self.shard is None else self.shard.start
@@ -119,7 +120,8 @@ class UnitGradients:
         self.arrived.clear()
         self.norms.clear()
         self.zeroed.clear()
-        self.expire_views()
+        if self.shown:
+            self.expire_views()
         self.assigned.clear()
         self.waiting.clear()
         self.num_sums = 0

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from tiered_zero.concurrency.interrupts import INTERRUPTS, protected
+from tiered_zero.concurrency.transfer import Transfer
 from tiered_zero.errors import ModelError
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.layout.flat import Unit
@@ -57,13 +58,14 @@ class Pager:
         self._limits = limits
         self.offloaded_params = offloaded_params
         self.driver = DriverThread()
-        self._frames: list[Frame] = []
+        self.frames: list[Frame] = []
+        """Of the modules that run."""
         self.loading: list[AbstractContextManager[None]] = []
         """Blocks of gathered parameters that a load_state_dict() is in."""
         self.units = UnitTable()
         self.changes = ParamChanges(self.units, offloaded_params, runtime)
         self._cache = UnitCache(runtime, inventory, limits, self.units, self.changes)
-        self.updates = UpdateGuard(self.units, self._cache, self.changes, inventory, runtime.recorder, self._frames)
+        self.updates = UpdateGuard(self.units, self._cache, self.changes, inventory, runtime.recorder)
         self.saved_views = SavedViews(self.units, self._fault_in_saved, mover)
         self.copies = ParamCopies(offloaded_params, runtime.collectives, self.driver, self.units, self._cache)
         self.num_uses = 0
@@ -102,7 +104,8 @@ class Pager:
 
     def _acquire(self, paged: PagedUnit, pass_name: str) -> None:
         """Make the unit's parameters usable by what compute launches from now on. Pairs with `_release`."""
-        paged.storage.count_references(is_recomputed=pass_name == "backward")
+        if not paged.unit.trainable:
+            paged.storage.count_references(is_recomputed=pass_name == "backward")
         self._bring(paged, pass_name)
         paged.add_user()
 
@@ -128,22 +131,24 @@ class Pager:
             self._cache.fetch(paged)
         # before the wait: an update under way then has where to put what it computes
         self._cache.prefetch(paged, self.phase)
-        if paged.is_resident:
-            self.updates.wait(paged.unit, until_written=True)
-        elif paged.fetch is None:  # fetched since its last update: what that still writes is its home
-            self.updates.wait(paged.unit, until_written=False)
-        else:
-            try:
-                self.updates.wait(paged.unit, until_written=False)
-                if paged.fetch.done():
-                    self._accelerator.wait_on_compute(paged.fetch)
-                else:
-                    with self._recorder.span("compute", "wait_param", paged.unit.name):
-                        self._accelerator.wait_on_compute(paged.fetch)
-            except Exception:
+        try:
+            if (unit_update := self._inventory.last_update(paged.unit)) is not None:
+                self.updates.wait(paged.unit, unit_update, until_written=paged.is_resident)
+            if paged.fetch is not None:  # else it was fetched since its last update: what that still writes is its home
+                self._wait_fetched(paged.unit, paged.fetch)
+        except Exception:
+            if paged.fetch is not None:
                 self._cache.evict(paged)  # these are not its bytes
-                raise
+            raise
         paged.begin_use()
+
+    def _wait_fetched(self, unit: Unit, fetch: Transfer) -> None:
+        """Order compute after the fetch. Raises its error."""
+        if fetch.done():
+            self._accelerator.wait_on_compute(fetch)
+            return
+        with self._recorder.span("compute", "wait_param", unit.name):
+            self._accelerator.wait_on_compute(fetch)
 
     @runs_outside_modes
     def begin_gather(self, paged: PagedUnit) -> None:
@@ -172,8 +177,8 @@ class Pager:
     def enter_frame(self, units: Sequence[Unit]) -> None:
         self.driver.check("A module's forward")
         self.num_uses += 1
-        is_outermost = not self._frames
-        self._frames.append(frame := Frame())
+        is_outermost = not self.frames
+        self.frames.append(frame := Frame())
         if is_outermost:
             self.copies.end()  # of a state_dict that its own hooks broke off
             self.changes.refuse()
@@ -186,9 +191,9 @@ class Pager:
 
     @runs_outside_modes
     def exit_frame(self) -> None:
-        if not self._frames:  # its module was refused before it had one
+        if not self.frames:  # its module was refused before it had one
             return
-        frame = self._frames.pop()
+        frame = self.frames.pop()
         if frame.is_in_checkpoint:
             self.saved_views.end_in_checkpoint()
         if not (frame.held or frame.faulted):
@@ -203,13 +208,13 @@ class Pager:
 
     def is_running(self) -> bool:
         """Whether a module of the model runs, on this thread."""
-        if self._frames:
+        if self.frames:
             self.driver.check("A module's forward")
-        return bool(self._frames)
+        return bool(self.frames)
 
     def is_called_directly(self) -> bool:
         """Whether the module whose forward begins is called by the user, past the engine (a direct call)."""
-        return not self._frames and not self._notice_backward() and self.phase.pass_name == "idle"
+        return not self.frames and not self._notice_backward() and self.phase.pass_name == "idle"
 
     @runs_outside_modes
     def fault_in(self, params: Sequence[nn.Parameter], function: str) -> None:
@@ -218,7 +223,7 @@ class Pager:
         Raises ParameterOffloadedError outside of forward and backward. See [Note: Entry points].
         """
         paged_units = [self.units.by_param[param] for param in params]
-        if not (self._frames and not self.driver.is_other()) and not self._notice_backward():
+        if not (self.frames and not self.driver.is_other()) and not self._notice_backward():
             for param, paged in zip(params, paged_units, strict=True):
                 self._refuse_if_offloaded(param, paged, function)
         for paged in paged_units:  # none makes room for another
@@ -229,8 +234,8 @@ class Pager:
         finally:
             for paged in paged_units:
                 paged.remove_user()
-        if self._frames:
-            self._frames[-1].faulted += paged_units
+        if self.frames:
+            self.frames[-1].faulted += paged_units
         self.saved_views.save_recomputed()
 
     def _refuse_if_offloaded(self, param: nn.Parameter, paged: PagedUnit, function: str) -> None:
@@ -296,13 +301,13 @@ class Pager:
     @property
     def has_failed(self) -> bool:
         """Whether a forward or backward past the engine has failed and left something. Between calls."""
-        return bool(self._frames) or (self.phase.has_own_backward and torch._C._current_graph_task_id() == -1)
+        return bool(self.frames) or (self.phase.has_own_backward and torch._C._current_graph_task_id() == -1)
 
     @runs_outside_modes
     def abort(self) -> None:
         """End every frame, evict units without users, and count anew: no module runs any more. What a transfer still
         fetches is left to it, as if it were prefetched."""
-        self._frames.clear()
+        self.frames.clear()
         self.loading.clear()
         self.phase.has_own_backward = False
         self.copies.end()
@@ -338,7 +343,7 @@ class Pager:
     def idle_copy(self, param: nn.Parameter, before_weights_read: Callable[[], None]) -> torch.Tensor | None:
         """Copy a parameter to the CPU for a copy of its module; return None where modules run, or the engine is
         closed."""
-        if self._cache.is_closed or self._frames or self._notice_backward():
+        if self._cache.is_closed or self.frames or self._notice_backward():
             return None
         with self.driver.entered("A copy of a parameter"):
             before_weights_read()

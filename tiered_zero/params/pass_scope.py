@@ -61,7 +61,6 @@ class PassScope:
     def saving_views(self) -> Iterator[None]:
         """While open, autograd saves views of flats by name instead of by address."""
         self._refuse_tracing()
-        self._pager.changes.refuse()
         saving = self._start_saving()
         try:
             yield
@@ -81,9 +80,11 @@ class PassScope:
         if (seen := list(map(id, self.model.parameters()))) != self._seen:
             self._check_changed(seen)
             self._seen = seen
+        if not (self._frozen and self._trains):
+            return
         with torch._C.DisableTorchFunctionSubclass():
             thawed = next((name for name, param in self._frozen.items() if param.requires_grad), None)
-        if thawed is not None and self._trains:
+        if thawed is not None:
             raise ModelError(
                 f"Parameter {thawed} requires a gradient, but was frozen when the run started: it has no optimizer "
                 "state, and would never be updated. Freeze parameters that shall wait after tiered_zero.initialize()."

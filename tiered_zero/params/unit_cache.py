@@ -93,7 +93,7 @@ class UnitCache:
         if self.is_closed:
             self.refuse_closed(paged)
         unit, storage = paged.unit, paged.storage
-        if self._shares_order or not storage.is_full:
+        if self._kept_nbytes or self._missing_nbytes(paged) > 0:
             self._make_room(paged)
         if storage.is_full:  # it is offloaded, and a view keeps its memory
             self._kept_nbytes -= unit.nbytes
@@ -210,8 +210,9 @@ class UnitCache:
             return
         if paged.unit.index in self.schedule.expected:
             self._end_expected()
-        self._changes.look(paged)
-        has_arrived, was_kept = True, paged.is_kept
+        has_arrived, was_kept = True, paged.state is UnitState.OFFLOADED
+        if paged.state is UnitState.IN_USE:
+            self._changes.look(paged)
         if paged.fetch is not None:  # the transfer still writes these bytes; if it failed, no use has seen them
             try:
                 self._accelerator.wait_on_compute(paged.fetch)

@@ -18,6 +18,7 @@ from tiered_zero.params.unit_cache import UnitCache
 from tiered_zero.params.unit_state import PagedUnit, UnitState, UnitTable, WeightState
 from tiered_zero.telemetry.spans import Recorder
 from tiered_zero.tiers.inventory import Home, Inventory, Owner
+from tiered_zero.tiers.unit_update import UnitUpdate
 
 
 @final
@@ -25,7 +26,7 @@ from tiered_zero.tiers.inventory import Home, Inventory, Owner
 class UpdateGuard:
     """Invalidates and blocks units, and waits for their updates. The update policy calls this, on the driver thread.
 
-    `_frames`: those of the modules that run. `_swapped`: the homes of units after the next `swap_param_buffers`.
+    `_swapped`: the homes of units after the next `swap_param_buffers`.
     """
 
     _units: UnitTable
@@ -33,7 +34,6 @@ class UpdateGuard:
     _changes: ParamChanges
     _inventory: Inventory
     _recorder: Recorder
-    _frames: Sequence[object]
     _swapped: dict[tuple[Owner, str], Home] = field(default_factory=dict, init=False)
 
     def invalidate(self) -> None:
@@ -41,7 +41,7 @@ class UpdateGuard:
 
         A storage that is still viewed keeps its memory, without values, and is read again in place at the next use.
         """
-        for paged in self._units:
+        for paged in self._units.by_index.values():
             if paged.unit.trainable:
                 self._invalidate(paged)
         self._changes.refuse()
@@ -73,8 +73,8 @@ class UpdateGuard:
 
     def end_update(self) -> None:
         """Watch resident units that are in use for changes by hand from here on: they have their new values."""
-        for paged in self._units:
-            if paged.state is UnitState.IN_USE and paged.is_resident:
+        for paged in self._units.by_index.values():
+            if paged.is_resident and paged.state is UnitState.IN_USE:
                 paged.storage.watch.begin()
 
     def begin_back_update(self) -> None:
@@ -128,13 +128,10 @@ class UpdateGuard:
         for paged in self._units:
             paged.unblock()
 
-    def wait(self, unit: Unit, until_written: bool) -> None:
-        """Block until the unit's last update is in its home, where `until_written`; else until its new parameters are
-        computed: its gradients are not needed any more, and a fetch knows how they come to the device. Raises what made
-        that fail, in so far as it has by then."""
-        unit_update = self._inventory.last_update(unit)
-        if unit_update is None:
-            return
+    def wait(self, unit: Unit, unit_update: UnitUpdate, until_written: bool) -> None:
+        """Block until `unit_update`, the unit's last one, is in its home, where `until_written`; else until its new
+        parameters are computed: its gradients are not needed any more, and a fetch knows how they come to the device.
+        Raises what made that fail, in so far as it has by then."""
         if not unit_update.written.done():
             with self._recorder.span("compute", "wait_update", unit.name):
                 (unit_update.written if until_written else unit_update.computed).wait()

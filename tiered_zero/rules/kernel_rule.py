@@ -41,6 +41,7 @@ _RATES: dict[Hashable, float] = {}  # an engine of a small model would spend hal
 _UNFUSED = {"fused": None}
 _DTYPE = attrgetter("dtype")
 _IS_CPU = attrgetter("is_cpu")
+_MASTER, _GRAD = attrgetter("master"), attrgetter("grad")
 _torch_bits: dict[Hashable, bool] = {}
 """Whether a rule on a kernel has torch's bits: found once per process."""
 
@@ -246,11 +247,11 @@ class NativeRule(UpdateRule):
             hyper.flags |= self._root_flag
 
         outs = [run.out for run in runs if run.out is not None]
-        columns = [[run.master for run in runs], [run.grad for run in runs], outs, *states]
+        columns = [list(map(_MASTER, runs)), list(map(_GRAD, runs)), outs, *states]
         numels = list(map(torch.Tensor.numel, columns[0]))
         lengths = [list(map(torch.Tensor.numel, column)) for column in columns if column]
         if (
-            any(length != numels for length in lengths)
+            any(map(numels.__ne__, lengths))
             or not all(map(torch.Tensor.is_contiguous, itertools.chain(*columns)))
             or not all(map(_IS_CPU, itertools.chain(outs, *states)))
             or not set(map(_DTYPE, itertools.chain(*states))) <= {self.state_dtype}

@@ -12,6 +12,8 @@ from torch.optim import Optimizer
 
 State = dict[str, Any]
 Group = dict[str, Any]
+_PLAIN = (bool, int, float, str, type(None))
+"""What a copy of needs no call: almost all values of a param group."""
 
 
 def bare_copy(optimizer: Optimizer) -> Optimizer:
@@ -41,7 +43,12 @@ def copied(value: Any) -> Any:
 
 def copied_group(group: Mapping[str, Any]) -> Group:
     """Copy the values of a param group, "params" left out."""
-    return {name: copied(value) for name, value in group.items() if name != "params"}
+    own = {**group}
+    own.pop("params", None)
+    for name, value in group.items():
+        if name != "params" and type(value) not in _PLAIN:
+            own[name] = copied(value)
+    return own
 
 
 def advance(

@@ -46,19 +46,22 @@ class StateLayout:
         self.master_nbytes = sum(dtype.itemsize for dtype in self.masters.dtypes) * subgroup.numel
         self.arrays: list[StateArray] = []
         self._arrays_of: defaultdict[int | None, list[StateArray]] = defaultdict(list)
-        self._fields_of_group: dict[int, tuple[str, ...]] = {}
+        self._shared_of_group: dict[int, list[StateArray]] = {}
         self.initial_nbytes = 0 if self.masters.follows_params else self.master_nbytes
         self._end = self.state_start = sum(dtype.itemsize for dtype in self.masters.dtypes[:1]) * subgroup.numel
         if rule.elementwise:
             merged: dict[str, StateField] = {}
             held = {piece.group for piece in subgroup.pieces}
+            names: dict[int, set[str]] = {}
             # padding alone, as the last rank has of a small unit, still has masters in each of their arrays
             for group in sorted(held or range(len(self.masters.dtypes) - 1)):
                 fields = rule.state_fields((subgroup.numel,), groups[group])
-                self._fields_of_group[group] = tuple(field.name for field in fields)
+                names[group] = {field.name for field in fields}
                 merged.update({field.name: field for field in fields})
             for field in sorted(merged.values(), key=lambda field: field.name != rule.unsigned_field):
                 self._append(field, None)
+            for group, own in names.items():
+                self._shared_of_group[group] = [array for array in self.arrays if array.field.name in own]
         else:
             for index, piece in enumerate(subgroup.pieces):
                 for field in rule.state_fields(piece.param.shape, groups[piece.group]):
@@ -122,12 +125,14 @@ class StateLayout:
 
     def state(self, raw: torch.Tensor, piece: ParamPiece, start: int, stop: int) -> dict[str, torch.Tensor]:
         """View the state of elements [start, stop) of the sub-group (elementwise), or of `piece` in its own shapes."""
-        return {
-            array.field.name: _view(raw, array)[_part(array.field, start, stop)]
-            if array.piece is None
-            else _shaped(piece, array.field, _view(raw, array))
-            for array in self.arrays_for(piece)
-        }
+        state = {}
+        for array in self.arrays_for(piece):
+            view = _view(raw, array)
+            is_shared = array.piece is None
+            state[array.field.name] = (
+                view[_part(array.field, start, stop)] if is_shared else _shaped(piece, array.field, view)
+            )
+        return state
 
     def fields(self, piece: ParamPiece) -> list[StateField]:
         """List the state arrays of a piece; one over the whole sub-group is of the sub-group's shape."""
@@ -135,8 +140,7 @@ class StateLayout:
 
     def arrays_for(self, piece: ParamPiece) -> list[StateArray]:
         """List the state arrays that hold a piece's state: over the whole sub-group, and its own."""
-        shared = [array for array in self._arrays_of[None] if array.field.name in self._fields_of_group[piece.group]]
-        return shared + self._arrays_of[piece.index]
+        return self._shared_of_group.get(piece.group, []) + self._arrays_of.get(piece.index, [])
 
 
 def _shaped(piece: ParamPiece, field: StateField, memory: torch.Tensor) -> torch.Tensor:

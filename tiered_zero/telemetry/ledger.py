@@ -56,6 +56,11 @@ class Ledger:
     def peak(self, tier: str) -> int:
         return self._tier_peak.get(tier, 0)
 
+    def peaks(self) -> dict[str, int]:
+        """tier -> the most bytes on it so far."""
+        with self._lock:
+            return dict(sorted(self._tier_peak.items()))
+
     def take_recent_peaks(self) -> dict[str, int]:
         """tier -> the most bytes on it since the last call."""
         with self._lock:

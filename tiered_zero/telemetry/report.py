@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from itertools import filterfalse
 from typing import Any, SupportsFloat, TypeVar, final
 
 from tiered_zero.errors import StoreError
@@ -121,7 +122,7 @@ def build_step_report(
         link_nbytes={lane: nbytes for lane, nbytes in totals.nbytes.items() if nbytes},
         busy_s={lane: min(wall_s, totals.busy_s[lane]) for lane in known_first(LANES, totals.busy_s)},
         tier_nbytes=ledger.take_recent_peaks() if ledger else {},
-        peak_nbytes={tier: ledger.peak(tier) for tier in kinds} if ledger else {},
+        peak_nbytes=ledger.peaks() if ledger else {},
         kind_nbytes={tier: {kind: peak for kind, (_, peak) in row.items()} for tier, row in kinds.items()},
         **facts,
     )
@@ -156,7 +157,7 @@ class StepMeter:
             self._recorder.take_totals(),
             now_s - self._start_s,
             self._ledger,
-            loss=sum(float(loss) for loss in losses) / len(losses) if losses else None,
+            loss=sum(map(float, losses)) / len(losses) if losses else None,
             tokens=tokens,
             **facts,
         )
@@ -166,7 +167,7 @@ class StepMeter:
 def known_first(known: Sequence[str], found: Iterable[str]) -> list[str]:
     """Those that were found, each once: the known ones in their order, then the others in theirs."""
     names = dict.fromkeys(found)
-    return [name for name in known if name in names] + [name for name in names if name not in known]
+    return [*filter(names.__contains__, known), *filterfalse(known.__contains__, names)]
 
 
 def bottleneck(busy_s: Mapping[str, float], wall_s: float) -> str:

@@ -34,8 +34,10 @@ class Home:
 
     def view_of(self, segment: Segment) -> torch.Tensor | None:
         """The segment's elements in place, [numel] of the unit's dtype; None where they cannot be addressed."""
-        raw, offset = self.tier.view(self.slot), self.offset_of(segment)
-        return None if raw is None else raw[offset : offset + segment.nbytes].view(segment.unit.dtype)
+        if (raw := self.tier.view(self.slot)) is None:
+            return None
+        start = (segment.unit_start - self.start) * segment.unit.itemsize
+        return raw[start : start + segment.nbytes].view(segment.unit.dtype)
 
 
 class Inventory:

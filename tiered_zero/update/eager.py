@@ -98,13 +98,15 @@ class ReadyQueue:
     def wait(self) -> bool:
         """Block until a sub-group is ready (True), or none is left in a closed queue (False)."""
         with self._changed:
-            self._changed.wait_for(lambda: self._ready or self._closed)
+            while not (self._ready or self._closed):
+                self._changed.wait()
             return bool(self._ready)
 
     def wait_change(self) -> None:
         """Block until a sub-group is ready, the queue is closed, or `notify` was called since the last time."""
         with self._changed:
-            self._changed.wait_for(lambda: self._ready or self._closed or self._notified)
+            while not (self._ready or self._closed or self._notified):
+                self._changed.wait()
             self._notified = False
 
 

@@ -187,7 +187,8 @@ class UpdatePolicy(ABC):
 
     def _step(self, job: UpdateJob) -> None:
         try:
-            self.failures.check()  # of the job before, which was still writing when this one was started
+            if self.failures.error is not None:
+                self.failures.check()  # of the job before, which was still writing when this one was started
             self._stepper.step(job)
         except BaseException as error:
             self.failures.set(error)

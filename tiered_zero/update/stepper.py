@@ -47,6 +47,7 @@ class StreamingStepper:
         self._runtime = runtime
         self._io = SubGroupIO(inventory, runtime, staging, params)
         self._prefetcher = Prefetcher(self._io, self._open_nowait)
+        self._stages = staging is not None
         self._retire_lane = runtime.accelerator.lane("retire") if staging is not None else None
         self._scalars: dict[tuple[int, int], Mapping[str, Any]] = {}
         self._initialized: set[int] = set()
@@ -88,7 +89,7 @@ class StreamingStepper:
     def freeze_groups(self, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Copy the values of the live param groups for the step that is taken: schedulers change them while it runs.
         The live groups get what the step itself makes of them."""
-        frozen = [copied_group(group) for group in groups]
+        frozen = list(map(copied_group, groups))
         self._rule.advance_groups(groups, frozen)
         return frozen
 
@@ -100,7 +101,8 @@ class StreamingStepper:
 
     def prefetch(self) -> None:
         """Start to read what the next step will most likely begin with, as far as that is not under way."""
-        self._prefetcher.read()
+        if self._stages:
+            self._prefetcher.read()
 
     def cancel_prefetch(self) -> None:
         """Drop what was read ahead: state changes, or the next step needs something else."""
@@ -133,7 +135,7 @@ class StreamingStepper:
             job=job,
             queue=job.queue or self._queue_all(job),
             prefetcher=NullPrefetcher(self._prefetcher) if job.on_device else self._prefetcher,
-            progress=_Progress(job.unit_updates, [layout.subgroup for layout in self._layouts]),
+            progress=_Progress(job.unit_updates, self._layouts),
         )
         step.prefetcher.begin_step(job.param_kind)
         try:
@@ -204,7 +206,7 @@ class StreamingStepper:
             step.queue.wait_change()
 
     def _prefetch(self, step: _Step) -> None:
-        if step.queue.peek() is None and not self._ending.is_set():
+        if self._stages and step.queue.peek() is None and not self._ending.is_set():
             if step.queue.has_ended():
                 step.prefetcher.expect_next_step()
             step.prefetcher.read()
@@ -263,9 +265,9 @@ class StreamingStepper:
         have left it by now."""
         segments = work.subgroup.segments
         grads = [gradients.part(segment) for segment in segments]
-        on_device = self._io.updates_on_device(work.subgroup)
-        elsewhere = [i for i, segment in enumerate(segments) if on_device and not gradients.on_device(segment.unit)]
-        if not elsewhere:
+        if not work.on_device or not (
+            elsewhere := [i for i, segment in enumerate(segments) if not gradients.on_device(segment.unit)]
+        ):
             yield grads
             return
         nbytes = sum(grads[index].nbytes for index in elsewhere)
@@ -281,7 +283,8 @@ class StreamingStepper:
         layout, gradients = work.layout, job.gradients
         if not self.has_state(layout):
             self._initialize_state(work, job)
-        runs: list[tuple[Run, list[ParamPiece]]] = []
+        runs: list[Run] = []
+        stepped: list[list[ParamPiece]] = []
         masters, copy_unstepped = layout.master(work.raw), layout.masters.copy_unstepped
         self._io.bind_outputs(work)
         for segment, out, grad in zip(work.subgroup.segments, work.outs, grads, strict=True):
@@ -289,50 +292,53 @@ class StreamingStepper:
             position = 0  # in the segment, as are `first` and `last`
             for pieces in self._spans(work, segment, gradients):
                 first, last = pieces[0].start - segment.start, pieces[-1].stop - segment.start
-                run = self._run(work, job, pieces, self._shaped(pieces[0], master[first:last]))
-                run.grad, run.grad_scale = self._shaped(pieces[0], grad[first:last]), job.grad_scale
-                run.out = None if master is out else self._shaped(pieces[0], out[first:last])
-                runs.append((run, pieces))
+                parts = [master[first:last], grad[first:last], out[first:last]]
+                if not self._rule.elementwise:
+                    parts = list(map(pieces[0].param.view, parts))
+                run = self._run(work, job, pieces, parts[0])
+                run.grad, run.out, run.grad_scale = parts[1], None if master is out else parts[2], job.grad_scale
+                runs.append(run)
+                stepped.append(pieces)
                 # what is not stepped (padding, no gradient) stays what its master says
-                copy_unstepped(master[position:first], out[position:first])
+                if position < first:
+                    copy_unstepped(master[position:first], out[position:first])
                 position = last
-            copy_unstepped(master[position:], out[position:])
-        self._rule.update([run for run, _ in runs])
-        for run, pieces in runs:
-            self._scalars.update(dict.fromkeys(((work.subgroup.index, piece.index) for piece in pieces), run.scalars))
+            if position < segment.numel:
+                copy_unstepped(master[position:], out[position:])
+        self._rule.update(runs)
+        for run, pieces in zip(runs, stepped, strict=True):
+            for piece in pieces:
+                self._scalars[work.subgroup.index, piece.index] = run.scalars
 
-    def _spans(self, work: SubGroupWork, segment: Segment, gradients: GradientSource) -> Iterator[list[ParamPiece]]:
-        """Yield neighbouring pieces that one `Run` can take: with a gradient, the same group and the same scalars."""
-        current: list[ParamPiece] = []
+    def _spans(self, work: SubGroupWork, segment: Segment, gradients: GradientSource) -> list[list[ParamPiece]]:
+        """List neighbouring pieces that one `Run` can take: with a gradient, the same group and the same scalars.
+        Pieces that were stepped together from the start share one object of scalars."""
+        index = work.subgroup.index
+        spans: list[list[ParamPiece]] = []
+        last: ParamPiece | None = None
         for piece in segment.pieces:
             if not gradients.has(segment.unit, piece.param):
                 continue
-            if current and not self._joins(work.subgroup, current[-1], piece):
-                yield current
-                current = []
-            current.append(piece)
-        if current:
-            yield current
-
-    def _joins(self, subgroup: SubGroup, left: ParamPiece, right: ParamPiece) -> bool:
-        """Whether one run takes both. Pieces that were stepped together from the start share one object of scalars."""
-        return (
-            self._rule.elementwise
-            and right.index == left.index + 1
-            and left.group == right.group
-            and self._scalars.get((subgroup.index, left.index)) is self._scalars.get((subgroup.index, right.index))
-        )
+            if (
+                last is not None
+                and self._rule.elementwise
+                and piece.index == last.index + 1
+                and piece.group == last.group
+                and self._scalars.get((index, piece.index)) is self._scalars.get((index, last.index))
+            ):
+                spans[-1].append(piece)
+            else:
+                spans.append([piece])
+            last = piece
+        return spans
 
     def _run(self, work: SubGroupWork, job: UpdateJob, pieces: Sequence[ParamPiece], master: torch.Tensor) -> Run:
-        """A run over neighbouring pieces, its gradient and output still to be set."""
+        """A run over neighbouring pieces, its gradient and output still to be set. `master`: as the rule takes it, [n]
+        of neighbouring parameters, or one whole parameter."""
         first = pieces[0]
         state = work.layout.state(work.raw, first, first.start, pieces[-1].stop)
         scalars = dict(self._scalars.get((work.subgroup.index, first.index), {}))
         return Run(master=master, grad=master, state=state, scalars=scalars, hyper=job.groups[first.group])
-
-    def _shaped(self, piece: ParamPiece, memory: torch.Tensor) -> torch.Tensor:
-        """As the rule takes it: [n] of neighbouring parameters, or one whole parameter."""
-        return memory if self._rule.elementwise else piece.param.view(memory)
 
     def _initialize_state(self, work: SubGroupWork, job: UpdateJob) -> None:
         """Make a sub-group's state before its first step, when its tier holds none."""
@@ -358,9 +364,12 @@ class _Step:
 class _Progress:
     """Completes a unit's update when the last sub-group with a part of the unit is computed, and written."""
 
-    def __init__(self, unit_updates: Mapping[int, UnitUpdate], subgroups: Sequence[SubGroup]) -> None:
+    def __init__(self, unit_updates: Mapping[int, UnitUpdate], layouts: Sequence[StateLayout]) -> None:
         self._unit_updates = unit_updates
-        self._uncomputed = Counter(segment.unit.index for subgroup in subgroups for segment in subgroup.segments)
+        self._uncomputed: Counter[int] = Counter()
+        for layout in layouts:
+            for segment in layout.subgroup.segments:
+                self._uncomputed[segment.unit.index] += 1
         self._unwritten = self._uncomputed.copy()
         for index, unit_update in list(unit_updates.items()):  # to which the driver may add
             if not self._unwritten[index]:
@@ -372,18 +381,18 @@ class _Progress:
             self.count_written(layout.subgroup)
 
     def count_computed(self, subgroup: SubGroup) -> None:
-        for unit_update in self._ended(self._uncomputed, subgroup):
-            unit_update.computed.complete()
+        for segment in subgroup.segments:
+            index = segment.unit.index
+            self._uncomputed[index] -= 1
+            if not self._uncomputed[index] and index in self._unit_updates:
+                self._unit_updates[index].computed.complete()
 
     def count_written(self, subgroup: SubGroup) -> None:
-        for unit_update in self._ended(self._unwritten, subgroup):
-            unit_update.complete()
-
-    def _ended(self, missing: Counter[int], subgroup: SubGroup) -> Iterator[UnitUpdate]:
         for segment in subgroup.segments:
-            missing[segment.unit.index] -= 1
-            if not missing[segment.unit.index] and segment.unit.index in self._unit_updates:
-                yield self._unit_updates[segment.unit.index]
+            index = segment.unit.index
+            self._unwritten[index] -= 1
+            if not self._unwritten[index] and index in self._unit_updates:
+                self._unit_updates[index].complete()
 
     def fail(self, error: BaseException) -> None:
         for unit_update in list(self._unit_updates.values()):

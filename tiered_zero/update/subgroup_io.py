@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
@@ -14,7 +14,7 @@ from tiered_zero.hardware.memory.staging import Lease, StagingPool
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.layout.subgroups import Segment, SubGroup
 from tiered_zero.rules.state_layout import StateLayout
-from tiered_zero.tiers.inventory import Inventory
+from tiered_zero.tiers.inventory import Home, Inventory
 from tiered_zero.tiers.tier import BufferView, as_bytes
 from tiered_zero.tiers.unit_update import UnitUpdate
 from tiered_zero.update.places import ParameterSink
@@ -23,11 +23,12 @@ from tiered_zero.update.places import ParameterSink
 @dataclass(kw_only=True)
 class SubGroupWork:
     """One sub-group in flight. `param_kind`: which home of a unit takes the new parameters. `raw`: [n] uint8, its
-    state, in place or staged. `lease`: staged state, then the staged 16-bit parameters. `reads`: the transfers that
+    state, in place or staged. `lease`: staged state, then the staged 16-bit parameters. `home`: of the state;
+    `is_staged`: it cannot be addressed; `on_device`: it rests there, and is updated there. `reads`: the transfers that
     fill the state and, where masters need them, the parameters. `outs`: where the rule writes each segment's
-    parameters: [numel] of the unit's dtype. `pending`: which staged parameters, by their first byte in the unit, can be
-    forwarded until they are written. `is_last`: its state is not read again. `is_watched`: the stepper is notified once
-    it is written.
+    parameters: [numel] of the unit's dtype; `windows`: the part of the lease that they go through, None where they are
+    written in place. `pending`: which staged parameters, by their first byte in the unit, can be forwarded until they
+    are written. `is_last`: its state is not read again. `is_watched`: the stepper is notified once it is written.
     """
 
     subgroup: SubGroup
@@ -35,8 +36,12 @@ class SubGroupWork:
     param_kind: str
     raw: torch.Tensor
     lease: Lease | None
+    home: Home
+    is_staged: bool
+    on_device: bool
     reads: list[Transfer] = field(default_factory=list)
     outs: list[torch.Tensor] = field(default_factory=list)
+    windows: list[BufferView | None] = field(default_factory=list)
     writes: list[Transfer] = field(default_factory=list)
     pending: list[tuple[UnitUpdate, int]] = field(default_factory=list)
     is_last: bool = False
@@ -88,10 +93,12 @@ class SubGroupIO:
         to be replaced."""
         home = self._inventory.home(layout.subgroup, "state")
         raw = home.tier.view(home.slot)
-        staged = raw is None
+        staged, on_device = raw is None, home.tier.name == "device"
         lease: Lease | None = None
-        staged_outs = (s for s in layout.subgroup.segments if self._out_view(param_kind, layout.subgroup, s) is None)
-        nbytes = (layout.nbytes if staged else 0) + sum(segment.nbytes for segment in staged_outs)
+        nbytes = layout.nbytes if staged else 0
+        for segment in layout.subgroup.segments:
+            if self._out_view(param_kind, segment, on_device) is None:
+                nbytes += segment.nbytes
         if nbytes:
             assert self._staging is not None, "staged sub-groups are planned with staging buffers"
             lease = self._staging.lease_nowait(nbytes, f"sub-group {layout.subgroup.index}")
@@ -106,6 +113,9 @@ class SubGroupIO:
             param_kind=param_kind,
             raw=raw,
             lease=lease,
+            home=home,
+            is_staged=staged,
+            on_device=on_device,
             is_last=part is not None,
         )
         try:
@@ -127,17 +137,16 @@ class SubGroupIO:
 
     def _read_params(self, work: SubGroupWork) -> None:
         """Read the old parameters to where the new ones will be written, where they are not there already."""
-        for segment, window in self._staged_outs(work):
+        for segment, _, window in self._places(work):
             read = self._params.read(segment, work.param_kind, window)
             if read is not None:
                 work.reads.append(read)
 
     def bind_outputs(self, work: SubGroupWork) -> None:
         """Choose where the rule writes: into the lease, behind the state, or into the parameters' home."""
-        work.outs = []
-        for segment, window in self._staged_outs(work):
-            view = self._out_view(work.param_kind, work.subgroup, segment)
-            if view is None and self.updates_on_device(work.subgroup):
+        work.outs, work.windows = [], []
+        for segment, view, window in self._places(work):
+            if view is None and work.on_device:
                 view = torch.empty(segment.numel, dtype=segment.unit.dtype, device=work.raw.device)
             elif view is None:
                 assert window is not None, "a segment without a view is staged"
@@ -147,23 +156,27 @@ class SubGroupIO:
                 if read is not None:
                     self.wait(read, work)
             work.outs.append(view)
+            work.windows.append(window)
 
-    def _out_view(self, param_kind: str, subgroup: SubGroup, segment: Segment) -> torch.Tensor | None:
-        """View the parameters, [numel] of their dtype, where the update can write them directly."""
-        return self._params.view(segment, param_kind, on_device=self.updates_on_device(subgroup))
+    def _out_view(self, param_kind: str, segment: Segment, on_device: bool) -> torch.Tensor | None:
+        """View the parameters, [numel] of their dtype, where an update on the device, or not, can write them
+        directly."""
+        return self._params.view(segment, param_kind, on_device=on_device)
 
-    def _staged_outs(self, work: SubGroupWork) -> Iterator[tuple[Segment, BufferView | None]]:
-        """Each segment with its part of the lease, or None where it is written in place."""
-        home = self._inventory.home(work.subgroup, "state")
-        start = work.layout.nbytes if home.tier.view(home.slot) is None else 0
+    def _places(self, work: SubGroupWork) -> list[tuple[Segment, torch.Tensor | None, BufferView | None]]:
+        """Locate each segment's parameters: in place, or in the lease, behind the state. Homes that a delayed update
+        swaps are those of now."""
+        places: list[tuple[Segment, torch.Tensor | None, BufferView | None]] = []
+        start = work.layout.nbytes if work.is_staged else 0
         for segment in work.subgroup.segments:
-            if self._out_view(work.param_kind, work.subgroup, segment) is not None:
-                yield segment, None
-                continue
-            assert work.lease is not None
-            stop = start + segment.nbytes
-            yield segment, BufferView(work.lease.tensor[start:stop], work.lease.memory[start:stop])
-            start = stop
+            view, window = self._out_view(work.param_kind, segment, work.on_device), None
+            if view is None:
+                assert work.lease is not None
+                stop = start + segment.nbytes
+                window = BufferView(work.lease.tensor[start:stop], work.lease.memory[start:stop])
+                start = stop
+            places.append((segment, view, window))
+        return places
 
     # -- out -----------------------------------------------------------------------------------------------------------
 
@@ -178,21 +191,21 @@ class SubGroupIO:
         """Start the writes of state and parameters. `unit_updates`: unit index -> what forwards parameters until they
         are written. `after`: compute's mark, recorded by the driver: what may still read the parameters on the device.
         `masters_alone`: there is no state besides the masters."""
-        home = self._inventory.home(work.subgroup, "state")
-        if home.tier.view(home.slot) is None and not work.is_last:
+        home, on_device = work.home, work.on_device
+        if work.is_staged and not work.is_last:
             assert work.lease is not None
             nbytes = work.layout.master_nbytes if masters_alone else work.layout.nbytes
             work.writes.append(home.tier.write(home.slot, BufferView(work.raw[:nbytes], work.lease.memory[:nbytes])))
-        for (segment, window), out in zip(self._staged_outs(work), work.outs, strict=True):
+        for segment, window, out in zip(work.subgroup.segments, work.windows, work.outs, strict=True):
             if window is not None:
-                if self.updates_on_device(work.subgroup):  # on the stream that has made it
+                if on_device:  # on the stream that has made it
                     self._runtime.accelerator.copy(window.tensor, as_bytes(out), finish=True)
                 unit_update = unit_updates.get(segment.unit.index)
                 written, offset = self._params.write(segment, work.param_kind, window, after, unit_update)
                 work.writes.append(written)
                 if unit_update is not None and offset is not None:
                     work.pending.append((unit_update, offset))
-        if self.updates_on_device(work.subgroup) and runs_on_lane():  # whose stream compute does not wait for
+        if on_device and runs_on_lane():  # whose stream compute does not wait for
             work.writes.append(self._runtime.accelerator.record())
 
     def finish(self, work: SubGroupWork) -> None:

@@ -6,14 +6,15 @@ import ctypes
 import logging
 import mmap
 from bisect import bisect_right, insort
-from operator import itemgetter
+from collections.abc import Callable
+from operator import itemgetter, methodcaller
 from typing import final
 
 import torch
 
 from tiered_zero.concurrency.transfer import COMPLETED, Transfer
 from tiered_zero.hardware.device.accelerator import Accelerator
-from tiered_zero.hardware.device.lanes import DelayInjector, DeviceMarker, Lane, Work, refuse_on_lane, runs_on_lane
+from tiered_zero.hardware.device.lanes import THIS_THREAD, DelayInjector, Lane, Work, on_lane_error
 from tiered_zero.hardware.memory.huge_pages import HugePagePool, PageRange
 from tiered_zero.sizes import HUGE_PAGE_NBYTES, PAGE_NBYTES, align_up
 
@@ -36,7 +37,7 @@ def copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
         end = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
         if tensor.device.type != "cpu" or not tensor.is_contiguous() or end > tensor.untyped_storage().nbytes():
             raise ValueError(f"copy_bytes needs contiguous CPU tensors whose bytes are there, not {_describe(tensor)}")
-    if runs_on_lane():
+    if THIS_THREAD.is_lane:
         ctypes.memmove(target.data_ptr(), source.data_ptr(), target.nbytes)
     else:
         target.data.copy_(source)  # .data: autograd's version counters stay
@@ -75,7 +76,8 @@ class CpuAccelerator(Accelerator):
         return Lane(name, _launch, delays, inline=self.shares_cores)
 
     def record_compute(self) -> Transfer:
-        refuse_on_lane("record_compute()")
+        if THIS_THREAD.is_lane:
+            raise on_lane_error("record_compute()")
         return COMPLETED
 
     def record(self) -> Transfer:
@@ -113,7 +115,8 @@ class CpuAccelerator(Accelerator):
             self.poison(flat)
 
     def wait_on_compute(self, transfer: Transfer) -> None:
-        refuse_on_lane("wait_on_compute()")
+        if THIS_THREAD.is_lane:
+            raise on_lane_error("wait_on_compute()")
         transfer.wait()
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, finish: bool = False) -> None:
@@ -136,9 +139,8 @@ class CpuAccelerator(Accelerator):
         """Nothing was pinned."""
 
 
-def _launch(work: Work) -> DeviceMarker | None:
-    work.job()
-    return None
+_launch: Callable[[Work], None] = methodcaller("job")
+"""What it has launched is complete: there is nothing to mark."""
 
 
 def _describe(tensor: torch.Tensor) -> str:

@@ -11,7 +11,7 @@ import torch
 from tiered_zero.concurrency.transfer import Transfer
 from tiered_zero.errors import ConfigError, ModelError
 from tiered_zero.hardware.device.accelerator import Accelerator
-from tiered_zero.hardware.device.lanes import Lane, LaneTransfer, Work, refuse_on_lane
+from tiered_zero.hardware.device.lanes import THIS_THREAD, Lane, LaneTransfer, Work, on_lane_error
 from tiered_zero.sizes import format_nbytes
 
 logger = logging.getLogger("tiered_zero")
@@ -74,14 +74,16 @@ class CudaAccelerator(Accelerator):
             )
 
     def record_compute(self) -> LaneTransfer:
-        refuse_on_lane("record_compute()")
+        if THIS_THREAD.is_lane:
+            raise on_lane_error("record_compute()")
         return self.record()
 
     def record(self) -> LaneTransfer:
         return LaneTransfer(_mark(torch.cuda.current_stream(self.device)))
 
     def wait_on_compute(self, transfer: Transfer) -> None:
-        refuse_on_lane("wait_on_compute()")
+        if THIS_THREAD.is_lane:
+            raise on_lane_error("wait_on_compute()")
         if isinstance(transfer, LaneTransfer):
             transfer.check_launched()
             _order(torch.cuda.current_stream(self.device), transfer)

@@ -20,7 +20,7 @@ from typing import Protocol
 import torch
 
 from tiered_zero.concurrency.interrupts import wait_for_event
-from tiered_zero.concurrency.transfer import Transfer
+from tiered_zero.concurrency.transfer import COMPLETED, Transfer
 from tiered_zero.errors import InternalError, PlanError
 
 logger = logging.getLogger("tiered_zero")
@@ -29,24 +29,25 @@ Job = Callable[[], None]
 
 
 class _ThisThread(threading.local):
+    """Of the calling thread. `is_lane`: whether it is a lane's."""
+
     is_lane = False
 
 
-_this_thread = _ThisThread()
+THIS_THREAD = _ThisThread()
 
 
 def runs_on_lane() -> bool:
     """Whether the calling thread is a lane's."""
-    return _this_thread.is_lane
+    return THIS_THREAD.is_lane
 
 
-def refuse_on_lane(call: str) -> None:
-    """Raise InternalError where a lane's thread makes `call`, which is about compute's stream."""
-    if _this_thread.is_lane:
-        raise InternalError(
-            f"{call} was called on {threading.current_thread().name}, whose current stream is not compute's. This is "
-            "an error in tiered_zero, not in the model: please report it with this message."
-        )
+def on_lane_error(call: str) -> InternalError:
+    """The error of a lane's thread that makes `call`, which is about compute's stream."""
+    return InternalError(
+        f"{call} was called on {threading.current_thread().name}, whose current stream is not compute's. This is "
+        "an error in tiered_zero, not in the model: please report it with this message."
+    )
 
 
 class DeviceMarker(Protocol):
@@ -110,7 +111,8 @@ class LaneTransfer(Transfer):
         return self._launched.is_set() and (self.marker is None or self.marker.query())
 
     def wait(self) -> None:
-        self.check_launched()
+        if self.failure is not None or not self._launched.is_set():
+            self.check_launched()
         if self.marker is not None:
             self.marker.synchronize()
 
@@ -180,12 +182,12 @@ class Lane:
         it, it runs at once on the calling thread: on its own thread it would take a core from compute.
         Returns the transfer that is done when the job is complete on the device. Any thread.
         """
-        work = Work(job=job, after=tuple(after), holds=tuple(holds))
+        work = Work(job=job, after=[each for each in after if each is not COMPLETED], holds=tuple(holds))
         with self._lock:  # nothing is queued behind the end mark
             if self._closed:
                 raise RuntimeError(f"lane {self.name} is closed; jobs are submitted before the accelerator is closed")
             runs_now = self._inline and not waits and not self._num_queued
-            for transfer in after:
+            for transfer in work.after:
                 runs_now = runs_now and transfer.done()
             if not runs_now:
                 self._num_queued += 1
@@ -209,7 +211,7 @@ class Lane:
         self._failures.clear()
 
     def _run(self) -> None:
-        _this_thread.is_lane = True
+        THIS_THREAD.is_lane = True
         while (queued := self._queue.get()) is not None:
             work, transfer = queued
             with self._running:

@@ -50,6 +50,7 @@ class HugePagePool:
         self._used_nbytes = 0
         self._nans = mmap.mmap(-1, HUGE_PAGE_NBYTES, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS)
         self._nans.write(b"\xff" * HUGE_PAGE_NBYTES)
+        self._nans_address = _address(self._nans)
         if self._vacant:  # try it: onto itself is refused, so onto the spare page behind
             self._move(start, start + num_pages * HUGE_PAGE_NBYTES)
 
@@ -61,13 +62,12 @@ class HugePagePool:
 
     def map(self, address: int, nbytes: int) -> None:
         """Map huge pages of the store at `address`, as many as there are; the system gives the others when they are
-        touched, and the store frees what would be too much with them."""
+        touched, and the store frees what would be too much with them. `nbytes`: whole pages, as below."""
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED | _MAP_NORESERVE
-        size = align_up(nbytes, PAGE_NBYTES)
-        if self._libc.mmap(address, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0) == _FAILED:
+        if self._libc.mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0) == _FAILED:
             raise OSError(ctypes.get_errno(), "mmap of memory for units")
         for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTFORK):  # the latter as for HostArena's memory
-            self._libc.madvise(address, size, advice)
+            self._libc.madvise(address, nbytes, advice)
         with suppress(OSError):  # out of mappings: then the system gives the rest too
             for index in range(min(nbytes // HUGE_PAGE_NBYTES, len(self._stored))):
                 self._move(self._stored[-1], address + index * HUGE_PAGE_NBYTES)
@@ -89,11 +89,10 @@ class HugePagePool:
 
     def show_nans(self, address: int, nbytes: int) -> None:
         """Map the pattern of NaN under these addresses, piece by piece; the memory that they had goes to the system."""
-        template = _address(self._nans)
-        for start in range(0, align_up(nbytes, PAGE_NBYTES), HUGE_PAGE_NBYTES):
-            size = min(HUGE_PAGE_NBYTES, align_up(nbytes, PAGE_NBYTES) - start)
+        for start in range(0, nbytes, HUGE_PAGE_NBYTES):
+            size = min(HUGE_PAGE_NBYTES, nbytes - start)
             # of a shared mapping, an old size of 0 makes a second one of the same memory
-            if self._libc.mremap(template, 0, size, _MAYMOVE | _FIXED, address + start) == _FAILED:
+            if self._libc.mremap(self._nans_address, 0, size, _MAYMOVE | _FIXED, address + start) == _FAILED:
                 raise OSError(ctypes.get_errno(), "mremap of memory for units")
 
     def _move(self, page: int, to: int) -> None:
