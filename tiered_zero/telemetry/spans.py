@@ -82,14 +82,14 @@ class Recorder:
         `kind` is what totals are kept by ("forward", "wait_param", ...). One thread at a time is inside the spans of a
         lane (autograd's while main waits in backward), so that they nest.
         """
-        return _OpenSpan(self, lane, kind, name, nbytes)
+        return _OpenSpan(recorder=self, lane=lane, kind=kind, name=name, nbytes=nbytes)
 
     def add(self, lane: str, kind: str, name: str, start_s: float, end_s: float, nbytes: int = 0) -> None:
         """Record a span that has ended, of any thread. `nbytes`: those that arrived."""
         with self._lock:
             outer = next((span for span in reversed(self._open) if span.lane == lane), None)
-            on_driver = outer.on_driver if outer is not None else lane in _DRIVER_LANES
-            span = _OpenSpan(self, lane, kind, name, start_s=start_s, outer=outer, on_driver=on_driver)
+            span = _OpenSpan(recorder=self, lane=lane, kind=kind, name=name, start_s=start_s, outer=outer)
+            span.on_driver = outer.on_driver if outer is not None else lane in _DRIVER_LANES
             self._count(span, end_s, nbytes)
 
     def take_totals(self) -> Totals:
@@ -129,7 +129,7 @@ class Recorder:
             self._spans.append(Span(lane=lane, name=name, start_s=start_s, end_s=end_s, nbytes=nbytes, kind=kind))
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, kw_only=True)
 class _OpenSpan:
     """A span whose block runs. `outer`: the one around it. `inner_s`: what the spans inside it have taken. `on_driver`:
     whether it, or the outermost one around it, is of the driver."""
