@@ -204,4 +204,8 @@ class EagerUpdate:
 
 
 def has_gradient(subgroup: SubGroup, gradients: GradientSource) -> bool:
-    return any(gradients.has(s.unit, piece.param) for s in subgroup.segments for piece in s.pieces)
+    for segment in subgroup.segments:
+        for piece in segment.pieces:
+            if gradients.has(segment.unit, piece.param):
+                return True
+    return False

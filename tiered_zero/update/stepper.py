@@ -151,7 +151,7 @@ class StreamingStepper:
             raise
         if self._ending.is_set():
             self._prefetcher.cancel_all()
-        else:
+        elif self._stages:
             step.prefetcher.end_step()
 
     def _fill(self, step: _Step) -> None:

@@ -97,7 +97,7 @@ class SubGroupIO:
         lease: Lease | None = None
         nbytes = layout.nbytes if staged else 0
         for segment in layout.subgroup.segments:
-            if self._out_view(param_kind, segment, on_device) is None:
+            if self._params.view(segment, param_kind, on_device=on_device) is None:
                 nbytes += segment.nbytes
         if nbytes:
             assert self._staging is not None, "staged sub-groups are planned with staging buffers"
@@ -158,18 +158,13 @@ class SubGroupIO:
             work.outs.append(view)
             work.windows.append(window)
 
-    def _out_view(self, param_kind: str, segment: Segment, on_device: bool) -> torch.Tensor | None:
-        """View the parameters, [numel] of their dtype, where an update on the device, or not, can write them
-        directly."""
-        return self._params.view(segment, param_kind, on_device=on_device)
-
     def _places(self, work: SubGroupWork) -> list[tuple[Segment, torch.Tensor | None, BufferView | None]]:
         """Locate each segment's parameters: in place, or in the lease, behind the state. Homes that a delayed update
         swaps are those of now."""
         places: list[tuple[Segment, torch.Tensor | None, BufferView | None]] = []
         start = work.layout.nbytes if work.is_staged else 0
         for segment in work.subgroup.segments:
-            view, window = self._out_view(work.param_kind, segment, work.on_device), None
+            view, window = self._params.view(segment, work.param_kind, on_device=work.on_device), None
             if view is None:
                 assert work.lease is not None
                 stop = start + segment.nbytes
