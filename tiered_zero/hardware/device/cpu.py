@@ -6,15 +6,14 @@ import ctypes
 import logging
 import mmap
 from bisect import bisect_right, insort
-from collections.abc import Callable
-from operator import itemgetter, methodcaller
+from operator import itemgetter
 from typing import final
 
 import torch
 
 from tiered_zero.concurrency.transfer import COMPLETED, Transfer
 from tiered_zero.hardware.device.accelerator import Accelerator
-from tiered_zero.hardware.device.lanes import THIS_THREAD, DelayInjector, Lane, Work, on_lane_error
+from tiered_zero.hardware.device.lanes import THIS_THREAD, DelayInjector, DeviceMarker, Lane, Work, on_lane_error
 from tiered_zero.hardware.memory.huge_pages import HugePagePool, PageRange
 from tiered_zero.sizes import HUGE_PAGE_NBYTES, PAGE_NBYTES, align_up
 
@@ -139,8 +138,9 @@ class CpuAccelerator(Accelerator):
         """Nothing was pinned."""
 
 
-_launch: Callable[[Work], None] = methodcaller("job")
-"""What it has launched is complete: there is nothing to mark."""
+def _launch(work: Work) -> DeviceMarker | None:
+    work.job()
+    return None
 
 
 def _describe(tensor: torch.Tensor) -> str:
