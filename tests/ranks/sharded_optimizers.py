@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tiered_zero.errors import ConfigError
 from tiered_zero.optim import OffloadedOptimizer, ZeroRedundancyOptimizer
+from tiered_zero.optim.partition import params_of
 
 
 def torch_class() -> Any:
@@ -230,6 +231,7 @@ def follow_the_cases_of_torch(swap_path: str) -> None:
         optimizer.step()
         assert all(torch.equal(param, torch.zeros_like(param)) for param in added)
         assert len(optimizer.optim.param_groups) == 2
+        check_buckets()
         check_few_parameters(swap_path)
         check_trainability(swap_path)
         check_join(rank, world)
@@ -258,6 +260,18 @@ def check_constructor(rank: int) -> None:
     torch.optim.lr_scheduler.OneCycleLR(
         ZeroRedundancyOptimizer([weight], torch.optim.AdamW, lr=0.1), max_lr=0.1, total_steps=10
     )
+
+
+def check_buckets() -> None:
+    model = net()
+    before = bits(model)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, parameters_as_bucket_view=True, lr=0.1)
+    [buckets] = optimizer.buckets.values()
+    assert optimizer.initialized and all(map(torch.equal, before, bits(model)))
+    for bucket, groups in zip(buckets, optimizer.partition_parameters(), strict=True):
+        bucket.zero_()
+        assert bucket.numel() == sum(param.numel() for param in params_of(groups))
+    assert not any(param.any() for param in model.parameters())
 
 
 def check_trainability(swap_path: str) -> None:

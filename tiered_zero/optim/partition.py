@@ -41,22 +41,25 @@ def sync_groups(source: Sequence[Mapping[str, Any]], target: Sequence[dict[str, 
         group.update({name: value for name, value in values.items() if name not in ("params", "param_names")})
 
 
-def build_buckets(parts: Sequence[Sequence[Mapping[str, Any]]]) -> None:
-    """Make the trainable parameters of each rank, device and dtype views of one tensor, in their order; frozen ones
-    get memory of their own."""
-    for groups in parts:
-        alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        for param in params_of(groups):
-            if param.requires_grad:
-                alike.setdefault((param.device, param.dtype), []).append(param)
-            else:
-                param.data = param.data.clone()
-        for (device, dtype), params in alike.items():
-            bucket, start = torch.empty(sum(map(torch.numel, params)), dtype=dtype, device=device), 0
-            for param in params:
+def build_buckets(parts: Sequence[Sequence[Mapping[str, Any]]]) -> dict[torch.device, list[Tensor]]:
+    """Make the trainable parameters of each rank and device, all of one dtype, views of one tensor, in their order;
+    frozen ones get memory of their own. Returns device -> the tensor of each rank."""
+    buckets: dict[torch.device, list[Tensor]] = {}
+    for device in dict.fromkeys(param.device for groups in parts for param in params_of(groups)):
+        for groups in parts:
+            own = [param for param in params_of(groups) if param.device == device]
+            trainable = [param for param in own if param.requires_grad]
+            for param in own:
+                if not param.requires_grad:
+                    param.data = param.data.clone()
+            dtype = trainable[0].dtype if trainable else torch.float32
+            bucket, start = torch.empty(sum(map(torch.numel, trainable)), dtype=dtype, device=device), 0
+            for param in trainable:
                 part = bucket[start : start + param.numel()].view(param.shape)
                 start += param.numel()
                 param.data = part.copy_(param.data)
+            buckets.setdefault(device, []).append(bucket)
+    return buckets
 
 
 @dataclass(frozen=True, kw_only=True)

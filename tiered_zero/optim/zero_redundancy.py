@@ -61,7 +61,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 "of torch.optim, or a subclass of torch.optim.Optimizer."
             )
         process_group = defaults.pop("group", process_group)
-        self._is_built = False
+        self.initialized = False
         Optimizer.__init__(self, given, {})
         Joinable.__init__(self)
         self._ranks = ShardGroup(process_group)
@@ -72,8 +72,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._parts = partition_groups(self.param_groups, self.world_size)
         self._trainable = self._trainable_mask()
         self._consolidated: dict[int, dict[str, Any]] | None = None
-        if parameters_as_bucket_view:
-            build_buckets(self._parts)
+        self.buckets: dict[torch.device, list[Tensor]] = {}
+        """Device -> the tensor of each rank that its parameters are views of; empty without bucket views."""
+        self._build_buckets()
         own = self._parts[self.rank]
         self.optim: Optimizer
         if offload is None:
@@ -82,7 +83,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self.optim = OffloadedOptimizer(own, optimizer_class, offload, **defaults)
         self.defaults = self.optim.defaults  # which schedulers read
         sync_groups(self.optim.param_groups, self.param_groups)
-        self._is_built = True
+        self.initialized = True
 
     @property
     def group(self) -> Any:
@@ -101,8 +102,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 "buckets if enabled"
             )
             self._trainable = trainable
-            if self.parameters_as_bucket_view:
-                build_buckets(self._parts)
+            self._build_buckets()
         sync_groups(self.param_groups, self.optim.param_groups)
         given = kwargs if closure is None else {"closure": closure, **kwargs}
         broadcasts = _Broadcasts(self._ranks, [list(messages_of(groups)) for groups in self._parts])
@@ -138,14 +138,17 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, as torch does; every rank calls it."""
         super().add_param_group(param_group)
-        if not self._is_built:
+        if not self.initialized:
             return
         self._parts = partition_groups(self.param_groups, self.world_size)
         self._trainable = self._trainable_mask()
-        if self.parameters_as_bucket_view:
-            build_buckets(self._parts)
+        self._build_buckets()
         self.optim.add_param_group(self._parts[self.rank][-1])
         sync_groups(self.optim.param_groups, self.param_groups)
+
+    def _build_buckets(self) -> None:
+        if self.parameters_as_bucket_view:
+            self.buckets = build_buckets(self._parts)
 
     def _trainable_mask(self) -> list[bool]:
         return [param.requires_grad for param in params_of(self.param_groups)]
