@@ -73,13 +73,15 @@ UNDONE = [(0.5, None), (0.0, "barrier")]
 policy updates begin in backward; that a backward then cannot be undone is said by a EngineFailedError."""
 
 
-@pytest.mark.parametrize(("clipping", "update"), UNDONE)
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("direct", [False, True], ids=["engine.backward", "loss.backward"])
-def test_training_goes_on_after_exceptions(direct, accumulation, clipping, update, swap_path):
+def test_training_goes_on_after_exceptions(direct, accumulation, swap_path):
+    """Every two of the three axes meet."""
+    clipping, update = UNDONE[(direct + accumulation) % 2]
+
     def script(trainer):
         seen: list[Any] = []
-        for step in range(4):
+        for step in range(3):
             for where in ("forward", "backward", "interrupt"):
                 if accumulation > 1 and step == 2:  # in the second micro-batch: the first is given up as well
                     trainer.backward(trainer(*batch(70)))

@@ -47,15 +47,20 @@ PAIR = {"stage3_max_live_parameters": 25_000, "stage3_prefetch_bucket_size": 0}
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # torch's word on nested reentrant regions
-@pytest.mark.parametrize("zero", [{}, PAIR])
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("dropout", [0.0, 0.2])
-@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize(
+    ("use_reentrant", "dropout", "depth", "zero"),
+    [
+        (kind, rate, depth, ({}, PAIR)[(kind + depth + (rate > 0)) % 2])
+        for kind in (False, True)
+        for rate in (0.0, 0.2)
+        for depth in (1, 2)
+    ],
+)
 def test_recomputed_steps_have_the_bits_of_plain_recomputed_steps(use_reentrant, dropout, depth, zero, swap_path):
-    """Dropout draws the same numbers again in the recomputation."""
+    """Dropout draws the same numbers again in the recomputation. Every three of the four axes meet."""
     assert_parity(
         lambda: Recomputed(use_reentrant, dropout, depth),
-        lambda own: train(own, batch, 4),
+        lambda own: train(own, batch, 3),
         swap_path,
         clipping=0.5,
         zero=zero,
@@ -82,7 +87,7 @@ def test_with_and_without_recomputation(use_reentrant, placement, swap_path):
 def test_accumulation_over_recomputed_micro_batches(use_reentrant, swap_path):
     assert_parity(
         lambda: Recomputed(use_reentrant, 0.1),
-        lambda own: train(own, batch, 3, 3),
+        lambda own: train(own, batch, 2, 3),
         swap_path,
         accumulation=3,
         clipping=0.5,

@@ -24,6 +24,7 @@ from tiered_zero.plan.gpt_shape import GPTConfig
 BF16 = {"bf16": {"enabled": True}}
 UNCHECKED = {"bf16": {"enabled": True, "check_grad_overflow": False}}
 PLACEMENTS = [("cpu", "cpu"), ("nvme", "nvme"), ("cpu", "nvme"), ("nvme", "cpu")]
+UPDATES = ["barrier", "overlapped", "delayed"]
 LOSSY = ("lossy_bf16_moments", "lossy_8bit_moments")
 Script = Callable[[Any], list[Any]]
 
@@ -49,9 +50,9 @@ def data(number: int) -> tuple[Any, ...]:
 
 
 def course(engine: tiered_zero.Engine, accumulation: int) -> list[Any]:
-    """Eight steps: one is skipped, weights are set by hand after another, and looked at after a third."""
+    """Seven steps: one is skipped, weights are set by hand after another, and looked at after a third."""
     seen: list[Any] = []
-    for number in range(8):
+    for number in range(7):
         for micro in range(accumulation):
             loss = engine(*data(number * accumulation + micro))
             engine.backward(loss * float("inf") if number == 3 and micro == 0 else loss)
@@ -73,12 +74,14 @@ def run(script: Script, path: Path, state_format: str, placement: tuple[str, str
     return follow(script, tiered(build(), path, placement, still_in_part, *options, runtime=runtime, **{**BF16, **top}))
 
 
-@pytest.mark.parametrize("update", ["barrier", "overlapped", "delayed"])
+@pytest.mark.parametrize("update", UPDATES)
 @pytest.mark.parametrize(("accumulation", "clipping"), [(1, 0.5), (2, 0.0)])
 def test_remainders_give_the_bits_of_fp32(update: str, accumulation: int, clipping: float, swap_path: Path) -> None:
+    """Each update meets both kinds of placements, alike tiers and different ones, with one of the two courses."""
+    alike = (UPDATES.index(update) + accumulation) % 2
     script, runtime = partial(course, accumulation=accumulation), {"update": update}
     expected = run(script, swap_path, "fp32", ("cpu", "cpu"), accumulation, clipping, runtime=runtime)
-    for placement in PLACEMENTS + ([("none", "none")] if update != "delayed" else []):
+    for placement in PLACEMENTS[2 * alike :][:2] + ([("none", "none")] if update != "delayed" and alike else []):
         found = run(script, swap_path, "bf16_remainder", placement, accumulation, clipping, runtime=runtime)
         assert_same_bits(expected, found)
 
@@ -113,11 +116,10 @@ def test_no_cut_and_no_placement_changes_the_bits_of_a_lossy_format(state_format
     assert num_different(exact, records[0]) > 10, "lossy"
 
 
-@pytest.mark.parametrize(("state_format", "tolerance"), [("lossy_bf16_moments", 0.02), ("lossy_8bit_moments", 0.03)])
-def test_a_gpt_learns_as_well_with_lossy_moments(state_format: str, tolerance: float, swap_path: Path) -> None:
+def test_a_gpt_learns_as_well_with_lossy_moments(swap_path: Path) -> None:
     """The mean loss of the last ten of 100 steps, relative to fp32's."""
     losses = {}
-    for name in ("fp32", state_format):
+    for name in ("fp32", *LOSSY):
         torch.manual_seed(0)
         model = build_gpt(GPTConfig(layers=2, hidden=64, vocab=VOCAB, context=LENGTH))
         with tiered(model, swap_path, ("cpu", "cpu"), adamw, runtime={"state_format": name}, **BF16) as engine:
@@ -129,7 +131,8 @@ def test_a_gpt_learns_as_well_with_lossy_moments(state_format: str, tolerance: f
                 seen.append(loss.item())
         losses[name] = sum(seen[-10:]) / 10
         assert losses[name] < 0.5 * seen[0], "it learns at all"
-    assert losses[state_format] == pytest.approx(losses["fp32"], rel=tolerance)
+    assert losses["lossy_bf16_moments"] == pytest.approx(losses["fp32"], rel=0.02)
+    assert losses["lossy_8bit_moments"] == pytest.approx(losses["fp32"], rel=0.03)
 
 
 def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:

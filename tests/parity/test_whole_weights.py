@@ -8,7 +8,7 @@ import torch
 import tiered_zero
 from tests.support.inspection import differences, everything
 from tests.support.models import HIDDEN, ParityGPT, batch, groups, named_weights
-from tests.support.trainers import FAR, PLACEMENTS, Plain, assert_parity, assert_same_bits, follow, tiered, train
+from tests.support.trainers import FAR, SPREAD, Plain, assert_parity, assert_same_bits, follow, tiered, train
 
 BF16 = {"bf16": {"enabled": True}}
 
@@ -22,7 +22,7 @@ def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups(model), lr=3e-3)
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS, ids="-".join)
+@pytest.mark.parametrize("placement", SPREAD, ids="-".join)
 def test_gathered_reads_what_state_dict_gives(placement, swap_path):
     with tiered(build(), swap_path, placement, adamw) as engine:
         train(engine, batch, 2)
@@ -35,7 +35,7 @@ def test_gathered_reads_what_state_dict_gives(placement, swap_path):
                     assert torch.equal(found[id(param)].cpu(), weights[name])
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS, ids="-".join)
+@pytest.mark.parametrize("placement", SPREAD, ids="-".join)
 def test_state_dict_is_the_models_own(placement, swap_path):
     """CPU tensors that share nothing with the run; tied names share one; order, buffers and dtypes are the model's."""
     reference = build().state_dict()
@@ -58,7 +58,7 @@ def test_state_dict_is_the_models_own(placement, swap_path):
         assert torch.equal(own["x.out.weight"], engine.module.state_dict()["blocks.1.out.weight"])
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS, ids="-".join)
+@pytest.mark.parametrize("placement", SPREAD, ids="-".join)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_load_state_dict_then_a_step_is_the_reference(precision, placement, swap_path):
     """Stale masters must not bring the old weights back (E2)."""
@@ -114,7 +114,7 @@ def test_a_load_that_fails_leaves_what_torch_leaves(placement, swap_path):
     assert_parity(build, script, swap_path, [placement])
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS, ids="-".join)
+@pytest.mark.parametrize("placement", SPREAD, ids="-".join)
 def test_changes_made_inside_gathered_are_kept(placement, swap_path):
     """Homes and masters follow; without `modify` on a unit that moves the change is lost with the loan."""
 
@@ -180,7 +180,7 @@ def test_changes_without_modify_are_refused(placement, way, swap_path):
         assert engine.module.state_dict()["blocks.0.out.weight"].abs().sum() > 0
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS, ids="-".join)
+@pytest.mark.parametrize("placement", SPREAD, ids="-".join)
 def test_a_penalty_computed_inside_gathered_is_differentiated_after_it(placement, swap_path):
     """Autograd saves the parameters themselves for it, and their bytes leave with the loan."""
 
@@ -208,7 +208,7 @@ def test_a_penalty_from_before_a_step_is_refused(swap_path):
             engine.backward(penalty)
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS, ids="-".join)
+@pytest.mark.parametrize("placement", SPREAD, ids="-".join)
 def test_other_memory_for_a_parameter_inside_gathered(placement, swap_path):
     """`param.data = ...`, which user code prefers to writing in place: kept with `modify`."""
 

@@ -23,6 +23,9 @@ TIERS = ("none", "cpu", "nvme")
 PLACEMENTS = tuple(itertools.product(TIERS, TIERS))
 """(parameters, optimizer) as `offload_*.device` names them."""
 
+SPREAD = (("none", "nvme"), ("cpu", "none"), ("nvme", "cpu"), ("nvme", "nvme"))
+"""Every tier of the parameters, and of the state, at least once: for features whose code asks the two apart."""
+
 FAR = (("cpu", "cpu"), ("nvme", "nvme"))
 """The two placements with everything away: paging cases run on both."""
 
@@ -233,11 +236,13 @@ def assert_parity(
 def train(
     trainer: Any,
     data: Callable[[int], tuple[Any, ...]],
-    steps: int = 8,
+    steps: int = 4,
     accumulation: int = 1,
     backwards: int = 1,
 ) -> list[Any]:
-    """The plain course of training: losses, and after each step the gradient norm and the learning rates."""
+    """The plain course of training: losses, and after each step the gradient norm and the learning rates.
+
+    Four steps: without state, with state, by the schedule of the first, and once more over what that read ahead."""
     seen: list[Any] = []
     numbers = itertools.count()
     for _ in range(steps):
