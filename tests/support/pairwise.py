@@ -14,17 +14,20 @@ def pairwise(
 ) -> list[Case]:
     """Cases over all factors, the same in each call. `excluded`: why -> whether a case cannot be.
 
-    Greedy: the case with the most pairs that have not met comes next. Pairs that meet in no possible case are left out.
+    Greedy: the case with the most pairs that have not met comes next (pairs are bits of a number). Pairs that meet in
+    no possible case are left out.
     """
     possible = [
         case for case in _product(factors) if not any(is_excluded(case) for is_excluded in (excluded or {}).values())
     ]
-    missing = {pair for case in possible for pair in pairs_of(case)}
+    numbers: dict[Any, int] = {}
+    masks = [sum(1 << numbers.setdefault(pair, len(numbers)) for pair in pairs_of(case)) for case in possible]
+    missing = (1 << len(numbers)) - 1
     chosen: list[Case] = []
     while missing:
-        best = max(possible, key=lambda case: len(missing & pairs_of(case)))
-        missing -= pairs_of(best)
-        chosen.append(best)
+        best = max(range(len(possible)), key=lambda index: (missing & masks[index]).bit_count())
+        missing &= ~masks[best]
+        chosen.append(possible[best])
     return chosen
 
 
