@@ -16,9 +16,9 @@ import time
 from pathlib import Path
 
 import torch
-import torch._dynamo  # what the first engine would import, in each child anew
 
 from tests.support.faulty_runs import build, train
+from tests.support.imports import freeze_imports
 from tests.support.models import named_weights
 
 
@@ -48,6 +48,7 @@ def run_child(index: int, swap_path: Path, policy: str, num_steps: int) -> None:
 
 
 def main() -> None:
+    freeze_imports()  # each child would import them anew, and walk them at its end
     swap_path = Path(sys.argv[1])
     children: dict[int, int] = {}
     num_started = 0

@@ -53,6 +53,12 @@ TIMEOUT_S = 1.0
 MENDED_STEPS, RAISED_STEPS = 3, 6
 
 
+def policies_of(engine: str, case: str) -> list[str]:
+    """Half of the policies, by turns: an engine meets them all, and a case meets the other half on another engine."""
+    first = ([*MENDED, *RAISED].index(case) + (engine == "threads")) % 2
+    return list(POLICIES)[first::2]
+
+
 def arm(fault: Fault) -> None:
     call, nth, effect, argument = fault
     LIBC.faulty_libc_set(b"data.bin", call.encode(), ctypes.c_long(nth), effect.encode(), ctypes.c_long(argument))
@@ -128,6 +134,8 @@ def main(say: Callable[[str], object] = print) -> None:
     for policy in POLICIES:
         reference(policy, MENDED_STEPS)
         for case, fault in {**MENDED, **RAISED}.items():
+            if policy not in policies_of(name, case):
+                continue
             num_steps = MENDED_STEPS if case in MENDED else RAISED_STEPS
             came = run(swap_path, name, policy, fault, num_steps)
             say(json.dumps({"case": case, "policy": policy, "came": came}))

@@ -63,8 +63,9 @@ def assert_parity(engine: object, policy: str) -> None:
     assert isinstance(weights, dict) and not differing(reference(policy, 3), weights)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("shares", [[0.75, 0.25], [0.5, 0.5], [0.2, 0.8]])
+@pytest.mark.parametrize(
+    ("shares", "policy"), list(zip([[0.75, 0.25], [0.5, 0.5], [0.2, 0.8], [0.75, 0.25]], POLICIES, strict=True))
+)
 def test_bytes_go_by_weight(
     shares: list[float], policy: str, parents: list[Path], small_stripes: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from tests.faults.conftest import ROOT, EnterRow
-from tests.faults.run_faulty_libc import MENDED, POLICIES, RAISED
+from tests.faults.run_faulty_libc import MENDED, RAISED, policies_of
 from tests.io.conftest import io_uring_faults_refusal
 from tests.support.native_build import DIRECT_IO_SOURCE, compile_shared
 
@@ -54,7 +54,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
 def test_a_run_on_failing_system_calls(engine: str, case: str, outcomes: Outcomes, enter_row: EnterRow) -> None:
     if engine == "io_uring" and engine not in {name for name, _, _ in outcomes}:
         pytest.skip("faults in io_uring need one, and Linux 6.1")
-    for policy in POLICIES:
+    for policy in policies_of(engine, case):
         came = outcomes[engine, case, policy]
         enter_row(f"system call: {case}", f"{policy}; {engine} engine", came)
         if case in MENDED:

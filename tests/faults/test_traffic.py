@@ -47,8 +47,7 @@ def step(engine: tiered_zero.Engine, number: int, micro_batches: int = 1) -> Non
 
 
 @every_policy
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize(("dtype", "accumulation"), [("fp32", 1), ("bf16", 3)])
 def test_bytes_written_are_the_closed_form(accumulation: int, dtype: str, policy: str, swap_path: Path) -> None:
     """A step writes masters, state and parameters of what is trained, once each; however many micro-batches it has."""
     bf16 = {"enabled": dtype == "bf16", "check_grad_overflow": False}

@@ -113,7 +113,7 @@ def test_the_nth_request_fails_whichever_it_is(
         engine.flush()
         num_requests = disks[0].count(kind)
     draw = random.Random(policy + kind)
-    chosen = sorted({1, *draw.sample(range(2, num_requests), 8), num_requests})
+    chosen = sorted({1, *draw.sample(range(2, num_requests), 4), num_requests})
     calls = set()
     for nth in chosen:
         with faulty_disks(Fault(kind, nth)) as disks:
