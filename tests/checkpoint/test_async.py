@@ -57,10 +57,9 @@ def train(engine: tiered_zero.Engine, first: int, stop: int) -> None:
         engine.step()
 
 
-@pytest.mark.parametrize("seed", [None, 1])
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: "-".join(map(str, run.values())))
-def test_training_goes_on_beside_it(run: dict[str, Any], seed: int | None, swap_path: Path, tmp_path: Path) -> None:
-    """Several saves, each while the steps after it run, with and without random delays on all lanes."""
+def test_training_goes_on_beside_it(run: dict[str, Any], swap_path: Path, tmp_path: Path) -> None:
+    """Several saves, each while the steps after it run, under random delays on all lanes."""
     with make(swap_path, run) as engine:
         train(engine, 0, 2)
         engine.flush()  # as a save does with a delayed update
@@ -69,7 +68,7 @@ def test_training_goes_on_beside_it(run: dict[str, Any], seed: int | None, swap_
         engine.flush()
         train(engine, 4, 6)
         expected = everything(engine)
-    with make(swap_path, run, **BESIDE, debug_delay_seed=seed) as engine:
+    with make(swap_path, run, **BESIDE, debug_delay_seed=1) as engine:
         train(engine, 0, 2)
         engine.save_checkpoint(tmp_path)
         train(engine, 2, 4)

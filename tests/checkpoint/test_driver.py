@@ -88,12 +88,12 @@ def test_every_scheduler_is_here() -> None:
     assert (torchs | own) - SCHEDULERS.keys() == {"LRScheduler", "_LRScheduler", "ReduceLROnPlateau"}
 
 
-@pytest.mark.parametrize("make_optimizer", [sgd, adamw])
-@pytest.mark.parametrize("at", [1, 4])
+@pytest.mark.parametrize(("make_optimizer", "at"), [(sgd, 1), (adamw, 4)])
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_a_schedule_goes_on(
     make: Callable[..., tiered_zero.Engine], name: str, at: int, make_optimizer: Callable[[nn.Module], Optimizer]
 ) -> None:
+    """With the betas that some schedules move, and without; at its beginning, and past a milestone."""
     options = {"make_scheduler": SCHEDULERS[name], "make_optimizer": make_optimizer}
     whole = make(**options)
     train(whole, at)

@@ -112,12 +112,12 @@ def test_a_run_that_ended_goes_on_in_its_directory_with_the_same_bits(
     swap_path: Path, tmp_path: Path, case: str
 ) -> None:
     with start(config(swap_path, {"in_place": True}, **dict(CASES[case]))) as engine:
-        train(engine, 6, tmp_path / "undisturbed")
+        train(engine, 4, tmp_path / "undisturbed")
         expected = held_by(engine)
     for item in collect_garbage(swap_path, committed=True, unknown=True):
         assert item.removed
     saved, in_second_home = tmp_path / "saved", case.startswith("second home")
-    first = 4 if in_second_home else 3
+    first = 2 if in_second_home else 3
     with start(config(swap_path, {"in_place": True}, **dict(CASES[case]))) as engine:
         train(engine, first, saved)
     (before,) = list_runs(swap_path)
@@ -128,7 +128,7 @@ def test_a_run_that_ended_goes_on_in_its_directory_with_the_same_bits(
         assert engine.resumed is not None and engine.resumed[1] == {"at": first}
         (now,) = (run for run in list_runs(swap_path) if run.state == "alive")
         assert (now.path == before.path) is not in_second_home
-        train(engine, 6 - first, saved)
+        train(engine, 4 - first, saved)
         assert_equal(held_by(engine), expected)
         assert (now.path / DATA_NAME).stat().st_size == engine.plan.nbytes("nvme"), "nothing took more than planned"
 

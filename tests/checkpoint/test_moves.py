@@ -13,7 +13,7 @@ from torch import nn
 
 import tiered_zero
 from tests.support.models import ParityGPT, batch, rows
-from tests.support.trainers import tiered
+from tests.support.trainers import FAR, tiered
 from tiered_zero.checkpoint.dcp import DcpReader
 from tiered_zero.checkpoint.tensors import torch_dtype
 from tiered_zero.errors import ConfigError
@@ -60,7 +60,10 @@ def test_any_placement_takes_up_any_other(placement: tuple[str, str], swap_path:
         saved = values(engine)
         train(engine, 2, 4)
         expected = values(engine)
+    at = PLACEMENTS.index(placement)
     for number, other in enumerate(PLACEMENTS):
+        if number not in {(at + 1) % 5, (at + 2) % 5}:  # every one is saved by two others, and loads from two
+            continue
         cuts: dict[str, Any] = {"zero": {"sub_group_size": 2048 * (1 + 2 * number)}}
         runtime: dict[str, Any] = {"unit_size_cap": 1000 * (1 + 9 * number)}
         if (other[0] == "none") == (other[1] == "none"):
@@ -167,8 +170,13 @@ class Strided(nn.Module):
         return ((x @ self.matrix) * self.scalar).square().mean()
 
 
-@pytest.mark.parametrize("placement", [("none", "none"), ("cpu", "cpu"), ("nvme", "nvme")], ids="-".join)
-@pytest.mark.parametrize(("saved", "loaded"), [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize(
+    ("saved", "loaded", "placement"),
+    [
+        *((True, False, place) for place in [("none", "none"), ("cpu", "cpu"), ("nvme", "nvme")]),
+        *((True, True, ("nvme", "nvme")), (False, True, ("cpu", "cpu"))),
+    ],
+)
 def test_the_order_in_memory_may_be_another(
     saved: bool, loaded: bool, placement: tuple[str, str], swap_path: Path, tmp_path: Path
 ) -> None:
@@ -211,10 +219,10 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("placement", [("cpu", "cpu"), ("nvme", "nvme")], ids="-".join)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_optimizer_goes_on(name: str, placement: tuple[str, str], swap_path: Path, tmp_path: Path) -> None:
-    make = OPTIMIZERS[name]
+def test_every_optimizer_goes_on(name: str, swap_path: Path, tmp_path: Path) -> None:
+    """In host memory and on nvme in turn: what a rule holds is told by its form, and moves as bytes."""
+    make, placement = OPTIMIZERS[name], FAR[list(OPTIMIZERS).index(name) % 2]
     with tiered(build(0), swap_path, placement, make, **BF16) as engine:
         train(engine, 0, 1)
         engine.save_checkpoint(tmp_path)
