@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo
 
 import tiered_zero
 from tests.support.configs import SMALL_DEVICE
+from tests.support.imports import freeze_imports
 from tests.support.models import LENGTH, VOCAB, ParityGPT
 
 STEPS_PER_KILL = 4
@@ -145,6 +145,7 @@ def main() -> None:
     num_steps = 3 + STEPS_PER_KILL * num_kills
     random.seed(seed)
     torch.set_num_threads(1)
+    freeze_imports()
     child, pipe = os.fork(), None
     if not child:  # the parent runs no torch, so that each child can be forked from it
         (save_dir / "reference.json").write_text(json.dumps(reference(swap_path, num_steps, settings)))

@@ -1,8 +1,9 @@
 """Run as a program: fork children from a process that trains, each of which uses or drops the engine and ends.
 
-    python run_forks.py SWAP_PATH POLICY
+    python run_forks.py SWAP_PATH POLICY...
 
-Prints a line of JSON for each child: how it used the engine, what it met, and its exit status; then one of the parent.
+For each policy it prints a line of JSON for each child: how it used the engine, what it met, and its exit status; then
+one of the parent.
 """
 
 import gc
@@ -18,6 +19,7 @@ import torch
 
 import tiered_zero
 from tests.support.faulty_runs import build, differing, reference, train
+from tests.support.imports import freeze_imports
 from tests.support.models import batch, named_weights
 from tiered_zero.errors import TieredZeroError
 
@@ -33,8 +35,13 @@ def use(act: Callable[[], object]) -> str:
 
 
 def main() -> None:
-    swap_path, policy = Path(sys.argv[1]), sys.argv[2]
     torch.set_num_threads(1)
+    freeze_imports()  # a child that ends would walk them all
+    for policy in sys.argv[2:]:
+        run(Path(sys.argv[1]), policy)
+
+
+def run(swap_path: Path, policy: str) -> None:
     engines = [build(swap_path, policy)]
     assert train(engines[0], 1) is None
 

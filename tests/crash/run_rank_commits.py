@@ -26,6 +26,7 @@ import torch
 import tiered_zero
 from tests.crash.run_commits import STEPS_PER_KILL, config, digest, read_until, take_step
 from tests.support.hosts import enter_host
+from tests.support.imports import freeze_imports
 from tests.support.models import ParityGPT
 from tiered_zero.errors import EngineFailedError, RankError, TieredZeroError
 
@@ -150,6 +151,7 @@ def main() -> None:
     settings |= {"stage": stage, "state_format": state_format, "num_hosts": num_hosts}
     chance = random.Random(seed)
     torch.set_num_threads(1)
+    freeze_imports()
     children, pipes = fork(world_size, partial(run_rank, **settings, limit=-1))
     texts = [bytearray() for _ in pipes]
     for pipe, text in zip(pipes, texts, strict=True):

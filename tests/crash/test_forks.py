@@ -9,21 +9,29 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+POLICIES = ["barrier", "overlapped", "delayed"]
 OWNS_NOTHING = ("end", "drop", "close", "leave the block", "SIGTERM")
 
 
-@pytest.mark.timeout(240)
-@pytest.mark.parametrize("policy", ["barrier", "overlapped", "delayed"])
-def test_a_forked_child_ends_and_damages_nothing(swap_path: Path, policy: str) -> None:
+@pytest.fixture(scope="module")
+def lines(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """What one program prints, which forks from a run of each policy."""
     run = subprocess.run(
-        [sys.executable, str(ROOT / "tests/crash/run_forks.py"), str(swap_path), policy],
+        [sys.executable, str(ROOT / "tests/crash/run_forks.py"), str(tmp_path_factory.mktemp("swap")), *POLICIES],
         cwd=ROOT,
         capture_output=True,
         text=True,
     )
     assert run.returncode == 0, run.stderr
-    *children, parent = [json.loads(line) for line in run.stdout.splitlines()]
-    assert len(children) == 15
+    return run.stdout.splitlines()
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_forked_child_ends_and_damages_nothing(lines: list[str], policy: str) -> None:
+    assert len(lines) == 16 * len(POLICIES)
+    first = 16 * POLICIES.index(policy)
+    *children, parent = map(json.loads, lines[first : first + 16])
     for child in children:
         ended = -signal.SIGTERM if child["way"] == "SIGTERM" else 0
         assert child["status"] == ended, child
