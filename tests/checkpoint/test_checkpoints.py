@@ -85,6 +85,18 @@ def test_the_path_that_a_load_returns_can_be_loaded(swap_path: Path, tmp_path: P
             engine.load_checkpoint(path)
 
 
+def test_another_number_of_threads_is_said(swap_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """torch adds in another order then, in 16 bit above all."""
+    with make(swap_path) as engine:
+        engine.save_checkpoint(tmp_path)
+        engine.load_checkpoint(tmp_path)
+    assert "was written with" not in caplog.text
+    torch.set_num_threads(2)  # `one_thread` sets it back
+    with make(swap_path) as engine:
+        engine.load_checkpoint(tmp_path)
+    assert "was written with a number of CPU threads of 1; this run has 2: later steps may differ" in caplog.text
+
+
 def test_names_of_tags(swap_path: Path, tmp_path: Path) -> None:
     with make(swap_path) as engine:
         engine.save_checkpoint(tmp_path)

@@ -557,11 +557,12 @@ def test_a_state_that_would_hide_a_schedulers_methods_is_refused(make: Callable[
 
 
 def test_another_version_kernel_or_rule_is_said() -> None:
-    now = {"tiered_zero": "0.1.0", "torch": "2.13.0", "kernel": "avx2", "rule": "adamw", "world_size": 1}
+    now = {"tiered_zero": "0.1.0", "torch": "2.13.0", "kernel": "avx2", "rule": "adamw"}
+    now |= {"world_size": 1, "num_threads": 2}
     assert differences({**now, "created_s": 5.0, "state_format": "fp32"}, now) == []
     lines = differences({**now, "torch": "2.12.0", "kernel": "avx512"}, now)
     assert [line.split(";")[0] for line in lines] == [
         "the checkpoint was written with torch 2.12.0",
         "the checkpoint was written with the update kernel's level avx512",
     ]
-    assert len(differences({}, now)) == 5
+    assert len(differences({}, now)) == 6

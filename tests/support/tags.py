@@ -25,7 +25,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 def written_by(**changes: Any) -> WrittenBy:
     fields = {"tiered_zero": "0", "torch": "2", "kernel": "none", "rule": "adam", "state_format": "fp32"}
-    return WrittenBy(**{**fields, "world_size": 1, "created_s": 0.0, **changes})  # type: ignore[arg-type]
+    return WrittenBy(**{**fields, "world_size": 1, "num_threads": 1, "created_s": 0.0, **changes})  # type: ignore[arg-type]
 
 
 def fields(step: int, **changes: Any) -> dict[str, Any]:

@@ -139,7 +139,7 @@ def _join(
         placed.policy,
         placed.whole,
         driver,
-        written_by(run_spec.rule, config, machine.runtime.collectives.world_size),
+        written_by(run_spec.rule, config, machine.runtime),
         config=config,
         commits=make_commits(run_spec, machine.tiers, placed.run_state, placed.copies),
     )

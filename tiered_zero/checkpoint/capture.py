@@ -19,6 +19,7 @@ from tiered_zero.checkpoint.tag_writer import TagWriter
 from tiered_zero.checkpoint.values import encode
 from tiered_zero.concurrency.transfer import Transfer
 from tiered_zero.config.schema import Config
+from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.rules.rule import UpdateRule
 from tiered_zero.sizes import MIB
 from tiered_zero.version import __version__
@@ -28,7 +29,7 @@ _MOST_COPIED_NBYTES = 64 * MIB
 time, are copied at the call; a save of more returns when it is written."""
 
 
-def written_by(rule: UpdateRule, config: Config, world_size: int) -> dict[str, Any]:
+def written_by(rule: UpdateRule, config: Config, runtime: Runtime) -> dict[str, Any]:
     """List what WrittenBy says of a run, but for the time."""
     return {
         "tiered_zero": __version__,
@@ -36,7 +37,8 @@ def written_by(rule: UpdateRule, config: Config, world_size: int) -> dict[str, A
         "kernel": rule.kernel.level if rule.kernel is not None else "torch",
         "rule": rule.name,
         "state_format": config.tiered_zero.state_format,
-        "world_size": world_size,
+        "world_size": runtime.collectives.world_size,
+        "num_threads": torch.get_num_threads() if runtime.accelerator.shares_cores else 0,
     }
 
 

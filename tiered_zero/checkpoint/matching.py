@@ -34,6 +34,7 @@ _FACTS = {
     "kernel": "the update kernel's level",
     "rule": "the update rule",
     "world_size": "a number of ranks of",
+    "num_threads": "a number of CPU threads of",
 }
 """What of WrittenBy may change bits, but for `state_format`."""
 

@@ -144,7 +144,8 @@ def _part(row: Sequence[int]) -> Part:
 @final
 @dataclass(frozen=True, kw_only=True)
 class WrittenBy:
-    """What wrote a tag: versions, kernel level, update rule, state format, number of ranks, seconds since the epoch."""
+    """What wrote a tag: versions, kernel level, update rule, state format, number of ranks, threads of a forward on the
+    CPU (0: it runs on another device), seconds since the epoch."""
 
     tiered_zero: str
     torch: str
@@ -152,6 +153,7 @@ class WrittenBy:
     rule: str
     state_format: str
     world_size: int
+    num_threads: int
     created_s: float
 
 
