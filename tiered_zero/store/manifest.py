@@ -156,7 +156,7 @@ class Manifest:
     @classmethod
     def _decode(cls, data: bytes, path: Path) -> Manifest:
         """Raises StoreError, and ValueError for what no store writes."""
-        fields = check_fields(decode_checked(data, path, _FORMAT, _VERSION), kinds_of(cls))
+        fields = check_fields(decode_checked(data, path, _FORMAT, _VERSION), _MANIFEST_KINDS)
         contents = Contents.from_body({name: fields[name] for name in _CONTENTS_KINDS})
         return cls(**{**fields, **vars(contents)})
 
@@ -169,7 +169,7 @@ def _weights(items: list[Any]) -> tuple[float, ...]:
     return tuple(float(item) for item in items)
 
 
-_RECORD_KINDS = kinds_of(Record)
+_MANIFEST_KINDS, _RECORD_KINDS = map(kinds_of, (Manifest, Record))
 
 
 def _record(item: Any) -> Record:

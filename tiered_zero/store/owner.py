@@ -48,7 +48,7 @@ class Owner:
     @classmethod
     def decode(cls, data: bytes) -> Owner:
         """Raises ValueError on anything that is no owner file."""
-        fields = check_fields(decode_json(data), kinds_of(cls))
+        fields = check_fields(decode_json(data), _KINDS)
         for path in fields["paths"]:
             check_kind("paths", path, str)
             os.fsencode(path)  # raises UnicodeEncodeError, a ValueError
@@ -57,6 +57,9 @@ class Owner:
         if not fields["paths"] or fields["pid"] < 0:
             raise ValueError("expected one or more paths and a pid")
         return cls(**{**fields, "created_s": float(fields["created_s"]), "paths": tuple(fields["paths"])})
+
+
+_KINDS = kinds_of(Owner)
 
 
 def read_owner_at(dir_fd: int, uid: int) -> Owner:
