@@ -138,7 +138,7 @@ def kill_command(directory: Path, swap_path: Path, num_kills: int, seed: int) ->
     config["zero_optimization"]["offload_optimizer"]["nvme_path"] = str(swap_path)
     config["tiered_zero"]["checkpoint"] = {"in_place": True}
     (directory / "config.json").write_text(json.dumps(config))
-    num_steps = 8 * (num_kills + 1)
+    num_steps = 20 * (num_kills + 1)
     command = [sys.executable, "-m", "tiered_zero", "train", str(directory / "config.json"), "--json"]
     command += ["--model", "gpt:layers=1,hidden=32,context=16", "--steps", str(num_steps)]
     saved = directory / "saved"
@@ -149,7 +149,7 @@ def kill_command(directory: Path, swap_path: Path, num_kills: int, seed: int) ->
     assert undisturbed.returncode == 0, undisturbed.stderr[-4000:]
     num_in_save, durable = 0, 0
     for kill in range(1, num_kills + 1):
-        first = 8 * kill - chance.randrange(5)
+        first = 20 * kill - chance.randrange(10)
         with subprocess.Popen(saving, env=environment, stdout=-3, stderr=subprocess.PIPE, text=True) as process:
             while process.poll() is None and latest_step(saved) < first:
                 time.sleep(0.001)
