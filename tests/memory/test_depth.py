@@ -20,6 +20,7 @@ from tests.memory.child import BOUNDARY, HIDDEN
 
 LAYERS = (8, 32)
 BLOCK_NUMEL = 12 * HIDDEN**2 + 13 * HIDDEN
+MOST_GROWN = (LAYERS[1] - LAYERS[0]) * BLOCK_NUMEL
 
 
 def run_child(*arguments: str) -> dict[str, Any]:
@@ -30,19 +31,30 @@ def run_child(*arguments: str) -> dict[str, Any]:
     return found
 
 
+def kept(found: dict[str, Any]) -> int:
+    return found["peak"] - found["gradients"]
+
+
 @pytest.fixture(scope="module")
 def depths(tmp_path_factory) -> list[dict[str, Any]]:
-    """Of two runs each the one that took less: beside a busy machine's other programs malloc at times keeps more."""
-    runs = [[run_child("depth", str(tmp_path_factory.mktemp("swap")), str(n)) for n in LAYERS] for _ in range(2)]
-    return [min(same, key=lambda found: found["peak"]) for same in zip(*runs, strict=True)]
+    """One run each; where that is not within the bound, of two runs each the one that took less: beside a busy
+    machine's other programs malloc at times keeps more."""
+
+    def measure() -> list[dict[str, Any]]:
+        return [run_child("depth", str(tmp_path_factory.mktemp("swap")), str(n)) for n in LAYERS]
+
+    found = measure()
+    if kept(found[1]) - kept(found[0]) > MOST_GROWN:
+        found = [min(same, key=lambda each: each["peak"]) for same in zip(found, measure(), strict=True)]
+    return found
 
 
 def test_four_times_the_layers_add_gradients_and_less_than_any_other_bytes_of_theirs(depths):
-    shallow, deep = ({**found, "kept": found["peak"] - found["gradients"]} for found in depths)
+    shallow, deep = depths
     grown = LAYERS[1] - LAYERS[0]
     assert deep["nvme"] - shallow["nvme"] >= grown * 14 * BLOCK_NUMEL  # bf16 parameter, fp32 master, two moments
     assert 2 * grown * BLOCK_NUMEL <= deep["gradients"] - shallow["gradients"] <= 1.02 * 2 * grown * BLOCK_NUMEL
-    assert deep["kept"] - shallow["kept"] <= grown * BLOCK_NUMEL
+    assert kept(deep) - kept(shallow) <= MOST_GROWN
 
 
 def test_the_plan_and_the_ledger_do_not_grow_at_all(depths):
