@@ -1,4 +1,4 @@
-"""Write the tables of docs/benchmarks.md, and a sentence of the README, from the benchmark records.
+"""Write the tables of docs/benchmarks.md, and three figures of the README, from the benchmark records.
 
     python tools/benchmark_tables.py            # rewrite the page between its markers
     python tools/benchmark_tables.py --check    # exit 1 where the page differs from the records
@@ -44,14 +44,25 @@ def last_records() -> dict[tuple[Any, ...], dict[str, Any]]:
 
 
 def headline(records: dict[tuple[Any, ...], dict[str, Any]]) -> str:
-    """One sentence on a step with everything on NVMe, of the last record of 1.3B without clipping."""
-    record, row = records["step", "gpt2-1.3b", 64, 0.0], "nvme/nvme overlapped"
-    bounds = record["bounds_s"][row]
+    """A step as a multiple of plain PyTorch's, over all records of 124M, and the last one of 1.3B without clipping."""
+    small = [record for (name, model, _, _), record in records.items() if (name, model) == ("step", "gpt2-124m")]
+    large, row = records["step", "gpt2-1.3b", 64, 0.0], "nvme/nvme overlapped"
+    bounds, machine = large["bounds_s"][row], large["machine"]
+    tokens = " or ".join(str(number) for number in sorted({record["arguments"]["tokens"] for record in small}))
     return (
-        f"A step of {record['arguments']['model']} in bf16 with everything on NVMe, 64 tokens, on "
-        f"{record['machine']['num_cpus']} cores of {record['machine']['cpu']}: {record['median'][row]:.2f} s, "
-        f"{record['ratios_to_bound'][row]:.2f} of its bound ({max(bounds, key=bounds.__getitem__)}).\n"
+        f"  * gpt2-124m in bf16, {tokens} tokens a step, beside plain PyTorch with everything in memory: "
+        f"{_span(small, 'cpu/cpu barrier')}\n"
+        f"    times as long with everything in host memory, and {_span(small, row)} times with everything on NVMe.\n"
+        f"  * gpt2-1.3b in bf16, {large['arguments']['tokens']} tokens a step, everything on NVMe: "
+        f"{large['median'][row]:.2f} s, {large['ratios_to_bound'][row]:.2f} of its bound "
+        f"({max(bounds, key=bounds.__getitem__)}),\n    on {machine['num_cpus']} cores of {machine['cpu']}.\n"
     )
+
+
+def _span(records: list[dict[str, Any]], row: str) -> str:
+    """The least and the most of plain PyTorch's time."""
+    ratios = [record["ratios_to_plain"][row] for record in records if row in record["ratios_to_plain"]]
+    return f"{min(ratios):.2f} to {max(ratios):.2f}"
 
 
 def render(records: dict[tuple[Any, ...], dict[str, Any]]) -> str:
