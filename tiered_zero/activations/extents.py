@@ -1,4 +1,4 @@
-"""Where saved activations rest: extents of one budget, first fit, and how bytes come there and back."""
+"""Homes of saved activations: extents of one budget, first fit, and the transfers there and back."""
 
 from __future__ import annotations
 

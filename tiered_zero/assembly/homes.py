@@ -1,4 +1,4 @@
-"""What rests where: the slots of units, sub-groups and durable copies, on the tiers that the plan says."""
+"""Homes of a run: the slots of units, sub-groups and durable copies, on the tiers that the plan says."""
 
 from __future__ import annotations
 

@@ -206,7 +206,7 @@ def _config_facts(config: Config) -> dict[str, Any]:
 
 
 def _model_facts(model: nn.Module, specs: Mapping[nn.Parameter, ParamSpec], units: Iterable[Unit]) -> dict[str, Any]:
-    """What of the model is the same on all ranks."""
+    """Return the facts of the model that must be the same on all ranks."""
     return {
         "parameters": {
             spec.name: {
@@ -278,7 +278,7 @@ def _check_params(specs: Mapping[nn.Parameter, ParamSpec], trains: bool) -> None
 
 
 def compute_dtype(config: Config, dtype: torch.dtype) -> torch.dtype:
-    """What a tensor of `dtype` is on the device: 16 bit if the config says so and it is a float; else as it is."""
+    """Return the dtype of a `dtype` tensor on the device: 16 bit if the config says so and it is a float."""
     wanted: torch.dtype = getattr(torch, config.param_dtype_name)
     return wanted if dtype.is_floating_point and wanted != torch.float32 else dtype
 

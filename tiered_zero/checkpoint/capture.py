@@ -1,4 +1,4 @@
-"""What one rank has copied when a save was asked for, and how it writes that into a tag."""
+"""One rank's copy at the call of a save, and its way into a tag."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def written_by(rule: UpdateRule, config: Config, runtime: Runtime) -> dict[str, 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Capture:
-    """What a script may change while a save is written, copied. Taken by the driver; written on any thread.
+    """A copy of what a script may change while a save is written. Taken by the driver; written on any thread.
 
     `params`: unit index -> a copy of a unit on the device. `may_return`: whether all are copied that a script may
     change. `fields`: of the manifest; `needed_nbytes`: of the data.

@@ -358,6 +358,6 @@ def check_async(config: Config, plan: Plan) -> None:
         raise ConfigError(
             f"tiered_zero.checkpoint.async: expected {what} in memory, where an update waits for the bytes of its own "
             "sub-group alone; found them on nvme, where the next update rewrites them. Set "
-            "tiered_zero.checkpoint.in_place, which commits them where they are, or leave async out: a save is beside "
-            "forward and backward in any case."
+            "tiered_zero.checkpoint.in_place, which commits them where they are, or leave async out: a save "
+            "overlaps forward and backward in any case."
         )

@@ -83,12 +83,12 @@ class Commits:
         return self._stores[0].step
 
     def new_swap(self) -> dict[str, Any]:
-        """What the tag of the next commit says of where that is, on rank 0."""
+        """Return how the tag of the next commit refers to its stores, on rank 0."""
         return {**_location(self._stores[0]), COMMIT_ID: secrets.token_hex(16)}
 
     @property
     def engine(self) -> IOEngine:
-        """What moves the bytes of the state."""
+        """The engine that moves the bytes of the state."""
         return self._stores[0].engine
 
     def revert(self) -> None:
@@ -171,8 +171,8 @@ def _location(store: SwapStore) -> dict[str, Any]:
 
 
 def metadata_of(manifest: TagManifest, shares: Sequence[Share]) -> dict[str, Any]:
-    """What the store that decides says of a commit: the tag's manifest, with what all ranks have. Raises StoreError
-    where that is not the whole."""
+    """Return the metadata of a commit in the store that decides: the tag's manifest, with what all ranks have. Raises
+    StoreError where that is not the whole."""
     whole = replace(manifest, **join_shares(shares))
     return {
         COMMIT_ID: shares[0].commit_id,

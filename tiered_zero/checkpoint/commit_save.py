@@ -113,7 +113,7 @@ class InPlaceSave:
         return self.commits.share(driver, self.fields["swap"][COMMIT_ID])
 
     def _manifest(self, shares: list[Share]) -> TagManifest:
-        """Of the commit, but for what `shares` have of it, which `metadata_of` adds."""
+        """Return the manifest of the commit without the `shares`, which `metadata_of` adds."""
         driver = join_states(self.fields["driver"], [share.driver for share in shares])
         return TagManifest(**{**self.fields, "driver": driver}, tag=self.save.tag.tag)
 

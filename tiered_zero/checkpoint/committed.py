@@ -1,4 +1,4 @@
-"""What the newest in-place commit of a run says, of one that ended or of this one: nothing there is changed."""
+"""Reader of a run's newest in-place commit, of a run that ended or of this one: nothing there is changed."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from tiered_zero.store.manifest import load as load_manifests
 from tiered_zero.store.owner import Owner, read_owner
 
 ON_ITS_HOST: Final = (
-    "An in-place commit is gone on with by as many ranks as have made it, each on the host that has its part (torchrun "
-    "--node-rank), with tiered_zero.checkpoint.in_place and resume; where a disk is lost, name another checkpoint."
+    "Resume an in-place commit with the same number of ranks, each on the host that has its part (torchrun "
+    "--node-rank), and with tiered_zero.checkpoint.in_place and resume; where a disk is lost, name another checkpoint."
 )
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Commit:
-    """What the newest commit of a run says. `path`: the first directory of the store that has decided it. `manifest`:
+    """The newest commit of a run. `path`: the first directory of the store that has decided it. `manifest`:
     of the checkpoint, whose records are in `stores`; `manifest.step` is which step it really is."""
 
     path: Path
@@ -37,7 +37,7 @@ class Commit:
 
     @property
     def stores(self) -> list[dict[str, Any]]:
-        """Of all ranks, in the order in which the manifest counts them."""
+        """The stores of all ranks, in the order of the manifest."""
         return [store for rank in self.ranks for store in rank.stores]
 
     @classmethod
@@ -47,7 +47,7 @@ class Commit:
 
     @classmethod
     def decode(cls, path: Path, metadata: Any) -> Commit:
-        """Of what `read_metadata` gave, which may be hostile. Raises StoreError."""
+        """Build from what `read_metadata` gave, which may be hostile. Raises StoreError."""
         with refused(path):
             fields = check_fields(metadata, _METADATA_KINDS)
             ranks = [_rank_part(item) for item in fields["ranks"]]
@@ -78,8 +78,8 @@ def _rank_part(item: Any) -> RankPart:
 
 
 def read_metadata(path: Path) -> tuple[Path, dict[str, Any]]:
-    """What the newest commit of a run says, and the first directory of the store that has decided it. `path`: the first
-    of any store of the run. Raises StoreError."""
+    """Read the metadata of a run's newest commit, and the first directory of the store that has decided it. `path`: the
+    first of any store of the run. Raises StoreError."""
     committed = _committed(path)
     if DECIDED_BY in committed.metadata:
         with refused(path):
@@ -121,7 +121,7 @@ def find_missing(committed: Manifest) -> str:
 
 
 def held_commit(tag: TagManifest) -> Manifest | None:
-    """What the run that a tag points to holds by now; None: nothing of it is there. Raises StoreError."""
+    """Return the commit that the run of a tag holds by now; None: nothing of it is there. Raises StoreError."""
     assert tag.swap is not None, "a tag of an in-place commit"
     committed, _ = load_manifests(Path(tag.swap["paths"][0]))
     return committed if committed is not None and committed.run_id == tag.swap["run_id"] else None

@@ -81,7 +81,7 @@ def read_declared(tag_dir: str | os.PathLike[str]) -> TagManifest:
 
 
 def tag_path(save_dir: str | os.PathLike[str], tag: str) -> Path:
-    """Where the tag is: also while a writer that ended was replacing it. Raises StoreError for a bad tag."""
+    """Return the path of the tag, also while a writer that ended was replacing it. Raises StoreError for a bad tag."""
     path = Path(save_dir) / check_tag(tag)
     if not os.path.lexists(path):
         for name in _names(Path(save_dir)):
@@ -265,7 +265,7 @@ def _read(fd: int, path: Path) -> TagManifest:
 
 
 def _problem(fd: int, manifest: TagManifest) -> str:
-    """Why the tag that is open at `fd` is not whole, as words behind its name; empty: it is."""
+    """Describe why the tag that is open at `fd` is not whole, as words behind its name; empty: it is."""
     for name, nbytes in manifest.files.items():
         if problem := _file_problem(fd, name, nbytes):
             return f"is not a whole checkpoint: {name} {problem}"
@@ -275,7 +275,7 @@ def _problem(fd: int, manifest: TagManifest) -> str:
 
 
 def _file_problem(fd: int, name: str, nbytes: int) -> str:
-    """What is wrong with a data file, looked at without opening it; empty: nothing."""
+    """Describe what is wrong with a data file, without opening it; empty: nothing."""
     try:
         status = os.stat(name, dir_fd=fd, follow_symlinks=False)
     except FileNotFoundError:
@@ -292,7 +292,7 @@ def _file_problem(fd: int, name: str, nbytes: int) -> str:
 
 
 def _swap_problem(manifest: TagManifest) -> str:
-    """Why the state that an in-place commit points to is not there any more; empty: it is."""
+    """Describe why the state that an in-place commit points to is not there any more; empty: it is."""
     assert manifest.swap is not None
     first = Path(manifest.swap["paths"][0])
     try:
@@ -311,7 +311,7 @@ def _swap_problem(manifest: TagManifest) -> str:
 
 
 def _foreign(names: Sequence[str]) -> str:
-    """What other program's checkpoint has these files, and what to do; empty: none that is known."""
+    """Name the other program whose checkpoint has these files, and what to do; empty: none that is known."""
     if any(_DATA_FILE.fullmatch(name) for name in names):
         return f"a checkpoint that has lost its {MANIFEST_NAME}, without which its data cannot be read. Take another."
     if _DCP_METADATA in names or any(name.endswith(".distcp") for name in names):

@@ -1,4 +1,4 @@
-"""What the driver thread keeps besides weights and optimizer state: captured at a save, restored at a load.
+"""State of the driver thread besides weights and optimizer state: captured at a save, restored at a load.
 
 Counts, loss scale, learning rate schedule, values of the param groups, random states, the position in the training
 data, and the user's client_state. A run that has them back goes on with the same bits.
@@ -36,7 +36,7 @@ State = dict[str, Any]
 
 
 class Counts(Protocol):
-    """What the run counts of steps."""
+    """Counters of steps."""
 
     def state_dict(self) -> State: ...
 
@@ -57,7 +57,7 @@ class Position(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class LoadParts:
-    """What a load restores: DeepSpeed's arguments of `load_checkpoint`, with its defaults.
+    """The parts that a load restores: DeepSpeed's arguments of `load_checkpoint`, with its defaults.
 
     `module_only`: weights alone. `optimizer_states`: off, the optimizer, its learning rates and the loss scale are
     those of this run. `lr_scheduler_states`: off, the schedule is this run's. Counts, random states and the position in
@@ -239,7 +239,7 @@ def own_state(captured: State) -> State:
 
 
 def join_states(first: State, own: Sequence[Mapping[str, Any]]) -> State:
-    """What the manifest has of all ranks: rank 0's state, and `own_state` of each rank where there are others."""
+    """Join the states of all ranks for the manifest: rank 0's, and `own_state` of each rank where there are others."""
     return {**first, "ranks": list(own)} if len(own) > 1 else first
 
 

@@ -331,7 +331,7 @@ def _entries(layout: StateLayout) -> list[_Placed]:
 
 
 def _gaps(ranges: Sequence[tuple[int, int]], numel: int) -> list[tuple[int, int]]:
-    """What disjoint `ranges`, in order, leave of [0, numel)."""
+    """Return what disjoint `ranges`, in order, leave of [0, numel)."""
     gaps, position = [], 0
     for start, stop in [*ranges, (numel, numel)]:
         if position < start:

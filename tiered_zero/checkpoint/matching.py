@@ -1,4 +1,4 @@
-"""What of a checkpoint goes where in a run, decided and checked before a byte of the run changes."""
+"""Matching of a checkpoint to a run, decided and checked before a byte of the run changes."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def differences(written_by: Mapping[str, Any], now: Mapping[str, Any]) -> Sequen
 
 
 def _value_key(spec: ParamSpec, tensors: Mapping[str, TensorEntry]) -> str | None:
-    """Where a parameter's value is: its master if there is one; a tied one may be saved under another of its names."""
+    """Return the key of a parameter's value: its master if there is one; a tied one may have another of its names."""
     for kind in (MASTER, PARAM):
         for name in (spec.name, *spec.aliases):
             if (key := f"{kind}/{name}") in tensors:

@@ -1,4 +1,4 @@
-"""Where the elements of each key of the portable form lie: which bytes of which records, in which form.
+"""Places of the elements of each key of the portable form: which bytes of which records, in which form.
 
 A full save copies each slot to a record, an in-place commit leaves it where it rests: the two say here how they name
 their records, and everything else of the list is the same.

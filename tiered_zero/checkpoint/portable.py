@@ -1,4 +1,4 @@
-"""What a run holds in the portable form: keys, shapes, and which part of them this rank saves.
+"""State of a run in the portable form: keys, shapes, and which part of them this rank saves.
 
 [Note: Portable form] Everything is keyed by parameter name and by elements of the parameter in the order of its memory,
 so that no cut, tier or unit is part of it. A key is `<kind>/<parameter name>`:
@@ -59,7 +59,7 @@ class KeyRange:
 
 @dataclass(frozen=True, kw_only=True)
 class StateSnapshot:
-    """Which parts of a run's state there are between two updates. `initialized`: sub-groups with state besides masters;
+    """The parts of a run's state that exist between two updates. `initialized`: sub-groups with state besides masters;
     `stepped`: (sub-group, piece); `scalars`: of each parameter that was stepped."""
 
     initialized: frozenset[int]
@@ -209,7 +209,7 @@ class RunState:
                 own, name = self.stepper.scalars(layout.subgroup, piece), piece.param.name
                 if not same(dict(found.setdefault(name, own)), dict(own)):
                     raise InternalError(
-                        f"The parts of parameter {name} were expected to have made the same steps; found {own} beside "
+                        f"The parts of parameter {name} were expected to have made the same steps; found {own} and "
                         f"{found[name]}. This state cannot be saved; go on from an earlier checkpoint."
                     )
         return {name: own for name, own in found.items() if own}

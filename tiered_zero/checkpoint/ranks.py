@@ -1,4 +1,4 @@
-"""What the ranks of a run decide together: whether and where a tag is saved, and which one is loaded.
+"""Decisions that the ranks of a run make together: whether and where a tag is saved, and which one is loaded.
 
 Each decision is one exchange, on the driver thread. What one rank finds wrong is raised on all, and nothing is changed.
 """
@@ -35,7 +35,7 @@ SAVE, _LOAD, _EXPORT = "save_checkpoint", "load_checkpoint", "save_16bit_model"
 @final
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """What one rank wants to save. `arguments`: what must be the same on all. `nbytes`: of the data that it writes."""
+    """One rank's request to save. `arguments`: what must be the same on all. `nbytes`: of the data that it writes."""
 
     tag: str
     step: int

@@ -140,7 +140,7 @@ class TensorReader:
                 wanted.append(Wanted(*places[0], partial(_take, own, dtype, is_marked=entry.form == "magnitude")))
 
     def _places(self, entry: TensorEntry, part: Part, low: int, high: int) -> list[tuple[int, str, int, int]]:
-        """Where elements [low, high) of a part lie, in each of its sources: store, record, first byte, last + 1."""
+        """Return where elements [low, high) of a part lie, in each source: store, record, first byte, last + 1."""
         found, own_itemsize = [], entry.itemsize
         for source, itemsize in zip(part.sources, SOURCE_ITEMSIZES[entry.form], strict=True):
             store, name = self.manifest.records[source.record]

@@ -91,7 +91,7 @@ def open_reader(found: FoundCheckpoint, own_runs: Container[str] = ()) -> Tensor
 
 
 def _latest_pointer(path: Path) -> FoundCheckpoint | None:
-    """What `latest` names, where that is an in-place commit that is still there, at any step."""
+    """Return the in-place commit that `latest` names, where it is still there, at any step."""
     with suppress(StoreError):  # the search for a complete tag says what is wrong
         if (named := read_latest(path)) is not None and (found := _follow(tag_path(path, named))).swap is not None:
             return found
@@ -180,8 +180,8 @@ def adopt(
     reason = next(filter(None, agree(ranks, "resume: each rank's part", look)), "")
     if reason:
         logger.warning(
-            "%s is loaded, not adopted: %s. It stays as it is, beside the %s that this run takes on nvme; "
-            "`tiered-zero swap gc --committed` removes it.",
+            "%s is loaded, not adopted: %s. Its files stay as they are, and this run takes %s more on nvme; "
+            "`tiered-zero swap gc --committed` removes them.",
             swap,
             reason,
             format_nbytes(plan.nbytes("nvme")),

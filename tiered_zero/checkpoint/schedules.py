@@ -26,7 +26,7 @@ _SCHEDULED = ("params", "lr", "initial_lr", "max_lr", "min_lr", "base_momentum",
 
 
 def options_to_load(optimizer: TieredOptimizer, groups: Any, *, with_all: bool) -> Any:
-    """What a load makes of the saved values of the param groups: all of them, or the schedule's over this run's own."""
+    """Return the values of param groups that a load restores: all of them, or the schedule's over this run's own."""
     if with_all or type(groups) is not list or {*map(type, groups)} != {dict}:
         return groups
     own = optimizer.group_options()

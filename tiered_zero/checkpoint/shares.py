@@ -1,4 +1,4 @@
-"""What each rank of a run saves, on its way to the manifest that rank 0 publishes."""
+"""Each rank's part of a save, on its way to the manifest that rank 0 publishes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tiered_zero.store.manifest import Contents
 @final
 @dataclass(frozen=True, kw_only=True)
 class RankPart:
-    """What a commit says of one rank. `stores`: run id and paths of each, that of the state first. `layout`: of
+    """One rank's entry in a commit. `stores`: run id and paths of each, that of the state first. `layout`: of
     commit_layout; `initialized`: its sub-groups that have state."""
 
     stores: list[dict[str, Any]]
@@ -55,7 +55,7 @@ class Share:
 
     @classmethod
     def decode(cls, value: Mapping[str, Any]) -> Share:
-        """What `encode` gave on another rank."""
+        """Decode what `encode` gave on another rank."""
         own = {
             "tensors": {key: TensorEntry.from_body(body) for key, body in value["tensors"].items()},
             "records": [RecordName(*item) for item in value["records"]],

@@ -131,7 +131,7 @@ class TensorEntry:
 
     @classmethod
     def from_body(cls, body: Any) -> TensorEntry:
-        """Of JSON values that `body` gave, unchecked: another rank's."""
+        """Build from JSON values that `body` gave, unchecked: another rank's."""
         order = body["order"]
         given = {"shape": tuple(body["shape"]), "order": None if order is None else tuple(order)}
         return cls(**{**body, **given, "parts": tuple(map(_part, body["parts"]))})
@@ -144,8 +144,8 @@ def _part(row: Sequence[int]) -> Part:
 @final
 @dataclass(frozen=True, kw_only=True)
 class WrittenBy:
-    """What wrote a tag: versions, kernel level, update rule, state format, number of ranks, threads of a forward on the
-    CPU (0: it runs on another device), seconds since the epoch."""
+    """The writer of a tag: versions, kernel level, update rule, state format, number of ranks, threads of a forward on
+    the CPU (0: it runs on another device), seconds since the epoch."""
 
     tiered_zero: str
     torch: str
@@ -188,7 +188,7 @@ class TagManifest:
 
     @property
     def data_nbytes(self) -> int:
-        """Of all data files."""
+        """Bytes of all data files."""
         return sum(self.files.values())
 
     def body(self) -> dict[str, Any]:
@@ -236,7 +236,7 @@ class TagManifest:
 
     @classmethod
     def from_body(cls, body: Any) -> TagManifest:
-        """Of JSON values that may be hostile. Raises ValueError."""
+        """Build from JSON values that may be hostile. Raises ValueError."""
         fields = _check_facts(body)
         in_place = fields["kind"] == "in_place"
         stores = tuple(Contents.from_body(item) for item in fields["stores"])

@@ -130,7 +130,7 @@ class TagWriter:
 
     @property
     def path(self) -> Path:
-        """Where the tag will be."""
+        """The path that the tag will have."""
         return self._directory.path / self.tag
 
     def publish(self, fields: Mapping[str, Any], shares: Sequence[Share], *, save_latest: bool = True) -> TagManifest:
@@ -246,7 +246,7 @@ def _is_full(error: Exception) -> bool:
 
 
 def _store_error(path: Path, tag: str, error: Exception, needed_nbytes: int) -> StoreError:
-    """What stopped a save, as one error; a full disk by its name."""
+    """Return what stopped a save as one error; a full disk by its name."""
     if _is_full(error):
         needed = f" It needs {format_nbytes(needed_nbytes)}." if needed_nbytes else ""
         return StoreError(

@@ -203,7 +203,7 @@ def _described(value: Any) -> str:
 
 
 def _instead(value: Any) -> str:
-    """What to save in place of a value that is refused."""
+    """Name what to save in place of a value that is refused."""
     kind = type(value)
     name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
     if isinstance(value, torch.nn.Parameter):

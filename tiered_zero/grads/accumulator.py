@@ -1,4 +1,4 @@
-"""Where gradients rest between backward and the update."""
+"""Store of gradients between backward and the update."""
 
 from __future__ import annotations
 

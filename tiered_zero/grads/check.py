@@ -14,7 +14,7 @@ from tiered_zero.layout.flat import ParamSpec
 
 @dataclass(frozen=True, kw_only=True)
 class GradCheck:
-    """What one step's gradients are. `norm`: global L2 norm of the unscaled gradients. `grad_scale`: what the update
+    """The result of a gradient check. `norm`: global L2 norm of the unscaled gradients. `grad_scale`: what the update
     multiplies gradients by (unscale and clip in one). `first_bad`: the first parameter whose gradient is not finite."""
 
     finite: bool

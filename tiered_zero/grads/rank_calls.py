@@ -1,4 +1,4 @@
-"""What every rank says of a step: which call it makes, and what it has of the gradient check."""
+"""Exchange among ranks in a step: the call that each makes, and its part of the gradient check."""
 
 from __future__ import annotations
 

@@ -30,9 +30,9 @@ from tiered_zero.layout.flat import Unit
 
 @dataclass(frozen=True, kw_only=True)
 class Reduction:
-    """How gradients are reduced. `buckets`: in their order. `gathers`: every rank gets the whole average, not only that
-    of its shards. `before`, `after`: what gradients, and their sums, are divided by. `dtype`: of the sums; None: that
-    of the gradients. `overlaps`: backward goes on while a bucket is reduced. `defers`: backward gathers parameters
+    """The reduction of gradients. `buckets`: in their order. `gathers`: every rank gets the whole average, not only
+    that of its shards. `before`, `after`: what gradients, and their sums, are divided by. `dtype`: of the sums; None:
+    that of the gradients. `overlaps`: backward goes on while a bucket is reduced. `defers`: backward gathers parameters
     between buckets, and waits for none while another rank gathers. `in_backward`: where gradients are whole, the last
     backward of a step reduces them."""
 

@@ -1,4 +1,4 @@
-"""Which units forwards use, and how far a backward has come through them."""
+"""Uses of units by forwards, and the progress of a backward through them."""
 
 from __future__ import annotations
 

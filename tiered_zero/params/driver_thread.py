@@ -1,4 +1,4 @@
-"""What the driver is doing, and which thread it is: one at a time uses an engine."""
+"""Phase and identity of the driver thread: one at a time uses an engine."""
 
 from __future__ import annotations
 

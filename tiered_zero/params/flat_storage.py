@@ -92,7 +92,7 @@ class FlatStorage:
 
     @property
     def _num_uses(self) -> int:
-        """Of both storages, for parameters move from one to the other."""
+        """Count the uses of both storages, for parameters move from one to the other."""
         count = torch._C._storage_Use_Count
         return int(count(self.key)) + int(count(self._guarded_bytes._cdata))
 

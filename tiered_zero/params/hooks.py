@@ -27,7 +27,7 @@ from tiered_zero.params.saved_views import SAVED_TENSOR_HOOKS
 
 
 class ForwardEvents(Protocol):
-    """What the hooks call. Driver thread, `grad_ready` on autograd's."""
+    """Events that the hooks call. Driver thread, `grad_ready` on autograd's."""
 
     pager: Pager
     scope: PassScope

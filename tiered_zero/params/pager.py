@@ -1,4 +1,4 @@
-"""Which units are in use, and by what: the entry points of forward, backward and user code to paging."""
+"""The pager: units in use and their users; the entry points of forward, backward and user code to paging."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a parameter of an engine asks: for its bytes, for its gradient, and to watch its values."""
+"""Handlers that a parameter of an engine calls: for its bytes, for its gradient, and to watch its values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 
 class FaultHandler(Protocol):
-    """What a guarded parameter asks for its bytes: the TrainStep of its engine."""
+    """The handler that a guarded parameter asks for its bytes: the TrainStep of its engine."""
 
     def fault_in(self, params: Sequence[nn.Parameter], function: str) -> None:
         """Bring the units of `params`, the first of which is offloaded, together for the running forward or backward,
@@ -52,7 +52,7 @@ def release_param(param: nn.Parameter, own: type[nn.Parameter]) -> None:
 
 
 class GradientHome(Protocol):
-    """Where the gradients of parameters are between backward and step()."""
+    """Access to the gradients of parameters between backward and step()."""
 
     def set_hidden(self, why: str | None) -> None:
         """Refuse to read and assign them, with the reason `why`; None allows both."""
@@ -68,7 +68,7 @@ class GradientHome(Protocol):
 
 
 class ShownGradients(Protocol):
-    """What a parameter asks for its `grad`. `is_open`: no call runs, and there are gradients."""
+    """The handler that a parameter asks for its `grad`. `is_open`: no call runs, and there are gradients."""
 
     is_open: bool
     home: GradientHome

@@ -1,4 +1,4 @@
-"""What surrounds a forward or backward: checks of the model, and the hooks by which autograd saves views of units."""
+"""Scope of a forward or backward: checks of the model, and the hooks by which autograd saves views of units."""
 
 from __future__ import annotations
 

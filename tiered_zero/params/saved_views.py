@@ -21,7 +21,7 @@ from tiered_zero.params.unit_state import UnitTable
 
 @dataclass(frozen=True, kw_only=True)
 class SavedView:
-    """What autograd keeps instead of a view of a flat: which unit in which version, and the view's geometry in
+    """A name that autograd keeps instead of a view of a flat: which unit in which version, and the view's geometry in
     elements. `counter`: the version counter of the parameter, which changes in place move. Both None inside of a
     checkpoint, which computes again with the weights as they are then."""
 

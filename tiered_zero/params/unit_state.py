@@ -91,7 +91,7 @@ LEGAL_CHANGES: dict[tuple[State, State], str] = {
 
 @dataclass(eq=False, kw_only=True)
 class PagedUnit:
-    """What the pager knows of one unit. `is_resident`: it lives on the device. `params`: each one's index in the unit.
+    """The pager's record of one unit. `is_resident`: it lives on the device. `params`: each one's index in the unit.
 
     `fetch`: the transfer that fills the storage, until compute has waited for it. `num_users`: running modules and
     blocks of `gathered` that use the unit, one more where it lives on the device; with none it may still be IN_USE,

@@ -1,4 +1,4 @@
-"""When and how sub-groups are updated: the policy, the stepper that streams them through an update rule, the handle.
+"""Update of sub-groups: the policy, the stepper that streams them through an update rule, the handle.
 
 Promise: every sub-group with a gradient is updated once a step, in the order in which the next forward needs its units,
 whatever the tiers and the policy; numbers depend on the rule alone. Owner: the update worker, for the leases of the

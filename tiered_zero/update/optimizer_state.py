@@ -180,7 +180,7 @@ class OptimizerState:
         return self._rule.export_state(state, self._stepper.scalars(layout.subgroup, piece))
 
     def _needed_nbytes(self, only: nn.Parameter | None) -> int:
-        """Of the copies of what this rank has."""
+        """Bytes of the copies of what this rank has."""
         return sum(
             self._exported_nbytes(layout, piece) for layout in self._layouts for piece in self._stepped(layout, only)
         )

@@ -16,7 +16,7 @@ Result = TypeVar("Result")
 
 @final
 class ParamShards:
-    """What the ranks have of the masters and state of the parameters in `units` that are `trained` (by name).
+    """The ranks' shards of masters and state, of the parameters in `units` that are `trained` (by name).
 
     Where state is sharded every rank makes each call, in the same order, and waits for the others; else a rank may read
     alone, and all of them change values together. Driver thread.

@@ -1,4 +1,4 @@
-"""Where an update finds gradients and leaves parameters: two protocols, and the parameters of an engine's units."""
+"""Places of gradients and parameters for an update: two protocols, and the parameters of an engine's units."""
 
 from __future__ import annotations
 

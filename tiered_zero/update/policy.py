@@ -1,4 +1,4 @@
-"""When the update runs: inside step(), under the next forward, or one step late.
+"""Update policies: inside step(), under the next forward, or one step late.
 
 [Note: Update policies]
 `barrier`: step() returns when every weight is updated, as DeepSpeed does.

@@ -1,4 +1,4 @@
-"""What `optimizer.state` is while the state of every parameter rests on its tier."""
+"""The `optimizer.state` that users see while the state of every parameter rests on its tier."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def refuse_state(*_: object) -> NoReturn:
 
 @final
 class OffloadedState:
-    """What `optimizer.state[param]` is while the state rests on a tier: refuses every use as a dict."""
+    """The `optimizer.state[param]` while the state rests on a tier: refuses every use as a dict."""
 
     __getitem__ = __setitem__ = __delitem__ = __iter__ = __len__ = __bool__ = __contains__ = refuse_state
     get = items = keys = values = pop = setdefault = update = clear = copy = refuse_state
