@@ -6,6 +6,7 @@ import copy
 import io
 import itertools
 import logging
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -17,7 +18,9 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from tiered_zero.errors import ConfigError
+from tiered_zero.layout.subgroups import Segment
 from tiered_zero.optim import OffloadedOptimizer, ZeroRedundancyOptimizer
+from tiered_zero.optim import pipeline as optim_pipeline
 from tiered_zero.optim.partition import params_of
 
 
@@ -354,19 +357,30 @@ def check_new_groups(rank: int, world: int) -> None:
     assert (optimizer.rank, optimizer.global_rank) == (members.index(rank), rank)
 
 
-def broadcast_in_the_order_of_updates(swap_path: str) -> list[bool]:
-    """Return whether each own parameter was broadcast while one behind it was still updated, in a step of many."""
-    seen: list[int] = []
-    with group():
-        params = [nn.Parameter(torch.ones(1 << 20)) for _ in range(2 * 6)]
+def broadcast_in_the_order_of_updates() -> None:
+    """The last sub-group is updated only once the first parameter is broadcast: where it is not, the wait ends in an
+    error."""
+    size, optim_pipeline.MAX_SUB_GROUP_NUMEL = optim_pipeline.MAX_SUB_GROUP_NUMEL, 1 << 12
+    with group() as rank:
+        params = [nn.Parameter(torch.full((1 << 12,), float(rank))) for _ in range(2 * 3)]
         for param in params:
             param.grad = torch.ones_like(param)
-        offload = {"device": "nvme", "nvme_path": swap_path}
-        with ZeroRedundancyOptimizer(params, torch.optim.AdamW, offload=offload, lr=1e-2) as optimizer:
+        host = {"device": "cpu"}
+        with ZeroRedundancyOptimizer(params, torch.optim.SGD, offload=host, lr=1.0, momentum=0.9) as optimizer:
+            assert isinstance(optimizer.optim, OffloadedOptimizer)
+            source, begun = optimizer.optim._running().params, threading.Event()
+            part, broadcast = source.part, optimizer._ranks.broadcast
+
+            def late_part(segment: Segment) -> torch.Tensor:
+                assert segment.unit.index < 2 or begun.wait(60), "no parameter is broadcast under the update"
+                return part(segment)
+
+            def noted(tensor: torch.Tensor, owner: int) -> Any:
+                begun.set()
+                return broadcast(tensor, owner)
+
+            source.part, optimizer._ranks.broadcast = late_part, noted  # type: ignore[method-assign]
             optimizer.step()
-            local = optimizer.optim
-            assert isinstance(local, OffloadedOptimizer)
-            own = [param for groups in local.param_groups for param in groups["params"]]
-            last = own[-1].detach().clone()
-            local.step(on_written=lambda _: seen.append(int(torch.equal(own[-1].detach(), last))))
-    return [bool(value) for value in seen]
+            for owner, groups in enumerate(optimizer.partition_parameters()):
+                assert all(torch.equal(p, torch.full_like(p, owner - 1.0)) for p in params_of(groups))
+    optim_pipeline.MAX_SUB_GROUP_NUMEL = size

@@ -26,6 +26,5 @@ def test_the_cases_of_pytorchs_own_tests_pass(world_size: int, ranks: RankPool, 
     ranks.run(cases.follow_the_cases_of_torch, world_size, str(swap_path))
 
 
-def test_parameters_are_broadcast_while_those_behind_are_updated(ranks: RankPool, swap_path: Path) -> None:
-    for seen in ranks.run(cases.broadcast_in_the_order_of_updates, 2, str(swap_path)):
-        assert len(seen) == 6 and seen[0] and not seen[-1]
+def test_parameters_are_broadcast_while_those_behind_are_updated(ranks: RankPool) -> None:
+    ranks.run(cases.broadcast_in_the_order_of_updates, 2)
