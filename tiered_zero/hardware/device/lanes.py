@@ -111,7 +111,7 @@ class LaneTransfer(Transfer):
         return self._launched.is_set() and (self.marker is None or self.marker.query())
 
     def wait(self) -> None:
-        if self.failure is not None or not self._launched.is_set():
+        if not self._launched.is_set() or self.failure is not None:  # in this order: the failure is set first
             self.check_launched()
         if self.marker is not None:
             self.marker.synchronize()
