@@ -130,7 +130,8 @@ __all__ = [  # noqa: RUF022 (the order of the API page)
 
 
 class _DeepSpeedModules(Loader):
-    """Last on sys.meta_path, and so asked where nothing was found: `from deepspeed.ops.adam import ...`, rewritten."""
+    """First on sys.meta_path: `from deepspeed.zero import ...` and `from deepspeed.ops.adam import ...`, rewritten, ask
+    it. Each module is loaded once, under its own name."""
 
     @classmethod
     def find_spec(cls, name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
@@ -153,7 +154,7 @@ class _DeepSpeedModules(Loader):
         """Do nothing: the module has run under its own name."""
 
 
-sys.meta_path.append(_DeepSpeedModules)
+sys.meta_path.insert(0, _DeepSpeedModules)
 
 
 def __getattr__(name: str) -> Any:

@@ -71,7 +71,9 @@ def test_an_engine_ends_in_the_order_of_the_list(swap_path: Path, tmp_path: Path
     """Lanes after the last update and before the memory that they use; every name has an act."""
     made: list[Teardown] = []
     monkeypatch.setattr(Teardown, "__enter__", lambda self: made.append(self) or self)
-    engine = tiered(ParityGPT(), swap_path, ("nvme", "nvme"), runtime={"report": str(tmp_path / "run.jsonl")})
+    activations = {"device": "nvme", "nvme_path": str(swap_path), "limit": "1MiB"}
+    runtime = {"report": str(tmp_path / "run.jsonl"), "activations": activations}
+    engine = tiered(ParityGPT(), swap_path, ("nvme", "nvme"), runtime=runtime)
     ended: list[str] = []
     for name, acts in made[0]._acts.items():
         acts.append(lambda name=name: ended.append(name))

@@ -13,7 +13,7 @@ from tiered_zero.io.native import load_library
 from tiered_zero.native import VERSION
 from tiered_zero.native.update import UpdateKernel
 
-SOURCES_DIGEST = "1c0e8641674c06f7"
+SOURCES_DIGEST = "cc81df437f7e6ee5"
 """Of the C sources of VERSION."""
 
 

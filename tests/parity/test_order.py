@@ -294,7 +294,7 @@ def test_several_engines_in_one_process(swap_path):
         torch.manual_seed(seed)
         engines.append(tiered(Stack(2), swap_path))
     seen: list[list[Any]] = [[], []]
-    for number in range(8):
+    for number in range(4):
         for engine, own in zip(engines, seen, strict=True):
             own += train(engine, lambda _, number=number: batch(number), steps=1)
     for course, engine, own in zip(courses, engines, seen, strict=True):

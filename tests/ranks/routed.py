@@ -129,7 +129,7 @@ def train_tiered(run: Run, swap_path: str) -> dict[str, Any]:
         "norms": [],
         "policy": engine.plan.update_policy.text,
         "units": sorted({unit.module for unit in units(engine)}),
-        "in_flight": engine.memory_report()["device"]["gradient_in_flight"],
+        "in_flight": engine.memory_report()["device"].get("gradient_in_flight"),  # none where all rest on the device
         "largest": max(unit.nbytes for unit in units(engine)),
         "reduced": engine.rank_report()["reduced_nbytes"],
     }

@@ -286,6 +286,7 @@ def check_trainability(swap_path: str) -> None:
         handler = logging.Handler()
         handler.emit = lambda record, to=lines: to.append(record.getMessage())  # type: ignore
         logger = logging.getLogger("tiered_zero")
+        logger.setLevel(logging.WARNING)  # a command that ran in this process may have silenced it
         logger.addHandler(handler)
         with ZeroRedundancyOptimizer(
             own.parameters(), torch.optim.AdamW, parameters_as_bucket_view=True, offload=offload, lr=1e-2

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 if __name__ == "__main__":  # an installed tiered_zero goes before the checkout's; this folder's io.py is not Python's
-    sys.path[:1] = []
+    sys.path[:] = [path for path in sys.path if path != str(Path(__file__).resolve().parent)]
     sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 from tiered_zero.io.engine import IOSettings

@@ -30,7 +30,7 @@ from functools import partial
 from pathlib import Path
 
 if __name__ == "__main__":  # an installed tiered_zero goes before the checkout's; this folder's io.py is not Python's
-    sys.path[:1] = []
+    sys.path[:] = [path for path in sys.path if path != str(Path(__file__).resolve().parent)]
     sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 import psutil

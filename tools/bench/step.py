@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":  # an installed tiered_zero goes before the checkout's; this folder's io.py is not Python's
-    sys.path[:1] = []
+    sys.path[:] = [path for path in sys.path if path != str(Path(__file__).resolve().parent)]
     sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 import torch

@@ -29,7 +29,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 if __name__ == "__main__":  # an installed tiered_zero goes before the checkout's; this folder's io.py is not Python's
-    sys.path[:1] = []
+    sys.path[:] = [path for path in sys.path if path != str(Path(__file__).resolve().parent)]
     sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 import numpy
@@ -84,7 +84,7 @@ def make_table(rule: AdamRule, runs: list[Run]) -> tuple[numpy.ndarray, Hyper]:
 def whole_update(rule: AdamRule, norms: GradNorm, runs: list[Run]) -> None:
     """What a step does to gradients that carry a loss scale, of one large run."""
     (run,) = runs
-    norm = norms.of(run.grad).item() / LOSS_SCALE
+    norm = norms.of(run.grad) / LOSS_SCALE
     if not math.isfinite(norm):
         return
     run.grad_scale = min(1.0, CLIP / (norm + 1e-6)) / LOSS_SCALE
