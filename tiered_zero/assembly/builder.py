@@ -128,7 +128,7 @@ def _join(
     driver = DriverState(
         counts=step.counts,
         overflow=step.overflow,
-        policy=placed.policy,
+        policy=step.policy,
         optimizer=handle,
         lr_scheduler=scheduler,
         loader=loader,
@@ -136,7 +136,7 @@ def _join(
     )
     checkpoints = Checkpoints(
         placed.run_state,
-        placed.policy,
+        step.policy,
         placed.whole,
         driver,
         written_by(run_spec.rule, config, machine.runtime),
@@ -155,7 +155,7 @@ def _join(
     )
     engine = Engine(run, step, resources)
     if handle is not None:
-        handle.connect(engine, placed.state, placed.policy, partial(resources.add, "optimizer"))
+        handle.connect(engine, placed.state, step.policy, partial(resources.add, "optimizer"))
     if source.adoption is not None and placed.adopted is not None:
         checkpoints.adopt(source.adoption, placed.adopted)
     elif source.found is not None:

@@ -68,6 +68,8 @@ def find_source(run_spec: RunSpec, collectives: Collectives) -> Source:
     if collectives.rank == 0:
         warnings += leftover_notices(path for paths in nvme_paths(config) for path in paths)
     weights = WeightFiles(config.tiered_zero.weights) if config.tiered_zero.weights else None
+    if weights is not None:
+        warnings += weights.check(run_spec.model, run_spec.specs)
     source = Source(found=found, adoption=adoption, weights=weights, warnings=warnings)
     needs = {
         paths: nbytes for paths, nbytes in nvme_needs(config, run_spec.plan).items() if paths not in source.directories
@@ -76,8 +78,6 @@ def find_source(run_spec: RunSpec, collectives: Collectives) -> Source:
         paths = config.tiered_zero.activations.nvme_paths
         needs[paths] = needs.get(paths, 0) + nbytes
     check_disk_space(needs, collectives)
-    if weights is not None:
-        warnings += weights.check(run_spec.model, run_spec.specs)
     return source
 
 

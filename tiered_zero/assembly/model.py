@@ -32,7 +32,6 @@ from tiered_zero.update.masters import Masters
 from tiered_zero.update.optimizer_state import OptimizerState
 from tiered_zero.update.param_shards import ParamShards
 from tiered_zero.update.places import UnitParameters
-from tiered_zero.update.policy import UpdatePolicy
 from tiered_zero.update.stepper import StreamingStepper
 
 logger = logging.getLogger("tiered_zero")
@@ -44,7 +43,6 @@ class PlacedModel:
     None without such commits. `adopted`: see `Source.adoption`."""
 
     step: TrainStep
-    policy: UpdatePolicy
     whole: WholeWeights
     masters: Masters
     run_state: RunState
@@ -77,8 +75,9 @@ def place_model(
         param_flat=_flats(pager),
     )
     copies = make_copies(run_spec, machine.copy_homes, run_state)
-    has_values = source.adoption is not None and copies is not None
-    adopted = AdoptedValues(state=run_state, masters=masters, copies=copies) if has_values and copies else None
+    adopted = None
+    if source.adoption is not None and copies is not None:
+        adopted = AdoptedValues(state=run_state, masters=masters, copies=copies)
     state = _make_state(run_spec, machine, stepper)
     if source.adoption is None:
         state.check(run_spec.source.state, run_spec.source.param_groups)
@@ -94,7 +93,6 @@ def place_model(
         logger.warning("the optimizer's own state is left out: the run goes on with what was committed")
     return PlacedModel(
         step=step,
-        policy=step.policy,
         whole=whole,
         masters=masters,
         run_state=run_state,
