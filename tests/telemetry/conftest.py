@@ -20,6 +20,10 @@ class Clock:
         with self._lock:
             self._now_s += seconds
 
+    def sleep_until(self, due_s: float) -> None:
+        with self._lock:
+            self._now_s = max(self._now_s, due_s)
+
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
