@@ -175,6 +175,9 @@ def outside(source: Source, *names: str, home: str = "") -> Found:
             yield line, f"{full}, which {f'lives in {home}' if home else 'has no place here'}"
 
 
+_DEVICES = ("torch.cuda", "torch.xpu", "torch.accelerator", "torch.Stream", "torch.Event")
+
+
 @rule(
     PACKAGE,
     planted={
@@ -185,6 +188,9 @@ def outside(source: Source, *names: str, home: str = "") -> Found:
             "from torch.cuda import Stream",
             "def f():\n    import torch as t\n    return t.cuda.is_available()",
             "import torch.distributed.checkpoint as dcp",
+            "import torch\ntorch.accelerator.synchronize()",
+            "import torch\nstream = torch.Stream()",
+            "from torch import Event",
         ],
         "tiered_zero/checkpoint/a.py": ["import torch.distributed as dist"],
     },
@@ -195,7 +201,7 @@ def outside(source: Source, *names: str, home: str = "") -> Found:
     },
 )
 def devices_and_collectives_live_in_hardware(source: Source) -> Found:
-    for line, what in outside(source, "torch.cuda", "torch.distributed", home="tiered_zero/hardware/"):
+    for line, what in outside(source, *_DEVICES, "torch.distributed", home="tiered_zero/hardware/"):
         if not (source.path.startswith("tiered_zero/checkpoint/") and what.startswith("torch.distributed.checkpoint")):
             yield line, what
 

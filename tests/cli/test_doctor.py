@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 NAMES = [
     "engine native", "engine threads", "engine aiofiles", "io_uring", "O_DIRECT", "file system", "free space",
     "host memory",
-    "cgroup memory", "memlock limit", "huge pages", "processors", "C compiler", "update kernel", "torch", "CUDA",
+    "cgroup memory", "memlock limit", "huge pages", "processors", "C compiler", "update kernel", "torch", "accelerator",
     "pinned memory",
 ]  # fmt: skip
 

@@ -114,15 +114,19 @@ def test_the_huge_pages_in_force_stand_in_brackets(tree, tmp_path, text, found):
 
 
 def test_a_gpu_has_what_is_free_what_torch_keeps_and_what_the_model_leaves(monkeypatch):
-    assert available_device_nbytes(torch.device("cpu")) is None
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    fakes = {
+        "device_count": lambda: 2,
+        "current_device_index": lambda: 1,
+        "get_memory_info": lambda index: ((index + 1) * 10 * GIB, 80 * GIB),
+        "memory_reserved": lambda index: 3 * GIB,
+        "memory_allocated": lambda index: 2 * GIB,
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.accelerator, name, fake)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: None)
     assert available_device_nbytes(torch.device("cuda")) is None
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: ((index + 1) * 10 * GIB, 80 * GIB))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda index: 3 * GIB)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda index: 2 * GIB)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda"))
+    assert available_device_nbytes(torch.device("cpu")) is None and available_device_nbytes(torch.device("xpu")) is None
 
     def tensor(place):
         return SimpleNamespace(device=torch.device(place), nbytes=GIB)

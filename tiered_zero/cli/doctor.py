@@ -217,23 +217,26 @@ def _torch() -> Iterator[Finding]:
     try:
         import torch
 
-        from tiered_zero.hardware.probe import cuda_device_names
+        from tiered_zero.hardware.probe import accelerator_kind, accelerator_names
     except ImportError as error:
         yield Finding("torch", BAD, f"cannot be imported: {error}", "install torch 2.11 to 2.13")
         return
-    names, cuda_version = cuda_device_names(), torch.version.cuda
+    names, kind = accelerator_names(), accelerator_kind()
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     if (2, 11) <= version < (2, 14):
         yield Finding("torch", GOOD, str(torch.__version__))
     else:
         yield Finding("torch", POOR, f"{torch.__version__}; tried with 2.11 to 2.13", "install one of these")
     if names:
-        yield Finding("CUDA", GOOD, f"{cuda_version}: {', '.join(names)}")
-    elif cuda_version is None:
-        yield Finding("CUDA", BAD, "this torch was built without it; the CPU computes", "install a torch with CUDA")
+        yield Finding("accelerator", GOOD, f"{kind}: {', '.join(names)}")
+    elif kind is None:
+        found = "this torch was built without one; the CPU computes"
+        yield Finding("accelerator", BAD, found, "install a torch with CUDA, ROCm or XPU")
     else:
-        found = f"torch was built for {cuda_version}, but there is no device; the CPU computes"
-        yield Finding("CUDA", BAD, found, "look at nvidia-smi: driver, and the devices given to this container")
+        found = f"torch was built for {kind}, but there is no device; the CPU computes"
+        yield Finding(
+            "accelerator", BAD, found, "look at the driver (nvidia-smi), and the devices given to this container"
+        )
 
 
 def _pinning() -> Iterator[Finding]:

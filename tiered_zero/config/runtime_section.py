@@ -11,8 +11,8 @@ from tiered_zero.config.section import Nbytes, Number, OffloadSection, PathText,
 
 
 def _compute_device(value: str) -> str:
-    if re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", value) is None:
-        raise ValueError('expected "auto", "cpu", "cuda" or "cuda:N"')
+    if re.fullmatch(r"auto|[a-z]{2,30}(:\d{1,3})?", value) is None:
+        raise ValueError('expected "auto", "cpu", or an accelerator as torch names it ("cuda", "cuda:1", "xpu")')
     return value
 
 
@@ -78,7 +78,9 @@ class RuntimeSection(Section):
     """Our own settings; DeepSpeed ignores the section."""
 
     device: Annotated[str, AfterValidator(_compute_device)] = Field(
-        "auto", description="where the model computes: auto (a GPU if any), cpu, cuda, or cuda:N"
+        "auto",
+        description="where the model computes: auto (an accelerator if any), cpu, or an "
+        "accelerator as torch names it: cuda, cuda:1, xpu",
     )
     device_memory_limit: Nbytes = Field(
         None, description='most device memory to use: bytes, or text such as "1.5GiB"; null: what the device has'

@@ -73,10 +73,11 @@ def place_of(cpu: int, system: Path = SYSTEM) -> Place:
 
 
 def gpu_node(device: torch.device, system: Path = SYSTEM) -> int | None:
-    """Return the NUMA node of a CUDA device; None for another, and where the system does not say."""
-    if device.type != "cuda":
+    """Return the NUMA node of an accelerator; None for the CPU, and where torch or the system does not say."""
+    find = getattr(torch.get_device_module(device), "get_device_properties", None)
+    if device.type == "cpu" or find is None:
         return None
-    found = torch.cuda.get_device_properties(device)
+    found = find(device)
     domain, bus, slot = (getattr(found, f"pci_{name}_id", -1) for name in ("domain", "bus", "device"))
     return pci_node(f"{domain:04x}:{bus:02x}:{slot:02x}.0", system)  # torch does not name all three everywhere
 

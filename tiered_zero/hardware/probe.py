@@ -16,24 +16,40 @@ CGROUP = Path("/sys/fs/cgroup")
 SYSTEM = Path("/sys")
 
 
-def cuda_device_names() -> list[str]:
-    """By index; empty where torch finds none."""
-    return (
-        [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
-    )
+def accelerator_kind() -> str | None:
+    """Name what this build of torch can compute on besides the CPU, as "CUDA 13.0" or "xpu"."""
+    found = torch.accelerator.current_accelerator()
+    if found is None:
+        return None
+    versions = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip}
+    return next((f"{name} {version}" for name, version in versions.items() if version), found.type)
+
+
+def accelerator_names() -> list[str]:
+    """List torch's accelerators by index, as their makers call them; empty where there is none."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None:
+        return []
+    name = getattr(torch.get_device_module(found.type), "get_device_name", f"{found.type}:{{}}".format)
+    return [str(name(index)) for index in range(torch.accelerator.device_count())]
 
 
 def available_device_nbytes(device: torch.device, own: Iterable[torch.Tensor] = ()) -> int | None:
-    """Return the GPU memory that this process can still have: what is free, what torch's allocator keeps unused, and
-    the bytes of `own`, tensors that will make room. None for the CPU, and where torch finds no such device."""
-    if device.type != "cuda" or not torch.cuda.is_available():
+    """Return the accelerator's memory that this process can still have: what is free, what torch's allocator keeps
+    unused, and the bytes of `own`, tensors that will make room. None for the CPU, and where torch finds no such device
+    or cannot say."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None or found.type != device.type:
         return None
-    index = torch.cuda.current_device() if device.index is None else device.index
-    if index >= torch.cuda.device_count():
+    index = torch.accelerator.current_device_index() if device.index is None else device.index
+    if index >= torch.accelerator.device_count():
         return None
-    free, _ = torch.cuda.mem_get_info(index)
-    unused = torch.cuda.memory_reserved(index) - torch.cuda.memory_allocated(index)
-    return free + unused + sum(tensor.nbytes for tensor in own if tensor.device == torch.device("cuda", index))
+    try:
+        free, _ = torch.accelerator.get_memory_info(index)
+        unused = torch.accelerator.memory_reserved(index) - torch.accelerator.memory_allocated(index)
+    except RuntimeError:  # its backend has no allocator that answers
+        return None
+    return free + unused + sum(tensor.nbytes for tensor in own if tensor.device == torch.device(device.type, index))
 
 
 def total_host_nbytes(proc: Path = PROC) -> int:

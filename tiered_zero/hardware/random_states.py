@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -15,13 +16,13 @@ _NUM_WORDS = 624
 
 
 def random_states() -> dict[str, Any]:
-    """Copy the states of all generators; of devices, those of the CUDA devices of a process that uses CUDA."""
-    devices = torch.cuda.get_rng_state_all() if _uses_cuda() else []
+    """Copy the states of all generators; of devices, those of torch's accelerators where the process uses them."""
+    module = _accelerators()
     return {
         "python": random.getstate(),
         "numpy": numpy.random.get_state(legacy=False),
         "torch": torch.get_rng_state(),
-        "devices": {f"cuda:{index}": state for index, state in enumerate(devices)},
+        "devices": {name: module.get_rng_state(name) for name in _device_names()},
     }
 
 
@@ -48,11 +49,10 @@ def restore_random_states(states: Mapping[str, Any]) -> list[str]:
             f"numpy's generator is {_numpys_generator()} here and was {states['numpy']['bit_generator']}; it stays as "
             "it is, so that what is drawn from numpy differs"
         )
-    num_devices = torch.cuda.device_count() if _uses_cuda() else 0
-    here = {f"cuda:{index}" for index in range(num_devices)}
+    here, module = set(_device_names()), _accelerators()
     for name, state in states["devices"].items():
         if name in here:
-            torch.cuda.set_rng_state(state, name)
+            module.set_rng_state(state, name)
     if missing := sorted(states["devices"].keys() - here):
         lines.append(f"there is no {', '.join(missing)} here, so that what a model draws on its device differs")
     if new := sorted(here - states["devices"].keys()):
@@ -102,11 +102,11 @@ def _check(states: Any) -> None:
     if type(states["devices"]) is not dict:
         raise ValueError("the states of devices were expected by name")
     for name, state in states["devices"].items():
-        if type(name) is not str or not name.startswith("cuda:"):
+        if type(name) is not str or re.fullmatch(r"[a-z]{2,30}:\d{1,3}", name) is None:
             raise ValueError(f"an unknown device {name!r:.80}")
-        _check_bytes(state, 64)
-        if _uses_cuda():
-            torch.Generator(torch.device("cuda")).set_state(state)
+        _check_bytes(state, 1 << 16)
+        if name in _device_names():
+            torch.Generator(torch.device(name)).set_state(state)
 
 
 def _check_bytes(state: Any, most: int) -> None:
@@ -122,5 +122,18 @@ def _numpys_generator() -> str:
     return str(numpy.random.get_state(legacy=False)["bit_generator"])
 
 
-def _uses_cuda() -> bool:
-    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+def _accelerators() -> Any:
+    """Return torch's module for the accelerators of this process; None where it uses none, or where these have no
+    generators of their own."""
+    found = torch.accelerator.current_accelerator()
+    module = None if found is None else torch.get_device_module(found.type)
+    is_used = getattr(module, "is_initialized", lambda: module is not None)()
+    return module if is_used and hasattr(module, "get_rng_state") else None
+
+
+def _device_names() -> list[str]:
+    """Name the accelerators of this process, "cuda:0" and so on, whose generators it draws from."""
+    if _accelerators() is None:
+        return []
+    found = torch.accelerator.current_accelerator()
+    return [f"{found}:{index}" for index in range(torch.accelerator.device_count())]

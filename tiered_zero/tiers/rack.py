@@ -74,7 +74,7 @@ class TierRack:
             engines.append(engine)
         pin = zero.offload_param.pin_memory or zero.offload_optimizer.pin_memory
         accelerator = runtime.accelerator
-        self.arena = HostArena(plan.nbytes("host"), accelerator, pin and accelerator.name == "cuda", runtime.ledger)
+        self.arena = HostArena(plan.nbytes("host"), accelerator, pin and accelerator.pins, runtime.ledger)
         resources.callback(self.arena.close)
         self.param_staging = self._pool(plan.staging.params, "staging_param", runtime, resources)
         self.state_staging = self._pool(plan.staging.state, "staging_state", runtime, resources)

@@ -26,11 +26,13 @@ from tiered_zero.hardware.memory.huge_pages import PageRange
 
 
 class Accelerator(ABC):
-    """The device. `shares_cores`: compute and the host's own work take each other's time."""
+    """The device. `shares_cores`: compute and the host's own work take each other's time. `pins`: copies to and from
+    host memory are faster, and beside compute, where that memory is pinned."""
 
     name: str
     device: torch.device
     shares_cores = False
+    pins = False
 
     def __init__(self, poison: bool) -> None:
         """`poison`: debug mode, in which freed memory becomes NaN."""
@@ -53,7 +55,8 @@ class Accelerator(ABC):
 
     def check_compute(self) -> None:
         """Raise ModelError where the calling thread's current stream is not compute's, the one that was current as the
-        engine was made. Driver thread, as a call of the engine or the forward of one of its modules begins."""
+        engine was made, and where a graph of the device is captured. Driver thread, as a call of the engine or the
+        forward of one of its modules begins."""
         return
 
     @abstractmethod

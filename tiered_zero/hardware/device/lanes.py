@@ -51,7 +51,7 @@ def on_lane_error(call: str) -> InternalError:
 
 
 class DeviceMarker(Protocol):
-    """The device's side of a transfer; `torch.cuda.Event` is one."""
+    """The device's side of a transfer; `torch.Event` is one."""
 
     def query(self) -> bool: ...
 

@@ -10,25 +10,38 @@ from tiered_zero.errors import ConfigError
 from tiered_zero.hardware.device.accelerator import Accelerator
 from tiered_zero.hardware.device.cpu import CpuAccelerator
 from tiered_zero.hardware.device.cuda import CudaAccelerator
+from tiered_zero.hardware.device.streams import StreamAccelerator
+
+_WITHOUT_STREAMS = frozenset({"meta", "mps"})
+"""Types of device with no memory, and with one stream of torch's own: nothing could be fetched beside compute."""
 
 
 def build_accelerator(name: str = "auto", poison: bool = False, delay_seed: int | None = None) -> Accelerator:
-    """`name`: "auto" (CUDA where torch finds it), "cpu", "cuda", "cuda:N". `delay_seed`: CPU. Raises ConfigError."""
+    """`name`: "auto" (an accelerator if any), "cpu", or an accelerator as torch names it ("cuda", "xpu:1").
+    `delay_seed`: CPU. Raises ConfigError."""
     device = find_device(name)
     if device.type == "cpu":
         return CpuAccelerator(poison, delay_seed)
     if delay_seed is not None:
-        raise ConfigError("seeded delays test the CPU accelerator; leave them out with tiered_zero.device cuda")
-    return CudaAccelerator(device, poison)
+        raise ConfigError(f"seeded delays test the CPU accelerator; leave them out with tiered_zero.device {name}")
+    return (CudaAccelerator if device.type == "cuda" else StreamAccelerator)(device, poison)
 
 
 def find_device(name: str) -> torch.device:
-    """The device that `tiered_zero.device` names: "auto", "cpu", "cuda" or "cuda:N". Raises ConfigError."""
-    wanted = ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
+    """Return the device that `tiered_zero.device` names, whether it is there or not. Raises ConfigError."""
     with suppress(RuntimeError):
-        if (device := torch.device(wanted)).type in ("cpu", "cuda"):
+        device = _own_device() if name == "auto" else torch.device(name)
+        if device.type not in _WITHOUT_STREAMS:
             return device
-    raise ConfigError(f"tiered_zero.device is one of auto, cpu, cuda or cuda:N, not {name!r}")
+    raise ConfigError(
+        "tiered_zero.device is one of auto, cpu, or a type of accelerator with streams and perhaps an index, as torch "
+        f"names it (cuda, cuda:1, xpu); found {name!r}"
+    )
+
+
+def _own_device() -> torch.device:
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return torch.device("cpu") if found is None or found.type in _WITHOUT_STREAMS else found
 
 
 def shares_cores(name: str, delay_seed: int | None) -> bool:

@@ -1,4 +1,4 @@
-"""The CUDA accelerator over a recorded runtime: which calls it makes, in which order, on which stream.
+"""Accelerators over recorded streams: which calls are made, in which order, on which stream; what CUDA's class adds.
 
 What the calls do on a device is tested in tests/gpu.
 """
@@ -12,15 +12,26 @@ import torch
 
 from tiered_zero.errors import ConfigError, InternalError, ModelError
 from tiered_zero.hardware.device.cuda import CudaAccelerator
+from tiered_zero.hardware.device.streams import StreamAccelerator
 from tiered_zero.sizes import GIB
 
 
 class Stream:
-    def __init__(self, name="compute", calls=None):
-        self.name, self.calls = name, calls
+    device = torch.device("cuda", 1)
+
+    def __init__(self, name, calls, current):
+        self.name, self.calls, self.current = name, calls, current
 
     def __repr__(self):
         return f"<stream {self.name}>"
+
+    def __enter__(self):
+        on_lane = threading.current_thread() is not threading.main_thread()
+        assert getattr(self.current, "device", 1 - on_lane) == 1, "leaving would set, and initialise, device 0"
+        self.before, self.current.stream = getattr(self.current, "stream", None), self
+
+    def __exit__(self, *_):
+        self.current.stream = self.before
 
     def wait_event(self, event):
         self.calls.append(f"{self.name} waits for {event.where}")
@@ -30,8 +41,8 @@ class Stream:
 
 
 class Marker:
-    def __init__(self, blocking=False):
-        assert blocking
+    def __init__(self, device, blocking=False):
+        assert blocking and device == Stream.device
         self.where, self.complete = None, False
 
     def record(self, stream):
@@ -98,41 +109,46 @@ def runtime():
 
 
 @pytest.fixture
-def accelerator(monkeypatch, calls, runtime):
-    current = threading.local()  # a new thread's device is 0
-    compute = Stream("compute", calls)
+def current():
+    return threading.local()  # a new thread's device is 0
 
+
+@pytest.fixture
+def other_stream(calls, current):
+    return Stream("own", calls, current)
+
+
+@pytest.fixture
+def two_devices(monkeypatch, calls, current):
+    """torch's accelerator, whatever it is called: two devices whose streams write down what is asked of them."""
+    compute = Stream("compute", calls, current)
+    fakes = {
+        "current_accelerator": lambda check_available=False: torch.device("cuda"),
+        "device_count": lambda: 2,
+        "current_device_index": lambda: getattr(current, "device", 1),
+        "set_device_index": lambda device: setattr(current, "device", device.index),
+        "current_stream": lambda device: getattr(current, "stream", None) or compute,
+        "synchronize": lambda device: calls.append(f"synchronize {device}"),
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.accelerator, name, fake)
+    monkeypatch.setattr(torch, "Stream", lambda device: Stream("lane", calls, current))
+    monkeypatch.setattr(torch, "Event", Marker)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: getattr(current, "captures", False))
+
+
+@pytest.fixture
+def accelerator(two_devices, monkeypatch, runtime, current):
     @contextlib.contextmanager
     def on(device):
         before, current.device = getattr(current, "device", 0), device.index
         yield
         current.device = before
 
-    @contextlib.contextmanager
-    def use(stream):
-        on_lane = threading.current_thread() is not threading.main_thread()
-        assert getattr(current, "device", 1 - on_lane) == 1, "leaving the context would set, and initialise, device 0"
-        before, current.stream = getattr(current, "stream", None), stream
-        yield
-        current.stream = before
-
-    fakes = {
-        "is_available": lambda: True,
-        "device_count": lambda: 2,
-        "current_device": lambda: getattr(current, "device", 1),
-        "set_device": lambda device: setattr(current, "device", device.index),
-        "device": on,
-        "Stream": lambda device: Stream("lane", calls),
-        "Event": Marker,
-        "stream": use,
-        "current_stream": lambda device: getattr(current, "stream", None) or compute,
-        "synchronize": lambda device: calls.append(f"synchronize {device}"),
-        "cudart": lambda: runtime,
-        "CudaError": lambda code: f"error {code}",
-    }
+    fakes = {"device": on, "cudart": lambda: runtime, "CudaError": lambda code: f"error {code}"}
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
-    accelerator = CudaAccelerator()
+    accelerator = CudaAccelerator(torch.device("cuda"))
     yield accelerator
     accelerator.close()
 
@@ -162,12 +178,18 @@ def test_a_lane_is_refused_what_is_about_compute(accelerator, calls):
     assert calls[:1] == ["record lane 0"]
 
 
-def test_another_stream_than_the_engines_is_refused(accelerator, calls):
+def test_another_stream_than_the_engines_is_refused(accelerator, other_stream):
     accelerator.check_compute()
     with (
-        torch.cuda.stream(Stream("own", calls)),
+        other_stream,
         pytest.raises(ModelError, match="was made, <stream compute>; found <stream own>"),
     ):
+        accelerator.check_compute()
+
+
+def test_a_graph_that_is_captured_is_refused_with_the_reason(accelerator, current):
+    current.captures = True
+    with pytest.raises(ModelError, match="outside of a graph's capture on cuda:1: a graph replays the addresses"):
         accelerator.check_compute()
 
 
@@ -191,17 +213,16 @@ def test_close_waits_for_the_device_after_its_threads(accelerator, calls, monkey
     def fail(device):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(torch.cuda, "synchronize", fail)
+    monkeypatch.setattr(torch.accelerator, "synchronize", fail)
     accelerator.close()
     assert "waiting for the last work on cuda:1 failed" in caplog.text
 
 
-def test_host_memory_is_pinned_on_the_lanes_device(accelerator, runtime, monkeypatch):
+def test_host_memory_is_pinned_on_the_lanes_device(accelerator, runtime, current, monkeypatch):
     devices = []
     pin = runtime.cudaHostRegister
     with torch.cuda.device(torch.device("cuda", 0)):
-        monkeypatch.setattr(runtime, "cudaHostRegister", lambda *args: devices.append(on_device()) or pin(*args))
-        on_device = torch.cuda.current_device
+        monkeypatch.setattr(runtime, "cudaHostRegister", lambda *args: devices.append(current.device) or pin(*args))
         accelerator.pin(4096, 4096)
     assert devices == [1]
 
@@ -233,6 +254,8 @@ def test_the_current_device_is_the_default(accelerator):
 def test_a_device_that_is_not_there_is_refused(accelerator):
     with pytest.raises(ConfigError, match="cuda:2; there are 2"):
         CudaAccelerator(torch.device("cuda", 2))
+    with pytest.raises(ConfigError, match=r"asks for xpu; this torch \(.*\) finds cuda\. Set it to cuda, or install"):
+        StreamAccelerator(torch.device("xpu"))
 
 
 def test_pinning_is_exact_and_undone(accelerator, runtime):
@@ -257,3 +280,11 @@ def test_pinning_that_fails_is_said_once_and_its_error_cleared(accelerator, runt
     assert launches == [accelerator.device] * 2
     [record] = caplog.records
     assert "pageable" in record.getMessage() and "1.0 GiB" in record.getMessage() and "error 2" in record.getMessage()
+
+
+def test_a_device_that_cannot_pin_says_so_once(two_devices, caplog):
+    accelerator = StreamAccelerator(torch.device("cuda"))
+    assert accelerator.pins and not accelerator.pin(4096, GIB) and not accelerator.pin(8192, GIB)
+    [record] = caplog.records
+    assert "1.0 GiB failed (torch has no call that registers host memory with cuda)" in record.getMessage()
+    accelerator.close()

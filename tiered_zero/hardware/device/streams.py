@@ -1,0 +1,149 @@
+"""Any device that torch.accelerator knows: each lane's thread owns a stream, and events order streams without blocking
+the host. What a kind of device has besides, such as the registration of host memory, is a subclass's."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from tiered_zero.concurrency.transfer import Transfer
+from tiered_zero.errors import ConfigError, ModelError
+from tiered_zero.hardware.device.accelerator import Accelerator
+from tiered_zero.hardware.device.lanes import THIS_THREAD, Lane, LaneTransfer, Work, on_lane_error
+from tiered_zero.sizes import format_nbytes
+
+logger = logging.getLogger("tiered_zero")
+
+
+class StreamAccelerator(Accelerator):
+    """One device of torch's current accelerator (cuda, xpu, ...), by default the current one."""
+
+    pins = True
+
+    def __init__(self, device: torch.device, poison: bool = False) -> None:
+        """Raises ConfigError where torch finds no such device."""
+        found = torch.accelerator.current_accelerator(check_available=True)
+        if found is None or found.type != device.type:
+            raise ConfigError(
+                f"tiered_zero.device asks for {device.type}; this torch ({torch.__version__}) finds "
+                f"{'no device besides the CPU' if found is None else found.type}. Set it to "
+                f"{'cpu' if found is None else found.type}, or install a build of torch for {device.type} and the "
+                "driver of the device."
+            )
+        super().__init__(poison)
+        index = torch.accelerator.current_device_index() if device.index is None else device.index
+        if index >= (count := torch.accelerator.device_count()):
+            raise ConfigError(f"tiered_zero.device asks for {device.type}:{index}; there are {count} devices")
+        self.name = device.type
+        self.device = torch.device(device.type, index)
+        self._compute = torch.accelerator.current_stream(self.device)
+        self._is_capturing = getattr(torch.get_device_module(device.type), "is_current_stream_capturing", _no)
+        self._logged_pin = False
+
+    def _build_lane(self, name: str) -> Lane:
+        stream = torch.Stream(self.device)
+
+        def launch(work: Work) -> torch.Event:
+            # first: a new thread's device is 0, and leaving the stream's context sets the thread's device again
+            torch.accelerator.set_device_index(self.device)
+            # no record_stream(): a recorded block is reused only once the host sees the event done, so that a host
+            # that runs ahead of the device would take new memory at each fetch. Every free is ordered by an event.
+            with stream:
+                for earlier in work.after:
+                    _order(stream, earlier)
+                try:
+                    work.job()
+                except Exception:
+                    stream.synchronize()  # a failed job leaves nothing in flight
+                    raise
+                return _mark(stream)
+
+        return Lane(name, launch)
+
+    def check_compute(self) -> None:
+        if self._is_capturing():
+            raise ModelError(
+                f"Expected calls of the engine and its modules outside of a graph's capture on {self.device}: a graph "
+                "replays the addresses that it has seen, and the memory of paged parameters moves. Leave out "
+                'torch.cuda.graph(...), and compile the model without mode="reduce-overhead".'
+            )
+        # the allocator gives freed memory out again in the order of the one stream that it was allocated on
+        stream = torch.accelerator.current_stream(self.device)
+        if stream != self._compute:
+            raise ModelError(
+                f"The engine and its modules were expected to be called on the stream that was current as the engine "
+                f"was made, {self._compute}; found {stream}. Call tiered_zero.initialize() inside of the same "
+                f"torch.{self.name}.stream(...) block, or forward, backward and step() outside of it."
+            )
+
+    def record_compute(self) -> LaneTransfer:
+        if THIS_THREAD.is_lane:
+            raise on_lane_error("record_compute()")
+        return self.record()
+
+    def record(self) -> LaneTransfer:
+        return LaneTransfer(_mark(torch.accelerator.current_stream(self.device)))
+
+    def wait_on_compute(self, transfer: Transfer) -> None:
+        if THIS_THREAD.is_lane:
+            raise on_lane_error("wait_on_compute()")
+        if isinstance(transfer, LaneTransfer):
+            transfer.check_launched()
+            _order(torch.accelerator.current_stream(self.device), transfer)
+        else:
+            transfer.wait()
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, finish: bool = False) -> None:
+        target.data.copy_(source.data, non_blocking=True)  # .data: see poison()
+        if finish:
+            torch.accelerator.current_stream(self.device).synchronize()
+
+    def release_cached_memory(self) -> None:
+        torch.accelerator.empty_cache()
+
+    def synchronize(self) -> None:
+        super().synchronize()
+        torch.accelerator.synchronize(self.device)
+
+    def close(self) -> None:
+        """End the lanes' threads, then wait for their copies: the memory that these use is freed next."""
+        super().close()
+        try:
+            torch.accelerator.synchronize(self.device)
+        except RuntimeError:
+            logger.exception("waiting for the last work on %s failed", self.device)
+
+    def pin(self, address: int, nbytes: int) -> bool:
+        self._log_pageable(nbytes, f"torch has no call that registers host memory with {self.name}")
+        return False
+
+    def unpin(self, address: int) -> None:
+        """Nothing was pinned."""
+
+    def _log_pageable(self, nbytes: int, why: str) -> None:
+        if not self._logged_pin:
+            self._logged_pin = True
+            logger.warning(
+                "host memory is pageable, so copies to and from the device are slow and do not overlap: "
+                "pinning %s failed (%s)",
+                format_nbytes(nbytes),
+                why,
+            )
+
+
+def _no() -> bool:
+    """Of a device without graphs: whether one is captured."""
+    return False
+
+
+def _order(stream: torch.Stream, transfer: Transfer) -> None:
+    """Order what is launched on `stream` from now on after `transfer`, which was launched. Does not block."""
+    if isinstance(transfer, LaneTransfer) and isinstance(transfer.marker, torch.Event):
+        stream.wait_event(transfer.marker)
+
+
+def _mark(stream: torch.Stream) -> torch.Event:
+    marker = torch.Event(stream.device, blocking=True)  # waiting for it sleeps: the update needs the core
+    marker.record(stream)
+    return marker
