@@ -1,10 +1,11 @@
-"""Write the tables of docs/benchmarks.md, and three figures of the README, from the benchmark records.
+"""Write the tables of docs/benchmarks.md and docs/activations.md, and three figures of the README, from the benchmark
+records.
 
-    python tools/benchmark_tables.py            # rewrite the page between its markers
-    python tools/benchmark_tables.py --check    # exit 1 where the page differs from the records
+    python tools/benchmark_tables.py            # rewrite the pages between their markers
+    python tools/benchmark_tables.py --check    # exit 1 where a page differs from the records
 
 The last record of each name in records/*.jsonl counts; of a step's, the last for each model, number of tokens and
-clipping.
+clipping; of activations', the last for each hidden size.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "tools" / "bench" / "records"
 PAGE = ROOT / "docs" / "benchmarks.md"
+ACTIVATIONS_PAGE = ROOT / "docs" / "activations.md"
 README = ROOT / "README.md"
 README_MARKERS = re.compile(r"(<!-- record:begin -->\n).*?(<!-- record:end -->)", re.DOTALL)
 MARKERS = re.compile(r"(<!-- records:begin -->\n).*?(<!-- records:end -->)", re.DOTALL)
@@ -38,7 +40,7 @@ def last_records() -> dict[tuple[Any, ...], dict[str, Any]]:
             if record["name"] not in TABLES:
                 continue  # of a page of its own
             arguments = record["arguments"]
-            kind = arguments.get("clip", arguments.get("accumulation", 0.0))
+            kind = arguments.get("clip", arguments.get("accumulation", arguments.get("hidden", 0.0)))
             records[record["name"], arguments.get("model", ""), arguments.get("tokens", 0), kind] = record
     return records
 
@@ -65,8 +67,8 @@ def _span(records: list[dict[str, Any]], row: str) -> str:
     return f"{min(ratios):.2f} to {max(ratios):.2f}"
 
 
-def render(records: dict[tuple[Any, ...], dict[str, Any]]) -> str:
-    order = sorted(records, key=lambda key: (list(TABLES).index(key[0]), *key[1:]))
+def render(records: dict[tuple[Any, ...], dict[str, Any]], names: Collection[str]) -> str:
+    order = sorted((key for key in records if key[0] in names), key=lambda key: (list(TABLES).index(key[0]), *key[1:]))
     return "\n".join(TABLES[key[0]](records[key]) for key in order)
 
 
@@ -130,6 +132,25 @@ def optimizer_table(record: dict[str, Any]) -> str:
     return head(record, title) + "\n" + rows(["state", "s", "held against"], body)
 
 
+def activations_table(record: dict[str, Any]) -> str:
+    """Each series with the memory that its step takes beyond the model."""
+    arguments, peaks, moved = record["arguments"], record["peak_nbytes"], record["moved_nbytes"]
+    ratios = {
+        names.partition(" / ")[0]: (names.partition(" / ")[2], ratio) for names, ratio in record["ratios"].items()
+    }
+    body = []
+    for way, seconds in record["median"].items():
+        other, ratio = ratios.get(way, ("", 0.0))
+        memory = f"{peaks[way] / 1e9:.2f}" if way in peaks else ""
+        over_disk = f"{moved[way] / 1e9:.2f}" if way in moved else ""
+        body.append([way, f"{seconds:.2f}", f"{ratio:.2f} of {other}" if other else "", memory, over_disk])
+    title = (
+        f"A step of {arguments['blocks']} transformer blocks, hidden size {arguments['hidden']}, "
+        f"{arguments['batch'] * arguments['sequence']} tokens, fp32, on the CPU"
+    )
+    return head(record, title) + "\n" + rows(["way", "s", "held against", "memory, GB", "to disk, GB"], body)
+
+
 def io_table(record: dict[str, Any]) -> str:
     body = [
         [name, f"{rate:.2f}", f"{record['ratio_to_fio'][name]:.2f}" if record["ratio_to_fio"].get(name) else ""]
@@ -184,6 +205,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "step": step_table,
     "update": update_table,
     "optimizer": optimizer_table,
+    "activations": activations_table,
     "io": io_table,
     "checkpoint": checkpoint_table,
     "ranks": ranks_table,
@@ -196,7 +218,11 @@ def main() -> None:
     parser.add_argument("--check", action="store_true")
     options = parser.parse_args()
     records = last_records()
-    for page, markers, made in ((PAGE, MARKERS, render(records)), (README, README_MARKERS, headline(records))):
+    for page, markers, made in (
+        (PAGE, MARKERS, render(records, TABLES.keys() - {"activations"})),
+        (ACTIVATIONS_PAGE, MARKERS, render(records, {"activations"})),
+        (README, README_MARKERS, headline(records)),
+    ):
         text = page.read_text()
         new = markers.sub(lambda found, made=made: found[1] + made + found[2], text)
         if options.check and new != text:

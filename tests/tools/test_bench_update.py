@@ -40,8 +40,21 @@ def test_the_benchmark_of_optimizers_runs(swap_path: Path, tmp_path: Path) -> No
     assert "| nvme |" in table and " of max(disk, triad)" in table
 
 
+def test_the_benchmark_of_activations_runs(swap_path: Path, tmp_path: Path) -> None:
+    out = tmp_path / "activations.jsonl"
+    command = [sys.executable, str(ROOT / "tools/bench/activations.py"), "--smoke", "--dir", str(swap_path)]
+    ran = subprocess.run([*command, "--out", str(out)], check=False, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert not list(swap_path.iterdir()), "nothing is left behind"
+    record = json.loads(out.read_text())
+    moved = record["moved_nbytes"]
+    assert record["name"] == "activations" and moved["nvme"] > 4 * moved["nvme, checkpoints"] > 0
+    table = runpy.run_path(str(ROOT / "tools/benchmark_tables.py"))["activations_table"](record)
+    assert "| nvme, checkpoints |" in table and " of max(plain, disk)" in table
+
+
 def test_every_benchmark_has_a_smoke_run() -> None:
     found = {path.stem for path in (ROOT / "tools/bench").glob("*.py")}
-    assert found - {"gpt2", "record"} == {"checkpoint", "io", "optimizer", "ranks", "step", "update"}, (
+    assert found - {"gpt2", "record"} == {"activations", "checkpoint", "io", "optimizer", "ranks", "step", "update"}, (
         "io: tests/io; others: test_bench_*.py here"
     )
