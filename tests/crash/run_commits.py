@@ -51,6 +51,7 @@ def config(
             "device": "cpu",
             "update": update,
             "state_format": state_format,
+            "activations": {**nvme, "limit": "1MiB", "min_nbytes": 1024},
             "checkpoint": checkpoint,
         },
     }
